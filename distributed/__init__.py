@@ -1,0 +1,1 @@
+"""The losses over many ranks."""

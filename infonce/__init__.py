@@ -1,0 +1,38 @@
+"""infonce: contrastive losses, arrays in, arrays out, in memory linear in the batch.
+
+>>> import infonce
+>>> loss = infonce.clip_loss(image, text, temperature=0.07)
+>>> out = infonce.clip_loss_and_grad(image, text, scale=100.0)
+>>> out.loss, out.grads.image, out.grads.text, out.grads.scale, out.lse
+"""
+
+from ._version import __version__
+from .losses import (
+    clip_loss,
+    clip_loss_and_grad,
+    info_nce_loss,
+    info_nce_loss_and_grad,
+    lit_loss,
+    lit_loss_and_grad,
+    nt_xent_loss,
+    nt_xent_loss_and_grad,
+    siglip_loss,
+    siglip_loss_and_grad,
+)
+from .result import LossAndGrad, Metrics
+
+__all__ = [
+    "LossAndGrad",
+    "Metrics",
+    "__version__",
+    "clip_loss",
+    "clip_loss_and_grad",
+    "info_nce_loss",
+    "info_nce_loss_and_grad",
+    "lit_loss",
+    "lit_loss_and_grad",
+    "nt_xent_loss",
+    "nt_xent_loss_and_grad",
+    "siglip_loss",
+    "siglip_loss_and_grad",
+]

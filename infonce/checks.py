@@ -1,0 +1,362 @@
+"""Every validation, once, before any work: the caller's arguments become a `Problem`.
+
+Messages name the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .kernels.blocks import Array, Gradients, Problem
+
+if TYPE_CHECKING:
+    from .losses import Loss
+
+DEFAULTS: dict[str, Any] = {
+    "temperature": None,
+    "scale": None,
+    "ids": None,
+    "normalize": False,
+    "reduction": "mean",
+    "method": "auto",
+    "precision": "auto",
+    "workspace": 256 * 2**20,
+    "check_finite": False,
+    "progress": None,
+    "wrt": None,
+    "grad_dtype": None,
+    "grad_out": 1.0,
+    "out": None,
+    "metrics": False,
+    "return_logits": False,
+}
+GRAD_ONLY = {"wrt", "grad_dtype", "grad_out", "out", "metrics", "return_logits"}
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+CHOICES = {
+    "reduction": ("mean", "sum", "none"),
+    "method": ("auto", "naive", "fused", "tiled"),
+    "precision": ("auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked call: the problem, and what to hand back."""
+
+    problem: Problem
+    gradients: Gradients | None
+    feature_grads: dict[str, Array]  # by argument name; those that were asked for
+    wrt: frozenset[str]
+    reduction: str
+    dtype: np.dtype[Any]  # of the loss
+    metrics: bool
+    return_logits: bool
+
+
+def check(
+    loss: Loss,
+    arrays: Sequence[Array],
+    labels: Array | None,
+    bias: Any,
+    options: Mapping[str, Any],
+    with_grad: bool,
+) -> Request:
+    """Validate one call of a loss on NumPy arrays."""
+    o = _options(loss, options, with_grad)
+    for name, z in zip(loss.arguments, arrays, strict=True):
+        _features(name, z)
+    query, key = arrays[0], arrays[-1]
+    m, n = len(query), len(key)
+    _shapes(loss, query, key, labels is not None)
+    if o["check_finite"]:
+        for name, z in zip(loss.arguments, arrays, strict=True):
+            _finite(name, z)
+
+    scale = _scale(loss, o["temperature"], o["scale"])
+    if loss.sigmoid:
+        bias = _number("bias", loss.bias if bias is None else bias)
+    compute = _precision(o["precision"], [str(z.dtype.name) for z in arrays])
+    workspace = o["workspace"]
+    if isinstance(workspace, bool) or not isinstance(workspace, (int, np.integer)):
+        raise TypeError(f"workspace: expected an integer number of bytes, got {_what(workspace)}")
+    if workspace <= 0:
+        raise ValueError(f"workspace: expected a positive number of bytes, got {workspace}")
+    if o["progress"] is not None and not callable(o["progress"]):
+        raise TypeError(f"progress: expected a callable, got {_what(o['progress'])}")
+    if o["return_logits"] and o["method"] != "naive":
+        raise ValueError(
+            f'return_logits: expected method="naive", the one that keeps them, got '
+            f'method="{o["method"]}"'
+        )
+    if loss.sigmoid and o["metrics"]:
+        raise ValueError("metrics: expected False for siglip, which ranks nothing, got True")
+
+    row_ids, column_ids = _ids(loss, o["ids"], m, n)
+    wrt = _wrt(loss, o["wrt"]) if with_grad else frozenset()
+    problem = Problem(
+        query=query,
+        key=key,
+        scale=scale,
+        upstream=_upstream(o["grad_out"], o["reduction"], m),
+        positives=_positives(loss, labels, m, n),
+        row_weight=loss.row_weight,
+        column_weight=loss.column_weight,
+        bias=bias if loss.sigmoid else None,
+        symmetric=loss.symmetric,
+        query_ids=row_ids,
+        key_ids=column_ids,
+        normalize=bool(o["normalize"]),
+        compute=compute,
+        method=o["method"],
+        workspace=int(workspace),
+        ranks=bool(o["metrics"]),
+        progress=o["progress"],
+    )
+    outs = _out(loss, arrays, o["out"], o["grad_dtype"], wrt) if with_grad else {}
+    gradients = None
+    if wrt:
+        key_name = loss.arguments[-1]
+        want_key = not loss.symmetric and key_name in outs
+        # scale and bias come with the rows' gradient; a key gradient alone brings them too
+        want_query = loss.arguments[0] in outs or not want_key
+        gradients = Gradients(
+            query=outs.get(loss.arguments[0]),
+            key=outs.get(key_name) if want_key else None,
+            dots=np.zeros(m if want_query else n),
+            want_query=want_query,
+            want_key=want_key,
+        )
+    double = any(z.dtype.name == "float64" for z in arrays)
+    return Request(
+        problem, gradients, outs, wrt, o["reduction"],
+        np.dtype(np.float64 if double else np.float32), bool(o["metrics"]), bool(o["return_logits"]),
+    )  # fmt: skip
+
+
+def _what(value: Any) -> str:
+    """A value as an error message names it."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"{type(value).__name__} {value!r}"[:120]
+
+
+def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[str, Any]:
+    allowed = set(DEFAULTS) if with_grad else set(DEFAULTS) - GRAD_ONLY
+    for name in options:
+        if name not in allowed:
+            function = f"{loss.name}_loss{'_and_grad' * with_grad}()"
+            near = difflib.get_close_matches(name, allowed, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            if name in GRAD_ONLY:
+                hint = f" (it is one of {loss.name}_loss_and_grad())"
+            raise TypeError(f"{function}: unexpected keyword argument {name!r}{hint}")
+    o = {**DEFAULTS, **options}
+    for name, choices in CHOICES.items():
+        if o[name] not in choices:
+            expected = ", ".join(f'"{c}"' for c in choices)
+            raise ValueError(f"{name}: expected one of {expected}, got {o[name]!r}")
+    return o
+
+
+def _features(name: str, z: Array) -> None:
+    if not isinstance(z, np.ndarray):
+        raise TypeError(f"{name}: expected an array, got {_what(z)}")
+    if z.dtype.name not in FLOATS:
+        raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
+    if z.ndim != 2:
+        raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {z.shape}")
+    if 0 in z.shape:
+        raise ValueError(f"{name}: expected at least one row and one feature, got shape {z.shape}")
+
+
+def _shapes(loss: Loss, query: Array, key: Array, labelled: bool) -> None:
+    first, last = loss.arguments[0], loss.arguments[-1]
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"{last}: expected width {query.shape[1]} like {first}, got shape {key.shape}"
+        )
+    if loss.square and len(query) != len(key):
+        raise ValueError(f"{last}: expected {len(query)} rows like {first}, got shape {key.shape}")
+    if loss.symmetric and len(query) % 2:
+        raise ValueError(
+            f"{first}: expected an even number of rows, two views of each sample, "
+            f"got shape {query.shape}"
+        )
+    if not (loss.square or loss.symmetric or labelled) and len(key) < len(query):
+        raise ValueError(
+            f"{last}: expected at least {len(query)} rows, the positive of query i being key i "
+            f"without labels, got shape {key.shape}"
+        )
+
+
+def _finite(name: str, z: Array) -> None:
+    for start in range(0, len(z), 4096):
+        bad = ~np.isfinite(z[start : start + 4096]).all(axis=1)
+        if bad.any():
+            row = start + int(bad.argmax())
+            raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number or 0-d array, got {_what(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    return float(value)
+
+
+def _scale(loss: Loss, temperature: Any, scale: Any) -> float:
+    if temperature is not None and scale is not None:
+        raise ValueError("temperature, scale: expected one of them, got both")
+    if temperature is None and scale is None:
+        if loss.scale is None:
+            raise ValueError("temperature, scale: expected one of them, got neither")
+        return loss.scale
+    name, given = ("scale", scale) if temperature is None else ("temperature", temperature)
+    value = _number(name, given)
+    if value <= 0:
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    value = value if temperature is None else 1.0 / value
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a number with a finite reciprocal, got {given!r}")
+    return value
+
+
+def _precision(precision: str, dtypes: list[str]) -> str:
+    if precision == "auto":
+        return "fp64" if "float64" in dtypes else "fp32"
+    if precision not in ("fp64", "fp32"):
+        raise ValueError(
+            f'precision: expected "auto", "fp64" or "fp32" on the CPU, got {precision!r}'
+        )
+    return precision
+
+
+def _integers(name: str, value: Any, n: int) -> Array:
+    value = np.asarray(value)
+    if value.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
+    if value.shape != (n,):
+        raise ValueError(f"{name}: expected shape ({n},), got {value.shape}")
+    return np.ascontiguousarray(value, dtype=np.int64)
+
+
+def _positives(loss: Loss, labels: Array | None, m: int, n: int) -> Array:
+    if loss.symmetric:
+        return (np.arange(m) + m // 2) % m
+    if labels is None:
+        return np.arange(m)
+    labels = _integers("labels", labels, m)
+    outside = (labels < 0) | (labels >= n)
+    if outside.any():
+        i = int(outside.argmax())
+        raise ValueError(f"labels: expected values in [0, {n}), got {labels[i]} at position {i}")
+    return labels
+
+
+def _ids(loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
+    if ids is None:
+        return None, None
+    if isinstance(ids, (tuple, list)) and len(ids) == 2 and all(np.ndim(i) == 1 for i in ids):
+        if loss.symmetric:
+            raise ValueError(f"ids: expected one array for {loss.name}, got a pair")
+        return _integers("ids[0]", ids[0], m), _integers("ids[1]", ids[1], n)
+    if m != n:
+        raise ValueError(
+            f"ids: expected a pair (ids of {m} queries, ids of {n} keys), got {_what(ids)}"
+        )
+    shared = _integers("ids", ids, m)
+    return shared, shared
+
+
+def _wrt(loss: Loss, wrt: Any) -> frozenset[str]:
+    possible = [name for name in loss.arguments if name not in loss.locked] + ["scale"]
+    if loss.sigmoid:
+        possible.append("bias")
+    if wrt is None:
+        return frozenset(possible)
+    names = [wrt] if isinstance(wrt, str) else list(wrt)
+    for name in names:
+        if name not in possible:
+            raise ValueError(f"wrt: expected names among {', '.join(possible)}, got {name!r}")
+    return frozenset(names)
+
+
+def _upstream(grad_out: Any, reduction: str, m: int) -> Array:
+    """[M] d result / d loss_i."""
+    value = np.asarray(grad_out)
+    if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
+        raise TypeError(f"grad_out: expected a number or a float array, got {_what(grad_out)}")
+    expected = [(), (m,)] if reduction == "none" else [()]
+    if value.shape not in expected:
+        raise ValueError(
+            f"grad_out: expected shape {' or '.join(map(str, expected))} with "
+            f'reduction="{reduction}", got {value.shape}'
+        )
+    share = 1.0 / m if reduction == "mean" else 1.0
+    return np.ascontiguousarray(np.broadcast_to(value.astype(np.float64) * share, (m,)))
+
+
+def _out(
+    loss: Loss, arrays: Sequence[Array], out: Any, grad_dtype: Any, wrt: frozenset[str]
+) -> dict[str, Array]:
+    """Where the feature gradients go: the caller's arrays, or new ones."""
+    wanted = [name for name in loss.arguments if name in wrt]
+    if out is None:
+        given: dict[str, Any] = {}
+    elif isinstance(out, Mapping):
+        given = dict(out)
+    elif isinstance(out, (tuple, list)):
+        names = [name for name in loss.arguments if name not in loss.locked]
+        if len(out) != len(names):
+            raise ValueError(f"out: expected {len(names)} arrays ({', '.join(names)}), "
+                             f"got {len(out)}")  # fmt: skip
+        given = dict(zip(names, out, strict=True))
+    else:
+        raise TypeError(f"out: expected a mapping or a sequence of arrays, got {_what(out)}")
+    if grad_dtype is not None:
+        try:
+            grad_dtype = np.dtype(grad_dtype)
+        except TypeError:
+            raise TypeError(f"grad_dtype: expected a dtype, got {_what(grad_dtype)}") from None
+        if grad_dtype.name not in FLOATS:
+            raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {grad_dtype}")
+
+    features = dict(zip(loss.arguments, arrays, strict=True))
+    for name, array in given.items():
+        if name not in wanted:
+            raise ValueError(f"out: expected names among {', '.join(wanted)}, got {name!r}")
+        if array is not None:
+            _output(f"out[{name!r}]", array, features[name].shape, grad_dtype)
+    made = {}
+    for name in wanted:
+        z = features[name]
+        made[name] = given.get(name)
+        if made[name] is None:
+            made[name] = np.empty(z.shape, grad_dtype or z.dtype.newbyteorder("="))
+    buffers = [a for a in given.values() if a is not None]
+    for i, array in enumerate(buffers):
+        if any(np.may_share_memory(array, other) for other in [*arrays, *buffers[:i]]):
+            raise ValueError("out: expected arrays apart from the features and from each other")
+    return made
+
+
+def _output(name: str, array: Any, shape: tuple[int, ...], grad_dtype: Any) -> None:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name}: expected an array, got {_what(array)}")
+    if array.dtype.name not in FLOATS or (grad_dtype is not None and array.dtype != grad_dtype):
+        raise TypeError(f"{name}: expected dtype {grad_dtype or ', '.join(FLOATS)}, "
+                        f"got {array.dtype}")  # fmt: skip
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+    if not array.flags.writeable:
+        raise ValueError(f"{name}: expected a writeable array, got a read-only one")

@@ -1,0 +1,383 @@
+"""The losses: one documented pair of functions each.
+
+`X_loss` returns the loss, `X_loss_and_grad` the loss, its gradients and the log-sum-exps. Both take
+the same keywords; they are listed once, in `LossOptions` and `GradOptions`, and printed in the help
+of every function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_type_hints
+
+from . import dispatch
+from .result import (
+    Array,
+    FeaturesGrads,
+    ImageTextGrads,
+    LossAndGrad,
+    QueryKeyGrads,
+    SigmoidGrads,
+    TextImageGrads,
+)
+
+
+class LossOptions(TypedDict, total=False):
+    """Keywords that every loss takes."""
+
+    temperature: Any
+    scale: Any
+    ids: Any
+    normalize: bool
+    reduction: Literal["mean", "sum", "none"]
+    method: Literal["auto", "naive", "fused", "tiled"]
+    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"]
+    workspace: int
+    check_finite: bool
+    progress: Callable[[str, int, int], None] | None
+
+
+class GradOptions(LossOptions, total=False):
+    """Keywords that the functions with gradients take besides."""
+
+    wrt: Sequence[str] | None
+    grad_dtype: Any
+    grad_out: Any
+    out: Any
+    metrics: bool
+    return_logits: bool
+
+
+LOSS_OPTIONS_DOC = """
+temperature, scale : float or 0-d array
+    One of them; ``scale = 1 / temperature`` multiplies the dot products.
+ids : integer array [N], or pair of them ([M] for rows, [N] for columns), optional
+    Pairs of equal ids that are not positives are left out: duplicates are no negatives.
+normalize : bool, default False
+    Divide rows by their L2 norm first, and differentiate through it. A row of zeros stays zero
+    and gets a zero gradient.
+reduction : {"mean", "sum", "none"}
+    Over the per-row losses; "none" returns all M of them.
+method : {"auto", "naive", "fused", "tiled"}
+    What may be kept in memory, beyond inputs, outputs and vectors of length M or N:
+
+    - "naive" keeps the M x N logits, however large (``return_logits=True`` hands them out).
+    - "fused" does loss and gradient in one go, each logit computed once, within `workspace`;
+      ValueError for what does not fit.
+    - "tiled" takes any size within `workspace`; logits that had no room are computed again for
+      the gradient.
+    - "auto" is "fused" where it fits, else "tiled".
+precision : {"auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"}
+    Of products and exponentials. "auto" follows the inputs: fp64 for float64, else fp32 accuracy
+    for float32, and float32 accumulation of exact 16-bit products. The CPU has fp64 and fp32.
+workspace : int, default 256 MiB
+    Ceiling on temporary memory in bytes, for "fused" and "tiled".
+check_finite : bool, default False
+    Raise ValueError, naming argument and row, if a feature is NaN or infinite. Without it such a
+    feature makes the loss NaN.
+progress : callable (phase, done, total), optional
+    Called from the calling thread as blocks complete.
+"""
+GRAD_OPTIONS_DOC = """
+wrt : sequence of str, optional
+    Which gradients are wanted, by argument name ("scale", "bias" too); all by default. What is
+    not asked for costs nothing; an empty sequence computes the loss alone.
+grad_dtype : dtype, optional
+    Of the feature gradients; default that of each feature array.
+grad_out : float or array, default 1
+    Upstream gradient of the loss: a number, or [M] with ``reduction="none"``.
+out : mapping or sequence of arrays, optional
+    Preallocated feature gradients, by name or in the order of the arguments; any strides.
+metrics : bool, default False
+    Also count how positives rank: see `infonce.Metrics`.
+return_logits : bool, default False
+    Also return the logits; ``method="naive"`` only.
+"""
+ERRORS_DOC = """
+TypeError, ValueError
+    Before any work, naming the argument, what came and what was expected.
+MemoryError
+    The logits of ``method="naive"`` do not fit: use "tiled".
+"""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The data by which losses differ."""
+
+    name: str
+    arguments: tuple[str, ...]  # feature arrays, rows of the logit matrix first
+    grads: type
+    row_weight: float = 1.0
+    column_weight: float = 0.0
+    symmetric: bool = False
+    square: bool = False  # as many keys as queries
+    locked: tuple[str, ...] = ()  # arguments that never get a gradient
+    sigmoid: bool = False
+    scale: float | None = None  # default
+    bias: float | None = None
+
+
+INFO_NCE = Loss("info_nce", ("query", "key"), QueryKeyGrads)
+NT_XENT = Loss("nt_xent", ("features",), FeaturesGrads, symmetric=True)
+CLIP = Loss(
+    "clip", ("image", "text"), ImageTextGrads, row_weight=0.5, column_weight=0.5, square=True
+)
+LIT = Loss("lit", ("text", "image"), TextImageGrads, square=True, locked=("image",))
+SIGLIP = Loss(
+    "siglip", ("image", "text"), SigmoidGrads, square=True, sigmoid=True, scale=10.0, bias=-10.0
+)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _documented(function: _F) -> _F:
+    """Append the common keywords to the docstring, and spell them out in the signature."""
+    with_grad = function.__name__.endswith("_and_grad")
+    sections = [("Other Parameters", LOSS_OPTIONS_DOC + GRAD_OPTIONS_DOC * with_grad)]
+    returns = (
+        "LossAndGrad"
+        if with_grad
+        else (
+            'array\n    0-d, or [M] with ``reduction="none"``; of the caller\'s kind; float64 for '
+            "float64 features,\n    else float32."
+        )
+    )
+    sections += [("Returns", returns), ("Raises", ERRORS_DOC)]
+    doc = inspect.cleandoc(function.__doc__ or "")
+    for title, body in sections:
+        body = body.strip("\n").replace("\n\ntemp", "\ntemp").replace("\n\nwrt", "\nwrt")
+        doc += f"\n\n{title}\n{'-' * len(title)}\n{body}"
+    function.__doc__ = doc + "\n"
+
+    options = get_type_hints(GradOptions if with_grad else LossOptions)
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named = {p.name for p in parameters}
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=dispatch.DEFAULTS[name])
+        for name in options
+        if name not in named
+    ]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+@_documented
+def info_nce_loss(
+    query: Array, key: Array, labels: Array | None = None, **options: Unpack[LossOptions]
+) -> Array:
+    """InfoNCE: each query against all keys, one of which is its positive.
+
+    With logits ``x_ij = scale * <query_i, key_j>`` and the positive key y_i of query i,
+
+    ``loss = mean_i ( log sum_j exp(x_ij) - x_{i, y_i} )``.
+
+    Rows of `key` that are no query's positive are extra negatives (a MoCo queue, say).
+
+    Parameters
+    ----------
+    query : array [M, D]
+    key : array [N, D]
+    labels : integer array [M], optional
+        y_i, in [0, N). Default: query i belongs to key i, which needs N >= M.
+
+    References
+    ----------
+    van den Oord, Li, Vinyals: Representation Learning with Contrastive Predictive Coding, 2018.
+    """
+    return dispatch.loss(INFO_NCE, (query, key), labels, None, options)
+
+
+@_documented
+def info_nce_loss_and_grad(
+    query: Array, key: Array, labels: Array | None = None, **options: Unpack[GradOptions]
+) -> LossAndGrad:
+    """InfoNCE and its gradients.
+
+    With P the softmax of the logits x over keys and Y the one-hot positives,
+    ``dx = (P - Y) / M``, ``dquery = scale dx key``, ``dkey = scale dx' query``,
+    ``dscale = sum_ij dx_ij <query_i, key_j>``. See `info_nce_loss`.
+
+    Parameters
+    ----------
+    query : array [M, D]
+    key : array [N, D]
+    labels : integer array [M], optional
+        The positive key of each query, in [0, N); default i.
+
+    References
+    ----------
+    van den Oord, Li, Vinyals: Representation Learning with Contrastive Predictive Coding, 2018.
+    """
+    return dispatch.loss_and_grad(INFO_NCE, (query, key), labels, None, options)
+
+
+@_documented
+def nt_xent_loss(features: Array, **options: Unpack[LossOptions]) -> Array:
+    """SimCLR's NT-Xent: two views of each of B samples, each row against all others.
+
+    Rows i and i + B are the two views of sample i. With ``x_ij = scale * <z_i, z_j>``, p(i) the
+    other view of row i, and i = j left out,
+
+    ``loss = mean_i ( log sum_{j != i} exp(x_ij) - x_{i, p(i)} )``.
+
+    SimCLR normalises rows: pass unit rows or ``normalize=True``.
+
+    Parameters
+    ----------
+    features : array [2B, D]
+
+    References
+    ----------
+    Chen, Kornblith, Norouzi, Hinton: A Simple Framework for Contrastive Learning of Visual
+    Representations, 2020.
+    """
+    return dispatch.loss(NT_XENT, (features,), None, None, options)
+
+
+@_documented
+def nt_xent_loss_and_grad(features: Array, **options: Unpack[GradOptions]) -> LossAndGrad:
+    """SimCLR's NT-Xent and its gradients.
+
+    With P the softmax over j != i, Y the one-hot positives and ``G = (P - Y) / 2B``,
+    ``dfeatures = scale (G + G') features``. Only one triangle of the symmetric logits is computed.
+    See `nt_xent_loss`.
+
+    Parameters
+    ----------
+    features : array [2B, D]
+
+    References
+    ----------
+    Chen, Kornblith, Norouzi, Hinton: A Simple Framework for Contrastive Learning of Visual
+    Representations, 2020.
+    """
+    return dispatch.loss_and_grad(NT_XENT, (features,), None, None, options)
+
+
+@_documented
+def clip_loss(image: Array, text: Array, **options: Unpack[LossOptions]) -> Array:
+    """CLIP: images against texts and texts against images.
+
+    With ``x_ij = scale * <image_i, text_j>``,
+
+    ``loss = ( mean_i (log sum_j exp(x_ij) - x_ii) + mean_j (log sum_i exp(x_ij) - x_jj) ) / 2``.
+
+    Parameters
+    ----------
+    image : array [N, D]
+    text : array [N, D]
+
+    References
+    ----------
+    Radford et al.: Learning Transferable Visual Models From Natural Language Supervision, 2021.
+    """
+    return dispatch.loss(CLIP, (image, text), None, None, options)
+
+
+@_documented
+def clip_loss_and_grad(image: Array, text: Array, **options: Unpack[GradOptions]) -> LossAndGrad:
+    """CLIP and its gradients, both directions from one pass over the logits.
+
+    With R and C the softmax over rows and over columns, ``dx = ((R + C) / 2 - I) / N``,
+    ``dimage = scale dx text``, ``dtext = scale dx' image``,
+    ``dscale = sum_ij dx_ij <image_i, text_j>``. See `clip_loss`.
+
+    Parameters
+    ----------
+    image : array [N, D]
+    text : array [N, D]
+
+    References
+    ----------
+    Radford et al.: Learning Transferable Visual Models From Natural Language Supervision, 2021.
+    """
+    return dispatch.loss_and_grad(CLIP, (image, text), None, None, options)
+
+
+@_documented
+def lit_loss(text: Array, image: Array, **options: Unpack[LossOptions]) -> Array:
+    """LiT: texts against the images of a locked tower.
+
+    With ``x_ij = scale * <text_i, image_j>``, ``loss = mean_i (log sum_j exp(x_ij) - x_ii)``.
+
+    Parameters
+    ----------
+    text : array [N, D]
+    image : array [N, D]
+
+    References
+    ----------
+    Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022.
+    """
+    return dispatch.loss(LIT, (text, image), None, None, options)
+
+
+@_documented
+def lit_loss_and_grad(text: Array, image: Array, **options: Unpack[GradOptions]) -> LossAndGrad:
+    """LiT and its gradients for text and scale; `grads.image` is None.
+
+    With P the softmax of the logits over images, ``dtext = scale (P - I) image / N``, from one pass
+    with an online softmax. See `lit_loss`.
+
+    Parameters
+    ----------
+    text : array [N, D]
+    image : array [N, D]
+
+    References
+    ----------
+    Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022.
+    """
+    return dispatch.loss_and_grad(LIT, (text, image), None, None, options)
+
+
+@_documented
+def siglip_loss(
+    image: Array, text: Array, bias: Any = None, **options: Unpack[LossOptions]
+) -> Array:
+    """SigLIP: every pair judged on its own by a sigmoid.
+
+    With ``z_ij = scale * <image_i, text_j> + bias``, t_ij = 1 for i = j and -1 otherwise,
+
+    ``loss = -(1/N) sum_ij log sigmoid(t_ij z_ij)``.
+
+    Parameters
+    ----------
+    image : array [N, D]
+    text : array [N, D]
+    bias : float or 0-d array, default -10
+        (and `scale` is 10 by default).
+
+    References
+    ----------
+    Zhai, Mustafa, Kolesnikov, Beyer: Sigmoid Loss for Language Image Pre-Training, 2023.
+    """
+    return dispatch.loss(SIGLIP, (image, text), None, bias, options)
+
+
+@_documented
+def siglip_loss_and_grad(
+    image: Array, text: Array, bias: Any = None, **options: Unpack[GradOptions]
+) -> LossAndGrad:
+    """SigLIP and its gradients, in one pass: there is no log-sum-exp to wait for.
+
+    ``dz_ij = -t_ij sigmoid(-t_ij z_ij) / N``, ``dimage = scale dz text``,
+    ``dtext = scale dz' image``, ``dscale = sum_ij dz_ij <image_i, text_j>``,
+    ``dbias = sum_ij dz_ij``. See `siglip_loss`.
+
+    Parameters
+    ----------
+    image : array [N, D]
+    text : array [N, D]
+    bias : float or 0-d array, default -10
+        (and `scale` is 10 by default).
+
+    References
+    ----------
+    Zhai, Mustafa, Kolesnikov, Beyer: Sigmoid Loss for Language Image Pre-Training, 2023.
+    """
+    return dispatch.loss_and_grad(SIGLIP, (image, text), None, bias, options)

@@ -1,0 +1,27 @@
+"""The specification: every loss and its gradient in float64 NumPy, one file a loss.
+
+Each function states its equation, derives its gradients and then computes exactly that, keeping
+the whole M x N matrix. Nothing here is fast, nothing is validated, and nothing is shared with the
+code that is judged against it.
+
+All functions return a :class:`Reference`: the loss of each row, their weighted sum, the gradients
+of that sum and the log-sum-exps.
+"""
+
+from .clip import clip
+from .common import Reference, normalize, normalize_backward
+from .info_nce import info_nce
+from .lit import lit
+from .nt_xent import nt_xent
+from .siglip import siglip
+
+__all__ = [
+    "Reference",
+    "clip",
+    "info_nce",
+    "lit",
+    "normalize",
+    "normalize_backward",
+    "nt_xent",
+    "siglip",
+]

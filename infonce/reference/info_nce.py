@@ -1,0 +1,96 @@
+"""InfoNCE: each query picks its key out of all keys."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from . import common
+from .common import Gradients, Ids, Reference
+
+
+def info_nce(
+    query: ArrayLike,
+    key: ArrayLike,
+    *,
+    scale: float,
+    labels: ArrayLike | None = None,
+    ids: Ids | None = None,
+    normalize: bool = False,
+    weights: ArrayLike | None = None,
+) -> Reference:
+    """InfoNCE loss of queries against keys, with its gradients.
+
+    ::
+
+        x_ij = scale * <q_i, k_j>
+        loss_i = log sum_j exp(x_ij) - x_iy        y = labels_i
+        loss = sum_i weights_i * loss_i
+
+    where the sum over j leaves out the excluded pairs.
+
+    Parameters
+    ----------
+    query : array_like [M, D]
+    key : array_like [N, D]
+        Keys that are nobody's positive are extra negatives, such as a MoCo queue.
+    scale : float
+        1 / temperature.
+    labels : array_like of int [M], optional
+        Index of each query's positive key. By default i for query i, and N >= M.
+    ids : array_like [N], or tuple (query ids [M], key ids [N]), optional
+        Query i and key j of equal id are excluded, unless j is the positive of i. One array
+        serves both sides when M = N.
+    normalize : bool
+        Divide the rows of `query` and `key` by their L2 norms first.
+    weights : array_like [M], optional
+        Upstream gradient of each row's loss; 1/M by default.
+
+    Returns
+    -------
+    Reference
+        With `grads` for ``query``, ``key`` and ``scale``, and `lse` of the rows.
+
+    Notes
+    -----
+    The gradient with respect to the logits is that of a softmax cross-entropy, row by row::
+
+        dX_ij = dloss / dx_ij = weights_i * (p_ij - [j = y])    p_ij = exp(x_ij - lse_i)
+
+    and 0 at excluded pairs. Each x_ij is bilinear in q_i and k_j and linear in the scale, so the
+    chain rule gives::
+
+        dq_i = sum_j dX_ij * scale * k_j        dQ = scale * dX K       [M, D]
+        dk_j = sum_i dX_ij * scale * q_i        dK = scale * dX' Q      [N, D]
+        dscale = sum_ij dX_ij * <q_i, k_j>
+
+    The products are summed, not the logits divided by the scale: an excluded pair is 0 * product
+    and never 0 * inf. With `normalize`, dQ and dK are of the unit rows and go on through
+    `normalize_backward`. How the loss keeps its accuracy near 0: see `common.softmax_loss`.
+
+    References
+    ----------
+    van den Oord, Li, Vinyals. Representation learning with contrastive predictive coding. 2018.
+    arXiv:1807.03748, equation 4.
+
+    He, Fan, Wu, Xie, Girshick. Momentum contrast for unsupervised visual representation
+    learning. CVPR 2020. arXiv:1911.05722, equation 1 (the queue of extra negatives).
+    """
+    q, k = common.as_features(query), common.as_features(key)
+    if normalize:
+        q, q_norm = common.normalize(q)
+        k, k_norm = common.normalize(k)
+    rows, columns = len(q), len(k)
+    w = common.row_weights(weights, rows)
+    y = np.arange(rows) if labels is None else np.asarray(labels)
+    positive = np.arange(columns) == y[:, None]
+    excluded = common.duplicates(ids, positive)
+
+    dot = q @ k.T
+    losses, lse, slope = common.softmax_loss(scale * dot, positive, excluded)
+
+    dx = w[:, None] * slope
+    dq, dk = scale * (dx @ k), scale * (dx.T @ q)
+    if normalize:
+        dq = common.normalize_backward(dq, q, q_norm)
+        dk = common.normalize_backward(dk, k, k_norm)
+    grads: Gradients = {"query": dq, "key": dk, "scale": float(np.sum(dx * dot))}
+    return Reference(losses, float(w @ losses), grads, lse)

@@ -1,0 +1,83 @@
+"""LiT: each text picks its image; the images are locked."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from . import common
+from .common import Gradients, Ids, Reference
+
+
+def lit(
+    text: ArrayLike,
+    image: ArrayLike,
+    *,
+    scale: float,
+    ids: Ids | None = None,
+    normalize: bool = False,
+    weights: ArrayLike | None = None,
+) -> Reference:
+    """Contrastive loss of texts against locked images, with its gradients.
+
+    ::
+
+        x_ij = scale * <text_i, image_j>
+        loss_i = log sum_j exp(x_ij) - x_ii
+        loss = sum_i weights_i * loss_i
+
+    where the sum over j leaves out the excluded pairs. The images come from a tower that is not
+    trained, so they have no gradient.
+
+    Parameters
+    ----------
+    text, image : array_like [N, D]
+        Row i of one belongs to row i of the other.
+    scale : float
+        1 / temperature.
+    ids : array_like [N], or tuple (text ids [N], image ids [N]), optional
+        Text i and image j of equal id, i != j, are excluded.
+    normalize : bool
+        Divide the rows of both by their L2 norms first.
+    weights : array_like [N], optional
+        Upstream gradient of each row's loss; 1/N by default.
+
+    Returns
+    -------
+    Reference
+        With `grads` for ``text`` and ``scale``, and None for ``image``; `lse` of the rows.
+
+    Notes
+    -----
+    A softmax cross-entropy, row by row::
+
+        dX_ij = weights_i * (p_ij - [i = j])        p_ij = exp(x_ij - lse_i)
+        dtext = scale * dX image        [N, D]
+        dscale = sum_ij dX_ij * <text_i, image_j>
+
+    and dX is 0 at excluded pairs. With `normalize`, dtext goes on through `normalize_backward`.
+    One row needs nothing of another, so p need not be kept: dtext_i is the scale times the
+    p-weighted mean of the images, less image_i. How the loss keeps its accuracy near 0: see
+    `common.softmax_loss`.
+
+    References
+    ----------
+    Zhai, Wang, Mustafa, Steiner, Keysers, Kolesnikov, Beyer. LiT: zero-shot transfer with
+    locked-image text tuning. CVPR 2022. arXiv:2111.07991. The paper trains the text tower with
+    both directions of CLIP's loss; this is the one whose rows are the texts.
+    """
+    t, v = common.as_features(text), common.as_features(image)
+    if normalize:
+        t, t_norm = common.normalize(t)
+        v, _ = common.normalize(v)
+    w = common.row_weights(weights, len(t))
+    positive = np.eye(len(t), dtype=np.bool_)
+    excluded = common.duplicates(ids, positive)
+
+    dot = t @ v.T
+    losses, lse, slope = common.softmax_loss(scale * dot, positive, excluded)
+
+    dx = w[:, None] * slope
+    dt = scale * (dx @ v)
+    if normalize:
+        dt = common.normalize_backward(dt, t, t_norm)
+    grads: Gradients = {"text": dt, "image": None, "scale": float(np.sum(dx * dot))}
+    return Reference(losses, float(w @ losses), grads, lse)

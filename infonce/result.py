@@ -1,0 +1,100 @@
+"""What the losses return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Array = Any  # an array of the caller's own kind
+
+
+class QueryKeyGrads(NamedTuple):
+    """Gradients of `info_nce`."""
+
+    query: Array | None
+    key: Array | None
+    scale: Array | None
+
+
+class FeaturesGrads(NamedTuple):
+    """Gradients of `nt_xent`."""
+
+    features: Array | None
+    scale: Array | None
+
+
+class ImageTextGrads(NamedTuple):
+    """Gradients of `clip`."""
+
+    image: Array | None
+    text: Array | None
+    scale: Array | None
+
+
+class TextImageGrads(NamedTuple):
+    """Gradients of `lit`: the image tower is locked, so `image` is always None."""
+
+    text: Array | None
+    image: None
+    scale: Array | None
+
+
+class SigmoidGrads(NamedTuple):
+    """Gradients of `siglip`."""
+
+    image: Array | None
+    text: Array | None
+    scale: Array | None
+    bias: Array | None
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """How well positives rank, from the same pass as the loss (`metrics=True`).
+
+    Attributes
+    ----------
+    row_rank : integer array [M]
+        Keys (not counting excluded pairs) that score above the positive of each query; 0 is best.
+    column_rank : integer array [N] or None
+        The same for each key against the queries (`clip`); None where only rows count.
+    positive : float64 array [M]
+        Logit of each query's positive.
+    hardest_negative : float64 array [M]
+        Largest logit among each query's negatives; -inf where there are none.
+    """
+
+    row_rank: Array
+    column_rank: Array | None
+    positive: Array
+    hardest_negative: Array
+
+    def top(self, k: int) -> tuple[float, float | None]:
+        """Fraction of rows, and of columns, whose positive is among the best `k`."""
+        columns = None if self.column_rank is None else float((self.column_rank < k).mean())
+        return float((self.row_rank < k).mean()), columns
+
+
+@dataclass(frozen=True)
+class LossAndGrad:
+    """Result of the functions `X_loss_and_grad`.
+
+    Attributes
+    ----------
+    loss : 0-d array, or [M] with ``reduction="none"``
+        float64 for float64 features, else float32.
+    grads : NamedTuple
+        One field per array argument, under that argument's name, plus `scale` (and `bias`);
+        None for what was not asked for.
+    lse : array [M], pair of arrays ([M], [N]) for `clip`, None for `siglip`
+        Log-sum-exp of the logits of every row (and column), the positive included.
+    metrics : Metrics or None
+    logits : array [M, N] or None
+        The scaled logits, with ``method="naive", return_logits=True``; excluded pairs are -inf.
+    """
+
+    loss: Array
+    grads: Any
+    lse: Any = None
+    metrics: Metrics | None = None
+    logits: Array | None = None

@@ -1,0 +1,1 @@
+"""Backends and the folds over blocks they share: see `infonce.kernels.blocks`."""

@@ -1,0 +1,349 @@
+"""The losses as folds over blocks of the logit matrix: written once, for every backend.
+
+Nothing of size M x N is needed to know a contrastive loss or its gradient. Both are folds over
+blocks (Q_a, K_b) of the logit matrix x_ij = scale * q_i . k_j:
+
+1. **LSE fold.** A block yields partial (max, sum) pairs for its rows and its columns. They merge by
+   ``m = max(m1, m2); sum = sum1 2^(m1 - m) + sum2 2^(m2 - m)`` with identity (-inf, 0), so tiles,
+   devices and ranks fold in any grouping.
+2. **Gradient fold.** With the log-sum-exps known, a block yields dL/dx, and through it its share of
+   dQ_a and dK_b.
+
+Losses differ by data alone (`Problem`): which directions count, which pairs are excluded, where the
+positives are. A backend (`Backend`) supplies the grid of blocks and what happens to one block; the
+order of the work, and all mathematics on vectors of length M or N, is here.
+
+**Positives are kept out of the sums.** With n_i the log-sum-exp of the *negatives* of row i and p_i
+its positive logit, the loss is ``softplus(n_i - p_i)`` and the gradient at the positive is
+``-sigmoid(n_i - p_i)``. Nothing cancels: a loss of 1e-30 has all its digits, it is never negative,
+and P - 1 is exact where P rounds to 1.
+
+Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any  # a NumPy or CuPy array
+Progress = Callable[[str, int, int], None]  # (phase, blocks done, blocks in all)
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One loss on one pair of checked feature arrays: all that a backend needs to know.
+
+    `losses_i` is the loss of row i; the result is ``sum_i upstream_i * losses_i`` and gradients are
+    of that. `upstream` carries the reduction and the caller's `grad_out`.
+    """
+
+    query: Array  # [M, D]
+    key: Array  # [N, D]; `query` itself where `symmetric`
+    scale: Any  # number, or 0-d array on the device
+    upstream: Array  # [M] float64
+    positives: Array  # [M] int64: the key that is row i's positive
+    row_weight: float = 1.0  # weight of the softmax over keys
+    column_weight: float = 0.0  # weight of the softmax over queries
+    bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
+    symmetric: bool = False  # one set of rows on both sides: i = j excluded, one triangle suffices
+    query_ids: Array = None  # [M] int64, with key_ids [N]: equal ids are excluded,
+    key_ids: Array = None  # except for the positive
+    normalize: bool = False
+    compute: str = "fp32"  # precision of products and exponentials
+    method: str = "auto"
+    workspace: int = 256 * 2**20  # bytes
+    ranks: bool = False  # also count the keys that score above the positive
+    progress: Progress | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, N, D)."""
+        return self.query.shape[0], self.key.shape[0], self.query.shape[1]
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether columns have statistics of their own."""
+        return self.column_weight != 0.0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a fold cuts the logit matrix: row panels by column blocks, or one triangle of them."""
+
+    rows: Sequence[slice]
+    columns: Sequence[slice]
+    triangle: bool = False  # rows == columns, and only blocks with b >= a are visited
+
+    def visits(self, a: int) -> range:
+        """Column blocks of panel `a`, in the order in which they are folded."""
+        return range(a if self.triangle else 0, len(self.columns))
+
+    def __len__(self) -> int:
+        return sum(len(self.visits(a)) for a in range(len(self.rows)))
+
+
+def cut(n: int, step: int) -> list[slice]:
+    """Slices of at most `step` that cover range(n)."""
+    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
+
+
+@dataclass
+class Sums:
+    """Running (max, sum) of 2^x2 for every row or column of one side: the LSE fold's state."""
+
+    max: Array  # [n] float64, identity -inf
+    sum: Array  # [n] float64, identity 0: sum_j 2^(x2_j - max)
+
+    @classmethod
+    def identity(cls, xp: Any, n: int) -> Sums:
+        return cls(xp.full(n, -xp.inf), xp.zeros(n))
+
+    def log2(self, xp: Any) -> Array:
+        """log2 of the sum of 2^x2; -inf where nothing was folded in."""
+        with np.errstate(divide="ignore"):
+            return self.max + xp.log2(self.sum)
+
+
+# --- epilogues: what becomes of a block's logits -------------------------------------------------
+
+
+@dataclass
+class Statistics:
+    """LSE fold. Row and column (max, sum) over the negatives, and the positives' logits."""
+
+    rows: Sums
+    columns: Sums | None  # `rows` itself in the symmetric case; None where columns do not count
+    positive: Array  # [M] float64, base-2 logit of the positive
+    row_rank: Array = None  # [M] int64: keys scoring above the positive (where asked for)
+    column_rank: Array = None  # [N] int64
+
+    phase = "log-sum-exp"
+
+
+@dataclass
+class SoftmaxGradient:
+    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - R_i) + b_j 2^(x2_ij - C_j), given at the positives."""
+
+    row_lse: Array  # R [M], base 2, positives included
+    row_factor: Array  # a [M], with `scale` folded in
+    column_lse: Array | None  # C [N]
+    column_factor: Array | None  # b [N]
+    positive: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
+
+    phase = "gradient"
+
+
+@dataclass
+class OnlineSoftmax:
+    """LSE fold and sum_j 2^(x2_ij - max_i) k_j together: one pass where only dQ is wanted."""
+
+    rows: Sums
+    positive: Array  # as in Statistics
+
+    phase = "log-sum-exp and gradient"
+
+
+@dataclass
+class Sigmoid:
+    """SigLIP's loss and dL/dx in one pass; there is no log-sum-exp to wait for."""
+
+    row_factor: Array  # [M] upstream, with `scale` folded in
+    losses: Array  # [M] out
+    bias_grad: Array  # [M] out: sum_j dL/dx_ij, `scale` folded in
+    positive: Array  # [M] out: scale q_i . k_j at the positive, natural units
+
+    phase = "sigmoid loss"
+
+
+Epilogue = Statistics | SoftmaxGradient | OnlineSoftmax | Sigmoid
+
+
+@dataclass
+class Gradients:
+    """Accumulators of dQ and dK, and where they go when they are complete."""
+
+    query: Array | None = None  # [M, D] destination, any float dtype and strides
+    key: Array | None = None  # [N, D] destination
+    dots: Array = None  # float64 out: <dQ_i, q_i> [M] (or <dK_j, k_j> [N] if dQ is not wanted)
+    want_query: bool = True
+    want_key: bool = True
+
+
+class Backend(Protocol):
+    """What the CPU, a GPU, or a ring of ranks supplies to the folds."""
+
+    xp: Any  # numpy or cupy: mathematics on vectors of length M or N
+
+    def grid(self, problem: Problem, triangle: bool) -> Grid:
+        """The blocks of the whole logit matrix."""
+        ...
+
+    def fold(
+        self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
+    ) -> None:
+        """Visit every block: logits, `epilogue`, and with `gradients` dQ_a += P K_b, dK_b += P' Q_a.
+
+        Row panels may run in parallel; a column block is visited in the order of the panels.
+        Completed gradients go to their destination, through the normalisation.
+        """
+        ...
+
+    def key_ranges(self, problem: Problem) -> list[slice]:
+        """Ranges of keys whose gradients can be gathered at once: all keys, where they fit."""
+        ...
+
+    def poison(self, problem: Problem) -> Array:
+        """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
+        ...
+
+
+# --- solving -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Solution:
+    """Everything one evaluation produces, natural units."""
+
+    losses: Array  # [M] per-row losses
+    row_lse: Array | None = None  # [M]
+    column_lse: Array | None = None  # [N]
+    statistics: Statistics | None = None
+    logits: Array | None = None  # [M, N], naive only
+    scale_grad: Array | None = None  # 0-d
+    bias_grad: Array | None = None  # 0-d
+
+
+def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
+    """Loss, log-sum-exps and gradients of `problem`: the one path every loss and backend takes."""
+    if problem.bias is not None:
+        return _solve_sigmoid(problem, backend, gradients)
+
+    xp = backend.xp
+    m = problem.shape[0]
+    stats = _statistics(problem, backend)
+    grid = backend.grid(problem, problem.symmetric)
+    online = gradients is not None and not (
+        problem.two_sided or problem.symmetric or gradients.want_key or problem.ranks
+    )
+    if online:
+        backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive), gradients)
+    else:
+        backend.fold(problem, grid, stats, None)
+    if problem.symmetric:  # the triangle met each pair once
+        met = problem.positives > xp.arange(m)
+        stats.positive = xp.where(met, stats.positive, stats.positive[problem.positives])
+
+    # loss_i = softplus(n_i - p_i): log-sum-exp of the negatives against the positive
+    row_gap = stats.rows.log2(xp) - stats.positive
+    losses = problem.row_weight * softplus2(xp, row_gap) + backend.poison(problem)
+    row_lse = xp.logaddexp2(stats.rows.log2(xp), stats.positive)
+    solution = Solution(losses, LN_2 * row_lse, None, stats)
+    column_gap = column_lse = None
+    if problem.two_sided and stats.columns is not None:
+        positive = stats.positive  # square, and key i belongs to query i
+        column_gap = stats.columns.log2(xp) - positive
+        column_lse = xp.logaddexp2(stats.columns.log2(xp), positive)
+        solution.losses = losses + problem.column_weight * softplus2(xp, column_gap)
+        solution.column_lse = LN_2 * column_lse
+    if gradients is None:
+        return solution
+
+    if not online:
+        a = problem.upstream * problem.row_weight * problem.scale
+        at_positive = a * sigmoid2(xp, row_gap)
+        if problem.symmetric:  # G + G': the columns are the rows
+            column_lse, b = row_lse, a
+            at_positive = at_positive + at_positive[problem.positives]
+        elif problem.two_sided:
+            b = problem.upstream * problem.column_weight * problem.scale
+            at_positive = at_positive + b * sigmoid2(xp, column_gap)
+        else:
+            b = None
+        epilogue = SoftmaxGradient(row_lse, a, column_lse, b, -at_positive)
+        _gradient_fold(problem, backend, epilogue, gradients)
+    halves = 2.0 if problem.symmetric else 1.0  # every pair stands twice in <dZ, z>
+    solution.scale_grad = gradients.dots.sum() / (halves * problem.scale)
+    return solution
+
+
+def _statistics(problem: Problem, backend: Backend) -> Statistics:
+    """The LSE fold's identity for this problem."""
+    xp = backend.xp
+    m, n, _ = problem.shape
+    rows = Sums.identity(xp, m)
+    columns = rows if problem.symmetric else None
+    if problem.two_sided:
+        columns = Sums.identity(xp, n)
+    stats = Statistics(rows, columns, xp.full(m, xp.nan))
+    if problem.ranks:
+        stats.row_rank = xp.zeros(m, xp.int64)
+        if columns is not None:
+            stats.column_rank = stats.row_rank if problem.symmetric else xp.zeros(n, xp.int64)
+    return stats
+
+
+def _gradient_fold(
+    problem: Problem, backend: Backend, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
+) -> None:
+    """One sweep for dQ and dK where dK can be gathered in the workspace. Where it cannot: dQ first,
+    then dK by ranges of keys, the logits computed once more; memory stays within bounds."""
+    ranges = backend.key_ranges(problem)
+    if problem.symmetric:  # all rows gather at once, or the whole square is visited
+        triangle = len(ranges) == 1
+        backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
+        return
+    grid = backend.grid(problem, False)
+    if not gradients.want_key or len(ranges) == 1:
+        backend.fold(problem, grid, epilogue, gradients)
+        return
+    if gradients.want_query:
+        backend.fold(problem, grid, epilogue, replace(gradients, want_key=False))
+        if isinstance(epilogue, Sigmoid):  # losses are complete: do not count them twice
+            zeros = backend.xp.zeros_like
+            epilogue = replace(
+                epilogue, losses=zeros(epilogue.losses), bias_grad=zeros(epilogue.bias_grad)
+            )
+    width = grid.columns[0].stop - grid.columns[0].start
+    for keys in ranges:
+        columns = [
+            slice(keys.start + c.start, keys.start + c.stop)
+            for c in cut(keys.stop - keys.start, width)
+        ]
+        only_key = replace(gradients, want_query=False)
+        if gradients.want_query:
+            only_key.dots = None
+        backend.fold(problem, Grid(grid.rows, columns), epilogue, only_key)
+
+
+def _solve_sigmoid(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
+    xp = backend.xp
+    m, _, _ = problem.shape
+    epilogue = Sigmoid(
+        problem.upstream * problem.scale, xp.zeros(m), xp.zeros(m), xp.full(m, xp.nan)
+    )
+    if gradients is None:
+        backend.fold(problem, backend.grid(problem, False), epilogue, None)
+        return Solution(epilogue.losses + backend.poison(problem))
+    _gradient_fold(problem, backend, epilogue, gradients)
+    return Solution(
+        epilogue.losses + backend.poison(problem),
+        scale_grad=gradients.dots.sum() / problem.scale,
+        bias_grad=epilogue.bias_grad.sum() / problem.scale,
+    )
+
+
+def softplus2(xp: Any, gap: Array) -> Array:
+    """log(1 + 2^gap), natural units: the loss of a row whose negatives lead by `gap`."""
+    return LN_2 * xp.logaddexp2(0.0, gap)
+
+
+def sigmoid2(xp: Any, gap: Array) -> Array:
+    """1 / (1 + 2^-gap): the share of the softmax that the negatives hold."""
+    return xp.exp2(gap - xp.logaddexp2(0.0, gap))

@@ -1,0 +1,658 @@
+"""The CPU backend: BLAS for each tile, an epilogue over it, in one worker thread a core.
+
+A worker takes row panels from a common queue and folds a panel's tiles from left to right, with
+single-threaded BLAS: its tile stays in its own cache, and no thread waits for another inside a
+product. Row sums and dQ belong to the worker. What columns gather, statistics and dK, is added in
+the order of the panels, whichever worker comes first, so results do not depend on the number of
+threads: they are bitwise the same from run to run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from . import cpu_epilogues as tile
+from .blocks import (
+    LOG2_E,
+    Array,
+    Epilogue,
+    Gradients,
+    Grid,
+    OnlineSoftmax,
+    Problem,
+    Sigmoid,
+    SoftmaxGradient,
+    Statistics,
+    cut,
+)
+
+DTYPES = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
+TILE = 512, 1024  # rows x columns: 2 MiB in float32, one core's share of a server's L2
+SQUARE = 768  # a side of a tile where only one triangle is visited
+THREADING_PAYS = 2**22  # multiply-adds below which a second thread costs more than it brings
+
+
+# --- threads ---------------------------------------------------------------------------------------
+
+
+class _Blas:
+    """Single-threaded BLAS while any fold runs; the caller's setting again after the last one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._controller: ThreadpoolController | None = None
+        self._threads = 1
+
+    def threads(self) -> int:
+        """How many threads the caller lets BLAS use: as many workers are started."""
+        with self._lock:
+            if self._users:
+                return self._threads
+            if self._controller is None:
+                self._controller = ThreadpoolController().select(user_api="blas")
+            return self._count()
+
+    def _count(self) -> int:
+        assert self._controller is not None
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        blas = [library["num_threads"] for library in self._controller.info()]
+        return max(1, min([cores or 1, *blas]))
+
+    @contextmanager
+    def single_threaded(self) -> Iterator[None]:
+        self.threads()
+        with self._lock:
+            if self._users == 0:
+                assert self._controller is not None
+                self._threads = self._count()
+                self._limit = self._controller.limit(limits=1)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._limit.restore_original_limits()
+
+
+BLAS = _Blas()
+
+
+def thread_count() -> int:
+    """Worker threads: INFONCE_NUM_THREADS, else what BLAS may use on this process's cores."""
+    asked = os.environ.get("INFONCE_NUM_THREADS", "")
+    if asked:
+        if not asked.isdigit() or int(asked) < 1:
+            raise ValueError(f"INFONCE_NUM_THREADS: expected a positive integer, got {asked!r}")
+        return int(asked)
+    return BLAS.threads()
+
+
+class _Cancelled(Exception):
+    """Another worker failed or the caller interrupted."""
+
+
+class _Turns:
+    """Lets panels reach a column block in their order, and counts the blocks that are done."""
+
+    def __init__(self, columns: int) -> None:
+        self.done = 0
+        self.cancelled = False
+        self._next = [0] * columns
+        self._condition = threading.Condition()
+
+    def wait(self, panel: int, column: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self.cancelled or self._next[column] == panel)
+            if self.cancelled:
+                raise _Cancelled
+
+    def pass_on(self, panel: int, column: int) -> None:
+        with self._condition:
+            self._next[column] = panel + 1
+            self.done += 1
+            self._condition.notify_all()
+
+    def cancel(self) -> None:
+        with self._condition:
+            self.cancelled = True
+            self._condition.notify_all()
+
+
+# --- operands --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Rows:
+    """One side's features, read a block at a time: converted, made contiguous, normalised."""
+
+    features: Array
+    dtype: np.dtype
+    inverse_norms: Array | None  # [n] float64
+
+    @property
+    def direct(self) -> bool:
+        """Whether BLAS can read blocks where they lie."""
+        z = self.features
+        item = z.dtype.itemsize
+        return bool(
+            z.dtype == self.dtype
+            and z.dtype.isnative
+            and z.flags.aligned
+            and self.inverse_norms is None
+            and (
+                (z.strides[1] == item and z.strides[0] >= item * z.shape[1])
+                or (z.strides[0] == item and z.strides[1] >= item * z.shape[0])
+            )
+        )
+
+    def take(self, index: Array) -> Array:
+        """Rows in any order, as a new array."""
+        out = self.features[index].astype(self.dtype)
+        if self.inverse_norms is not None:
+            tile.normalize_rows(out, self.inverse_norms[index])
+        return out
+
+    def block(self, rows: slice, buffer: Array | None) -> Array:
+        """Rows `rows` in the compute dtype; in `buffer` unless they can be used in place."""
+        if buffer is None:
+            return self.features[rows]
+        out = buffer[: rows.stop - rows.start]
+        np.copyto(out, self.features[rows], casting="same_kind")
+        if self.inverse_norms is not None:
+            tile.normalize_rows(out, self.inverse_norms[rows])
+        return out
+
+
+def _not_finite(features: Array) -> Array:
+    """[n] whether a row has a NaN or an infinity."""
+    out = np.empty(len(features), bool)
+    for rows in cut(len(features), 1024):
+        out[rows] = ~np.isfinite(features[rows]).all(axis=1)
+    return out
+
+
+def _inverse_norms(features: Array) -> Array:
+    """1 / |z_i| in float64. A row of zeros has no direction: it stays zero, with zero gradient."""
+    squares = np.empty(len(features))
+    for rows in cut(len(features), 1024):
+        block = features[rows].astype(np.float64)
+        squares[rows] = np.einsum("id,id->i", block, block)
+    with np.errstate(divide="ignore"):
+        return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
+
+
+# --- the backend -------------------------------------------------------------------------------------
+
+
+class CPU:
+    """Blocks of one problem on the CPU: see `infonce.kernels.blocks.Backend`."""
+
+    xp = np
+
+    def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
+        self.dtype = DTYPES[problem.compute]
+        m, n, d = problem.shape
+        self.threads = thread_count() if m * n * d >= THREADING_PAYS else 1
+        self.query = self._side(problem, problem.query)
+        self.key = self.query if problem.symmetric else self._side(problem, problem.key)
+        # Tiles of logits that the workspace has room for: the gradient fold need not recompute them
+        self.kept: dict[tuple[int, int], Array] = {}
+        self.gradients = gradients
+        self.accumulators = self._accumulator_rows(problem, gradients)
+
+    def _side(self, problem: Problem, features: Array) -> _Rows:
+        norms = _inverse_norms(features) if problem.normalize else None
+        return _Rows(features, self.dtype, norms)
+
+    def poison(self, problem: Problem) -> Array:
+        """[M] zeros; NaN for rows whose loss depends on a feature that is not finite.
+
+        The folds alone could lose one: a logit of -inf is an excluded pair.
+        """
+        bad = _not_finite(problem.query)
+        if problem.key is not problem.query:
+            bad |= _not_finite(problem.key).any()
+        elif bad.any():
+            bad[:] = True
+        return np.where(bad, np.nan, 0.0)
+
+    # -- memory: workers' buffers first, then accumulators of dK, then logits worth keeping
+
+    def _worker_bytes(self, d: int, bm: int, bn: int) -> int:
+        elements = bm * bn
+        elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d
+        elements += (self.gradients is not None) * (bm * d + max(bm, bn) * d)
+        return self.threads * elements * self.dtype.itemsize
+
+    def _accumulator_rows(self, problem: Problem, gradients: Gradients | None) -> int:
+        """How many rows of dK can be gathered in the workspace; 0 if none need to be."""
+        if gradients is None:
+            return 0
+        out = gradients.query if problem.symmetric else gradients.key
+        if out is None or (out.dtype == self.dtype and out.dtype.isnative):
+            return 0
+        n, d = out.shape
+        return min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize)))
+
+    def grid(self, problem: Problem, triangle: bool) -> Grid:
+        m, n, d = problem.shape
+        bm, bn = (SQUARE, SQUARE) if problem.symmetric else TILE
+        while bm > 16 and bm * self.threads > m:  # work for every thread
+            bm //= 2
+        if problem.symmetric:
+            bn = bm
+        # smaller tiles are slower but need less
+        room = problem.workspace - self.accumulators * d * self.dtype.itemsize
+        while self._worker_bytes(d, bm, bn) > room and bm * bn > 1:
+            bm, bn = max(1, bm // 2), max(1, bn // 2)
+        smallest = 2 * self._worker_bytes(d, 1, 1)
+        if smallest > problem.workspace:
+            raise ValueError(
+                f"workspace: expected at least {smallest} bytes for features of width {d}, "
+                f"got {problem.workspace}"
+            )
+        return Grid(cut(m, bm), cut(n, bn), triangle)
+
+    def key_ranges(self, problem: Problem) -> list[slice]:
+        n = problem.shape[1]
+        return cut(n, self.accumulators or n)
+
+    def keep_logits(self, problem: Problem, grid: Grid) -> None:
+        """Reserve room for the logits of as many blocks as the workspace has room for."""
+        m, n, d = problem.shape
+        largest = grid.rows[0].stop, grid.columns[0].stop
+        room = problem.workspace - self._worker_bytes(d, *largest)
+        room -= self.accumulators * d * self.dtype.itemsize
+        self.kept = {}
+        for a, rows in enumerate(grid.rows):
+            for b in grid.visits(a):
+                columns = grid.columns[b]
+                shape = rows.stop - rows.start, columns.stop - columns.start
+                room -= shape[0] * shape[1] * self.dtype.itemsize
+                if room >= 0:
+                    self.kept[a, b] = np.empty(shape, self.dtype)
+        if problem.method == "fused" and room < 0:
+            raise ValueError(
+                f'method: "fused" keeps the {m} x {n} logits within workspace = '
+                f'{problem.workspace} bytes, which lacks {-room}; expected method="tiled" or '
+                "a larger workspace"
+            )
+
+    # -- the fold
+
+    def fold(
+        self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
+    ) -> None:
+        turns = _Turns(len(grid.columns))
+        panels = iter(range(len(grid.rows)))
+        run = _Fold(self, problem, grid, epilogue, gradients, turns)
+        threads = min(self.threads, len(grid.rows))
+        total = len(grid)
+
+        def work(report: Callable[[], None]) -> None:
+            worker = _Worker(run)
+            for a in panels:  # next() on a range iterator is atomic
+                worker.panel(a, report)
+
+        def report() -> None:
+            if problem.progress is not None:
+                problem.progress(epilogue.phase, turns.done, total)
+
+        with BLAS.single_threaded():
+            if threads == 1:
+                work(report)
+            else:
+                self._in_threads(work, threads, turns, report)
+        run.finish()
+        report()
+
+    @staticmethod
+    def _in_threads(
+        work: Callable[[Callable[[], None]], None],
+        threads: int,
+        turns: _Turns,
+        report: Callable[[], None],
+    ) -> None:
+        def guarded() -> None:
+            try:
+                work(lambda: None)
+            except BaseException:
+                turns.cancel()  # nobody waits for a panel that will not come
+                raise
+
+        with ThreadPoolExecutor(threads, "infonce") as pool:
+            futures = [pool.submit(guarded) for _ in range(threads)]
+            try:
+                pending = set(futures)
+                while pending:
+                    _, pending = wait(pending, 0.1, FIRST_EXCEPTION)
+                    report()  # in the caller's thread
+            except BaseException:  # Ctrl-C, or a progress callback that raises
+                turns.cancel()
+                raise
+        errors = [f.exception() for f in futures if f.exception() is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, _Cancelled)):
+            assert error is not None
+            raise error
+
+
+class _Fold:
+    """What the workers of one fold share."""
+
+    def __init__(
+        self,
+        cpu: CPU,
+        problem: Problem,
+        grid: Grid,
+        epilogue: Epilogue,
+        gradients: Gradients | None,
+        turns: _Turns,
+    ) -> None:
+        self.cpu, self.problem, self.grid = cpu, problem, grid
+        self.epilogue, self.gradients, self.turns = epilogue, gradients, turns
+        self.c = float(problem.scale) * (1.0 if isinstance(epilogue, Sigmoid) else LOG2_E)
+        m, n, d = problem.shape
+        dtype = cpu.dtype
+
+        # Vectors of length M or N in the compute dtype, made once for all tiles
+        if isinstance(epilogue, SoftmaxGradient):
+            self._factors(epilogue)
+        elif isinstance(epilogue, Sigmoid):
+            self.a = epilogue.row_factor.astype(dtype)
+        elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
+            self.rank_reference = self._positive_logits()
+
+        # dK is gathered in its destination where that has the precision, else beside it
+        self.by_columns = gradients is not None and (
+            grid.triangle or (gradients.want_key and not problem.symmetric)
+        )
+        self.in_place = cpu.accumulators == 0
+        if gradients is not None and self.by_columns:
+            keys = slice(grid.columns[0].start, grid.columns[-1].stop)
+            out = gradients.query if grid.triangle else gradients.key
+            self.first_key = 0 if self.in_place and out is not None else keys.start
+            if self.in_place and out is not None:
+                self.accumulator = out
+                out[keys] = 0
+            else:
+                self.accumulator = np.zeros((keys.stop - keys.start, d), dtype)
+
+        # Logits of an earlier fold over the same blocks are used up by the gradient
+        self.kept: dict[tuple[int, int], Array] = {}
+        if isinstance(epilogue, SoftmaxGradient):
+            self.kept, cpu.kept = cpu.kept, {}
+        elif isinstance(epilogue, Statistics) and cpu.gradients is not None:
+            cpu.keep_logits(problem, grid)
+            self.kept = cpu.kept
+
+    def _factors(self, epilogue: SoftmaxGradient) -> None:
+        """Heights in units of raw products, and what their rounding leaves, put into the factors."""
+        dtype = self.cpu.dtype
+
+        def height(lse: Array) -> Array:
+            return np.where(np.isfinite(lse), lse / self.c, 0.0).astype(dtype)
+
+        self.height = height(epilogue.row_lse)
+        rest = self.c * self.height.astype(np.float64)
+        self.a = (epilogue.row_factor * np.exp2(rest - epilogue.row_lse)).astype(dtype)
+        self.at_positive = epilogue.positive.astype(dtype)
+        self.shared = False
+        if epilogue.column_lse is None or epilogue.column_factor is None:
+            return
+        lse = epilogue.column_lse
+        # One exponential serves both directions while no column's terms vanish below a row's height
+        middle = 0.5 * (rest.max() + lse.min())
+        self.shared = bool(rest.max() - lse.min() < 40 and rest.max() - rest.min() < 80)
+        if self.shared:
+            self.u = np.exp2(rest - middle).astype(dtype)
+            self.v = (epilogue.column_factor * np.exp2(middle - lse)).astype(dtype)
+        else:
+            self.column_height = height(lse)
+            rest = self.c * self.column_height.astype(np.float64)
+            self.b = (epilogue.column_factor * np.exp2(rest - lse)).astype(dtype)
+
+    def _positive_logits(self) -> Array:
+        """[M] positives' base-2 logits ahead of the fold, for what has to compare with them."""
+        cpu, positives = self.cpu, self.problem.positives
+        out = np.empty(len(positives))
+        for rows in cut(len(positives), 256):
+            index = np.arange(rows.start, rows.stop)
+            tile.row_dots(cpu.query.take(index), cpu.key.take(positives[rows]), out[rows])
+        return self.c * out
+
+    def finish(self) -> None:
+        """Columns' gradients are complete: scale, normalise, convert."""
+        gradients, cpu = self.gradients, self.cpu
+        if gradients is None or not self.by_columns or self.grid.triangle:
+            return
+        need_dots = gradients.dots is not None and not gradients.want_query
+        buffer = None
+        d = self.problem.shape[2]
+        for columns in self.grid.columns:
+            rows = columns.stop - columns.start
+            if not cpu.key.direct and buffer is None:
+                buffer = np.empty((rows, d), cpu.dtype)
+            g = self.gathered(columns)
+            destination = None if self.in_place else gradients.key
+            self.complete(g, cpu.key, columns, buffer, destination, need_dots)
+
+    def gathered(self, columns: slice) -> Array:
+        """dK's accumulators for these keys."""
+        return self.accumulator[columns.start - self.first_key : columns.stop - self.first_key]
+
+    def complete(
+        self,
+        g: Array,
+        side: _Rows,
+        rows: slice,
+        buffer: Array | None,
+        destination: Array | None,
+        need_dots: bool,
+    ) -> None:
+        """Hand complete gradients g of `rows` to their destination."""
+        assert self.gradients is not None
+        if need_dots or side.inverse_norms is not None:
+            z = side.block(rows, buffer)
+            dots = np.empty(len(g))
+            tile.row_dots(g, z, dots)
+            if need_dots:
+                self.gradients.dots[rows] = dots
+            if side.inverse_norms is not None:
+                tile.through_normalization(g, z, dots, side.inverse_norms[rows])
+        if destination is not None:
+            np.copyto(destination[rows], g, casting="same_kind")
+
+
+class _Worker:
+    """One thread of a fold, with buffers of its own."""
+
+    def __init__(self, fold: _Fold) -> None:
+        self.fold = fold
+        cpu, grid, d = fold.cpu, fold.grid, fold.problem.shape[2]
+        bm = max(r.stop - r.start for r in grid.rows)
+        bn = max(c.stop - c.start for c in grid.columns)
+
+        def buffer(*shape: int) -> Array:
+            return np.empty(shape, cpu.dtype)
+
+        self.logits = buffer(bm * bn)
+        self.query_buffer = None if cpu.query.direct else buffer(bm, d)
+        self.key_buffer = None if cpu.key.direct else buffer(bn, d)
+        if fold.gradients is not None:
+            self.dq, self.product = buffer(bm, d), buffer(max(bm, bn), d)
+        self.row_max, self.row_sum = np.empty(bm), np.empty(bm)
+        self.column_max, self.column_sum, self.sums = np.empty(bn), np.empty(bn), buffer(bn)
+
+    def panel(self, a: int, report: Callable[[], None]) -> None:
+        """Fold one row panel, from left to right."""
+        fold = self.fold
+        grid, gradients, turns = fold.grid, fold.gradients, fold.turns
+        rows = grid.rows[a]
+        q = fold.cpu.query.block(rows, self.query_buffer)
+        first = True
+        for b in grid.visits(a):
+            if turns.cancelled:
+                raise _Cancelled
+            columns = grid.columns[b]
+            diagonal = grid.triangle and a == b
+            k = fold.cpu.key.block(columns, self.key_buffer)
+            x = self.block(a, b, q, k)
+            in_turn = self.epilogue(x, rows, columns, diagonal)
+            if gradients is not None and (gradients.want_query or grid.triangle):
+                self.add_rows(x, k, rows, first)
+            add_columns = fold.by_columns and not diagonal
+            if add_columns:
+                np.matmul(x.T, q, out=self.product[: len(k)])
+            if in_turn is not None or fold.by_columns:
+                turns.wait(a, b)
+            if in_turn is not None:
+                in_turn()
+            if add_columns:
+                g = fold.gathered(columns)
+                np.add(g, self.product[: len(k)], out=g)
+            turns.pass_on(a, b)
+            first = False
+            report()
+        if gradients is not None and (gradients.want_query or grid.triangle):
+            self.finish_rows(rows, q)
+
+    def block(self, a: int, b: int, q: Array, k: Array) -> Array:
+        """The tile's raw products; excluded pairs are -inf."""
+        fold, problem = self.fold, self.fold.problem
+        kept = fold.kept.get((a, b))
+        if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
+            return kept
+        x = kept if kept is not None else self.logits[: len(q) * len(k)].reshape(len(q), len(k))
+        np.matmul(q, k.T, out=x)
+        rows, columns = fold.grid.rows[a], fold.grid.columns[b]
+        if not isinstance(fold.epilogue, SoftmaxGradient):
+            positive = fold.epilogue.positive[rows]
+            tile.take_positives(x, problem.positives[rows], columns.start, fold.c, positive)
+        if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
+            self.exclude_diagonal(x, rows, columns)
+        if problem.query_ids is not None:
+            tile.exclude_ids(x, problem.query_ids[rows], problem.key_ids[columns])
+        return x
+
+    @staticmethod
+    def exclude_diagonal(x: Array, rows: slice, columns: slice) -> None:
+        start = max(rows.start, columns.start)
+        tile.exclude_diagonal(x[start - rows.start :, start - columns.start :])
+
+    def epilogue(
+        self, x: Array, rows: slice, columns: slice, diagonal: bool
+    ) -> Callable[[], None] | None:
+        """Apply the fold's epilogue; returns what is left to do in the column block's turn."""
+        fold, epilogue = self.fold, self.fold.epilogue
+        if isinstance(epilogue, SoftmaxGradient):
+            if epilogue.column_lse is None:
+                tile.softmax_gradient(x, fold.c, fold.height[rows], fold.a[rows])
+            elif fold.shared:
+                tile.softmax_gradient_shared(
+                    x, fold.c, fold.height[rows], fold.a[rows], fold.u[rows], fold.v[columns]
+                )
+            else:
+                tile.softmax_gradient_two_sided(
+                    x, fold.c, fold.height[rows], fold.a[rows],
+                    fold.column_height[columns], fold.b[columns],
+                )  # fmt: skip
+            tile.place_positives(
+                x, fold.problem.positives[rows], columns.start, fold.at_positive[rows]
+            )
+            return None
+        if isinstance(epilogue, Sigmoid):
+            bias, positives = float(fold.problem.bias), fold.problem.positives[rows]
+            losses, sums = epilogue.losses[rows], epilogue.bias_grad[rows]
+            tile.sigmoid(x, float(fold.problem.scale), bias, fold.a[rows], losses, sums)
+            tile.sigmoid_positives(
+                x, positives, columns.start, epilogue.positive[rows], bias,
+                epilogue.row_factor[rows], losses, sums,
+            )  # fmt: skip
+            return None
+        if isinstance(epilogue, OnlineSoftmax):
+            sums = epilogue.rows
+            self.rescale = self.row_max[: len(x)]
+            tile.online_softmax(x, fold.c, sums.max[rows], sums.sum[rows], self.rescale)
+            return None
+        return self.statistics(epilogue, x, rows, columns, diagonal)
+
+    def statistics(
+        self, stats: Statistics, x: Array, rows: slice, columns: slice, diagonal: bool
+    ) -> Callable[[], None] | None:
+        fold = self.fold
+        row_max, row_sum = self.row_max[: len(x)], self.row_sum[: len(x)]
+        column_max, column_sum = self.column_max[: x.shape[1]], self.column_sum[: x.shape[1]]
+        both = stats.columns is not None and not diagonal
+        if both:
+            tile.row_and_column_statistics(
+                x, fold.c, row_max, row_sum, column_max, column_sum, self.sums[: x.shape[1]]
+            )
+        else:
+            tile.row_statistics(x, fold.c, row_max, row_sum)
+
+        def in_turn() -> None:
+            # rows too: in the symmetric case an earlier panel's columns are these rows
+            tile.merge(stats.rows.max[rows], stats.rows.sum[rows], row_max, row_sum)
+            if stats.row_rank is not None:
+                tile.count_above(x, fold.c, fold.rank_reference[rows], stats.row_rank[rows])
+            if both:
+                assert stats.columns is not None
+                tile.merge(
+                    stats.columns.max[columns], stats.columns.sum[columns], column_max, column_sum
+                )
+                if stats.column_rank is not None:
+                    reference = fold.rank_reference[columns]
+                    tile.count_above_columns(x, fold.c, reference, stats.column_rank[columns])
+
+        if stats.columns is not None:
+            return in_turn
+        in_turn()
+        return None
+
+    def add_rows(self, x: Array, k: Array, rows: slice, first: bool) -> None:
+        """dQ_a += P K_b."""
+        dq = self.dq[: len(x)]
+        if first:
+            np.matmul(x, k, out=dq)
+            return
+        product = self.product[: len(x)]
+        np.matmul(x, k, out=product)
+        if isinstance(self.fold.epilogue, OnlineSoftmax):
+            np.multiply(dq, self.rescale[:, None], out=dq, casting="same_kind")
+        np.add(dq, product, out=dq)
+
+    def finish_rows(self, rows: slice, q: Array) -> None:
+        """The panel's dQ is complete."""
+        fold = self.fold
+        gradients = fold.gradients
+        assert gradients is not None
+        g = self.dq[: rows.stop - rows.start]
+        if isinstance(fold.epilogue, OnlineSoftmax):
+            self.finish_online(fold.epilogue, g, rows)
+        if fold.grid.triangle:
+            total = fold.gathered(rows)  # earlier panels have all been here
+            g = np.add(total, g, out=total)
+        fold.complete(g, fold.cpu.query, rows, self.query_buffer, gradients.query, True)
+
+    def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
+        """sum_j 2^(x2 - max) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
+        problem, cpu = self.fold.problem, self.fold.cpu
+        log2_sum = stats.rows.max[rows] + np.log2(stats.rows.sum[rows])
+        lse = np.logaddexp2(log2_sum, stats.positive[rows])
+        a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
+        maximum = np.where(np.isneginf(stats.rows.max[rows]), lse, stats.rows.max[rows])
+        np.multiply(g, (a * np.exp2(maximum - lse))[:, None], out=g, casting="same_kind")
+        rest = -a * np.exp2(log2_sum - lse)
+        positives = cpu.key.take(problem.positives[rows])
+        g += np.multiply(positives, rest[:, None], out=positives, casting="same_kind")
