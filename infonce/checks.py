@@ -136,7 +136,8 @@ def check(
     double = any(z.dtype.name == "float64" for z in arrays)
     return Request(
         problem, gradients, outs, wrt, o["reduction"],
-        np.dtype(np.float64 if double else np.float32), bool(o["metrics"]), bool(o["return_logits"]),
+        np.dtype(np.float64 if double else np.float32),
+        bool(o["metrics"]), bool(o["return_logits"]),
     )  # fmt: skip
 
 

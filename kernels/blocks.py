@@ -111,7 +111,7 @@ class Sums:
             return self.max + xp.log2(self.sum)
 
 
-# --- epilogues: what becomes of a block's logits -------------------------------------------------
+# --- epilogues: what becomes of a block's logits --------------------------------------------------
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Statistics:
 
 @dataclass
 class SoftmaxGradient:
-    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - R_i) + b_j 2^(x2_ij - C_j), given at the positives."""
+    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - R_i) + b_j 2^(x2_ij - C_j) off the positives."""
 
     row_lse: Array  # R [M], base 2, positives included
     row_factor: Array  # a [M], with `scale` folded in
@@ -188,7 +188,7 @@ class Backend(Protocol):
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        """Visit every block: logits, `epilogue`, and with `gradients` dQ_a += P K_b, dK_b += P' Q_a.
+        """Visit every block: logits, `epilogue`, and dQ_a += P K_b, dK_b += P' Q_a where wanted.
 
         Row panels may run in parallel; a column block is visited in the order of the panels.
         Completed gradients go to their destination, through the normalisation.
@@ -204,7 +204,7 @@ class Backend(Protocol):
         ...
 
 
-# --- solving -------------------------------------------------------------------------------------
+# --- solving --------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -9,12 +9,14 @@ threads: they are bitwise the same from run to run.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -34,13 +36,13 @@ from .blocks import (
     cut,
 )
 
-DTYPES = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
-TILE = 512, 1024  # rows x columns: 2 MiB in float32, one core's share of a server's L2
-SQUARE = 768  # a side of a tile where only one triangle is visited
+DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
+TILE = 1024, 1024  # rows x columns; larger tiles make better products and fewer sums
+SQUARE = 768  # a side of a tile where only one triangle is visited; the diagonal is computed whole
 THREADING_PAYS = 2**22  # multiply-adds below which a second thread costs more than it brings
 
 
-# --- threads ---------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
 class _Blas:
@@ -65,7 +67,7 @@ class _Blas:
         assert self._controller is not None
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         blas = [library["num_threads"] for library in self._controller.info()]
-        return max(1, min([cores or 1, *blas]))
+        return int(max(1, min([cores or 1, *blas])))
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
@@ -129,7 +131,7 @@ class _Turns:
             self._condition.notify_all()
 
 
-# --- operands --------------------------------------------------------------------------------------
+# --- operands -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -137,7 +139,7 @@ class _Rows:
     """One side's features, read a block at a time: converted, made contiguous, normalised."""
 
     features: Array
-    dtype: np.dtype
+    dtype: np.dtype[Any]
     inverse_norms: Array | None  # [n] float64
 
     @property
@@ -192,7 +194,7 @@ def _inverse_norms(features: Array) -> Array:
         return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
 
 
-# --- the backend -------------------------------------------------------------------------------------
+# --- the backend ----------------------------------------------------------------------------------
 
 
 class CPU:
@@ -229,11 +231,14 @@ class CPU:
 
     # -- memory: workers' buffers first, then accumulators of dK, then logits worth keeping
 
-    def _worker_bytes(self, d: int, bm: int, bn: int) -> int:
+    def worker_elements(self, d: int, bm: int, bn: int) -> int:
+        """Size of one worker's buffers, in numbers."""
         elements = bm * bn
         elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d
-        elements += (self.gradients is not None) * (bm * d + max(bm, bn) * d)
-        return self.threads * elements * self.dtype.itemsize
+        return int(elements + (self.gradients is not None) * (bm * d + max(bm, bn) * d))
+
+    def _worker_bytes(self, d: int, bm: int, bn: int) -> int:
+        return int(self.threads * self.worker_elements(d, bm, bn) * self.dtype.itemsize)
 
     def _accumulator_rows(self, problem: Problem, gradients: Gradients | None) -> int:
         """How many rows of dK can be gathered in the workspace; 0 if none need to be."""
@@ -243,12 +248,12 @@ class CPU:
         if out is None or (out.dtype == self.dtype and out.dtype.isnative):
             return 0
         n, d = out.shape
-        return min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize)))
+        return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, d = problem.shape
         bm, bn = (SQUARE, SQUARE) if problem.symmetric else TILE
-        while bm > 16 and bm * self.threads > m:  # work for every thread
+        while bm > 16 and bm * (self.threads - 1) >= m:  # a panel for every thread
             bm //= 2
         if problem.symmetric:
             bn = bm
@@ -274,14 +279,17 @@ class CPU:
         largest = grid.rows[0].stop, grid.columns[0].stop
         room = problem.workspace - self._worker_bytes(d, *largest)
         room -= self.accumulators * d * self.dtype.itemsize
-        self.kept = {}
+        shapes = {}
+        elements = 0
         for a, rows in enumerate(grid.rows):
             for b in grid.visits(a):
-                columns = grid.columns[b]
-                shape = rows.stop - rows.start, columns.stop - columns.start
+                shape = rows.stop - rows.start, grid.columns[b].stop - grid.columns[b].start
                 room -= shape[0] * shape[1] * self.dtype.itemsize
                 if room >= 0:
-                    self.kept[a, b] = np.empty(shape, self.dtype)
+                    shapes[a, b] = slice(elements, elements + shape[0] * shape[1]), shape
+                    elements += shape[0] * shape[1]
+        arena = np.empty(elements, self.dtype)  # one piece: the system can map it in large pages
+        self.kept = {block: arena[part].reshape(shape) for block, (part, shape) in shapes.items()}
         if problem.method == "fused" and room < 0:
             raise ValueError(
                 f'method: "fused" keeps the {m} x {n} logits within workspace = '
@@ -362,7 +370,7 @@ class _Fold:
         self.cpu, self.problem, self.grid = cpu, problem, grid
         self.epilogue, self.gradients, self.turns = epilogue, gradients, turns
         self.c = float(problem.scale) * (1.0 if isinstance(epilogue, Sigmoid) else LOG2_E)
-        m, n, d = problem.shape
+        d = problem.shape[2]
         dtype = cpu.dtype
 
         # Vectors of length M or N in the compute dtype, made once for all tiles
@@ -397,7 +405,7 @@ class _Fold:
             self.kept = cpu.kept
 
     def _factors(self, epilogue: SoftmaxGradient) -> None:
-        """Heights in units of raw products, and what their rounding leaves, put into the factors."""
+        """Heights in units of raw products; what their rounding leaves goes into the factors."""
         dtype = self.cpu.dtype
 
         def height(lse: Array) -> Array:
@@ -483,8 +491,15 @@ class _Worker:
         bm = max(r.stop - r.start for r in grid.rows)
         bn = max(c.stop - c.start for c in grid.columns)
 
+        # One piece of memory: the system can map it in large pages, which products like
+        arena = np.empty(cpu.worker_elements(d, bm, bn), cpu.dtype)
+        used = 0
+
         def buffer(*shape: int) -> Array:
-            return np.empty(shape, cpu.dtype)
+            nonlocal used
+            size = math.prod(shape)
+            used += size
+            return arena[used - size : used].reshape(shape)
 
         self.logits = buffer(bm * bn)
         self.query_buffer = None if cpu.query.direct else buffer(bm, d)
@@ -492,7 +507,8 @@ class _Worker:
         if fold.gradients is not None:
             self.dq, self.product = buffer(bm, d), buffer(max(bm, bn), d)
         self.row_max, self.row_sum = np.empty(bm), np.empty(bm)
-        self.column_max, self.column_sum, self.sums = np.empty(bn), np.empty(bn), buffer(bn)
+        self.column_max, self.column_sum = np.empty(bn), np.empty(bn)
+        self.sums = np.empty(bn, cpu.dtype)
 
     def panel(self, a: int, report: Callable[[], None]) -> None:
         """Fold one row panel, from left to right."""
@@ -598,6 +614,8 @@ class _Worker:
             tile.row_and_column_statistics(
                 x, fold.c, row_max, row_sum, column_max, column_sum, self.sums[: x.shape[1]]
             )
+            if stats.column_rank is not None:  # metrics want the maxima themselves
+                tile.column_statistics(x, fold.c, column_max, column_sum)
         else:
             tile.row_statistics(x, fold.c, row_max, row_sum)
 
@@ -648,7 +666,7 @@ class _Worker:
     def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
         """sum_j 2^(x2 - max) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
         problem, cpu = self.fold.problem, self.fold.cpu
-        log2_sum = stats.rows.max[rows] + np.log2(stats.rows.sum[rows])
+        log2_sum = stats.rows.log2(np)[rows]
         lse = np.logaddexp2(log2_sum, stats.positive[rows])
         a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
         maximum = np.where(np.isneginf(stats.rows.max[rows]), lse, stats.rows.max[rows])

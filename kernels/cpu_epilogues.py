@@ -77,7 +77,7 @@ def exponent_bits(typingctx: Any, a: Any) -> Any:
     return a(a), codegen
 
 
-# --- elementary functions --------------------------------------------------------------------------
+# --- elementary functions -------------------------------------------------------------------------
 
 _F4 = np.float32
 # 2^t = 1 + t p(t) on [-1/2, 1/2], Chebyshev: relative error 8e-8 (float32), 2e-16 (float64) in all
@@ -112,23 +112,23 @@ def log1p(e: Any) -> Any:
     """log(1 + e) for 0 <= e <= 1, to relative accuracy."""
 
 
-@overload(exp2, inline="always")
+@overload(exp2, jit_options={"fastmath": FAST})
 def _exp2(x: Any) -> Any:
     if x == types.float32:
 
         def single(x: Any) -> Any:
-            x = _LOW4 if x < _LOW4 else x  # this way round a NaN stays
-            k = rint(x)
-            t = x - k
+            y = _LOW4 if x < _LOW4 else x  # this way round a NaN stays
+            k = rint(y)
+            t = y - k
             p = ((((_E4[5] * t + _E4[4]) * t + _E4[3]) * t + _E4[2]) * t + _E4[1]) * t + _E4[0]
             return (p * t + _ONE4) * exponent_bits(k + _MAGIC4)
 
         return single
 
     def double(x: Any) -> Any:
-        x = _LOW8 if x < _LOW8 else x
-        k = rint(x)
-        t = x - k
+        y = _LOW8 if x < _LOW8 else x
+        k = rint(y)
+        t = y - k
         p = ((((_E8[10] * t + _E8[9]) * t + _E8[8]) * t + _E8[7]) * t + _E8[6]) * t + _E8[5]
         p = ((((p * t + _E8[4]) * t + _E8[3]) * t + _E8[2]) * t + _E8[1]) * t + _E8[0]
         return (p * t + 1.0) * exponent_bits(k + _MAGIC8)
@@ -136,7 +136,7 @@ def _exp2(x: Any) -> Any:
     return double
 
 
-@overload(log1p, inline="always")
+@overload(log1p, jit_options={"fastmath": FAST})
 def _log1p(e: Any) -> Any:
     if e == types.float32:
 
@@ -158,7 +158,7 @@ def _log1p(e: Any) -> Any:
     return double
 
 
-# --- pairs that do not count ------------------------------------------------------------------------
+# --- pairs that do not count ----------------------------------------------------------------------
 
 
 @compiled
@@ -198,7 +198,7 @@ def place_positives(x, positives, first_column, values):  # type: ignore[no-unty
             x[i, j] = values[i]
 
 
-# --- LSE fold ----------------------------------------------------------------------------------------
+# --- LSE fold -------------------------------------------------------------------------------------
 
 
 @compiled
@@ -233,6 +233,30 @@ def row_statistics(x, c, row_max, row_sum):  # type: ignore[no-untyped-def]
         for j in range(row.size):
             total += exp2(scale * (row[j] - top))
         row_sum[i] = total
+
+
+@compiled
+def column_statistics(x, c, column_max, column_sum):  # type: ignore[no-untyped-def]
+    """(max, sum) of 2^(c x) of each column of the tile, with the columns' own maxima."""
+    wide_vectors()
+    m, n = x.shape
+    scale = x.dtype.type(c)
+    high = x[0].copy()
+    for i in range(1, m):
+        row = x[i]
+        for j in range(n):
+            high[j] = fmax(high[j], row[j])
+    sums = np.zeros_like(high)
+    for j in range(n):
+        column_max[j] = np.float64(c) * np.float64(high[j])
+        if high[j] == -np.inf:
+            high[j] = 0  # any finite number: 2^(-inf - 0) adds nothing
+    for i in range(m):
+        row = x[i]
+        for j in range(n):
+            sums[j] += exp2(scale * (row[j] - high[j]))
+    for j in range(n):
+        column_sum[j] = 0.0 if column_max[j] == -np.inf else np.float64(sums[j])
 
 
 @compiled
@@ -280,30 +304,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
         least = min(least, column_sum[j])
     # what was lost is below m 2^-126 (float32): nothing beside a sum of 2^-80
     if least < 2.0**-80:
-        _column_statistics(x, c, column_max, column_sum)
-
-
-@compiled
-def _column_statistics(x, c, column_max, column_sum):  # type: ignore[no-untyped-def]
-    wide_vectors()
-    m, n = x.shape
-    scale = x.dtype.type(c)
-    high = x[0].copy()
-    for i in range(1, m):
-        row = x[i]
-        for j in range(n):
-            high[j] = fmax(high[j], row[j])
-    sums = np.zeros_like(high)
-    for j in range(n):
-        column_max[j] = np.float64(c) * np.float64(high[j])
-        if high[j] == -np.inf:
-            high[j] = 0  # any finite number: 2^(-inf - 0) adds nothing
-    for i in range(m):
-        row = x[i]
-        for j in range(n):
-            sums[j] += exp2(scale * (row[j] - high[j]))
-    for j in range(n):
-        column_sum[j] = 0.0 if column_max[j] == -np.inf else np.float64(sums[j])
+        column_statistics(x, c, column_max, column_sum)
 
 
 @compiled
@@ -330,7 +331,7 @@ def count_above_columns(x, c, column_reference, column_rank):  # type: ignore[no
             column_rank[j] += row[j] > bar[j]
 
 
-# --- gradient fold -------------------------------------------------------------------------------------
+# --- gradient fold --------------------------------------------------------------------------------
 
 
 @compiled
@@ -439,12 +440,12 @@ def sigmoid_positives(  # type: ignore[no-untyped-def]
             x[i, j] = -a[i] * p
 
 
-# --- rows ------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @compiled
 def normalize_rows(z, inverse_norms):  # type: ignore[no-untyped-def]
-    """z_i <- z_i / |z_i|, the division in float64: its rounding would be multiplied by the scale."""
+    """z_i <- z_i / |z_i|, divided in float64: rounding here would be multiplied by the scale."""
     wide_vectors()
     for i in range(z.shape[0]):
         row, inverse = z[i], inverse_norms[i]

@@ -6,6 +6,8 @@ it. It shows what the folds compute, and it hands out the logits to whoever want
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .blocks import LOG2_E, Array, Gradients, Problem, Solution, Statistics, Sums
@@ -67,7 +69,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     return solution
 
 
-def _rows(z: Array, normalize: bool, dtype: np.dtype) -> tuple[Array, Array | None]:
+def _rows(z: Array, normalize: bool, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
     """Features in the compute dtype, of unit norm where asked for (zero rows stay zero)."""
     if not normalize:
         return z.astype(dtype, copy=False), None

@@ -1,0 +1,158 @@
+"""Bad input: the right exception, before any work, naming argument, expectation and what came."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from judge import LOSSES, arguments, pairs
+
+import infonce
+
+Q = np.random.default_rng(0).standard_normal((6, 4))
+K = np.random.default_rng(1).standard_normal((6, 4))
+READ_ONLY = np.zeros((6, 4))
+READ_ONLY.flags.writeable = False
+
+CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
+    # loss, arguments, options, exception, words of the message
+    ("clip", (Q.tolist(), K), {}, TypeError, ["image", "expected an array", "list"]),
+    ("clip", (Q, None), {}, TypeError, ["text", "expected an array", "None"]),
+    ("clip", (Q.astype(int), K), {}, TypeError, ["image", "float64, float32", "int64"]),
+    ("clip", (Q.astype(complex), K), {}, TypeError, ["image", "complex128"]),
+    ("clip", (Q[0], K), {}, ValueError, ["image", "2 dimensions", "(4,)"]),
+    ("clip", (Q[:0], K[:0]), {}, ValueError, ["image", "at least one row", "(0, 4)"]),
+    ("clip", (Q[:, :0], K[:, :0]), {}, ValueError, ["image", "one feature", "(6, 0)"]),
+    ("clip", (Q, K[:, :3]), {}, ValueError, ["text", "width 4", "(6, 3)"]),
+    ("clip", (Q, K[:5]), {}, ValueError, ["text", "6 rows", "(5, 4)"]),
+    ("lit", (Q, K[:5]), {}, ValueError, ["image", "6 rows", "(5, 4)"]),
+    ("siglip", (Q, K[:5]), {}, ValueError, ["text", "6 rows", "(5, 4)"]),
+    ("nt_xent", (Q[:5],), {}, ValueError, ["features", "even number", "(5, 4)"]),
+    ("info_nce", (Q, K[:5]), {}, ValueError, ["key", "at least 6 rows", "(5, 4)"]),
+    ("info_nce", (Q, K, [0.0] * 6), {}, TypeError, ["labels", "integers", "float64"]),
+    ("info_nce", (Q, K, [0] * 5), {}, ValueError, ["labels", "(6,)", "(5,)"]),
+    ("info_nce", (Q, K, [0, 1, 2, 3, 4, 6]), {}, ValueError,
+     ["labels", "[0, 6)", "got 6", "position 5"]),
+    ("info_nce", (Q, K, [0, 1, -1, 3, 4, 5]), {}, ValueError, ["labels", "got -1", "position 2"]),
+    ("clip", (Q, K), {"scale": None}, ValueError, ["temperature, scale", "got neither"]),
+    ("clip", (Q, K), {"temperature": 1.0}, ValueError, ["temperature, scale", "got both"]),
+    ("clip", (Q, K), {"scale": 0.0}, ValueError, ["scale", "positive", "0.0"]),
+    ("clip", (Q, K), {"scale": np.nan}, ValueError, ["scale", "finite", "nan"]),
+    ("clip", (Q, K), {"scale": "1"}, TypeError, ["scale", "number", "'1'"]),
+    ("clip", (Q, K), {"scale": True}, TypeError, ["scale", "number", "True"]),
+    ("clip", (Q, K), {"scale": np.ones(1)}, TypeError, ["scale", "0-d", "(1,)"]),
+    ("clip", (Q, K), {"scale": None, "temperature": -1}, ValueError, ["temperature", "positive"]),
+    ("clip", (Q, K), {"scale": None, "temperature": 1e-320}, ValueError,
+     ["temperature", "reciprocal"]),
+    ("siglip", (Q, K, "no"), {}, TypeError, ["bias", "number", "'no'"]),
+    ("siglip", (Q, K, np.inf), {}, ValueError, ["bias", "finite", "inf"]),
+    ("clip", (Q, K), {"ids": np.zeros(6)}, TypeError, ["ids", "integers", "float64"]),
+    ("clip", (Q, K), {"ids": np.zeros(5, int)}, ValueError, ["ids", "(6,)", "(5,)"]),
+    ("info_nce", (Q[:3], K), {"ids": np.zeros(3, int)}, ValueError, ["ids", "pair", "3 queries"]),
+    ("info_nce", (Q[:3], K), {"ids": (np.zeros(3, int), np.zeros(3, int))}, ValueError,
+     ["ids[1]", "(6,)", "(3,)"]),
+    ("nt_xent", (Q,), {"ids": (np.zeros(6, int), np.zeros(6, int))}, ValueError,
+     ["ids", "one array", "pair"]),
+    ("clip", (Q, K), {"reduction": "avg"}, ValueError, ["reduction", '"mean"', "'avg'"]),
+    ("clip", (Q, K), {"method": "fast"}, ValueError, ["method", '"tiled"', "'fast'"]),
+    ("clip", (Q, K), {"precision": "fp8"}, ValueError, ["precision", '"bf16x3"', "'fp8'"]),
+    ("clip", (Q, K), {"precision": "tf32"}, ValueError, ["precision", "CPU", "'tf32'"]),
+    ("clip", (Q, K), {"workspace": 1.5}, TypeError, ["workspace", "integer", "1.5"]),
+    ("clip", (Q, K), {"workspace": 0}, ValueError, ["workspace", "positive", "0"]),
+    ("clip", (Q, K), {"workspace": 8, "method": "tiled"}, ValueError, ["workspace", "at least"]),
+    ("clip", (Q, K), {"workspace": 400, "method": "fused"}, ValueError,
+     ['"fused"', "6 x 6", '"tiled"']),
+    ("clip", (Q, K), {"progress": 3}, TypeError, ["progress", "callable", "3"]),
+    ("clip", (Q, K), {"temprature": 3}, TypeError, ["temprature", "'temperature'"]),
+    ("clip", (Q, K), {"wrt": ["key"]}, ValueError, ["wrt", "image, text, scale", "'key'"]),
+    ("lit", (Q, K), {"wrt": ["image"]}, ValueError, ["wrt", "text, scale", "'image'"]),
+    ("clip", (Q, K), {"grad_dtype": int}, TypeError, ["grad_dtype", "float32", "int"]),
+    ("clip", (Q, K), {"grad_dtype": "floaty"}, TypeError, ["grad_dtype", "'floaty'"]),
+    ("clip", (Q, K), {"grad_out": np.ones(6)}, ValueError, ["grad_out", "()", "(6,)"]),
+    ("clip", (Q, K), {"grad_out": np.ones(5), "reduction": "none"}, ValueError,
+     ["grad_out", "(6,)", "(5,)"]),
+    ("clip", (Q, K), {"grad_out": "x"}, TypeError, ["grad_out", "number"]),
+    ("clip", (Q, K), {"out": Q.copy()}, TypeError, ["out", "mapping or a sequence"]),
+    ("clip", (Q, K), {"out": [Q.copy()]}, ValueError, ["out", "2 arrays", "got 1"]),
+    ("clip", (Q, K), {"out": {"key": Q.copy()}}, ValueError, ["out", "image, text", "'key'"]),
+    ("clip", (Q, K), {"out": {"image": np.zeros((6, 3))}}, ValueError,
+     ["out['image']", "(6, 4)", "(6, 3)"]),
+    ("clip", (Q, K), {"out": {"image": np.zeros((6, 4), int)}}, TypeError,
+     ["out['image']", "int64"]),
+    ("clip", (Q, K), {"out": {"image": Q.tolist()}}, TypeError, ["out['image']", "list"]),
+    ("clip", (Q, K), {"out": {"image": np.zeros((6, 4))}, "grad_dtype": np.float32}, TypeError,
+     ["out['image']", "float32", "float64"]),
+    ("clip", (Q, K), {"out": {"image": READ_ONLY}}, ValueError, ["out['image']", "read-only"]),
+    ("clip", (Q, K), {"out": {"image": Q}}, ValueError, ["out", "apart"]),
+    ("clip", (Q, K), {"return_logits": True}, ValueError, ["return_logits", '"naive"']),
+    ("siglip", (Q, K), {"metrics": True}, ValueError, ["metrics", "siglip"]),
+    ("clip", (Q, np.where(Q > 0, Q, np.nan)), {"check_finite": True}, ValueError,
+     ["text", "finite", "row 0"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "args", "options", "error", "words"), CASES)
+def test_message(
+    loss: str, args: Any, options: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
+    options = {"scale": 2.0, **options}
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    with pytest.raises(error) as caught:
+        function(*args, **options)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_input_leaves_outputs_alone() -> None:
+    out = {"image": np.full((6, 4), 5.0)}
+    with pytest.raises(ValueError, match="reduction"):
+        infonce.clip_loss_and_grad(Q, K, scale=1.0, out=out, reduction="max")  # type: ignore[arg-type]
+    assert (out["image"] == 5.0).all()
+
+
+def test_keywords_of_gradients_are_explained_to_the_loss_alone() -> None:
+    with pytest.raises(TypeError, match="clip_loss_and_grad"):
+        infonce.clip_loss(Q, K, scale=1.0, wrt=["image"])  # type: ignore[call-arg]
+
+
+def test_check_finite_names_the_first_bad_row() -> None:
+    bad = np.random.default_rng(0).standard_normal((9000, 2))
+    bad[8123, 1] = np.inf
+    with pytest.raises(ValueError, match="key: .* row 8123"):
+        infonce.info_nce_loss(bad[:5] * 0, bad, scale=1.0, check_finite=True)
+
+
+def test_naive_that_does_not_fit_names_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infonce.kernels import naive
+
+    monkeypatch.setattr(naive, "available_memory", lambda: 1000)
+    with pytest.raises(MemoryError, match='6 x 6 logits.*"tiled"'):
+        infonce.clip_loss(Q, K, scale=1.0, method="naive")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_scale_as_any_scalar(loss: str) -> None:
+    args = arguments(loss, *pairs("random", 6, 6, 4, np.float64, 0))
+    function = getattr(infonce, f"{loss}_loss")
+    want = function(*args, scale=4.0)
+    for scalar in (4, np.float32(4), np.array(4.0), np.array(4, np.float16)):
+        assert function(*args, scale=scalar) == want
+    assert function(*args, temperature=0.25) == want
+
+
+def test_siglip_has_defaults_of_its_own() -> None:
+    assert infonce.siglip_loss(Q, K) == infonce.siglip_loss(Q, K, -10.0, scale=10.0)
+
+
+def test_signatures_spell_out_the_keywords() -> None:
+    import inspect
+
+    for loss in LOSSES:
+        short = inspect.signature(getattr(infonce, f"{loss}_loss")).parameters
+        long = inspect.signature(getattr(infonce, f"{loss}_loss_and_grad")).parameters
+        assert short["method"].default == "auto"
+        assert "grad_out" in long
+        assert "grad_out" not in short
+        doc = getattr(infonce, f"{loss}_loss_and_grad").__doc__
+        for word in ("Parameters", "workspace", "grad_out", "Returns", "Raises", "References"):
+            assert word in doc

@@ -1,0 +1,257 @@
+"""The CPU backend: threads, memory, reproducibility, progress, interruption."""
+
+import signal
+import subprocess
+import sys
+import threading
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judge import LOSSES, arguments, judged, pairs
+from threadpoolctl import threadpool_info
+
+import infonce
+from infonce.kernels import cpu
+from infonce.kernels import cpu_epilogues as tile
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several panels and threads at test sizes."""
+    monkeypatch.setattr(cpu, "TILE", (32, 48))
+    monkeypatch.setattr(cpu, "SQUARE", 32)
+    monkeypatch.setattr(cpu, "THREADING_PAYS", 0)
+
+
+def bits(out: infonce.LossAndGrad) -> list[bytes]:
+    return [np.asarray(v).tobytes() for v in (out.loss, *out.grads) if v is not None]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_bitwise_the_same_for_any_number_of_threads(
+    loss: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(loss, *pairs("partly aligned", 211, 211, 16, dtype, 0))
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    results = []
+    for threads in ("1", "2", "3", "5", "5", "5"):
+        monkeypatch.setenv("INFONCE_NUM_THREADS", threads)
+        results.append(bits(function(*args, temperature=0.05, method="tiled")))
+    assert all(r == results[0] for r in results)
+    ref = judged(loss, args, scale=20.0)
+    got = np.frombuffer(results[0][0], np.float32)[0]
+    assert abs(got - ref.loss) < 1e-5 * ref.loss
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_calls_from_several_threads() -> None:
+    args = pairs("partly aligned", 150, 150, 8, np.float64, 1)
+    want = bits(infonce.clip_loss_and_grad(*args, scale=9.0, method="tiled"))
+    before = [library["num_threads"] for library in threadpool_info()]
+    results: list[Any] = []
+
+    def work() -> None:
+        for _ in range(10):
+            results.append(bits(infonce.clip_loss_and_grad(*args, scale=9.0, method="tiled")))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 60
+    assert all(r == want for r in results)
+    assert [library["num_threads"] for library in threadpool_info()] == before
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_memory_stays_within_the_workspace(loss: str, dtype: Any) -> None:
+    n, d, workspace = 3000, 32, 2**21  # the float32 logits would be 36 MB
+    args = arguments(loss, *pairs("random", n // 2, n // 2, d, dtype, 2))
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    out = {name: np.empty_like(args[0]) for name in function(
+        args[0][:4], *[z[:4] for z in args[1:]], scale=5.0)
+        .grads._fields if name in ("query", "key", "features", "image", "text")}  # fmt: skip
+    if loss == "lit":
+        del out["image"]
+    tracemalloc.start()
+    function(*args, scale=5.0, method="tiled", workspace=workspace, out=out)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    vectors = 60 * 8 * n  # float64 vectors of length M or N, and conversions of blocks for norms
+    assert peak < workspace + vectors + 2**20
+    assert peak > 2**17  # it is memory of this kind that is counted
+
+
+def test_logits_that_fit_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "TILE", (32, 32))
+    args = pairs("random", 96, 96, 8, np.float32, 3)
+    counts = {}
+    matmul = np.matmul
+    for workspace in (2**20, 2**15):
+        calls = 0
+
+        def counted(*a: Any, **k: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return matmul(*a, **k)
+
+        monkeypatch.setattr(cpu.np, "matmul", counted)
+        infonce.clip_loss_and_grad(*args, scale=3.0, method="tiled", workspace=workspace)
+        monkeypatch.setattr(cpu.np, "matmul", matmul)
+        counts[workspace] = calls
+    assert counts[2**20] == 3 * 9  # 3 products a tile, 9 tiles
+    assert 3 * 9 < counts[2**15] <= 4 * 9
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_progress(loss: str) -> None:
+    args = arguments(loss, *pairs("random", 100, 100, 8, np.float64, 4))
+    seen: list[tuple[str, int, int]] = []
+    here = threading.get_ident()
+
+    def progress(phase: str, done: int, total: int) -> None:
+        assert threading.get_ident() == here
+        seen.append((phase, done, total))
+
+    getattr(infonce, f"{loss}_loss_and_grad")(
+        *args, scale=3.0, method="tiled", progress=progress, workspace=2**17
+    )
+    assert len({phase for phase, _, _ in seen}) == (
+        2 if loss in ("nt_xent", "clip", "info_nce") else 1
+    )
+    for phase in {phase for phase, _, _ in seen}:
+        steps = [(done, total) for p, done, total in seen if p == phase]
+        assert steps == sorted(steps)
+        assert steps[-1][0] == steps[-1][1] > 0
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_an_exception_in_the_callback_stops_the_work(
+    threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFONCE_NUM_THREADS", threads)
+    before = [library["num_threads"] for library in threadpool_info()]
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("enough")
+
+    args = pairs("random", 300, 300, 8, np.float64, 5)
+    with pytest.raises(RuntimeError, match="enough"):
+        infonce.clip_loss_and_grad(*args, scale=3.0, method="tiled", progress=stop)
+    assert [library["num_threads"] for library in threadpool_info()] == before
+    assert not [t for t in threading.enumerate() if t.name.startswith("infonce")]
+    assert np.isfinite(infonce.clip_loss(*args, scale=3.0, method="tiled"))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
+
+    def broken(*_: Any) -> None:
+        raise ArithmeticError("broken tile")
+
+    monkeypatch.setattr(tile, "take_positives", broken)
+    with pytest.raises(ArithmeticError, match="broken tile"):
+        infonce.clip_loss(*pairs("random", 300, 300, 8, np.float64, 5), scale=3.0, method="tiled")
+
+
+def test_ctrl_c_ends_a_long_run() -> None:
+    code = (
+        "import numpy as np, infonce, sys\n"
+        "z = np.random.default_rng(0).standard_normal((60000, 64), dtype=np.float32)\n"
+        "infonce.clip_loss(z[:64], z[:64], scale=1.0)\n"
+        "print('ready', flush=True)\n"
+        "infonce.clip_loss_and_grad(z, z, scale=1.0, method='tiled')\n"
+        "print('finished', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    try:
+        process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert "finished" not in out
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFONCE_NUM_THREADS", value)
+    args = pairs("random", 600, 600, 16, np.float64, 5)
+    with pytest.raises(ValueError, match="INFONCE_NUM_THREADS.*positive integer"):
+        infonce.clip_loss(*args, scale=3.0)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1.2e-7), (np.float64, 4e-16)])
+def test_exp2_and_log1p(dtype: Any, bound: float) -> None:
+    from mpmath import mp
+
+    compiled_exp2 = tile.compiled(_exp2_of)
+    compiled_log1p = tile.compiled(_log1p_of)
+    low = -126 if dtype == np.float32 else -1022
+    x = np.concatenate([np.linspace(low, 1, 3001), np.linspace(-2, 0, 2001)]).astype(dtype)
+    out = np.empty_like(x)
+    compiled_exp2(x, out)
+    with mp.workdps(40):
+        for got, a in zip(out, x, strict=True):
+            assert abs(mp.mpf(float(got)) / mp.mpf(2) ** mp.mpf(float(a)) - 1) <= bound
+        e = np.concatenate([np.linspace(0, 1, 1001)[1:], np.logspace(-30, 0, 500)]).astype(dtype)
+        out = np.empty_like(e)
+        compiled_log1p(e, out)
+        for got, a in zip(out, e, strict=True):
+            assert abs(mp.mpf(float(got)) / mp.log1p(mp.mpf(float(a))) - 1) <= 2 * bound
+    special = np.array([0.0, -np.inf, np.nan, 10 * low], dtype)
+    out = np.empty_like(special)
+    compiled_exp2(special, out)
+    assert out[0] == 1.0
+    assert out[1] == out[3] == 2.0**low
+    assert np.isnan(out[2])
+
+
+def _exp2_of(x, out):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        out[i] = tile.exp2(x[i])
+
+
+def _log1p_of(x, out):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        out[i] = tile.log1p(x[i])
+
+
+@given(
+    parts=st.lists(
+        st.tuples(st.one_of(st.just(-np.inf), st.floats(-1000, 1000)), st.floats(1, 100)),
+        min_size=1, max_size=6,
+    )
+)  # fmt: skip
+def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
+    """Any order, -inf the identity, far apart or close."""
+    from mpmath import mp
+
+    parts = [(m, 0.0 if m == -np.inf else s) for m, s in parts]
+    with mp.workdps(50):
+        want = sum((mp.mpf(s) * mp.mpf(2) ** m if s else 0 for m, s in parts), mp.mpf(0))
+        for order in (parts, parts[::-1]):
+            top, total = np.array([-np.inf]), np.array([0.0])
+            for m, s in order:
+                tile.merge(top, total, np.array([m]), np.array([s]))
+            if want == 0:
+                assert top[0] == -np.inf
+                assert total[0] == 0
+            else:
+                got = mp.mpf(float(total[0])) * mp.mpf(2) ** float(top[0])
+                assert abs(got / want - 1) < 1e-14

@@ -1,0 +1,347 @@
+"""Every loss, method and dtype against the float64 references."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from judge import (
+    DTYPES,
+    KINDS,
+    LOSSES,
+    VIEWS,
+    arguments,
+    assert_grad,
+    assert_loss,
+    cancelling,
+    judged,
+    largest_logit,
+    pairs,
+    scale_size,
+    sizes,
+    temperatures,
+    viewed,
+    widths,
+)
+
+import infonce
+from infonce.kernels import cpu
+
+METHODS = ["naive", "fused", "tiled"]
+
+
+def call(loss: str, *args: Any, **options: Any) -> infonce.LossAndGrad:
+    return getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
+
+
+def value(loss: str, *args: Any, **options: Any) -> Any:
+    return getattr(infonce, f"{loss}_loss")(*args, **options)
+
+
+def compare(out: infonce.LossAndGrad, ref: Any, args: Any, scale: float) -> None:
+    dtype = args[0].dtype.name
+    logit = largest_logit(scale, args[0], args[-1])
+    terms = cancelling(ref, args, scale)
+    assert_loss(out.loss, ref.loss, dtype, logit)
+    for name, got in out.grads._asdict().items():
+        want = ref.grads[name]
+        if want is None:
+            assert got is None
+        elif name in ("scale", "bias"):
+            single = "float64" if dtype == "float64" else "float32"
+            size = max(scale_size(ref, args), abs(want))
+            assert_grad(got, want, single, logit, size, terms * np.sqrt(len(args[0])) / scale)
+        else:
+            assert got.dtype.name == dtype
+            assert_grad(got, want, dtype, logit, terms=terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+@given(
+    m=sizes, n=sizes, d=widths, temperature=temperatures, kind=st.sampled_from(KINDS),
+    view=st.sampled_from(VIEWS), normalize=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+@example(65, 65, 33, 0.005, "opposed", "contiguous", False, 0)
+@example(300, 300, 64, 0.01, "aligned", "reversed", True, 1)
+@example(1, 1, 1, 0.005, "aligned", "contiguous", False, 2)
+def test_against_reference(
+    loss: str, method: str, dtype: Any, m: int, n: int, d: int, temperature: float, kind: str,
+    view: str, normalize: bool, seed: int,
+) -> None:  # fmt: skip
+    m, n = min(m, n), max(m, n)
+    args = arguments(loss, *pairs(kind, m, n, d, dtype, seed))
+    ref = judged(loss, args, scale=1 / temperature, normalize=normalize)
+    given_args = [viewed(z, view) for z in args]
+    # a workspace this small cuts even these sizes into many tiles
+    size = 2**28 if method == "fused" else 40_000 + 64 * 5 * d
+    out = call(loss, *given_args, temperature=temperature, method=method, normalize=normalize,
+               workspace=size)  # fmt: skip
+    scale = 1 / temperature
+    if normalize:
+        unit = [z.astype(np.float64) for z in args]
+        unit = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in unit]
+        logit = largest_logit(scale, unit[0], unit[-1])
+        assert_loss(out.loss, ref.loss, np.dtype(dtype).name, logit)
+        for name in set(out.grads._fields) - {"scale", "bias"}:
+            if ref.grads[name] is not None:
+                # what remains after the part along the row is taken off
+                whole = np.linalg.norm(ref.grads[name]) + 1e-3 * scale * ref.loss
+                assert_grad(getattr(out.grads, name), ref.grads[name], np.dtype(dtype).name,
+                            logit, whole, cancelling(ref, tuple(unit), scale))  # fmt: skip
+    else:
+        compare(out, ref, args, scale)
+    alone = value(loss, *given_args, temperature=temperature, method=method, normalize=normalize,
+                  workspace=size)  # fmt: skip
+    assert alone.shape == () and alone.dtype == out.loss.dtype
+    assert_loss(alone, float(out.loss), np.dtype(dtype).name,
+                largest_logit(scale, args[0], args[-1]))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["random", "aligned", "partly aligned", "opposed"])
+@pytest.mark.parametrize("temperature", [1.0, 0.07, 0.01, 0.005])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_accuracy_of_a_batch(loss: str, temperature: float, kind: str) -> None:
+    """float32 at a size where rounding averages out: 1e-6 of the loss, 5e-6 of the gradient."""
+    args = arguments(loss, *pairs(kind, 1500, 1500, 64, np.float32, 3))
+    ref = judged(loss, args, scale=1 / temperature)
+    out = call(loss, *args, temperature=temperature, method="tiled", workspace=2**22)
+    if ref.loss < 0.05:  # a loss near 0 is judged beside its logits
+        compare(out, ref, args, 1 / temperature)
+        return
+    assert abs(out.loss - ref.loss) <= 1e-6 * ref.loss
+    for name, want in ref.grads.items():
+        if isinstance(want, np.ndarray):
+            error = np.linalg.norm(getattr(out.grads, name) - want) / np.linalg.norm(want)
+            assert error <= 5e-6, name
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@given(n=st.integers(1, 60), seed=st.integers(0, 99), temperature=temperatures)
+def test_ids(loss: str, method: str, dtype: Any, n: int, seed: int, temperature: float) -> None:
+    args = arguments(loss, *pairs("partly aligned", n, n, 7, dtype, seed))
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, max(1, n // 2), len(args[0]))
+    ids: Any = rows
+    if loss == "info_nce" and seed % 2:
+        ids = rows, rng.integers(0, max(1, n // 2), len(args[1]))
+    ref = judged(loss, args, scale=1 / temperature, ids=ids)
+    out = call(loss, *args, temperature=temperature, method=method, ids=ids, workspace=20_000 * 2
+               if method != "fused" else 2**28)  # fmt: skip
+    compare(out, ref, args, 1 / temperature)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(m=st.integers(1, 70), n=st.integers(1, 70), seed=st.integers(0, 99))
+def test_labels_anywhere(method: str, m: int, n: int, seed: int) -> None:
+    query, key = pairs("random", m, n, 5, np.float64, seed)
+    labels = np.random.default_rng(seed).integers(0, n, m)
+    ref = judged("info_nce", (query, key), scale=9.0, labels=labels)
+    for kind in (np.int64, np.int32, np.uint8):
+        out = infonce.info_nce_loss_and_grad(
+            query, key, labels.astype(kind), scale=9.0, method=method
+        )
+        compare(out, ref, (query, key), 9.0)
+    for wrt in (["query"], ["key"], ["scale"]):
+        out = infonce.info_nce_loss_and_grad(query, key, labels, scale=9.0, method=method, wrt=wrt)
+        assert [name for name, g in out.grads._asdict().items() if g is not None] == wrt
+        assert_grad(getattr(out.grads, wrt[0]), ref.grads[wrt[0]], "float64", 9.0,
+                    scale_size(ref, (query,)) if wrt == ["scale"] else None)  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", METHODS)
+def test_reduction_and_upstream(loss: str, method: str) -> None:
+    args = arguments(loss, *pairs("partly aligned", 37, 37, 6, np.float64, 5))
+    m = len(args[0])
+    g = np.random.default_rng(1).standard_normal(m)
+    options: dict[str, Any] = dict(scale=7.0, method=method)
+    want = judged(loss, args, scale=7.0, weights=g)
+    out = call(loss, *args, reduction="none", grad_out=g, **options)
+    np.testing.assert_allclose(out.loss, want.losses, rtol=1e-12)
+    for name, expected in want.grads.items():
+        if expected is not None:
+            np.testing.assert_allclose(getattr(out.grads, name), expected, rtol=1e-9, atol=1e-13)
+    total = call(loss, *args, reduction="sum", grad_out=-2.5, **options)
+    mean = call(loss, *args, **options)
+    np.testing.assert_allclose(total.loss, mean.loss * m, rtol=1e-12)
+    for name in total.grads._fields:
+        if getattr(total.grads, name) is not None:
+            np.testing.assert_allclose(
+                getattr(total.grads, name), -2.5 * m * getattr(mean.grads, name), rtol=1e-9,
+                atol=1e-15,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit"])
+@pytest.mark.parametrize("method", METHODS)
+def test_lse_metrics_and_logits(loss: str, method: str) -> None:
+    args = arguments(loss, *pairs("partly aligned", 45, 45, 4, np.float64, 6))
+    x = 5.0 * args[0] @ args[-1].T
+    if loss == "nt_xent":
+        np.fill_diagonal(x, -np.inf)
+    m = len(x)
+    positives = (np.arange(m) + m // 2) % m if loss == "nt_xent" else np.arange(m)
+    at = x[np.arange(m), positives]
+    out = call(loss, *args, scale=5.0, method=method, metrics=True, wrt=())
+    ref = judged(loss, args, scale=5.0)
+    lse = out.lse if loss == "clip" else (out.lse,)
+    want = ref.lse if loss == "clip" else (ref.lse,)
+    for got, expected in zip(lse, want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+    assert all(g is None for g in out.grads)
+    assert out.metrics is not None
+    np.testing.assert_array_equal(out.metrics.row_rank, (x > at[:, None]).sum(axis=1))
+    if loss == "clip":
+        np.testing.assert_array_equal(out.metrics.column_rank, (x > at[None, :]).sum(axis=0))
+        assert out.metrics.top(m) == (1.0, 1.0)
+    else:
+        assert out.metrics.column_rank is None
+    assert out.metrics.top(1)[0] == np.mean(x.argmax(axis=1) == positives)
+    np.testing.assert_allclose(out.metrics.positive, at, rtol=1e-12)
+    x[np.arange(m), positives] = -np.inf
+    np.testing.assert_allclose(out.metrics.hardest_negative, x.max(axis=1), rtol=1e-12)
+    if method == "naive":
+        x[np.arange(m), positives] = at
+        shown = call(loss, *args, scale=5.0, method=method, return_logits=True).logits
+        np.testing.assert_allclose(shown, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_makes_the_loss_nan(loss: str, method: str, bad: float) -> None:
+    for side in range(1 if loss == "nt_xent" else 2):
+        args = arguments(loss, *pairs("random", 20, 20, 3, np.float32, 7))
+        args[0][:, 1] = -np.abs(args[0][:, 1])  # all logits with an infinite key are -inf or nan
+        args[side][11, 1] = bad
+        with np.errstate(all="ignore"):
+            assert np.isnan(value(loss, *args, scale=3.0, method=method))
+            assert np.isnan(call(loss, *args, scale=3.0, method=method).loss)
+
+
+@pytest.mark.parametrize("method", ["fused", "tiled"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_float16_extremes(loss: str, method: str) -> None:
+    args = arguments(loss, *pairs("partly aligned", 33, 33, 8, np.float64, 8))
+    for size in (60000.0, 6e-8):
+        big = [(z * size).astype(np.float16) for z in args]
+        ref = judged(loss, tuple(big), scale=1.0)
+        out = call(loss, *big, scale=1.0, method=method, grad_dtype=np.float32)
+        logit = largest_logit(1.0, big[0], big[-1])
+        assert np.isfinite(out.loss)
+        assert_loss(out.loss, ref.loss, "float32", logit)
+        if size < 1:
+            compare_to = out.grads[0]
+            assert_grad(compare_to, next(iter(ref.grads.values())), "float32", logit)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_zero_rows_stay_zero_under_normalize(loss: str) -> None:
+    args = arguments(loss, *pairs("random", 12, 12, 3, np.float64, 9))
+    for z in args:
+        z[4] = 0.0
+    for method in METHODS:
+        out = call(loss, *args, scale=5.0, normalize=True, method=method)
+        assert np.isfinite(out.loss)
+        for g in out.grads:
+            if g is not None and g.ndim == 2:
+                assert np.isfinite(g).all()
+                assert not g[4].any()
+
+
+@pytest.mark.parametrize("loss", ["nt_xent", "clip"])
+@pytest.mark.parametrize("method", METHODS)
+def test_joint_permutation_and_swapped_sides(loss: str, method: str) -> None:
+    query, key = pairs("partly aligned", 50, 50, 6, np.float64, 10)
+    order = np.random.default_rng(0).permutation(50)
+    first = call(loss, *arguments(loss, query, key), scale=8.0, method=method)
+    again = call(loss, *arguments(loss, query[order], key[order]), scale=8.0, method=method)
+    swapped = call(loss, *arguments(loss, key, query), scale=8.0, method=method)
+    np.testing.assert_allclose(again.loss, first.loss, rtol=1e-13)
+    np.testing.assert_allclose(swapped.loss, first.loss, rtol=1e-13)
+    np.testing.assert_allclose(again.grads[0][:50], first.grads[0][:50][order], rtol=1e-9)
+    mirrored = first.grads[1] if loss == "clip" else first.grads[0][50:]
+    np.testing.assert_allclose(swapped.grads[0][:50], mirrored, rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shift", [-300.0, 500.0])
+def test_a_constant_added_to_all_logits_changes_nothing(method: str, shift: float) -> None:
+    """The maximum is not assumed to be anywhere: far from 0 sums neither over- nor underflow."""
+    query, key = pairs("partly aligned", 80, 80, 6, np.float32, 11)
+    one = np.ones((80, 1), np.float32)
+    moved = np.hstack([query, one]), np.hstack([key, shift / 20 * one])
+    plain = infonce.clip_loss(query, key, scale=20.0, method=method)
+    far = infonce.clip_loss(*moved, scale=20.0, method=method)
+    assert abs(far - plain) <= 4 * 2.0**-24 * abs(shift)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("grad_dtype", [None, np.float64, np.float32, np.float16])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_out_and_guard_regions(loss: str, method: str, dtype: Any, grad_dtype: Any) -> None:
+    args = arguments(loss, *pairs("partly aligned", 67, 67, 9, dtype, 12))
+    workspace = 2**17 if method == "tiled" else 2**28
+    plain = call(loss, *args, scale=4.0, method=method, grad_dtype=grad_dtype,
+                 workspace=workspace)  # fmt: skip
+    names = [n for n, g in plain.grads._asdict().items() if g is not None and g.ndim == 2]
+    walls, out = [], {}
+    for name in names:
+        want = getattr(plain.grads, name)
+        wall = np.full((want.shape[0] + 2, want.shape[1] + 7), 99, want.dtype)
+        walls.append(wall)
+        out[name] = wall[1:-1, 3:-4]
+        out[name][:] = np.nan  # every element has to be written
+    got = call(loss, *args, scale=4.0, method=method, out=out, workspace=workspace)
+    for name, wall in zip(names, walls, strict=True):
+        assert getattr(got.grads, name) is out[name]
+        np.testing.assert_array_equal(out[name], getattr(plain.grads, name))
+        inside = np.zeros(wall.shape, bool)
+        inside[1:-1, 3:-4] = True
+        assert (wall[~inside] == 99).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_keys_gathered_in_ranges(loss: str) -> None:
+    """16-bit gradients need float32 accumulators; where those do not fit, keys come in ranges."""
+    args = arguments(loss, *pairs("partly aligned", 200, 200, 32, np.float16, 13))
+    ref = judged(loss, args, scale=6.0)
+    for workspace in (2**15, 2**16, 2**20):
+        out = call(loss, *args, scale=6.0, method="tiled", workspace=workspace)
+        compare(out, ref, args, 6.0)
+        if loss in ("info_nce", "clip", "siglip"):
+            second = out.grads._fields[1]
+            only = call(loss, *args, scale=6.0, method="tiled", workspace=workspace,
+                        wrt=[second, "scale"])  # fmt: skip
+            assert only.grads[0] is None
+            np.testing.assert_array_equal(only.grads[1], out.grads[1])
+            np.testing.assert_allclose(only.grads.scale, out.grads.scale, rtol=1e-4)
+
+
+def test_one_exponential_is_not_enough_for_columns_far_below_their_rows() -> None:
+    """Columns whose logits all lie 2^-80 or more below the rows' maxima are summed again."""
+    query, key = np.zeros((64, 2), np.float64), np.zeros((64, 2), np.float64)
+    query[:, 0] = 1.0
+    key[:, 0] = np.linspace(-1, 1, 64)
+    for dtype in (np.float32, np.float64):
+        args = query.astype(dtype), key.astype(dtype)
+        ref = judged("clip", args, scale=500.0)
+        for method in METHODS:
+            compare(call("clip", *args, scale=500.0, method=method), ref, args, 500.0)
+
+
+def test_tile_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides of every boundary of small tiles, rows and columns apart."""
+    monkeypatch.setattr(cpu, "TILE", (16, 24))
+    monkeypatch.setattr(cpu, "SQUARE", 16)
+    for n in (15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49):
+        for loss in LOSSES:
+            args = arguments(loss, *pairs("partly aligned", n, n + 7, 5, np.float64, n))
+            compare(call(loss, *args, scale=6.0, method="tiled"),
+                    judged(loss, args, scale=6.0), args, 6.0)  # fmt: skip
