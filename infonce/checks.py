@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arrays import namespace, native
 from .kernels.blocks import Array, Gradients, Problem
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Request:
     problem: Problem
     gradients: Gradients | None
     feature_grads: dict[str, Array]  # by argument name; those that were asked for
+    given_out: dict[str, Array]  # the caller's own arrays among them, as they came
     wrt: frozenset[str]
     reduction: str
     dtype: np.dtype[Any]  # of the loss
@@ -68,21 +70,23 @@ def check(
     options: Mapping[str, Any],
     with_grad: bool,
 ) -> Request:
-    """Validate one call of a loss on NumPy arrays."""
+    """Validate one call of a loss on NumPy or on CuPy arrays."""
     o = _options(loss, options, with_grad)
     for name, z in zip(loss.arguments, arrays, strict=True):
         _features(name, z)
     query, key = arrays[0], arrays[-1]
+    xp = namespace(query)
+    _same_device(loss, query, key)
     m, n = len(query), len(key)
     _shapes(loss, query, key, labels is not None)
     if o["check_finite"]:
         for name, z in zip(loss.arguments, arrays, strict=True):
-            _finite(name, z)
+            _finite(xp, name, z)
 
     scale = _scale(loss, o["temperature"], o["scale"])
     if loss.sigmoid:
         bias = _number("bias", loss.bias if bias is None else bias)
-    compute = _precision(o["precision"], [str(z.dtype.name) for z in arrays])
+    compute = _precision(o["precision"], {z.dtype.name for z in arrays}, xp is np)
     workspace = o["workspace"]
     if isinstance(workspace, bool) or not isinstance(workspace, (int, np.integer)):
         raise TypeError(f"workspace: expected an integer number of bytes, got {_what(workspace)}")
@@ -98,14 +102,14 @@ def check(
     if loss.sigmoid and o["metrics"]:
         raise ValueError("metrics: expected False for siglip, which ranks nothing, got True")
 
-    row_ids, column_ids = _ids(loss, o["ids"], m, n)
+    row_ids, column_ids = _ids(xp, loss, o["ids"], m, n)
     wrt = _wrt(loss, o["wrt"]) if with_grad else frozenset()
     problem = Problem(
         query=query,
         key=key,
         scale=scale,
-        upstream=_upstream(o["grad_out"], o["reduction"], m),
-        positives=_positives(loss, labels, m, n),
+        upstream=_upstream(xp, o["grad_out"], o["reduction"], m),
+        positives=_positives(xp, loss, labels, m, n),
         row_weight=loss.row_weight,
         column_weight=loss.column_weight,
         bias=bias if loss.sigmoid else None,
@@ -119,7 +123,10 @@ def check(
         ranks=bool(o["metrics"]),
         progress=o["progress"],
     )
-    outs = _out(loss, arrays, o["out"], o["grad_dtype"], wrt) if with_grad else {}
+    outs: dict[str, Array] = {}
+    given_out: dict[str, Array] = {}
+    if with_grad:
+        outs, given_out = _out(xp, loss, arrays, o["out"], o["grad_dtype"], wrt)
     gradients = None
     if wrt:
         key_name = loss.arguments[-1]
@@ -129,16 +136,31 @@ def check(
         gradients = Gradients(
             query=outs.get(loss.arguments[0]),
             key=outs.get(key_name) if want_key else None,
-            dots=np.zeros(m if want_query else n),
+            dots=xp.zeros(m if want_query else n),
             want_query=want_query,
             want_key=want_key,
         )
     double = any(z.dtype.name == "float64" for z in arrays)
     return Request(
-        problem, gradients, outs, wrt, o["reduction"],
+        problem, gradients, outs, given_out, wrt, o["reduction"],
         np.dtype(np.float64 if double else np.float32),
         bool(o["metrics"]), bool(o["return_logits"]),
     )  # fmt: skip
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "__cuda_array_interface__")
+
+
+def _same_device(loss: Loss, query: Array, key: Array) -> None:
+    """Both on the host, or both on one GPU."""
+    names = ["the host" if isinstance(z, np.ndarray) else f"GPU {z.device.id}"
+             for z in (query, key)]  # fmt: skip
+    if names[0] != names[1]:
+        raise ValueError(
+            f"{loss.arguments[-1]}: expected an array on {names[0]} like {loss.arguments[0]}, "
+            f"got one on {names[1]}"
+        )
 
 
 def _what(value: Any) -> str:
@@ -167,7 +189,7 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
 
 
 def _features(name: str, z: Array) -> None:
-    if not isinstance(z, np.ndarray):
+    if not _is_array(z):
         raise TypeError(f"{name}: expected an array, got {_what(z)}")
     if z.dtype.name not in FLOATS:
         raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
@@ -197,15 +219,21 @@ def _shapes(loss: Loss, query: Array, key: Array, labelled: bool) -> None:
         )
 
 
-def _finite(name: str, z: Array) -> None:
+def _finite(xp: Any, name: str, z: Array) -> None:
     for start in range(0, len(z), 4096):
-        bad = ~np.isfinite(z[start : start + 4096]).all(axis=1)
+        bad = ~xp.isfinite(z[start : start + 4096].astype(np.float64)).all(axis=1)
         if bad.any():
             row = start + int(bad.argmax())
             raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any) -> Any:
+    """A float; or a 0-d array on a GPU, which is not looked at: that would wait for the device."""
+    value = native(value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "__cuda_array_interface__"):
+        if value.dtype.name not in FLOATS:
+            raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
+        return value
     if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -215,7 +243,7 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _scale(loss: Loss, temperature: Any, scale: Any) -> float:
+def _scale(loss: Loss, temperature: Any, scale: Any) -> Any:
     if temperature is not None and scale is not None:
         raise ValueError("temperature, scale: expected one of them, got both")
     if temperature is None and scale is None:
@@ -224,6 +252,8 @@ def _scale(loss: Loss, temperature: Any, scale: Any) -> float:
         return loss.scale
     name, given = ("scale", scale) if temperature is None else ("temperature", temperature)
     value = _number(name, given)
+    if not isinstance(value, float):
+        return value if temperature is None else 1.0 / value.astype(np.float64)
     if value <= 0:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
     value = value if temperature is None else 1.0 / value
@@ -232,31 +262,37 @@ def _scale(loss: Loss, temperature: Any, scale: Any) -> float:
     return value
 
 
-def _precision(precision: str, dtypes: list[str]) -> str:
+def _precision(precision: str, dtypes: set[str], on_host: bool) -> str:
     if precision == "auto":
-        return "fp64" if "float64" in dtypes else "fp32"
-    if precision not in ("fp64", "fp32"):
+        if "float64" in dtypes:
+            return "fp64"
+        exact = {"bfloat16": "bf16", "float16": "fp16"}  # products of these are exact in float32
+        return "fp32" if on_host or len(dtypes) > 1 else exact.get(min(dtypes), "fp32")
+    if on_host and precision not in ("fp64", "fp32"):
         raise ValueError(
             f'precision: expected "auto", "fp64" or "fp32" on the CPU, got {precision!r}'
         )
     return precision
 
 
-def _integers(name: str, value: Any, n: int) -> Array:
-    value = np.asarray(value)
+def _integers(xp: Any, name: str, value: Any, n: int) -> Array:
+    value = native(value)
+    value = value if _is_array(value) else np.asarray(value)
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
     if value.shape != (n,):
         raise ValueError(f"{name}: expected shape ({n},), got {value.shape}")
-    return np.ascontiguousarray(value, dtype=np.int64)
+    return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
 
 
-def _positives(loss: Loss, labels: Array | None, m: int, n: int) -> Array:
+def _positives(xp: Any, loss: Loss, labels: Array | None, m: int, n: int) -> Array:
     if loss.symmetric:
-        return (np.arange(m) + m // 2) % m
+        return (xp.arange(m) + m // 2) % m
     if labels is None:
-        return np.arange(m)
-    labels = _integers("labels", labels, m)
+        return xp.arange(m)
+    labels = _integers(xp, "labels", labels, m)
+    if xp is not np:  # a label out of range finds no positive: the loss is NaN
+        return labels
     outside = (labels < 0) | (labels >= n)
     if outside.any():
         i = int(outside.argmax())
@@ -264,18 +300,18 @@ def _positives(loss: Loss, labels: Array | None, m: int, n: int) -> Array:
     return labels
 
 
-def _ids(loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
+def _ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
     if ids is None:
         return None, None
     if isinstance(ids, (tuple, list)) and len(ids) == 2 and all(np.ndim(i) == 1 for i in ids):
         if loss.symmetric:
             raise ValueError(f"ids: expected one array for {loss.name}, got a pair")
-        return _integers("ids[0]", ids[0], m), _integers("ids[1]", ids[1], n)
+        return _integers(xp, "ids[0]", ids[0], m), _integers(xp, "ids[1]", ids[1], n)
     if m != n:
         raise ValueError(
             f"ids: expected a pair (ids of {m} queries, ids of {n} keys), got {_what(ids)}"
         )
-    shared = _integers("ids", ids, m)
+    shared = _integers(xp, "ids", ids, m)
     return shared, shared
 
 
@@ -292,9 +328,10 @@ def _wrt(loss: Loss, wrt: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _upstream(grad_out: Any, reduction: str, m: int) -> Array:
+def _upstream(xp: Any, grad_out: Any, reduction: str, m: int) -> Array:
     """[M] d result / d loss_i."""
-    value = np.asarray(grad_out)
+    value = native(grad_out)
+    value = value if _is_array(value) else np.asarray(value)
     if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
         raise TypeError(f"grad_out: expected a number or a float array, got {_what(grad_out)}")
     expected = [(), (m,)] if reduction == "none" else [()]
@@ -304,13 +341,16 @@ def _upstream(grad_out: Any, reduction: str, m: int) -> Array:
             f'reduction="{reduction}", got {value.shape}'
         )
     share = 1.0 / m if reduction == "mean" else 1.0
-    return np.ascontiguousarray(np.broadcast_to(value.astype(np.float64) * share, (m,)))
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        return xp.full(m, float(value) * share)
+    value = xp.asarray(value).astype(np.float64) * share
+    return xp.ascontiguousarray(xp.broadcast_to(value, (m,)))
 
 
 def _out(
-    loss: Loss, arrays: Sequence[Array], out: Any, grad_dtype: Any, wrt: frozenset[str]
-) -> dict[str, Array]:
-    """Where the feature gradients go: the caller's arrays, or new ones."""
+    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, grad_dtype: Any, wrt: frozenset[str]
+) -> tuple[dict[str, Array], dict[str, Array]]:  # fmt: skip
+    """Where the feature gradients go: the caller's arrays, or new ones; and the caller's alone."""
     wanted = [name for name in loss.arguments if name in wrt]
     if out is None:
         given: dict[str, Any] = {}
@@ -333,31 +373,37 @@ def _out(
             raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {grad_dtype}")
 
     features = dict(zip(loss.arguments, arrays, strict=True))
+    given = {name: array for name, array in given.items() if array is not None}
+    buffers = {}
     for name, array in given.items():
         if name not in wanted:
             raise ValueError(f"out: expected names among {', '.join(wanted)}, got {name!r}")
-        if array is not None:
-            _output(f"out[{name!r}]", array, features[name].shape, grad_dtype)
+        buffers[name] = native(array)
+        _output(f"out[{name!r}]", buffers[name], features[name], grad_dtype)
     made = {}
     for name in wanted:
         z = features[name]
-        made[name] = given.get(name)
+        made[name] = buffers.get(name)
         if made[name] is None:
-            made[name] = np.empty(z.shape, grad_dtype or z.dtype.newbyteorder("="))
-    buffers = [a for a in given.values() if a is not None]
-    for i, array in enumerate(buffers):
-        if any(np.may_share_memory(array, other) for other in [*arrays, *buffers[:i]]):
+            made[name] = xp.empty(z.shape, grad_dtype or z.dtype.newbyteorder("="))
+    apart = list(arrays)
+    for array in buffers.values():
+        if any(xp.may_share_memory(array, other) for other in apart):
             raise ValueError("out: expected arrays apart from the features and from each other")
-    return made
+        apart.append(array)
+    return made, given
 
 
-def _output(name: str, array: Any, shape: tuple[int, ...], grad_dtype: Any) -> None:
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"{name}: expected an array, got {_what(array)}")
+def _output(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
+    shape, on_host = features.shape, isinstance(features, np.ndarray)
+    if not _is_array(array) or isinstance(array, np.ndarray) != on_host:
+        raise TypeError(
+            f"{name}: expected an array{'' if on_host else ' on the GPU'}, got {_what(array)}"
+        )
     if array.dtype.name not in FLOATS or (grad_dtype is not None and array.dtype != grad_dtype):
         raise TypeError(f"{name}: expected dtype {grad_dtype or ', '.join(FLOATS)}, "
                         f"got {array.dtype}")  # fmt: skip
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
-    if not array.flags.writeable:
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ValueError(f"{name}: expected a writeable array, got a read-only one")

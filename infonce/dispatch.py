@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from . import arrays
 from .checks import DEFAULTS, Request, check
 from .kernels.blocks import LN_2, Array, Solution, solve
 from .result import LossAndGrad, Metrics
@@ -18,39 +18,58 @@ __all__ = ["DEFAULTS", "loss", "loss_and_grad"]
 
 
 def loss(
-    kind: Loss, arrays: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
+    kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
     """The loss alone."""
-    request = check(kind, arrays, labels, bias, options, with_grad=False)
-    return _reduce(request, _solve(request).losses)
+    with arrays.on_stream_of(given[0]), _device(given) as features:
+        request = check(kind, features, labels, bias, options, with_grad=False)
+        return arrays.back(given[0])(_reduce(request, _solve(request).losses))
 
 
 def loss_and_grad(
-    kind: Loss, arrays: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
+    kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> LossAndGrad:
     """The loss and whatever gradients were asked for."""
-    request = check(kind, arrays, labels, bias, options, with_grad=True)
-    solution = _solve(request)
+    with arrays.on_stream_of(given[0]), _device(given) as features:
+        request = check(kind, features, labels, bias, options, with_grad=True)
+        solution = _solve(request)
+        back = arrays.back(given[0])
 
-    def scalar(name: str, value: Any) -> Any:
-        return np.asarray(value, request.dtype) if name in request.wrt else None
+        def scalar(name: str, value: Any) -> Any:
+            return back(value.astype(request.dtype).reshape(())) if name in request.wrt else None
 
-    grads: dict[str, Any] = {name: request.feature_grads.get(name) for name in kind.arguments}
-    grads["scale"] = scalar("scale", solution.scale_grad)
-    if kind.sigmoid:
-        grads["bias"] = scalar("bias", solution.bias_grad)
-    lse: Any = None
-    if solution.row_lse is not None:
-        lse = solution.row_lse.astype(request.dtype)
-        if solution.column_lse is not None:
-            lse = lse, solution.column_lse.astype(request.dtype)
-    return LossAndGrad(
-        loss=_reduce(request, solution.losses),
-        grads=kind.grads(**grads),
-        lse=lse,
-        metrics=_metrics(solution) if request.metrics else None,
-        logits=solution.logits if request.return_logits else None,
-    )
+        grads: dict[str, Any] = {}
+        for name in kind.arguments:
+            gradient = request.feature_grads.get(name)
+            mine = request.given_out.get(name)
+            grads[name] = mine if mine is not None or gradient is None else back(gradient)
+        grads["scale"] = scalar("scale", solution.scale_grad)
+        if kind.sigmoid:
+            grads["bias"] = scalar("bias", solution.bias_grad)
+        lse: Any = None
+        if solution.row_lse is not None:
+            lse = back(solution.row_lse.astype(request.dtype))
+            if solution.column_lse is not None:
+                lse = lse, back(solution.column_lse.astype(request.dtype))
+        return LossAndGrad(
+            loss=back(_reduce(request, solution.losses)),
+            grads=kind.grads(**grads),
+            lse=lse,
+            metrics=_metrics(solution, back) if request.metrics else None,
+            logits=back(solution.logits) if request.return_logits else None,
+        )
+
+
+@contextmanager
+def _device(given: Sequence[Array]) -> Iterator[list[Array]]:
+    """The features as NumPy or CuPy arrays, with the device they are on the current one."""
+    features = [arrays.native(z) for z in given]
+    with features[0].device if _on_gpu(features[0]) else nullcontext():
+        yield features
+
+
+def _on_gpu(array: Array) -> bool:
+    return hasattr(array, "__cuda_array_interface__")
 
 
 def _solve(request: Request) -> Solution:
@@ -59,7 +78,11 @@ def _solve(request: Request) -> Solution:
     if problem.method == "naive":
         from .kernels import naive
 
-        return naive.solve(problem, gradients)
+        return naive.solve(problem, gradients, arrays.namespace(problem.query))
+    if _on_gpu(problem.query):
+        from .kernels import gpu
+
+        return gpu.solve(problem, gradients)
     from .kernels.cpu import CPU
 
     return solve(problem, CPU(problem, gradients), gradients)
@@ -70,16 +93,16 @@ def _reduce(request: Request, losses: Array) -> Array:
     if request.reduction == "none":
         return losses.astype(request.dtype)
     total = losses.sum() if request.reduction == "sum" else losses.mean()
-    return np.asarray(total, request.dtype)
+    return total.astype(request.dtype).reshape(())
 
 
-def _metrics(solution: Solution) -> Metrics:
+def _metrics(solution: Solution, back: Callable[[Array], Array]) -> Metrics:
     stats = solution.statistics
     assert stats is not None
     symmetric = stats.column_rank is stats.row_rank
     return Metrics(
-        row_rank=stats.row_rank,
-        column_rank=None if symmetric else stats.column_rank,
-        positive=LN_2 * stats.positive,
-        hardest_negative=LN_2 * stats.rows.max,
+        row_rank=back(stats.row_rank),
+        column_rank=None if symmetric or stats.column_rank is None else back(stats.column_rank),
+        positive=back(LN_2 * stats.positive),
+        hardest_negative=back(LN_2 * stats.rows.max),
     )

@@ -118,15 +118,15 @@ def test_keywords_of_gradients_are_explained_to_the_loss_alone() -> None:
 def test_check_finite_names_the_first_bad_row() -> None:
     bad = np.random.default_rng(0).standard_normal((9000, 2))
     bad[8123, 1] = np.inf
-    with pytest.raises(ValueError, match="key: .* row 8123"):
+    with pytest.raises(ValueError, match=r"key: .* row 8123"):
         infonce.info_nce_loss(bad[:5] * 0, bad, scale=1.0, check_finite=True)
 
 
 def test_naive_that_does_not_fit_names_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from infonce.kernels import naive
 
-    monkeypatch.setattr(naive, "available_memory", lambda: 1000)
-    with pytest.raises(MemoryError, match='6 x 6 logits.*"tiled"'):
+    monkeypatch.setattr(naive, "available_memory", lambda xp: 1000)
+    with pytest.raises(MemoryError, match=r'6 x 6 logits.*"tiled"'):
         infonce.clip_loss(Q, K, scale=1.0, method="naive")
 
 

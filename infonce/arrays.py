@@ -1,0 +1,100 @@
+"""The caller's kinds of arrays, and the two they are computed in: NumPy and CuPy, without copies.
+
+A library is looked at only if the caller has imported it already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Array = Any
+
+
+def _loaded(module: str, name: str, array: Array) -> bool:
+    library = sys.modules.get(module)
+    return library is not None and isinstance(array, getattr(library, name))
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"arrays on a GPU need CuPy ({error}): pip install 'infonce[cuda13]' or '[cuda12]'"
+        ) from None
+    return cupy
+
+
+def namespace(array: Array) -> Any:
+    """numpy or cupy, for arrays of theirs."""
+    return np if isinstance(array, np.ndarray) else _cupy()
+
+
+def native(array: Array) -> Array:
+    """The same memory as a NumPy or CuPy array; what is no array is returned as it came."""
+    if isinstance(array, (np.ndarray, np.generic)) or _loaded("cupy", "ndarray", array):
+        return array
+    if _loaded("torch", "Tensor", array):
+        return _from_torch(array)
+    if _loaded("jax", "Array", array):
+        if {device.platform for device in array.devices()} == {"cpu"}:
+            return np.asarray(array)
+        return _cupy().from_dlpack(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _cupy().asarray(array)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        on_host = array.__dlpack_device__()[0] == 1
+        return np.from_dlpack(array) if on_host else _cupy().from_dlpack(array)
+    return array
+
+
+def _from_torch(tensor: Any) -> Array:
+    torch = sys.modules["torch"]
+    tensor = tensor.detach()
+    if tensor.is_cuda:
+        return _cupy().from_dlpack(tensor)
+    if tensor.dtype == torch.bfloat16:  # NumPy's DLPack does not know it
+        import ml_dtypes
+
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def back(like: Array) -> Callable[[Array], Array]:
+    """How to hand a NumPy or CuPy array back as the kind of array that `like` is."""
+    if _loaded("torch", "Tensor", like):
+        torch = sys.modules["torch"]
+
+        def to_torch(array: Array) -> Any:
+            if not isinstance(array, np.ndarray):
+                return torch.from_dlpack(array)
+            if array.dtype.name == "bfloat16":
+                return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+            return torch.from_numpy(array)
+
+        return to_torch
+    if _loaded("jax", "Array", like):
+        jax = sys.modules["jax"]
+
+        def to_jax(array: Array) -> Any:
+            if isinstance(array, np.ndarray):
+                return jax.numpy.asarray(array)
+            return jax.dlpack.from_dlpack(array)
+
+        return to_jax
+    return lambda array: array
+
+
+def on_stream_of(array: Array) -> Any:
+    """Context in which CuPy's current stream is the caller's: torch's own, or CuPy's."""
+    if _loaded("torch", "Tensor", array) and array.is_cuda:
+        torch, cupy = sys.modules["torch"], _cupy()
+        stream = torch.cuda.current_stream(array.device)
+        return cupy.cuda.ExternalStream(stream.cuda_stream, array.device.index)
+    import contextlib
+
+    return contextlib.nullcontext()
