@@ -36,7 +36,7 @@ def loss_and_grad(
         back = arrays.back(given[0])
 
         def scalar(name: str, value: Any) -> Any:
-            return back(value.astype(request.dtype).reshape(())) if name in request.wrt else None
+            return back(_zero_d(request, value)) if name in request.wrt else None
 
         grads: dict[str, Any] = {}
         for name in kind.arguments:
@@ -93,7 +93,11 @@ def _reduce(request: Request, losses: Array) -> Array:
     if request.reduction == "none":
         return losses.astype(request.dtype)
     total = losses.sum() if request.reduction == "sum" else losses.mean()
-    return total.astype(request.dtype).reshape(())
+    return _zero_d(request, total)
+
+
+def _zero_d(request: Request, value: Array) -> Array:
+    return arrays.namespace(request.problem.query).asarray(value, dtype=request.dtype)
 
 
 def _metrics(solution: Solution, back: Callable[[Array], Array]) -> Metrics:

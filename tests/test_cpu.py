@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from infonce.kernels import cpu
+from infonce.kernels import cpu_epilogues as tile
 from judge import LOSSES, arguments, judged, pairs
 from threadpoolctl import threadpool_info
 
 import infonce
-from infonce.kernels import cpu
-from infonce.kernels import cpu_epilogues as tile
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_ctrl_c_ends_a_long_run() -> None:
 def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", value)
     args = pairs("random", 600, 600, 16, np.float64, 5)
-    with pytest.raises(ValueError, match="INFONCE_NUM_THREADS.*positive integer"):
+    with pytest.raises(ValueError, match=r"INFONCE_NUM_THREADS.*positive integer"):
         infonce.clip_loss(*args, scale=3.0)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from infonce.kernels import cpu
 from judge import (
     DTYPES,
     KINDS,
@@ -26,7 +27,6 @@ from judge import (
 )
 
 import infonce
-from infonce.kernels import cpu
 
 METHODS = ["naive", "fused", "tiled"]
 
@@ -95,7 +95,8 @@ def test_against_reference(
         compare(out, ref, args, scale)
     alone = value(loss, *given_args, temperature=temperature, method=method, normalize=normalize,
                   workspace=size)  # fmt: skip
-    assert alone.shape == () and alone.dtype == out.loss.dtype
+    assert alone.shape == ()
+    assert alone.dtype == out.loss.dtype
     assert_loss(alone, float(out.loss), np.dtype(dtype).name,
                 largest_logit(scale, args[0], args[-1]))  # fmt: skip
 
