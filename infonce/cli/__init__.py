@@ -1,0 +1,53 @@
+"""The command line: `infonce demo | loss | bench | info`, one file a command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from .. import __version__
+from .bench import bench
+from .demo import demo
+from .info import info
+from .loss import loss
+
+INTERRUPTED = 130  # what shells report for Ctrl-C: 128 + SIGINT
+
+
+class _Commands(click.Group):
+    """A group whose failures are one line on stderr: the user's errors and Ctrl-C alike."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # before click makes exit code 1 of it
+            click.echo("infonce: interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, **{**extra, "standalone_mode": False})
+        except click.ClickException as error:
+            message = " ".join(error.format_message().split())
+            click.echo(f"infonce: error: {message}", err=True)
+            sys.exit(2)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+@click.version_option(__version__, prog_name="infonce")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Contrastive losses (InfoNCE, NT-Xent, CLIP, LiT, SigLIP) in memory linear in the batch."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+for command in (demo, loss, bench, info):
+    main.add_command(command)

@@ -1,0 +1,172 @@
+"""What the commands share: errors, sizes in bytes, progress, memory, files written whole."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """A number of bytes: `268435456`, `256MiB`, `1.5GiB`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in UNITS:
+            self.fail(f"expected bytes, as in 1048576, 64KiB, 256MiB or 1.5GiB, got {value!r}")
+        return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def human(size: float | None) -> str:
+    """Bytes as a table shows them."""
+    if size is None:
+        return "unknown"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"
+
+
+def optional(module: str, extra: str) -> Any:
+    """Import a library that one command needs; its absence is an error of one line."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise click.ClickException(
+            f"{name} cannot be imported ({error}): pip install 'infonce[{extra}]'"
+        ) from error
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Around what fails by the user's input: the library's own message is the error."""
+    try:
+        yield
+    except (TypeError, ValueError, MemoryError, OSError) as error:
+        raise click.ClickException(str(error) or type(error).__name__) from error
+
+
+def stdout() -> Console:
+    """Where tables go: brackets are no markup, and a pipe is wide enough for every column."""
+    width = None if sys.stdout.isatty() else 140
+    return Console(width=width, markup=False, highlight=False)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A callback (phase, done, total) that draws a bar on stderr; None if that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=done, total=total)
+
+        yield report
+
+
+def resident() -> int | None:
+    """Bytes of this process in memory now, mapped files included; None where there is no /proc."""
+    return _status("VmRSS")
+
+
+def peak_resident() -> int | None:
+    """The most bytes in memory since `reset_peak`, or since the start; None where unknown."""
+    peak = _status("VmHWM")  # getrusage's would include what ran before exec
+    if peak is None:
+        with suppress(ImportError):
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak *= 1 if sys.platform == "darwin" else 1024
+    return peak
+
+
+def reset_peak() -> bool:
+    """Start `peak_resident` afresh; False where the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def return_freed_memory() -> None:
+    """Let growth count what is allocated anew: hand freed memory back to the system (glibc)."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library; TypeError: Windows
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status(field: str) -> int | None:
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    match = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def check_destination(path: Path) -> None:
+    """Refuse, before any work, a file that could not be written at its end."""
+    with one_line_errors():
+        if path.is_dir():
+            raise IsADirectoryError(f"{path}: expected a file name, got a directory")
+        with written_whole(path, commit=False) as temporary:
+            temporary.touch()
+
+
+@contextmanager
+def written_whole(path: Path, commit: bool = True) -> Iterator[Path]:
+    """A file beside `path` to write to; it replaces `path` at the end, or is removed on failure."""
+    temporary = temporary_name(path)
+    try:
+        yield temporary
+        if commit:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def temporary_name(path: Path) -> Path:
+    """A hidden name in the same directory, with the same suffix, for this process alone."""
+    return path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+
+
+def to_json(value: Any) -> str:
+    """JSON that every parser takes: numbers that are not finite become null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,274 @@
+"""`infonce demo`: two small encoders learn which halves of handwritten digits belong together."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.table import Table
+from threadpoolctl import threadpool_limits
+
+import infonce
+
+from .. import checks
+from . import machine
+from .common import (
+    check_destination,
+    human,
+    one_line_errors,
+    optional,
+    progress_bar,
+    stdout,
+    written_whole,
+)
+
+Array = Any
+HIDDEN = 256
+IMAGES, HELD_OUT = 1797, 360
+LEARNING_RATE = 2e-3
+WEIGHT_DECAY = 0.3
+NOISE = 0.15  # added to training pixels, whose range is 1
+LARGEST_SCALE = 100.0
+
+
+class Adam:
+    """Adam (Kingma and Ba, 2015) with decoupled weight decay, in place on a list of arrays."""
+
+    def __init__(self, parameters: list[Array], decay: float) -> None:
+        self.parameters, self.decay = parameters, decay
+        self.mean = [np.zeros_like(p) for p in parameters]
+        self.square = [np.zeros_like(p) for p in parameters]
+        self.step = 0
+
+    def update(self, gradients: list[Array], rate: float) -> None:
+        self.step += 1
+        corrected = rate * np.sqrt(1 - 0.999**self.step) / (1 - 0.9**self.step)
+        moments = zip(self.parameters, gradients, self.mean, self.square, strict=True)
+        for p, g, mean, square in moments:
+            mean += 0.1 * (g - mean)
+            square += 0.001 * (g * g - square)
+            p -= corrected * mean / (np.sqrt(square) + 1e-8) + rate * self.decay * p
+
+
+class Encoder:
+    """Half an image [N, 32] to an embedding [N, dim]: two layers, ReLU between them."""
+
+    def __init__(self, rng: np.random.Generator, width: int, dim: int) -> None:
+        def layer(n: int, m: int) -> Array:
+            return (rng.standard_normal((n, m)) * np.sqrt(2 / n)).astype(np.float32)
+
+        self.w1, self.b1 = layer(width, HIDDEN), np.zeros(HIDDEN, np.float32)
+        self.w2, self.b2 = layer(HIDDEN, dim), np.zeros(dim, np.float32)
+        self.parameters = [self.w1, self.b1, self.w2, self.b2]
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        self.hidden = np.maximum(x @ self.w1 + self.b1, 0)
+        return self.hidden @ self.w2 + self.b2
+
+    def backward(self, g: Array) -> list[Array]:
+        """Gradients of the parameters from that of the last output."""
+        hidden = (g @ self.w2.T) * (self.hidden > 0)
+        return [self.x.T @ hidden, hidden.sum(0), self.hidden.T @ g, g.sum(0)]
+
+
+@dataclass
+class Evaluation:
+    """Held-out pairs: the loss, and how often the right half is found (shares of 1)."""
+
+    loss: float
+    top1: tuple[float, float | None]
+    top5: tuple[float, float | None]
+    left: Array
+    right: Array
+
+
+@dataclass
+class Run:
+    """What one training leaves behind."""
+
+    before: Evaluation
+    after: Evaluation
+    classes: Array  # digit of each held-out image
+    scale: float
+    losses: list[float] = field(default_factory=list)  # per step
+    seconds: float = 0.0  # all training
+    loss_seconds: list[float] = field(default_factory=list)  # per call of the loss
+    loss_bytes: int = 0  # peak of one call
+
+
+@click.command()
+@click.option("--epochs", type=click.IntRange(1), default=300)
+@click.option(
+    "--batch", type=click.IntRange(2, IMAGES - HELD_OUT), default=479, help="Pairs a step."
+)
+@click.option("--dim", type=click.IntRange(1), default=64, help="Width of the embeddings.")
+@click.option("--temperature", type=float, default=0.1, help="Where the learnt one starts.")
+@click.option("--learn-scale/--fixed-scale", default=True)
+@click.option("--method", type=click.Choice(checks.CHOICES["method"]), default="auto")
+@click.option("--seed", type=click.IntRange(0), default=0)
+@click.option(
+    "--output", type=click.Path(path_type=Path), default="infonce-demo.png",
+    help="Picture of the loss and the held-out similarities; overwritten.",
+)  # fmt: skip
+def demo(
+    epochs: int,
+    batch: int,
+    dim: int,
+    temperature: float,
+    learn_scale: bool,
+    method: str,
+    seed: int,
+    output: Path,
+) -> None:
+    """Train on handwritten digits: which right half belongs to which left half?
+
+    Two encoders in NumPy see the left and the right half of 8x8 images as two modalities, and the
+    CLIP loss brings halves of the same image together. Takes seconds on two cores.
+    """
+    datasets = optional("sklearn.datasets", "demo")
+    figures = optional("matplotlib.figure", "demo")
+    check_destination(output)
+    if not 1 / LARGEST_SCALE <= temperature < np.inf:
+        raise click.UsageError(f"--temperature: expected at least {1 / LARGEST_SCALE}")
+    # products this small gain nothing from a second thread, and on a busy machine wait for it
+    with one_line_errors(), threadpool_limits(1, user_api="blas"):
+        run = train(
+            datasets.load_digits(), epochs, batch, dim, 1 / temperature, learn_scale, method, seed
+        )
+    _print(run, batch, dim, method)
+    title = (
+        f"CPU: {machine.describe_cpu(machine.cpu())}\n"
+        f"batch {batch}, width {dim}, float32, {epochs} epochs, method {method}"
+    )
+    with one_line_errors(), written_whole(output) as temporary:
+        _figure(figures, run, title).savefig(temporary, format="png", dpi=120)
+    click.echo(f"wrote {output}")
+
+
+def train(
+    digits: Any,
+    epochs: int,
+    batch: int,
+    dim: int,
+    scale: float,
+    learn: bool,
+    method: Any,
+    seed: int,
+) -> Run:
+    """Train on the digits that are not held out."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(digits.images))
+    images = (digits.images[order] / 16).astype(np.float32)
+    images -= images[HELD_OUT:].mean(0)
+    halves = [images[:, :, half].reshape(len(images), -1) for half in (slice(4), slice(4, 8))]
+    held_out = [half[:HELD_OUT] for half in halves]
+    left, right = (half[HELD_OUT:] for half in halves)
+
+    encoders = [Encoder(rng, left.shape[1], dim) for _ in range(2)]
+    log_scale = np.array(np.log(scale))
+    adam = Adam([p for encoder in encoders for p in encoder.parameters], decay=WEIGHT_DECAY)
+    scale_adam = Adam([log_scale], decay=0.0)
+
+    def evaluate() -> Evaluation:
+        u, v = (e.forward(x) for e, x in zip(encoders, held_out, strict=True))
+        result = infonce.clip_loss_and_grad(
+            u, v, scale=np.exp(log_scale), normalize=True, method=method, wrt=(), metrics=True
+        )
+        assert result.metrics is not None
+        return Evaluation(float(result.loss), result.metrics.top(1), result.metrics.top(5), u, v)
+
+    before = evaluate()
+    run = Run(before, before, digits.target[order][:HELD_OUT], scale)
+    steps = epochs * (len(left) // batch)
+    start = time.perf_counter()
+    with progress_bar() as progress:
+        for epoch in range(epochs):
+            shuffled = rng.permutation(len(left))
+            for i in range(len(left) // batch):
+                chosen = shuffled[i * batch : (i + 1) * batch]
+                u, v = (
+                    e.forward(
+                        x[chosen] + NOISE * rng.standard_normal((batch, x.shape[1]), np.float32)
+                    )
+                    for e, x in zip(encoders, (left, right), strict=True)
+                )
+                began = time.perf_counter()
+                out = infonce.clip_loss_and_grad(
+                    u, v, scale=np.exp(log_scale), normalize=True, method=method
+                )
+                run.loss_seconds.append(time.perf_counter() - began)
+                run.losses.append(float(out.loss))
+                gradients = encoders[0].backward(out.grads.image)
+                gradients += encoders[1].backward(out.grads.text)
+                rate = LEARNING_RATE * 0.5 * (1 + np.cos(np.pi * len(run.losses) / steps))
+                adam.update(gradients, rate)
+                if learn:  # d loss / d log scale
+                    scale_adam.update([out.grads.scale * np.exp(log_scale)], rate)
+                    np.minimum(log_scale, np.log(LARGEST_SCALE), out=log_scale)
+            if progress is not None:
+                progress("training", epoch + 1, epochs)
+    run.seconds = time.perf_counter() - start
+    run.scale = float(np.exp(log_scale))
+    run.after = evaluate()
+    tracemalloc.start()
+    infonce.clip_loss_and_grad(u, v, scale=run.scale, normalize=True, method=method)
+    run.loss_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return run
+
+
+def _print(run: Run, batch: int, dim: int, method: str) -> None:
+    table = Table(title=f"{HELD_OUT} held-out pairs", title_justify="left")
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_row("loss", f"{run.before.loss:.3f}", f"{run.after.loss:.3f}")
+    for title, which, side in (
+        ("right half found, top-1", "top1", 0),
+        ("right half found, top-5", "top5", 0),
+        ("left half found, top-1", "top1", 1),
+        ("left half found, top-5", "top5", 1),
+    ):
+        shares = (getattr(evaluation, which)[side] for evaluation in (run.before, run.after))
+        table.add_row(title, *(f"{share:.1%}" for share in shares))
+    console = stdout()
+    console.print(table)
+    console.print(
+        f"training {run.seconds:.1f} s; loss and gradient of {batch} x {dim}, method {method}: "
+        f"{1e3 * float(np.median(run.loss_seconds)):.2f} ms, peak {human(run.loss_bytes)}; "
+        f"scale {run.scale:.1f}"
+    )
+
+
+def _figure(figures: Any, run: Run, title: str) -> Any:
+    """Loss by step, and the similarities of held-out halves, sorted by digit."""
+    figure = figures.Figure(figsize=(11, 5), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    curve, matrix = figure.subplots(1, 2)
+    curve.plot(run.losses)
+    curve.set(xlabel="step", ylabel="CLIP loss (nats)", title="training")
+    curve.grid(alpha=0.3)
+
+    order = np.argsort(run.classes, kind="stable")
+    left, right = (
+        z[order] / np.linalg.norm(z[order], axis=1, keepdims=True)
+        for z in (run.after.left, run.after.right)
+    )
+    shown = matrix.imshow(left @ right.T, cmap="magma", vmin=-1, vmax=1, interpolation="nearest")
+    ends = np.cumsum(np.bincount(run.classes, minlength=10))
+    centres = ends - np.bincount(run.classes, minlength=10) / 2
+    matrix.set_xticks(centres, range(10))
+    matrix.set_yticks(centres, range(10))
+    matrix.set(
+        xlabel="right half, by digit",
+        ylabel="left half, by digit",
+        title=f"{len(order)} held-out pairs: top-1 {run.after.top1[0]:.0%}, "
+        f"top-5 {run.after.top5[0]:.0%}",
+    )
+    figure.colorbar(shown, ax=matrix, label="cosine similarity")
+    return figure

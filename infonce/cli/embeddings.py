@@ -1,0 +1,125 @@
+"""Embeddings from files: .npy, .npz, .safetensors, or a folder of .npy shards."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .common import one_line_errors, optional
+
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+SAFETENSORS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
+}
+
+
+def open_embeddings(source: str) -> Any:
+    """The array in `source`, memory-mapped where the format allows.
+
+    `source` is a path, or PATH:KEY for one array out of a .npz or .safetensors file. Raises
+    click.ClickException, naming the file, for anything that is not there or not what it should be.
+    """
+    path, key = _split(source)
+    with one_line_errors():
+        if path.is_dir():
+            return _shards(path)
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file or folder")
+        if path.suffix == ".npz":
+            return _npz(path, key)
+        if path.suffix == ".safetensors":
+            return _safetensors(path, key)
+        return open_npy(path)
+
+
+def open_npy(path: Path) -> Any:
+    """A memory-mapped .npy file; two raw bytes an element are bfloat16, as ml_dtypes saves it."""
+    with one_line_errors():
+        try:
+            array = np.lib.format.open_memmap(path, mode="r")  # takes no pickles
+        except ValueError as error:
+            raise ValueError(f"{path}: not a whole .npy file of numbers: {error}") from error
+        return array.view(BFLOAT16) if array.dtype == np.dtype("V2") else array
+
+
+def _split(source: str) -> tuple[Path, str | None]:
+    path, colon, key = source.rpartition(":")
+    if colon and path.endswith((".npz", ".safetensors")) and not Path(source).exists():
+        return Path(path), key
+    return Path(source), None
+
+
+def _pick(path: Path, keys: list[str], key: str | None) -> str:
+    """The array that was asked for, or the only one."""
+    names = ", ".join(sorted(keys)) or "none"
+    if key is None and len(keys) != 1:
+        raise ValueError(f"{path}: expected one array or {path}:KEY, got the arrays {names}")
+    if key is not None and key not in keys:
+        raise ValueError(f"{path}: no array {key!r}; it has {names}")
+    return key or keys[0]
+
+
+def _npz(path: Path, key: str | None) -> Any:
+    try:
+        # np.load would leave a broken file open that it opened itself
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            return archive[_pick(path, archive.files, key)]
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path}: not a whole .npz file: {error}") from error
+
+
+def _safetensors(path: Path, key: str | None) -> Any:
+    safetensors = optional("safetensors", "safetensors")
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:  # checks the whole header
+            name = _pick(path, list(file.keys()), key)
+            kind = str(file.get_slice(name).get_dtype())
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: not a whole .safetensors file: {error}") from error
+    if kind not in SAFETENSORS:
+        raise TypeError(f"{path}: expected {', '.join(SAFETENSORS)}, got {kind}")
+    # The library would copy the tensor into memory; its place in the file is in the header
+    with path.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        entry = json.loads(raw.read(length))[name]
+    shape = tuple(entry["shape"])
+    offset = 8 + length + entry["data_offsets"][0]
+    return np.memmap(path, SAFETENSORS[kind], mode="r", offset=offset, shape=shape)
+
+
+def _shards(folder: Path) -> Any:
+    """The rows of all shards, in one array filled shard by shard."""
+    paths = sorted(folder.glob("*.npy"), key=lambda p: [int(d) for d in _digits(p)])
+    if not paths:
+        raise ValueError(f"{folder}: expected .npy shards in this folder, got none")
+    series = sorted({re.sub(r"\d+", "#", path.name) for path in paths})
+    if len(series) > 1:
+        raise ValueError(f"{folder}: expected one series of shards, got {', '.join(series)}")
+    shards = [open_npy(path) for path in paths]
+    first = shards[0]
+    for path, shard in zip(paths, shards, strict=True):
+        if shard.ndim != 2:
+            raise ValueError(f"{path}: expected 2 dimensions, got shape {shard.shape}")
+        if shard.shape[1] != first.shape[1] or shard.dtype != first.dtype:
+            raise ValueError(
+                f"{path}: expected width {first.shape[1]} and dtype {first.dtype} like "
+                f"{paths[0].name}, got width {shard.shape[1]} and dtype {shard.dtype}"
+            )
+    if len(shards) == 1:
+        return first
+    joined = np.empty((sum(map(len, shards)), first.shape[1]), first.dtype)
+    return np.concatenate(shards, out=joined)
+
+
+def _digits(path: Path) -> list[str]:
+    return re.findall(r"\d+", path.stem)
