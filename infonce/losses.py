@@ -65,7 +65,7 @@ method : {"auto", "naive", "fused", "tiled"}
 
     - "naive" keeps the M x N logits, however large (``return_logits=True`` hands them out).
     - "fused" does loss and gradient in one go, each logit computed once, within `workspace`;
-      ValueError for what does not fit.
+      ValueError for what does not fit. (The loss alone keeps no logits: any size fits.)
     - "tiled" takes any size within `workspace`; logits that had no room are computed again for
       the gradient.
     - "auto" is "fused" where it fits, else "tiled".

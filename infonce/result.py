@@ -54,6 +54,8 @@ class Metrics:
 
     Attributes
     ----------
+    row_loss, column_loss : 0-d float64 arrays
+        Mean loss of each direction, unweighted; column_loss is None where only rows count.
     row_rank : integer array [M]
         Keys (not counting excluded pairs) that score above the positive of each query; 0 is best.
     column_rank : integer array [N] or None
@@ -64,6 +66,8 @@ class Metrics:
         Largest logit among each query's negatives; -inf where there are none.
     """
 
+    row_loss: Array
+    column_loss: Array | None
     row_rank: Array
     column_rank: Array | None
     positive: Array

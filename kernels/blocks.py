@@ -215,6 +215,7 @@ class Solution:
     row_lse: Array | None = None  # [M]
     column_lse: Array | None = None  # [N]
     statistics: Statistics | None = None
+    directions: tuple[Array, Array | None] | None = None  # losses [M] of rows and [N] of columns
     logits: Array | None = None  # [M, N], naive only
     scale_grad: Array | None = None  # 0-d
     bias_grad: Array | None = None  # 0-d
@@ -222,9 +223,13 @@ class Solution:
 
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of `problem`: the one path every loss and backend takes."""
-    if problem.bias is not None:
-        return _solve_sigmoid(problem, backend, gradients)
+    with np.errstate(invalid="ignore"):  # NaN in, NaN out
+        if problem.bias is not None:
+            return _solve_sigmoid(problem, backend, gradients)
+        return _solve_softmax(problem, backend, gradients)
 
+
+def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     xp = backend.xp
     m = problem.shape[0]
     stats = _statistics(problem, backend)
@@ -242,15 +247,18 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
 
     # loss_i = softplus(n_i - p_i): log-sum-exp of the negatives against the positive
     row_gap = stats.rows.log2(xp) - stats.positive
-    losses = problem.row_weight * softplus2(xp, row_gap) + backend.poison(problem)
+    row_losses = softplus2(xp, row_gap)
+    losses = problem.row_weight * row_losses + backend.poison(problem)
     row_lse = xp.logaddexp2(stats.rows.log2(xp), stats.positive)
-    solution = Solution(losses, LN_2 * row_lse, None, stats)
+    solution = Solution(losses, LN_2 * row_lse, None, stats, (row_losses, None))
     column_gap = column_lse = None
     if problem.two_sided and stats.columns is not None:
         positive = stats.positive  # square, and key i belongs to query i
         column_gap = stats.columns.log2(xp) - positive
         column_lse = xp.logaddexp2(stats.columns.log2(xp), positive)
-        solution.losses = losses + problem.column_weight * softplus2(xp, column_gap)
+        column_losses = softplus2(xp, column_gap)
+        solution.losses = losses + problem.column_weight * column_losses
+        solution.directions = row_losses, column_losses
         solution.column_lse = LN_2 * column_lse
     if gradients is None:
         return solution

@@ -39,7 +39,7 @@ from .blocks import (
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 TILE = 1024, 1024  # rows x columns; larger tiles make better products and fewer sums
 SQUARE = 768  # a side of a tile where only one triangle is visited; the diagonal is computed whole
-THREADING_PAYS = 2**22  # multiply-adds below which a second thread costs more than it brings
+THREADING_PAYS = 2**26  # multiply-adds below which a second thread costs more than it brings
 
 
 # --- threads --------------------------------------------------------------------------------------
@@ -310,8 +310,9 @@ class CPU:
 
         def work(report: Callable[[], None]) -> None:
             worker = _Worker(run)
-            for a in panels:  # next() on a range iterator is atomic
-                worker.panel(a, report)
+            with np.errstate(invalid="ignore"):  # NaN in, NaN out
+                for a in panels:  # next() on a range iterator is atomic
+                    worker.panel(a, report)
 
         def report() -> None:
             if problem.progress is not None:
@@ -614,7 +615,7 @@ class _Worker:
             tile.row_and_column_statistics(
                 x, fold.c, row_max, row_sum, column_max, column_sum, self.sums[: x.shape[1]]
             )
-            if stats.column_rank is not None:  # metrics want the maxima themselves
+            if stats.row_rank is not None and fold.problem.symmetric:  # metrics want true maxima
                 tile.column_statistics(x, fold.c, column_max, column_sum)
         else:
             tile.row_statistics(x, fold.c, row_max, row_sum)

@@ -12,7 +12,6 @@ import numpy as np
 
 from .blocks import LOG2_E, Array, Gradients, Problem, Solution, Statistics, Sums
 
-DTYPES = {"fp32": np.float32, "fp64": np.float64}
 PASSES = 4  # M x N arrays alive at once, at most
 
 
@@ -28,10 +27,11 @@ def available_memory(xp: Any) -> int:
         return 0
 
 
+@np.errstate(invalid="ignore", divide="ignore", over="ignore")
 def solve(problem: Problem, gradients: Gradients | None, xp: Any = np) -> Solution:
     """Loss and gradients of `problem` from the full matrix of logits."""
     m, n, _ = problem.shape
-    dtype = np.dtype(DTYPES[problem.compute])
+    dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
     needed, room = PASSES * m * n * dtype.itemsize, available_memory(xp)
     if room and needed > room:
         raise MemoryError(
@@ -44,7 +44,8 @@ def solve(problem: Problem, gradients: Gradients | None, xp: Any = np) -> Soluti
     )
     at_positive = xp.arange(m), problem.positives
     x = u @ v.T
-    x *= dtype.type(problem.scale)
+    scale = xp.asarray(problem.scale, dtype)
+    x *= scale
     positive = x[at_positive]
     if problem.symmetric:
         xp.fill_diagonal(x, -np.inf)
@@ -52,9 +53,8 @@ def solve(problem: Problem, gradients: Gradients | None, xp: Any = np) -> Soluti
         x[problem.query_ids[:, None] == problem.key_ids[None, :]] = -np.inf
     x[at_positive] = positive
 
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        fold = _sigmoid if problem.bias is not None else _softmax
-        solution, g = fold(xp, problem, x, positive.astype(np.float64), at_positive)
+    fold = _sigmoid if problem.bias is not None else _softmax
+    solution, g = fold(xp, problem, x, positive.astype(np.float64), at_positive)
     solution.logits = x
     finite = xp.isfinite(u).all(axis=1) & xp.isfinite(v).all()
     solution.losses = solution.losses + xp.where(finite, 0.0, np.nan)
@@ -65,7 +65,7 @@ def solve(problem: Problem, gradients: Gradients | None, xp: Any = np) -> Soluti
     counted = xp.where(g == 0, 0, x)  # an excluded pair's -inf is no number to multiply with
     solution.scale_grad = xp.vdot(g, counted).astype(np.float64) / (halves * problem.scale)
     solution.bias_grad = g.sum(dtype=np.float64)
-    g *= dtype.type(problem.scale)
+    g *= scale
     if gradients.query is not None:
         gradients.query[...] = _through_normalization(xp, g @ v, u, norms)
     if gradients.key is not None:
@@ -99,10 +99,11 @@ def _softmax(
     x[at_positive] = -np.inf
     rows, row_negatives = _log_sum_exp(xp, x, 1)
     gap = row_negatives - positive
-    losses = problem.row_weight * xp.logaddexp(0.0, gap)
+    row_losses = xp.logaddexp(0.0, gap)
+    losses = problem.row_weight * row_losses
     row_lse = xp.logaddexp(row_negatives, positive)
     stats = Statistics(rows, None, LOG2_E * positive)
-    solution = Solution(losses, row_lse, None, stats)
+    solution = Solution(losses, row_lse, None, stats, (row_losses, None))
     a = problem.row_weight * upstream
     g = xp.exp(x - row_lse[:, None].astype(x.dtype)) * a[:, None].astype(x.dtype)
     g_positive = -a * xp.exp(gap - xp.logaddexp(0.0, gap))
@@ -110,7 +111,9 @@ def _softmax(
         _, column_negatives = _log_sum_exp(xp, x, 0)
         gap = column_negatives - positive
         column_lse = xp.logaddexp(column_negatives, positive)
-        solution.losses = losses + problem.column_weight * xp.logaddexp(0.0, gap)
+        column_losses = xp.logaddexp(0.0, gap)
+        solution.losses = losses + problem.column_weight * column_losses
+        solution.directions = row_losses, column_losses
         solution.column_lse = column_lse
         b = problem.column_weight * upstream
         g += xp.exp(x - column_lse[None, :].astype(x.dtype)) * b[None, :].astype(x.dtype)
@@ -139,7 +142,7 @@ def _sigmoid(
     xp: Any, problem: Problem, x: Array, positive: Array, at_positive: tuple[Array, Array]
 ) -> tuple[Solution, Array]:
     """-log sigmoid(t z) = softplus(-t z), t = 1 at positives and -1 elsewhere; and dL/dx."""
-    z = x + x.dtype.type(problem.bias)
+    z = x + xp.asarray(problem.bias, x.dtype)
     z[at_positive] *= -1
     losses = xp.logaddexp(0, z).sum(axis=1, dtype=np.float64)
     g = xp.exp(z - xp.logaddexp(0, z)) * problem.upstream[:, None].astype(x.dtype)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from infonce.kernels import cpu
 from infonce.kernels import cpu_epilogues as tile
 from judge import LOSSES, arguments, judged, pairs
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 import infonce
 
@@ -52,8 +52,13 @@ def test_bitwise_the_same_for_any_number_of_threads(
 @pytest.mark.usefixtures("small_tiles")
 def test_calls_from_several_threads() -> None:
     args = pairs("partly aligned", 150, 150, 8, np.float64, 1)
-    want = bits(infonce.clip_loss_and_grad(*args, scale=9.0, method="tiled"))
+    with threadpool_limits(2):
+        _several_threads(args)
+
+
+def _several_threads(args: Any) -> None:
     before = [library["num_threads"] for library in threadpool_info()]
+    want = bits(infonce.clip_loss_and_grad(*args, scale=9.0, method="tiled"))
     results: list[Any] = []
 
     def work() -> None:
@@ -73,7 +78,7 @@ def test_calls_from_several_threads() -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_memory_stays_within_the_workspace(loss: str, dtype: Any) -> None:
-    n, d, workspace = 3000, 32, 2**21  # the float32 logits would be 36 MB
+    n, d, workspace = 3000, 512, 2**21  # the float32 logits would be 36 MB, dK in float32 6 MB
     args = arguments(loss, *pairs("random", n // 2, n // 2, d, dtype, 2))
     function = getattr(infonce, f"{loss}_loss_and_grad")
     out = {name: np.empty_like(args[0]) for name in function(
@@ -157,12 +162,28 @@ def test_an_exception_in_the_callback_stops_the_work(
 def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
 
-    def broken(*_: Any) -> None:
-        raise ArithmeticError("broken tile")
+    take_positives = tile.take_positives
+
+    def broken(x: Any, positives: Any, *rest: Any) -> None:
+        if positives[0] == 0:  # the first panel, which all others wait for
+            raise ArithmeticError("broken tile")
+        take_positives(x, positives, *rest)
 
     monkeypatch.setattr(tile, "take_positives", broken)
-    with pytest.raises(ArithmeticError, match="broken tile"):
-        infonce.clip_loss(*pairs("random", 300, 300, 8, np.float64, 5), scale=3.0, method="tiled")
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        args = pairs("random", 300, 300, 8, np.float64, 5)
+        try:
+            infonce.clip_loss(*args, scale=3.0, method="tiled")
+        except ArithmeticError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert str(caught[0]) == "broken tile"
 
 
 def test_ctrl_c_ends_a_long_run() -> None:
@@ -191,6 +212,7 @@ def test_ctrl_c_ends_a_long_run() -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
 def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", value)
+    monkeypatch.setattr(cpu, "THREADING_PAYS", 0)
     args = pairs("random", 600, 600, 16, np.float64, 5)
     with pytest.raises(ValueError, match=r"INFONCE_NUM_THREADS.*positive integer"):
         infonce.clip_loss(*args, scale=3.0)

@@ -136,7 +136,7 @@ def loss(
                    "dtype": str(features[name].dtype)}
             for name, source in sources.items()
         },
-        "value": {"total": float(result.loss), **_directions(chosen, result)},
+        "value": {"total": float(result.loss), **_directions(result)},
         "retrieval": _retrieval(result),
         "lse": _lse(result),
         "memory_bytes": {
@@ -175,7 +175,7 @@ def _sources(kind: losses.Loss, image: str, text: str | None) -> dict[str, str]:
 def _evaluate(kind: losses.Loss, features: Mapping[str, Any], **options: Any) -> LossAndGrad:
     function = getattr(infonce, f"{kind.name}_loss_and_grad")
     # a loss that is not finite is said in one line, not in NumPy's warnings
-    with one_line_errors(), progress_bar() as progress, np.errstate(all="ignore"):
+    with one_line_errors(), progress_bar() as progress:
         result: LossAndGrad = function(*features.values(), progress=progress, **options)
     return result
 
@@ -186,15 +186,15 @@ def _scalars(result: LossAndGrad) -> dict[str, float]:
     return {name: float(grads[name]) for name in ("scale", "bias") if name in grads}
 
 
-def _directions(kind: losses.Loss, result: LossAndGrad) -> dict[str, float | None]:
-    """mean(lse - positive) over rows and over columns, of what the loss has."""
+def _directions(result: LossAndGrad) -> dict[str, float | None]:
+    """Mean loss over rows and over columns, of what the loss has."""
     if result.metrics is None:
         return {"rows": None, "columns": None}
-    if not isinstance(result.lse, tuple):
-        return {"rows": float(result.loss), "columns": None}
-    positive = result.metrics.positive
-    rows, columns = (float(np.mean(lse - positive)) for lse in result.lse)
-    return {"rows": rows, "columns": columns}
+    columns = result.metrics.column_loss
+    return {
+        "rows": float(result.metrics.row_loss),
+        "columns": None if columns is None else float(columns),
+    }
 
 
 def _retrieval(result: LossAndGrad) -> dict[str, dict[str, float]] | None:

@@ -1,0 +1,137 @@
+"""Every kernel compiles for every kind of card, and keeps to its registers; no GPU is needed."""
+
+import re
+
+import pytest
+from infonce.kernels import compiler
+from infonce.kernels import launch_config as config
+
+try:
+    from cupy.cuda import nvrtc
+
+    nvrtc.getVersion()
+    MISSING = ""
+except Exception as error:
+    MISSING = f"no NVRTC: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+needs_nvrtc = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+# capability, shared memory of a block and of a multiprocessor in KiB
+DEVICES = {
+    "sm_75": config.Device("75", 40, 64 * 1024, 64 * 1024),
+    "sm_80": config.Device("80", 108, 163 * 1024, 164 * 1024),
+    "sm_90a": config.Device("90", 132, 227 * 1024, 228 * 1024),
+    "sm_100": config.Device("100", 148, 227 * 1024, 228 * 1024),
+}
+TILED = {"lse": "COLUMNS", "gradient": "COLUMNS", "sigmoid": "PANEL", "ranks": "COLUMNS"}
+# bytes that a thread may spill, where two blocks share a multiprocessor's registers or float64
+# takes two for each number; nothing is spilled elsewhere
+SPILLS = {"lse": 160, "gradient": 240, "sigmoid": 420, "ranks": 120}
+SPILLS_FP64 = {"lse": 120, "gradient": 700, "sigmoid": 1100, "ranks": 120}
+
+
+def spilled(log: str) -> int:
+    found = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert found, log
+    return max(int(n) for pair in found for n in pair)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("name", TILED)
+def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
+    device = DEVICES[arch]
+    if not config.supported(precision, device):
+        pytest.skip(f"{arch} has no tensor cores for {precision}")
+    for tile in {config.tile(precision, d, device) for d in (64, 4096)}:
+        for value in (0, 1):
+            defines = {
+                "PRECISION": precision.upper(), "BLOCK_N": tile.block_n, "STAGES": tile.stages,
+                "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks, TILED[name]: value,
+            }  # fmt: skip
+            code, log = compiler.compile_for(f"{name}.cu", defines, arch, ("--ptxas-options=-v",))
+            assert code
+            budget = 24
+            if precision == "fp64":
+                budget = SPILLS_FP64[name]
+            elif tile.min_blocks == 2:
+                budget = SPILLS[name]
+            assert spilled(log) <= budget, (defines, log)
+            declared = max(int(n) for n in re.findall(r"(\d+) bytes smem", log))
+            assert declared <= tile.static_shared
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("file", ["rows.cu", "vectors.cu", "fused.cu"])
+def test_other_kernels(file: str, precision: str, arch: str) -> None:
+    log = compiler.compile_for(
+        file, {"PRECISION": precision.upper()}, arch, ("--ptxas-options=-v",)
+    )[1]
+    assert spilled(log) <= 32
+
+
+@needs_nvrtc
+def test_errors_name_file_and_line(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "inner.cuh").write_text("#pragma once\nint fine;\nint broken = missing;\n")
+    (tmp_path / "outer.cu").write_text('int a;\n#include "inner.cuh"\n#include "inner.cuh"\nhuh;\n')
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    with pytest.raises(RuntimeError) as error:
+        compiler.compile_for("outer.cu", {}, "sm_80")
+    assert "inner.cuh(3)" in str(error.value)
+    assert "outer.cu(4)" in str(error.value)
+
+
+def test_headers_are_part_of_the_source() -> None:
+    text = compiler.flatten("lse.cu")
+    assert text.count('#line 1 "ptx.cuh"') == 1
+    assert not re.search(r'^\s*#\s*include\s+"', text, re.MULTILINE)
+
+
+def test_architecture() -> None:
+    assert [compiler.architecture(c) for c in ("75", "90", "100")] == ["sm_75", "sm_90a", "sm_100"]
+
+
+# --- launch configuration -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("d", [1, 64, 4096])
+def test_tiles_fit_shared_memory(precision: str, d: int, arch: str) -> None:
+    device = DEVICES[arch]
+    tile = config.tile(precision, d, device)
+    assert tile.shared + tile.static_shared <= device.shared_memory
+    assert tile.threads == 2 * tile.block_n
+
+
+def test_device_with_too_little_shared_memory() -> None:
+    with pytest.raises(ValueError, match="shared memory"):
+        config.tile("fp32", 64, config.Device("75", 1, 48 * 1024, 48 * 1024))
+
+
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (5000, 5000, 129), (10**6, 10**6, 512)])
+@pytest.mark.parametrize("workspace", [2**20, 2**24, 2**28])
+def test_blocks_fit_the_workspace(
+    shape: tuple[int, int, int], precision: str, workspace: int
+) -> None:
+    m, n, d = shape
+    for key_accumulator in (False, True):
+        needs = config.Needs(precision, True, True, True, True, True, key_accumulator)
+        for square in {False, m == n}:
+            cut = config.cut(shape, needs, workspace, 128, square)
+            assert 1 <= cut.rows <= m
+            assert 1 <= cut.columns <= n
+            assert not square or cut.rows == cut.columns
+            used = needs.block(cut.rows, cut.columns, d, 128)
+            used += cut.key_rows * needs.accumulator_row(d)
+            assert used <= workspace
+            assert (cut.key_rows > 0) == key_accumulator
+
+
+def test_a_batch_that_fits_is_one_block() -> None:
+    needs = config.Needs("bf16", False, False, True, True, False, False)
+    cut = config.cut((8192, 8192, 512), needs, 2**28, 128, False)
+    assert (cut.rows, cut.columns, cut.key_rows) == (8192, 8192, 0)
