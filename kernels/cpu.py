@@ -37,7 +37,7 @@ from .blocks import (
 )
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
-TILE = 1024, 1024  # rows x columns; larger tiles make better products and fewer sums
+TILE = 1024, 896  # rows x columns; rows of a power of 2 bytes would share cache sets
 SQUARE = 768  # a side of a tile where only one triangle is visited; the diagonal is computed whole
 THREADING_PAYS = 2**26  # multiply-adds below which a second thread costs more than it brings
 
@@ -131,6 +131,43 @@ class _Turns:
             self._condition.notify_all()
 
 
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class _Spares:
+    """Temporary memory of the last calls, for the next: in a training loop, its pages are there
+    already. (Fresh pages cost as much as a tenth of the products that work on them.)"""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # bytes kept at most
+        self._lock = threading.Lock()
+        self._spares: list[Array] = []
+
+    def take(self, elements: int, dtype: np.dtype[Any]) -> Array:
+        """[elements], uninitialised. One piece: the system can map it in large pages."""
+        size = elements * dtype.itemsize
+        with self._lock:
+            fitting = [s for s in self._spares if size <= s.nbytes <= 2 * size]
+            if fitting:
+                best = min(fitting, key=lambda s: s.nbytes)
+                self._spares = [s for s in self._spares if s is not best]
+                return best[:size].view(dtype)
+        return np.empty(size, np.uint8).view(dtype)
+
+    def give(self, array: Array) -> None:
+        """Hand back what `take` returned; it must not be used any more."""
+        owner = array
+        while owner.base is not None:
+            owner = owner.base
+        with self._lock:
+            self._spares.append(owner)
+            while sum(s.nbytes for s in self._spares) > self.limit:
+                del self._spares[0]
+
+
+SPARES = _Spares(64 * 2**20)
+
+
 # --- operands -------------------------------------------------------------------------------------
 
 
@@ -210,6 +247,7 @@ class CPU:
         self.key = self.query if problem.symmetric else self._side(problem, problem.key)
         # Tiles of logits that the workspace has room for: the gradient fold need not recompute them
         self.kept: dict[tuple[int, int], Array] = {}
+        self.kept_arena: Array | None = None
         self.gradients = gradients
         self.accumulators = self._accumulator_rows(problem, gradients)
 
@@ -288,7 +326,7 @@ class CPU:
                 if room >= 0:
                     shapes[a, b] = slice(elements, elements + shape[0] * shape[1]), shape
                     elements += shape[0] * shape[1]
-        arena = np.empty(elements, self.dtype)  # one piece: the system can map it in large pages
+        self.kept_arena = arena = SPARES.take(elements, self.dtype)
         self.kept = {block: arena[part].reshape(shape) for block, (part, shape) in shapes.items()}
         if problem.method == "fused" and room < 0:
             raise ValueError(
@@ -313,6 +351,7 @@ class CPU:
             with np.errstate(invalid="ignore"):  # NaN in, NaN out
                 for a in panels:  # next() on a range iterator is atomic
                     worker.panel(a, report)
+            SPARES.give(worker.arena)
 
         def report() -> None:
             if problem.progress is not None:
@@ -324,6 +363,9 @@ class CPU:
             else:
                 self._in_threads(work, threads, turns, report)
         run.finish()
+        if isinstance(epilogue, SoftmaxGradient) and self.kept_arena is not None:
+            SPARES.give(self.kept_arena)  # its logits are used up
+            self.kept_arena = None
         report()
 
     @staticmethod
@@ -492,8 +534,7 @@ class _Worker:
         bm = max(r.stop - r.start for r in grid.rows)
         bn = max(c.stop - c.start for c in grid.columns)
 
-        # One piece of memory: the system can map it in large pages, which products like
-        arena = np.empty(cpu.worker_elements(d, bm, bn), cpu.dtype)
+        self.arena = arena = SPARES.take(cpu.worker_elements(d, bm, bn), cpu.dtype)
         used = 0
 
         def buffer(*shape: int) -> Array:

@@ -277,3 +277,22 @@ def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
             else:
                 got = mp.mpf(float(total[0])) * mp.mpf(2) ** float(top[0])
                 assert abs(got / want - 1) < 1e-14
+
+
+def test_temporary_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    spares = cpu._Spares(10_000)
+    monkeypatch.setattr(cpu, "SPARES", spares)
+    first = spares.take(1000, np.dtype(np.float64))
+    address = first.ctypes.data
+    spares.give(first)
+    assert spares.take(400, np.dtype(np.float64)).ctypes.data != address  # less than half of it
+    again = spares.take(1500, np.dtype(np.float32))
+    assert again.ctypes.data == address
+    assert again.shape == (1500,)
+    assert again.dtype == np.float32
+    for size in (9000, 9000, 3000):
+        spares.give(np.empty(size, np.uint8))
+        assert sum(s.nbytes for s in spares._spares) <= 10_000
+    args = pairs("partly aligned", 300, 300, 8, np.float32, 6)
+    want = bits(infonce.clip_loss_and_grad(*args, scale=9.0))
+    assert bits(infonce.clip_loss_and_grad(*args, scale=9.0)) == want
