@@ -1,0 +1,115 @@
+// Types and small functions that every kernel uses.
+#pragma once
+#include "ptx.cuh"
+
+// Precisions of products and exponentials: -DPRECISION=BF16 and so on.
+#define FP64 0
+#define FP32 1
+#define TF32 2
+#define BF16X3 3
+#define BF16 4
+#define FP16 5
+#ifndef PRECISION
+#define PRECISION FP32
+#endif
+
+#if PRECISION == FP64
+typedef double Real;
+typedef double2 Real2;
+#else
+typedef float Real;
+typedef float2 Real2;
+#endif
+
+#define LOG2_E 1.4426950408889634
+#define LN_2 0.6931471805599453
+#define INFINITY_ __longlong_as_double(0x7ff0000000000000LL)
+#define NAN_ __longlong_as_double(0x7ff8000000000000LL)
+#define ALL_LANES 0xffffffffu
+
+__device__ __forceinline__ Real2 real2(Real x, Real y) {
+  Real2 r;
+  r.x = x;
+  r.y = y;
+  return r;
+}
+
+// A number that the host knows, or one that only the device knows: nobody waits for it.
+struct Scalar {
+  double value;
+  const double* pointer;
+  __device__ double get() const { return pointer ? *pointer : value; }
+};
+
+// Element types of the caller's arrays.
+#define DTYPE_FLOAT64 0
+#define DTYPE_FLOAT32 1
+#define DTYPE_BFLOAT16 2
+#define DTYPE_FLOAT16 3
+
+// -DDTYPE=... where a kernel is compiled for one of them; else matrices say which they are.
+#ifdef DTYPE
+#define DTYPE_OF(matrix) DTYPE
+#else
+#define DTYPE_OF(matrix) (matrix).dtype
+#endif
+
+// A matrix of the caller's, [rows, d], any strides.
+struct Matrix {
+  char* data;
+  i64 row_stride, column_stride;  // in elements
+  i64 dtype;
+  __device__ double get(i64 row, i64 column) const {
+    const i64 at = row * row_stride + column * column_stride;
+    if (DTYPE_OF(*this) == DTYPE_FLOAT64) return ((const double*)data)[at];
+    if (DTYPE_OF(*this) == DTYPE_FLOAT32) return ((const float*)data)[at];
+    if (DTYPE_OF(*this) == DTYPE_BFLOAT16) return from_bf16(((const unsigned short*)data)[at]);
+    return from_fp16(((const unsigned short*)data)[at]);
+  }
+  // The same for kernels in single precision, where float64 input is rounded.
+  __device__ float get_float(i64 row, i64 column) const {
+    const i64 at = row * row_stride + column * column_stride;
+    if (DTYPE_OF(*this) == DTYPE_FLOAT32) return ((const float*)data)[at];
+    if (DTYPE_OF(*this) == DTYPE_BFLOAT16) return from_bf16(((const unsigned short*)data)[at]);
+    if (DTYPE_OF(*this) == DTYPE_FLOAT16) return from_fp16(((const unsigned short*)data)[at]);
+    return (float)((const double*)data)[at];
+  }
+  __device__ void set(i64 row, i64 column, double x) const {
+    const i64 at = row * row_stride + column * column_stride;
+    if (dtype == DTYPE_FLOAT64) ((double*)data)[at] = x;
+    else if (dtype == DTYPE_FLOAT32) ((float*)data)[at] = (float)x;
+    else if (dtype == DTYPE_BFLOAT16) ((unsigned short*)data)[at] = to_bf16((float)x);
+    else ((unsigned short*)data)[at] = to_fp16((float)x);
+  }
+};
+
+// --- elementary functions ------------------------------------------------------------------------------
+
+__device__ __forceinline__ Real max_(Real a, Real b) {  // ignores one NaN
+  return a > b || b != b ? a : b;
+}
+__device__ __forceinline__ Real min_(Real a, Real b) { return a < b || b != b ? a : b; }
+
+// log(1 + e) for 0 <= e <= 1, to relative accuracy:
+// 2 atanh(s) = s p(s^2) with s = e / (2 + e) in [0, 1/3].
+__device__ __forceinline__ float log1p_(float e) {
+  const float s = __fdividef(e, 2.0f + e), z = s * s;
+  float p = 0x1.f39656p-3f;
+  p = fmaf(p, z, 0x1.b63e16p-3f);
+  p = fmaf(p, z, 0x1.251228p-2f);
+  p = fmaf(p, z, 0x1.999638p-2f);
+  p = fmaf(p, z, 0x1.55555ap-1f);
+  return s * fmaf(p, z, 2.0f);
+}
+__device__ __forceinline__ double log1p_(double e) { return log1p(e); }
+
+__device__ __forceinline__ float divide(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ double divide(double a, double b) { return a / b; }
+
+// --- reductions over a warp or a block, in one fixed order ----------------------------------------------
+
+__device__ __forceinline__ double warp_sum(double x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(ALL_LANES, x, lanes);
+  return x;
+}

@@ -1,0 +1,105 @@
+// Pairwise sigmoid: loss and panel of dL/dx in one pass; there is no log-sum-exp to wait for.
+//
+// With z_ij = scale q_i . k_j + bias and t_ij = 1 at positives, -1 elsewhere:
+//
+//     loss_i  = sum_j softplus(-t_ij z_ij)
+//     P_ij    = -t_ij a_i sigmoid(-t_ij z_ij)
+//
+// A tile yields (loss, sum of P) for each of its rows; they are added by another kernel in a fixed
+// order. With PANEL, P is written for the matrix products that make dQ and dK of it, without the
+// positives: those are added in full precision when the products are complete.
+#include "tile.cuh"
+
+#ifndef PANEL
+#define PANEL 1
+#endif
+
+struct RowSums {
+  Real2 of_row[WARPS_N][BLOCK_M];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias_of,
+        const Real* row_factor, double* positive, Real2* row_sums, i64 row_stride,
+        const __grid_constant__ Panel panel) {
+  extern __shared__ __align__(128) char stages[];
+  __shared__ TileShared shared;
+  __shared__ Real a[BLOCK_M];
+  const Tile tile = locate(block);
+  const Position p;
+  for (int r = threadIdx.x; r < BLOCK_M; r += THREADS)
+    a[r] = tile.row + r < block.q.rows ? row_factor[tile.row + r] : 0;
+  const bool has_positives = prepare(shared, block, tile);  // ends with a barrier: a is there too
+
+  Real x[8][8];
+  tile_product(x, block.q, block.k, tile.row, tile.column, block.width, stages, p);
+  apply_factors(x, shared, block, p);
+  const double scale = block.scale.get();
+  const Real s = (Real)scale, bias = (Real)bias_of.get();
+  u64 matches = 0;  // bit 8 i + j: a pair that should match
+  if (has_positives) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (shared.positive[p.row(i)] == p.column(j)) {
+          matches |= 1ull << (8 * i + j);
+          positive[tile.row + p.row(i)] = scale * (double)x[i][j];
+        }
+  }
+
+  // ids leave pairs out, but never the positive: its product is put back
+  if (block.query_ids && matches) {
+    Real values[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      values[i] = 0;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (matches >> (8 * i + j) & 1) values[i] = x[i][j];
+    }
+    exclude(x, shared, block, tile, p);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (matches >> (8 * i + j) & 1) x[i][j] = values[i];
+  } else {
+    exclude(x, shared, block, tile, p);
+  }
+
+  RowSums& sums = *(RowSums*)stages;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    Real loss = 0, total = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const bool match = matches >> (8 * i + j) & 1;
+      const Real logit = s * x[i][j] + bias;
+      const Real z = match ? -logit : logit;
+      const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
+      const Real share = divide((Real)1, 1 + e);
+      loss += max_(z, 0) + log1p_(e);
+      Real g = (z >= 0 ? share : e * share) * a[p.row(i)];
+      if (z != z) g = z;
+      g = match ? -g : g;
+      total += g;
+      x[i][j] = match ? 0 : g;
+    }
+    loss = row_sum(loss);
+    total = row_sum(total);
+    if (p.t == 0) sums.of_row[p.warp_n][p.row(i)] = real2(loss, total);
+  }
+  __syncthreads();  // all strips' sums are there before they are added
+  for (int r = threadIdx.x; r < BLOCK_M; r += THREADS) {
+    if (tile.row + r >= block.q.rows) break;
+    Real2 pair = sums.of_row[0][r];
+#pragma unroll
+    for (int w = 1; w < WARPS_N; ++w)
+      pair = real2(pair.x + sums.of_row[w][r].x, pair.y + sums.of_row[w][r].y);
+    row_sums[tile.n * row_stride + tile.row + r] = pair;
+  }
+  if (!PANEL) return;
+  apply_factors(x, shared, block, p);
+  store_panel(x, panel, block, tile, p);
+}

@@ -1,0 +1,731 @@
+"""The GPU backend: tiled kernels for logits and what becomes of them, cuBLAS for plain products.
+
+A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
+but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
+the precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
+(float64). Everything is queued on the caller's current stream; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+from . import blocks, compiler, gpu_fused
+from . import launch_config as config
+from .blocks import (
+    Array,
+    Epilogue,
+    Gradients,
+    Grid,
+    OnlineSoftmax,
+    Problem,
+    Sigmoid,
+    SoftmaxGradient,
+    Solution,
+    Statistics,
+    sigmoid2,
+)
+
+PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
+DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
+          "fp16": "float16"}  # fmt: skip
+# Panels are written in units that bring their largest element near this: float16 has no range
+LARGEST_ELEMENT = {"fp16": 8192.0}  # times 4: factors of normalised rows, below 2 each
+
+# cuBLAS's names for types and for the arithmetic of a product
+CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "bf16x3": 14, "bf16": 14, "fp16": 2}
+COMPUTE = {"fp64": 70, "fp32": 69, "tf32": 77, "bf16x3": 68, "bf16": 68, "fp16": 68}
+OP_N, OP_T = 0, 1
+
+# --- structures that kernels take, as kernels/cuda declares them ----------------------------------
+
+_SCALAR = np.dtype([("value", "f8"), ("pointer", "u8")])
+_MATRIX = np.dtype([("data", "u8"), ("row_stride", "i8"), ("column_stride", "i8"), ("dtype", "i8")])
+_OPERAND = np.dtype(
+    [("data", "u8"), ("stride", "i8"), ("low", "i8"), ("rows", "i8"), ("factor", "u8")]
+)
+_BLOCK = np.dtype(
+    [("q", _OPERAND), ("k", _OPERAND), ("width", "i8"), ("first_row", "i8"),
+     ("first_column", "i8"), ("row_tiles", "i8"), ("column_tiles", "i8"), ("positives", "u8"),
+     ("query_ids", "u8"), ("key_ids", "u8"), ("symmetric", "i8"), ("triangle", "i8"),
+     ("scale", _SCALAR)]
+)  # fmt: skip
+_PANEL = np.dtype([("data", "u8"), ("stride", "i8"), ("low", "i8")])
+
+
+def _pointers(names: str) -> np.dtype[Any]:
+    return np.dtype([(name, "u8") for name in names.split()])
+
+
+_FACTORS = _pointers("row_height a u column_height v shared")
+_FACTOR_SOURCES = _pointers("row_lse a at_positive column_lse b")
+_FACTOR_TARGETS = _pointers("row_height a u column_height v")
+_POSITIVES = np.dtype(
+    [("gradient", "u8"), ("partner", "u8"), ("start", "u8"), ("by_partner", "i8"),
+     ("z", _MATRIX), ("factor", "u8"), ("exponent", "u8")]
+)  # fmt: skip
+_NULL = np.uint64(0)
+_RANGES_SHARED = 16  # offset of Ranges::shared
+
+
+def _struct(dtype: np.dtype[Any], *values: Any) -> Any:
+    return np.array([values], dtype)
+
+
+def _pointer(array: Array, first: int = 0) -> int:
+    """Address of `array` from row `first` on; 0 for None."""
+    return 0 if array is None else array.data.ptr + first * array.strides[0]
+
+
+def _argument(array: Array, first: int = 0) -> Any:
+    return np.uint64(_pointer(array, first))
+
+
+def _scalar(value: Any) -> tuple[float, int, Array]:
+    """(value, pointer, what keeps the pointer valid) of a number or of a 0-d device array."""
+    if isinstance(value, cupy.ndarray):
+        wide = value.astype(np.float64)
+        return 0.0, wide.data.ptr, wide
+    return float(value), 0, None
+
+
+def _matrix(array: Array, first: int = 0) -> Any:
+    """`array` from row `first` on, as a kernel takes it; a null matrix for None."""
+    if array is None:
+        return _struct(_MATRIX, 0, 0, 0, 0)
+    item = array.dtype.itemsize
+    strides = [s // item for s in array.strides]
+    return _struct(_MATRIX, _pointer(array, first), *strides, gpu_fused.DTYPES[array.dtype.name])
+
+
+# --- the device -----------------------------------------------------------------------------------
+
+
+@cache
+def device_properties(index: int) -> config.Device:
+    device = cupy.cuda.Device(index)
+    attributes = device.attributes
+    return config.Device(
+        device.compute_capability,
+        attributes["MultiProcessorCount"],
+        attributes["MaxSharedMemoryPerBlockOptin"],
+        attributes["MaxSharedMemoryPerMultiprocessor"],
+    )
+
+
+# CuPy's own loses log2(1 + 2^gap) where 2^gap vanishes beside 1: all of a small loss
+_logaddexp2 = cupy.ElementwiseKernel(
+    "float64 a, float64 b", "float64 c",
+    """
+    const double high = max(a, b), low = min(a, b);
+    c = isinf(high) && high < 0 ? high : high + log1p(exp2(low - high)) * 1.4426950408889634;
+    if (isnan(a) || isnan(b)) c = a + b;
+    """,
+    "infonce_logaddexp2",
+)  # fmt: skip
+
+
+class _Namespace:
+    """CuPy, as far as the mathematics on vectors uses it."""
+
+    logaddexp2 = staticmethod(_logaddexp2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(cupy, name)
+
+
+# --- operands -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Operand:
+    """Rows of one side as the tiled kernels and cuBLAS read them."""
+
+    data: int
+    stride: int  # elements
+    low: int  # elements from the high to the low half (bf16x3)
+    rows: int
+    factor: int
+
+
+class _Side:
+    """One side's features: where they lie, or staged a block at a time in the operands' format."""
+
+    def __init__(self, gpu: GPU, features: Array, normalize: bool) -> None:
+        item = features.dtype.itemsize
+        if any(s % item for s in features.strides):
+            features = cupy.ascontiguousarray(features)
+        self.gpu, self.features = gpu, features
+        self.factor = self.exponent = None
+        n, d = features.shape
+        self.direct = (
+            not normalize
+            and DIRECT.get(gpu.precision) == features.dtype.name
+            and (features.strides[1] == item or d == 1)
+            and d * item % 16 == 0
+            and features.strides[0] % 16 == 0
+            and features.strides[0] >= d * item
+            and features.data.ptr % 16 == 0
+        )
+        self.padded = d if self.direct else config.padded(d, gpu.precision)
+        if normalize:
+            self.factor = cupy.empty(n, gpu.real)
+            self.exponent = cupy.empty(n, np.int32)
+            gpu.rows_kernel("row_norms", n, _matrix(features), np.int64(n), np.int64(d),
+                            self.factor, self.exponent)  # fmt: skip
+
+    def buffer(self, rows: int) -> Array:
+        """Room for staging `rows` rows; None where they are read in place."""
+        if self.direct:
+            return None
+        return cupy.empty(rows * self.padded * config.OPERAND_BYTES[self.gpu.precision], np.uint8)
+
+    def block(self, rows: slice, buffer: Array | None) -> _Operand:
+        """Rows `rows`, in place or staged into `buffer`."""
+        n, factor = rows.stop - rows.start, _pointer(self.factor, rows.start)
+        if buffer is None:
+            stride = self.features.strides[0] // self.features.dtype.itemsize
+            return _Operand(_pointer(self.features, rows.start), stride, 0, n, factor)
+        low = self.padded if self.gpu.precision == "bf16x3" else 0
+        stride = self.padded + low
+        self.gpu.rows_kernel(
+            "stage", n, _matrix(self.features, rows.start), np.int64(n),
+            np.int64(self.features.shape[1]), _argument(self.exponent, rows.start), buffer,
+            np.int64(stride), np.int64(low),
+        )  # fmt: skip
+        return _Operand(buffer.data.ptr, stride, low, n, factor)
+
+
+# --- accumulators ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Accumulator:
+    """Gradients of rows first.. in the making, [rows, stride], in the panels' unit."""
+
+    array: Array
+    stride: int
+    first: int
+
+    def pointer(self, row: int) -> int:
+        offset = (row - self.first) * self.stride * self.array.dtype.itemsize
+        return int(self.array.data.ptr + offset)
+
+
+def _in_place(out: Array | None, real: np.dtype[Any]) -> bool:
+    """Whether gradients can be gathered at their destination."""
+    return out is not None and (
+        out.dtype == real
+        and (out.strides[1] == real.itemsize or out.shape[1] == 1)
+        and out.strides[0] >= out.shape[1] * real.itemsize
+        and out.strides[0] % real.itemsize == 0
+    )
+
+
+# --- the backend ----------------------------------------------------------------------------------
+
+
+class GPU:
+    """Blocks of one problem on the current device: see `infonce.kernels.blocks.Backend`."""
+
+    xp = _Namespace()
+
+    def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
+        self.precision = problem.compute
+        self.real = np.dtype(np.float64 if self.precision == "fp64" else np.float32)
+        self.device = cupy.cuda.Device()
+        self.properties = device_properties(self.device.id)
+        if not config.supported(self.precision, self.properties):
+            raise ValueError(
+                f'precision: expected "fp32" or "fp64" on a device of compute capability '
+                f"{self.properties.capability}, which lacks the tensor cores for "
+                f'"{self.precision}"'
+            )
+        self.tile = config.tile(self.precision, problem.shape[2], self.properties)
+        self.query = _Side(self, problem.query, problem.normalize)
+        self.key = self.query if problem.symmetric else _Side(self, problem.key, problem.normalize)
+        self.scale = _scalar(problem.scale)
+        self.bias = _scalar(0.0 if problem.bias is None else problem.bias)
+        # whether key i belongs to query i
+        self.square = problem.symmetric or problem.two_sided or problem.bias is not None
+        self._queries_of_keys: tuple[Array, Array] | None = None
+        self.query_in_place = self.key_in_place = True
+        if gradients is not None:
+            self.query_in_place = _in_place(gradients.query, self.real)
+            self.key_in_place = not gradients.want_key or _in_place(gradients.key, self.real)
+        self.needs = config.Needs(
+            precision=self.precision,
+            staged_query=not self.query.direct,
+            staged_key=not self.key.direct,
+            columns=problem.two_sided or problem.symmetric,
+            gradient=gradients is not None,
+            query_accumulator=gradients is not None and not self.query_in_place,
+            key_accumulator=gradients is not None and not problem.symmetric
+            and not self.key_in_place,
+        )  # fmt: skip
+        if problem.symmetric and gradients is not None and not self.query_in_place:
+            # the triangle gathers the gradient of all rows
+            self.needs = replace(self.needs, key_accumulator=True)
+        self.cut = config.cut(
+            problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric
+        )
+
+    # -- launching
+
+    def kernel(self, file: str, name: str, shared: int = 0, **defines: int | str) -> Any:
+        return compiler.function(
+            self.device, file, name, shared, PRECISION=PRECISIONS[self.precision], **defines
+        )
+
+    def tiled_kernel(self, name: str, **defines: int) -> Any:
+        return self.kernel(
+            f"{name}.cu", name, self.tile.shared,
+            BLOCK_N=self.tile.block_n, STAGES=self.tile.stages, LEVELS=self.tile.levels,
+            MIN_BLOCKS=self.tile.min_blocks, **defines,
+        )  # fmt: skip
+
+    def rows_kernel(self, name: str, n: int, *arguments: Any) -> None:
+        """One warp a row."""
+        self.kernel("rows.cu", name)((-(-n // 8),), (256,), arguments)
+
+    def vector_kernel(self, name: str, n: int, *arguments: Any, threads: int = 1) -> None:
+        """So many threads an element."""
+        self.kernel("vectors.cu", name)((-(-n * threads // 128),), (128,), arguments)
+
+    @property
+    def scale_struct(self) -> Any:
+        return _struct(_SCALAR, *self.scale[:2])
+
+    def queries_of_keys(self, problem: Problem) -> tuple[Array, Array]:
+        """Queries in the order of their positive keys, and where each key's begin: [M], [N + 1]."""
+        if self._queries_of_keys is None:
+            m, n, _ = problem.shape
+            count = cupy.zeros(n + 1, np.int64)
+            self.vector_kernel("count_queries", m, problem.positives, np.int64(m), count)
+            start = cupy.cumsum(count)
+            order, taken = cupy.empty(m, np.int64), start.copy()
+            self.vector_kernel("list_queries", m, problem.positives, np.int64(m), taken, order)
+            self.vector_kernel("sort_queries", n, start, np.int64(n), order)
+            self._queries_of_keys = order, start
+        return self._queries_of_keys
+
+    # -- what blocks.solve asks for
+
+    def grid(self, problem: Problem, triangle: bool) -> Grid:
+        m, n, _ = problem.shape
+        return Grid(blocks.cut(m, self.cut.rows), blocks.cut(n, self.cut.columns), triangle)
+
+    def key_ranges(self, problem: Problem) -> list[slice]:
+        n = problem.shape[1]
+        return blocks.cut(n, self.cut.key_rows or n)
+
+    def poison(self, problem: Problem) -> Array:
+        """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
+        rows = self.not_finite(self.query)
+        if problem.key is problem.query:
+            return cupy.broadcast_to(rows.sum(), rows.shape)
+        return rows + self.not_finite(self.key).sum()
+
+    def not_finite(self, side: _Side) -> Array:
+        n, d = side.features.shape
+        out = cupy.empty(n)
+        self.rows_kernel("not_finite", n, _matrix(side.features), np.int64(n), np.int64(d), out)
+        return out
+
+    def fold(
+        self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
+    ) -> None:
+        if isinstance(epilogue, Statistics):
+            _StatisticsFold(self, problem, grid, epilogue).run()
+            if epilogue.row_rank is not None:
+                _RanksFold(self, problem, grid, epilogue).run()
+        elif isinstance(epilogue, OnlineSoftmax):
+            self.softmax_of_queries(problem, grid, epilogue, gradients)
+        elif isinstance(epilogue, SoftmaxGradient):
+            _SoftmaxFold(self, problem, grid, epilogue, gradients).run()
+        else:
+            _SigmoidFold(self, problem, grid, epilogue, gradients).run()
+
+    def softmax_of_queries(
+        self, problem: Problem, grid: Grid, online: OnlineSoftmax, gradients: Gradients | None
+    ) -> None:
+        """Log-sum-exps, then dQ alone."""
+        self.fold(problem, grid, Statistics(online.rows, None, online.positive), None)
+        negatives = online.rows.log2(cupy)
+        a = problem.upstream * problem.row_weight * problem.scale
+        at_positive = -a * sigmoid2(self.xp, negatives - online.positive)
+        lse = self.xp.logaddexp2(negatives, online.positive)
+        self.fold(problem, grid, SoftmaxGradient(lse, a, None, None, at_positive), gradients)
+
+
+class _Fold:
+    """One visit of every block of a grid. What happens to a block is the subclasses'."""
+
+    def __init__(self, gpu: GPU, problem: Problem, grid: Grid, phase: str) -> None:
+        self.gpu, self.problem, self.grid, self.phase = gpu, problem, grid, phase
+        self.rows = max(r.stop - r.start for r in grid.rows)
+        self.columns = max(c.stop - c.start for c in grid.columns)
+        self.query_buffer = gpu.query.buffer(self.rows)
+        self.key_buffer = gpu.key.buffer(self.columns)
+        self.staged: slice | None = None  # keys that are in the buffer
+
+    def run(self) -> None:
+        done, total = 0, len(self.grid)
+        for a, rows in enumerate(self.grid.rows):
+            self.q = self.gpu.query.block(rows, self.query_buffer)
+            for b in self.grid.visits(a):
+                columns = self.grid.columns[b]
+                if self.staged != columns:
+                    self.k = self.gpu.key.block(columns, self.key_buffer)
+                    self.staged = columns
+                self.block(rows, columns, a, b)
+                done += 1
+                if self.problem.progress is not None:
+                    self.problem.progress(self.phase, done, total)
+            self.end_rows(rows)
+        self.end()
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        raise NotImplementedError
+
+    def end_rows(self, rows: slice) -> None:
+        """A row panel has met all its columns."""
+
+    def end(self) -> None:
+        """All blocks have been visited."""
+
+    def launch(
+        self, name: str, rows: slice, columns: slice, arguments: tuple[Any, ...],
+        triangle: bool = False, **defines: int,
+    ) -> None:  # fmt: skip
+        """Run a tiled kernel over one block."""
+        gpu, problem, q, k = self.gpu, self.problem, self.q, self.k
+        item = config.OPERAND_BYTES[gpu.precision] // (2 if gpu.precision == "bf16x3" else 1)
+        row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // gpu.tile.block_n)
+        block = _struct(
+            _BLOCK,
+            (q.data, q.stride * item, q.low * item, q.rows, q.factor),
+            (k.data, k.stride * item, k.low * item, k.rows, k.factor),
+            max(gpu.query.padded, gpu.key.padded) * item,
+            rows.start, columns.start, row_tiles, column_tiles,
+            _pointer(problem.positives, rows.start),
+            _pointer(problem.query_ids, rows.start), _pointer(problem.key_ids, columns.start),
+            problem.symmetric, triangle, gpu.scale[:2],
+        )  # fmt: skip
+        kernel = gpu.tiled_kernel(name, **defines)
+        kernel(
+            (row_tiles * column_tiles,), (gpu.tile.threads,), (block, *arguments),
+            shared_mem=gpu.tile.shared,
+        )  # fmt: skip
+
+
+# --- log-sum-exp fold -----------------------------------------------------------------------------
+
+
+class _StatisticsFold(_Fold):
+    def __init__(self, gpu: GPU, problem: Problem, grid: Grid, stats: Statistics) -> None:
+        super().__init__(gpu, problem, grid, stats.phase)
+        self.stats = stats
+
+        def pairs(slots: int, n: int) -> Array:
+            return cupy.empty((slots, n, 2), gpu.real)
+
+        # one pair a row and column tile; the other way round likewise
+        self.row_pairs = pairs(-(-self.columns // gpu.tile.block_n), self.rows)
+        self.column_pairs = None
+        if stats.columns is not None:
+            self.column_pairs = pairs(-(-self.rows // config.BLOCK_M), self.columns)
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        stats, problem = self.stats, self.problem
+        whole = problem.symmetric and rows == columns  # both (i, j) and (j, i)
+        triangle = whole and self.gpu.tile.square
+        both = stats.columns is not None and (not whole or triangle)
+        column_pairs = self.row_pairs if triangle else self.column_pairs
+        arguments = (
+            _argument(stats.positive, rows.start),
+            self.row_pairs, np.int64(self.rows),
+            _argument(column_pairs), np.int64(self.rows if triangle else self.columns),
+        )  # fmt: skip
+        self.launch("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
+        row_tiles = -(-self.q.rows // config.BLOCK_M)
+        column_tiles = -(-self.k.rows // self.gpu.tile.block_n)
+        self.merge(self.row_pairs, column_tiles, self.rows, stats.rows, rows)
+        if both and not triangle:
+            assert stats.columns is not None
+            self.merge(self.column_pairs, row_tiles, self.columns, stats.columns, columns)
+
+    def merge(self, pairs: Array, slots: int, stride: int, sums: blocks.Sums, of: slice) -> None:
+        n = of.stop - of.start
+        self.gpu.vector_kernel(
+            "merge_pairs", n, pairs, np.int64(slots), np.int64(stride), np.int64(n),
+            self.gpu.scale_struct, _argument(sums.max, of.start), _argument(sums.sum, of.start),
+            threads=4,
+        )  # fmt: skip
+
+
+class _RanksFold(_Fold):
+    """Counts against the positives' logits, which the statistics have found."""
+
+    def __init__(self, gpu: GPU, problem: Problem, grid: Grid, stats: Statistics) -> None:
+        super().__init__(gpu, problem, replace(grid, triangle=False), "ranks")
+        self.stats = stats
+        positive, m = stats.positive, problem.shape[0]
+        if grid.triangle:  # each pair was met once, from one side
+            met = problem.positives > cupy.arange(m)
+            positive = cupy.where(met, positive, positive[problem.positives])
+        self.reference = cupy.empty(m, gpu.real)
+        gpu.vector_kernel("to_products", m, positive, np.int64(m), gpu.scale_struct, self.reference)
+        self.by_columns = stats.column_rank is not None and not problem.symmetric
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        stats, of_columns = self.stats, self.by_columns
+        arguments = (
+            _argument(self.reference, rows.start),
+            _argument(self.reference, columns.start) if of_columns else _NULL,
+            _argument(stats.row_rank, rows.start),
+            _argument(stats.column_rank, columns.start) if of_columns else _NULL,
+        )
+        self.launch("ranks", rows, columns, arguments, COLUMNS=int(of_columns))
+
+
+# --- gradient folds -------------------------------------------------------------------------------
+
+
+class _GradientFold(_Fold):
+    """Panels of dL/dx, and the products that make dQ and dK of them."""
+
+    def __init__(
+        self, gpu: GPU, problem: Problem, grid: Grid, phase: str, gradients: Gradients | None
+    ) -> None:
+        super().__init__(gpu, problem, grid, phase)
+        self.gradients = gradients
+        self.unit = cupy.empty(3)  # struct Ranges
+        self.at_positive: Array = None  # [M] dL/dx at positives, with `scale` folded in
+        d = problem.shape[2]
+        self.of_rows = self.of_columns = None
+        self.by_rows = gradients is not None and (gradients.want_query or problem.symmetric)
+        self.by_columns = gradients is not None and (
+            grid.triangle if problem.symmetric else gradients.want_key
+        )
+        if gradients is None:
+            return
+        low = 2 if gpu.precision == "bf16x3" else 1
+        self.stride = config.panel_stride(self.columns)
+        item = config.OPERAND_BYTES[gpu.precision] // low
+        self.panel = cupy.empty(self.rows * self.stride * low * item, np.uint8)
+        self.panel_low = self.rows * self.stride if low == 2 else 0
+        if problem.symmetric and self.by_columns:  # rows gather what columns bring, and the reverse
+            self.of_rows = self.of_columns = self.accumulator(
+                gradients.query, gpu.query_in_place, slice(0, problem.shape[0]), d
+            )
+            return
+        if self.by_rows:
+            self.of_rows = self.accumulator(
+                gradients.query, gpu.query_in_place, slice(0, self.rows), d
+            )
+        if self.by_columns:
+            keys = slice(grid.columns[0].start, grid.columns[-1].stop)
+            self.of_columns = self.accumulator(gradients.key, gpu.key_in_place, keys, d)
+
+    def accumulator(self, out: Array, in_place: bool, rows: slice, d: int) -> _Accumulator:
+        if in_place:
+            return _Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
+        return _Accumulator(cupy.empty((rows.stop - rows.start, d), self.gpu.real), d, rows.start)
+
+    @property
+    def panel_struct(self) -> Any:
+        if self.gradients is None:
+            return _struct(_PANEL, 0, 0, 0)
+        return _struct(_PANEL, self.panel.data.ptr, self.stride, self.panel_low)
+
+    def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        """dQ_a += P K_b and dK_b += P' Q_a."""
+        q, k, diagonal = self.q, self.k, self.problem.symmetric and rows == columns
+        d = self.problem.shape[2]
+        if self.of_rows is not None:
+            of = self.of_rows
+            if not self.symmetric_sweep and not self.gpu.query_in_place:
+                of.first = rows.start  # the panel's own rows are all that it holds
+            first = b == self.grid.visits(a)[0] and not (self.symmetric_sweep and a > 0)
+            self.product(OP_N, d, q.rows, k.rows, k, of, rows.start, first)
+        if self.of_columns is not None and not diagonal:
+            self.product(OP_T, d, k.rows, q.rows, q, self.of_columns, columns.start, a == 0)
+
+    @property
+    def symmetric_sweep(self) -> bool:
+        return self.problem.symmetric and self.grid.triangle
+
+    def product(
+        self, op: int, d: int, n: int, k: int, z: _Operand, out: _Accumulator, row: int,
+        first: bool,
+    ) -> None:  # fmt: skip
+        """out[row : row + n] (+)= P z or P' z. cuBLAS counts columns first: there all this is
+        the transpose, out' = z' P'."""
+        from cupy.cuda import cublas
+
+        precision, real = self.gpu.precision, self.gpu.real
+        one, zero = np.array(1, real), np.array(0, real)
+        item = config.OPERAND_BYTES[precision]
+        halves = [(0, 0)]
+        if precision == "bf16x3":  # small terms first
+            item //= 2
+            halves = [(self.panel_low, 0), (0, z.low), (0, 0)]
+        handle = cupy.cuda.device.get_cublas_handle()
+        for panel_half, operand_half in halves:
+            cublas.gemmEx(
+                handle, OP_N, op, d, n, k, one.ctypes.data,
+                z.data + operand_half * item, CUDA_TYPE[precision], z.stride,
+                self.panel.data.ptr + panel_half * item, CUDA_TYPE[precision], self.stride,
+                (zero if first else one).ctypes.data,
+                out.pointer(row), CUDA_TYPE["fp64" if precision == "fp64" else "fp32"], out.stride,
+                COMPUTE[precision], -1,
+            )  # fmt: skip
+            first = False
+
+    def end_rows(self, rows: slice) -> None:
+        if self.of_rows is not None:
+            assert self.gradients is not None
+            partners = _pointer(self.problem.positives), 0, 0
+            self.finish(self.of_rows, self.gpu.query, self.gpu.key, rows, partners,
+                        self.gradients.query, True)  # fmt: skip
+
+    def end(self) -> None:
+        if self.of_columns is None or self.of_columns is self.of_rows:
+            return
+        assert self.gradients is not None
+        partners = 0, 0, 1
+        if not self.gpu.square:
+            order, start = self.gpu.queries_of_keys(self.problem)
+            partners = _pointer(order), _pointer(start), 1
+        for columns in self.grid.columns:
+            self.finish(self.of_columns, self.gpu.key, self.gpu.query, columns, partners,
+                        self.gradients.key, not self.gradients.want_query)  # fmt: skip
+
+    def finish(
+        self, acc: _Accumulator, side: _Side, other: _Side, rows: slice,
+        partners: tuple[int, int, int], out: Array, need_dots: bool,
+    ) -> None:  # fmt: skip
+        """Rows' gradients are complete: positives, units, normalisation, destination."""
+        assert self.gradients is not None
+        n, d = rows.stop - rows.start, self.problem.shape[2]
+        dots = self.gradients.dots if need_dots else None
+        positives = _struct(
+            _POSITIVES, _pointer(self.at_positive), *partners, _matrix(other.features)[0],
+            _pointer(other.factor), _pointer(other.exponent),
+        )  # fmt: skip
+        self.gpu.rows_kernel(
+            "finish", n, np.uint64(acc.pointer(rows.start)), np.int64(acc.stride),
+            np.int64(rows.start), np.int64(n), np.int64(d), _matrix(side.features),
+            _argument(side.factor), _argument(side.exponent), positives, self.unit,
+            _argument(dots), _matrix(out),
+        )  # fmt: skip
+
+    def find_ranges(self, sources: Any, m: int, n: int) -> None:
+        """The unit in which panels are written, and whether one exponential serves both sides."""
+        largest = LARGEST_ELEMENT.get(self.gpu.precision, 1.0)
+        kernel = self.gpu.kernel("vectors.cu", "ranges")
+        kernel((1,), (1024,), (sources, np.int64(m), np.int64(n), np.float64(largest), self.unit))
+
+
+class _SoftmaxFold(_GradientFold):
+    def __init__(
+        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: SoftmaxGradient,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        super().__init__(gpu, problem, grid, epilogue.phase, gradients)
+        m, n, _ = problem.shape
+        given = [
+            None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
+            for v in (epilogue.row_lse, epilogue.row_factor, epilogue.positive,
+                      epilogue.column_lse, epilogue.column_factor)
+        ]  # fmt: skip
+        self.two_sided = epilogue.column_lse is not None
+        sources = _struct(_FACTOR_SOURCES, *map(_pointer, given))
+        self.find_ranges(sources, m, n)
+        self.at_positive = given[2]
+        self.by_row = cupy.empty((3, m), gpu.real)  # height, a, u
+        self.by_column = cupy.empty((2, n), gpu.real) if self.two_sided else None  # height, v
+        targets = [_pointer(v) for v in self.by_row]
+        targets += [0, 0] if self.by_column is None else [_pointer(v) for v in self.by_column]
+        gpu.vector_kernel(
+            "factors", max(m, n), sources, np.int64(m), np.int64(n), gpu.scale_struct, self.unit,
+            _struct(_FACTOR_TARGETS, *targets),
+        )  # fmt: skip
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        item = self.gpu.real.itemsize
+        of_rows = [_pointer(v) + rows.start * item for v in self.by_row]
+        of_columns = [0, 0]
+        if self.by_column is not None:
+            of_columns = [_pointer(v) + columns.start * item for v in self.by_column]
+        factors = _struct(_FACTORS, *of_rows, *of_columns, self.unit.data.ptr + _RANGES_SHARED)
+        arguments = factors, self.panel_struct
+        self.launch("gradient", rows, columns, arguments, COLUMNS=int(self.two_sided))
+        self.multiply(rows, columns, a, b)
+
+
+class _SigmoidFold(_GradientFold):
+    def __init__(
+        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: Sigmoid,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        super().__init__(gpu, problem, grid, epilogue.phase, gradients)
+        self.epilogue = epilogue
+        m, n, _ = problem.shape
+        factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
+        self.find_ranges(_struct(_FACTOR_SOURCES, 0, _pointer(factor), 0, 0, 0), m, n)
+        self.factor, self.at_positive = factor, cupy.empty(m)
+        self.row_factor = cupy.empty(m, gpu.real)
+        gpu.vector_kernel("per_unit", m, factor, np.int64(m), self.unit, self.row_factor)
+        self.sums = cupy.empty((-(-self.columns // gpu.tile.block_n), self.rows, 2), gpu.real)
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        gpu, epilogue, n = self.gpu, self.epilogue, rows.stop - rows.start
+        arguments = (
+            _struct(_SCALAR, *gpu.bias[:2]), _argument(self.row_factor, rows.start),
+            _argument(epilogue.positive, rows.start), self.sums, np.int64(self.rows),
+            self.panel_struct,
+        )  # fmt: skip
+        panel = int(self.gradients is not None)
+        self.launch("sigmoid", rows, columns, arguments, PANEL=panel)
+        slots = -(-self.k.rows // gpu.tile.block_n)
+        gpu.vector_kernel(
+            "add_pairs", n, self.sums, np.int64(slots), np.int64(self.rows), np.int64(n),
+            self.unit, _argument(epilogue.losses, rows.start),
+            _argument(epilogue.bias_grad, rows.start),
+        )  # fmt: skip
+        if self.gradients is not None:
+            self.multiply(rows, columns, a, b)
+
+    def end_rows(self, rows: slice) -> None:
+        start, n = rows.start, rows.stop - rows.start
+        self.gpu.vector_kernel(
+            "sigmoid_positives", n, _argument(self.epilogue.positive, start),
+            _argument(self.factor, start), np.int64(n), _struct(_SCALAR, *self.gpu.bias[:2]),
+            _argument(self.at_positive, start),
+        )  # fmt: skip
+        super().end_rows(rows)
+
+
+# --- one call -------------------------------------------------------------------------------------
+
+
+def solve(problem: Problem, gradients: Gradients | None) -> Solution:
+    """Loss and gradients of a problem whose arrays are on one device, on its current stream."""
+    device = problem.query.device
+    if device.id != cupy.cuda.runtime.getDevice():
+        with device:
+            return solve(problem, gradients)
+    if problem.method == "fused":
+        gpu_fused.require(problem)
+    if not problem.ranks and (
+        problem.method == "fused" or (problem.method == "auto" and gpu_fused.pays(problem))
+    ):
+        return gpu_fused.solve(problem, gradients, device_properties(device.id))
+    return blocks.solve(problem, GPU(problem, gradients), gradients)
