@@ -37,6 +37,7 @@ from .loss import LOSSES
 Array = Any
 TEMPERATURE = 0.07
 GEMM = 4096  # side of the matrix product that everything is compared with
+PAUSE = 0.15  # seconds, in which idle threads of the last contender's BLAS stop spinning
 REFERENCE_ROWS = 2048  # errors are measured up to here: the reference keeps float64 matrices
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
@@ -91,6 +92,7 @@ def bench(
 ) -> None:
     """Time and memory of loss and gradient by different methods, side by side.
 
+    products are the four matrix products of the loss alone, a yardstick.
     numpy and torch keep the full matrix of logits, as people write it; naive, fused and tiled are
     this library's. Contenders take turns, after one warm-up each, so that a slow minute hits all
     of them. GFLOP/s counts the useful work of loss and gradient, 8 N N D, whatever is executed,
@@ -194,6 +196,7 @@ def _unit_rows(rng: np.random.Generator, rows: int, dim: int, dtype: str) -> Arr
 
 
 def _seconds(run: Callable[[], Any]) -> float:
+    time.sleep(PAUSE)
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -226,7 +229,7 @@ def _reference(kind: str, features: Sequence[Array]) -> Outcome:
 
 def _errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
     """Relative errors: of the loss, and the largest ||g - g_ref|| / ||g_ref|| of a gradient."""
-    if reference is None:
+    if reference is None or not outcome[1]:
         return {}
     gradients = zip(outcome[1], reference[1], strict=True)
     return {

@@ -15,7 +15,7 @@ from ..losses import Loss
 Array = Any
 Outcome = tuple[float, list[Array]]  # loss, gradients of the features that get one
 LIBRARY = ("naive", "fused", "tiled")
-METHODS = ("numpy", *LIBRARY, "torch")
+METHODS = ("products", "numpy", *LIBRARY, "torch")
 
 
 def contender(
@@ -32,6 +32,8 @@ def contender(
     needed, room = PASSES * rows * rows * itemsize, available_memory(np)
     if room and needed > room:
         raise MemoryError(f"needs {needed} bytes, of which {room} are free")
+    if method == "products":
+        return _products(features)
     if method == "numpy":
         return lambda: _numpy(kind, features, scale)
     return _torch(kind, features, scale)
@@ -50,6 +52,23 @@ def positives(kind: Loss, rows: int) -> Array:
     """[rows] the key that is each query's positive."""
     shift = rows // 2 if kind.symmetric else 0
     return (np.arange(rows) + shift) % rows
+
+
+def _products(features: Sequence[Array]) -> Callable[[], Outcome]:
+    """The four products that loss and gradient are made of, and nothing else: a yardstick."""
+    dtype = np.result_type(features[0].dtype, np.float32)
+    query, key = (features[i].astype(dtype, copy=False) for i in (0, -1))
+    x = np.empty((len(query), len(key)), dtype)
+    dq, dk = np.empty_like(query), np.empty_like(key)
+
+    def run() -> Outcome:
+        for _ in range(2):
+            np.matmul(query, key.T, out=x)
+        np.matmul(x, key, out=dq)
+        np.matmul(x.T, query, out=dk)
+        return float("nan"), []
+
+    return run
 
 
 def _numpy(kind: Loss, features: Sequence[Array], scale: float) -> Outcome:
