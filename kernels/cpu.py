@@ -37,7 +37,7 @@ from .blocks import (
 )
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
-TILE = 1024, 896  # rows x columns; rows of a power of 2 bytes would share cache sets
+TILE = 2048, 1344  # rows x columns; rows of a power of 2 bytes would share cache sets
 SQUARE = 768  # a side of a tile where only one triangle is visited; the diagonal is computed whole
 THREADING_PAYS = 2**26  # multiply-adds below which a second thread costs more than it brings
 
@@ -291,7 +291,7 @@ class CPU:
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, d = problem.shape
         bm, bn = (SQUARE, SQUARE) if problem.symmetric else TILE
-        while bm > 16 and bm * (self.threads - 1) >= m:  # a panel for every thread
+        while bm > 16 and self.threads > 1 and 2 * bm * self.threads > m:  # two panels a thread
             bm //= 2
         if problem.symmetric:
             bn = bm
