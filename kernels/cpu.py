@@ -3,8 +3,8 @@
 A worker takes row panels from a common queue and folds a panel's tiles from left to right, with
 single-threaded BLAS: its tile stays in its own cache, and no thread waits for another inside a
 product. Row sums and dQ belong to the worker. What columns gather, statistics and dK, is added in
-the order of the panels, whichever worker comes first, so results do not depend on the number of
-threads: they are bitwise the same from run to run.
+the order of the panels, whichever worker comes first: results are bitwise the same from run to run
+for a given number of threads (which the cut into panels follows).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .blocks import (
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 TILE = 2048, 1344  # rows x columns; rows of a power of 2 bytes would share cache sets
-SQUARE = 768  # a side of a tile where only one triangle is visited; the diagonal is computed whole
+SQUARE = 896  # a side of a tile where only one triangle is visited; the diagonal is computed whole
 THREADING_PAYS = 2**26  # multiply-adds below which a second thread costs more than it brings
 
 

@@ -27,7 +27,9 @@ def contender(
     copies, has no room.
     """
     if method in LIBRARY:
-        return lambda: _library(method, kind, features, scale, workspace)
+        out = [np.empty_like(z) for n, z in zip(kind.arguments, features, strict=True)
+               if n not in kind.locked]  # fmt: skip
+        return lambda: _library(method, kind, features, scale, workspace, out)
     rows, itemsize = len(features[0]), max(4, features[0].dtype.itemsize)
     needed, room = PASSES * rows * rows * itemsize, available_memory(np)
     if room and needed > room:
@@ -40,12 +42,12 @@ def contender(
 
 
 def _library(
-    method: str, kind: Loss, features: Sequence[Array], scale: float, workspace: int
-) -> Outcome:
+    method: str, kind: Loss, features: Sequence[Array], scale: float, workspace: int,
+    gradients: list[Array],
+) -> Outcome:  # fmt: skip
     function = getattr(infonce, f"{kind.name}_loss_and_grad")
-    out = function(*features, scale=scale, method=method, workspace=workspace)
-    gradients = (getattr(out.grads, name) for name in kind.arguments)
-    return float(out.loss), [g for g in gradients if g is not None]
+    result = function(*features, scale=scale, method=method, workspace=workspace, out=gradients)
+    return float(result.loss), gradients
 
 
 def positives(kind: Loss, rows: int) -> Array:
