@@ -94,6 +94,8 @@ def on_stream_of(array: Array) -> Any:
     if _loaded("torch", "Tensor", array) and array.is_cuda:
         torch, cupy = sys.modules["torch"], _cupy()
         stream = torch.cuda.current_stream(array.device)
+        if hasattr(cupy.cuda.Stream, "from_external"):
+            return cupy.cuda.Stream.from_external(stream)
         return cupy.cuda.ExternalStream(stream.cuda_stream, array.device.index)
     import contextlib
 

@@ -55,6 +55,7 @@ class Request:
     gradients: Gradients | None
     feature_grads: dict[str, Array]  # by argument name; those that were asked for
     given_out: dict[str, Array]  # the caller's own arrays among them, as they came
+    without_positive: Array | None  # [M] rows whose label is out of range (known on a GPU alone)
     wrt: frozenset[str]
     reduction: str
     dtype: np.dtype[Any]  # of the loss
@@ -104,12 +105,13 @@ def check(
 
     row_ids, column_ids = _ids(xp, loss, o["ids"], m, n)
     wrt = _wrt(loss, o["wrt"]) if with_grad else frozenset()
+    positives, without_positive = _positives(xp, loss, labels, m, n)
     problem = Problem(
         query=query,
         key=key,
         scale=scale,
         upstream=_upstream(xp, o["grad_out"], o["reduction"], m),
-        positives=_positives(xp, loss, labels, m, n),
+        positives=positives,
         row_weight=loss.row_weight,
         column_weight=loss.column_weight,
         bias=bias if loss.sigmoid else None,
@@ -142,7 +144,7 @@ def check(
         )
     double = any(z.dtype.name == "float64" for z in arrays)
     return Request(
-        problem, gradients, outs, given_out, wrt, o["reduction"],
+        problem, gradients, outs, given_out, without_positive, wrt, o["reduction"],
         np.dtype(np.float64 if double else np.float32),
         bool(o["metrics"]), bool(o["return_logits"]),
     )  # fmt: skip
@@ -285,19 +287,22 @@ def _integers(xp: Any, name: str, value: Any, n: int) -> Array:
     return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
 
 
-def _positives(xp: Any, loss: Loss, labels: Array | None, m: int, n: int) -> Array:
+def _positives(
+    xp: Any, loss: Loss, labels: Array | None, m: int, n: int
+) -> tuple[Array, Array | None]:
+    """[M] the positive key of each row; on a GPU also which labels are out of range."""
     if loss.symmetric:
-        return (xp.arange(m) + m // 2) % m
+        return (xp.arange(m) + m // 2) % m, None
     if labels is None:
-        return xp.arange(m)
+        return xp.arange(m), None
     labels = _integers(xp, "labels", labels, m)
-    if xp is not np:  # a label out of range finds no positive: the loss is NaN
-        return labels
     outside = (labels < 0) | (labels >= n)
+    if xp is not np:  # to look would be to wait for the device: such rows get a NaN loss instead
+        return xp.where(outside, 0, labels), outside
     if outside.any():
         i = int(outside.argmax())
         raise ValueError(f"labels: expected values in [0, {n}), got {labels[i]} at position {i}")
-    return labels
+    return labels, None
 
 
 def _ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:

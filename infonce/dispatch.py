@@ -90,6 +90,9 @@ def _solve(request: Request) -> Solution:
 
 def _reduce(request: Request, losses: Array) -> Array:
     """Per-row losses to the result the caller asked for."""
+    if request.without_positive is not None:
+        xp = arrays.namespace(losses)
+        losses = xp.where(request.without_positive, xp.nan, losses)
     if request.reduction == "none":
         return losses.astype(request.dtype)
     total = losses.sum() if request.reduction == "sum" else losses.mean()

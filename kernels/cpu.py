@@ -154,6 +154,10 @@ class _Spares:
                 return best[:size].view(dtype)
         return np.empty(size, np.uint8).view(dtype)
 
+    def clear(self) -> None:
+        with self._lock:
+            self._spares = []
+
     def give(self, array: Array) -> None:
         """Hand back what `take` returned; it must not be used any more."""
         owner = array

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from rich.table import Table
 
+from ..kernels.cpu import SPARES
 from . import machine
 from .common import (
     Bytes,
@@ -204,10 +205,12 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 def _memory(run: Callable[[], Any]) -> dict[str, int | None]:
     """Bytes beyond the inputs in one call: what NumPy allocates, and what the process grows by."""
+    SPARES.clear()  # what a first call needs
     tracemalloc.start()
     run()
     allocated = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    SPARES.clear()
     return_freed_memory()
     measured, before = reset_peak(), resident()
     run()
