@@ -252,6 +252,7 @@ class CPU:
         # Tiles of logits that the workspace has room for: the gradient fold need not recompute them
         self.kept: dict[tuple[int, int], Array] = {}
         self.kept_arena: Array | None = None
+        self.kept_grid: Grid | None = None
         self.gradients = gradients
         self.accumulators = self._accumulator_rows(problem, gradients)
 
@@ -330,6 +331,7 @@ class CPU:
                 if room >= 0:
                     shapes[a, b] = slice(elements, elements + shape[0] * shape[1]), shape
                     elements += shape[0] * shape[1]
+        self.kept_grid = grid
         self.kept_arena = arena = SPARES.take(elements, self.dtype)
         self.kept = {block: arena[part].reshape(shape) for block, (part, shape) in shapes.items()}
         if problem.method == "fused" and room < 0:
@@ -446,7 +448,9 @@ class _Fold:
         # Logits of an earlier fold over the same blocks are used up by the gradient
         self.kept: dict[tuple[int, int], Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
-            self.kept, cpu.kept = cpu.kept, {}
+            if cpu.kept_grid == grid:  # not where keys come in ranges
+                self.kept = cpu.kept
+            cpu.kept = {}
         elif isinstance(epilogue, Statistics) and cpu.gradients is not None:
             cpu.keep_logits(problem, grid)
             self.kept = cpu.kept
