@@ -112,6 +112,7 @@ def check(
         scale=scale,
         upstream=_upstream(xp, o["grad_out"], o["reduction"], m),
         positives=positives,
+        row_share={"mean": 1.0 / m, "sum": 1.0, "none": None}[o["reduction"]],
         row_weight=loss.row_weight,
         column_weight=loss.column_weight,
         bias=bias if loss.sigmoid else None,
@@ -138,7 +139,6 @@ def check(
         gradients = Gradients(
             query=outs.get(loss.arguments[0]),
             key=outs.get(key_name) if want_key else None,
-            dots=xp.zeros(m if want_query else n),
             want_query=want_query,
             want_key=want_key,
         )
@@ -291,10 +291,8 @@ def _positives(
     xp: Any, loss: Loss, labels: Array | None, m: int, n: int
 ) -> tuple[Array, Array | None]:
     """[M] the positive key of each row; on a GPU also which labels are out of range."""
-    if loss.symmetric:
-        return (xp.arange(m) + m // 2) % m, None
     if labels is None:
-        return xp.arange(m), None
+        return None, None
     labels = _integers(xp, "labels", labels, m)
     outside = (labels < 0) | (labels >= n)
     if xp is not np:  # to look would be to wait for the device: such rows get a NaN loss instead
@@ -333,8 +331,11 @@ def _wrt(loss: Loss, wrt: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _upstream(xp: Any, grad_out: Any, reduction: str, m: int) -> Array:
-    """[M] d result / d loss_i."""
+def _upstream(xp: Any, grad_out: Any, reduction: str, m: int) -> Any:
+    """d result / d loss_i: a number for all rows, or [M]."""
+    share = 1.0 / m if reduction == "mean" else 1.0
+    if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
+        return grad_out * share
     value = native(grad_out)
     value = value if _is_array(value) else np.asarray(value)
     if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
@@ -345,9 +346,8 @@ def _upstream(xp: Any, grad_out: Any, reduction: str, m: int) -> Array:
             f"grad_out: expected shape {' or '.join(map(str, expected))} with "
             f'reduction="{reduction}", got {value.shape}'
         )
-    share = 1.0 / m if reduction == "mean" else 1.0
     if isinstance(value, np.ndarray) and value.ndim == 0:
-        return xp.full(m, float(value) * share)
+        return float(value) * share
     value = xp.asarray(value).astype(np.float64) * share
     return xp.ascontiguousarray(xp.broadcast_to(value, (m,)))
 

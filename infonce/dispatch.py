@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import arrays
 from .checks import DEFAULTS, Request, check
-from .kernels.blocks import LN_2, Array, Solution, solve
+from .kernels.blocks import LN_2, Array, Solution, solve, spelled_out
 from .result import LossAndGrad, Metrics
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def loss(
     """The loss alone."""
     with arrays.on_stream_of(given[0]), _device(given) as features:
         request = check(kind, features, labels, bias, options, with_grad=False)
-        return arrays.back(given[0])(_reduce(request, _solve(request).losses))
+        return arrays.back(given[0])(_reduce(request, _solve(request)))
 
 
 def loss_and_grad(
@@ -48,11 +48,11 @@ def loss_and_grad(
             grads["bias"] = scalar("bias", solution.bias_grad)
         lse: Any = None
         if solution.row_lse is not None:
-            lse = back(solution.row_lse.astype(request.dtype))
+            lse = back(solution.row_lse.astype(request.dtype, copy=False))
             if solution.column_lse is not None:
-                lse = lse, back(solution.column_lse.astype(request.dtype))
+                lse = lse, back(solution.column_lse.astype(request.dtype, copy=False))
         return LossAndGrad(
-            loss=back(_reduce(request, solution.losses)),
+            loss=back(_reduce(request, solution)),
             grads=kind.grads(**grads),
             lse=lse,
             metrics=_metrics(solution, back) if request.metrics else None,
@@ -78,7 +78,8 @@ def _solve(request: Request) -> Solution:
     if problem.method == "naive":
         from .kernels import naive
 
-        return naive.solve(problem, gradients, arrays.namespace(problem.query))
+        xp = arrays.namespace(problem.query)
+        return naive.solve(spelled_out(problem, xp), gradients, xp)
     if _on_gpu(problem.query):
         from .kernels import gpu
 
@@ -88,13 +89,16 @@ def _solve(request: Request) -> Solution:
     return solve(problem, CPU(problem, gradients), gradients)
 
 
-def _reduce(request: Request, losses: Array) -> Array:
+def _reduce(request: Request, solution: Solution) -> Array:
     """Per-row losses to the result the caller asked for."""
+    losses = solution.losses
+    if solution.loss is not None and request.without_positive is None:
+        return _zero_d(request, solution.loss)
     if request.without_positive is not None:
         xp = arrays.namespace(losses)
         losses = xp.where(request.without_positive, xp.nan, losses)
     if request.reduction == "none":
-        return losses.astype(request.dtype)
+        return losses.astype(request.dtype, copy=False)
     total = losses.sum() if request.reduction == "sum" else losses.mean()
     return _zero_d(request, total)
 

@@ -42,13 +42,17 @@ class Problem:
 
     `losses_i` is the loss of row i; the result is ``sum_i upstream_i * losses_i`` and gradients are
     of that. `upstream` carries the reduction and the caller's `grad_out`.
+
+    `upstream` and `positives` are mostly the same for every call of a loss; `spelled_out` makes the
+    vectors that the folds index. (A kernel that knows the rule saves the time to write them.)
     """
 
     query: Array  # [M, D]
     key: Array  # [N, D]; `query` itself where `symmetric`
     scale: Any  # number, or 0-d array on the device
-    upstream: Array  # [M] float64
-    positives: Array  # [M] int64: the key that is row i's positive
+    upstream: Any  # [M] float64; a number where it is the same for all rows
+    positives: Array = None  # [M] int64: the key that is row i's positive; None for the loss's rule
+    row_share: float | None = None  # weight of a row in the reduced loss; None: not reduced
     row_weight: float = 1.0  # weight of the softmax over keys
     column_weight: float = 0.0  # weight of the softmax over queries
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
@@ -71,6 +75,18 @@ class Problem:
     def two_sided(self) -> bool:
         """Whether columns have statistics of their own."""
         return self.column_weight != 0.0
+
+
+def spelled_out(problem: Problem, xp: Any) -> Problem:
+    """The same problem with its vectors as arrays: key i is positive for query i; of 2B views,
+    i + B for i."""
+    m = problem.shape[0]
+    positives, upstream = problem.positives, problem.upstream
+    if positives is None:
+        positives = (xp.arange(m) + m // 2) % m if problem.symmetric else xp.arange(m)
+    if isinstance(upstream, float):
+        upstream = xp.full(m, upstream)
+    return replace(problem, positives=positives, upstream=upstream)
 
 
 @dataclass(frozen=True)
@@ -219,10 +235,15 @@ class Solution:
     logits: Array | None = None  # [M, N], naive only
     scale_grad: Array | None = None  # 0-d
     bias_grad: Array | None = None  # 0-d
+    loss: Array | None = None  # 0-d, reduced by `row_share`, from a backend that does so itself
 
 
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of `problem`: the one path every loss and backend takes."""
+    problem = spelled_out(problem, backend.xp)
+    if gradients is not None and gradients.dots is None:
+        m, n, _ = problem.shape
+        gradients = replace(gradients, dots=backend.xp.zeros(m if gradients.want_query else n))
     with np.errstate(invalid="ignore"):  # NaN in, NaN out
         if problem.bias is not None:
             return _solve_sigmoid(problem, backend, gradients)

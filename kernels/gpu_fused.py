@@ -13,12 +13,13 @@ from .blocks import Array, Gradients, Problem, Solution
 from .launch_config import Device
 
 THREADS = 256
-SHARED = 40 * 1024  # of a block, at most, with what the system reserves
+TILE = 64  # rows and columns of a tile
+CHUNK_BYTES = 128  # of a row, in one step of a product
 PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # kernels/cuda/common.cuh
 
 # struct Fused: four matrices, m n d, scale and bias, weights, ...; every field has 8 bytes
-_LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQ" + "dd" + "QQQQ" + 6 * "q" + 20 * "Q")
+_LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQ" + "dddd" + "QQQQ" + 6 * "q" + 21 * "Q")
 _BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
 _NO_MATRIX = (0, 0, 0, 0)
 _kernels: dict[tuple[int, bool, str], Any] = {}
@@ -40,18 +41,19 @@ def pays(problem: Problem) -> bool:
     return m * n * d <= PAYS and fits(problem)
 
 
-def blocks(properties: Device) -> int:
-    """Blocks that a multiprocessor holds at a time: the grid's barrier needs all of them there."""
-    return 2 if properties.shared_memory_of_all >= 2 * SHARED else 1
-
-
 def parts(problem: Problem, resident: int) -> int:
     """Into how many parts of the features the products are cut, to have work for the device."""
-    m, n, d = problem.shape
-    chunks = -(-d // (32 if problem.compute == "fp64" else 64))
-    tiles = -(-m // 32) * -(-n // 32)
+    d = problem.shape[2]
+    chunks = -(-d // (CHUNK_BYTES // (8 if problem.compute == "fp64" else 4)))
     room = 2 * problem.workspace // logit_bytes(problem)
-    return max(1, min(8, chunks, resident // tiles, room))
+    return max(1, min(16, chunks, resident // logit_tiles(problem), room))
+
+
+def logit_tiles(problem: Problem) -> int:
+    """Tiles of logits that are computed: of symmetric ones, a triangle."""
+    m, n, _ = problem.shape
+    across = -(-n // TILE)
+    return across * (across + 1) // 2 if problem.symmetric else -(-m // TILE) * across
 
 
 def require(problem: Problem) -> None:
@@ -120,15 +122,15 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     device = cupy.cuda.Device()
     query, key = _whole(problem.query), _whole(problem.key)
 
-    # vectors of doubles: losses, lse of rows, of columns, gradients of scale and bias; scratch
-    out = cupy.empty(2 * m + n + 2)
-    resident = properties.multiprocessors * blocks(properties)
+    # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
+    out = cupy.empty(2 * m + n + 3, np.float64 if double else np.float32)
+    resident = properties.multiprocessors  # the grid's barrier needs all blocks there at a time
     cuts = parts(problem, resident)
     size = max(cuts, 2) * m * n * item
     scratch = cupy.empty(5 * m + 4 * n + (size + 2 * (m + n) * item) // 8 + 1)
     start = out.data.ptr
-    losses, row_lse, column_lse = start, start + 8 * m, start + 16 * m
-    scale_grad = start + 8 * (2 * m + n)
+    losses, row_lse, column_lse = start, start + item * m, start + 2 * item * m
+    reduced = start + item * (2 * m + n)
     at = int(scratch.data.ptr)
 
     def take(size: int) -> int:
@@ -150,23 +152,32 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
 
     scale, bias = _scalar(problem.scale), _scalar(0.0 if problem.bias is None else problem.bias)
     barrier = _barrier(device.id)
+    upstream, each = problem.upstream, None
+    if not isinstance(upstream, float):
+        upstream, each = 0.0, upstream
     arguments = _LAYOUT.pack(
         *_matrix(query), *_matrix(key),
         *(_NO_MATRIX if gradients is None else _matrix(gradients.query)),
         *(_NO_MATRIX if gradients is None else _matrix(gradients.key)),
         m, n, d, *scale[:2], *bias[:2], problem.row_weight, problem.column_weight,
-        problem.upstream.data.ptr, problem.positives.data.ptr,
+        problem.row_share or 0.0, upstream,
+        0 if each is None else each.data.ptr,
+        0 if problem.positives is None else problem.positives.data.ptr,
         0 if problem.query_ids is None else problem.query_ids.data.ptr,
         0 if problem.key_ids is None else problem.key_ids.data.ptr,
         symmetric, two_sided, sigmoid, problem.normalize, gradients is not None, cuts,
         x, row_inverse, column_inverse, row_bad, column_bad, row_gap, column_gap,
         row_dot, column_dot, row_sum, losses, row_lse, column_lse,
-        scale_grad, scale_grad + 8,
+        reduced, reduced + item, reduced + 2 * item,
         row_height, row_factor, column_height, column_factor, barrier.data.ptr,
     )  # fmt: skip
     kernel = _kernel(device, double, query.dtype.name if query.dtype == key.dtype else "")
-    tiles = max(-(-m // 32) * -(-n // 32) * cuts, 2 * -(-max(m, n) // 32) * -(-d // 64), -(-m // 8))
-    grid = min(resident, tiles)
+    of_gradients = 0
+    if gradients is not None:
+        of_gradients = -(-m // TILE) * (gradients.query is not None)
+        of_gradients += -(-n // TILE) * (gradients.key is not None)
+    work = max(logit_tiles(problem) * cuts, of_gradients * -(-d // TILE), -(-max(m, n) // 8))
+    grid = min(resident, work)
     kernel((grid,), (THREADS,), (np.frombuffer(arguments, _BY_VALUE),),
            enable_cooperative_groups=True)  # fmt: skip
     if problem.progress is not None:
@@ -176,8 +187,10 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         solution.row_lse = out[m : 2 * m]
         if two_sided:
             solution.column_lse = out[2 * m : 2 * m + n]
+    if problem.row_share is not None:
+        solution.loss = out[2 * m + n]
     if gradients is not None:
-        solution.scale_grad = out[2 * m + n]
+        solution.scale_grad = out[2 * m + n + 1]
         if sigmoid:
-            solution.bias_grad = out[2 * m + n + 1]
+            solution.bias_grad = out[2 * m + n + 2]
     return solution

@@ -4,33 +4,38 @@
 // blocks go through the same phases, with a barrier over the grid between them:
 //
 //     0  norms; which rows have features that are not finite
-//     1  x, by tiles of 32 x 32, and by parts of the features where tiles alone are too few
+//     1  x, by tiles of 64 x 64 (one triangle of them where x is symmetric), and by parts of the
+//        features where tiles alone are too few
 //     2  per row and per column: log-sum-exp n of the negatives, gap n - p to the positive's logit
 //     3  per row: loss = softplus(gap), P = dL/dx, sum_j P_ij x_ij
-//     4  dQ = P K and dK = P' Q, by tiles of 32 rows x 64 features; sums over all rows, in a fixed
+//     4  dQ = P K and dK = P' Q, by tiles of 64 rows x 64 features; sums over all rows, in a fixed
 //        order
+//
+// In a product, a thread has 4 x 4 results of a tile, 16 apart: eight numbers read from shared
+// memory serve sixteen multiply-adds.
 //
 // Formulas are those of lse.cu, gradient.cu and sigmoid.cu, in float32 (float64) throughout.
 #include "common.cuh"
 
 #define FUSED_THREADS 256
-#ifndef BLOCKS
-#define BLOCKS 2  // on a multiprocessor: most of the time is waiting for memory
-#endif
 #define WARPS (FUSED_THREADS / 32)
 #define LOW ((Real)-INFINITY_)
 #define WIDE (16 / (int)sizeof(Real))      // numbers in 16 bytes
-#define CHUNK (256 / (int)sizeof(Real))    // features of a row that phase 1 has in shared memory
+#define TILE 64                            // rows and columns of a tile
+#define CHUNK (128 / (int)sizeof(Real))    // of a row, in one step of a product
 #define CHUNK_STRIDE (CHUNK + WIDE)        // eight rows lie in different banks
-#define FEATURES 64                        // of a tile of gradients
+#define SHARE (TILE * CHUNK / FUSED_THREADS)  // of a thread, when a chunk is fetched
 
 struct Fused {
   Matrix q, k, dq, dk;  // dq, dk: data null where not wanted
   i64 m, n, d;
   Scalar scale, bias;
   double row_weight, column_weight;
-  const double* upstream;  // [M]
-  const i64 *positives, *query_ids, *key_ids;
+  double row_share;           // weight of a row in the reduced loss
+  double upstream;            // of all rows, unless each has its own
+  const double* upstreams;    // [M] or null
+  const i64* positives;       // [M], or null: the other view of a sample, or i for i
+  const i64 *query_ids, *key_ids;
   i64 symmetric, two_sided, sigmoid, normalize, gradient;
   i64 parts;                                     // of the features in phase 1
   Real* x;                                       // [max(parts, 2), M, N]: logits, then P
@@ -38,8 +43,8 @@ struct Fused {
   double *row_bad, *column_bad;                  // 0 or NaN
   double *row_gap, *column_gap;
   double *row_dot, *column_dot, *row_sum;
-  double *losses, *row_lse, *column_lse;         // out
-  double *scale_grad, *bias_grad;                // out
+  Real *losses, *row_lse, *column_lse;           // out
+  Real *loss, *scale_grad, *bias_grad;           // out
   Real *row_height, *row_factor, *column_height, *column_factor;
   u32* barrier;  // [2], zeros before and after
 };
@@ -65,6 +70,14 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
 
 __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
   return (f.symmetric && i == j) || (f.query_ids && f.query_ids[i] == f.key_ids[j]);
+}
+
+__device__ __forceinline__ i64 positive_of(const Fused& f, i64 i) {
+  if (f.positives) return f.positives[i];
+  return !f.symmetric ? i : i < f.m / 2 ? i + f.m / 2 : i - f.m / 2;
+}
+__device__ __forceinline__ double upstream_of(const Fused& f, i64 i) {
+  return f.upstreams ? f.upstreams[i] : f.upstream;
 }
 
 // log2 of 2^a + 1, where a may be infinite
@@ -103,29 +116,35 @@ __device__ __forceinline__ Real feature(const Matrix& z, i64 row, i64 k, const d
 // --- phase 1 -----------------------------------------------------------------------------------------------
 
 struct Chunks {
-  alignas(16) Real q[32][CHUNK_STRIDE], k[32][CHUNK_STRIDE];
+  alignas(16) Real q[TILE][CHUNK_STRIDE], k[TILE][CHUNK_STRIDE];
 };
 
 // This thread's share of the next chunk, on its way from global memory.
-struct Fetched {
-  Real z[32 * CHUNK / FUSED_THREADS];
-};
-
-__device__ __forceinline__ void fetch(Fetched& to, const Matrix& z, i64 first, i64 rows, i64 k0,
-                                      i64 d, const double* inverse) {
+__device__ __forceinline__ void fetch(Real (&to)[SHARE], const Matrix& z, i64 first, i64 rows,
+                                      i64 k0, i64 d, const double* inverse) {
 #pragma unroll
-  for (int s = 0; s < 32 * CHUNK / FUSED_THREADS; ++s) {
+  for (int s = 0; s < SHARE; ++s) {
     const int at = s * FUSED_THREADS + threadIdx.x;
     const i64 row = first + at / CHUNK, k = k0 + at % CHUNK;
-    to.z[s] = row < rows && k < d ? feature(z, row, k, inverse) : 0;
+    to[s] = row < rows && k < d ? feature(z, row, k, inverse) : 0;
   }
 }
-__device__ __forceinline__ void put(Real (&to)[32][CHUNK_STRIDE], const Fetched& from) {
+__device__ __forceinline__ void put(Real (&to)[TILE][CHUNK_STRIDE], const Real (&from)[SHARE]) {
 #pragma unroll
-  for (int s = 0; s < 32 * CHUNK / FUSED_THREADS; ++s) {
+  for (int s = 0; s < SHARE; ++s) {
     const int at = s * FUSED_THREADS + threadIdx.x;
-    to[at / CHUNK][at % CHUNK] = from.z[s];
+    to[at / CHUNK][at % CHUNK] = from[s];
   }
+}
+
+// Where this thread's results lie in a tile: rows r + 16 h, columns c + 16 h. Lanes of a warp read
+// eight rows and four of the other side at a time.
+struct Place {
+  int r, c;
+};
+__device__ __forceinline__ Place place() {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  return {warp / 2 * 4 + lane / 8, warp % 2 * 8 + lane % 8};
 }
 
 __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d,
@@ -135,12 +154,11 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
   Real* out = f.x + part_of_d * f.m * f.n;
   const double* qi = f.normalize ? f.row_inverse : nullptr;
   const double* ki = f.normalize ? f.column_inverse : nullptr;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int r = warp / 2 * 4 + lane / 8, c = warp % 2 * 8 + lane % 8;  // and 16 beyond
-  Fetched q, k;
+  const Place at = place();
+  Real q[SHARE], k[SHARE];
   fetch(q, f.q, row0, f.m, begin, end, qi);
   fetch(k, f.k, column0, f.n, begin, end, ki);
-  Real x[2][2] = {{0, 0}, {0, 0}};
+  Real x[4][4] = {};
   int buffer = 0;
   for (i64 k0 = begin; k0 < end; k0 += CHUNK, buffer ^= 1) {
     Chunks& s = chunks[buffer];
@@ -152,29 +170,41 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
       fetch(q, f.q, row0, f.m, k0 + CHUNK, end, qi);
       fetch(k, f.k, column0, f.n, k0 + CHUNK, end, ki);
     }
-    Real part[2][2] = {{0, 0}, {0, 0}};  // sums of sums: fewer digits are lost
+    Real part[4][4] = {};  // sums of sums: fewer digits are lost
 #pragma unroll
-    for (int at = 0; at < CHUNK; at += WIDE) {
-      Vector a[2], b[2];
+    for (int w = 0; w < CHUNK; w += WIDE) {
+      Vector a[4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        a[h].bits = *(const uint4*)&s.q[r + 16 * h][at];
-        b[h].bits = *(const uint4*)&s.k[c + 16 * h][at];
+      for (int h = 0; h < 4; ++h) a[h].bits = *(const uint4*)&s.q[at.r + 16 * h][w];
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        Vector b;
+        b.bits = *(const uint4*)&s.k[at.c + 16 * v][w];
+#pragma unroll
+        for (int e = 0; e < WIDE; ++e)
+#pragma unroll
+          for (int h = 0; h < 4; ++h) part[h][v] += a[h].z[e] * b.z[e];
       }
-#pragma unroll
-      for (int e = 0; e < WIDE; ++e)
-#pragma unroll
-        for (int h = 0; h < 4; ++h) part[h / 2][h % 2] += a[h / 2].z[e] * b[h % 2].z[e];
     }
 #pragma unroll
-    for (int h = 0; h < 4; ++h) x[h / 2][h % 2] += part[h / 2][h % 2];
+    for (int h = 0; h < 16; ++h) x[h / 4][h % 4] += part[h / 4][h % 4];
   }
 #pragma unroll
-  for (int h = 0; h < 4; ++h) {
-    const i64 i = row0 + r + h / 2 * 16, j = column0 + c + h % 2 * 16;
-    if (i < f.m && j < f.n) out[i * f.n + j] = x[h / 2][h % 2];
+  for (int h = 0; h < 16; ++h) {
+    const i64 i = row0 + at.r + h / 4 * 16, j = column0 + at.c + h % 4 * 16;
+    if (i >= f.m || j >= f.n) continue;
+    out[i * f.n + j] = x[h / 4][h % 4];
+    if (f.symmetric && row0 != column0) out[j * f.n + i] = x[h / 4][h % 4];
   }
   __syncthreads();  // buffers are free for the next tile
+}
+
+// Tile t of the logits: row by row; where x is symmetric, those on the diagonal and beyond.
+__device__ __forceinline__ void tile_of(const Fused& f, i64 t, i64 across, i64& row, i64& column) {
+  row = f.symmetric ? 0 : t / across;
+  column = f.symmetric ? t : t % across;
+  if (f.symmetric)
+    for (; column >= across; column += ++row) column -= across;
 }
 
 // Parts of logits to their sum. A warp takes the rows that it will read again in phase 2, each lane
@@ -195,12 +225,12 @@ __device__ void add_parts(const Fused& f) {
 
 // What follows from the log-sum-exp of a row's negatives (max, sum) and its positive's product.
 __device__ __forceinline__ void conclude(double c, double max, double sum, double positive,
-                                         double weight, double* gap, double* lse, Real* height,
+                                         double weight, double* gap, Real* lse, Real* height,
                                          Real* factor) {
   const double n = sum > 0 || sum != sum ? c * max + log2(sum) : -INFINITY_, p = c * positive;
   *gap = n - p;
   const double both = p + softplus2(n - p);
-  *lse = LN_2 * both;
+  *lse = (Real)(LN_2 * both);
   const double exact = both / c;
   const Real h = isfinite(exact) ? (Real)exact : 0;
   *height = h;
@@ -213,7 +243,7 @@ __device__ void row_log_sum_exp(const Fused& f, double scale) {
   const int lane = threadIdx.x % 32;
   for (i64 i = blockIdx.x * WARPS + threadIdx.x / 32; i < f.m; i += gridDim.x * WARPS) {
     const Real* x = f.x + i * f.n;
-    const i64 y = f.positives[i];
+    const i64 y = positive_of(f, i);
     Real top = LOW;
     for (i64 j = lane; j < f.n; j += 32)
       if (j != y && !excluded(f, i, j)) top = max_(top, x[j]);
@@ -225,7 +255,7 @@ __device__ void row_log_sum_exp(const Fused& f, double scale) {
       if (j != y && !excluded(f, i, j)) sum += exp2_(c * (x[j] - shift));
     sum = warp_sum(sum);
     if (lane == 0)
-      conclude(c2, top, sum, x[y], f.upstream[i] * f.row_weight * scale, f.row_gap + i,
+      conclude(c2, top, sum, x[y], upstream_of(f, i) * f.row_weight * scale, f.row_gap + i,
                f.row_lse + i, f.row_height + i, f.row_factor + i);
   }
 }
@@ -242,7 +272,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     Real top = LOW;
     if (j < f.n)
       for (i64 i = warp; i < f.m; i += WARPS)
-        if (j != f.positives[i] && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
+        if (j != positive_of(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
     tops[warp][lane] = top;
     __syncthreads();  // all warps' maxima are there
 #pragma unroll
@@ -251,14 +281,14 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     double sum = 0;
     if (j < f.n)
       for (i64 i = warp; i < f.m; i += WARPS)
-        if (j != f.positives[i] && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
+        if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
     __syncthreads();  // all warps' sums are there, and nobody reads maxima any more
     if (warp == 0 && j < f.n) {
       sum = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) sum += sums[w][lane];
-      conclude(c2, top, sum, f.x[j * f.n + j], f.upstream[j] * f.column_weight * scale,
+      conclude(c2, top, sum, f.x[j * f.n + j], upstream_of(f, j) * f.column_weight * scale,
                f.column_gap + j, f.column_lse + j, f.column_height + j, f.column_factor + j);
     }
     __syncthreads();  // sums have been read before the next columns overwrite them
@@ -289,7 +319,7 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
   const int lane = threadIdx.x % 32;
   for (i64 i = blockIdx.x * WARPS + threadIdx.x / 32; i < f.m; i += gridDim.x * WARPS) {
     const Real* x = f.x + i * f.n;
-    const i64 y = f.positives[i];
+    const i64 y = positive_of(f, i);
     double bad = 0;
     for (i64 j = lane; j < f.n; j += 32) bad += f.column_bad[j];
     bad = warp_sum(bad) + f.row_bad[i];
@@ -297,7 +327,7 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (f.sigmoid) {
       const double z = scale * (double)x[y] + bias, e = exp(-fabs(z));
-      here = -f.upstream[i] * scale * (z >= 0 ? e : 1.0) / (1.0 + e);
+      here = -upstream_of(f, i) * scale * (z >= 0 ? e : 1.0) / (1.0 + e);
       for (i64 j = lane; j < f.n; j += 32) {
         if (j == y || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
@@ -307,18 +337,18 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
     } else {
       const double gap = f.row_gap[i];
       loss = f.row_weight * LN_2 * softplus2(gap);
-      here = -f.upstream[i] * f.row_weight * scale * exp2(gap - softplus2(gap));
+      here = -upstream_of(f, i) * f.row_weight * scale * exp2(gap - softplus2(gap));
       if (f.two_sided) {
         const double other = f.column_gap[i];
         loss += f.column_weight * LN_2 * softplus2(other);
-        here -= f.upstream[i] * f.column_weight * scale * exp2(other - softplus2(other));
+        here -= upstream_of(f, i) * f.column_weight * scale * exp2(other - softplus2(other));
       }
       if (f.symmetric) {  // the pair counts for both its rows
         const double other = f.row_gap[y];
-        here -= f.upstream[y] * f.row_weight * scale * exp2(other - softplus2(other));
+        here -= upstream_of(f, y) * f.row_weight * scale * exp2(other - softplus2(other));
       }
     }
-    if (lane == 0) f.losses[i] = loss + bad;
+    if (lane == 0) f.losses[i] = (Real)(loss + bad);
     if (!f.gradient) continue;
     Real* out = f.x + (f.m + i) * f.n;
     for (i64 j = lane; j < f.n; j += 32) {
@@ -353,13 +383,13 @@ __device__ void column_dots(const Fused& f) {
 // --- phase 4 -----------------------------------------------------------------------------------------------
 
 struct Product {
-  alignas(16) Real p[32][32 + WIDE];  // P, own rows x others
-  alignas(16) Real z[32][FEATURES];   // the others' features
+  alignas(16) Real p[TILE][CHUNK_STRIDE];  // P, own rows x others
+  alignas(16) Real z[CHUNK][TILE];         // the others' features
 };
 
-// 32 rows x FEATURES features of dQ (KEYS 0) or dK (KEYS 1).
+// 64 rows x 64 features of dQ (KEYS 0) or dK (KEYS 1).
 template <int KEYS>
-__device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Product& t) {
+__device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Product (&products)[2]) {
   const Matrix& own = KEYS ? f.k : f.q;
   const Matrix& other = KEYS ? f.q : f.k;
   const Matrix& out = KEYS ? f.dk : f.dq;
@@ -367,64 +397,60 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Product& t) {
   const double* other_inverse = f.normalize ? (KEYS ? f.row_inverse : f.column_inverse) : nullptr;
   const i64 rows = KEYS ? f.n : f.m, others = KEYS ? f.m : f.n;
   const Real* panel = f.x + f.m * f.n;
-  const int r = threadIdx.x / 16, c = threadIdx.x % 16 * 4;  // rows r and r + 16, features c..
-  Real g[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-  Real p[4], z[8];  // this thread's share of the next step
+  const Place at = place();
+  const int r = at.r, c = at.c * 4;  // rows r + 16 h, features c..
+  Real g[4][4] = {};
+  Real p[SHARE], z[SHARE];  // this thread's share of the next step
   const auto fetch_step = [&](i64 o0) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int at = e * FUSED_THREADS + threadIdx.x;  // along a row of P
-      const i64 i = KEYS ? o0 + at / 32 : row0 + at / 32, j = KEYS ? row0 + at % 32 : o0 + at % 32;
+    for (int e = 0; e < SHARE; ++e) {
+      const int t = e * FUSED_THREADS + threadIdx.x;  // along a row of P
+      const i64 i = KEYS ? o0 + t / TILE : row0 + t / CHUNK;
+      const i64 j = KEYS ? row0 + t % TILE : o0 + t % CHUNK;
       p[e] = i < f.m && j < f.n ? panel[i * f.n + j] : 0;
     }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int at = e * FUSED_THREADS + threadIdx.x;
-      const i64 o = o0 + at / FEATURES, k = k0 + at % FEATURES;
+    for (int e = 0; e < SHARE; ++e) {
+      const int t = e * FUSED_THREADS + threadIdx.x;
+      const i64 o = o0 + t / TILE, k = k0 + t % TILE;
       z[e] = o < others && k < f.d ? feature(other, o, k, other_inverse) : 0;
     }
   };
   fetch_step(0);
-  for (i64 o0 = 0; o0 < others; o0 += 32) {
-    __syncthreads();  // the last step's numbers have been used
+  int buffer = 0;
+  for (i64 o0 = 0; o0 < others; o0 += CHUNK, buffer ^= 1) {
+    Product& s = products[buffer];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int at = e * FUSED_THREADS + threadIdx.x;
-      if (KEYS) t.p[at % 32][at / 32] = p[e];
-      else t.p[at / 32][at % 32] = p[e];
+    for (int e = 0; e < SHARE; ++e) {
+      const int t = e * FUSED_THREADS + threadIdx.x;
+      if (KEYS) s.p[t % TILE][t / TILE] = p[e];
+      else s.p[t / CHUNK][t % CHUNK] = p[e];
+      s.z[t / TILE][t % TILE] = z[e];
     }
+    __syncthreads();  // as in logits_tile
+    if (o0 + CHUNK < others) fetch_step(o0 + CHUNK);
+    Real part[4][4] = {};
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int at = e * FUSED_THREADS + threadIdx.x;
-      t.z[at / FEATURES][at % FEATURES] = z[e];
-    }
-    __syncthreads();  // this step's numbers are complete
-    if (o0 + 32 < others) fetch_step(o0 + 32);
-    Real part[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    for (int o = 0; o < CHUNK; o += WIDE) {
+      Vector ps[4];
 #pragma unroll
-    for (int o = 0; o < 32; o += WIDE) {
-      Vector ps[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) ps[h].bits = *(const uint4*)&t.p[r + 16 * h][o];
+      for (int h = 0; h < 4; ++h) ps[h].bits = *(const uint4*)&s.p[r + 16 * h][o];
 #pragma unroll
       for (int w = 0; w < WIDE; ++w) {
         Vector zs[4 / WIDE];
 #pragma unroll
-        for (int v = 0; v < 4 / WIDE; ++v)
-          zs[v].bits = *(const uint4*)&t.z[o + w][c + v * WIDE];
+        for (int v = 0; v < 4 / WIDE; ++v) zs[v].bits = *(const uint4*)&s.z[o + w][c + v * WIDE];
 #pragma unroll
         for (int e = 0; e < 4; ++e)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) part[h][e] += ps[h].z[w] * zs[e / WIDE].z[e % WIDE];
+          for (int h = 0; h < 4; ++h) part[h][e] += ps[h].z[w] * zs[e / WIDE].z[e % WIDE];
       }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) g[h][e] += part[h][e];
+    for (int h = 0; h < 16; ++h) g[h / 4][h % 4] += part[h / 4][h % 4];
   }
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < 4; ++h) {
     const i64 row = row0 + r + 16 * h;
     if (row >= rows) continue;
 #pragma unroll
@@ -439,30 +465,34 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Product& t) {
       out.set(row, k, value);
     }
   }
+  __syncthreads();  // buffers are free for the next tile
 }
 
 // Sum of v[0 .. n), by one warp.
-__device__ double sum_of(const double* v, i64 n) {
+template <class T>
+__device__ double sum_of(const T* v, i64 n) {
   double sum = 0;
   for (i64 i = threadIdx.x % 32; i < n; i += 32) sum += v[i];
   return warp_sum(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(FUSED_THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
 fused(const __grid_constant__ Fused f) {
   __shared__ union {
     Chunks chunks[2];
-    Product product;
+    Product products[2];
   } shared;
   u32 target = 0;
   inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad);
   if (!f.symmetric) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad);
   if (f.normalize) grid_barrier(f.barrier, target);
 
-  const i64 across = (f.n + 31) / 32, tiles = (f.m + 31) / 32 * across;
+  const i64 down = (f.m + TILE - 1) / TILE, across = (f.n + TILE - 1) / TILE;
+  const i64 tiles = f.symmetric ? across * (across + 1) / 2 : down * across;
   for (i64 t = blockIdx.x; t < tiles * f.parts; t += gridDim.x) {
-    const i64 tile = t % tiles;
-    logits_tile(f, tile / across * 32, tile % across * 32, t / tiles, shared.chunks);
+    i64 row, column;
+    tile_of(f, t % tiles, across, row, column);
+    logits_tile(f, row * TILE, column * TILE, t / tiles, shared.chunks);
   }
   grid_barrier(f.barrier, target);
 
@@ -473,37 +503,42 @@ fused(const __grid_constant__ Fused f) {
     if (f.two_sided) grid_barrier(f.barrier, target);
   }
   if (f.sigmoid) {
-    for (i64 i = blockIdx.x * FUSED_THREADS + threadIdx.x; i < f.m;
-         i += gridDim.x * FUSED_THREADS)
-      f.row_factor[i] = (Real)(f.upstream[i] * scale);
+    for (i64 i = blockIdx.x * WARPS + threadIdx.x / 32; i < f.m; i += gridDim.x * WARPS)
+      if (threadIdx.x % 32 == 0) f.row_factor[i] = (Real)(upstream_of(f, i) * scale);
   } else {
     row_log_sum_exp(f, scale);
     if (f.two_sided) column_log_sum_exp(f, scale);
   }
-  grid_barrier(f.barrier, target);
+  // Where other rows' log-sum-exps count, those have to be there; a row's own warp knows its own
+  if (f.symmetric || f.two_sided) grid_barrier(f.barrier, target);
+  else __syncwarp();
 
   rows_of_losses(f, s, scale, bias);
+  grid_barrier(f.barrier, target);
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
+    const double loss = sum_of(f.losses, f.m);
+    if (threadIdx.x == 0) *f.loss = (Real)(f.row_share * loss);
+  }
   if (f.gradient) {
-    grid_barrier(f.barrier, target);
     if (f.normalize && f.dk.data) {
       column_dots(f);
       grid_barrier(f.barrier, target);
     }
-    const i64 wide = (f.d + FEATURES - 1) / FEATURES;
-    const i64 of_queries = f.dq.data ? (f.m + 31) / 32 * wide : 0;
-    const i64 of_keys = f.dk.data ? (f.n + 31) / 32 * wide : 0;
+    const i64 wide = (f.d + TILE - 1) / TILE;
+    const i64 of_queries = f.dq.data ? down * wide : 0;
+    const i64 of_keys = f.dk.data ? across * wide : 0;
     for (i64 t = blockIdx.x; t < of_queries + of_keys; t += gridDim.x) {
       if (t < of_queries)
-        gradient_tile<0>(f, t / wide * 32, t % wide * FEATURES, shared.product);
+        gradient_tile<0>(f, t / wide * TILE, t % wide * TILE, shared.products);
       else
-        gradient_tile<1>(f, (t - of_queries) / wide * 32, (t - of_queries) % wide * FEATURES,
-                         shared.product);
+        gradient_tile<1>(f, (t - of_queries) / wide * TILE, (t - of_queries) % wide * TILE,
+                         shared.products);
     }
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
       const double dots = sum_of(f.row_dot, f.m), sums = sum_of(f.row_sum, f.m);
       if (threadIdx.x == 0) {
-        *f.scale_grad = dots / ((f.symmetric ? 2 : 1) * scale);
-        *f.bias_grad = sums / scale;
+        *f.scale_grad = (Real)(dots / ((f.symmetric ? 2 : 1) * scale));
+        *f.bias_grad = (Real)(sums / scale);
       }
     }
   }
