@@ -29,6 +29,11 @@ def _cupy() -> Any:
     return cupy
 
 
+def on_gpu(array: Array) -> bool:
+    """Whether what `native` returned is a CuPy array. (To ask for its interface would build it.)"""
+    return _loaded("cupy", "ndarray", array)
+
+
 def namespace(array: Array) -> Any:
     """numpy or cupy, for arrays of theirs."""
     return np if isinstance(array, np.ndarray) else _cupy()

@@ -6,6 +6,7 @@ Messages name the argument, what was expected and what came.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import namespace, native
+from .arrays import namespace, native, on_gpu
 from .kernels.blocks import Array, Gradients, Problem
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ DEFAULTS: dict[str, Any] = {
     "return_logits": False,
 }
 GRAD_ONLY = {"wrt", "grad_dtype", "grad_out", "out", "metrics", "return_logits"}
+ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 CHOICES = {
     "reduction": ("mean", "sum", "none"),
     "method": ("auto", "naive", "fused", "tiled"),
@@ -47,7 +50,7 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Request:
     """A checked call: the problem, and what to hand back."""
 
@@ -87,7 +90,8 @@ def check(
     scale = _scale(loss, o["temperature"], o["scale"])
     if loss.sigmoid:
         bias = _number("bias", loss.bias if bias is None else bias)
-    compute = _precision(o["precision"], {z.dtype.name for z in arrays}, xp is np)
+    dtypes = {_name(z.dtype) for z in arrays}
+    compute = _precision(o["precision"], dtypes, xp is np)
     workspace = o["workspace"]
     if isinstance(workspace, bool) or not isinstance(workspace, (int, np.integer)):
         raise TypeError(f"workspace: expected an integer number of bytes, got {_what(workspace)}")
@@ -142,16 +146,21 @@ def check(
             want_query=want_query,
             want_key=want_key,
         )
-    double = any(z.dtype.name == "float64" for z in arrays)
     return Request(
         problem, gradients, outs, given_out, without_positive, wrt, o["reduction"],
-        np.dtype(np.float64 if double else np.float32),
+        DOUBLE if "float64" in dtypes else SINGLE,
         bool(o["metrics"]), bool(o["return_logits"]),
     )  # fmt: skip
 
 
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> str:
+    """dtype.name, which NumPy takes a microsecond to spell."""
+    return dtype.name
+
+
 def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or hasattr(value, "__cuda_array_interface__")
+    return isinstance(value, np.ndarray) or on_gpu(value)
 
 
 def _same_device(loss: Loss, query: Array, key: Array) -> None:
@@ -173,7 +182,7 @@ def _what(value: Any) -> str:
 
 
 def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[str, Any]:
-    allowed = set(DEFAULTS) if with_grad else set(DEFAULTS) - GRAD_ONLY
+    allowed = ALLOWED[with_grad]
     for name in options:
         if name not in allowed:
             function = f"{loss.name}_loss{'_and_grad' * with_grad}()"
@@ -193,7 +202,7 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
 def _features(name: str, z: Array) -> None:
     if not _is_array(z):
         raise TypeError(f"{name}: expected an array, got {_what(z)}")
-    if z.dtype.name not in FLOATS:
+    if _name(z.dtype) not in FLOATS:
         raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
     if z.ndim != 2:
         raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {z.shape}")
@@ -232,7 +241,7 @@ def _finite(xp: Any, name: str, z: Array) -> None:
 def _number(name: str, value: Any) -> Any:
     """A float; or a 0-d array on a GPU, which is not looked at: that would wait for the device."""
     value = native(value)
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "__cuda_array_interface__"):
+    if on_gpu(value) and value.ndim == 0:
         if value.dtype.name not in FLOATS:
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
         return value
@@ -390,7 +399,8 @@ def _out(
         z = features[name]
         made[name] = buffers.get(name)
         if made[name] is None:
-            made[name] = xp.empty(z.shape, grad_dtype or z.dtype.newbyteorder("="))
+            native_order = z.dtype if z.dtype.isnative else z.dtype.newbyteorder("=")
+            made[name] = xp.empty(z.shape, grad_dtype or native_order)
     apart = list(arrays)
     for array in buffers.values():
         if any(xp.may_share_memory(array, other) for other in apart):

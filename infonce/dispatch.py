@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from . import arrays
@@ -21,55 +21,57 @@ def loss(
     kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
     """The loss alone."""
-    with arrays.on_stream_of(given[0]), _device(given) as features:
-        request = check(kind, features, labels, bias, options, with_grad=False)
-        return arrays.back(given[0])(_reduce(request, _solve(request)))
+    with arrays.on_stream_of(given[0]):
+        features = [arrays.native(z) for z in given]
+        with _device(features[0]):
+            request = check(kind, features, labels, bias, options, with_grad=False)
+            return arrays.back(given[0])(_reduce(request, _solve(request)))
 
 
 def loss_and_grad(
     kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> LossAndGrad:
     """The loss and whatever gradients were asked for."""
-    with arrays.on_stream_of(given[0]), _device(given) as features:
-        request = check(kind, features, labels, bias, options, with_grad=True)
-        solution = _solve(request)
-        back = arrays.back(given[0])
-
-        def scalar(name: str, value: Any) -> Any:
-            return back(_zero_d(request, value)) if name in request.wrt else None
-
-        grads: dict[str, Any] = {}
-        for name in kind.arguments:
-            gradient = request.feature_grads.get(name)
-            mine = request.given_out.get(name)
-            grads[name] = mine if mine is not None or gradient is None else back(gradient)
-        grads["scale"] = scalar("scale", solution.scale_grad)
-        if kind.sigmoid:
-            grads["bias"] = scalar("bias", solution.bias_grad)
-        lse: Any = None
-        if solution.row_lse is not None:
-            lse = back(solution.row_lse.astype(request.dtype, copy=False))
-            if solution.column_lse is not None:
-                lse = lse, back(solution.column_lse.astype(request.dtype, copy=False))
-        return LossAndGrad(
-            loss=back(_reduce(request, solution)),
-            grads=kind.grads(**grads),
-            lse=lse,
-            metrics=_metrics(solution, back) if request.metrics else None,
-            logits=back(solution.logits) if request.return_logits else None,
-        )
+    with arrays.on_stream_of(given[0]):
+        features = [arrays.native(z) for z in given]
+        with _device(features[0]):
+            request = check(kind, features, labels, bias, options, with_grad=True)
+            return _result(kind, request, _solve(request), arrays.back(given[0]))
 
 
-@contextmanager
-def _device(given: Sequence[Array]) -> Iterator[list[Array]]:
-    """The features as NumPy or CuPy arrays, with the device they are on the current one."""
-    features = [arrays.native(z) for z in given]
-    with features[0].device if _on_gpu(features[0]) else nullcontext():
-        yield features
+def _result(
+    kind: Loss, request: Request, solution: Solution, back: Callable[[Array], Array]
+) -> LossAndGrad:
+    """What was asked for, as the caller's kind of arrays."""
+
+    def scalar(name: str, value: Any) -> Any:
+        return back(_zero_d(request, value)) if name in request.wrt else None
+
+    grads: dict[str, Any] = {}
+    for name in kind.arguments:
+        gradient = request.feature_grads.get(name)
+        mine = request.given_out.get(name)
+        grads[name] = mine if mine is not None or gradient is None else back(gradient)
+    grads["scale"] = scalar("scale", solution.scale_grad)
+    if kind.sigmoid:
+        grads["bias"] = scalar("bias", solution.bias_grad)
+    lse: Any = None
+    if solution.row_lse is not None:
+        lse = back(solution.row_lse.astype(request.dtype, copy=False))
+        if solution.column_lse is not None:
+            lse = lse, back(solution.column_lse.astype(request.dtype, copy=False))
+    return LossAndGrad(
+        loss=back(_reduce(request, solution)),
+        grads=kind.grads(**grads),
+        lse=lse,
+        metrics=_metrics(solution, back) if request.metrics else None,
+        logits=back(solution.logits) if request.return_logits else None,
+    )
 
 
-def _on_gpu(array: Array) -> bool:
-    return hasattr(array, "__cuda_array_interface__")
+def _device(array: Array) -> Any:
+    """Context in which the device that `array` is on is the current one."""
+    return array.device if arrays.on_gpu(array) else nullcontext()
 
 
 def _solve(request: Request) -> Solution:
@@ -80,7 +82,7 @@ def _solve(request: Request) -> Solution:
 
         xp = arrays.namespace(problem.query)
         return naive.solve(spelled_out(problem, xp), gradients, xp)
-    if _on_gpu(problem.query):
+    if arrays.on_gpu(problem.query):
         from .kernels import gpu
 
         return gpu.solve(problem, gradients)
@@ -104,6 +106,8 @@ def _reduce(request: Request, solution: Solution) -> Array:
 
 
 def _zero_d(request: Request, value: Array) -> Array:
+    if arrays.on_gpu(value) and value.dtype == request.dtype:
+        return value
     return arrays.namespace(request.problem.query).asarray(value, dtype=request.dtype)
 
 

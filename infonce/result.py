@@ -79,7 +79,7 @@ class Metrics:
         return float((self.row_rank < k).mean()), columns
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LossAndGrad:
     """Result of the functions `X_loss_and_grad`.
 

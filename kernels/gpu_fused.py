@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import Any
 
 import cupy
@@ -15,6 +16,7 @@ from .launch_config import Device
 THREADS = 256
 TILE = 64  # rows and columns of a tile
 CHUNK_BYTES = 128  # of a row, in one step of a product
+MOST_PARTS = 16
 PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # kernels/cuda/common.cuh
 
@@ -22,7 +24,8 @@ DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # kernels/cu
 _LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQ" + "dddd" + "QQQQ" + 6 * "q" + 21 * "Q")
 _BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
 _NO_MATRIX = (0, 0, 0, 0)
-_kernels: dict[tuple[int, bool, str], Any] = {}
+SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+_kernels: dict[tuple[int, bool, Any], Any] = {}
 _barriers: dict[tuple[int, int], Array] = {}
 
 
@@ -46,7 +49,7 @@ def parts(problem: Problem, resident: int) -> int:
     d = problem.shape[2]
     chunks = -(-d // (CHUNK_BYTES // (8 if problem.compute == "fp64" else 4)))
     room = 2 * problem.workspace // logit_bytes(problem)
-    return max(1, min(16, chunks, resident // logit_tiles(problem), room))
+    return max(1, min(MOST_PARTS, chunks, resident // logit_tiles(problem), room))
 
 
 def logit_tiles(problem: Problem) -> int:
@@ -67,12 +70,22 @@ def require(problem: Problem) -> None:
         )
 
 
+@cache
+def _code(dtype: Any) -> int:
+    return DTYPES[dtype.name]
+
+
+def _pointer(array: Array | None) -> int:
+    return 0 if array is None else array.data.ptr
+
+
 def _matrix(array: Array | None) -> tuple[int, int, int, int]:
     if array is None:
         return _NO_MATRIX
-    item = array.dtype.itemsize
+    dtype = array.dtype
     rows, columns = array.strides
-    return array.data.ptr, rows // item, columns // item, DTYPES[array.dtype.name]
+    item = dtype.itemsize
+    return array.data.ptr, rows // item, columns // item, _code(dtype)
 
 
 def _whole(array: Array) -> Array:
@@ -101,16 +114,40 @@ def _barrier(device: int) -> Array:
     return _barriers[key]
 
 
-def _kernel(device: Any, double: bool, dtype: str) -> Any:
-    """The kernel for features of one dtype, or ("") of any two."""
+def _kernel(device: Any, double: bool, dtype: Any) -> Any:
+    """The kernel for features of one dtype."""
     found = _kernels.get((device.id, double, dtype))
     if found is None:
-        defines: dict[str, int | str] = {"PRECISION": "FP64" if double else "FP32"}
-        if dtype:
-            defines["DTYPE"] = f"DTYPE_{dtype.upper()}"
-        found = compiler.function(device, "fused.cu", "fused", 0, **defines)
+        found = compiler.function(
+            device, "fused.cu", "fused", 0,
+            PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
+        )  # fmt: skip
         _kernels[device.id, double, dtype] = found
     return found
+
+
+@cache
+def _layout(
+    m: int, n: int, item: int, cuts: int, symmetric: bool, two_sided: bool
+) -> tuple[int, tuple[int, ...]]:
+    """Scratch: how many doubles it takes, and at which bytes the kernel's arrays begin in it."""
+    size = 0
+
+    def take(elements: int, each: int = 8) -> int:
+        nonlocal size
+        start, size = size, size + -(-elements * each // 8) * 8
+        return start
+
+    x = take(max(cuts, 2) * m * n, item)
+    row_inverse, row_bad = take(m), take(m)
+    column_inverse, column_bad = (row_inverse, row_bad) if symmetric else (take(n), take(n))
+    row_gap, row_dot, row_sum, column_gap, column_dot = take(m), take(m), take(m), take(n), take(n)
+    of_rows = take(m, item), take(m, item)  # height, factor
+    of_columns = of_rows if symmetric or not two_sided else (take(n, item), take(n, item))
+    return size // 8, (
+        x, row_inverse, column_inverse, row_bad, column_bad, row_gap, column_gap, row_dot,
+        column_dot, row_sum, *of_rows, *of_columns,
+    )  # fmt: skip
 
 
 def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> Solution:
@@ -119,67 +156,48 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     double = problem.compute == "fp64"
     item = 8 if double else 4
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
-    device = cupy.cuda.Device()
     query, key = _whole(problem.query), _whole(problem.key)
-
-    # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
-    out = cupy.empty(2 * m + n + 3, np.float64 if double else np.float32)
+    if query.dtype != key.dtype:  # a kernel reads one dtype: the wider
+        dtype = np.promote_types(*(np.float32 if z.dtype.itemsize < 4 else z.dtype
+                                   for z in (query, key)))  # fmt: skip
+        query, key = query.astype(dtype), key.astype(dtype)
+    device = query.device
     resident = properties.multiprocessors  # the grid's barrier needs all blocks there at a time
     cuts = parts(problem, resident)
-    size = max(cuts, 2) * m * n * item
-    scratch = cupy.empty(5 * m + 4 * n + (size + 2 * (m + n) * item) // 8 + 1)
-    start = out.data.ptr
-    losses, row_lse, column_lse = start, start + item * m, start + 2 * item * m
+
+    # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
+    out = cupy.empty(2 * m + n + 3, DOUBLE if double else SINGLE)
+    size, offsets = _layout(m, n, item, cuts, symmetric, two_sided)
+    scratch = cupy.empty(size, DOUBLE)
+    start, base = out.data.ptr, scratch.data.ptr
     reduced = start + item * (2 * m + n)
-    at = int(scratch.data.ptr)
-
-    def take(size: int) -> int:
-        nonlocal at
-        at += size
-        return at - size
-
-    x = take(-(-size // 8) * 8)
-    row_inverse, row_bad = take(8 * m), take(8 * m)
-    column_inverse, column_bad = (row_inverse, row_bad) if symmetric else (take(8 * n), take(8 * n))
-    row_gap, row_dot, row_sum = (take(8 * m) for _ in range(3))
-    column_gap, column_dot = take(8 * n), take(8 * n)
-    row_height, row_factor = take(m * item), take(m * item)
-    column_height = column_factor = 0
-    if symmetric:
-        column_height, column_factor = row_height, row_factor
-    elif two_sided:
-        column_height, column_factor = take(n * item), take(n * item)
+    addresses = [base + offset for offset in offsets]
+    if not (symmetric or two_sided):
+        addresses[-2:] = 0, 0  # columns have no log-sum-exp
 
     scale, bias = _scalar(problem.scale), _scalar(0.0 if problem.bias is None else problem.bias)
     barrier = _barrier(device.id)
     upstream, each = problem.upstream, None
     if not isinstance(upstream, float):
         upstream, each = 0.0, upstream
-    arguments = _LAYOUT.pack(
-        *_matrix(query), *_matrix(key),
-        *(_NO_MATRIX if gradients is None else _matrix(gradients.query)),
-        *(_NO_MATRIX if gradients is None else _matrix(gradients.key)),
-        m, n, d, *scale[:2], *bias[:2], problem.row_weight, problem.column_weight,
-        problem.row_share or 0.0, upstream,
-        0 if each is None else each.data.ptr,
-        0 if problem.positives is None else problem.positives.data.ptr,
-        0 if problem.query_ids is None else problem.query_ids.data.ptr,
-        0 if problem.key_ids is None else problem.key_ids.data.ptr,
-        symmetric, two_sided, sigmoid, problem.normalize, gradients is not None, cuts,
-        x, row_inverse, column_inverse, row_bad, column_bad, row_gap, column_gap,
-        row_dot, column_dot, row_sum, losses, row_lse, column_lse,
-        reduced, reduced + item, reduced + 2 * item,
-        row_height, row_factor, column_height, column_factor, barrier.data.ptr,
-    )  # fmt: skip
-    kernel = _kernel(device, double, query.dtype.name if query.dtype == key.dtype else "")
-    of_gradients = 0
+    of_queries, of_keys = _NO_MATRIX, _NO_MATRIX
     if gradients is not None:
-        of_gradients = -(-m // TILE) * (gradients.query is not None)
-        of_gradients += -(-n // TILE) * (gradients.key is not None)
-    work = max(logit_tiles(problem) * cuts, of_gradients * -(-d // TILE), -(-max(m, n) // 8))
-    grid = min(resident, work)
-    kernel((grid,), (THREADS,), (np.frombuffer(arguments, _BY_VALUE),),
-           enable_cooperative_groups=True)  # fmt: skip
+        of_queries, of_keys = _matrix(gradients.query), _matrix(gradients.key)
+    arguments = _LAYOUT.pack(
+        *_matrix(query), *_matrix(key), *of_queries, *of_keys,
+        m, n, d, *scale[:2], *bias[:2], problem.row_weight, problem.column_weight,
+        problem.row_share or 0.0, upstream, _pointer(each), _pointer(problem.positives),
+        _pointer(problem.query_ids), _pointer(problem.key_ids),
+        symmetric, two_sided, sigmoid, problem.normalize, gradients is not None, cuts,
+        *addresses[:10], start, start + item * m, start + 2 * item * m,
+        reduced, reduced + item, reduced + 2 * item, *addresses[10:], barrier.data.ptr,
+    )  # fmt: skip
+    tiles = -(-m // TILE) * (of_queries[0] != 0) + -(-n // TILE) * (of_keys[0] != 0)
+    work = max(logit_tiles(problem) * cuts, tiles * -(-d // TILE), m, n)
+    _kernel(device, double, query.dtype)(
+        (min(resident, work),), (THREADS,), (np.frombuffer(arguments, _BY_VALUE),),
+        enable_cooperative_groups=True,
+    )  # fmt: skip
     if problem.progress is not None:
         problem.progress("loss and gradient", 1, 1)
     solution = Solution(out[:m])

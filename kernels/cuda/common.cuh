@@ -47,13 +47,6 @@ struct Scalar {
 #define DTYPE_BFLOAT16 2
 #define DTYPE_FLOAT16 3
 
-// -DDTYPE=... where a kernel is compiled for one of them; else matrices say which they are.
-#ifdef DTYPE
-#define DTYPE_OF(matrix) DTYPE
-#else
-#define DTYPE_OF(matrix) (matrix).dtype
-#endif
-
 // A matrix of the caller's, [rows, d], any strides.
 struct Matrix {
   char* data;
@@ -61,17 +54,17 @@ struct Matrix {
   i64 dtype;
   __device__ double get(i64 row, i64 column) const {
     const i64 at = row * row_stride + column * column_stride;
-    if (DTYPE_OF(*this) == DTYPE_FLOAT64) return ((const double*)data)[at];
-    if (DTYPE_OF(*this) == DTYPE_FLOAT32) return ((const float*)data)[at];
-    if (DTYPE_OF(*this) == DTYPE_BFLOAT16) return from_bf16(((const unsigned short*)data)[at]);
+    if (dtype == DTYPE_FLOAT64) return ((const double*)data)[at];
+    if (dtype == DTYPE_FLOAT32) return ((const float*)data)[at];
+    if (dtype == DTYPE_BFLOAT16) return from_bf16(((const unsigned short*)data)[at]);
     return from_fp16(((const unsigned short*)data)[at]);
   }
   // The same for kernels in single precision, where float64 input is rounded.
   __device__ float get_float(i64 row, i64 column) const {
     const i64 at = row * row_stride + column * column_stride;
-    if (DTYPE_OF(*this) == DTYPE_FLOAT32) return ((const float*)data)[at];
-    if (DTYPE_OF(*this) == DTYPE_BFLOAT16) return from_bf16(((const unsigned short*)data)[at]);
-    if (DTYPE_OF(*this) == DTYPE_FLOAT16) return from_fp16(((const unsigned short*)data)[at]);
+    if (dtype == DTYPE_FLOAT32) return ((const float*)data)[at];
+    if (dtype == DTYPE_BFLOAT16) return from_bf16(((const unsigned short*)data)[at]);
+    if (dtype == DTYPE_FLOAT16) return from_fp16(((const unsigned short*)data)[at]);
     return (float)((const double*)data)[at];
   }
   __device__ void set(i64 row, i64 column, double x) const {
