@@ -110,13 +110,16 @@ def check(
     row_ids, column_ids = _ids(xp, loss, o["ids"], m, n)
     wrt = _wrt(loss, o["wrt"]) if with_grad else frozenset()
     positives, without_positive = _positives(xp, loss, labels, m, n)
+    share = {"mean": 1.0 / m, "sum": 1.0, "none": None}[o["reduction"]]
+    if without_positive is not None:  # some rows' losses are replaced before they are reduced
+        share = None
     problem = Problem(
         query=query,
         key=key,
         scale=scale,
         upstream=_upstream(xp, o["grad_out"], o["reduction"], m),
         positives=positives,
-        row_share={"mean": 1.0 / m, "sum": 1.0, "none": None}[o["reduction"]],
+        row_share=share,
         row_weight=loss.row_weight,
         column_weight=loss.column_weight,
         bias=bias if loss.sigmoid else None,

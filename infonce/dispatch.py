@@ -93,16 +93,15 @@ def _solve(request: Request) -> Solution:
 
 def _reduce(request: Request, solution: Solution) -> Array:
     """Per-row losses to the result the caller asked for."""
-    losses = solution.losses
-    if solution.loss is not None and request.without_positive is None:
+    if solution.loss is not None:
         return _zero_d(request, solution.loss)
+    losses = solution.losses
+    xp = arrays.namespace(losses)
     if request.without_positive is not None:
-        xp = arrays.namespace(losses)
         losses = xp.where(request.without_positive, xp.nan, losses)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
-    total = losses.sum() if request.reduction == "sum" else losses.mean()
-    return _zero_d(request, total)
+    return _zero_d(request, losses.sum() if request.reduction == "sum" else losses.mean())
 
 
 def _zero_d(request: Request, value: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -42,21 +43,6 @@ def fits(problem: Problem) -> bool:
 def pays(problem: Problem) -> bool:
     m, n, d = problem.shape
     return m * n * d <= PAYS and fits(problem)
-
-
-def parts(problem: Problem, resident: int) -> int:
-    """Into how many parts of the features the products are cut, to have work for the device."""
-    d = problem.shape[2]
-    chunks = -(-d // (CHUNK_BYTES // (8 if problem.compute == "fp64" else 4)))
-    room = 2 * problem.workspace // logit_bytes(problem)
-    return max(1, min(MOST_PARTS, chunks, resident // logit_tiles(problem), room))
-
-
-def logit_tiles(problem: Problem) -> int:
-    """Tiles of logits that are computed: of symmetric ones, a triangle."""
-    m, n, _ = problem.shape
-    across = -(-n // TILE)
-    return across * (across + 1) // 2 if problem.symmetric else -(-m // TILE) * across
 
 
 def require(problem: Problem) -> None:
@@ -126,11 +112,24 @@ def _kernel(device: Any, double: bool, dtype: Any) -> Any:
     return found
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How a problem of one shape is laid out and cut."""
+
+    parts: int  # of the features in the products, to have work for the device
+    logit_tiles: int  # that are computed: of symmetric ones, a triangle
+    scratch: int  # in doubles
+    offsets: tuple[int, ...]  # where the kernel's arrays begin in it, in bytes
+
+
 @cache
-def _layout(
-    m: int, n: int, item: int, cuts: int, symmetric: bool, two_sided: bool
-) -> tuple[int, tuple[int, ...]]:
-    """Scratch: how many doubles it takes, and at which bytes the kernel's arrays begin in it."""
+def _plan(
+    m: int, n: int, d: int, item: int, symmetric: bool, two_sided: bool, resident: int, room: int
+) -> _Plan:
+    """The plan where so many blocks run at a time, and so many M x N matrices have room."""
+    down, across = -(-m // TILE), -(-n // TILE)
+    tiles = across * (across + 1) // 2 if symmetric else down * across
+    parts = max(1, min(MOST_PARTS, -(-d * item // CHUNK_BYTES), resident // tiles, room))
     size = 0
 
     def take(elements: int, each: int = 8) -> int:
@@ -138,16 +137,17 @@ def _layout(
         start, size = size, size + -(-elements * each // 8) * 8
         return start
 
-    x = take(max(cuts, 2) * m * n, item)
+    x = take(max(parts, 2) * m * n, item)
     row_inverse, row_bad = take(m), take(m)
     column_inverse, column_bad = (row_inverse, row_bad) if symmetric else (take(n), take(n))
     row_gap, row_dot, row_sum, column_gap, column_dot = take(m), take(m), take(m), take(n), take(n)
     of_rows = take(m, item), take(m, item)  # height, factor
     of_columns = of_rows if symmetric or not two_sided else (take(n, item), take(n, item))
-    return size // 8, (
+    offsets = (
         x, row_inverse, column_inverse, row_bad, column_bad, row_gap, column_gap, row_dot,
         column_dot, row_sum, *of_rows, *of_columns,
     )  # fmt: skip
+    return _Plan(parts, tiles, size // 8, offsets)
 
 
 def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> Solution:
@@ -163,15 +163,15 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         query, key = query.astype(dtype), key.astype(dtype)
     device = query.device
     resident = properties.multiprocessors  # the grid's barrier needs all blocks there at a time
-    cuts = parts(problem, resident)
+    room = min(MOST_PARTS, 2 * problem.workspace // logit_bytes(problem))
+    plan = _plan(m, n, d, item, symmetric, two_sided, resident, room)
 
     # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
     out = cupy.empty(2 * m + n + 3, DOUBLE if double else SINGLE)
-    size, offsets = _layout(m, n, item, cuts, symmetric, two_sided)
-    scratch = cupy.empty(size, DOUBLE)
+    scratch = cupy.empty(plan.scratch, DOUBLE)
     start, base = out.data.ptr, scratch.data.ptr
     reduced = start + item * (2 * m + n)
-    addresses = [base + offset for offset in offsets]
+    addresses = [base + offset for offset in plan.offsets]
     if not (symmetric or two_sided):
         addresses[-2:] = 0, 0  # columns have no log-sum-exp
 
@@ -188,19 +188,19 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         m, n, d, *scale[:2], *bias[:2], problem.row_weight, problem.column_weight,
         problem.row_share or 0.0, upstream, _pointer(each), _pointer(problem.positives),
         _pointer(problem.query_ids), _pointer(problem.key_ids),
-        symmetric, two_sided, sigmoid, problem.normalize, gradients is not None, cuts,
+        symmetric, two_sided, sigmoid, problem.normalize, gradients is not None, plan.parts,
         *addresses[:10], start, start + item * m, start + 2 * item * m,
         reduced, reduced + item, reduced + 2 * item, *addresses[10:], barrier.data.ptr,
     )  # fmt: skip
     tiles = -(-m // TILE) * (of_queries[0] != 0) + -(-n // TILE) * (of_keys[0] != 0)
-    work = max(logit_tiles(problem) * cuts, tiles * -(-d // TILE), m, n)
+    work = max(plan.logit_tiles * plan.parts, tiles * -(-d // TILE), m, n)
     _kernel(device, double, query.dtype)(
         (min(resident, work),), (THREADS,), (np.frombuffer(arguments, _BY_VALUE),),
         enable_cooperative_groups=True,
     )  # fmt: skip
     if problem.progress is not None:
         problem.progress("loss and gradient", 1, 1)
-    solution = Solution(out[:m])
+    solution = Solution(None if problem.row_share is not None else out[:m])
     if not sigmoid:
         solution.row_lse = out[m : 2 * m]
         if two_sided:

@@ -11,8 +11,9 @@
 //     4  dQ = P K and dK = P' Q, by tiles of 64 rows x 64 features; sums over all rows, in a fixed
 //        order
 //
-// In a product, a thread has 4 x 4 results of a tile, 16 apart: eight numbers read from shared
-// memory serve sixteen multiply-adds.
+// In a product, four groups of 64 threads share the steps' depth; a thread has 8 x 8 results of the
+// tile. Sixteen numbers from shared memory serve 64 multiply-adds: fewer, and reading would take
+// longer than computing.
 //
 // Formulas are those of lse.cu, gradient.cu and sigmoid.cu, in float32 (float64) throughout.
 #include "common.cuh"
@@ -23,8 +24,31 @@
 #define WIDE (16 / (int)sizeof(Real))      // numbers in 16 bytes
 #define TILE 64                            // rows and columns of a tile
 #define CHUNK (128 / (int)sizeof(Real))    // of a row, in one step of a product
+#define MOST_PARTS 16                      // into which the features are cut
 #define CHUNK_STRIDE (CHUNK + WIDE)        // eight rows lie in different banks
 #define SHARE (TILE * CHUNK / FUSED_THREADS)  // of a thread, when a chunk is fetched
+
+// The features' type, -DDTYPE=...
+#if DTYPE == DTYPE_FLOAT64
+typedef double Element;
+#elif DTYPE == DTYPE_FLOAT32
+typedef float Element;
+#else
+typedef unsigned short Element;
+#endif
+
+__device__ __forceinline__ Real number(Element x) {
+#if DTYPE == DTYPE_BFLOAT16
+  return from_bf16(x);
+#elif DTYPE == DTYPE_FLOAT16
+  return from_fp16(x);
+#else
+  return (Real)x;
+#endif
+}
+__device__ __forceinline__ const Element* address(const Matrix& z, i64 row, i64 column) {
+  return (const Element*)z.data + row * z.row_stride + column * z.column_stride;
+}
 
 struct Fused {
   Matrix q, k, dq, dk;  // dq, dk: data null where not wanted
@@ -85,32 +109,64 @@ __device__ __forceinline__ double softplus2(double a) {
   return fmax(a, 0.0) + log1p(exp2(-fabs(a))) * LOG2_E;
 }
 
+// Threads that work on one row at a time: a warp; where rows are few, a whole block.
+struct Team {
+  i64 row, step;    // this team's first row, and how far the next one is
+  int lane, lanes;  // which of its threads this is
+  double* memory;   // [WARPS], shared
+
+  __device__ Team(i64 rows, double* memory) : memory(memory) {
+    const bool whole = rows <= 2 * gridDim.x;
+    lanes = whole ? FUSED_THREADS : 32;
+    lane = threadIdx.x % lanes;
+    row = whole ? blockIdx.x : blockIdx.x * WARPS + threadIdx.x / 32;
+    step = whole ? gridDim.x : gridDim.x * WARPS;
+  }
+  __device__ void sync() const {
+    if (lanes > 32) __syncthreads();
+    else __syncwarp();
+  }
+  __device__ double sum(double x) const {
+    return reduce(x, [](double a, double b) { return a + b; });
+  }
+  __device__ double max(double x) const {
+    return reduce(x, [](double a, double b) { return a > b || b != b ? a : b; });
+  }
+  template <class F>
+  __device__ double reduce(double x, F join) const {
+#pragma unroll
+    for (int l = 16; l > 0; l /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, l));
+    if (lanes == 32) return x;
+    if (lane % 32 == 0) memory[lane / 32] = x;
+    __syncthreads();  // all warps' results are there
+    x = memory[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) x = join(x, memory[w]);
+    __syncthreads();  // and have been read
+    return x;
+  }
+};
+
 // --- phase 0 -----------------------------------------------------------------------------------------------
 
-__device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, double* bad) {
-  for (i64 row = blockIdx.x * WARPS + threadIdx.x / 32; row < rows; row += gridDim.x * WARPS) {
+__device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, double* bad,
+                        double* memory) {
+  const Team team(rows, memory);
+  for (i64 row = team.row; row < rows; row += team.step) {
     double squares = 0, nothing = 0;
-    for (i64 k = threadIdx.x % 32; k < d; k += 32) {
-      const double x = z.get(row, k);
+#pragma unroll 8
+    for (i64 k = team.lane; k < d; k += team.lanes) {
+      const double x = number(*address(z, row, k));
       squares += x * x;
       nothing += x * 0.0;
     }
-    squares = warp_sum(squares);
-    nothing = warp_sum(nothing);
-    if (threadIdx.x % 32 == 0) {
+    squares = team.sum(squares);
+    nothing = team.sum(nothing);
+    if (team.lane == 0) {
       inverse[row] = squares == 0 ? 0 : 1 / sqrt(squares);
       bad[row] = nothing;
     }
   }
-}
-
-__device__ __forceinline__ Real feature(const Matrix& z, i64 row, i64 k, const double* inverse) {
-  if (inverse) return (Real)(z.get(row, k) * inverse[row]);
-#if PRECISION == FP64
-  return z.get(row, k);
-#else
-  return z.get_float(row, k);
-#endif
 }
 
 // --- phase 1 -----------------------------------------------------------------------------------------------
@@ -119,84 +175,136 @@ struct Chunks {
   alignas(16) Real q[TILE][CHUNK_STRIDE], k[TILE][CHUNK_STRIDE];
 };
 
-// This thread's share of the next chunk, on its way from global memory.
-__device__ __forceinline__ void fetch(Real (&to)[SHARE], const Matrix& z, i64 first, i64 rows,
-                                      i64 k0, i64 d, const double* inverse) {
+// This thread's share of the next step, on its way from global memory: elements STEP rows apart of
+// one column, as far as there are rows.
+template <int STEP, class T>
+__device__ __forceinline__ void fetch(T (&to)[SHARE], const T* from, i64 stride, i64 rows,
+                                      bool inside) {
 #pragma unroll
-  for (int s = 0; s < SHARE; ++s) {
-    const int at = s * FUSED_THREADS + threadIdx.x;
-    const i64 row = first + at / CHUNK, k = k0 + at % CHUNK;
-    to[s] = row < rows && k < d ? feature(z, row, k, inverse) : 0;
-  }
+  for (int s = 0; s < SHARE; ++s) to[s] = inside && s * STEP < rows ? from[s * STEP * stride] : T(0);
 }
-__device__ __forceinline__ void put(Real (&to)[TILE][CHUNK_STRIDE], const Real (&from)[SHARE]) {
-#pragma unroll
-  for (int s = 0; s < SHARE; ++s) {
-    const int at = s * FUSED_THREADS + threadIdx.x;
-    to[at / CHUNK][at % CHUNK] = from[s];
-  }
+// The same as numbers, of unit norm where `inverse` (of this thread's first row) is given.
+template <int STEP>
+__device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, i64 rows,
+                                        const double* inverse) {
+  if (!inverse) return number(z[s]);
+  return s * STEP < rows ? (Real)((double)number(z[s]) * inverse[s * STEP]) : 0;
 }
 
-// Where this thread's results lie in a tile: rows r + 16 h, columns c + 16 h. Lanes of a warp read
-// eight rows and four of the other side at a time.
+// The groups of threads that share the depth of a product, and a thread's 8 x 8 results.
+#define GROUP 64
+#define GROUPS (FUSED_THREADS / GROUP)
+#define DEPTH (CHUNK / GROUPS)  // of a step, for each group
 struct Place {
-  int r, c;
+  int group, r, c;  // rows r + 8 h
 };
 __device__ __forceinline__ Place place() {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  return {warp / 2 * 4 + lane / 8, warp % 2 * 8 + lane % 8};
+  const int at = threadIdx.x % GROUP;
+  return {(int)threadIdx.x / GROUP, at / 8, at % 8};
+}
+// Column v of this thread's eight: single ones, or (ALONG) as many as fit 16 bytes together.
+template <bool ALONG>
+__device__ __forceinline__ int column_of(int c, int v) {
+  return ALONG ? (c + v / WIDE * 8) * WIDE + v % WIDE : c + 8 * v;
 }
 
+typedef Real Tile[TILE][TILE + WIDE];
+
+// All groups' results to their sum, in `tile`.
+template <bool ALONG>
+__device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& at, Tile& tile) {
+  constexpr int TOGETHER = ALONG ? WIDE : 1;
+  for (int group = 0; group < GROUPS; ++group) {
+    __syncthreads();  // `tile` is free, and then the last group's sums are there
+    if (at.group != group) continue;
+#pragma unroll
+    for (int h = 0; h < 8; ++h)
+#pragma unroll
+      for (int v = 0; v < 8; v += TOGETHER) {
+        Real* here = &tile[at.r + 8 * h][column_of<ALONG>(at.c, v)];
+        Vector sum;
+        if (group > 0) {
+          if (ALONG) sum.bits = *(const uint4*)here;
+          else sum.z[0] = *here;
+        }
+#pragma unroll
+        for (int e = 0; e < TOGETHER; ++e) sum.z[e] = group > 0 ? sum.z[e] + x[h][v + e] : x[h][v + e];
+        if (ALONG) *(uint4*)here = sum.bits;
+        else *here = sum.z[0];
+      }
+  }
+  __syncthreads();
+}
+
+struct Product {
+  alignas(16) Real p[TILE][CHUNK_STRIDE];  // P, own rows x others
+  alignas(16) Real z[CHUNK][TILE];         // the others' features
+};
+
+union Shared {
+  Chunks chunks[2];
+  Product products[2];
+  Tile tile;
+};
+
 __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d,
-                            Chunks (&chunks)[2]) {
+                            Shared& shared) {
   const i64 each = (f.d + f.parts * CHUNK - 1) / (f.parts * CHUNK) * CHUNK;
   const i64 begin = part_of_d * each, end = begin + each < f.d ? begin + each : f.d;
   Real* out = f.x + part_of_d * f.m * f.n;
-  const double* qi = f.normalize ? f.row_inverse : nullptr;
-  const double* ki = f.normalize ? f.column_inverse : nullptr;
+  constexpr int STEP = FUSED_THREADS / CHUNK;
+  const int row = threadIdx.x / CHUNK, column = threadIdx.x % CHUNK;
+  const i64 qs = f.m - row0 - row, ks = f.n - column0 - row;  // rows from this thread's first on
+  const double* qi = f.normalize ? f.row_inverse + row0 + row : nullptr;
+  const double* ki = f.normalize ? f.column_inverse + column0 + row : nullptr;
   const Place at = place();
-  Real q[SHARE], k[SHARE];
-  fetch(q, f.q, row0, f.m, begin, end, qi);
-  fetch(k, f.k, column0, f.n, begin, end, ki);
-  Real x[4][4] = {};
+  Element q[SHARE], k[SHARE];
+  const auto fetch_step = [&](i64 k0) {
+    const bool inside = k0 + column < end;
+    fetch<STEP>(q, address(f.q, row0 + row, k0 + column), f.q.row_stride, qs, inside);
+    fetch<STEP>(k, address(f.k, column0 + row, k0 + column), f.k.row_stride, ks, inside);
+  };
+  fetch_step(begin);
+  Real x[8][8] = {};
   int buffer = 0;
   for (i64 k0 = begin; k0 < end; k0 += CHUNK, buffer ^= 1) {
-    Chunks& s = chunks[buffer];
-    put(s.q, q);
-    put(s.k, k);
+    Chunks& s = shared.chunks[buffer];
+#pragma unroll
+    for (int e = 0; e < SHARE; ++e) {
+      s.q[row + e * STEP][column] = feature<STEP>(q, e, qs, qi);
+      s.k[row + e * STEP][column] = feature<STEP>(k, e, ks, ki);
+    }
     // The chunk is complete; and whoever comes here has done with the other buffer, refilled next
     __syncthreads();
-    if (k0 + CHUNK < end) {
-      fetch(q, f.q, row0, f.m, k0 + CHUNK, end, qi);
-      fetch(k, f.k, column0, f.n, k0 + CHUNK, end, ki);
-    }
-    Real part[4][4] = {};  // sums of sums: fewer digits are lost
+    if (k0 + CHUNK < end) fetch_step(k0 + CHUNK);
 #pragma unroll
-    for (int w = 0; w < CHUNK; w += WIDE) {
-      Vector a[4];
+    for (int w = 0; w < DEPTH; w += WIDE) {
+      Vector a[8];
 #pragma unroll
-      for (int h = 0; h < 4; ++h) a[h].bits = *(const uint4*)&s.q[at.r + 16 * h][w];
+      for (int h = 0; h < 8; ++h)
+        a[h].bits = *(const uint4*)&s.q[at.r + 8 * h][at.group * DEPTH + w];
 #pragma unroll
-      for (int v = 0; v < 4; ++v) {
+      for (int v = 0; v < 8; ++v) {
         Vector b;
-        b.bits = *(const uint4*)&s.k[at.c + 16 * v][w];
+        b.bits = *(const uint4*)&s.k[column_of<false>(at.c, v)][at.group * DEPTH + w];
 #pragma unroll
         for (int e = 0; e < WIDE; ++e)
 #pragma unroll
-          for (int h = 0; h < 4; ++h) part[h][v] += a[h].z[e] * b.z[e];
+          for (int h = 0; h < 8; ++h) x[h][v] += a[h].z[e] * b.z[e];
       }
     }
-#pragma unroll
-    for (int h = 0; h < 16; ++h) x[h / 4][h % 4] += part[h / 4][h % 4];
   }
-#pragma unroll
-  for (int h = 0; h < 16; ++h) {
-    const i64 i = row0 + at.r + h / 4 * 16, j = column0 + at.c + h % 4 * 16;
-    if (i >= f.m || j >= f.n) continue;
-    out[i * f.n + j] = x[h / 4][h % 4];
-    if (f.symmetric && row0 != column0) out[j * f.n + i] = x[h / 4][h % 4];
+  add_groups<false>(x, at, shared.tile);
+  for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
+    const i64 i = row0 + t / TILE, j = column0 + t % TILE;
+    if (i < f.m && j < f.n) out[i * f.n + j] = shared.tile[t / TILE][t % TILE];
   }
-  __syncthreads();  // buffers are free for the next tile
+  if (f.symmetric && row0 != column0)  // the same tile on the other side of the diagonal
+    for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
+      const i64 i = column0 + t / TILE, j = row0 + t % TILE;
+      if (i < f.m && j < f.n) out[i * f.n + j] = shared.tile[t % TILE][t / TILE];
+    }
+  __syncthreads();  // shared memory is free for the next tile
 }
 
 // Tile t of the logits: row by row; where x is symmetric, those on the diagonal and beyond.
@@ -207,18 +315,22 @@ __device__ __forceinline__ void tile_of(const Fused& f, i64 t, i64 across, i64& 
     for (; column >= across; column += ++row) column -= across;
 }
 
-// Parts of logits to their sum. A warp takes the rows that it will read again in phase 2, each lane
-// the same columns, so that no barrier is needed for rows.
-__device__ void add_parts(const Fused& f) {
+// Parts of logits to their sum. A team takes the rows that it will read again in phase 2, so that
+// no barrier is needed for rows.
+__device__ void add_parts(const Fused& f, double* memory) {
   const i64 size = f.m * f.n;
-  for (i64 i = blockIdx.x * WARPS + threadIdx.x / 32; i < f.m; i += gridDim.x * WARPS)
-    for (i64 j = threadIdx.x % 32; j < f.n; j += 32) {
+  const Team team(f.m, memory);
+  for (i64 i = team.row; i < f.m; i += team.step)
+    for (i64 j = team.lane; j < f.n; j += team.lanes) {
       Real* x = f.x + i * f.n + j;
-      Real sum = *x;
-      for (i64 p = 1; p < f.parts; ++p) sum += x[p * size];
-      *x = sum;
+      Real part[MOST_PARTS];  // all on their way at once
+#pragma unroll
+      for (int p = 0; p < MOST_PARTS; ++p) part[p] = p < f.parts ? x[p * size] : 0;
+#pragma unroll
+      for (int p = 1; p < MOST_PARTS; ++p) part[0] += part[p];
+      *x = part[0];
     }
-  __syncwarp();  // lane 0 reads the positive's logit, which another lane has summed
+  team.sync();  // one thread reads the positive's logit, which another has summed
 }
 
 // --- phase 2 -----------------------------------------------------------------------------------------------
@@ -237,24 +349,25 @@ __device__ __forceinline__ void conclude(double c, double max, double sum, doubl
   *factor = (Real)(weight * exp2(c * (double)h - both));
 }
 
-__device__ void row_log_sum_exp(const Fused& f, double scale) {
+__device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
   const double c2 = scale * LOG2_E;
   const Real c = (Real)c2;
-  const int lane = threadIdx.x % 32;
-  for (i64 i = blockIdx.x * WARPS + threadIdx.x / 32; i < f.m; i += gridDim.x * WARPS) {
+  const Team team(f.m, memory);
+  for (i64 i = team.row; i < f.m; i += team.step) {
     const Real* x = f.x + i * f.n;
     const i64 y = positive_of(f, i);
     Real top = LOW;
-    for (i64 j = lane; j < f.n; j += 32)
+#pragma unroll 4
+    for (i64 j = team.lane; j < f.n; j += team.lanes)
       if (j != y && !excluded(f, i, j)) top = max_(top, x[j]);
-#pragma unroll
-    for (int l = 16; l > 0; l /= 2) top = max_(top, __shfl_xor_sync(ALL_LANES, top, l));
+    top = (Real)team.max(top);
     const Real shift = top == LOW ? 0 : top;
     double sum = 0;
-    for (i64 j = lane; j < f.n; j += 32)
+#pragma unroll 4
+    for (i64 j = team.lane; j < f.n; j += team.lanes)
       if (j != y && !excluded(f, i, j)) sum += exp2_(c * (x[j] - shift));
-    sum = warp_sum(sum);
-    if (lane == 0)
+    sum = team.sum(sum);
+    if (team.lane == 0)
       conclude(c2, top, sum, x[y], upstream_of(f, i) * f.row_weight * scale, f.row_gap + i,
                f.row_lse + i, f.row_height + i, f.row_factor + i);
   }
@@ -271,6 +384,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     const i64 j = j0 + lane;
     Real top = LOW;
     if (j < f.n)
+#pragma unroll 8
       for (i64 i = warp; i < f.m; i += WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
     tops[warp][lane] = top;
@@ -280,6 +394,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     const Real shift = top == LOW ? 0 : top;
     double sum = 0;
     if (j < f.n)
+#pragma unroll 8
       for (i64 i = warp; i < f.m; i += WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
@@ -315,25 +430,26 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
 
 // --- phase 3 -----------------------------------------------------------------------------------------------
 
-__device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias) {
-  const int lane = threadIdx.x % 32;
-  for (i64 i = blockIdx.x * WARPS + threadIdx.x / 32; i < f.m; i += gridDim.x * WARPS) {
+__device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,
+                               double* memory) {
+  const Team team(f.m, memory);
+  for (i64 i = team.row; i < f.m; i += team.step) {
     const Real* x = f.x + i * f.n;
     const i64 y = positive_of(f, i);
     double bad = 0;
-    for (i64 j = lane; j < f.n; j += 32) bad += f.column_bad[j];
-    bad = warp_sum(bad) + f.row_bad[i];
+    for (i64 j = team.lane; j < f.n; j += team.lanes) bad += f.column_bad[j];
+    bad = team.sum(bad) + f.row_bad[i];
 
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (f.sigmoid) {
       const double z = scale * (double)x[y] + bias, e = exp(-fabs(z));
       here = -upstream_of(f, i) * scale * (z >= 0 ? e : 1.0) / (1.0 + e);
-      for (i64 j = lane; j < f.n; j += 32) {
+      for (i64 j = team.lane; j < f.n; j += team.lanes) {
         if (j == y || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
         loss += max_(t, 0) + log1p_(exp2_(-fabs(t) * (Real)LOG2_E));
       }
-      loss = warp_sum(loss) + fmax(-z, 0.0) + log1p(e);
+      loss = team.sum(loss) + fmax(-z, 0.0) + log1p(e);
     } else {
       const double gap = f.row_gap[i];
       loss = f.row_weight * LN_2 * softplus2(gap);
@@ -348,19 +464,19 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
         here -= upstream_of(f, y) * f.row_weight * scale * exp2(other - softplus2(other));
       }
     }
-    if (lane == 0) f.losses[i] = (Real)(loss + bad);
+    if (team.lane == 0) f.losses[i] = (Real)(loss + bad);
     if (!f.gradient) continue;
     Real* out = f.x + (f.m + i) * f.n;
-    for (i64 j = lane; j < f.n; j += 32) {
+    for (i64 j = team.lane; j < f.n; j += team.lanes) {
       const Real p = j == y ? (Real)here : excluded(f, i, j) ? 0 : slope(f, s, i, j, x[j]);
       out[j] = p;
       if (j == y || p == 0) continue;
       dot += (double)p * (double)x[j];
       total += p;
     }
-    dot = warp_sum(dot) + here * (double)x[y];
-    total = warp_sum(total) + here;
-    if (lane == 0) {
+    dot = team.sum(dot) + here * (double)x[y];
+    total = team.sum(total) + here;
+    if (team.lane == 0) {
       f.row_dot[i] = dot;
       f.row_sum[i] = total;
     }
@@ -368,104 +484,94 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
 }
 
 // sum_i P_ij x_ij for the columns' normalisation.
-__device__ void column_dots(const Fused& f) {
-  for (i64 j = blockIdx.x * WARPS + threadIdx.x / 32; j < f.n; j += gridDim.x * WARPS) {
+__device__ void column_dots(const Fused& f, double* memory) {
+  const Team team(f.n, memory);
+  for (i64 j = team.row; j < f.n; j += team.step) {
     double dot = 0;
-    for (i64 i = threadIdx.x % 32; i < f.m; i += 32) {
+#pragma unroll 4
+    for (i64 i = team.lane; i < f.m; i += team.lanes) {
       const Real p = f.x[(f.m + i) * f.n + j];
       if (p != 0) dot += (double)p * (double)f.x[i * f.n + j];
     }
-    dot = warp_sum(dot);
-    if (threadIdx.x % 32 == 0) f.column_dot[j] = dot;
+    dot = team.sum(dot);
+    if (team.lane == 0) f.column_dot[j] = dot;
   }
 }
 
 // --- phase 4 -----------------------------------------------------------------------------------------------
 
-struct Product {
-  alignas(16) Real p[TILE][CHUNK_STRIDE];  // P, own rows x others
-  alignas(16) Real z[CHUNK][TILE];         // the others' features
-};
-
 // 64 rows x 64 features of dQ (KEYS 0) or dK (KEYS 1).
 template <int KEYS>
-__device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Product (&products)[2]) {
+__device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) {
   const Matrix& own = KEYS ? f.k : f.q;
   const Matrix& other = KEYS ? f.q : f.k;
   const Matrix& out = KEYS ? f.dk : f.dq;
   const double* own_inverse = f.normalize ? (KEYS ? f.column_inverse : f.row_inverse) : nullptr;
-  const double* other_inverse = f.normalize ? (KEYS ? f.row_inverse : f.column_inverse) : nullptr;
   const i64 rows = KEYS ? f.n : f.m, others = KEYS ? f.m : f.n;
   const Real* panel = f.x + f.m * f.n;
   const Place at = place();
-  const int r = at.r, c = at.c * 4;  // rows r + 16 h, features c..
-  Real g[4][4] = {};
-  Real p[SHARE], z[SHARE];  // this thread's share of the next step
+  Real g[8][8] = {};
+
+  // This thread's share of a step: P along its rows, features along theirs
+  constexpr int P_WIDTH = KEYS ? TILE : CHUNK, P_STEP = FUSED_THREADS / P_WIDTH;
+  constexpr int Z_STEP = FUSED_THREADS / TILE;
+  const int p_row = threadIdx.x / P_WIDTH, p_column = threadIdx.x % P_WIDTH;
+  const int z_row = threadIdx.x / TILE, z_column = threadIdx.x % TILE;
+  Real p[SHARE];
+  Element z[SHARE];
   const auto fetch_step = [&](i64 o0) {
-#pragma unroll
-    for (int e = 0; e < SHARE; ++e) {
-      const int t = e * FUSED_THREADS + threadIdx.x;  // along a row of P
-      const i64 i = KEYS ? o0 + t / TILE : row0 + t / CHUNK;
-      const i64 j = KEYS ? row0 + t % TILE : o0 + t % CHUNK;
-      p[e] = i < f.m && j < f.n ? panel[i * f.n + j] : 0;
-    }
-#pragma unroll
-    for (int e = 0; e < SHARE; ++e) {
-      const int t = e * FUSED_THREADS + threadIdx.x;
-      const i64 o = o0 + t / TILE, k = k0 + t % TILE;
-      z[e] = o < others && k < f.d ? feature(other, o, k, other_inverse) : 0;
-    }
+    const i64 i = (KEYS ? o0 : row0) + p_row, j = (KEYS ? row0 : o0) + p_column;
+    fetch<P_STEP>(p, panel + i * f.n + j, f.n, f.m - i, j < f.n);
+    fetch<Z_STEP>(z, address(other, o0 + z_row, k0 + z_column), other.row_stride,
+                  others - o0 - z_row, k0 + z_column < f.d);
   };
   fetch_step(0);
   int buffer = 0;
   for (i64 o0 = 0; o0 < others; o0 += CHUNK, buffer ^= 1) {
-    Product& s = products[buffer];
+    Product& s = shared.products[buffer];
+    const double* inverse = nullptr;
+    if (f.normalize) inverse = (KEYS ? f.row_inverse : f.column_inverse) + o0 + z_row;
 #pragma unroll
     for (int e = 0; e < SHARE; ++e) {
-      const int t = e * FUSED_THREADS + threadIdx.x;
-      if (KEYS) s.p[t % TILE][t / TILE] = p[e];
-      else s.p[t / CHUNK][t % CHUNK] = p[e];
-      s.z[t / TILE][t % TILE] = z[e];
+      const int t = p_row + e * P_STEP;
+      if (KEYS) s.p[p_column][t] = p[e];
+      else s.p[t][p_column] = p[e];
+      s.z[z_row + e * Z_STEP][z_column] = feature<Z_STEP>(z, e, others - o0 - z_row, inverse);
     }
     __syncthreads();  // as in logits_tile
     if (o0 + CHUNK < others) fetch_step(o0 + CHUNK);
-    Real part[4][4] = {};
 #pragma unroll
-    for (int o = 0; o < CHUNK; o += WIDE) {
-      Vector ps[4];
+    for (int o = 0; o < DEPTH; o += WIDE) {
+      Vector ps[8];
 #pragma unroll
-      for (int h = 0; h < 4; ++h) ps[h].bits = *(const uint4*)&s.p[r + 16 * h][o];
+      for (int h = 0; h < 8; ++h)
+        ps[h].bits = *(const uint4*)&s.p[at.r + 8 * h][at.group * DEPTH + o];
 #pragma unroll
-      for (int w = 0; w < WIDE; ++w) {
-        Vector zs[4 / WIDE];
+      for (int w = 0; w < WIDE; ++w)
 #pragma unroll
-        for (int v = 0; v < 4 / WIDE; ++v) zs[v].bits = *(const uint4*)&s.z[o + w][c + v * WIDE];
+        for (int v = 0; v < 8; v += WIDE) {
+          Vector zs;
+          zs.bits = *(const uint4*)&s.z[at.group * DEPTH + o + w][column_of<true>(at.c, v)];
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
+          for (int e = 0; e < WIDE; ++e)
 #pragma unroll
-          for (int h = 0; h < 4; ++h) part[h][e] += ps[h].z[w] * zs[e / WIDE].z[e % WIDE];
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < 16; ++h) g[h / 4][h % 4] += part[h / 4][h % 4];
-  }
-#pragma unroll
-  for (int h = 0; h < 4; ++h) {
-    const i64 row = row0 + r + 16 * h;
-    if (row >= rows) continue;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const i64 k = k0 + c + e;
-      if (k >= f.d) continue;
-      double value = g[h][e];
-      if (own_inverse) {  // dz = (dU - u <dU, u>) / |z|
-        const double dot = KEYS ? f.column_dot[row] : f.row_dot[row];
-        value = (value - own.get(row, k) * own_inverse[row] * dot) * own_inverse[row];
-      }
-      out.set(row, k, value);
+            for (int h = 0; h < 8; ++h) g[h][v + e] += ps[h].z[w] * zs.z[e];
+        }
     }
   }
-  __syncthreads();  // buffers are free for the next tile
+  add_groups<true>(g, at, shared.tile);
+  for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
+    const i64 row = row0 + t / TILE, k = k0 + t % TILE;
+    if (row >= rows || k >= f.d) continue;
+    double value = shared.tile[t / TILE][t % TILE];
+    if (own_inverse) {  // dz = (dU - u <dU, u>) / |z|
+      const double dot = KEYS ? f.column_dot[row] : f.row_dot[row];
+      const double u = (double)number(*address(own, row, k)) * own_inverse[row];
+      value = (value - u * dot) * own_inverse[row];
+    }
+    out.set(row, k, value);
+  }
+  __syncthreads();  // shared memory is free for the next tile
 }
 
 // Sum of v[0 .. n), by one warp.
@@ -478,13 +584,11 @@ __device__ double sum_of(const T* v, i64 n) {
 
 extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
 fused(const __grid_constant__ Fused f) {
-  __shared__ union {
-    Chunks chunks[2];
-    Product products[2];
-  } shared;
+  __shared__ Shared shared;
+  __shared__ double memory[WARPS];
   u32 target = 0;
-  inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad);
-  if (!f.symmetric) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad);
+  inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad, memory);
+  if (!f.symmetric) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
   if (f.normalize) grid_barrier(f.barrier, target);
 
   const i64 down = (f.m + TILE - 1) / TILE, across = (f.n + TILE - 1) / TILE;
@@ -492,28 +596,29 @@ fused(const __grid_constant__ Fused f) {
   for (i64 t = blockIdx.x; t < tiles * f.parts; t += gridDim.x) {
     i64 row, column;
     tile_of(f, t % tiles, across, row, column);
-    logits_tile(f, row * TILE, column * TILE, t / tiles, shared.chunks);
+    logits_tile(f, row * TILE, column * TILE, t / tiles, shared);
   }
   grid_barrier(f.barrier, target);
 
   const double scale = f.scale.get(), bias = f.bias.get();
   const Slope s = {(Real)(scale * LOG2_E), (Real)scale, (Real)bias};
   if (f.parts > 1) {
-    add_parts(f);
+    add_parts(f, memory);
     if (f.two_sided) grid_barrier(f.barrier, target);
   }
+  const Team team(f.m, memory);
   if (f.sigmoid) {
-    for (i64 i = blockIdx.x * WARPS + threadIdx.x / 32; i < f.m; i += gridDim.x * WARPS)
-      if (threadIdx.x % 32 == 0) f.row_factor[i] = (Real)(upstream_of(f, i) * scale);
+    for (i64 i = team.row; i < f.m; i += team.step)
+      if (team.lane == 0) f.row_factor[i] = (Real)(upstream_of(f, i) * scale);
   } else {
-    row_log_sum_exp(f, scale);
+    row_log_sum_exp(f, scale, memory);
     if (f.two_sided) column_log_sum_exp(f, scale);
   }
-  // Where other rows' log-sum-exps count, those have to be there; a row's own warp knows its own
+  // Where other rows' log-sum-exps count, those have to be there; a row's own team knows its own
   if (f.symmetric || f.two_sided) grid_barrier(f.barrier, target);
-  else __syncwarp();
+  else team.sync();
 
-  rows_of_losses(f, s, scale, bias);
+  rows_of_losses(f, s, scale, bias, memory);
   grid_barrier(f.barrier, target);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
     const double loss = sum_of(f.losses, f.m);
@@ -521,7 +626,7 @@ fused(const __grid_constant__ Fused f) {
   }
   if (f.gradient) {
     if (f.normalize && f.dk.data) {
-      column_dots(f);
+      column_dots(f, memory);
       grid_barrier(f.barrier, target);
     }
     const i64 wide = (f.d + TILE - 1) / TILE;
@@ -529,10 +634,10 @@ fused(const __grid_constant__ Fused f) {
     const i64 of_keys = f.dk.data ? across * wide : 0;
     for (i64 t = blockIdx.x; t < of_queries + of_keys; t += gridDim.x) {
       if (t < of_queries)
-        gradient_tile<0>(f, t / wide * TILE, t % wide * TILE, shared.products);
+        gradient_tile<0>(f, t / wide * TILE, t % wide * TILE, shared);
       else
         gradient_tile<1>(f, (t - of_queries) / wide * TILE, (t - of_queries) % wide * TILE,
-                         shared.products);
+                         shared);
     }
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
       const double dots = sum_of(f.row_dot, f.m), sums = sum_of(f.row_sum, f.m);
