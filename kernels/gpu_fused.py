@@ -22,11 +22,11 @@ PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor c
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # kernels/cuda/common.cuh
 
 # struct Fused: four matrices, m n d, scale and bias, weights, ...; every field has 8 bytes
-_LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQ" + "dddd" + "QQQQ" + 6 * "q" + 21 * "Q")
+_LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQ" + "dddd" + "QQQQ" + 2 * "q" + 21 * "Q")
 _BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
 _NO_MATRIX = (0, 0, 0, 0)
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
-_kernels: dict[tuple[int, bool, Any], Any] = {}
+_kernels: dict[tuple[Any, ...], Any] = {}
 _barriers: dict[tuple[int, int], Array] = {}
 
 
@@ -100,15 +100,17 @@ def _barrier(device: int) -> Array:
     return _barriers[key]
 
 
-def _kernel(device: Any, double: bool, dtype: Any) -> Any:
-    """The kernel for features of one dtype."""
-    found = _kernels.get((device.id, double, dtype))
+def _kernel(device: int, double: bool, dtype: Any, *kind: bool) -> Any:
+    """The kernel for one kind of problem with features of one dtype."""
+    key = device, double, dtype, kind
+    found = _kernels.get(key)
     if found is None:
-        found = compiler.function(
-            device, "fused.cu", "fused", 0,
+        names = "SYMMETRIC", "TWO_SIDED", "SIGMOID", "NORMALIZE", "IDS"
+        found = _kernels[key] = compiler.function(
+            cupy.cuda.Device(device), "fused.cu", "fused", 0,
             PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
+            **dict(zip(names, map(int, kind), strict=True)),
         )  # fmt: skip
-        _kernels[device.id, double, dtype] = found
     return found
 
 
@@ -188,13 +190,17 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         m, n, d, *scale[:2], *bias[:2], problem.row_weight, problem.column_weight,
         problem.row_share or 0.0, upstream, _pointer(each), _pointer(problem.positives),
         _pointer(problem.query_ids), _pointer(problem.key_ids),
-        symmetric, two_sided, sigmoid, problem.normalize, gradients is not None, plan.parts,
+        gradients is not None, plan.parts,
         *addresses[:10], start, start + item * m, start + 2 * item * m,
         reduced, reduced + item, reduced + 2 * item, *addresses[10:], barrier.data.ptr,
     )  # fmt: skip
     tiles = -(-m // TILE) * (of_queries[0] != 0) + -(-n // TILE) * (of_keys[0] != 0)
     work = max(plan.logit_tiles * plan.parts, tiles * -(-d // TILE), m, n)
-    _kernel(device, double, query.dtype)(
+    kernel = _kernel(
+        device.id, double, query.dtype, symmetric, two_sided, sigmoid, problem.normalize,
+        problem.query_ids is not None,
+    )  # fmt: skip
+    kernel(
         (min(resident, work),), (THREADS,), (np.frombuffer(arguments, _BY_VALUE),),
         enable_cooperative_groups=True,
     )  # fmt: skip

@@ -84,16 +84,13 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("FP32", None), ("FP32", "FLOAT32"), ("FP32", "BFLOAT16"), ("FP64", "FLOAT64")],
-)
-def test_fused(precision: str, dtype: str | None, arch: str) -> None:
-    defines = {"PRECISION": precision}
-    if dtype is not None:
-        defines["DTYPE"] = f"DTYPE_{dtype}"
+@pytest.mark.parametrize(("precision", "dtype"), [("FP32", "FLOAT32"), ("FP64", "FLOAT64")])
+@pytest.mark.parametrize("kind", ["SYMMETRIC", "TWO_SIDED", "SIGMOID"])
+def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
+    kinds = {name: int(name == kind) for name in ("SYMMETRIC", "TWO_SIDED", "SIGMOID")}
+    defines = {"PRECISION": precision, "DTYPE": f"DTYPE_{dtype}", "NORMALIZE": 1, "IDS": 1, **kinds}
     log = compiler.compile_for("fused.cu", defines, arch, ("--ptxas-options=-v",))[1]
-    assert spilled(log) <= 640  # two blocks on a multiprocessor: waiting costs more than spilling
+    assert spilled(log) <= (64 if precision == "FP32" else 512)
 
 
 @needs_nvrtc

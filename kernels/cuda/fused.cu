@@ -28,7 +28,11 @@
 #define CHUNK_STRIDE (CHUNK + WIDE)        // eight rows lie in different banks
 #define SHARE (TILE * CHUNK / FUSED_THREADS)  // of a thread, when a chunk is fetched
 
-// The features' type, -DDTYPE=...
+// A kernel for each kind of problem (-DSYMMETRIC=1 and so on): such a short launch would spend its
+// time on fetching instructions that it skips.
+//     SYMMETRIC, TWO_SIDED, SIGMOID, NORMALIZE   as in Problem
+//     IDS                                        whether pairs of equal ids are excluded
+//     DTYPE                                      of the features
 #if DTYPE == DTYPE_FLOAT64
 typedef double Element;
 #elif DTYPE == DTYPE_FLOAT32
@@ -60,7 +64,7 @@ struct Fused {
   const double* upstreams;    // [M] or null
   const i64* positives;       // [M], or null: the other view of a sample, or i for i
   const i64 *query_ids, *key_ids;
-  i64 symmetric, two_sided, sigmoid, normalize, gradient;
+  i64 gradient;                                  // whether gradients are wanted
   i64 parts;                                     // of the features in phase 1
   Real* x;                                       // [max(parts, 2), M, N]: logits, then P
   double *row_inverse, *column_inverse;          // 1 / |z|
@@ -93,21 +97,23 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
 }
 
 __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
-  return (f.symmetric && i == j) || (f.query_ids && f.query_ids[i] == f.key_ids[j]);
+  return (SYMMETRIC && i == j) || (IDS && f.query_ids[i] == f.key_ids[j]);
 }
 
 __device__ __forceinline__ i64 positive_of(const Fused& f, i64 i) {
   if (f.positives) return f.positives[i];
-  return !f.symmetric ? i : i < f.m / 2 ? i + f.m / 2 : i - f.m / 2;
+  return !SYMMETRIC ? i : i < f.m / 2 ? i + f.m / 2 : i - f.m / 2;
 }
 __device__ __forceinline__ double upstream_of(const Fused& f, i64 i) {
   return f.upstreams ? f.upstreams[i] : f.upstream;
 }
 
 // log2 of 2^a + 1, where a may be infinite
-__device__ __forceinline__ double softplus2(double a) {
+__device__ __noinline__ double softplus2(double a) {
   return fmax(a, 0.0) + log1p(exp2(-fabs(a))) * LOG2_E;
 }
+// 2^a / (2^a + 1)
+__device__ __noinline__ double sigmoid2(double a) { return exp2(a - softplus2(a)); }
 
 // Threads that work on one row at a time: a warp; where rows are few, a whole block.
 struct Team {
@@ -255,8 +261,8 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
   constexpr int STEP = FUSED_THREADS / CHUNK;
   const int row = threadIdx.x / CHUNK, column = threadIdx.x % CHUNK;
   const i64 qs = f.m - row0 - row, ks = f.n - column0 - row;  // rows from this thread's first on
-  const double* qi = f.normalize ? f.row_inverse + row0 + row : nullptr;
-  const double* ki = f.normalize ? f.column_inverse + column0 + row : nullptr;
+  const double* qi = NORMALIZE ? f.row_inverse + row0 + row : nullptr;
+  const double* ki = NORMALIZE ? f.column_inverse + column0 + row : nullptr;
   const Place at = place();
   Element q[SHARE], k[SHARE];
   const auto fetch_step = [&](i64 k0) {
@@ -299,7 +305,7 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
     const i64 i = row0 + t / TILE, j = column0 + t % TILE;
     if (i < f.m && j < f.n) out[i * f.n + j] = shared.tile[t / TILE][t % TILE];
   }
-  if (f.symmetric && row0 != column0)  // the same tile on the other side of the diagonal
+  if (SYMMETRIC && row0 != column0)  // the same tile on the other side of the diagonal
     for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
       const i64 i = column0 + t / TILE, j = row0 + t % TILE;
       if (i < f.m && j < f.n) out[i * f.n + j] = shared.tile[t % TILE][t / TILE];
@@ -309,9 +315,9 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
 
 // Tile t of the logits: row by row; where x is symmetric, those on the diagonal and beyond.
 __device__ __forceinline__ void tile_of(const Fused& f, i64 t, i64 across, i64& row, i64& column) {
-  row = f.symmetric ? 0 : t / across;
-  column = f.symmetric ? t : t % across;
-  if (f.symmetric)
+  row = SYMMETRIC ? 0 : t / across;
+  column = SYMMETRIC ? t : t % across;
+  if (SYMMETRIC)
     for (; column >= across; column += ++row) column -= across;
 }
 
@@ -336,7 +342,7 @@ __device__ void add_parts(const Fused& f, double* memory) {
 // --- phase 2 -----------------------------------------------------------------------------------------------
 
 // What follows from the log-sum-exp of a row's negatives (max, sum) and its positive's product.
-__device__ __forceinline__ void conclude(double c, double max, double sum, double positive,
+__device__ __noinline__ void conclude(double c, double max, double sum, double positive,
                                          double weight, double* gap, Real* lse, Real* height,
                                          Real* factor) {
   const double n = sum > 0 || sum != sum ? c * max + log2(sum) : -INFINITY_, p = c * positive;
@@ -384,7 +390,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     const i64 j = j0 + lane;
     Real top = LOW;
     if (j < f.n)
-#pragma unroll 8
+#pragma unroll 4
       for (i64 i = warp; i < f.m; i += WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
     tops[warp][lane] = top;
@@ -394,7 +400,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     const Real shift = top == LOW ? 0 : top;
     double sum = 0;
     if (j < f.n)
-#pragma unroll 8
+#pragma unroll 4
       for (i64 i = warp; i < f.m; i += WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
@@ -418,13 +424,13 @@ struct Slope {
 
 // dL/dx_ij of a negative, with `scale` folded in.
 __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64 j, Real x) {
-  if (f.sigmoid) {
+  if (SIGMOID) {
     const Real z = s.scale * x + s.bias, e = exp2_(-fabs(z) * (Real)LOG2_E);
     const Real share = divide((Real)1, 1 + e);
     return z != z ? z : (z >= 0 ? share : e * share) * f.row_factor[i];
   }
   Real p = f.row_factor[i] * exp2_(s.c * (x - f.row_height[i]));
-  if (f.column_factor) p += f.column_factor[j] * exp2_(s.c * (x - f.column_height[j]));
+  if (SYMMETRIC || TWO_SIDED) p += f.column_factor[j] * exp2_(s.c * (x - f.column_height[j]));
   return p;
 }
 
@@ -441,7 +447,7 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
     bad = team.sum(bad) + f.row_bad[i];
 
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
-    if (f.sigmoid) {
+    if (SIGMOID) {
       const double z = scale * (double)x[y] + bias, e = exp(-fabs(z));
       here = -upstream_of(f, i) * scale * (z >= 0 ? e : 1.0) / (1.0 + e);
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
@@ -453,15 +459,15 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
     } else {
       const double gap = f.row_gap[i];
       loss = f.row_weight * LN_2 * softplus2(gap);
-      here = -upstream_of(f, i) * f.row_weight * scale * exp2(gap - softplus2(gap));
-      if (f.two_sided) {
+      here = -upstream_of(f, i) * f.row_weight * scale * sigmoid2(gap);
+      if (TWO_SIDED) {
         const double other = f.column_gap[i];
         loss += f.column_weight * LN_2 * softplus2(other);
-        here -= upstream_of(f, i) * f.column_weight * scale * exp2(other - softplus2(other));
+        here -= upstream_of(f, i) * f.column_weight * scale * sigmoid2(other);
       }
-      if (f.symmetric) {  // the pair counts for both its rows
+      if (SYMMETRIC) {  // the pair counts for both its rows
         const double other = f.row_gap[y];
-        here -= upstream_of(f, y) * f.row_weight * scale * exp2(other - softplus2(other));
+        here -= upstream_of(f, y) * f.row_weight * scale * sigmoid2(other);
       }
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + bad);
@@ -506,7 +512,7 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
   const Matrix& own = KEYS ? f.k : f.q;
   const Matrix& other = KEYS ? f.q : f.k;
   const Matrix& out = KEYS ? f.dk : f.dq;
-  const double* own_inverse = f.normalize ? (KEYS ? f.column_inverse : f.row_inverse) : nullptr;
+  const double* own_inverse = NORMALIZE ? (KEYS ? f.column_inverse : f.row_inverse) : nullptr;
   const i64 rows = KEYS ? f.n : f.m, others = KEYS ? f.m : f.n;
   const Real* panel = f.x + f.m * f.n;
   const Place at = place();
@@ -530,7 +536,7 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
   for (i64 o0 = 0; o0 < others; o0 += CHUNK, buffer ^= 1) {
     Product& s = shared.products[buffer];
     const double* inverse = nullptr;
-    if (f.normalize) inverse = (KEYS ? f.row_inverse : f.column_inverse) + o0 + z_row;
+    if (NORMALIZE) inverse = (KEYS ? f.row_inverse : f.column_inverse) + o0 + z_row;
 #pragma unroll
     for (int e = 0; e < SHARE; ++e) {
       const int t = p_row + e * P_STEP;
@@ -588,11 +594,11 @@ fused(const __grid_constant__ Fused f) {
   __shared__ double memory[WARPS];
   u32 target = 0;
   inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad, memory);
-  if (!f.symmetric) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
-  if (f.normalize) grid_barrier(f.barrier, target);
+  if (!SYMMETRIC) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
+  if (NORMALIZE) grid_barrier(f.barrier, target);
 
   const i64 down = (f.m + TILE - 1) / TILE, across = (f.n + TILE - 1) / TILE;
-  const i64 tiles = f.symmetric ? across * (across + 1) / 2 : down * across;
+  const i64 tiles = SYMMETRIC ? across * (across + 1) / 2 : down * across;
   for (i64 t = blockIdx.x; t < tiles * f.parts; t += gridDim.x) {
     i64 row, column;
     tile_of(f, t % tiles, across, row, column);
@@ -604,18 +610,18 @@ fused(const __grid_constant__ Fused f) {
   const Slope s = {(Real)(scale * LOG2_E), (Real)scale, (Real)bias};
   if (f.parts > 1) {
     add_parts(f, memory);
-    if (f.two_sided) grid_barrier(f.barrier, target);
+    if (TWO_SIDED) grid_barrier(f.barrier, target);
   }
   const Team team(f.m, memory);
-  if (f.sigmoid) {
+  if (SIGMOID) {
     for (i64 i = team.row; i < f.m; i += team.step)
       if (team.lane == 0) f.row_factor[i] = (Real)(upstream_of(f, i) * scale);
   } else {
     row_log_sum_exp(f, scale, memory);
-    if (f.two_sided) column_log_sum_exp(f, scale);
+    if (TWO_SIDED) column_log_sum_exp(f, scale);
   }
   // Where other rows' log-sum-exps count, those have to be there; a row's own team knows its own
-  if (f.symmetric || f.two_sided) grid_barrier(f.barrier, target);
+  if (SYMMETRIC || TWO_SIDED) grid_barrier(f.barrier, target);
   else team.sync();
 
   rows_of_losses(f, s, scale, bias, memory);
@@ -625,15 +631,15 @@ fused(const __grid_constant__ Fused f) {
     if (threadIdx.x == 0) *f.loss = (Real)(f.row_share * loss);
   }
   if (f.gradient) {
-    if (f.normalize && f.dk.data) {
+    if (NORMALIZE && f.dk.data) {
       column_dots(f, memory);
       grid_barrier(f.barrier, target);
     }
     const i64 wide = (f.d + TILE - 1) / TILE;
     const i64 of_queries = f.dq.data ? down * wide : 0;
-    const i64 of_keys = f.dk.data ? across * wide : 0;
+    const i64 of_keys = !SYMMETRIC && f.dk.data ? across * wide : 0;
     for (i64 t = blockIdx.x; t < of_queries + of_keys; t += gridDim.x) {
-      if (t < of_queries)
+      if (SYMMETRIC || t < of_queries)
         gradient_tile<0>(f, t / wide * TILE, t % wide * TILE, shared);
       else
         gradient_tile<1>(f, (t - of_queries) / wide * TILE, (t - of_queries) % wide * TILE,
@@ -642,7 +648,7 @@ fused(const __grid_constant__ Fused f) {
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
       const double dots = sum_of(f.row_dot, f.m), sums = sum_of(f.row_sum, f.m);
       if (threadIdx.x == 0) {
-        *f.scale_grad = (Real)(dots / ((f.symmetric ? 2 : 1) * scale));
+        *f.scale_grad = (Real)(dots / ((SYMMETRIC ? 2 : 1) * scale));
         *f.bias_grad = (Real)(sums / scale);
       }
     }
