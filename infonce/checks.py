@@ -6,7 +6,6 @@ Messages name the argument, what was expected and what came.
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,6 +65,30 @@ class Request:
     return_logits: bool
 
 
+@dataclass(eq=False)
+class _Settled:
+    """What follows from the kinds of the arrays and from options that are no arrays.
+
+    A training loop makes the same call again and again: what was found right once is right.
+    """
+
+    options: dict[str, Any]
+    scale: Any
+    bias: Any
+    compute: str
+    workspace: int
+    wrt: frozenset[str]
+    row_share: float | None
+    dtype: np.dtype[Any]  # of the loss
+    grad_dtype: np.dtype[Any] | None
+    want_query: bool
+    want_key: bool
+
+
+PLAIN = frozenset({bool, int, float, str, type(None)})  # no arrays: such options settle a call
+_settled: dict[tuple[Any, ...], _Settled] = {}
+
+
 def check(
     loss: Loss,
     arrays: Sequence[Array],
@@ -75,23 +98,103 @@ def check(
     with_grad: bool,
 ) -> Request:
     """Validate one call of a loss on NumPy or on CuPy arrays."""
+    labelled = labels is not None
+    kind = _kind(loss, arrays, labelled, bias, options, with_grad)
+    settled = None if kind is None else _settled.get(kind)
+    if settled is None:
+        settled = _settle(loss, arrays, labelled, bias, options, with_grad)
+        if kind is not None:
+            if len(_settled) >= 256:
+                _settled.clear()
+            _settled[kind] = settled
+
+    o, wrt = settled.options, settled.wrt
+    query, key = arrays[0], arrays[-1]
+    xp = namespace(query)
+    m, n = len(query), len(key)
+    if o["check_finite"]:
+        for name, z in zip(loss.arguments, arrays, strict=True):
+            _finite(xp, name, z)
+    row_ids, column_ids = _ids(xp, loss, o["ids"], m, n)
+    positives, without_positive = _positives(xp, loss, labels, m, n)
+    problem = Problem(
+        query=query,
+        key=key,
+        scale=settled.scale,
+        upstream=_upstream(xp, o["grad_out"], o["reduction"], m),
+        positives=positives,
+        # None where some rows' losses are replaced before they are reduced
+        row_share=settled.row_share if without_positive is None else None,
+        row_weight=loss.row_weight,
+        column_weight=loss.column_weight,
+        bias=settled.bias,
+        symmetric=loss.symmetric,
+        query_ids=row_ids,
+        key_ids=column_ids,
+        normalize=bool(o["normalize"]),
+        compute=settled.compute,
+        method=o["method"],
+        workspace=settled.workspace,
+        ranks=bool(o["metrics"]),
+        progress=o["progress"],
+    )
+    outs: dict[str, Array] = {}
+    given_out: dict[str, Array] = {}
+    gradients = None
+    if with_grad:
+        outs, given_out = _out(xp, loss, arrays, o["out"], settled.grad_dtype, wrt)
+    if wrt:
+        gradients = Gradients(
+            query=outs.get(loss.arguments[0]),
+            key=outs.get(loss.arguments[-1]) if settled.want_key else None,
+            want_query=settled.want_query,
+            want_key=settled.want_key,
+        )
+    return Request(
+        problem, gradients, outs, given_out, without_positive, wrt, o["reduction"],
+        settled.dtype, bool(o["metrics"]), bool(o["return_logits"]),
+    )  # fmt: skip
+
+
+def _kind(
+    loss: Loss,
+    arrays: Sequence[Array],
+    labelled: bool,
+    bias: Any,
+    options: Mapping[str, Any],
+    with_grad: bool,
+) -> tuple[Any, ...] | None:
+    """The key under which a call is settled; None for one with options that are arrays."""
+    classes = tuple([value.__class__ for value in options.values()])  # True is no 1
+    if bias.__class__ not in PLAIN or not PLAIN.issuperset(classes):
+        return None
+    if not all([_is_array(z) for z in arrays]):
+        return None
+    kinds = [(z.shape, z.dtype, z.device.id if on_gpu(z) else None) for z in arrays]
+    return loss, with_grad, labelled, bias, classes, *kinds, *options.items()
+
+
+def _settle(
+    loss: Loss,
+    arrays: Sequence[Array],
+    labelled: bool,
+    bias: Any,
+    options: Mapping[str, Any],
+    with_grad: bool,
+) -> _Settled:
+    """All checks that look at no element of an array."""
     o = _options(loss, options, with_grad)
     for name, z in zip(loss.arguments, arrays, strict=True):
         _features(name, z)
     query, key = arrays[0], arrays[-1]
-    xp = namespace(query)
+    on_host = isinstance(query, np.ndarray)
     _same_device(loss, query, key)
-    m, n = len(query), len(key)
-    _shapes(loss, query, key, labels is not None)
-    if o["check_finite"]:
-        for name, z in zip(loss.arguments, arrays, strict=True):
-            _finite(xp, name, z)
-
+    _shapes(loss, query, key, labelled)
     scale = _scale(loss, o["temperature"], o["scale"])
     if loss.sigmoid:
         bias = _number("bias", loss.bias if bias is None else bias)
-    dtypes = {_name(z.dtype) for z in arrays}
-    compute = _precision(o["precision"], dtypes, xp is np)
+    dtypes = {z.dtype.name for z in arrays}
+    compute = _precision(o["precision"], dtypes, on_host)
     workspace = o["workspace"]
     if isinstance(workspace, bool) or not isinstance(workspace, (int, np.integer)):
         raise TypeError(f"workspace: expected an integer number of bytes, got {_what(workspace)}")
@@ -106,60 +209,22 @@ def check(
         )
     if loss.sigmoid and o["metrics"]:
         raise ValueError("metrics: expected False for siglip, which ranks nothing, got True")
-
-    row_ids, column_ids = _ids(xp, loss, o["ids"], m, n)
     wrt = _wrt(loss, o["wrt"]) if with_grad else frozenset()
-    positives, without_positive = _positives(xp, loss, labels, m, n)
-    share = {"mean": 1.0 / m, "sum": 1.0, "none": None}[o["reduction"]]
-    if without_positive is not None:  # some rows' losses are replaced before they are reduced
-        share = None
-    problem = Problem(
-        query=query,
-        key=key,
+    want_key = not loss.symmetric and loss.arguments[-1] in wrt
+    return _Settled(
+        options=o,
         scale=scale,
-        upstream=_upstream(xp, o["grad_out"], o["reduction"], m),
-        positives=positives,
-        row_share=share,
-        row_weight=loss.row_weight,
-        column_weight=loss.column_weight,
         bias=bias if loss.sigmoid else None,
-        symmetric=loss.symmetric,
-        query_ids=row_ids,
-        key_ids=column_ids,
-        normalize=bool(o["normalize"]),
         compute=compute,
-        method=o["method"],
         workspace=int(workspace),
-        ranks=bool(o["metrics"]),
-        progress=o["progress"],
-    )
-    outs: dict[str, Array] = {}
-    given_out: dict[str, Array] = {}
-    if with_grad:
-        outs, given_out = _out(xp, loss, arrays, o["out"], o["grad_dtype"], wrt)
-    gradients = None
-    if wrt:
-        key_name = loss.arguments[-1]
-        want_key = not loss.symmetric and key_name in outs
+        wrt=wrt,
+        row_share={"mean": 1.0 / len(query), "sum": 1.0, "none": None}[o["reduction"]],
+        dtype=DOUBLE if "float64" in dtypes else SINGLE,
+        grad_dtype=_grad_dtype(o["grad_dtype"]),
         # scale and bias come with the rows' gradient; a key gradient alone brings them too
-        want_query = loss.arguments[0] in outs or not want_key
-        gradients = Gradients(
-            query=outs.get(loss.arguments[0]),
-            key=outs.get(key_name) if want_key else None,
-            want_query=want_query,
-            want_key=want_key,
-        )
-    return Request(
-        problem, gradients, outs, given_out, without_positive, wrt, o["reduction"],
-        DOUBLE if "float64" in dtypes else SINGLE,
-        bool(o["metrics"]), bool(o["return_logits"]),
-    )  # fmt: skip
-
-
-@functools.cache
-def _name(dtype: np.dtype[Any]) -> str:
-    """dtype.name, which NumPy takes a microsecond to spell."""
-    return dtype.name
+        want_query=loss.arguments[0] in wrt or not want_key,
+        want_key=want_key,
+    )
 
 
 def _is_array(value: Any) -> bool:
@@ -205,7 +270,7 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
 def _features(name: str, z: Array) -> None:
     if not _is_array(z):
         raise TypeError(f"{name}: expected an array, got {_what(z)}")
-    if _name(z.dtype) not in FLOATS:
+    if z.dtype.name not in FLOATS:
         raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
     if z.ndim != 2:
         raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {z.shape}")
@@ -369,9 +434,17 @@ def _out(
 ) -> tuple[dict[str, Array], dict[str, Array]]:  # fmt: skip
     """Where the feature gradients go: the caller's arrays, or new ones; and the caller's alone."""
     wanted = [name for name in loss.arguments if name in wrt]
+    features = dict(zip(loss.arguments, arrays, strict=True))
+
+    def new(name: str) -> Array:
+        dtype = features[name].dtype
+        native_order = dtype if dtype.isnative else dtype.newbyteorder("=")
+        return xp.empty(features[name].shape, grad_dtype or native_order)
+
     if out is None:
-        given: dict[str, Any] = {}
-    elif isinstance(out, Mapping):
+        return {name: new(name) for name in wanted}, {}
+    given: dict[str, Any]
+    if isinstance(out, Mapping):
         given = dict(out)
     elif isinstance(out, (tuple, list)):
         names = [name for name in loss.arguments if name not in loss.locked]
@@ -381,15 +454,6 @@ def _out(
         given = dict(zip(names, out, strict=True))
     else:
         raise TypeError(f"out: expected a mapping or a sequence of arrays, got {_what(out)}")
-    if grad_dtype is not None:
-        try:
-            grad_dtype = np.dtype(grad_dtype)
-        except TypeError:
-            raise TypeError(f"grad_dtype: expected a dtype, got {_what(grad_dtype)}") from None
-        if grad_dtype.name not in FLOATS:
-            raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {grad_dtype}")
-
-    features = dict(zip(loss.arguments, arrays, strict=True))
     given = {name: array for name, array in given.items() if array is not None}
     buffers = {}
     for name, array in given.items():
@@ -397,19 +461,25 @@ def _out(
             raise ValueError(f"out: expected names among {', '.join(wanted)}, got {name!r}")
         buffers[name] = native(array)
         _output(f"out[{name!r}]", buffers[name], features[name], grad_dtype)
-    made = {}
-    for name in wanted:
-        z = features[name]
-        made[name] = buffers.get(name)
-        if made[name] is None:
-            native_order = z.dtype if z.dtype.isnative else z.dtype.newbyteorder("=")
-            made[name] = xp.empty(z.shape, grad_dtype or native_order)
+    made = {name: buffers[name] if name in buffers else new(name) for name in wanted}
     apart = list(arrays)
     for array in buffers.values():
         if any(xp.may_share_memory(array, other) for other in apart):
             raise ValueError("out: expected arrays apart from the features and from each other")
         apart.append(array)
     return made, given
+
+
+def _grad_dtype(given: Any) -> np.dtype[Any] | None:
+    if given is None:
+        return None
+    try:
+        dtype = np.dtype(given)
+    except TypeError:
+        raise TypeError(f"grad_dtype: expected a dtype, got {_what(given)}") from None
+    if dtype.name not in FLOATS:
+        raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {dtype}")
+    return dtype
 
 
 def _output(name: str, array: Any, features: Array, grad_dtype: Any) -> None:

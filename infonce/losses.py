@@ -103,7 +103,7 @@ MemoryError
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loss:
     """The data by which losses differ."""
 
