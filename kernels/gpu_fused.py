@@ -77,7 +77,8 @@ def _matrix(array: Array | None) -> tuple[int, int, int, int]:
 def _whole(array: Array) -> Array:
     """Strides in whole elements."""
     item = array.dtype.itemsize
-    return array if not any(s % item for s in array.strides) else cupy.ascontiguousarray(array)
+    rows, columns = array.strides
+    return cupy.ascontiguousarray(array) if rows % item or columns % item else array
 
 
 def _scalar(value: Any) -> tuple[float, int, Array]:

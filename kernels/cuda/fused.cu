@@ -87,11 +87,9 @@ __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
   target += gridDim.x;
   __syncthreads();  // the whole block is done before its first thread reports that
   if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(arrived, 1);
-    while (*(volatile u32*)arrived < target) {
+    add_release(arrived, 1);
+    while (load_acquire(arrived) < target) {
     }
-    __threadfence();
   }
   __syncthreads();  // nobody goes on before the first thread has seen all others
 }
@@ -184,14 +182,16 @@ struct Chunks {
 // This thread's share of the next step, on its way from global memory: elements STEP rows apart of
 // one column, as far as there are rows.
 template <int STEP, class T>
-__device__ __forceinline__ void fetch(T (&to)[SHARE], const T* from, i64 stride, i64 rows,
-                                      bool inside) {
+__device__ __forceinline__ void fetch(T (&to)[SHARE], const T* from, i64 stride, int rows) {
+  const i64 step = STEP * stride;
 #pragma unroll
-  for (int s = 0; s < SHARE; ++s) to[s] = inside && s * STEP < rows ? from[s * STEP * stride] : T(0);
+  for (int s = 0; s < SHARE; ++s, from += step) to[s] = s * STEP < rows ? *from : T(0);
 }
+// How many rows there are, as far as a tile is concerned.
+__device__ __forceinline__ int at_most_tile(i64 rows) { return rows < TILE ? (int)rows : TILE; }
 // The same as numbers, of unit norm where `inverse` (of this thread's first row) is given.
 template <int STEP>
-__device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, i64 rows,
+__device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, int rows,
                                         const double* inverse) {
   if (!inverse) return number(z[s]);
   return s * STEP < rows ? (Real)((double)number(z[s]) * inverse[s * STEP]) : 0;
@@ -215,31 +215,37 @@ __device__ __forceinline__ int column_of(int c, int v) {
 }
 
 typedef Real Tile[TILE][TILE + WIDE];
+#define SUMS (PRECISION == FP64 ? 1 : 2)  // tiles that have room in shared memory
 
-// All groups' results to their sum, in `tile`.
+// All groups' results to sums in `tiles`.
 template <bool ALONG>
-__device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& at, Tile& tile) {
+__device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& at,
+                                           Tile (&tiles)[SUMS]) {
   constexpr int TOGETHER = ALONG ? WIDE : 1;
-  for (int group = 0; group < GROUPS; ++group) {
-    __syncthreads();  // `tile` is free, and then the last group's sums are there
-    if (at.group != group) continue;
+  Tile& tile = tiles[at.group % SUMS];
+  for (int round = 0; round < GROUPS / SUMS; ++round) {
+    __syncthreads();  // tiles are free, and then the last round's sums are there
+    if (at.group / SUMS != round) continue;
 #pragma unroll
     for (int h = 0; h < 8; ++h)
 #pragma unroll
       for (int v = 0; v < 8; v += TOGETHER) {
         Real* here = &tile[at.r + 8 * h][column_of<ALONG>(at.c, v)];
         Vector sum;
-        if (group > 0) {
+        if (round > 0) {
           if (ALONG) sum.bits = *(const uint4*)here;
           else sum.z[0] = *here;
         }
 #pragma unroll
-        for (int e = 0; e < TOGETHER; ++e) sum.z[e] = group > 0 ? sum.z[e] + x[h][v + e] : x[h][v + e];
+        for (int e = 0; e < TOGETHER; ++e) sum.z[e] = round > 0 ? sum.z[e] + x[h][v + e] : x[h][v + e];
         if (ALONG) *(uint4*)here = sum.bits;
         else *here = sum.z[0];
       }
   }
   __syncthreads();
+}
+__device__ __forceinline__ Real total(const Tile (&tiles)[SUMS], int row, int column) {
+  return SUMS == 1 ? tiles[0][row][column] : tiles[0][row][column] + tiles[SUMS - 1][row][column];
 }
 
 struct Product {
@@ -250,7 +256,7 @@ struct Product {
 union Shared {
   Chunks chunks[2];
   Product products[2];
-  Tile tile;
+  Tile sums[SUMS];
 };
 
 __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d,
@@ -260,15 +266,16 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
   Real* out = f.x + part_of_d * f.m * f.n;
   constexpr int STEP = FUSED_THREADS / CHUNK;
   const int row = threadIdx.x / CHUNK, column = threadIdx.x % CHUNK;
-  const i64 qs = f.m - row0 - row, ks = f.n - column0 - row;  // rows from this thread's first on
+  const int qs = at_most_tile(f.m - row0 - row);  // rows from this thread's first on
+  const int ks = at_most_tile(f.n - column0 - row);
   const double* qi = NORMALIZE ? f.row_inverse + row0 + row : nullptr;
   const double* ki = NORMALIZE ? f.column_inverse + column0 + row : nullptr;
   const Place at = place();
   Element q[SHARE], k[SHARE];
   const auto fetch_step = [&](i64 k0) {
     const bool inside = k0 + column < end;
-    fetch<STEP>(q, address(f.q, row0 + row, k0 + column), f.q.row_stride, qs, inside);
-    fetch<STEP>(k, address(f.k, column0 + row, k0 + column), f.k.row_stride, ks, inside);
+    fetch<STEP>(q, address(f.q, row0 + row, k0 + column), f.q.row_stride, inside ? qs : 0);
+    fetch<STEP>(k, address(f.k, column0 + row, k0 + column), f.k.row_stride, inside ? ks : 0);
   };
   fetch_step(begin);
   Real x[8][8] = {};
@@ -300,15 +307,15 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
       }
     }
   }
-  add_groups<false>(x, at, shared.tile);
+  add_groups<false>(x, at, shared.sums);
   for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
     const i64 i = row0 + t / TILE, j = column0 + t % TILE;
-    if (i < f.m && j < f.n) out[i * f.n + j] = shared.tile[t / TILE][t % TILE];
+    if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t / TILE, t % TILE);
   }
   if (SYMMETRIC && row0 != column0)  // the same tile on the other side of the diagonal
     for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
       const i64 i = column0 + t / TILE, j = row0 + t % TILE;
-      if (i < f.m && j < f.n) out[i * f.n + j] = shared.tile[t % TILE][t / TILE];
+      if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t % TILE, t / TILE);
     }
   __syncthreads();  // shared memory is free for the next tile
 }
@@ -527,9 +534,9 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
   Element z[SHARE];
   const auto fetch_step = [&](i64 o0) {
     const i64 i = (KEYS ? o0 : row0) + p_row, j = (KEYS ? row0 : o0) + p_column;
-    fetch<P_STEP>(p, panel + i * f.n + j, f.n, f.m - i, j < f.n);
+    fetch<P_STEP>(p, panel + i * f.n + j, f.n, j < f.n ? at_most_tile(f.m - i) : 0);
     fetch<Z_STEP>(z, address(other, o0 + z_row, k0 + z_column), other.row_stride,
-                  others - o0 - z_row, k0 + z_column < f.d);
+                  k0 + z_column < f.d ? at_most_tile(others - o0 - z_row) : 0);
   };
   fetch_step(0);
   int buffer = 0;
@@ -542,7 +549,7 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
       const int t = p_row + e * P_STEP;
       if (KEYS) s.p[p_column][t] = p[e];
       else s.p[t][p_column] = p[e];
-      s.z[z_row + e * Z_STEP][z_column] = feature<Z_STEP>(z, e, others - o0 - z_row, inverse);
+      s.z[z_row + e * Z_STEP][z_column] = feature<Z_STEP>(z, e, at_most_tile(others - o0 - z_row), inverse);
     }
     __syncthreads();  // as in logits_tile
     if (o0 + CHUNK < others) fetch_step(o0 + CHUNK);
@@ -565,11 +572,11 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
         }
     }
   }
-  add_groups<true>(g, at, shared.tile);
+  add_groups<true>(g, at, shared.sums);
   for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
     const i64 row = row0 + t / TILE, k = k0 + t % TILE;
     if (row >= rows || k >= f.d) continue;
-    double value = shared.tile[t / TILE][t % TILE];
+    double value = total(shared.sums, t / TILE, t % TILE);
     if (own_inverse) {  // dz = (dU - u <dU, u>) / |z|
       const double dot = KEYS ? f.column_dot[row] : f.row_dot[row];
       const double u = (double)number(*address(own, row, k)) * own_inverse[row];

@@ -9,6 +9,19 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }
 
+// --- between blocks ---------------------------------------------------------------------------------
+
+// Adds to a counter what others may see only after all that this block has written before.
+__device__ __forceinline__ void add_release(u32* counter, u32 x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
+}
+// Reads a counter; what others had written before they added to it is seen from here on.
+__device__ __forceinline__ u32 load_acquire(const u32* counter) {
+  u32 x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
+  return x;
+}
+
 // --- arithmetic -------------------------------------------------------------------------------------
 
 // 2^x, relative error 2^-22; 2^-inf = 0, NaN stays.
