@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import cupy
@@ -125,7 +125,7 @@ class _Plan:
     offsets: tuple[int, ...]  # where the kernel's arrays begin in it, in bytes
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _plan(
     m: int, n: int, d: int, item: int, symmetric: bool, two_sided: bool, resident: int, room: int
 ) -> _Plan:
