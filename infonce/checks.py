@@ -474,7 +474,7 @@ def _grad_dtype(given: Any) -> np.dtype[Any] | None:
     if given is None:
         return None
     try:
-        dtype = np.dtype(given)
+        dtype: np.dtype[Any] = np.dtype(given)
     except TypeError:
         raise TypeError(f"grad_dtype: expected a dtype, got {_what(given)}") from None
     if dtype.name not in FLOATS:

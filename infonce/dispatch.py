@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import arrays
 from .checks import DEFAULTS, Request, check
-from .kernels.blocks import LN_2, Array, Solution, solve, spelled_out
+from .kernels.blocks import LN_2, Array, Solution, solve
 from .result import LossAndGrad, Metrics
 
 if TYPE_CHECKING:
@@ -77,15 +77,14 @@ def _device(array: Array) -> Any:
 def _solve(request: Request) -> Solution:
     # imported here: `import infonce` waits for no compiler
     problem, gradients = request.problem, request.gradients
-    if problem.method == "naive":
-        from .kernels import naive
-
-        xp = arrays.namespace(problem.query)
-        return naive.solve(spelled_out(problem, xp), gradients, xp)
     if arrays.on_gpu(problem.query):
         from .kernels import gpu
 
         return gpu.solve(problem, gradients)
+    if problem.method == "naive":
+        from .kernels import naive
+
+        return naive.solve(problem, gradients)
     from .kernels.cpu import CPU
 
     return solve(problem, CPU(problem, gradients), gradients)

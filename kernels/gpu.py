@@ -15,8 +15,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from . import blocks, compiler, gpu_fused
+from . import blocks, compiler, gpu_fused, gpu_naive
 from . import launch_config as config
+from .arguments import MATRIX, SCALAR, address, matrix, pointer, scalar_fields, struct
 from .blocks import (
     Array,
     Epilogue,
@@ -44,8 +45,6 @@ OP_N, OP_T = 0, 1
 
 # --- structures that kernels take, as kernels/cuda declares them ----------------------------------
 
-_SCALAR = np.dtype([("value", "f8"), ("pointer", "u8")])
-_MATRIX = np.dtype([("data", "u8"), ("row_stride", "i8"), ("column_stride", "i8"), ("dtype", "i8")])
 _OPERAND = np.dtype(
     [("data", "u8"), ("stride", "i8"), ("low", "i8"), ("rows", "i8"), ("factor", "u8")]
 )
@@ -53,7 +52,7 @@ _BLOCK = np.dtype(
     [("q", _OPERAND), ("k", _OPERAND), ("width", "i8"), ("first_row", "i8"),
      ("first_column", "i8"), ("row_tiles", "i8"), ("column_tiles", "i8"), ("positives", "u8"),
      ("query_ids", "u8"), ("key_ids", "u8"), ("symmetric", "i8"), ("triangle", "i8"),
-     ("scale", _SCALAR)]
+     ("scale", SCALAR)]
 )  # fmt: skip
 _PANEL = np.dtype([("data", "u8"), ("stride", "i8"), ("low", "i8")])
 
@@ -67,40 +66,10 @@ _FACTOR_SOURCES = _pointers("row_lse a at_positive column_lse b")
 _FACTOR_TARGETS = _pointers("row_height a u column_height v")
 _POSITIVES = np.dtype(
     [("gradient", "u8"), ("partner", "u8"), ("start", "u8"), ("by_partner", "i8"),
-     ("z", _MATRIX), ("factor", "u8"), ("exponent", "u8")]
+     ("z", MATRIX), ("factor", "u8"), ("exponent", "u8")]
 )  # fmt: skip
 _NULL = np.uint64(0)
 _RANGES_SHARED = 16  # offset of Ranges::shared
-
-
-def _struct(dtype: np.dtype[Any], *values: Any) -> Any:
-    return np.array([values], dtype)
-
-
-def _pointer(array: Array, first: int = 0) -> int:
-    """Address of `array` from row `first` on; 0 for None."""
-    return 0 if array is None else array.data.ptr + first * array.strides[0]
-
-
-def _argument(array: Array, first: int = 0) -> Any:
-    return np.uint64(_pointer(array, first))
-
-
-def _scalar(value: Any) -> tuple[float, int, Array]:
-    """(value, pointer, what keeps the pointer valid) of a number or of a 0-d device array."""
-    if isinstance(value, cupy.ndarray):
-        wide = value.astype(np.float64)
-        return 0.0, wide.data.ptr, wide
-    return float(value), 0, None
-
-
-def _matrix(array: Array, first: int = 0) -> Any:
-    """`array` from row `first` on, as a kernel takes it; a null matrix for None."""
-    if array is None:
-        return _struct(_MATRIX, 0, 0, 0, 0)
-    item = array.dtype.itemsize
-    strides = [s // item for s in array.strides]
-    return _struct(_MATRIX, _pointer(array, first), *strides, gpu_fused.DTYPES[array.dtype.name])
 
 
 # --- the device -----------------------------------------------------------------------------------
@@ -176,7 +145,7 @@ class _Side:
         if normalize:
             self.factor = cupy.empty(n, gpu.real)
             self.exponent = cupy.empty(n, np.int32)
-            gpu.rows_kernel("row_norms", n, _matrix(features), np.int64(n), np.int64(d),
+            gpu.rows_kernel("row_norms", n, matrix(features), np.int64(n), np.int64(d),
                             self.factor, self.exponent)  # fmt: skip
 
     def buffer(self, rows: int) -> Array:
@@ -187,15 +156,15 @@ class _Side:
 
     def block(self, rows: slice, buffer: Array | None) -> _Operand:
         """Rows `rows`, in place or staged into `buffer`."""
-        n, factor = rows.stop - rows.start, _pointer(self.factor, rows.start)
+        n, factor = rows.stop - rows.start, address(self.factor, rows.start)
         if buffer is None:
             stride = self.features.strides[0] // self.features.dtype.itemsize
-            return _Operand(_pointer(self.features, rows.start), stride, 0, n, factor)
+            return _Operand(address(self.features, rows.start), stride, 0, n, factor)
         low = self.padded if self.gpu.precision == "bf16x3" else 0
         stride = self.padded + low
         self.gpu.rows_kernel(
-            "stage", n, _matrix(self.features, rows.start), np.int64(n),
-            np.int64(self.features.shape[1]), _argument(self.exponent, rows.start), buffer,
+            "stage", n, matrix(self.features, rows.start), np.int64(n),
+            np.int64(self.features.shape[1]), pointer(self.exponent, rows.start), buffer,
             np.int64(stride), np.int64(low),
         )  # fmt: skip
         return _Operand(buffer.data.ptr, stride, low, n, factor)
@@ -249,8 +218,8 @@ class GPU:
         self.tile = config.tile(self.precision, problem.shape[2], self.properties)
         self.query = _Side(self, problem.query, problem.normalize)
         self.key = self.query if problem.symmetric else _Side(self, problem.key, problem.normalize)
-        self.scale = _scalar(problem.scale)
-        self.bias = _scalar(0.0 if problem.bias is None else problem.bias)
+        self.scale = scalar_fields(problem.scale)
+        self.bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
         self.square = problem.symmetric or problem.two_sided or problem.bias is not None
         self._queries_of_keys: tuple[Array, Array] | None = None
@@ -299,7 +268,7 @@ class GPU:
 
     @property
     def scale_struct(self) -> Any:
-        return _struct(_SCALAR, *self.scale[:2])
+        return struct(SCALAR, *self.scale[:2])
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array]:
         """Queries in the order of their positive keys, and where each key's begin: [M], [N + 1]."""
@@ -334,7 +303,7 @@ class GPU:
     def not_finite(self, side: _Side) -> Array:
         n, d = side.features.shape
         out = cupy.empty(n)
-        self.rows_kernel("not_finite", n, _matrix(side.features), np.int64(n), np.int64(d), out)
+        self.rows_kernel("not_finite", n, matrix(side.features), np.int64(n), np.int64(d), out)
         return out
 
     def fold(
@@ -407,14 +376,14 @@ class _Fold:
         gpu, problem, q, k = self.gpu, self.problem, self.q, self.k
         item = config.OPERAND_BYTES[gpu.precision] // (2 if gpu.precision == "bf16x3" else 1)
         row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // gpu.tile.block_n)
-        block = _struct(
+        block = struct(
             _BLOCK,
             (q.data, q.stride * item, q.low * item, q.rows, q.factor),
             (k.data, k.stride * item, k.low * item, k.rows, k.factor),
             max(gpu.query.padded, gpu.key.padded) * item,
             rows.start, columns.start, row_tiles, column_tiles,
-            _pointer(problem.positives, rows.start),
-            _pointer(problem.query_ids, rows.start), _pointer(problem.key_ids, columns.start),
+            address(problem.positives, rows.start),
+            address(problem.query_ids, rows.start), address(problem.key_ids, columns.start),
             problem.symmetric, triangle, gpu.scale[:2],
         )  # fmt: skip
         kernel = gpu.tiled_kernel(name, **defines)
@@ -448,9 +417,9 @@ class _StatisticsFold(_Fold):
         both = stats.columns is not None and (not whole or triangle)
         column_pairs = self.row_pairs if triangle else self.column_pairs
         arguments = (
-            _argument(stats.positive, rows.start),
+            pointer(stats.positive, rows.start),
             self.row_pairs, np.int64(self.rows),
-            _argument(column_pairs), np.int64(self.rows if triangle else self.columns),
+            pointer(column_pairs), np.int64(self.rows if triangle else self.columns),
         )  # fmt: skip
         self.launch("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
         row_tiles = -(-self.q.rows // config.BLOCK_M)
@@ -464,7 +433,7 @@ class _StatisticsFold(_Fold):
         n = of.stop - of.start
         self.gpu.vector_kernel(
             "merge_pairs", n, pairs, np.int64(slots), np.int64(stride), np.int64(n),
-            self.gpu.scale_struct, _argument(sums.max, of.start), _argument(sums.sum, of.start),
+            self.gpu.scale_struct, pointer(sums.max, of.start), pointer(sums.sum, of.start),
             threads=4,
         )  # fmt: skip
 
@@ -486,10 +455,10 @@ class _RanksFold(_Fold):
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         stats, of_columns = self.stats, self.by_columns
         arguments = (
-            _argument(self.reference, rows.start),
-            _argument(self.reference, columns.start) if of_columns else _NULL,
-            _argument(stats.row_rank, rows.start),
-            _argument(stats.column_rank, columns.start) if of_columns else _NULL,
+            pointer(self.reference, rows.start),
+            pointer(self.reference, columns.start) if of_columns else _NULL,
+            pointer(stats.row_rank, rows.start),
+            pointer(stats.column_rank, columns.start) if of_columns else _NULL,
         )
         self.launch("ranks", rows, columns, arguments, COLUMNS=int(of_columns))
 
@@ -541,8 +510,8 @@ class _GradientFold(_Fold):
     @property
     def panel_struct(self) -> Any:
         if self.gradients is None:
-            return _struct(_PANEL, 0, 0, 0)
-        return _struct(_PANEL, self.panel.data.ptr, self.stride, self.panel_low)
+            return struct(_PANEL, 0, 0, 0)
+        return struct(_PANEL, self.panel.data.ptr, self.stride, self.panel_low)
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
         """dQ_a += P K_b and dK_b += P' Q_a."""
@@ -591,7 +560,7 @@ class _GradientFold(_Fold):
     def end_rows(self, rows: slice) -> None:
         if self.of_rows is not None:
             assert self.gradients is not None
-            partners = _pointer(self.problem.positives), 0, 0
+            partners = address(self.problem.positives), 0, 0
             self.finish(self.of_rows, self.gpu.query, self.gpu.key, rows, partners,
                         self.gradients.query, True)  # fmt: skip
 
@@ -602,7 +571,7 @@ class _GradientFold(_Fold):
         partners = 0, 0, 1
         if not self.gpu.square:
             order, start = self.gpu.queries_of_keys(self.problem)
-            partners = _pointer(order), _pointer(start), 1
+            partners = address(order), address(start), 1
         for columns in self.grid.columns:
             self.finish(self.of_columns, self.gpu.key, self.gpu.query, columns, partners,
                         self.gradients.key, not self.gradients.want_query)  # fmt: skip
@@ -615,15 +584,15 @@ class _GradientFold(_Fold):
         assert self.gradients is not None
         n, d = rows.stop - rows.start, self.problem.shape[2]
         dots = self.gradients.dots if need_dots else None
-        positives = _struct(
-            _POSITIVES, _pointer(self.at_positive), *partners, _matrix(other.features)[0],
-            _pointer(other.factor), _pointer(other.exponent),
+        positives = struct(
+            _POSITIVES, address(self.at_positive), *partners, matrix(other.features)[0],
+            address(other.factor), address(other.exponent),
         )  # fmt: skip
         self.gpu.rows_kernel(
             "finish", n, np.uint64(acc.pointer(rows.start)), np.int64(acc.stride),
-            np.int64(rows.start), np.int64(n), np.int64(d), _matrix(side.features),
-            _argument(side.factor), _argument(side.exponent), positives, self.unit,
-            _argument(dots), _matrix(out),
+            np.int64(rows.start), np.int64(n), np.int64(d), matrix(side.features),
+            pointer(side.factor), pointer(side.exponent), positives, self.unit,
+            pointer(dots), matrix(out),
         )  # fmt: skip
 
     def find_ranges(self, sources: Any, m: int, n: int) -> None:
@@ -646,25 +615,25 @@ class _SoftmaxFold(_GradientFold):
                       epilogue.column_lse, epilogue.column_factor)
         ]  # fmt: skip
         self.two_sided = epilogue.column_lse is not None
-        sources = _struct(_FACTOR_SOURCES, *map(_pointer, given))
+        sources = struct(_FACTOR_SOURCES, *map(address, given))
         self.find_ranges(sources, m, n)
         self.at_positive = given[2]
         self.by_row = cupy.empty((3, m), gpu.real)  # height, a, u
         self.by_column = cupy.empty((2, n), gpu.real) if self.two_sided else None  # height, v
-        targets = [_pointer(v) for v in self.by_row]
-        targets += [0, 0] if self.by_column is None else [_pointer(v) for v in self.by_column]
+        targets = [address(v) for v in self.by_row]
+        targets += [0, 0] if self.by_column is None else [address(v) for v in self.by_column]
         gpu.vector_kernel(
             "factors", max(m, n), sources, np.int64(m), np.int64(n), gpu.scale_struct, self.unit,
-            _struct(_FACTOR_TARGETS, *targets),
+            struct(_FACTOR_TARGETS, *targets),
         )  # fmt: skip
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         item = self.gpu.real.itemsize
-        of_rows = [_pointer(v) + rows.start * item for v in self.by_row]
+        of_rows = [address(v) + rows.start * item for v in self.by_row]
         of_columns = [0, 0]
         if self.by_column is not None:
-            of_columns = [_pointer(v) + columns.start * item for v in self.by_column]
-        factors = _struct(_FACTORS, *of_rows, *of_columns, self.unit.data.ptr + _RANGES_SHARED)
+            of_columns = [address(v) + columns.start * item for v in self.by_column]
+        factors = struct(_FACTORS, *of_rows, *of_columns, self.unit.data.ptr + _RANGES_SHARED)
         arguments = factors, self.panel_struct
         self.launch("gradient", rows, columns, arguments, COLUMNS=int(self.two_sided))
         self.multiply(rows, columns, a, b)
@@ -679,7 +648,7 @@ class _SigmoidFold(_GradientFold):
         self.epilogue = epilogue
         m, n, _ = problem.shape
         factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
-        self.find_ranges(_struct(_FACTOR_SOURCES, 0, _pointer(factor), 0, 0, 0), m, n)
+        self.find_ranges(struct(_FACTOR_SOURCES, 0, address(factor), 0, 0, 0), m, n)
         self.factor, self.at_positive = factor, cupy.empty(m)
         self.row_factor = cupy.empty(m, gpu.real)
         gpu.vector_kernel("per_unit", m, factor, np.int64(m), self.unit, self.row_factor)
@@ -688,8 +657,8 @@ class _SigmoidFold(_GradientFold):
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         gpu, epilogue, n = self.gpu, self.epilogue, rows.stop - rows.start
         arguments = (
-            _struct(_SCALAR, *gpu.bias[:2]), _argument(self.row_factor, rows.start),
-            _argument(epilogue.positive, rows.start), self.sums, np.int64(self.rows),
+            struct(SCALAR, *gpu.bias[:2]), pointer(self.row_factor, rows.start),
+            pointer(epilogue.positive, rows.start), self.sums, np.int64(self.rows),
             self.panel_struct,
         )  # fmt: skip
         panel = int(self.gradients is not None)
@@ -697,8 +666,8 @@ class _SigmoidFold(_GradientFold):
         slots = -(-self.k.rows // gpu.tile.block_n)
         gpu.vector_kernel(
             "add_pairs", n, self.sums, np.int64(slots), np.int64(self.rows), np.int64(n),
-            self.unit, _argument(epilogue.losses, rows.start),
-            _argument(epilogue.bias_grad, rows.start),
+            self.unit, pointer(epilogue.losses, rows.start),
+            pointer(epilogue.bias_grad, rows.start),
         )  # fmt: skip
         if self.gradients is not None:
             self.multiply(rows, columns, a, b)
@@ -706,9 +675,9 @@ class _SigmoidFold(_GradientFold):
     def end_rows(self, rows: slice) -> None:
         start, n = rows.start, rows.stop - rows.start
         self.gpu.vector_kernel(
-            "sigmoid_positives", n, _argument(self.epilogue.positive, start),
-            _argument(self.factor, start), np.int64(n), _struct(_SCALAR, *self.gpu.bias[:2]),
-            _argument(self.at_positive, start),
+            "sigmoid_positives", n, pointer(self.epilogue.positive, start),
+            pointer(self.factor, start), np.int64(n), struct(SCALAR, *self.gpu.bias[:2]),
+            pointer(self.at_positive, start),
         )  # fmt: skip
         super().end_rows(rows)
 
@@ -722,6 +691,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if device.id != cupy.cuda.runtime.getDevice():
         with device:
             return solve(problem, gradients)
+    if problem.method == "naive":
+        return gpu_naive.solve(blocks.spelled_out(problem, cupy), gradients)
     if problem.method == "fused":
         gpu_fused.require(problem)
     if not problem.ranks and (

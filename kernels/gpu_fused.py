@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import cupy
 import numpy as np
 
 from . import compiler
+from .arguments import NO_MATRIX, address, matrix_fields, scalar_fields, whole_strides
 from .blocks import Array, Gradients, Problem, Solution
 from .launch_config import Device
 
@@ -19,12 +20,10 @@ TILE = 64  # rows and columns of a tile
 CHUNK_BYTES = 128  # of a row, in one step of a product
 MOST_PARTS = 16
 PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores
-DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # kernels/cuda/common.cuh
 
 # struct Fused: four matrices, m n d, scale and bias, weights, ...; every field has 8 bytes
 _LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQ" + "dddd" + "QQQQ" + 2 * "q" + 21 * "Q")
 _BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
-_NO_MATRIX = (0, 0, 0, 0)
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 _kernels: dict[tuple[Any, ...], Any] = {}
 _barriers: dict[tuple[int, int], Array] = {}
@@ -54,39 +53,6 @@ def require(problem: Problem) -> None:
             f"bytes, which lacks {logit_bytes(problem) - problem.workspace}; expected "
             'method="tiled" or a larger workspace'
         )
-
-
-@cache
-def _code(dtype: Any) -> int:
-    return DTYPES[dtype.name]
-
-
-def _pointer(array: Array | None) -> int:
-    return 0 if array is None else array.data.ptr
-
-
-def _matrix(array: Array | None) -> tuple[int, int, int, int]:
-    if array is None:
-        return _NO_MATRIX
-    dtype = array.dtype
-    rows, columns = array.strides
-    item = dtype.itemsize
-    return array.data.ptr, rows // item, columns // item, _code(dtype)
-
-
-def _whole(array: Array) -> Array:
-    """Strides in whole elements."""
-    item = array.dtype.itemsize
-    rows, columns = array.strides
-    return cupy.ascontiguousarray(array) if rows % item or columns % item else array
-
-
-def _scalar(value: Any) -> tuple[float, int, Array]:
-    """(value, pointer, what keeps the pointer valid) of a number or of a 0-d device array."""
-    if isinstance(value, cupy.ndarray):
-        wide = value.astype(np.float64, copy=False)
-        return 0.0, wide.data.ptr, wide
-    return float(value), 0, None
 
 
 def _barrier(device: int) -> Array:
@@ -159,7 +125,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     double = problem.compute == "fp64"
     item = 8 if double else 4
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
-    query, key = _whole(problem.query), _whole(problem.key)
+    query, key = whole_strides(problem.query), whole_strides(problem.key)
     if query.dtype != key.dtype:  # a kernel reads one dtype: the wider
         dtype = np.promote_types(*(np.float32 if z.dtype.itemsize < 4 else z.dtype
                                    for z in (query, key)))  # fmt: skip
@@ -178,19 +144,22 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     if not (symmetric or two_sided):
         addresses[-2:] = 0, 0  # columns have no log-sum-exp
 
-    scale, bias = _scalar(problem.scale), _scalar(0.0 if problem.bias is None else problem.bias)
+    scale, bias = (
+        scalar_fields(problem.scale),
+        scalar_fields(0.0 if problem.bias is None else problem.bias),
+    )
     barrier = _barrier(device.id)
     upstream, each = problem.upstream, None
     if not isinstance(upstream, float):
         upstream, each = 0.0, upstream
-    of_queries, of_keys = _NO_MATRIX, _NO_MATRIX
+    of_queries, of_keys = NO_MATRIX, NO_MATRIX
     if gradients is not None:
-        of_queries, of_keys = _matrix(gradients.query), _matrix(gradients.key)
+        of_queries, of_keys = matrix_fields(gradients.query), matrix_fields(gradients.key)
     arguments = _LAYOUT.pack(
-        *_matrix(query), *_matrix(key), *of_queries, *of_keys,
+        *matrix_fields(query), *matrix_fields(key), *of_queries, *of_keys,
         m, n, d, *scale[:2], *bias[:2], problem.row_weight, problem.column_weight,
-        problem.row_share or 0.0, upstream, _pointer(each), _pointer(problem.positives),
-        _pointer(problem.query_ids), _pointer(problem.key_ids),
+        problem.row_share or 0.0, upstream, address(each), address(problem.positives),
+        address(problem.query_ids), address(problem.key_ids),
         gradients is not None, plan.parts,
         *addresses[:10], start, start + item * m, start + 2 * item * m,
         reduced, reduced + item, reduced + 2 * item, *addresses[10:], barrier.data.ptr,

@@ -76,7 +76,7 @@ def compile_within_budget(
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("precision", ["FP64", "FP32", "BF16X3", "FP16"])
-@pytest.mark.parametrize("file", ["rows.cu", "vectors.cu"])
+@pytest.mark.parametrize("file", ["rows.cu", "vectors.cu", "naive.cu"])
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     options = ("--ptxas-options=-v",)
     assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 32

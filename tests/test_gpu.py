@@ -189,10 +189,11 @@ SHAPES = [
     (129, 257, 16), (255, 300, 127), (300, 300, 70),
 ]  # fmt: skip
 TEMPERATURES = [0.005, 0.01, 0.07, 1.0]
+METHODS = ["tiled", "fused", "naive"]
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CASES)
-@pytest.mark.parametrize("method", ["tiled", "fused"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_against_reference(loss: str, method: str, dtype: str, precision: str) -> None:
     """Sizes around tile boundaries, odd widths, all temperatures and kinds of pairs, strides, and
@@ -235,7 +236,7 @@ def test_accuracy_of_a_batch(loss: str, dtype: str, precision: str, kind: str) -
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CASES[:6])
-@pytest.mark.parametrize("method", ["tiled", "fused"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_normalize(loss: str, method: str, dtype: str, precision: str) -> None:
     for m, n, d, seed in ((3, 4, 5, 0), (140, 140, 33, 1), (300, 300, 64, 2)):
@@ -284,7 +285,7 @@ def test_length_of_rows_does_not_matter(dtype: str, precision: str, size: float)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [CASES[0], CASES[1], CASES[4]])
-@pytest.mark.parametrize("method", ["tiled", "fused"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_ids(loss: str, method: str, dtype: str, precision: str) -> None:
     for n, seed in ((1, 0), (6, 1), (60, 2), (200, 3)):
@@ -299,7 +300,7 @@ def test_ids(loss: str, method: str, dtype: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [CASES[0], CASES[1], CASES[4]])
-@pytest.mark.parametrize("method", ["tiled", "fused"])
+@pytest.mark.parametrize("method", METHODS)
 def test_labels_and_extra_negatives(method: str, dtype: str, precision: str) -> None:
     for m, n, seed in ((1, 1, 0), (5, 3, 1), (70, 300, 2), (300, 70, 3)):
         args = pairs("random", m, n, 24, dtype_of(dtype), seed)
@@ -315,7 +316,7 @@ def test_scale_and_bias_on_the_device() -> None:
     args = pairs("random", 90, 90, 32, np.float32, 0)
     for loss in LOSSES:
         z = arguments(loss, *args)
-        for method in ("tiled", "fused"):
+        for method in METHODS:
             known = run(loss, z, "fp32", 10.0, bias=-5.0, method=method)
             unknown = run(loss, z, "fp32", cupy.asarray(10.0), method=method,
                           bias=cupy.asarray(-5.0, np.float32))  # fmt: skip
@@ -325,7 +326,7 @@ def test_scale_and_bias_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CASES)
-@pytest.mark.parametrize("method", ["tiled", "fused"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_reproducible(loss: str, method: str, dtype: str, precision: str) -> None:
     args = arguments(loss, *pairs("random", 700, 700, 40, dtype_of(dtype), 5))
@@ -339,7 +340,7 @@ def test_reproducible(loss: str, method: str, dtype: str, precision: str) -> Non
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("method", ["tiled", "fused"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_features_that_are_not_finite(loss: str, method: str, value: float) -> None:
     for dtype, precision in (CASES[1], CASES[4]):
@@ -374,15 +375,17 @@ def test_outputs_of_any_strides_and_guards() -> None:
                     assert bool((wholes[name] == 7.0).all())
 
 
-def test_metrics() -> None:
+@pytest.mark.parametrize("method", ["tiled", "naive"])
+def test_metrics(method: str) -> None:
     image, text = pairs("partly aligned", 300, 300, 16, np.float32, 4)
-    out = run("clip", (image, text), "fp32", 10.0, ranks=True, workspace=2**19)
+    options: Any = {"ranks": True, "workspace": 2**19, "method": method}
+    out = run("clip", (image, text), "fp32", 10.0, **options)
     x = image.astype(np.float64) @ text.astype(np.float64).T
     stats = out.solution.statistics
     assert np.array_equal(host(stats.row_rank), (x > np.diag(x)[:, None]).sum(1))
     assert np.array_equal(host(stats.column_rank), (x > np.diag(x)[None, :]).sum(0))
     z = np.concatenate([image, text])
-    out = run("nt_xent", (z,), "fp32", 10.0, ranks=True, workspace=2**19)
+    out = run("nt_xent", (z,), "fp32", 10.0, **options)
     x = z.astype(np.float64) @ z.astype(np.float64).T
     np.fill_diagonal(x, -np.inf)
     positive = x[np.arange(600), (np.arange(600) + 300) % 600]
@@ -418,7 +421,7 @@ def test_fused_that_does_not_fit() -> None:
         run("clip", args, "fp32", 1.0, workspace=9999, method="fused")
 
 
-@pytest.mark.parametrize("method", ["tiled", "fused"])
+@pytest.mark.parametrize("method", METHODS)
 def test_losses_near_zero_keep_their_digits(method: str) -> None:
     args = pairs("aligned", 50, 50, 256, np.float64, 0)
     ref = judged("clip", args, scale=200.0)
@@ -428,11 +431,11 @@ def test_losses_near_zero_keep_their_digits(method: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("method", ["tiled", "fused"])
+@pytest.mark.parametrize("method", METHODS)
 def test_graph_capture(loss: str, method: str) -> None:
     """Everything runs again, on new values, when a captured graph is launched. (CuPy captures no
     cuBLAS, so the tiled gradient cannot be.)"""
-    options: Any = {"method": method, "gradient": method == "fused"}
+    options: Any = {"method": method, "gradient": method != "tiled"}
     z = arguments(loss, *pairs("random", 64, 64, 32, np.float32, 0))
     new = arguments(loss, *pairs("partly aligned", 64, 64, 32, np.float32, 1))
     want = run(loss, new, "fp32", 10.0, **options)
@@ -469,11 +472,12 @@ def test_work_is_ordered_on_the_current_stream() -> None:
 
 def test_many_calls_leak_nothing() -> None:
     args = [cupy.asarray(z) for z in pairs("random", 64, 64, 32, np.float32, 0)]
-    run("clip", args, "fp32", 10.0)
+    for method in METHODS:
+        run("clip", args, "fp32", 10.0, method=method)
     pool = cupy.get_default_memory_pool()
     used, total = pool.used_bytes(), pool.total_bytes()
-    for _ in range(200):
-        run("clip", args, "fp32", 10.0)
+    for i in range(1000):
+        run("clip", args, "fp32", 10.0, method=METHODS[i % 3])
         with pytest.raises(ValueError, match="workspace"):
             run("clip", args, "fp32", 10.0, workspace=10)
     assert pool.used_bytes() <= used + 4096

@@ -111,3 +111,82 @@ def test_mixed_places() -> None:
     on_device = cupy.asarray(image), cupy.asarray(text)
     with pytest.raises(ValueError, match=r"text: expected finite values.* row 5"):
         infonce.clip_loss(*on_device, scale=1.0, check_finite=True)
+
+
+def test_naive_hands_out_the_logits() -> None:
+    image, text = pairs("partly aligned", 50, 50, 8, np.float32, 3)
+    ids = np.arange(50) // 2
+    got = call("clip", cupy.asarray(image), cupy.asarray(text), scale=6.0, ids=ids, method="naive",
+               return_logits=True)  # fmt: skip
+    want = 6.0 * image.astype(np.float64) @ text.astype(np.float64).T
+    same = (ids[:, None] == ids[None, :]) & ~np.eye(50, dtype=bool)
+    assert got.logits is not None
+    logits = got.logits.get()
+    assert np.array_equal(np.isneginf(logits), same)
+    np.testing.assert_allclose(logits[~same], want[~same], rtol=1e-5, atol=1e-5)
+
+
+def test_naive_that_does_not_fit() -> None:
+    z = cupy.zeros((10**6, 2), np.float32)
+    with pytest.raises(MemoryError, match=r'1000000 x 1000000 logits.*free; use method="tiled"'):
+        infonce.clip_loss(z, z, scale=1.0, method="naive")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_memory_left(method: str) -> None:
+    """An allocation that fails half-way leaves the device usable and nothing behind."""
+    z = [cupy.asarray(a) for a in pairs("random", 600, 600, 64, np.float32, 1)]
+    want = call("clip", *z, scale=5.0, method=method)
+    pool = cupy.cuda.MemoryPool()
+    failed = 0
+    for limit in range(2**14, 2**23, 2**17):
+        pool.set_limit(size=limit)
+        with cupy.cuda.using_allocator(pool.malloc):
+            try:
+                call("clip", *z, scale=5.0, method=method)
+            except cupy.cuda.memory.OutOfMemoryError:
+                failed += 1
+        assert pool.used_bytes() == 0
+    assert failed > 3
+    again = call("clip", *z, scale=5.0, method=method)
+    assert float(again.loss) == float(want.loss)
+    assert bool((again.grads.image == want.grads.image).all())
+
+
+def test_a_kernel_that_does_not_compile(tmp_path: Any, monkeypatch: Any) -> None:
+    from infonce.kernels import compiler
+
+    z = [cupy.asarray(a) for a in pairs("random", 20, 20, 8, np.float32, 1)]
+    want = call("clip", *z, scale=5.0, method="naive")
+    with monkeypatch.context() as broken:
+        for file in compiler.SOURCES.iterdir():
+            text = file.read_text(encoding="utf-8")
+            if file.name == "naive.cu":
+                text += "\nthis is no kernel;\n"
+            (tmp_path / file.name).write_text(text, encoding="utf-8")
+        line = (tmp_path / "naive.cu").read_text(encoding="utf-8").count("\n")
+        broken.setattr(compiler, "SOURCES", tmp_path)
+        broken.setattr(compiler, "_functions", {})
+        broken.setattr(compiler, "_modules", {})
+        with pytest.raises(RuntimeError, match=rf"naive.cu\({line}\)"):
+            call("clip", *z, scale=5.0, method="naive")
+    assert float(call("clip", *z, scale=5.0, method="naive").loss) == float(want.loss)
+
+
+def test_several_devices() -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU alone")
+    image, text = pairs("random", 130, 130, 16, np.float32, 4)
+    losses = []
+    for device in (0, 1):
+        with cupy.cuda.Device(device):
+            z = cupy.asarray(image), cupy.asarray(text)
+        for method in METHODS:  # called with device 0 current
+            out = call("clip", *z, scale=5.0, method=method)
+            assert out.grads.image.device.id == device
+            losses.append((method, float(out.loss)))
+    assert losses[:4] == losses[4:]
+    with cupy.cuda.Device(0):
+        here = cupy.asarray(image)
+    with pytest.raises(ValueError, match="text: expected an array on GPU 0 like image"):
+        infonce.clip_loss(here, z[1], scale=1.0)

@@ -31,7 +31,7 @@ def contender(
                if n not in kind.locked]  # fmt: skip
         return lambda: _library(method, kind, features, scale, workspace, out)
     rows, itemsize = len(features[0]), max(4, features[0].dtype.itemsize)
-    needed, room = PASSES * rows * rows * itemsize, available_memory(np)
+    needed, room = PASSES * rows * rows * itemsize, available_memory()
     if room and needed > room:
         raise MemoryError(f"needs {needed} bytes, of which {room} are free")
     if method == "products":

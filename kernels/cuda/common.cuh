@@ -106,3 +106,16 @@ __device__ __forceinline__ double warp_sum(double x) {
   for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(ALL_LANES, x, lanes);
   return x;
 }
+// Of a block of THREADS; `memory` is shared and has room for a number a warp.
+template <int THREADS, class F>
+__device__ __forceinline__ double block_reduce(double x, double* memory, F join) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, lanes));
+  if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = x;
+  __syncthreads();  // all warps' results are there
+  x = memory[0];
+#pragma unroll
+  for (int w = 1; w < THREADS / 32; ++w) x = join(x, memory[w]);
+  __syncthreads();  // and have been read
+  return x;
+}

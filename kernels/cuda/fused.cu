@@ -138,15 +138,9 @@ struct Team {
   }
   template <class F>
   __device__ double reduce(double x, F join) const {
+    if (lanes > 32) return block_reduce<FUSED_THREADS>(x, memory, join);
 #pragma unroll
     for (int l = 16; l > 0; l /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, l));
-    if (lanes == 32) return x;
-    if (lane % 32 == 0) memory[lane / 32] = x;
-    __syncthreads();  // all warps' results are there
-    x = memory[0];
-#pragma unroll
-    for (int w = 1; w < WARPS; ++w) x = join(x, memory[w]);
-    __syncthreads();  // and have been read
     return x;
   }
 };

@@ -1,0 +1,64 @@
+"""How arrays and numbers become arguments of kernels: structures as kernels/cuda/common.cuh has
+them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+from .blocks import Array
+
+DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}
+SCALAR = np.dtype([("value", "f8"), ("pointer", "u8")])
+MATRIX = np.dtype([("data", "u8"), ("row_stride", "i8"), ("column_stride", "i8"), ("dtype", "i8")])
+NO_MATRIX = (0, 0, 0, 0)
+
+
+@cache
+def dtype_code(dtype: Any) -> int:
+    return DTYPES[dtype.name]
+
+
+def struct(dtype: np.dtype[Any], *values: Any) -> Any:
+    return np.array([values], dtype)
+
+
+def address(array: Array | None, first: int = 0) -> int:
+    """Address of `array` from row `first` on; 0 for None."""
+    return 0 if array is None else array.data.ptr + first * array.strides[0]
+
+
+def pointer(array: Array | None, first: int = 0) -> Any:
+    return np.uint64(address(array, first))
+
+
+def whole_strides(array: Array) -> Array:
+    """The array, or a copy where its strides are not whole elements."""
+    item = array.dtype.itemsize
+    rows, columns = array.strides
+    return cupy.ascontiguousarray(array) if rows % item or columns % item else array
+
+
+def matrix_fields(array: Array | None, first: int = 0) -> tuple[int, int, int, int]:
+    """Fields of MATRIX for `array` from row `first` on; a null matrix for None."""
+    if array is None:
+        return NO_MATRIX
+    dtype = array.dtype
+    rows, columns = array.strides
+    item = dtype.itemsize
+    return array.data.ptr + first * rows, rows // item, columns // item, dtype_code(dtype)
+
+
+def matrix(array: Array | None, first: int = 0) -> Any:
+    return struct(MATRIX, *matrix_fields(array, first))
+
+
+def scalar_fields(value: Any) -> tuple[float, int, Array]:
+    """Fields of SCALAR, and what keeps its pointer valid, of a number or of a 0-d device array."""
+    if isinstance(value, cupy.ndarray):
+        wide = value.astype(np.float64, copy=False)
+        return 0.0, wide.data.ptr, wide
+    return float(value), 0, None
