@@ -113,22 +113,25 @@ __device__ __noinline__ double softplus2(double a) {
 // 2^a / (2^a + 1)
 __device__ __noinline__ double sigmoid2(double a) { return exp2(a - softplus2(a)); }
 
-// Threads that work on one row at a time: a warp; where rows are few, a whole block.
+// Threads that work on one row at a time: a warp; where rows are few, more of a block's warps.
 struct Team {
-  i64 row, step;    // this team's first row, and how far the next one is
-  int lane, lanes;  // which of its threads this is
-  double* memory;   // [WARPS], shared
+  i64 row, step;     // this team's first row, and how far the next one is
+  int lane, lanes;   // which of its threads this is
+  int index;         // of the team in its block
+  double* memory;    // [WARPS], shared
 
   __device__ Team(i64 rows, double* memory) : memory(memory) {
-    const bool whole = rows <= 2 * gridDim.x;
-    lanes = whole ? FUSED_THREADS : 32;
+    lanes = FUSED_THREADS;
+    while (lanes > 32 && gridDim.x * (FUSED_THREADS / lanes) < rows) lanes /= 2;
+    const int teams = FUSED_THREADS / lanes;
+    index = threadIdx.x / lanes;
     lane = threadIdx.x % lanes;
-    row = whole ? blockIdx.x : blockIdx.x * WARPS + threadIdx.x / 32;
-    step = whole ? gridDim.x : gridDim.x * WARPS;
+    row = (i64)blockIdx.x * teams + index;
+    step = (i64)gridDim.x * teams;
   }
   __device__ void sync() const {
-    if (lanes > 32) __syncthreads();
-    else __syncwarp();
+    if (lanes == 32) __syncwarp();
+    else sync_some(1 + index, lanes);
   }
   __device__ double sum(double x) const {
     return reduce(x, [](double a, double b) { return a + b; });
@@ -138,9 +141,15 @@ struct Team {
   }
   template <class F>
   __device__ double reduce(double x, F join) const {
-    if (lanes > 32) return block_reduce<FUSED_THREADS>(x, memory, join);
 #pragma unroll
     for (int l = 16; l > 0; l /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, l));
+    if (lanes == 32) return x;
+    const int first = index * (lanes / 32);
+    if (lane % 32 == 0) memory[first + lane / 32] = x;
+    sync();  // all warps' results are there
+    x = memory[first];
+    for (int w = 1; w < lanes / 32; ++w) x = join(x, memory[first + w]);
+    sync();  // and have been read
     return x;
   }
 };

@@ -9,6 +9,13 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }
 
+// --- between threads --------------------------------------------------------------------------------
+
+// A barrier for some of a block's warps, `threads` in all. Barrier 0 is __syncthreads.
+__device__ __forceinline__ void sync_some(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // --- between blocks ---------------------------------------------------------------------------------
 
 // Adds to a counter what others may see only after all that this block has written before.
