@@ -57,6 +57,7 @@ class Problem:
     column_weight: float = 0.0  # weight of the softmax over queries
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
     symmetric: bool = False  # one set of rows on both sides: i = j excluded, one triangle suffices
+    part: bool = False  # keys are some of all keys: a row whose positive is not among them has -1
     query_ids: Array = None  # [M] int64, with key_ids [N]: equal ids are excluded,
     key_ids: Array = None  # except for the positive
     normalize: bool = False
@@ -126,6 +127,14 @@ class Sums:
         with np.errstate(divide="ignore"):
             return self.max + xp.log2(self.sum)
 
+    def merge(self, other: Sums, xp: Any) -> None:
+        """Fold `other` in."""
+        top = xp.maximum(self.max, other.max)
+        finite = xp.where(xp.isneginf(top), 0.0, top)  # two empty sums: no difference of infinities
+        self.sum[:] = self.sum * xp.exp2(self.max - finite)
+        self.sum += other.sum * xp.exp2(other.max - finite)
+        self.max[:] = top
+
 
 # --- epilogues: what becomes of a block's logits --------------------------------------------------
 
@@ -152,6 +161,7 @@ class SoftmaxGradient:
     column_lse: Array | None  # C [N]
     column_factor: Array | None  # b [N]
     positive: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
+    column_positive: Array | None = None  # [N]: the same by column, where it is no row of these
 
     phase = "gradient"
 
@@ -190,12 +200,14 @@ class Gradients:
     dots: Array = None  # float64 out: <dQ_i, q_i> [M] (or <dK_j, k_j> [N] if dQ is not wanted)
     want_query: bool = True
     want_key: bool = True
+    add_query: bool = False  # to what is in `query` already
 
 
 class Backend(Protocol):
     """What the CPU, a GPU, or a ring of ranks supplies to the folds."""
 
     xp: Any  # numpy or cupy: mathematics on vectors of length M or N
+    online: bool  # whether it folds `OnlineSoftmax`
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         """The blocks of the whole logit matrix."""
@@ -217,6 +229,10 @@ class Backend(Protocol):
 
     def poison(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
+        ...
+
+    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
+        """[M] what each row's positive has in a vector over keys."""
         ...
 
 
@@ -252,19 +268,19 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
 
 def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     xp = backend.xp
-    m = problem.shape[0]
     stats = _statistics(problem, backend)
     grid = backend.grid(problem, problem.symmetric)
-    online = gradients is not None and not (
-        problem.two_sided or problem.symmetric or gradients.want_key or problem.ranks
+    online = (
+        backend.online
+        and gradients is not None
+        and not (problem.two_sided or problem.symmetric or gradients.want_key or problem.ranks)
     )
     if online:
         backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive), gradients)
     else:
         backend.fold(problem, grid, stats, None)
-    if problem.symmetric:  # the triangle met each pair once
-        met = problem.positives > xp.arange(m)
-        stats.positive = xp.where(met, stats.positive, stats.positive[problem.positives])
+    if grid.triangle:
+        stats.positive = mirrored(xp, stats.positive, problem.positives)
 
     # loss_i = softplus(n_i - p_i): log-sum-exp of the negatives against the positive
     row_gap = stats.rows.log2(xp) - stats.positive
@@ -289,7 +305,7 @@ def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | No
         at_positive = a * sigmoid2(xp, row_gap)
         if problem.symmetric:  # G + G': the columns are the rows
             column_lse, b = row_lse, a
-            at_positive = at_positive + at_positive[problem.positives]
+            at_positive = at_positive + backend.of_positives(problem, at_positive)
         elif problem.two_sided:
             b = problem.upstream * problem.column_weight * problem.scale
             at_positive = at_positive + b * sigmoid2(xp, column_gap)
@@ -300,6 +316,12 @@ def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | No
     halves = 2.0 if problem.symmetric else 1.0  # every pair stands twice in <dZ, z>
     solution.scale_grad = gradients.dots.sum() / (halves * problem.scale)
     return solution
+
+
+def mirrored(xp: Any, positive: Array, positives: Array) -> Array:
+    """Positives' logits of all rows, where a triangle met each pair once: from its lower row."""
+    met = (positives > xp.arange(len(positives))) | (positives < 0)
+    return xp.where(met, positive, positive[positives])
 
 
 def _statistics(problem: Problem, backend: Backend) -> Statistics:

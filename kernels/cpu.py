@@ -242,6 +242,7 @@ class CPU:
     """Blocks of one problem on the CPU: see `infonce.kernels.blocks.Backend`."""
 
     xp = np
+    online = True
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
         self.dtype = DTYPES[problem.compute]
@@ -271,6 +272,9 @@ class CPU:
         elif bad.any():
             bad[:] = True
         return np.where(bad, np.nan, 0.0)
+
+    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
+        return of_keys[problem.positives]
 
     # -- memory: workers' buffers first, then accumulators of dK, then logits worth keeping
 
@@ -518,6 +522,7 @@ class _Fold:
         buffer: Array | None,
         destination: Array | None,
         need_dots: bool,
+        add: bool = False,
     ) -> None:
         """Hand complete gradients g of `rows` to their destination."""
         assert self.gradients is not None
@@ -529,7 +534,9 @@ class _Fold:
                 self.gradients.dots[rows] = dots
             if side.inverse_norms is not None:
                 tile.through_normalization(g, z, dots, side.inverse_norms[rows])
-        if destination is not None:
+        if destination is not None and add:
+            destination[rows] += g
+        elif destination is not None:
             np.copyto(destination[rows], g, casting="same_kind")
 
 
@@ -711,7 +718,9 @@ class _Worker:
         if fold.grid.triangle:
             total = fold.gathered(rows)  # earlier panels have all been here
             g = np.add(total, g, out=total)
-        fold.complete(g, fold.cpu.query, rows, self.query_buffer, gradients.query, True)
+        fold.complete(
+            g, fold.cpu.query, rows, self.query_buffer, gradients.query, True, gradients.add_query
+        )
 
     def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
         """sum_j 2^(x2 - max) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""

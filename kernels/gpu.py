@@ -23,13 +23,11 @@ from .blocks import (
     Epilogue,
     Gradients,
     Grid,
-    OnlineSoftmax,
     Problem,
     Sigmoid,
     SoftmaxGradient,
     Solution,
     Statistics,
-    sigmoid2,
 )
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
@@ -62,7 +60,7 @@ def _pointers(names: str) -> np.dtype[Any]:
 
 
 _FACTORS = _pointers("row_height a u column_height v shared")
-_FACTOR_SOURCES = _pointers("row_lse a at_positive column_lse b")
+_FACTOR_SOURCES = _pointers("row_lse a at_positive column_lse b column_positive")
 _FACTOR_TARGETS = _pointers("row_height a u column_height v")
 _POSITIVES = np.dtype(
     [("gradient", "u8"), ("partner", "u8"), ("start", "u8"), ("by_partner", "i8"),
@@ -203,6 +201,7 @@ class GPU:
     """Blocks of one problem on the current device: see `infonce.kernels.blocks.Backend`."""
 
     xp = _Namespace()
+    online = False  # log-sum-exps first, then dQ from panels: 3 products
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
         self.precision = problem.compute
@@ -221,11 +220,13 @@ class GPU:
         self.scale = scalar_fields(problem.scale)
         self.bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
-        self.square = problem.symmetric or problem.two_sided or problem.bias is not None
+        self.square = not problem.part and (
+            problem.symmetric or problem.two_sided or problem.bias is not None
+        )
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
         if gradients is not None:
-            self.query_in_place = _in_place(gradients.query, self.real)
+            self.query_in_place = not gradients.add_query and _in_place(gradients.query, self.real)
             self.key_in_place = not gradients.want_key or _in_place(gradients.key, self.real)
         self.needs = config.Needs(
             precision=self.precision,
@@ -300,6 +301,9 @@ class GPU:
             return cupy.broadcast_to(rows.sum(), rows.shape)
         return rows + self.not_finite(self.key).sum()
 
+    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
+        return of_keys[problem.positives]
+
     def not_finite(self, side: _Side) -> Array:
         n, d = side.features.shape
         out = cupy.empty(n)
@@ -313,23 +317,10 @@ class GPU:
             _StatisticsFold(self, problem, grid, epilogue).run()
             if epilogue.row_rank is not None:
                 _RanksFold(self, problem, grid, epilogue).run()
-        elif isinstance(epilogue, OnlineSoftmax):
-            self.softmax_of_queries(problem, grid, epilogue, gradients)
         elif isinstance(epilogue, SoftmaxGradient):
             _SoftmaxFold(self, problem, grid, epilogue, gradients).run()
-        else:
+        elif isinstance(epilogue, Sigmoid):
             _SigmoidFold(self, problem, grid, epilogue, gradients).run()
-
-    def softmax_of_queries(
-        self, problem: Problem, grid: Grid, online: OnlineSoftmax, gradients: Gradients | None
-    ) -> None:
-        """Log-sum-exps, then dQ alone."""
-        self.fold(problem, grid, Statistics(online.rows, None, online.positive), None)
-        negatives = online.rows.log2(cupy)
-        a = problem.upstream * problem.row_weight * problem.scale
-        at_positive = -a * sigmoid2(self.xp, negatives - online.positive)
-        lse = self.xp.logaddexp2(negatives, online.positive)
-        self.fold(problem, grid, SoftmaxGradient(lse, a, None, None, at_positive), gradients)
 
 
 class _Fold:
@@ -446,8 +437,7 @@ class _RanksFold(_Fold):
         self.stats = stats
         positive, m = stats.positive, problem.shape[0]
         if grid.triangle:  # each pair was met once, from one side
-            met = problem.positives > cupy.arange(m)
-            positive = cupy.where(met, positive, positive[problem.positives])
+            positive = blocks.mirrored(cupy, positive, problem.positives)
         self.reference = cupy.empty(m, gpu.real)
         gpu.vector_kernel("to_products", m, positive, np.int64(m), gpu.scale_struct, self.reference)
         self.by_columns = stats.column_rank is not None and not problem.symmetric
@@ -562,7 +552,7 @@ class _GradientFold(_Fold):
             assert self.gradients is not None
             partners = address(self.problem.positives), 0, 0
             self.finish(self.of_rows, self.gpu.query, self.gpu.key, rows, partners,
-                        self.gradients.query, True)  # fmt: skip
+                        self.gradients.query, True, self.gradients.add_query)  # fmt: skip
 
     def end(self) -> None:
         if self.of_columns is None or self.of_columns is self.of_rows:
@@ -578,7 +568,7 @@ class _GradientFold(_Fold):
 
     def finish(
         self, acc: _Accumulator, side: _Side, other: _Side, rows: slice,
-        partners: tuple[int, int, int], out: Array, need_dots: bool,
+        partners: tuple[int, int, int], out: Array, need_dots: bool, add: bool = False,
     ) -> None:  # fmt: skip
         """Rows' gradients are complete: positives, units, normalisation, destination."""
         assert self.gradients is not None
@@ -592,7 +582,7 @@ class _GradientFold(_Fold):
             "finish", n, np.uint64(acc.pointer(rows.start)), np.int64(acc.stride),
             np.int64(rows.start), np.int64(n), np.int64(d), matrix(side.features),
             pointer(side.factor), pointer(side.exponent), positives, self.unit,
-            pointer(dots), matrix(out),
+            pointer(dots), matrix(out), np.int64(add),
         )  # fmt: skip
 
     def find_ranges(self, sources: Any, m: int, n: int) -> None:
@@ -612,7 +602,7 @@ class _SoftmaxFold(_GradientFold):
         given = [
             None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
             for v in (epilogue.row_lse, epilogue.row_factor, epilogue.positive,
-                      epilogue.column_lse, epilogue.column_factor)
+                      epilogue.column_lse, epilogue.column_factor, epilogue.column_positive)
         ]  # fmt: skip
         self.two_sided = epilogue.column_lse is not None
         sources = struct(_FACTOR_SOURCES, *map(address, given))
@@ -648,7 +638,7 @@ class _SigmoidFold(_GradientFold):
         self.epilogue = epilogue
         m, n, _ = problem.shape
         factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
-        self.find_ranges(struct(_FACTOR_SOURCES, 0, address(factor), 0, 0, 0), m, n)
+        self.find_ranges(struct(_FACTOR_SOURCES, 0, address(factor), 0, 0, 0, 0), m, n)
         self.factor, self.at_positive = factor, cupy.empty(m)
         self.row_factor = cupy.empty(m, gpu.real)
         gpu.vector_kernel("per_unit", m, factor, np.int64(m), self.unit, self.row_factor)

@@ -75,7 +75,7 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
 // Positives of a row: (row, partner) pairs whose dL/dx was kept out of the panels.
 struct Positives {
   const double* gradient;  // dL/dx at the positive, by query
-  const i64* partner;      // [queries] key of each query; null: the same number
+  const i64* partner;      // [queries] key of each query (-1: none of these); null: the same number
   const i64* start;        // not null: keys, and partner[start[j] .. start[j + 1]) are j's queries
   i64 by_partner;          // rows are keys: gradients go by partner
   Matrix z;                // the partners' features
@@ -88,6 +88,7 @@ struct Positives {
     double g = 0;
     for (i64 s = first; s < end; ++s) {
       const i64 other = partner ? partner[s] : s;
+      if (other < 0) continue;
       const double x = z.get(other, k);
       const double weight = gradient[by_partner ? other : row];
       g += factor ? weight * own_factor * factor[other] * ldexp(x, -exponent[other]) : weight * x;
@@ -97,13 +98,13 @@ struct Positives {
 };
 
 // Gradients of rows first.. are complete in `acc` [n, acc_stride], in the panels' unit, but for the
-// positives: hand them to their destination (data null: nowhere), and <gradient, row> to dots (or
-// null).
+// positives: hand them to their destination (data null: nowhere), or add them to what is there, and
+// <gradient, row> to dots (or null).
 extern "C" __global__ void finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
                                   const int* exponent, const __grid_constant__ Positives positives,
                                   const double* unit, double* dots,
-                                  const __grid_constant__ Matrix out) {
+                                  const __grid_constant__ Matrix out, i64 add) {
   if (warp_row() >= n) return;
   const Real* sum = acc + warp_row() * acc_stride;
   const i64 row = first + warp_row();
@@ -123,6 +124,6 @@ extern "C" __global__ void finish(const Real* acc, i64 acc_stride, i64 first, i6
   for (i64 k = threadIdx.x % 32; k < d; k += 32) {
     double g = sum[k] * *unit + positives.add(row, k, f);
     if (factor) g = ldexp(g - along * ldexp(z.get(row, k), -e), -e);
-    out.set(row, k, g);
+    out.set(row, k, add ? g + out.get(row, k) : g);
   }
 }

@@ -77,6 +77,7 @@ struct Ranges {
 struct FactorSources {
   const double *row_lse, *a, *at_positive;  // [M]
   const double *column_lse, *b;             // [N] or null
+  const double* column_positive;            // [N] or null: at the columns' own positives
 };
 
 #define RANGE_THREADS 1024
@@ -99,7 +100,10 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
     if (f.at_positive) bound = fmax(bound, 2 * fabs(f.at_positive[i]));
   }
   if (f.column_lse)
-    for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) least = fmin(least, f.column_lse[j]);
+    for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) {
+      least = fmin(least, f.column_lse[j]);
+      if (f.column_positive) bound = fmax(bound, 2 * fabs(f.column_positive[j]));
+    }
   const int t = threadIdx.x;
   parts[0][t] = high, parts[1][t] = low, parts[2][t] = least, parts[3][t] = bound;
   for (int half = RANGE_THREADS / 2; half > 0; half /= 2) {
@@ -173,18 +177,18 @@ extern "C" __global__ void to_products(const double* logits, i64 n,
   if (i < n) out[i] = (Real)(logits[i] / (scale.get() * LOG2_E));
 }
 
-// --- which queries belong to a key ---------------------------------------------------------------------------
+// --- which queries belong to a key (-1: to none of these) ---------------------------------------------------------------------------
 
 // count[1 + j] = how many queries have key j as their positive; count starts as zeros.
 extern "C" __global__ void count_queries(const i64* positives, i64 m, u64* count) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < m) atomicAdd(count + 1 + positives[i], 1ull);
+  if (i < m && positives[i] >= 0) atomicAdd(count + 1 + positives[i], 1ull);
 }
 
 // order[start[j] .. start[j + 1]) = the queries of key j, in whatever order; `taken` starts as start.
 extern "C" __global__ void list_queries(const i64* positives, i64 m, u64* taken, i64* order) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < m) order[atomicAdd(taken + positives[i], 1ull)] = i;
+  if (i < m && positives[i] >= 0) order[atomicAdd(taken + positives[i], 1ull)] = i;
 }
 
 // The same in ascending order (Shell's sort), so that sums over them are the same from run to run.
