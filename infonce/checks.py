@@ -49,6 +49,14 @@ CHOICES = {
 }
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The arrays of a call are some rows, or none, of a batch that is spread over ranks."""
+
+    rows: int  # queries of the whole batch
+    columns: int  # keys
+
+
 @dataclass(eq=False)
 class Request:
     """A checked call: the problem, and what to hand back."""
@@ -96,13 +104,14 @@ def check(
     bias: Any,
     options: Mapping[str, Any],
     with_grad: bool,
+    shard: Shard | None = None,
 ) -> Request:
     """Validate one call of a loss on NumPy or on CuPy arrays."""
     labelled = labels is not None
-    kind = _kind(loss, arrays, labelled, bias, options, with_grad)
+    kind = _kind(loss, arrays, labelled, bias, options, with_grad, shard)
     settled = None if kind is None else _settled.get(kind)
     if settled is None:
-        settled = _settle(loss, arrays, labelled, bias, options, with_grad)
+        settled = _settle(loss, arrays, labelled, bias, options, with_grad, shard)
         if kind is not None:
             if len(_settled) >= 256:
                 _settled.clear()
@@ -112,16 +121,17 @@ def check(
     query, key = arrays[0], arrays[-1]
     xp = namespace(query)
     m, n = len(query), len(key)
+    whole = shard or Shard(m, n)
     if o["check_finite"]:
         for name, z in zip(loss.arguments, arrays, strict=True):
             _finite(xp, name, z)
     row_ids, column_ids = _ids(xp, loss, o["ids"], m, n)
-    positives, without_positive = _positives(xp, loss, labels, m, n)
+    positives, without_positive = _positives(xp, labels, m, whole.columns)
     problem = Problem(
         query=query,
         key=key,
         scale=settled.scale,
-        upstream=_upstream(xp, o["grad_out"], o["reduction"], m),
+        upstream=_upstream(xp, o["grad_out"], o["reduction"], m, whole.rows),
         positives=positives,
         # None where some rows' losses are replaced before they are reduced
         row_share=settled.row_share if without_positive is None else None,
@@ -163,6 +173,7 @@ def _kind(
     bias: Any,
     options: Mapping[str, Any],
     with_grad: bool,
+    shard: Shard | None,
 ) -> tuple[Any, ...] | None:
     """The key under which a call is settled; None for one with options that are arrays."""
     classes = tuple([value.__class__ for value in options.values()])  # True is no 1
@@ -171,7 +182,7 @@ def _kind(
     if not all([_is_array(z) for z in arrays]):
         return None
     kinds = [(z.shape, z.dtype, z.device.id if on_gpu(z) else None) for z in arrays]
-    return loss, with_grad, labelled, bias, classes, *kinds, *options.items()
+    return loss, with_grad, labelled, shard, bias, classes, *kinds, *options.items()
 
 
 def _settle(
@@ -181,15 +192,17 @@ def _settle(
     bias: Any,
     options: Mapping[str, Any],
     with_grad: bool,
+    shard: Shard | None,
 ) -> _Settled:
     """All checks that look at no element of an array."""
     o = _options(loss, options, with_grad)
     for name, z in zip(loss.arguments, arrays, strict=True):
-        _features(name, z)
+        _features(name, z, 1 if shard is None else 0)
     query, key = arrays[0], arrays[-1]
     on_host = isinstance(query, np.ndarray)
     _same_device(loss, query, key)
-    _shapes(loss, query, key, labelled)
+    whole = shard or Shard(len(query), len(key))
+    _shapes(loss, query, key, labelled, whole)
     scale = _scale(loss, o["temperature"], o["scale"])
     if loss.sigmoid:
         bias = _number("bias", loss.bias if bias is None else bias)
@@ -218,7 +231,7 @@ def _settle(
         compute=compute,
         workspace=int(workspace),
         wrt=wrt,
-        row_share={"mean": 1.0 / len(query), "sum": 1.0, "none": None}[o["reduction"]],
+        row_share={"mean": 1.0 / whole.rows, "sum": 1.0, "none": None}[o["reduction"]],
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
         grad_dtype=_grad_dtype(o["grad_dtype"]),
         # scale and bias come with the rows' gradient; a key gradient alone brings them too
@@ -267,18 +280,18 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
     return o
 
 
-def _features(name: str, z: Array) -> None:
+def _features(name: str, z: Array, least: int) -> None:
     if not _is_array(z):
         raise TypeError(f"{name}: expected an array, got {_what(z)}")
     if z.dtype.name not in FLOATS:
         raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
     if z.ndim != 2:
         raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {z.shape}")
-    if 0 in z.shape:
+    if len(z) < least or z.shape[1] == 0:
         raise ValueError(f"{name}: expected at least one row and one feature, got shape {z.shape}")
 
 
-def _shapes(loss: Loss, query: Array, key: Array, labelled: bool) -> None:
+def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, whole: Shard) -> None:
     first, last = loss.arguments[0], loss.arguments[-1]
     if query.shape[1] != key.shape[1]:
         raise ValueError(
@@ -286,15 +299,16 @@ def _shapes(loss: Loss, query: Array, key: Array, labelled: bool) -> None:
         )
     if loss.square and len(query) != len(key):
         raise ValueError(f"{last}: expected {len(query)} rows like {first}, got shape {key.shape}")
-    if loss.symmetric and len(query) % 2:
+    if loss.symmetric and not labelled and len(query) % 2:
         raise ValueError(
             f"{first}: expected an even number of rows, two views of each sample, "
             f"got shape {query.shape}"
         )
-    if not (loss.square or loss.symmetric or labelled) and len(key) < len(query):
+    if not (loss.square or loss.symmetric or labelled) and whole.columns < whole.rows:
+        came = f"shape {key.shape}" if len(key) == whole.columns else f"{whole.columns} in all"
         raise ValueError(
-            f"{last}: expected at least {len(query)} rows, the positive of query i being key i "
-            f"without labels, got shape {key.shape}"
+            f"{last}: expected at least {whole.rows} rows, the positive of query i being key i "
+            f"without labels, got {came}"
         )
 
 
@@ -364,9 +378,7 @@ def _integers(xp: Any, name: str, value: Any, n: int) -> Array:
     return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
 
 
-def _positives(
-    xp: Any, loss: Loss, labels: Array | None, m: int, n: int
-) -> tuple[Array, Array | None]:
+def _positives(xp: Any, labels: Array | None, m: int, n: int) -> tuple[Array, Array | None]:
     """[M] the positive key of each row; on a GPU also which labels are out of range."""
     if labels is None:
         return None, None
@@ -408,9 +420,9 @@ def _wrt(loss: Loss, wrt: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _upstream(xp: Any, grad_out: Any, reduction: str, m: int) -> Any:
-    """d result / d loss_i: a number for all rows, or [M]."""
-    share = 1.0 / m if reduction == "mean" else 1.0
+def _upstream(xp: Any, grad_out: Any, reduction: str, m: int, rows: int) -> Any:
+    """d result / d loss_i: a number for all rows, or [M]; the mean is that of `rows`."""
+    share = 1.0 / rows if reduction == "mean" else 1.0
     if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
         return grad_out * share
     value = native(grad_out)
