@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,9 @@ def compile_for(
 # --- cache on disk --------------------------------------------------------------------------------
 
 
+compile_seconds: dict[tuple[Any, ...], float] = {}  # of this process, by file and defines
+
+
 def cache_directory() -> Path:
     """INFONCE_CACHE_DIR, or the user's cache."""
     asked = os.environ.get("INFONCE_CACHE_DIR")
@@ -92,7 +96,9 @@ def _cubin(file: str, defines: Defines, arch: str) -> bytes:
         return path.read_bytes()
     except OSError:
         pass
+    start = time.perf_counter()
     code, _ = compile_for(file, defines, arch)
+    compile_seconds[file, *sorted(defines.items())] = time.perf_counter() - start
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Many processes may start at once: each writes a file of its own and renames it
