@@ -445,9 +445,13 @@ class _Fold:
             self.first_key = 0 if self.in_place and out is not None else keys.start
             if self.in_place and out is not None:
                 self.accumulator = out
-                out[keys] = 0
             else:
-                self.accumulator = np.zeros((keys.stop - keys.start, d), dtype)
+                self.accumulator = np.empty((keys.stop - keys.start, d), dtype)
+            # the first panel writes, the others add; but these columns meet no panel
+            if grid.triangle:
+                self.gathered(grid.columns[0])[...] = 0
+            if not grid.rows:
+                self.gathered(keys)[...] = 0
 
         # Logits of an earlier fold over the same blocks are used up by the gradient
         self.kept: dict[tuple[int, int], Array] = {}
@@ -586,14 +590,18 @@ class _Worker:
                 self.add_rows(x, k, rows, first)
             add_columns = fold.by_columns and not diagonal
             if add_columns:
-                np.matmul(x.T, q, out=self.product[: len(k)])
+                g = fold.gathered(columns)
+                product = g if a == 0 and g.flags.c_contiguous else self.product[: len(k)]
+                np.matmul(x.T, q, out=product)
             if in_turn is not None or fold.by_columns:
                 turns.wait(a, b)
             if in_turn is not None:
                 in_turn()
-            if add_columns:
-                g = fold.gathered(columns)
-                np.add(g, self.product[: len(k)], out=g)
+            if add_columns and product is not g:
+                if a == 0:
+                    np.copyto(g, product)
+                else:
+                    np.add(g, product, out=g)
             turns.pass_on(a, b)
             first = False
             report()
