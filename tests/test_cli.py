@@ -13,10 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from judge import LOSSES, arguments, pairs
+from test_gpu import MISSING
 
 import infonce
 from infonce import reference
-from infonce.cli import common, main
+from infonce.cli import common, main, measure
 from infonce.cli.embeddings import open_embeddings
 
 M, D = 48, 12
@@ -524,7 +526,8 @@ def test_bench(tmp_path, monkeypatch, kind):
         assert row["gradient_error"] < 1e-5, row
         assert len(row["seconds"]) == 2
         assert row["min_s"] <= row["median_s"] <= row["max_s"]
-        assert close(row["gflops"], 8e-9 * row["size"] ** 2 * 16 / row["median_s"])
+        products = {"lit": 2, "siglip": 3, "nt_xent": 2}.get(kind, 4)
+        assert close(row["gflops"], products * 2e-9 * row["size"] ** 2 * 16 / row["median_s"])
     assert len(report["gemm"]["gflops"]) == 4
     assert {"device", "versions", "commit", "date", "blas", "environment"} <= report.keys()
     assert plot.read_bytes().startswith(PNG)
@@ -545,6 +548,108 @@ def test_bench_options(tmp_path):
     assert "got 'numba'" in fail("bench", "--methods", "numpy,numba")
     fail("bench", "--output", tmp_path / "no" / "bench.json")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not MISSING, reason="there is a GPU")
+def test_bench_without_a_gpu(monkeypatch):
+    said = fail("bench", "--gpu", "--sizes", 32)
+    assert "expected a GPU that CuPy can use" in said
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert "pip install 'infonce[cuda12]'" in fail("bench", "--gpu", "--sizes", 32)
+    assert "with --gpu, got 'numpy'" in fail("bench", "--gpu", "--methods", "products,numpy")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(importlib.import_module("infonce.cli.bench_gpu"), "GEMM", 256)
+    record, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    printed = succeed(
+        "bench", "--gpu", "--sizes", "64,256", "--dim", 64, "--loss", kind, "--repeat", 1,
+        "--dtype", dtype, "--methods", "products,naive,fused,tiled,panels,torch",
+        "--output", record, "--plot", plot,
+    )  # fmt: skip
+    report = json.loads(record.read_text())
+    assert report["gpu"]["model"] in printed
+    assert [row["size"] for row in report["results"]] == 6 * [64] + 6 * [256]
+    for row in report["results"]:
+        if not torch.cuda.is_available() and row["method"] in ("panels", "torch"):
+            continue
+        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"], row
+        assert row["wall_s"] > 0, row
+        assert row["peak_bytes"] > 0, row
+        if row["method"] != "products":
+            bound = {"bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-11}[dtype]
+            assert row["gradient_error"] < bound, row
+            assert row["loss_error"] < bound, row
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_panels_judge_like_the_reference(monkeypatch, kind, gradient):
+    torch = pytest.importorskip("torch")
+    contenders = importlib.import_module("infonce.cli.contenders_gpu")
+    monkeypatch.setattr(contenders, "PANEL", 7)
+    case = measure.Case(loss_command.LOSSES[kind], 24, 5, "float64", gradient=gradient, scale=4.0)
+    features = arguments(kind, *pairs("partly aligned", 24, 24, 5, np.float64, 0))
+    if kind == "nt_xent":
+        features = (features[0][:24],)
+    want = getattr(reference, kind)(*features, scale=4.0)
+    loss, gradients = contenders.by_panels(case, list(map(torch.as_tensor, features)),
+                                           torch.float64)  # fmt: skip
+    assert close(float(loss), want.loss)
+    expected = case.gradients_of([want.grads[name] for name in case.kind.arguments])
+    assert len(gradients) == len(expected) * gradient
+    for got, wanted in zip(gradients, expected, strict=False):
+        np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-14)
+
+
+class Pretended:
+    """A place to measure where everything takes as long as it is told to."""
+
+    methods = ("quick", "slow", "missing")
+
+    def inputs(self, case):
+        return [[np.full((case.rows, case.dim), 2.0)]]
+
+    def reference(self, case, features):
+        return 4.0, [features[0]]
+
+    def contender(self, method, case, inputs):
+        if method == "missing":
+            raise ImportError("not\n here")
+        return lambda: (5.0, [1.5 * inputs[0][0]]) if method == "quick" else (4.0, inputs[0])
+
+    def memory(self, method, run):
+        return {"peak_bytes": 7}
+
+    def turn(self, run):
+        quick = run()[0] == 5.0
+        return {"seconds": [1.0, 3.0, 2.0], "wall": [5.0]} if quick else {"seconds": [8.0]}
+
+    def yardstick(self):
+        pass
+
+    def refusals(self):
+        return (ImportError,)
+
+
+def test_rounds_of_a_comparison():
+    case = measure.Case(loss_command.LOSSES["clip"], 4, 2)
+    quick, slow, missing = measure.compare(Pretended(), case, Pretended.methods, 2)
+    assert quick["seconds"] == [1.0, 3.0, 2.0] * 2
+    assert (quick["median_s"], quick["min_s"], quick["max_s"]) == (2.0, 1.0, 3.0)
+    assert quick["wall_s"] == 5.0
+    assert "wall_s" not in slow
+    assert close(quick["gflops"], 8 * 4 * 4 * 2 / 2.0 / 1e9)
+    assert close(quick["loss_error"], 0.25)
+    assert close(quick["gradient_error"], 0.5)
+    assert slow["loss_error"] == slow["gradient_error"] == 0
+    assert missing == {"size": 4, "method": "missing", "skipped": "not here"}
 
 
 def test_bench_prints_the_environment(monkeypatch):

@@ -6,17 +6,17 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
-import ml_dtypes
 import numpy as np
 from rich.table import Table
 
 from ..kernels.cpu import SPARES
-from . import machine
+from . import contenders, machine, measure
+from .bench_gpu import METHODS as GPU_METHODS
+from .bench_gpu import Device
 from .common import (
     Bytes,
     check_destination,
@@ -32,16 +32,93 @@ from .common import (
     to_json,
     written_whole,
 )
-from .contenders import METHODS, Outcome, contender
 from .loss import LOSSES
+from .measure import DTYPES, TEMPERATURE, Array, Bench, Case, Outcome, Run
 
-Array = Any
-TEMPERATURE = 0.07
 GEMM = 4096  # side of the matrix product that everything is compared with
 PAUSE = 0.15  # seconds, in which idle threads of the last contender's BLAS stop spinning
 REFERENCE_ROWS = 2048  # errors are measured up to here: the reference keeps float64 matrices
-DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
-          "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
+
+
+class Host:
+    """The CPU, through NumPy: see `measure.Bench`."""
+
+    methods = contenders.METHODS
+
+    def __init__(self, dtype: str) -> None:
+        self.rng = np.random.default_rng(0)
+        self.square = self.rng.standard_normal((GEMM, GEMM)).astype(
+            np.float64 if dtype == "float64" else np.float32
+        )
+        self.product = np.matmul(self.square, self.square)
+        self.rates: list[float] = []  # of the product, GFLOP/s
+
+    def inputs(self, case: Case) -> list[list[Array]]:
+        """One set: caches hold nothing of this size from call to call."""
+
+        def unit_rows() -> Array:
+            z = self.rng.standard_normal((case.rows, case.dim))
+            return (z / np.linalg.norm(z, axis=1, keepdims=True)).astype(DTYPES[case.dtype])
+
+        return [[unit_rows() for _ in case.kind.arguments]]
+
+    def reference(self, case: Case, features: Sequence[Array]) -> Outcome | None:
+        from .. import reference
+
+        if case.rows > REFERENCE_ROWS:
+            return None
+        solved = getattr(reference, case.kind.name)(*features, scale=case.scale)
+        return solved.loss, case.gradients_of([solved.grads[n] for n in case.kind.arguments])
+
+    def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
+        return contenders.contender(method, case, inputs[0])
+
+    def memory(self, method: str, run: Run) -> dict[str, int | None]:
+        """What NumPy allocates, and what the process grows by."""
+        SPARES.clear()  # what a first call needs
+        tracemalloc.start()
+        run()
+        allocated = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        SPARES.clear()
+        return_freed_memory()
+        measured, before = reset_peak(), resident()
+        run()
+        peak = peak_resident()
+        known = measured and peak is not None and before is not None
+        return {
+            # torch allocates behind NumPy's back
+            "numpy_peak_bytes": None if method == "torch" else allocated,
+            "rss_growth_bytes": max(0, (peak or 0) - (before or 0)) if known else None,
+        }
+
+    def turn(self, run: Run) -> dict[str, list[float]]:
+        return {"seconds": [_seconds(run)]}
+
+    def yardstick(self) -> None:
+        seconds = _seconds(lambda: np.matmul(self.square, self.square, out=self.product))
+        self.rates.append(2 * GEMM**3 / seconds / 1e9)
+
+    def refusals(self) -> tuple[type[BaseException], ...]:
+        return ImportError, MemoryError, ValueError
+
+    def describe(self) -> dict[str, Any]:
+        """What a record has to name besides commit and date."""
+        cpu = machine.cpu()
+        return {
+            "device": machine.describe_cpu(cpu),
+            "versions": machine.versions("infonce", "numpy", "numba", "torch"),
+            "cpu": cpu,
+            "blas": machine.blas(),
+            "gemm": {"size": GEMM, "gflops": self.rates},
+        }
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    time.sleep(PAUSE)
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
@@ -49,18 +126,14 @@ class _List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
     name = "list"
 
-    def __init__(self, item: Callable[[str], Any], choices: Sequence[str] = ()) -> None:
-        self.item, self.choices = item, choices
+    def __init__(self, item: Callable[[str], Any]) -> None:
+        self.item = item
 
     def convert(self, value: Any, param: Any, ctx: Any) -> list[Any]:
         try:
-            items = [self.item(part.strip()) for part in value.split(",")]
+            return [self.item(part.strip()) for part in value.split(",")]
         except ValueError as error:
             self.fail(str(error))
-        for item in items:
-            if self.choices and item not in self.choices:
-                self.fail(f"expected some of {', '.join(self.choices)}, got {item!r}")
-        return items
 
 
 def _size(text: str) -> int:
@@ -71,58 +144,62 @@ def _size(text: str) -> int:
 
 
 @click.command()
+@click.option("--gpu", is_flag=True, help="On the current GPU instead of the CPU.")
 @click.option("--sizes", type=_List(_size), default="1024,4096,8192", help="Rows, a list.")
 @click.option("--dim", type=click.IntRange(1), default=256)
 @click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32")
 @click.option("--workspace", type=Bytes(), default="256MiB", help="For fused and tiled.")
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Rounds that are timed.")
-@click.option("--methods", type=_List(str, METHODS), default=",".join(METHODS), help="A list.")
+@click.option("--methods", type=_List(str), help="A list; by default all there are.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write JSON; overwrites.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write a PNG; overwrites.")
 def bench(
+    gpu: bool,
     sizes: list[int],
     dim: int,
     kind: str,
     dtype: str,
     workspace: int,
     repeat: int,
-    methods: list[str],
+    methods: list[str] | None,
     output: Path | None,
     plot: Path | None,
 ) -> None:
     """Time and memory of loss and gradient by different methods, side by side.
 
-    products are the four matrix products of the loss alone, a yardstick.
-    numpy and torch keep the full matrix of logits, as people write it; naive, fused and tiled are
-    this library's. Contenders take turns, after one warm-up each, so that a slow minute hits all
-    of them. GFLOP/s counts the useful work of loss and gradient, 8 N N D, whatever is executed,
-    and is compared with NumPy's matrix product in the same rounds. Errors are against float64.
+    products are the matrix products alone that loss and gradient need, a yardstick. numpy and
+    torch keep the full matrix of logits, as people write it, torch.compile the same compiled;
+    panels are a simple loop over panels of it; naive, fused and tiled are this library's.
+    Contenders take turns, after a warm-up each, so that a slow minute hits all of them. GFLOP/s
+    counts the useful work of loss and gradient, 8 N N D for clip, whatever is executed, and is
+    compared with a large matrix product in the same rounds. Errors are against float64.
     """
+    known = GPU_METHODS if gpu else contenders.METHODS
+    for method in methods or ():
+        if method not in known:
+            raise click.BadParameter(
+                f"expected some of {', '.join(known)}{' with --gpu' * gpu}, got {method!r}",
+                param_hint="--methods",
+            )
     figures = optional("matplotlib.figure", "plot") if plot else None
     for path in (output, plot):
         if path is not None:
             check_destination(path)
+    with one_line_errors():
+        place: Bench = Device(dtype) if gpu else Host(dtype)
+    results = []
     with progress_bar() as progress:
-        results, rates = _measure(
-            sizes, dim, kind, dtype, workspace, repeat, methods, progress or (lambda *_: None)
-        )
-    cpu = machine.cpu()
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
-        "device": machine.describe_cpu(cpu),
-        "versions": machine.versions("infonce", "numpy", "numba", "torch"),
-        "cpu": cpu,
-        "blas": machine.blas(),
-        "environment": machine.environment(),
-        "settings": {
-            "loss": kind, "dim": dim, "dtype": dtype, "temperature": TEMPERATURE,
-            "workspace_bytes": workspace, "repeat": repeat,
-        },
-        "gemm": {"size": GEMM, "gflops": rates},
-        "results": results,
+        for size in sizes:
+            case = Case(LOSSES[kind], size, dim, dtype, workspace=workspace)
+            results += measure.compare(
+                place, case, methods or place.methods, repeat, progress or (lambda *_: None)
+            )
+    settings = {
+        "loss": kind, "dim": dim, "dtype": dtype, "temperature": TEMPERATURE,
+        "workspace_bytes": workspace, "repeat": repeat,
     }  # fmt: skip
+    report = measure.report(place, settings, results)
     _print(report)
     if output is not None:
         with one_line_errors(), written_whole(output) as temporary:
@@ -132,116 +209,21 @@ def bench(
             _figure(figures, report).savefig(temporary, format="png", dpi=120)
 
 
-def _measure(
-    sizes: Sequence[int],
-    dim: int,
-    kind: str,
-    dtype: str,
-    workspace: int,
-    repeat: int,
-    methods: Sequence[str],
-    progress: Callable[[str, int, int], None],
-) -> tuple[list[dict[str, Any]], list[float]]:
-    """Results by size and method, and the rates of the matrix product in GFLOP/s."""
-    rng = np.random.default_rng(0)
-    square = rng.standard_normal((GEMM, GEMM)).astype(
-        np.float64 if dtype == "float64" else np.float32
-    )
-    product = np.empty_like(square)
-
-    def gemm() -> None:
-        np.matmul(square, square, out=product)
-
-    gemm()
-    results, gemm_seconds = [], []
-    for size in sizes:
-        features = [_unit_rows(rng, size, dim, dtype) for _ in LOSSES[kind].arguments]
-        reference = _reference(kind, features) if size <= REFERENCE_ROWS else None
-        running, rows = {}, {}
-        for method in methods:
-            row: dict[str, Any] = {"size": size, "method": method}
-            results.append(row)
-            try:
-                run = contender(method, LOSSES[kind], features, 1 / TEMPERATURE, workspace)
-                outcome = run()
-                row.update(_errors(outcome, reference), **_memory(run))
-                if method == "torch":
-                    row["numpy_peak_bytes"] = None  # it allocates behind NumPy's back
-            except (ImportError, MemoryError, ValueError) as error:
-                row["skipped"] = str(error) or type(error).__name__
-                continue
-            running[method], rows[method] = run, row
-        seconds: dict[str, list[float]] = {method: [] for method in running}
-        for done in range(repeat):
-            gemm_seconds.append(_seconds(gemm))
-            for method, run in running.items():
-                seconds[method].append(_seconds(run))
-            progress(f"{size} rows", done + 1, repeat)
-        for method, row in rows.items():
-            times = seconds[method]
-            median = statistics.median(times)
-            row.update(
-                median_s=median, min_s=min(times), max_s=max(times), seconds=times,
-                gflops=8 * size * size * dim / median / 1e9,
-            )  # fmt: skip
-    rates = [2 * GEMM**3 / s / 1e9 for s in gemm_seconds]
-    for row in results:
-        if "gflops" in row:
-            row["gemm_share"] = row["gflops"] / statistics.median(rates)
-    return results, rates
-
-
-def _unit_rows(rng: np.random.Generator, rows: int, dim: int, dtype: str) -> Array:
-    z = rng.standard_normal((rows, dim))
-    return (z / np.linalg.norm(z, axis=1, keepdims=True)).astype(DTYPES[dtype])
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    time.sleep(PAUSE)
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def _memory(run: Callable[[], Any]) -> dict[str, int | None]:
-    """Bytes beyond the inputs in one call: what NumPy allocates, and what the process grows by."""
-    SPARES.clear()  # what a first call needs
-    tracemalloc.start()
-    run()
-    allocated = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    SPARES.clear()
-    return_freed_memory()
-    measured, before = reset_peak(), resident()
-    run()
-    peak = peak_resident()
-    known = measured and peak is not None and before is not None
-    return {
-        "numpy_peak_bytes": allocated,
-        "rss_growth_bytes": max(0, (peak or 0) - (before or 0)) if known else None,
-    }
-
-
-def _reference(kind: str, features: Sequence[Array]) -> Outcome:
-    from .. import reference
-
-    solved = getattr(reference, kind)(*features, scale=1 / TEMPERATURE)
-    gradients = (solved.grads[name] for name in LOSSES[kind].arguments)
-    return solved.loss, [g for g in gradients if g is not None]
-
-
-def _errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
-    """Relative errors: of the loss, and the largest ||g - g_ref|| / ||g_ref|| of a gradient."""
-    if reference is None or not outcome[1]:
-        return {}
-    gradients = zip(outcome[1], reference[1], strict=True)
-    return {
-        "loss_error": abs(outcome[0] - reference[0]) / abs(reference[0]),
-        "gradient_error": max(
-            float(np.linalg.norm(g.astype(np.float64) - r) / np.linalg.norm(r))
-            for g, r in gradients
-        ),
-    }
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # key of a row -> heading, format
+    "size": ("rows", str),
+    "method": ("method", str),
+    "median_s": ("median ms", lambda s: f"{1e3 * s:.4g}"),
+    "min_s": ("min ms", lambda s: f"{1e3 * s:.4g}"),
+    "spread": ("spread", lambda share: f"{share:.0%}"),
+    "wall_s": ("wall ms", lambda s: f"{1e3 * s:.4g}"),
+    "numpy_peak_bytes": ("NumPy MiB", lambda size: f"{size / 2**20:.1f}"),
+    "rss_growth_bytes": ("RSS MiB", lambda size: f"{size / 2**20:.1f}"),
+    "peak_bytes": ("peak MiB", lambda size: f"{size / 2**20:.1f}"),
+    "gflops": ("GFLOP/s", lambda rate: f"{rate:.0f}"),
+    "gemm_share": ("of gemm", lambda share: f"{share:.0%}"),
+    "loss_error": ("loss err", lambda error: f"{error:.0e}"),
+    "gradient_error": ("grad err", lambda error: f"{error:.0e}"),
+}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -250,39 +232,36 @@ def _print(report: dict[str, Any]) -> None:
         title=f"{settings['loss']} loss and gradient, {settings['dtype']}, width {settings['dim']}",
         title_justify="left",
     )
-    for heading in (
-        "rows", "method", "median ms", "min ms", "spread", "NumPy MiB", "RSS MiB", "GFLOP/s",
-        "of gemm", "loss err", "grad err",
-    ):  # fmt: skip
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    skipped = []
-    for row in report["results"]:
-        if "skipped" in row:
-            skipped.append(f"{row['size']} {row['method']}: {row['skipped']}")
-            continue
+    measured = [dict(row) for row in report["results"] if "skipped" not in row]
+    for row in measured:
+        row["spread"] = (row["max_s"] - row["min_s"]) / row["median_s"]
+    columns = [key for key in COLUMNS if any(key in row for row in measured)]
+    for key in columns:
+        table.add_column(COLUMNS[key][0], justify="left" if key == "method" else "right")
+    for row in measured:
         table.add_row(
-            f"{row['size']}",
-            row["method"],
-            f"{1e3 * row['median_s']:.1f}",
-            f"{1e3 * row['min_s']:.1f}",
-            f"{(row['max_s'] - row['min_s']) / row['median_s']:.0%}",
-            *(
-                "-" if row[key] is None else f"{row[key] / 2**20:.1f}"
-                for key in ("numpy_peak_bytes", "rss_growth_bytes")
-            ),
-            f"{row['gflops']:.0f}",
-            f"{row['gemm_share']:.0%}",
-            *(f"{row[key]:.0e}" if key in row else "-" for key in ("loss_error", "gradient_error")),
+            *("-" if row.get(key) is None else COLUMNS[key][1](row[key]) for key in columns)
         )
     console = stdout()
     console.print(table)
-    for line in skipped:
-        console.print(f"skipped {line}")
-    console.print(f"matrix product of {GEMM} rows: median {statistics.median(rates):.0f} GFLOP/s")
-    console.print(f"{report['device']}; {machine.describe_blas(report['blas'])}")
+    for row in report["results"]:
+        if "skipped" in row:
+            console.print(f"skipped {row['size']} {row['method']}: {row['skipped']}")
+    console.print(
+        f"matrix product of {report['gemm']['size']} rows: median "
+        f"{statistics.median(rates):.0f} GFLOP/s"
+    )
+    console.print(_place(report))
     console.print(f"workspace {human(settings['workspace_bytes'])}, {settings['repeat']} rounds")
     for name, value in report["environment"].items():
         console.print(f"{name}={value}")
+
+
+def _place(report: dict[str, Any]) -> str:
+    """The device, and what its products are computed by."""
+    if "blas" in report:
+        return f"{report['device']}; {machine.describe_blas(report['blas'])}"
+    return f"{report['device']}; driver {report['gpu']['driver']}, CUDA {report['gpu']['cuda']}"
 
 
 def _figure(figures: Any, report: dict[str, Any]) -> Any:
@@ -291,7 +270,7 @@ def _figure(figures: Any, report: dict[str, Any]) -> Any:
     settings = report["settings"]
     figure.suptitle(
         f"{settings['loss']} loss and gradient, {settings['dtype']}, width {settings['dim']}\n"
-        f"{report['device']}; {machine.describe_blas(report['blas'])}",
+        f"{_place(report)}",
         fontsize=9,
     )
     times, memory = figure.subplots(1, 2)
@@ -302,7 +281,8 @@ def _figure(figures: Any, report: dict[str, Any]) -> Any:
         )
         size = [row["size"] for row in rows]
         times.plot(size, [row["median_s"] for row in rows], "o-", label=method)
-        peaks = [row["numpy_peak_bytes"] or row["rss_growth_bytes"] or np.nan for row in rows]
+        keys = ("peak_bytes", "numpy_peak_bytes", "rss_growth_bytes")
+        peaks = [next((row[key] for key in keys if row.get(key)), np.nan) for row in rows]
         memory.plot(size, [peak / 2**20 for peak in peaks], "o-", label=method)
     for axes, label in ((times, "time (s)"), (memory, "peak memory beyond inputs (MiB)")):
         axes.set(xlabel="rows in the batch", ylabel=label, xscale="log", yscale="log")

@@ -1,8 +1,8 @@
-"""What `infonce bench` compares: loss and all gradients, by this library and by full matrices."""
+"""What `infonce bench` compares on the host: this library, and full matrices of logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,42 +11,37 @@ import infonce
 
 from ..kernels.naive import PASSES, available_memory
 from ..losses import Loss
+from .measure import Array, Case, Outcome, Run
 
-Array = Any
-Outcome = tuple[float, list[Array]]  # loss, gradients of the features that get one
 LIBRARY = ("naive", "fused", "tiled")
 METHODS = ("products", "numpy", *LIBRARY, "torch")
 
 
-def contender(
-    method: str, kind: Loss, features: Sequence[Array], scale: float, workspace: int
-) -> Callable[[], Outcome]:
+def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
     """A call of `method` on the features, gradients of features and scale included.
 
     Raises ImportError where torch is missing and MemoryError where the full matrix, in `PASSES`
     copies, has no room.
     """
     if method in LIBRARY:
-        out = [np.empty_like(z) for n, z in zip(kind.arguments, features, strict=True)
-               if n not in kind.locked]  # fmt: skip
-        return lambda: _library(method, kind, features, scale, workspace, out)
-    rows, itemsize = len(features[0]), max(4, features[0].dtype.itemsize)
-    needed, room = PASSES * rows * rows * itemsize, available_memory()
+        out = [np.empty_like(z) for z in case.gradients_of(features)]
+        return lambda: _library(method, case, features, out)
+    itemsize = max(4, features[0].dtype.itemsize)
+    needed, room = PASSES * case.rows**2 * itemsize, available_memory()
     if room and needed > room:
         raise MemoryError(f"needs {needed} bytes, of which {room} are free")
     if method == "products":
-        return _products(features)
+        return _products(case, features)
     if method == "numpy":
-        return lambda: _numpy(kind, features, scale)
-    return _torch(kind, features, scale)
+        return lambda: _numpy(case.kind, features, case.scale)
+    return _torch(case, features)
 
 
-def _library(
-    method: str, kind: Loss, features: Sequence[Array], scale: float, workspace: int,
-    gradients: list[Array],
-) -> Outcome:  # fmt: skip
-    function = getattr(infonce, f"{kind.name}_loss_and_grad")
-    result = function(*features, scale=scale, method=method, workspace=workspace, out=gradients)
+def _library(method: str, case: Case, features: Sequence[Array], gradients: list[Array]) -> Outcome:
+    function = getattr(infonce, f"{case.kind.name}_loss_and_grad")
+    result = function(
+        *features, scale=case.scale, method=method, workspace=case.workspace, out=gradients
+    )
     return float(result.loss), gradients
 
 
@@ -56,18 +51,19 @@ def positives(kind: Loss, rows: int) -> Array:
     return (np.arange(rows) + shift) % rows
 
 
-def _products(features: Sequence[Array]) -> Callable[[], Outcome]:
-    """The four products that loss and gradient are made of, and nothing else: a yardstick."""
+def _products(case: Case, features: Sequence[Array]) -> Run:
+    """The products that loss and gradient are made of, and nothing else: a yardstick."""
     dtype = np.result_type(features[0].dtype, np.float32)
     query, key = (features[i].astype(dtype, copy=False) for i in (0, -1))
     x = np.empty((len(query), len(key)), dtype)
-    dq, dk = np.empty_like(query), np.empty_like(key)
+    gradients = [np.empty_like(z) for z in case.gradients_of(features)]
+    logits = int(case.products) - len(gradients)  # how often they are computed
 
     def run() -> Outcome:
-        for _ in range(2):
+        for _ in range(logits):
             np.matmul(query, key.T, out=x)
-        np.matmul(x, key, out=dq)
-        np.matmul(x.T, query, out=dk)
+        for gradient, product in zip(gradients, ((x, key), (x.T, query)), strict=False):
+            np.matmul(*product, out=gradient)
         return float("nan"), []
 
     return run
@@ -100,42 +96,42 @@ def _numpy(kind: Loss, features: Sequence[Array], scale: float) -> Outcome:
     with np.errstate(invalid="ignore"):
         raw = np.where(np.isneginf(x), 0, x)
     _ = np.vdot(g, raw) / scale  # gradient of the scale
-    gradients = [scale * (g @ key), scale * (g.T @ query)]
+    gradients = [scale * (g @ key)]
     if kind.symmetric:
-        gradients = [gradients[0] + gradients[1]]
-    return float(loss), [
-        gradient
-        for name, gradient in zip(kind.arguments, gradients, strict=True)
-        if name not in kind.locked
-    ]
+        gradients[0] += scale * (g.T @ query)
+    elif not kind.locked:
+        gradients.append(scale * (g.T @ query))
+    return float(loss), gradients
 
 
-def _torch(kind: Loss, features: Sequence[Array], scale: float) -> Callable[[], Outcome]:
-    """The whole matrix and autograd."""
-    import torch
+def torch_loss(kind: Loss, query: Any, key: Any, scale: Any, y: Any) -> Any:
+    """The loss from the whole matrix of logits, as most training code has it."""
     from torch.nn import functional
 
-    dtype = torch.float64 if features[0].dtype == np.float64 else torch.float32
+    x = scale * (query @ key.T).to(scale.dtype)
+    if kind.sigmoid:  # softplus(-z) = softplus(z) - z at the positives
+        x = x + kind.bias
+        return (functional.softplus(x).sum() - x.diagonal().sum()) / len(x)
+    if kind.symmetric:
+        x.fill_diagonal_(-float("inf"))
+    loss = kind.row_weight * functional.cross_entropy(x, y)
+    if kind.column_weight:
+        loss = loss + kind.column_weight * functional.cross_entropy(x.T, y)
+    return loss
+
+
+def _torch(case: Case, features: Sequence[Array]) -> Run:
+    """The whole matrix and autograd."""
+    import torch
+
     leaves = [torch.as_tensor(z.astype(np.promote_types(z.dtype, np.float32))) for z in features]
-    for name, leaf in zip(kind.arguments, leaves, strict=True):
-        leaf.requires_grad_(name not in kind.locked)
-    factor = torch.tensor(scale, dtype=dtype, requires_grad=True)
-    y = torch.as_tensor(positives(kind, len(features[0])))
+    wanted = [leaf.requires_grad_() for leaf in case.gradients_of(leaves)]
+    factor = torch.tensor(case.scale, dtype=leaves[0].dtype, requires_grad=True)
+    y = torch.as_tensor(positives(case.kind, case.rows))
 
     def run() -> Outcome:
-        for leaf in (*leaves, factor):
-            leaf.grad = None
-        x = factor * (leaves[0] @ leaves[-1].T)
-        if kind.sigmoid:
-            t = 2 * torch.eye(len(x), dtype=dtype) - 1
-            loss = -functional.logsigmoid(t * (x + kind.bias)).sum() / len(x)
-        else:
-            if kind.symmetric:
-                x = x.masked_fill(torch.eye(len(x), dtype=torch.bool), -torch.inf)
-            loss = kind.row_weight * functional.cross_entropy(x, y)
-            if kind.column_weight:
-                loss = loss + kind.column_weight * functional.cross_entropy(x.T, y)
-        loss.backward()
-        return loss.item(), [leaf.grad.numpy() for leaf in leaves if leaf.grad is not None]
+        loss = torch_loss(case.kind, leaves[0], leaves[-1], factor, y)
+        gradients = torch.autograd.grad(loss, [*wanted, factor])
+        return loss.item(), [gradient.numpy() for gradient in gradients[:-1]]
 
     return run

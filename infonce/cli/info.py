@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from typing import Any
+
 import click
+import ml_dtypes
+import numpy as np
 from rich.table import Table
 
-from .. import checks
+from .. import checks, losses
+from ..kernels import compiler
 from . import machine
 from .common import human, stdout, to_json
 
@@ -21,14 +28,20 @@ OPTIONAL = {  # library -> what brings it
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def info(as_json: bool) -> None:
-    """Versions, processor, backends, optional libraries and caches of this machine."""
+@click.option(
+    "--compile/--no-compile", "compiles", default=True, help="Time how kernels of a GPU compile."
+)
+def info(as_json: bool, compiles: bool) -> None:
+    """Versions, processor, GPU, backends, optional libraries and caches of this machine."""
+    cuda = machine.cuda()
+    on_gpu = cuda.startswith("available")
     report = {
         "versions": machine.versions("infonce", "numpy", "numba"),
         "cpu": machine.cpu(),
         "blas": machine.blas(),
         "environment": machine.environment(),
-        "backends": {"cpu": _cpu(), "cuda": _cuda()},
+        "backends": {"cpu": _cpu(), "cuda": cuda},
+        "gpu": machine.gpu() if on_gpu else None,
         "optional": {
             name: {"version": version, "from": OPTIONAL[name]}
             for name, version in machine.versions(*OPTIONAL).items()
@@ -36,6 +49,8 @@ def info(as_json: bool) -> None:
         },
         "workspace_bytes": checks.DEFAULTS["workspace"],
         "compiled_code": _cache(),
+        "compiled_kernels": str(compiler.cache_directory()),
+        "compile_seconds": _compile_seconds() if on_gpu and compiles else {},
     }
     if as_json:
         click.echo(to_json(report))
@@ -45,6 +60,8 @@ def info(as_json: bool) -> None:
         table.add_row(name, version or "missing")
     table.add_row("CPU", machine.describe_cpu(report["cpu"]))
     table.add_row("BLAS", machine.describe_blas(report["blas"]))
+    if report["gpu"]:
+        table.add_row("GPU", machine.describe_gpu(report["gpu"]))
     for name, value in report["environment"].items():
         table.add_row(name, value)
     for name, state in report["backends"].items():
@@ -53,7 +70,37 @@ def info(as_json: bool) -> None:
         table.add_row(name, library["version"] or f"missing: {library['from']}")
     table.add_row("workspace", f"{human(report['workspace_bytes'])} by default")
     table.add_row("compiled code", report["compiled_code"])
+    table.add_row("compiled kernels", report["compiled_kernels"])
+    for kernel, seconds in report["compile_seconds"].items():
+        table.add_row("", f"{kernel}: {seconds:.1f} s at the first call")
     stdout().print(table)
+
+
+def _compile_seconds() -> dict[str, float]:
+    """Seconds to compile each kernel that a first call of a method needs, with an empty cache."""
+    import cupy
+
+    with tempfile.TemporaryDirectory() as empty:
+        before = os.environ.get("INFONCE_CACHE_DIR")
+        os.environ["INFONCE_CACHE_DIR"] = empty
+        try:
+            tensor_cores = int(cupy.cuda.Device().compute_capability) >= 80
+            half = ml_dtypes.bfloat16 if tensor_cores else np.float32
+            calls: list[tuple[Any, Any]] = [
+                ("tiled", half), ("fused", np.float32), ("naive", np.float32)
+            ]  # fmt: skip
+            for method, dtype in calls:
+                z = cupy.ones((8, 8), dtype)
+                losses.clip_loss_and_grad(z, z.copy(), scale=1.0, method=method)
+        finally:
+            if before is None:
+                del os.environ["INFONCE_CACHE_DIR"]
+            else:
+                os.environ["INFONCE_CACHE_DIR"] = before
+    return {
+        f"{file} {' '.join(f'{name}={value}' for name, value in defines)}": seconds
+        for (file, *defines), seconds in compiler.compile_seconds.items()
+    }
 
 
 def _cpu() -> str:
@@ -63,22 +110,6 @@ def _cpu() -> str:
         return f"available, {thread_count()} threads"
     except (ImportError, ValueError) as error:
         return f"unavailable: {error}"
-
-
-def _cuda() -> str:
-    """The devices CuPy finds, or why there is none."""
-    try:
-        import cupy
-
-        runtime = cupy.cuda.runtime
-        names = [
-            runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())
-        ]
-    except ImportError as error:
-        return f"unavailable: {error} (pip install 'infonce[cuda12]' or 'infonce[cuda13]')"
-    except Exception as error:  # a driver that is missing, too old or broken fails in many ways
-        return f"unavailable: {' '.join(str(error).split())}"
-    return f"available: {', '.join(names)}" if names else "unavailable: no device"
 
 
 def _cache() -> str:

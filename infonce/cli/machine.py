@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import threadpoolctl
 
 import infonce
 
+NVIDIA = "/proc/driver/nvidia/version"
 PREFIXES = ("OPENBLAS_", "GOTO_", "OMP_", "KMP_", "MKL_", "BLIS_", "VECLIB_", "NUMBA_", "INFONCE_")
 
 
@@ -27,6 +29,50 @@ def versions(*distributions: str) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def now() -> str:
+    """Date and time, as a record names them."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def gpu() -> dict[str, Any]:
+    """Model, capability, memory, driver and CUDA of the current GPU, through CuPy."""
+    import cupy
+    from cupy.cuda import nvrtc
+
+    def version(number: int) -> str:
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    return {
+        "model": properties["name"].decode(),
+        "capability": f"{properties['major']}.{properties['minor']}",
+        "multiprocessors": properties["multiProcessorCount"],
+        "memory_bytes": properties["totalGlobalMem"],
+        "driver": driver() or f"for CUDA {version(runtime.driverGetVersion())}",
+        "cuda": version(runtime.runtimeGetVersion()),
+        "nvrtc": ".".join(map(str, nvrtc.getVersion())),
+    }
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver, where the system says."""
+    try:
+        match = re.search(r"Module(?: for \S+)?\s+([\d.]+)", Path(NVIDIA).read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def describe_gpu(found: Mapping[str, Any]) -> str:
+    """The GPU in one line."""
+    return (
+        f"{found['model']}, compute capability {found['capability']}, "
+        f"{found['multiprocessors']} multiprocessors, {found['memory_bytes'] / 2**30:.0f} GiB; "
+        f"driver {found['driver']}, CUDA {found['cuda']}, NVRTC {found['nvrtc']}"
+    )
 
 
 def cpu() -> dict[str, Any]:
@@ -72,6 +118,21 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def cuda() -> str:
+    """The devices CuPy finds, or why there is none."""
+    try:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
+    except ImportError as error:
+        return f"unavailable: {error} (pip install 'infonce[cuda12]' or 'infonce[cuda13]')"
+    except Exception as error:  # a driver that is missing, too old or broken fails in many ways
+        return f"unavailable: {' '.join(str(error).split())}"
+    names = [f"{p['name'].decode()} (compute capability {p['major']}.{p['minor']})" for p in found]
+    return f"available: {', '.join(names)}" if names else "unavailable: no device"
 
 
 def describe_cpu(found: Mapping[str, Any]) -> str:

@@ -1,0 +1,164 @@
+"""The GPU as a place to measure: device time between events, memory of both allocators."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import contenders_gpu, machine
+from .contenders_gpu import METHODS, PEERS, by_panels, product
+from .measure import DTYPES, Array, Case, Outcome, Run
+
+GEMM = 8192  # side of the matrix product that everything is compared with
+MOST_INPUTS = 8  # sets of random inputs that take turns, so that none stays in the L2 cache
+TURN = 0.15  # seconds that a contender's turn takes, about
+MOST_CALLS = 50  # in a turn
+SMALL = 3e-3  # calls shorter than this are also timed by the wall clock, Python included
+REFERENCE_ROWS = 2**17  # errors are measured up to here
+
+
+class Device:
+    """The current GPU, through CuPy: see `measure.Bench`."""
+
+    methods = METHODS
+
+    def __init__(self, dtype: str) -> None:
+        state = machine.cuda()
+        if not state.startswith("available"):
+            raise ValueError(f"expected a GPU that CuPy can use; it is {state}")
+        import cupy
+
+        self.cupy = cupy
+        self.rng = cupy.random.default_rng(0)
+        self.precision = contenders_gpu.CUPY_OF[dtype]
+        self.square = self._unit_rows(GEMM, GEMM, dtype)
+        self.product = cupy.empty_like(self.square)
+        self.rates: list[float] = []  # of the product, GFLOP/s
+
+    def _unit_rows(self, rows: int, dim: int, dtype: str) -> Array:
+        z = self.rng.standard_normal((rows, dim), dtype="float64" if dtype == "float64" else "f4")
+        z /= self.cupy.linalg.norm(z, axis=1, keepdims=True)
+        return z.astype(DTYPES[dtype])
+
+    def inputs(self, case: Case) -> list[list[Array]]:
+        cache = self.cupy.cuda.Device().attributes["L2CacheSize"]
+        one = [self._unit_rows(case.rows, case.dim, case.dtype) for _ in case.kind.arguments]
+        sets = min(MOST_INPUTS, 1 + -(-cache // sum(z.nbytes for z in one)))
+        others = [
+            [self._unit_rows(case.rows, case.dim, case.dtype) for _ in one] for _ in range(1, sets)
+        ]
+        return [one, *others]
+
+    def reference(self, case: Case, features: Sequence[Array]) -> Outcome | None:
+        """By panels, in torch's float64; None without torch."""
+        if case.rows > REFERENCE_ROWS:
+            return None
+        try:
+            import torch
+        except ImportError:
+            return None
+        solved = by_panels(case, [torch.from_dlpack(z) for z in features], torch.float64)
+        self.release()
+        return solved
+
+    def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
+        self.release()
+        return contenders_gpu.contender(method, case, inputs)
+
+    def release(self) -> None:
+        """Hand unused memory back to the device, torch's too."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        if (torch := self._torch()) is not None:
+            torch.cuda.empty_cache()
+
+    def _torch(self) -> Any:
+        torch = sys.modules.get("torch")
+        return torch if torch is not None and torch.cuda.is_available() else None
+
+    def memory(self, method: str, run: Run) -> dict[str, int | None]:
+        self.release()
+        torch, before = self._torch(), 0
+        if torch is not None:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with _peak(self.cupy) as hook:
+            outcome = run()
+        self.cupy.cuda.Device().synchronize()
+        peak = hook.peak
+        if torch is not None:
+            peak += torch.cuda.max_memory_allocated() - before
+        return {"peak_bytes": max(0, peak - sum(gradient.nbytes for gradient in outcome[1]))}
+
+    def turn(self, run: Run) -> dict[str, list[float]]:
+        """Calls are queued one after another as a training loop queues them; the first, which
+        brings back what other contenders have displaced, is not counted if there are more."""
+        seconds = self._elapsed(run, 1)
+        calls = int(min(MOST_CALLS, TURN / seconds[0]))
+        if calls > 1:
+            seconds = self._elapsed(run, calls)
+        found = {"seconds": seconds}
+        if seconds[-1] < SMALL:
+            found["wall"] = [self._wall(run) for _ in range(MOST_CALLS)]
+        return found
+
+    def _elapsed(self, run: Callable[[], Any], calls: int) -> list[float]:
+        events = [self.cupy.cuda.Event() for _ in range(calls + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        events[-1].synchronize()
+        pairs = itertools.pairwise(events)
+        return [1e-3 * self.cupy.cuda.get_elapsed_time(*pair) for pair in pairs]
+
+    def _wall(self, run: Run) -> float:
+        start = time.perf_counter()
+        run()
+        self.cupy.cuda.get_current_stream().synchronize()
+        return time.perf_counter() - start
+
+    def yardstick(self) -> None:
+        seconds = self._elapsed(
+            lambda: product(self.precision, self.product, self.square, self.square), 5
+        )
+        self.rates += [2 * GEMM**3 / s / 1e9 for s in seconds[1:]]
+
+    def refusals(self) -> tuple[type[BaseException], ...]:
+        torch = self._torch()
+        memory = () if torch is None else (torch.OutOfMemoryError,)
+        return ImportError, MemoryError, ValueError, *memory
+
+    def describe(self) -> dict[str, Any]:
+        gpu = machine.gpu()
+        peers = ("open_clip_torch", "cut_cross_entropy", "inf_cl")
+        return {
+            "device": gpu["model"],
+            "versions": machine.versions(
+                "infonce", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", *peers
+            ),
+            "gpu": gpu,
+            "gemm": {"size": GEMM, "gflops": self.rates},
+        }
+
+
+def _peak(cupy: Any) -> Any:
+    """A context that sees the most bytes that CuPy's pool has handed out since it was entered."""
+
+    class Peak(cupy.cuda.MemoryHook):  # type: ignore[misc]
+        name = "infonce peak"
+        peak = used = 0
+
+        def malloc_postprocess(self, **given: Any) -> None:
+            self.used += given["mem_size"]
+            self.peak = max(self.peak, self.used)
+
+        def free_postprocess(self, **given: Any) -> None:
+            self.used -= given["mem_size"]
+
+    return Peak()
+
+
+__all__ = ["METHODS", "PEERS", "Device"]

@@ -1,0 +1,250 @@
+"""What `infonce bench --gpu` compares: this library beside torch, panels and bare products.
+
+All take CuPy arrays and return arrays on the device; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import infonce
+
+from .contenders import LIBRARY, positives, torch_loss
+from .measure import TEMPERATURE, Array, Case, Outcome, Run
+
+METHODS = ("products", *LIBRARY, "panels", "torch", "torch.compile")
+PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip")  # of clip alone
+PANEL = 4096  # rows of a panel
+CUPY_OF = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
+    """A call of `method`, gradients of features and scale included; inputs take turns.
+
+    Raises ImportError for what is not installed and ValueError for what a method cannot do.
+    """
+    if method in LIBRARY or method == "auto":
+        return _library(method, case, inputs)
+    if method == "products":
+        return _products(case, inputs)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError("this torch has no CUDA")
+    torch.set_float32_matmul_precision("high" if case.precision == "tf32" else "highest")
+    tensors = [[torch.from_dlpack(z) for z in features] for features in inputs]
+    if method == "panels":
+        wide = torch.float64 if case.dtype == "float64" else torch.float32
+        turns = itertools.cycle(tensors)
+        return lambda: by_panels(case, next(turns), wide)
+    if method in PEERS:
+        if case.kind.name != "clip":
+            raise ValueError(f"{method} has no {case.kind.name}")
+        return _autograd(case, tensors, peer(method, case.rows))
+    y = torch.as_tensor(positives(case.kind, case.rows), device="cuda")
+
+    def whole(query: Any, key: Any, scale: Any) -> Any:
+        return torch_loss(case.kind, query, key, scale, y)
+
+    if method == "torch.compile":
+        torch._dynamo.reset()  # or it would generalise over sizes, at the cost of speed
+        whole = torch.compile(whole, dynamic=False)
+    return _autograd(case, tensors, whole)
+
+
+def _library(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
+    options: dict[str, Any] = {
+        "scale": case.scale, "method": method, "precision": case.precision,
+        "workspace": case.workspace,
+    }  # fmt: skip
+    turns = itertools.cycle(inputs)
+    if not case.gradient:
+        alone = getattr(infonce, f"{case.kind.name}_loss")
+        return lambda: (alone(*next(turns), **options), [])
+    function = getattr(infonce, f"{case.kind.name}_loss_and_grad")
+    sides = len(case.kind.arguments)
+
+    def run() -> Outcome:
+        result = function(*next(turns), **options)
+        return result.loss, case.gradients_of(result.grads[:sides])
+
+    return run
+
+
+def _products(case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
+    """The products that loss and gradient are made of, from cuBLAS, and nothing else."""
+    import cupy
+
+    precision = CUPY_OF[case.dtype] if case.precision == "auto" else case.precision
+    n, d = case.rows, case.dim
+    turns = itertools.cycle(inputs)
+    real = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
+    gradients = len(case.gradients_of(case.kind.arguments)) if case.gradient else 0
+    logits = max(1, int(case.products) - gradients)  # how often they are computed
+
+    def run() -> Outcome:
+        features = next(turns)
+        query, key = features[0], features[-1]
+        x = cupy.empty((n, n), query.dtype)
+        for _ in range(logits):
+            product(precision, x, query, key, transpose_b=True)
+        for i in range(gradients):
+            gradient = cupy.empty((n, d), real)
+            product(precision, gradient, x, (key, query)[i], transpose_a=i == 1)
+        return float("nan"), []
+
+    return run
+
+
+def product(
+    precision: str, out: Array, a: Array, b: Array, *,
+    transpose_a: bool = False, transpose_b: bool = False,
+) -> None:  # fmt: skip
+    """out = a b of contiguous CuPy arrays by cuBLAS, in the arithmetic of a precision."""
+    import cupy
+    from cupy.cuda import cublas
+
+    from ..kernels.gpu import COMPUTE
+
+    if precision == "bf16x3":
+        raise ValueError("bf16x3 is no arithmetic of cuBLAS")
+    types = {"float64": 1, "float32": 0, "bfloat16": 14, "float16": 2}  # CUDA_R_64F, ...
+    one, zero = np.array(1, out.dtype), np.array(0, out.dtype)
+    if out.dtype.itemsize < 4:
+        one, zero = one.astype(np.float32), zero.astype(np.float32)
+    m, n = out.shape
+    k = a.shape[0] if transpose_a else a.shape[1]
+    cublas.gemmEx(  # cuBLAS counts columns first: there all this is the transpose, out' = b' a'
+        cupy.cuda.device.get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k,
+        one.ctypes.data, b.data.ptr, types[b.dtype.name], b.shape[1],
+        a.data.ptr, types[a.dtype.name], a.shape[1],
+        zero.ctypes.data, out.data.ptr, types[out.dtype.name], n, COMPUTE[precision], -1,
+    )  # fmt: skip
+
+
+def _autograd(
+    case: Case, inputs: Sequence[Sequence[Any]], loss: Callable[[Any, Any, Any], Any]
+) -> Run:
+    """torch's gradients of `loss(query, key, scale)`."""
+    import torch
+
+    for tensors in inputs:
+        for leaf in case.gradients_of(tensors):
+            leaf.requires_grad_()
+    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    scale = torch.tensor(case.scale, dtype=dtype, device="cuda", requires_grad=True)
+    turns = itertools.cycle(inputs)
+
+    def alone() -> Outcome:
+        with torch.no_grad():
+            tensors = next(turns)
+            return loss(tensors[0], tensors[-1], scale), []
+
+    def run() -> Outcome:
+        tensors = next(turns)
+        value = loss(tensors[0], tensors[-1], scale)
+        wanted = [*case.gradients_of(tensors), scale]
+        return value.detach(), list(torch.autograd.grad(value, wanted, allow_unused=True)[:-1])
+
+    return run if case.gradient else alone
+
+
+def peer(name: str, rows: int) -> Callable[[Any, Any, Any], Any]:
+    """Another project's CLIP loss of (image, text, scale), called as its documentation has it."""
+    import torch
+
+    y = torch.arange(rows, device="cuda")
+    if name == "open_clip":
+        from open_clip.loss import ClipLoss
+
+        function: Callable[[Any, Any, Any], Any] = ClipLoss()
+        return function
+    if name == "cut_cross_entropy":
+        from cut_cross_entropy import linear_cross_entropy
+
+        def both_ways(image: Any, text: Any, scale: Any) -> Any:
+            exact = {"filter_eps": None}  # its filter of gradients is made for vocabularies
+            rows = linear_cross_entropy(scale * image, text, y, **exact)
+            return (rows + linear_cross_entropy(scale * text, image, y, **exact)) / 2
+
+        return both_ways
+    if name == "inf_cl":
+        from inf_cl import cal_flash_loss
+
+        def flash(image: Any, text: Any, scale: Any) -> Any:
+            rows = cal_flash_loss(image, text, y, scale).mean()
+            return (rows + cal_flash_loss(text, image, y, scale).mean()) / 2
+
+        return flash
+    from clip_loss import MemoryEfficientCLIPLoss
+
+    fixed = MemoryEfficientCLIPLoss(temperature=TEMPERATURE, normalized_inputs=True)
+    return lambda image, text, _: fixed(image, text)
+
+
+def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
+    """Loss and gradients of torch tensors as one writes them without kernels: a loop over panels
+    of rows, products in the features' dtype, all else in `wide`. With float64 it is the judge."""
+    import torch
+
+    kind, n = case.kind, case.rows
+    if wide == torch.float64:
+        features = [z.double() for z in features]
+    query, key = features[0], features[-1]
+    device = query.device
+    y = torch.as_tensor(positives(kind, n), device=device)
+    panels = [slice(a, min(a + PANEL, n)) for a in range(0, n, PANEL)]
+    gradients = [torch.zeros(z.shape, dtype=wide, device=device) for z in features]
+    loss = torch.zeros((), dtype=wide, device=device)
+
+    def logits(panel: slice) -> tuple[Any, Any, Any]:
+        """Rows of the matrix, and where and what their positives are."""
+        x = (query[panel] @ key.T).to(wide) * case.scale
+        if kind.sigmoid:
+            x += kind.bias
+        if kind.symmetric:
+            x[:, panel].fill_diagonal_(-torch.inf)
+        at = torch.arange(len(x), device=device), y[panel]
+        return x, at, x[at]
+
+    def add_gradient(panel: slice, g: Any) -> None:
+        g = g.to(query.dtype)
+        gradients[0][panel] += g @ key
+        if not kind.locked:
+            gradients[-1].add_(g.T @ query[panel])
+
+    if kind.sigmoid:
+        for panel in panels:
+            x, at, positive = logits(panel)
+            loss += torch.nn.functional.softplus(x).sum() - positive.sum()
+            if case.gradient:
+                x.sigmoid_()[at] -= 1
+                add_gradient(panel, x)
+    else:
+        rows = torch.empty(n, dtype=wide, device=device)
+        columns = torch.full((n,), -torch.inf, dtype=wide, device=device)
+        weights = kind.row_weight, kind.column_weight
+        for panel in panels:
+            x, _, positive = logits(panel)
+            rows[panel] = x.logsumexp(1)
+            loss -= sum(weights) * positive.sum()
+            if kind.column_weight:
+                columns = torch.logaddexp(columns, x.logsumexp(0))
+        loss += weights[0] * rows.sum()
+        if kind.column_weight:
+            loss += weights[1] * columns.sum()
+        for panel in panels if case.gradient else ():
+            x, at, _ = logits(panel)
+            g = weights[0] * (x - rows[panel, None]).exp_()
+            if kind.column_weight:
+                g += weights[1] * (x - columns).exp_()
+            g[at] -= sum(weights)  # before any rounding: what remains may be small
+            add_gradient(panel, g)
+    if not case.gradient:
+        return loss / n, []
+    wanted = case.gradients_of(gradients)
+    return loss / n, [(g * (case.scale / n)).to(query.dtype) for g in wanted]

@@ -1,0 +1,173 @@
+"""What `infonce bench` and benchmarks/gpu.py share: cases, rounds of contenders, errors, rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import native
+from ..losses import Loss
+from . import machine
+
+Array = Any
+Outcome = tuple[Any, list[Array]]  # loss, gradients of the features that get one
+Run = Callable[[], Outcome]
+TEMPERATURE = 0.07
+DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
+          "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loss at one size."""
+
+    kind: Loss
+    rows: int
+    dim: int
+    dtype: str = "float32"
+    precision: str = "auto"
+    workspace: int = 256 * 2**20
+    gradient: bool = True  # False: the loss alone
+    scale: float = 1 / TEMPERATURE
+
+    @property
+    def products(self) -> float:
+        """Matrix products of 2 N N D operations that loss and gradient need, without the logits
+        being kept: all of them, or one triangle where rows are columns."""
+        if not self.gradient:
+            return 0.5 if self.kind.symmetric else 1.0
+        if self.kind.symmetric or self.kind.locked:
+            return 2.0
+        return 3.0 if self.kind.sigmoid else 4.0
+
+    @property
+    def operations(self) -> float:
+        """Useful ones, whatever is executed."""
+        return self.products * 2 * self.rows**2 * self.dim
+
+    def gradients_of(self, values: Sequence[Any]) -> list[Any]:
+        """Those of `values`, one for each argument, whose argument gets a gradient."""
+        pairs = zip(self.kind.arguments, values, strict=True)
+        return [value for name, value in pairs if name not in self.kind.locked]
+
+
+class Bench(Protocol):
+    """A place to measure: the host or a GPU."""
+
+    @property
+    def methods(self) -> Sequence[str]:
+        """The contenders that there are."""
+        ...
+
+    def inputs(self, case: Case) -> list[list[Array]]:
+        """Sets of random unit rows, one array for each argument, which runs take in turn."""
+        ...
+
+    def reference(self, case: Case, features: Sequence[Array]) -> Outcome | None:
+        """Loss and gradients in float64; None where that would take too long."""
+        ...
+
+    def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
+        """A call of `method`; the first takes the first inputs."""
+        ...
+
+    def memory(self, method: str, run: Run) -> dict[str, int | None]:
+        """Bytes that a call takes beyond the inputs and what it hands out."""
+        ...
+
+    def turn(self, run: Run) -> dict[str, list[float]]:
+        """Seconds of one call or of several, by what is timed: `seconds`, and maybe others."""
+        ...
+
+    def yardstick(self) -> None:
+        """Time one large matrix product."""
+        ...
+
+    def refusals(self) -> tuple[type[BaseException], ...]:
+        """What contenders raise that cannot run here."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What a record has to name besides commit and date, and `gemm`, the yardstick's rates."""
+        ...
+
+
+def compare(
+    bench: Bench,
+    case: Case,
+    methods: Sequence[str],
+    rounds: int,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> list[dict[str, Any]]:
+    """One row of results for each method. They take turns, so that a slow minute hits them all."""
+    inputs = bench.inputs(case)
+    reference = bench.reference(case, inputs[0])
+    running: dict[str, Run] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        row = rows[method] = {"size": case.rows, "method": method}
+        try:
+            run = bench.contender(method, case, inputs)
+            row.update(errors(run(), reference))
+            row.update(bench.memory(method, run))
+        except bench.refusals() as error:
+            row["skipped"] = " ".join(str(error).split())[:300] or type(error).__name__
+            continue
+        running[method] = run
+    times: dict[str, dict[str, list[float]]] = {method: {} for method in running}
+    for done in range(rounds):
+        bench.yardstick()
+        for method, run in running.items():
+            for what, seconds in bench.turn(run).items():
+                times[method].setdefault(what, []).extend(seconds)
+        progress(f"{case.rows} rows", done + 1, rounds)
+    for method, timed in times.items():
+        seconds = timed.pop("seconds")
+        median = statistics.median(seconds)
+        rows[method].update(
+            median_s=median, min_s=min(seconds), max_s=max(seconds), seconds=seconds,
+            gflops=case.operations / median / 1e9,
+        )  # fmt: skip
+        rows[method].update({f"{what}_s": statistics.median(s) for what, s in timed.items()})
+    return list(rows.values())
+
+
+def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of a run. Rates are compared with the yardstick's."""
+    described = bench.describe()
+    gemm = statistics.median(described["gemm"]["gflops"])
+    for row in results:
+        if "gflops" in row:
+            row["gemm_share"] = row["gflops"] / gemm
+    return {
+        "date": machine.now(),
+        "commit": machine.commit(),
+        **described,
+        "environment": machine.environment(),
+        "settings": settings,
+        "results": results,
+    }
+
+
+def errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
+    """Relative errors: of the loss, and the largest ||g - g_ref|| / ||g_ref|| of a gradient."""
+    loss, gradients = outcome
+    loss = float(loss)
+    if reference is None or (loss != loss and not gradients):  # bare products have no loss
+        return {}
+    found = {"loss_error": abs(loss - float(reference[0])) / abs(float(reference[0]))}
+    if gradients:
+        pairs = zip(gradients, reference[1], strict=True)
+        found["gradient_error"] = max(_distance(native(g), native(r)) for g, r in pairs)
+    return found
+
+
+def _distance(got: Array, want: Array) -> float:
+    wide = got.astype(np.float64)
+    wide -= want
+    return float(np.linalg.norm(wide) / np.linalg.norm(want))
