@@ -5,8 +5,10 @@
 Every `<!-- results:NAME begin -->` ... `<!-- results:NAME end -->` in the README is filled from
 benchmarks/results/NAME.json, an object with `device`, `versions`, `commit`, `date`, optionally
 `settings` and `environment`, and `results`: one object a row, whose keys are the columns. The end
-of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_error` relative. `--check` writes
-nothing and exits with 1 if the README is not what would be written.
+of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_error` relative. Results of
+benchmarks/gpu.py become tables with a column for each contender, and a plot beside their file if
+matplotlib is installed. `--check` writes nothing and exits with 1 if the README is not what would
+be written.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +48,10 @@ def column(key: str) -> tuple[str, Callable[[Any], str]]:
 
 def table(record: Mapping[str, Any]) -> str:
     """Markdown: where and when it was measured, then one line for each result."""
-    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
-    lines = [f"{record['device']}; {versions}; commit {record['commit']}; {record['date']}."]
-    for part in ("settings", "environment"):
-        pairs = (f"{name} {value}" for name, value in record.get(part, {}).items())
-        if text := ", ".join(pairs):
-            lines.append(f"{part.capitalize()}: {text}.")
     rows = record["results"]
+    if "section" in rows[0]:
+        return side_by_side(record)
+    lines = provenance(record)
     keys = dict.fromkeys(
         key for row in rows for key, value in row.items() if not isinstance(value, (list, dict))
     )
@@ -61,6 +61,131 @@ def table(record: Mapping[str, Any]) -> str:
         given = ((form, row.get(key)) for key, (_, form) in columns.items())
         lines.append(_line("-" if value is None else form(value) for form, value in given))
     return "\n".join(lines) + "\n"
+
+
+def provenance(record: Mapping[str, Any]) -> list[str]:
+    """Where and when it was measured, and how."""
+    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
+    gpu = record.get("gpu")
+    driver = f", driver {gpu['driver']}, CUDA {gpu['cuda']}" if gpu else ""
+    lines = [
+        f"{record['device']}{driver}; {versions}; commit {record['commit']}; {record['date']}."
+    ]
+    for part in ("settings", "environment"):
+        pairs = (f"{name} {value}" for name, value in record.get(part, {}).items())
+        if text := ", ".join(pairs):
+            lines.append(f"{part.capitalize()}: {text}.")
+    return lines
+
+
+# --- one GPU, contenders side by side -------------------------------------------------------------
+
+LIBRARY = "auto"  # the method that stands for this library as it is called
+CEILING = "products"
+NAMES = {LIBRARY: "infonce", CEILING: "bare cuBLAS products"}
+Row = Mapping[str, Any]
+
+
+def side_by_side(record: Mapping[str, Any]) -> str:
+    """Times with memory, then errors: one line for each case, one column for each contender."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in record["results"]:
+        cases.setdefault(_case(row), {})[row["method"]] = row
+    methods = list(dict.fromkeys(row["method"] for row in record["results"]))
+    judged = [m for m in methods if any("loss_error" in rows.get(m, {}) for rows in cases.values())]
+    gemm = record["gemm"]
+    lines = [
+        *provenance(record),
+        "",
+        f"cuBLAS's bf16 product of {gemm['size']} rows: {_ceiling(record):.0f} TFLOP/s.",
+        "Median milliseconds (MiB beyond inputs and gradients); wall: Python and waiting included.",
+        "",
+    ]
+    titles = ["loss and gradient", "goal", "of the bare products", "TFLOP/s"]
+    lines += _table(
+        [*titles, *(NAMES.get(m, m) for m in methods)],
+        (
+            [name, *_standing(rows), *(_time(rows.get(m)) for m in methods)]
+            for name, rows in cases.items()
+        ),
+    )
+    lines += ["", "Errors of loss and gradient, relative to float64 on the same inputs:", ""]
+    lines += _table(
+        ["loss and gradient", *(NAMES.get(m, m) for m in judged)],
+        (
+            [name, *(_errors(rows.get(m)) for m in judged)]
+            for name, rows in cases.items()
+            if any("loss_error" in row for row in rows.values())
+        ),
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _ceiling(record: Mapping[str, Any]) -> float:
+    return float(statistics.median(record["gemm"]["gflops"])) / 1e3
+
+
+def _case(row: Row) -> str:
+    """What was measured, in words."""
+    precision = "" if row["precision"] == "auto" else f", {row['precision']}"
+    alone = "" if row["gradient"] else ", loss alone"
+    return f"{row['loss']} {row['dtype']} {row['size']} x {row['dim']}{precision}{alone}"
+
+
+def _standing(rows: Mapping[str, Row]) -> tuple[str, str, str]:
+    """This library's goal, its time over that of the bare products, and its useful rate."""
+    row = rows.get(LIBRARY, {})
+    if "median_s" not in row:
+        return "-", "-", "-"
+    goal = "-"
+    if "goal_s" in row:
+        verdict = "reached" if row[row["timed"]] <= row["goal_s"] else "missed"
+        goal = f"{1e3 * row['goal_s']:.3g} {verdict}"
+    share = f"{row['of_products_share']:.2f}" if "of_products_share" in row else "-"
+    return goal, share, f"{row['gflops'] / 1e3:.3g}"
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "median_s" not in row:
+        return "-"
+    wall = f", wall {1e3 * row['wall_s']:.3g}" if "wall_s" in row else ""
+    return f"{1e3 * row['median_s']:.3g}{wall} ({row['peak_bytes'] / 2**20:.0f})"
+
+
+def _errors(row: Row | None) -> str:
+    keys = [key for key in ("loss_error", "gradient_error") if key in (row or {})]
+    return ", ".join(f"{row[key]:.0e}" for key in keys) if row else ""
+
+
+def _table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    return [_line(titles), "|---" * len(titles) + "|", *map(_line, rows)]
+
+
+def roofline(record: Mapping[str, Any], path: Path) -> None:
+    """Plot useful TFLOP/s of CLIP against the batch, beside what cuBLAS reaches."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in record["results"] if row["section"] == "clip" and "median_s" in row]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = sorted((r["size"], r["gflops"] / 1e3) for r in rows if r["method"] == method)
+        style = "k--" if method == CEILING else "o-"
+        axes.plot(*zip(*points, strict=True), style, label=NAMES.get(method, method))
+    label = f"cuBLAS, product of {record['gemm']['size']} rows"
+    axes.axhline(_ceiling(record), color="gray", linestyle=":", label=label)
+    axes.set(
+        xscale="log", xlabel="rows in the batch", ylabel="useful TFLOP/s", ylim=(0, None),
+        title=f"CLIP loss and gradient, bfloat16, width {rows[0]['dim']}, on {record['device']}",
+    )  # fmt: skip
+    sizes = sorted({row["size"] for row in rows})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -90,7 +215,19 @@ def main() -> int:
         return 1
     if not arguments.check:
         arguments.readme.write_text(after)
+        for match in MARKED.finditer(after):
+            draw(arguments.results, match["name"])
     return 0
+
+
+def draw(results: Path, name: str) -> None:
+    """The plot of a record that has one to draw."""
+    record = json.loads((results / f"{name}.json").read_text())
+    if any(row.get("section") == "clip" and "median_s" in row for row in record["results"]):
+        try:
+            roofline(record, results / f"{name}.png")
+        except ImportError as error:
+            print(f"{name}.png is not drawn: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

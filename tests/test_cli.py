@@ -718,3 +718,40 @@ def test_render(tmp_path):
         "<!-- results:a end -->\nafter\n"
     )
     assert render("--check") == 0
+
+
+def test_render_of_contenders_side_by_side(tmp_path):
+    pytest.importorskip("matplotlib")
+    script = Path(__file__).parents[1] / "benchmarks" / "render.py"
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results:gpu begin -->\n<!-- results:gpu end -->\n")
+
+    def row(size, method, **measured):
+        return {"section": "clip", "loss": "clip", "dtype": "bfloat16", "precision": "auto",
+                "gradient": True, "dim": 64, "size": size, "method": method,
+                **measured}  # fmt: skip
+
+    record = {
+        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"numpy": "2"},
+        "commit": "abc", "date": "today", "settings": {}, "environment": {},
+        "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
+        "results": [
+            row(8, "auto", median_s=2e-3, wall_s=3e-3, gflops=5e5, peak_bytes=2**21, goal_s=2.5e-3,
+                timed="wall_s", of_products_share=0.5, loss_error=1e-7, gradient_error=2e-3),
+            row(8, "products", median_s=4e-3, gflops=2.5e5, peak_bytes=0, of_products_share=1.0),
+            row(8, "torch", skipped="no memory"),
+            row(16, "auto", median_s=8e-3, gflops=5e5, peak_bytes=2**22, goal_s=9e-3,
+                timed="median_s"),
+        ],
+    }  # fmt: skip
+    (tmp_path / "gpu.json").write_text(json.dumps(record))
+    command = [sys.executable, script, "--readme", readme, "--results", tmp_path]
+    subprocess.run(command, check=True)
+    lines = readme.read_text().splitlines()
+    assert "a GPU, driver 1.2, CUDA 3.4; numpy 2; commit abc; today." in lines
+    assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
+    assert "| clip bfloat16 8 x 64 | 2.5 missed | 0.50 | 500 | 2, wall 3 (2) | 4 (0) | - |" in lines
+    assert "| clip bfloat16 16 x 64 | 9 reached | - | 500 | 8 (4) |  |  |" in lines
+    assert "| clip bfloat16 8 x 64 | 1e-07, 2e-03 |" in lines
+    assert (tmp_path / "gpu.png").read_bytes().startswith(PNG)
+    subprocess.run([*command, "--check"], check=True)

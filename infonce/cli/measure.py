@@ -116,14 +116,20 @@ def compare(
             row.update(errors(run(), reference))
             row.update(bench.memory(method, run))
         except bench.refusals() as error:
-            row["skipped"] = " ".join(str(error).split())[:300] or type(error).__name__
+            row["skipped"] = _reason(error)
             continue
         running[method] = run
     times: dict[str, dict[str, list[float]]] = {method: {} for method in running}
     for done in range(rounds):
         bench.yardstick()
-        for method, run in running.items():
-            for what, seconds in bench.turn(run).items():
+        for method in list(times):
+            try:
+                turn = bench.turn(running[method])
+            except bench.refusals() as error:  # memory that the others left room for no more
+                rows[method]["skipped"] = _reason(error)
+                del times[method]
+                continue
+            for what, seconds in turn.items():
                 times[method].setdefault(what, []).extend(seconds)
         progress(f"{case.rows} rows", done + 1, rounds)
     for method, timed in times.items():
@@ -135,6 +141,10 @@ def compare(
         )  # fmt: skip
         rows[method].update({f"{what}_s": statistics.median(s) for what, s in timed.items()})
     return list(rows.values())
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
