@@ -22,8 +22,14 @@ def dtype_code(dtype: Any) -> int:
     return DTYPES[dtype.name]
 
 
+@cache
+def _as_bytes(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(f"V{dtype.itemsize}")
+
+
 def struct(dtype: np.dtype[Any], *values: Any) -> Any:
-    return np.array([values], dtype)
+    """Bytes of a structure, to pass by value. (CuPy takes long over the names of fields.)"""
+    return np.array([values], dtype).view(_as_bytes(dtype))
 
 
 def address(array: Array | None, first: int = 0) -> int:

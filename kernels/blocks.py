@@ -120,6 +120,8 @@ class Sums:
 
     @classmethod
     def identity(cls, xp: Any, n: int) -> Sums:
+        if hasattr(xp, "empty_sums"):  # a GPU has one kernel for both
+            return cls(*xp.empty_sums(n))
         return cls(xp.full(n, -xp.inf), xp.zeros(n))
 
     def log2(self, xp: Any) -> Array:
@@ -282,40 +284,52 @@ def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | No
     if grid.triangle:
         stats.positive = mirrored(xp, stats.positive, problem.positives)
 
-    # loss_i = softplus(n_i - p_i): log-sum-exp of the negatives against the positive
-    row_gap = stats.rows.log2(xp) - stats.positive
-    row_losses = softplus2(xp, row_gap)
-    losses = problem.row_weight * row_losses + backend.poison(problem)
-    row_lse = xp.logaddexp2(stats.rows.log2(xp), stats.positive)
-    solution = Solution(losses, LN_2 * row_lse, None, stats, (row_losses, None))
-    column_gap = column_lse = None
-    if problem.two_sided and stats.columns is not None:
-        positive = stats.positive  # square, and key i belongs to query i
-        column_gap = stats.columns.log2(xp) - positive
-        column_lse = xp.logaddexp2(stats.columns.log2(xp), positive)
-        column_losses = softplus2(xp, column_gap)
-        solution.losses = losses + problem.column_weight * column_losses
-        solution.directions = row_losses, column_losses
-        solution.column_lse = LN_2 * column_lse
+    rows = conclude(xp, stats.rows, stats.positive)
+    losses = problem.row_weight * rows.loss + backend.poison(problem)
+    solution = Solution(losses, rows.lse, None, stats, (rows.loss, None))
+    columns = None
+    if problem.two_sided and stats.columns is not None:  # square: key i belongs to query i
+        columns = conclude(xp, stats.columns, stats.positive)
+        solution.losses = losses + problem.column_weight * columns.loss
+        solution.directions = rows.loss, columns.loss
+        solution.column_lse = columns.lse
     if gradients is None:
         return solution
 
     if not online:
-        a = problem.upstream * problem.row_weight * problem.scale
-        at_positive = a * sigmoid2(xp, row_gap)
+        a = problem.upstream * (problem.row_weight * problem.scale)
+        at_positive, b = a * rows.share, None
         if problem.symmetric:  # G + G': the columns are the rows
-            column_lse, b = row_lse, a
+            columns, b = rows, a
             at_positive = at_positive + backend.of_positives(problem, at_positive)
-        elif problem.two_sided:
-            b = problem.upstream * problem.column_weight * problem.scale
-            at_positive = at_positive + b * sigmoid2(xp, column_gap)
-        else:
-            b = None
-        epilogue = SoftmaxGradient(row_lse, a, column_lse, b, -at_positive)
+        elif columns is not None:
+            b = problem.upstream * (problem.column_weight * problem.scale)
+            at_positive = at_positive + b * columns.share
+        column_lse2 = None if columns is None else columns.lse2
+        epilogue = SoftmaxGradient(rows.lse2, a, column_lse2, b, -at_positive)
         _gradient_fold(problem, backend, epilogue, gradients)
     halves = 2.0 if problem.symmetric else 1.0  # every pair stands twice in <dZ, z>
     solution.scale_grad = gradients.dots.sum() / (halves * problem.scale)
     return solution
+
+
+@dataclass
+class Direction:
+    """What follows for one side from its sums and the positives' logits."""
+
+    loss: Array  # softplus(n - p): log-sum-exp of the negatives against the positive
+    lse: Array  # log-sum-exp, the positive included
+    lse2: Array  # the same in base 2
+    share: Array  # sigmoid(n - p): what the negatives hold of the softmax
+
+
+def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
+    if hasattr(xp, "conclude"):  # a GPU has one kernel for all
+        return Direction(*xp.conclude(sums.max, sums.sum, positive))
+    negatives = sums.log2(xp)
+    gap = negatives - positive
+    lse2 = xp.logaddexp2(negatives, positive)
+    return Direction(softplus2(xp, gap), LN_2 * lse2, lse2, sigmoid2(xp, gap))
 
 
 def mirrored(xp: Any, positive: Array, positives: Array) -> Array:

@@ -17,7 +17,16 @@ import numpy as np
 
 from . import blocks, compiler, gpu_fused, gpu_naive
 from . import launch_config as config
-from .arguments import MATRIX, SCALAR, address, matrix, pointer, scalar_fields, struct
+from .arguments import (
+    MATRIX,
+    SCALAR,
+    address,
+    matrix,
+    matrix_fields,
+    pointer,
+    scalar_fields,
+    struct,
+)
 from .blocks import (
     Array,
     Epilogue,
@@ -97,8 +106,36 @@ _logaddexp2 = cupy.ElementwiseKernel(
 )  # fmt: skip
 
 
+# The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
+_empty_sums = cupy.ElementwiseKernel(
+    "", "float64 max, float64 sum",
+    "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
+)  # fmt: skip
+# blocks.conclude, each formula as there
+_conclude = cupy.ElementwiseKernel(
+    "float64 max, float64 sum, float64 positive",
+    "float64 loss, float64 lse, float64 lse2, float64 share",
+    """
+    const double ln_2 = 0.6931471805599453, log2_e = 1.4426950408889634;
+    const double negatives = max + log2(sum), gap = negatives - positive;
+    const double softplus = fmax(gap, 0.0) + log1p(exp2(-fabs(gap))) * log2_e;
+    loss = ln_2 * (isnan(gap) ? gap : softplus);
+    lse2 = isnan(gap) ? gap : positive + softplus;
+    lse = ln_2 * lse2;
+    share = isinf(gap) ? gap > 0 : exp2(gap - softplus);
+    """,
+    "infonce_conclude",
+)  # fmt: skip
+
+
 class _Namespace:
     """CuPy, as far as the mathematics on vectors uses it."""
+
+    conclude = staticmethod(_conclude)
+
+    @staticmethod
+    def empty_sums(n: int) -> Any:
+        return _empty_sums(size=n)
 
     logaddexp2 = staticmethod(_logaddexp2)
 
@@ -575,7 +612,7 @@ class _GradientFold(_Fold):
         n, d = rows.stop - rows.start, self.problem.shape[2]
         dots = self.gradients.dots if need_dots else None
         positives = struct(
-            _POSITIVES, address(self.at_positive), *partners, matrix(other.features)[0],
+            _POSITIVES, address(self.at_positive), *partners, matrix_fields(other.features),
             address(other.factor), address(other.exponent),
         )  # fmt: skip
         self.gpu.rows_kernel(
