@@ -39,6 +39,7 @@ BF16_PEERS, FP32_PEERS = PEERS[:2], PEERS[2:]  # the others compute in float32 w
 class Section:
     """Cases and what runs in each; `auto` is this library as it is called."""
 
+    table: str  # in which the results are shown
     cases: tuple[Case, ...]
     methods: tuple[str, ...]
     goals: tuple[float, ...] = ()  # of `auto`, milliseconds, one a case
@@ -49,40 +50,55 @@ def case(loss: str, rows: int, dim: int, dtype: str = "bfloat16", **options: Any
     return Case(LOSSES[loss], rows, dim, dtype, **options)
 
 
+HALF, SINGLE = "16-bit features", "32-bit features"
 SECTIONS: dict[str, Section] = {
     "clip": Section(
+        HALF,
         tuple(case("clip", n, 512) for n in (8192, 32768, 65536)),
         ("auto", *BESIDE, *BF16_PEERS),
         (0.50, 5.9, 26.0),
     ),
     "wide": Section(
-        (case("clip", 65536, 768), case("clip", 65536, 1024)), ("auto", "products"), (39.0, 51.0)
+        HALF,
+        (case("clip", 65536, 768), case("clip", 65536, 1024)),
+        ("auto", "products"),
+        (39.0, 51.0),
     ),
     "forward": Section(
-        (case("clip", 65536, 512, gradient=False),), ("auto", "products", "torch"), (6.3,)
+        HALF, (case("clip", 65536, 512, gradient=False),), ("auto", "products", "torch"), (6.3,)
     ),
     "splits": Section(
+        SINGLE,
         tuple(case("clip", 65536, 512, "float32", precision=p) for p in ("tf32", "bf16x3")),
         ("auto", "products"),
         (55.0, 90.0),
     ),
     "fp32": Section(
+        SINGLE,
         tuple(case("clip", n, 512, "float32", precision="fp32") for n in (65536, 16384)),
         ("auto", "products", "torch"),
         (175.0,),
     ),
-    "fp32 peers": Section((case("clip", 16384, 512, "float32"),), ("auto", *FP32_PEERS)),
-    "lit": Section((case("lit", 65536, 512),), ("auto", "products", "panels", "torch"), (14.0,)),
+    "fp32 peers": Section(
+        SINGLE, (case("clip", 16384, 512, "float32", precision="fp32"),), FP32_PEERS
+    ),
+    "lit": Section(
+        HALF, (case("lit", 65536, 512),), ("auto", "products", "panels", "torch"), (14.0,)
+    ),
     "siglip": Section(
-        (case("siglip", 65536, 512),), ("auto", "products", "panels", "torch"), (20.0,)
+        HALF, (case("siglip", 65536, 512),), ("auto", "products", "panels", "torch"), (20.0,)
     ),
     "info_nce": Section(
-        (case("info_nce", 32768, 512, "float16"),), ("auto", "products", "panels", "torch")
+        HALF, (case("info_nce", 32768, 512, "float16"),), ("auto", "products", "panels", "torch")
     ),
     "nt_xent": Section(
-        (case("nt_xent", 65536, 128), case("nt_xent", 8192, 128)), ("auto", *BESIDE), (5.0, 0.15)
+        HALF,
+        (case("nt_xent", 65536, 128), case("nt_xent", 8192, 128)),
+        ("auto", *BESIDE),
+        (5.0, 0.15),
     ),
     "small": Section(
+        "Small batches",
         tuple(
             case("nt_xent", n, d, "float32")
             for n, d in ((32, 256), (64, 512), (128, 1024), (256, 2048))
@@ -92,10 +108,11 @@ SECTIONS: dict[str, Section] = {
         by_wall=True,
     ),
     "methods": Section(
+        "Methods of this library",
         (case("clip", 1024, 256, "float32"), case("clip", 4096, 512, "float32")),
         ("auto", "naive", "fused", "tiled", "products", "torch"),
     ),
-    "million": Section((case("clip", 2**20, 512),), ("auto",), (7000.0,)),
+    "million": Section(HALF, (case("clip", 2**20, 512),), ("auto",), (7000.0,)),
 }
 
 
@@ -125,8 +142,8 @@ def run(name: str, section: Section, place: bench_gpu.Device, rounds: int) -> li
                 row["timed"] = "wall_s" if section.by_wall else "median_s"
             rows.append(
                 {
-                    "section": name, "loss": c.kind.name, "dim": c.dim, "dtype": c.dtype,
-                    "precision": c.precision, "gradient": c.gradient, **row,
+                    "section": name, "table": section.table, "loss": c.kind.name, "dim": c.dim,
+                    "dtype": c.dtype, "precision": c.precision, "gradient": c.gradient, **row,
                 }
             )  # fmt: skip
             print(line(rows[-1]), flush=True)
@@ -181,7 +198,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="an eighth of the rows, two rounds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
-    parser.add_argument("--commit", help="of a copy that is no checkout")
+    parser.add_argument("--commit", help="for a copy that is no checkout")
     options = parser.parse_args()
     chosen = list(SECTIONS) if options.only is None else options.only.split(",")
     if unknown := set(chosen) - set(SECTIONS):
@@ -200,7 +217,7 @@ def main() -> None:
         results += run(name, section, place, rounds)
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         report = measure.report(place, settings, results)  # written as it grows: runs get cut off
-        report["commit"] = report["commit"] or options.commit
+        report["commit"] = options.commit or report["commit"]
         with written_whole(options.out) as temporary:
             temporary.write_text(to_json(report) + "\n")
     rates = report["gemm"]["gflops"]

@@ -18,7 +18,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,42 +82,31 @@ def provenance(record: Mapping[str, Any]) -> list[str]:
 
 LIBRARY = "auto"  # the method that stands for this library as it is called
 CEILING = "products"
-NAMES = {LIBRARY: "infonce", CEILING: "bare cuBLAS products"}
+NAMES = {LIBRARY: "infonce", CEILING: "bare products"}
 Row = Mapping[str, Any]
 
 
 def side_by_side(record: Mapping[str, Any]) -> str:
-    """Times with memory, then errors: one line for each case, one column for each contender."""
-    cases: dict[str, dict[str, Row]] = {}
+    """One line for each case, one column for each contender, in tables by kind."""
+    tables: dict[str, dict[str, dict[str, Row]]] = {}
     for row in record["results"]:
-        cases.setdefault(_case(row), {})[row["method"]] = row
-    methods = list(dict.fromkeys(row["method"] for row in record["results"]))
-    judged = [m for m in methods if any("loss_error" in rows.get(m, {}) for rows in cases.values())]
-    gemm = record["gemm"]
+        tables.setdefault(row["table"], {}).setdefault(_case(row), {})[row["method"]] = row
     lines = [
         *provenance(record),
+        f"cuBLAS's bf16 product of {record['gemm']['size']} rows: {_ceiling(record):.0f} TFLOP/s.",
         "",
-        f"cuBLAS's bf16 product of {gemm['size']} rows: {_ceiling(record):.0f} TFLOP/s.",
-        "Median milliseconds (MiB beyond inputs and gradients); wall: Python and waiting included.",
-        "",
+        "Median milliseconds of loss and gradient (Python and waiting included), MiB beyond inputs",
+        "and gradients; relative errors of loss and gradient against float64 on the same inputs.",
     ]
-    titles = ["loss and gradient", "goal", "of the bare products", "TFLOP/s"]
-    lines += _table(
-        [*titles, *(NAMES.get(m, m) for m in methods)],
-        (
-            [name, *_standing(rows), *(_time(rows.get(m)) for m in methods)]
+    for title, cases in tables.items():
+        methods = list(dict.fromkeys(method for rows in cases.values() for method in rows))
+        titles = [title, "goal", "of the bare products", "TFLOP/s"]
+        lines += ["", _line([*titles, *(NAMES.get(method, method) for method in methods)])]
+        lines.append("|---" * (len(titles) + len(methods)) + "|")
+        lines += [
+            _line([name, *_standing(rows), *(_measured(rows.get(method)) for method in methods)])
             for name, rows in cases.items()
-        ),
-    )
-    lines += ["", "Errors of loss and gradient, relative to float64 on the same inputs:", ""]
-    lines += _table(
-        ["loss and gradient", *(NAMES.get(m, m) for m in judged)],
-        (
-            [name, *(_errors(rows.get(m)) for m in judged)]
-            for name, rows in cases.items()
-            if any("loss_error" in row for row in rows.values())
-        ),
-    )
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -145,22 +134,16 @@ def _standing(rows: Mapping[str, Row]) -> tuple[str, str, str]:
     return goal, share, f"{row['gflops'] / 1e3:.3g}"
 
 
-def _time(row: Row | None) -> str:
+def _measured(row: Row | None) -> str:
+    """Time and memory, and below them the errors."""
     if row is None:
         return ""
     if "median_s" not in row:
         return "-"
-    wall = f", wall {1e3 * row['wall_s']:.3g}" if "wall_s" in row else ""
-    return f"{1e3 * row['median_s']:.3g}{wall} ({row['peak_bytes'] / 2**20:.0f})"
-
-
-def _errors(row: Row | None) -> str:
-    keys = [key for key in ("loss_error", "gradient_error") if key in (row or {})]
-    return ", ".join(f"{row[key]:.0e}" for key in keys) if row else ""
-
-
-def _table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    return [_line(titles), "|---" * len(titles) + "|", *map(_line, rows)]
+    wall = f" ({1e3 * row['wall_s']:.3g})" if "wall_s" in row else ""
+    errors = [f"{row[key]:.0e}" for key in ("loss_error", "gradient_error") if key in row]
+    below = f"<br>{', '.join(errors)}" if errors else ""
+    return f"{1e3 * row['median_s']:.3g}{wall}, {row['peak_bytes'] / 2**20:.0f} MiB{below}"
 
 
 def roofline(record: Mapping[str, Any], path: Path) -> None:

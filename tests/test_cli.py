@@ -727,9 +727,9 @@ def test_render_of_contenders_side_by_side(tmp_path):
     readme.write_text("<!-- results:gpu begin -->\n<!-- results:gpu end -->\n")
 
     def row(size, method, **measured):
-        return {"section": "clip", "loss": "clip", "dtype": "bfloat16", "precision": "auto",
-                "gradient": True, "dim": 64, "size": size, "method": method,
-                **measured}  # fmt: skip
+        kind = {"section": "clip", "table": "Half", "loss": "clip", "dtype": "bfloat16"}
+        about = {"precision": "auto", "gradient": True, "dim": 64, "size": size}
+        return {**kind, **about, "method": method, **measured}
 
     record = {
         "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"numpy": "2"},
@@ -750,8 +750,14 @@ def test_render_of_contenders_side_by_side(tmp_path):
     lines = readme.read_text().splitlines()
     assert "a GPU, driver 1.2, CUDA 3.4; numpy 2; commit abc; today." in lines
     assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
-    assert "| clip bfloat16 8 x 64 | 2.5 missed | 0.50 | 500 | 2, wall 3 (2) | 4 (0) | - |" in lines
-    assert "| clip bfloat16 16 x 64 | 9 reached | - | 500 | 8 (4) |  |  |" in lines
-    assert "| clip bfloat16 8 x 64 | 1e-07, 2e-03 |" in lines
+    assert (
+        "| Half | goal | of the bare products | TFLOP/s | infonce | bare products | torch |"
+        in lines
+    )
+    assert (
+        "| clip bfloat16 8 x 64 | 2.5 missed | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 "
+        "| 4, 0 MiB | - |"
+    ) in lines
+    assert "| clip bfloat16 16 x 64 | 9 reached | - | 500 | 8, 4 MiB |  |  |" in lines
     assert (tmp_path / "gpu.png").read_bytes().startswith(PNG)
     subprocess.run([*command, "--check"], check=True)

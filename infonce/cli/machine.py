@@ -102,9 +102,9 @@ def blas() -> list[dict[str, Any]]:
 
 def environment() -> dict[str, str]:
     """Environment variables that change results or speed."""
-    ours = "KMP_DUPLICATE_LIB_OK"  # threadpoolctl sets it by itself
-    names = (name for name in sorted(os.environ) if name.startswith(PREFIXES) and name != ours)
-    return {name: os.environ[name] for name in names}
+    others = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "INFONCE_CACHE_DIR"}  # no matter to speed
+    names = (name for name in sorted(os.environ) if name.startswith(PREFIXES))
+    return {name: os.environ[name] for name in names if name not in others}
 
 
 def commit() -> str | None:
