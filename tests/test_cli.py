@@ -588,6 +588,30 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
     assert plot.read_bytes().startswith(PNG)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_bare_products(dtype):
+    import cupy
+
+    contenders = importlib.import_module("infonce.cli.contenders_gpu")
+    rng = np.random.default_rng(0)
+    kind = measure.DTYPES[dtype]
+    a, b = (rng.integers(-4, 5, shape).astype(kind) for shape in ((24, 40), (40, 16)))
+    want = a.astype(np.float64) @ b.astype(np.float64)
+    for turned_a in (False, True):
+        for turned_b in (False, True):
+            out = cupy.full((24, 16), np.nan, np.float64 if dtype == "float64" else np.float32)
+            first, second = a.T if turned_a else a, b.T if turned_b else b
+            contenders.product(
+                contenders.PRECISION[dtype], out, *map(cupy.asarray, map(np.copy, (first, second))),
+                transpose_a=turned_a, transpose_b=turned_b,
+            )  # fmt: skip
+            assert np.array_equal(out.get(), want)  # small integers: exact in every arithmetic
+    with pytest.raises(ValueError, match="bf16x3"):
+        contenders.product("bf16x3", out, out, out)
+
+
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("gradient", [True, False])
 def test_panels_judge_like_the_reference(monkeypatch, kind, gradient):

@@ -33,7 +33,7 @@ class Device:
 
         self.cupy = cupy
         self.rng = cupy.random.default_rng(0)
-        self.precision = contenders_gpu.CUPY_OF[dtype]
+        self.precision = contenders_gpu.PRECISION[dtype]
         self.square = self._unit_rows(GEMM, GEMM, dtype)
         self.product = cupy.empty_like(self.square)
         self.rates: list[float] = []  # of the product, GFLOP/s

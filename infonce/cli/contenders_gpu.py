@@ -19,7 +19,10 @@ from .measure import TEMPERATURE, Array, Case, Outcome, Run
 METHODS = ("products", *LIBRARY, "panels", "torch", "torch.compile")
 PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip")  # of clip alone
 PANEL = 4096  # rows of a panel
-CUPY_OF = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+PRECISION = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+# cuBLAS's numbers for types of elements and for arithmetics
+CUDA_TYPE = {"float64": 1, "float32": 0, "bfloat16": 14, "float16": 2}
+COMPUTE = {"fp64": 70, "fp32": 68, "tf32": 77, "bf16": 68, "fp16": 68}
 
 
 def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
@@ -79,7 +82,7 @@ def _products(case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
     """The products that loss and gradient are made of, from cuBLAS, and nothing else."""
     import cupy
 
-    precision = CUPY_OF[case.dtype] if case.precision == "auto" else case.precision
+    precision = PRECISION[case.dtype] if case.precision == "auto" else case.precision
     n, d = case.rows, case.dim
     turns = itertools.cycle(inputs)
     real = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
@@ -108,11 +111,8 @@ def product(
     import cupy
     from cupy.cuda import cublas
 
-    from ..kernels.gpu import COMPUTE
-
-    if precision == "bf16x3":
-        raise ValueError("bf16x3 is no arithmetic of cuBLAS")
-    types = {"float64": 1, "float32": 0, "bfloat16": 14, "float16": 2}  # CUDA_R_64F, ...
+    if precision not in COMPUTE:
+        raise ValueError(f"{precision} is no arithmetic of cuBLAS")
     one, zero = np.array(1, out.dtype), np.array(0, out.dtype)
     if out.dtype.itemsize < 4:
         one, zero = one.astype(np.float32), zero.astype(np.float32)
@@ -120,9 +120,9 @@ def product(
     k = a.shape[0] if transpose_a else a.shape[1]
     cublas.gemmEx(  # cuBLAS counts columns first: there all this is the transpose, out' = b' a'
         cupy.cuda.device.get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k,
-        one.ctypes.data, b.data.ptr, types[b.dtype.name], b.shape[1],
-        a.data.ptr, types[a.dtype.name], a.shape[1],
-        zero.ctypes.data, out.data.ptr, types[out.dtype.name], n, COMPUTE[precision], -1,
+        one.ctypes.data, b.data.ptr, CUDA_TYPE[b.dtype.name], b.shape[1],
+        a.data.ptr, CUDA_TYPE[a.dtype.name], a.shape[1],
+        zero.ctypes.data, out.data.ptr, CUDA_TYPE[out.dtype.name], n, COMPUTE[precision], -1,
     )  # fmt: skip
 
 
