@@ -7,6 +7,7 @@
 """
 
 from ._version import __version__
+from .capture import Captured, capture
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
@@ -22,9 +23,11 @@ from .losses import (
 from .result import LossAndGrad, Metrics
 
 __all__ = [
+    "Captured",
     "LossAndGrad",
     "Metrics",
     "__version__",
+    "capture",
     "clip_loss",
     "clip_loss_and_grad",
     "info_nce_loss",

@@ -38,6 +38,7 @@ from .blocks import (
     Solution,
     Statistics,
 )
+from .cublas import gemm_ex
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
@@ -563,8 +564,6 @@ class _GradientFold(_Fold):
     ) -> None:  # fmt: skip
         """out[row : row + n] (+)= P z or P' z. cuBLAS counts columns first: there all this is
         the transpose, out' = z' P'."""
-        from cupy.cuda import cublas
-
         precision, real = self.gpu.precision, self.gpu.real
         one, zero = np.array(1, real), np.array(0, real)
         item = config.OPERAND_BYTES[precision]
@@ -574,7 +573,7 @@ class _GradientFold(_Fold):
             halves = [(self.panel_low, 0), (0, z.low), (0, 0)]
         handle = cupy.cuda.device.get_cublas_handle()
         for panel_half, operand_half in halves:
-            cublas.gemmEx(
+            gemm_ex(
                 handle, OP_N, op, d, n, k, one.ctypes.data,
                 z.data + operand_half * item, CUDA_TYPE[precision], z.stride,
                 self.panel.data.ptr + panel_half * item, CUDA_TYPE[precision], self.stride,

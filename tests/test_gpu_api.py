@@ -190,3 +190,33 @@ def test_several_devices() -> None:
         here = cupy.asarray(image)
     with pytest.raises(ValueError, match="text: expected an array on GPU 0 like image"):
         infonce.clip_loss(here, z[1], scale=1.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_capture(loss: str, method: str) -> None:
+    first = [
+        cupy.asarray(z) for z in arguments(loss, *pairs("random", 300, 300, 24, np.float32, 0))
+    ]
+    second = arguments(loss, *pairs("partly aligned", 300, 300, 24, np.float32, 1))
+    scale = cupy.asarray(4.0)
+    step = infonce.capture(getattr(infonce, f"{loss}_loss_and_grad"), *first, scale=scale,
+                           method=method)  # fmt: skip
+    for values, s in ((second, 9.0), ([z.get() for z in first], 2.0)):
+        want = call(loss, *map(cupy.asarray, values), scale=cupy.asarray(s), method=method)
+        for array, value in zip(first, values, strict=True):
+            array.set(value)
+        scale.fill(s)
+        got = step()
+        assert float(got.loss) == float(want.loss)
+        for a, b in zip(got.grads, want.grads, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or bool((a == b).all())
+    alone = infonce.capture(getattr(infonce, f"{loss}_loss"), *first, scale=2.0, method=method)
+    assert float(alone()) == pytest.approx(float(got.loss), rel=1e-6)
+
+
+def test_capture_of_what_is_not_on_the_gpu() -> None:
+    z = np.zeros((4, 2), np.float32)
+    with pytest.raises(TypeError, match=r"inputs\[0\]: expected a CuPy array, got ndarray"):
+        infonce.capture(infonce.clip_loss, z, z, scale=1.0)

@@ -1,0 +1,74 @@
+"""A loss captured in a CUDA graph: the whole call again for the price of one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import arrays
+
+Array = Any
+
+
+class Captured:
+    """What `capture` returns. Call it to compute again, on CuPy's current stream.
+
+    Attributes
+    ----------
+    result : LossAndGrad or array
+        The same arrays after every call, with new contents.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Array, ...], options: Any):
+        import cupy
+
+        self._inputs = inputs  # the graph reads their memory
+        self._pool = cupy.cuda.MemoryPool()  # and works in this
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        before = cupy.cuda.get_current_stream().record()
+        with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
+            self._stream.wait_event(before)
+            function(*inputs, **options)  # compiles, and leaves its memory to the pool
+            self._stream.synchronize()
+            self._stream.begin_capture()
+            try:
+                self.result = function(*inputs, **options)
+            finally:
+                self._graph = self._stream.end_capture()
+
+    def __call__(self) -> Any:
+        self._graph.launch()
+        return self.result
+
+
+def capture(function: Callable[..., Any], *inputs: Array, **options: Any) -> Captured:
+    """Capture one call of a loss in a CUDA graph.
+
+    ``step = infonce.capture(infonce.clip_loss_and_grad, image, text, scale=scale)`` evaluates the
+    loss once and records how; ``step()`` does it again on what `image`, `text` and a 0-d `scale`
+    then hold, without any of Python's work, and returns the same result object with new contents.
+    It pays for small and medium batches. Copy what must outlive the next call.
+
+    Parameters
+    ----------
+    function : one of this package's functions, such as `infonce.clip_loss_and_grad`
+    inputs : CuPy arrays
+        Their memory is read at every call: write new features into the same arrays.
+    options
+        Of `function`. Memory of the call stays reserved as long as the result lives: at most
+        `workspace`, outputs, vectors of length M or N, and 32 MiB for cuBLAS.
+
+    Returns
+    -------
+    Captured
+
+    Raises
+    ------
+    TypeError
+        Inputs are not CuPy arrays. (For PyTorch, `torch.cuda.graph` captures the same calls.)
+    """
+    for i, array in enumerate(inputs):
+        if not arrays.on_gpu(array):
+            raise TypeError(f"inputs[{i}]: expected a CuPy array, got {type(array).__name__}")
+    with inputs[0].device:
+        return Captured(function, inputs, options)
