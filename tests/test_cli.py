@@ -603,8 +603,9 @@ def test_bare_products(dtype):
         for turned_b in (False, True):
             out = cupy.full((24, 16), np.nan, np.float64 if dtype == "float64" else np.float32)
             first, second = a.T if turned_a else a, b.T if turned_b else b
+            operands = [cupy.asarray(np.ascontiguousarray(z)) for z in (first, second)]
             contenders.product(
-                contenders.PRECISION[dtype], out, *map(cupy.asarray, map(np.ascontiguousarray, (first, second))),
+                contenders.PRECISION[dtype], out, *operands,
                 transpose_a=turned_a, transpose_b=turned_b,
             )  # fmt: skip
             assert np.array_equal(out.get(), want)  # small integers: exact in every arithmetic
