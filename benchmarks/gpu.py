@@ -58,6 +58,11 @@ SECTIONS: dict[str, Section] = {
         ("auto", *BESIDE, *BF16_PEERS),
         (0.50, 5.9, 26.0),
     ),
+    "sizes": Section(
+        HALF,
+        tuple(case("clip", n, 512) for n in (1024, 2048, 4096, 16384)),
+        ("auto", "captured", "products", "torch"),
+    ),
     "wide": Section(
         HALF,
         (case("clip", 65536, 768), case("clip", 65536, 1024)),
@@ -103,14 +108,14 @@ SECTIONS: dict[str, Section] = {
             case("nt_xent", n, d, "float32")
             for n, d in ((32, 256), (64, 512), (128, 1024), (256, 2048))
         ),
-        ("auto", "torch"),
+        ("auto", "captured", "torch"),
         (0.06, 0.06, 0.06, 0.06),
         by_wall=True,
     ),
     "methods": Section(
         "Methods of this library",
         (case("clip", 1024, 256, "float32"), case("clip", 4096, 512, "float32")),
-        ("auto", "naive", "fused", "tiled", "products", "torch"),
+        ("auto", "captured", "naive", "fused", "tiled", "products", "torch"),
     ),
     "million": Section(HALF, (case("clip", 2**20, 512),), ("auto",), (7000.0,)),
 }
@@ -162,7 +167,7 @@ def line(row: dict[str, Any]) -> str:
     parts += [f"wall {1e3 * row['wall_s']:.4g} ms"] if "wall_s" in row else []
     parts += [f"{row['of_products_share']:.2f} of products"] if "of_products_share" in row else []
     parts += [f"goal {1e3 * row['goal_s']:.4g}"] if "goal_s" in row else []
-    parts += [f"{row['peak_bytes'] / 2**20:.0f} MiB"]
+    parts += [] if row["peak_bytes"] is None else [f"{row['peak_bytes'] / 2**20:.0f} MiB"]
     errors = ("loss_error", "lse_error", "gradient_error")
     parts += [f"{key} {row[key]:.1e}" for key in errors if key in row]
     return about + ", ".join(parts)

@@ -83,6 +83,7 @@ def provenance(record: Mapping[str, Any]) -> list[str]:
 LIBRARY = "auto"  # the method that stands for this library as it is called
 CEILING = "products"
 NAMES = {LIBRARY: "infonce", CEILING: "bare products"}
+WIDTH = 512  # of the features whose results are drawn
 Row = Mapping[str, Any]
 
 
@@ -143,31 +144,39 @@ def _measured(row: Row | None) -> str:
     wall = f" ({1e3 * row['wall_s']:.3g})" if "wall_s" in row else ""
     errors = [f"{row[key]:.0e}" for key in ("loss_error", "gradient_error") if key in row]
     below = f"<br>{', '.join(errors)}" if errors else ""
-    return f"{1e3 * row['median_s']:.3g}{wall}, {row['peak_bytes'] / 2**20:.0f} MiB{below}"
+    peak = row["peak_bytes"]
+    memory = "" if peak is None else f", {peak / 2**20:.0f} MiB"
+    return f"{1e3 * row['median_s']:.3g}{wall}{memory}{below}"
+
+
+def drawn(row: Row) -> bool:
+    """Whether a result is a point of the plot."""
+    kind = row.get("loss"), row.get("dtype"), row.get("dim"), row.get("gradient")
+    return kind == ("clip", "bfloat16", WIDTH, True) and "median_s" in row
 
 
 def roofline(record: Mapping[str, Any], path: Path) -> None:
     """Plot useful TFLOP/s of CLIP against the batch, beside what cuBLAS reaches."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in record["results"] if row["section"] == "clip" and "median_s" in row]
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    rows = [row for row in record["results"] if drawn(row)]
+    sizes = sorted({row["size"] for row in rows})
+    figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    for method in dict.fromkeys(row["method"] for row in rows):
-        points = sorted((r["size"], r["gflops"] / 1e3) for r in rows if r["method"] == method)
-        style = "k--" if method == CEILING else "o-"
-        axes.plot(*zip(*points, strict=True), style, label=NAMES.get(method, method))
     label = f"cuBLAS, product of {record['gemm']['size']} rows"
     axes.axhline(_ceiling(record), color="gray", linestyle=":", label=label)
+    for method in sorted({row["method"] for row in rows}, key=lambda m: (m not in NAMES, m)):
+        points = sorted((r["size"], r["gflops"] / 1e3) for r in rows if r["method"] == method)
+        style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")
+        axes.plot(*zip(*points, strict=True), style, label=NAMES.get(method, method))
     axes.set(
         xscale="log", xlabel="rows in the batch", ylabel="useful TFLOP/s", ylim=(0, None),
-        title=f"CLIP loss and gradient, bfloat16, width {rows[0]['dim']}, on {record['device']}",
+        title=f"CLIP loss and gradient, bfloat16, width {WIDTH}, on {record['device']}",
     )  # fmt: skip
-    sizes = sorted({row["size"] for row in rows})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 
@@ -206,7 +215,7 @@ def main() -> int:
 def draw(results: Path, name: str) -> None:
     """The plot of a record that has one to draw."""
     record = json.loads((results / f"{name}.json").read_text())
-    if any(row.get("section") == "clip" and "median_s" in row for row in record["results"]):
+    if any(map(drawn, record["results"])):
         try:
             roofline(record, results / f"{name}.png")
         except ImportError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import infonce
 from .contenders import LIBRARY, positives, torch_loss
 from .measure import TEMPERATURE, Array, Case, Outcome, Run
 
-METHODS = ("products", *LIBRARY, "panels", "torch", "torch.compile")
+METHODS = ("products", *LIBRARY, "captured", "panels", "torch", "torch.compile")
 PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip")  # of clip alone
 PANEL = 4096  # rows of a panel
 PRECISION = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -30,7 +31,7 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
 
     Raises ImportError for what is not installed and ValueError for what a method cannot do.
     """
-    if method in LIBRARY or method == "auto":
+    if method in (*LIBRARY, "auto", "captured"):
         return _library(method, case, inputs)
     if method == "products":
         return _products(case, inputs)
@@ -60,19 +61,23 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
 
 
 def _library(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
-    options: dict[str, Any] = {
-        "scale": case.scale, "method": method, "precision": case.precision,
-        "workspace": case.workspace,
+    function = getattr(infonce, f"{case.kind.name}_loss{'_and_grad' * case.gradient}")
+    options = {
+        "scale": case.scale, "method": "auto" if method == "captured" else method,
+        "precision": case.precision, "workspace": case.workspace,
     }  # fmt: skip
-    turns = itertools.cycle(inputs)
+    calls: list[Callable[[], Any]] = [
+        infonce.capture(function, *features, **options) if method == "captured"
+        else partial(function, *features, **options)
+        for features in inputs
+    ]  # fmt: skip
+    turns = itertools.cycle(calls)
     if not case.gradient:
-        alone = getattr(infonce, f"{case.kind.name}_loss")
-        return lambda: (alone(*next(turns), **options), [])
-    function = getattr(infonce, f"{case.kind.name}_loss_and_grad")
+        return lambda: (next(turns)(), [])
     sides = len(case.kind.arguments)
 
     def run() -> Outcome:
-        result = function(*next(turns), **options)
+        result = next(turns)()
         return result.loss, case.gradients_of(result.grads[:sides])
 
     return run

@@ -144,7 +144,10 @@ def compare(
 
 
 def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    said = " ".join(str(error).split())[:300]
+    if isinstance(error, (ImportError, MemoryError, ValueError)) and said:
+        return said
+    return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
 def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
