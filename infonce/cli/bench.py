@@ -170,7 +170,8 @@ def bench(
 
     products are the matrix products alone that loss and gradient need, a yardstick. numpy and
     torch keep the full matrix of logits, as people write it, torch.compile the same compiled;
-    panels are a simple loop over panels of it; naive, fused and tiled are this library's.
+    panels are a simple loop over panels of it; naive, fused and tiled are this library's, and
+    captured is a call of it in a CUDA graph.
     Contenders take turns, after a warm-up each, so that a slow minute hits all of them. GFLOP/s
     counts the useful work of loss and gradient, 8 N N D for clip, whatever is executed, and is
     compared with a large matrix product in the same rounds. Errors are against float64.
