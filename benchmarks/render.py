@@ -96,8 +96,8 @@ def side_by_side(record: Mapping[str, Any]) -> str:
         *provenance(record),
         f"cuBLAS's bf16 product of {record['gemm']['size']} rows: {_ceiling(record):.0f} TFLOP/s.",
         "",
-        "Median milliseconds (Python and waiting included), MiB beyond inputs and gradients; errors",
-        "of loss and gradient relative to float64 on the same inputs.",
+        "Median milliseconds (Python and waiting included), MiB beyond inputs and gradients;",
+        "errors of loss and gradient, relative to float64 on the same inputs.",
     ]
     for title, cases in tables.items():
         methods = list(dict.fromkeys(method for rows in cases.values() for method in rows))
