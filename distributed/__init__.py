@@ -1,1 +1,34 @@
-"""The losses over many ranks."""
+"""infonce over many ranks: one batch, spread over processes or GPUs, and the loss of all of it.
+
+>>> from infonce import distributed
+>>> out = distributed.clip_loss_and_grad(image, text, temperature=0.07)  # this rank's rows
+"""
+
+from .communicator import Communicator, RankError
+from .losses import (
+    clip_loss,
+    clip_loss_and_grad,
+    info_nce_loss,
+    info_nce_loss_and_grad,
+    lit_loss,
+    lit_loss_and_grad,
+    nt_xent_loss,
+    nt_xent_loss_and_grad,
+    siglip_loss,
+    siglip_loss_and_grad,
+)
+
+__all__ = [
+    "Communicator",
+    "RankError",
+    "clip_loss",
+    "clip_loss_and_grad",
+    "info_nce_loss",
+    "info_nce_loss_and_grad",
+    "lit_loss",
+    "lit_loss_and_grad",
+    "nt_xent_loss",
+    "nt_xent_loss_and_grad",
+    "siglip_loss",
+    "siglip_loss_and_grad",
+]

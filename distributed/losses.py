@@ -1,0 +1,369 @@
+"""The losses over many ranks: what one process would get for all rows of all ranks.
+
+Each function takes this rank's rows and returns this rank's gradients of the loss of the whole
+batch. All ranks of `comm` call the same function with the same options.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from infonce.kernels.blocks import Array, Gradients, Solution, solve
+
+from infonce import arrays, dispatch
+from infonce import losses as single
+from infonce.checks import Request, Shard, check
+
+from . import transport as transports
+from .communicator import TIMEOUT, Communicator, RankError, connect
+from .partition import Partition
+from .ring import Ring
+
+OPTIONS: dict[str, Any] = {
+    "comm": None,
+    "transport": "auto",
+    "timeout": TIMEOUT,
+    "gradient_scale": "global",
+}
+DOC = """
+comm : mpi4py communicator, default MPI.COMM_WORLD
+    The ranks that share the batch; or an `infonce.distributed.Communicator`. Shards are
+    [rows of this rank, D]; they may differ in size and may be empty. `labels` count the keys of all
+    ranks in the order of the ranks; `ids` are compared across ranks.
+transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
+    How arrays travel. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
+    and a GPU of its own, then MPI that says it is CUDA-aware, then pinned host memory.
+timeout : float or None, default 300
+    Seconds to wait for other ranks before `RankError` names those that are silent. None: for ever.
+gradient_scale : {"global", "ddp"}
+    "global": gradients of the mean over all rows of all ranks (sum them over ranks). "ddp": the
+    feature gradients times the number of ranks, for frameworks that average parameters' gradients
+    over ranks afterwards. d scale and d bias are those of the whole batch, the same on every rank:
+    an average leaves them as they are.
+"""
+RAISES = """
+RankError
+    A rank raised, died, or did not take part within `timeout`. The communicator is then out of
+    step; at the end of the process its ranks are ended together.
+"""
+BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
+
+
+def _over_ranks(
+    function: Callable[..., Any], kind: single.Loss, with_grad: bool
+) -> Callable[..., Any]:
+    """The function of `infonce` over ranks: the same signature and documentation, plus `comm`."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = [p for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD]
+    if kind.symmetric:
+        labels = inspect.Parameter("labels", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        positional.append(labels)
+    keywords += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in OPTIONS.items()
+    ]
+    own = signature.replace(parameters=positional)
+
+    @functools.wraps(function)
+    def over_ranks(*args: Any, **options: Any) -> Any:
+        names = {p.name for p in positional}
+        named = {name: options.pop(name) for name in list(options) if name in names}
+        bound = own.bind(*args, **named)
+        bound.apply_defaults()
+        given = [bound.arguments[name] for name in kind.arguments]
+        return _call(
+            kind, given, bound.arguments.get("labels"), bound.arguments.get("bias"), options,
+            with_grad,
+        )  # fmt: skip
+
+    over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*positional, *keywords]
+    )
+    doc = inspect.cleandoc(function.__doc__ or "")
+    if kind.symmetric:
+        doc = doc.replace(
+            "Other Parameters",
+            "labels : integer array [rows], optional\n    Which row of all ranks is the other view "
+            "of each row. Default: both views of a sample\n    are on one rank, i + B for i of its "
+            "2B rows.\n\nOther Parameters",
+            1,
+        )
+    head, mark, tail = doc.partition("\nReturns\n-------")
+    body, raises, errors = tail.partition("\nRaises\n------")
+    over_ranks.__doc__ = (
+        "Over the ranks of `comm`. "
+        + head.rstrip("\n") + DOC + mark + body + raises + errors.rstrip("\n") + RAISES
+    )  # fmt: skip
+    return over_ranks
+
+
+def _call(
+    kind: single.Loss, given: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
+    with_grad: bool,
+) -> Any:  # fmt: skip
+    ours = {name: options.pop(name, default) for name, default in OPTIONS.items()}
+    timeout = ours["timeout"]
+    if timeout is not None and (
+        isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
+    ):
+        raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+    ranks = connect(ours["comm"])
+    ranks.timeout = timeout
+    call = _Call(kind, ranks, labels, bias, options, ours, with_grad)
+    try:
+        with arrays.on_stream_of(given[0]):
+            return call.evaluate(given)
+    except _Agreed as agreed:
+        raise agreed.error from None
+    except BaseException as error:
+        if call.transport is not None:
+            call.transport.close()
+        ranks.fail(error)
+        raise
+
+
+class _Agreed(Exception):
+    """An error that all ranks raise together: they stay in step."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Call:
+    """One evaluation, seen from one rank."""
+
+    def __init__(
+        self, kind: single.Loss, ranks: Communicator, labels: Any, bias: Any,
+        options: Mapping[str, Any], ours: Mapping[str, Any], with_grad: bool,
+    ) -> None:  # fmt: skip
+        self.kind, self.ranks, self.labels, self.bias = kind, ranks, labels, bias
+        self.options, self.ours, self.with_grad = options, ours, with_grad
+        self.transport: transports.Transport | None = None
+
+    def evaluate(self, given: Sequence[Any]) -> Any:
+        features = self.agree(lambda: [arrays.native(z) for z in given])
+        shapes = [tuple(getattr(z, "shape", ())) for z in features]
+        # of what is no matrix, the checks will complain
+        sizes = self.ranks.allgather([s[0] if len(s) == 2 else 1 for s in shapes])
+        queries = Partition([of[0] for of in sizes])
+        keys = Partition([of[-1] for of in sizes])
+        with dispatch._device(features[0]):
+            request = self.agree(lambda: self.check(features, queries, keys))
+            self.same_everywhere(request, features)
+            return self.solve(request, given[0], queries, keys)
+
+    # -- before any work
+
+    def agree(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns; if it fails on any rank, its error on all."""
+        result = error = None
+        try:
+            result = function()
+        except Exception as e:
+            error = e
+        told = None if error is None else (type(error).__name__, str(error))
+        for r, trouble in enumerate(self.ranks.allgather(told)):
+            if trouble is not None:
+                name, text = trouble
+                if self.ranks.size == 1 and error is not None:
+                    raise _Agreed(error)
+                raise _Agreed(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
+        return result
+
+    def check(self, features: list[Array], queries: Partition, keys: Partition) -> Request:
+        ours, options = self.ours, self.options
+        for name, choices in (
+            ("gradient_scale", ("global", "ddp")),
+            ("transport", transports.CHOICES),
+        ):
+            if ours[name] not in choices:
+                expected = ", ".join(f'"{c}"' for c in choices)
+                raise ValueError(f"{name}: expected one of {expected}, got {ours[name]!r}")
+        if options.get("method", "auto") in ("naive", "fused"):
+            raise ValueError(
+                f'method: expected "auto" or "tiled" over ranks, got {options["method"]!r}: the '
+                "logits of a batch over ranks are kept nowhere"
+            )
+        if options.get("metrics"):
+            raise ValueError("metrics: expected False over ranks, got True")
+        if not queries.total or not keys.total:
+            raise ValueError(
+                f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
+            )
+        shard = Shard(queries.total, keys.total)
+        request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, shard)
+        xp, m = arrays.namespace(features[0]), len(features[0])
+        if request.problem.positives is None:
+            positives = (xp.arange(m) + m // 2) % max(m, 1) if self.kind.symmetric else xp.arange(m)
+            request.problem.positives = positives + queries.starts[self.ranks.rank]
+        return request
+
+    def same_everywhere(self, request: Request, features: list[Array]) -> None:
+        """ValueError on all ranks where they disagree; and how arrays will travel."""
+        problem = request.problem
+        on_gpu = arrays.on_gpu(features[0])
+        scale, bias = (
+            value if isinstance(value, (float, int, type(None))) else "an array on a GPU"
+            for value in (problem.scale, problem.bias)
+        )
+        grad_out = self.options.get("grad_out", 1.0)
+        facts: dict[str, Any] = {
+            "function": f"{self.kind.name}_loss{'_and_grad' * self.with_grad}",
+            **{
+                f"{name}: dtype": z.dtype.name
+                for name, z in zip(self.kind.arguments, features, strict=True)
+            },
+            f"{self.kind.arguments[0]}: width": problem.shape[2],
+            f"{self.kind.arguments[0]}: place": "a GPU" if on_gpu else "the host",
+            "scale": scale,
+            "bias": bias,
+            "labels": "given" if self.labels is not None else "not given",
+            "ids": "given" if problem.query_ids is not None else "not given",
+            "normalize": problem.normalize,
+            "reduction": request.reduction,
+            "precision": problem.compute,
+            "wrt": sorted(request.wrt),
+            "grad_out": float(grad_out) if np.ndim(grad_out) == 0 else "per row",
+            "gradient_scale": self.ours["gradient_scale"],
+            "transport": self.ours["transport"],
+        }
+        device = None
+        if on_gpu:
+            from .transport_gpu import device_name
+
+            device = device_name()
+        everyone = self.ranks.allgather((facts, transports.offers(on_gpu), device))
+        first = everyone[0][0]
+        for r, (theirs, _, _) in enumerate(everyone):
+            for name in {**first, **theirs}:
+                if theirs.get(name) != first.get(name):
+                    error = (
+                        f"{name}: expected the same on all ranks, got {first.get(name)!r} on rank "
+                        f"0 and {theirs.get(name)!r} on rank {r}"
+                    )
+                    raise _Agreed(ValueError(error))
+        offered = [offer for _, offer, _ in everyone]
+        if on_gpu and self.ranks.size > 1:
+            _one_gpu_each(offered, [name for _, _, name in everyone], self.ranks)
+        try:
+            name = transports.choose(self.ours["transport"], offered)
+        except ValueError as error:
+            raise _Agreed(error) from None
+        if self.ranks.size == 1 and on_gpu:
+            name = "staged"  # nothing will travel
+        self.transport = transports.make(name, self.ranks)
+
+    # -- the work
+
+    def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
+        problem, gradients, ranks = request.problem, request.gradients, self.ranks
+        assert self.transport is not None
+        xp = arrays.namespace(problem.query)
+        ddp = ranks.size if self.ours["gradient_scale"] == "ddp" else 1
+        problem.upstream = problem.upstream * ddp
+        if gradients is not None:
+            gradients.dots = xp.zeros(1)
+        backend = _backend(problem.query)
+        ring = Ring(
+            problem, keys, ranks, self.transport, backend, backend.xp, self.labels is not None
+        )
+        if self.kind.symmetric and self.labels is not None:
+            self.check_pairs(ring, request, queries)
+        solution = solve(problem, ring, gradients)
+        self.reduce(request, solution, gradients, queries, ddp)
+        if not self.with_grad:
+            return arrays.back(like)(dispatch._reduce(request, solution))
+        return dispatch._result(self.kind, request, solution, arrays.back(like))
+
+    def check_pairs(self, ring: Ring, request: Request, queries: Partition) -> None:
+        """Views come in pairs: the positive of a row's positive is that row."""
+        xp, problem = ring.xp, request.problem
+        mine = xp.arange(len(problem.positives)) + queries.starts[self.ranks.rank]
+        partners = ring.of_positives(problem, problem.positives)
+        wrong = (partners != mine) | (problem.positives == mine)
+
+        def complain() -> None:
+            if bool(wrong.any()):
+                i = int(wrong.argmax())
+                raise ValueError(
+                    f"labels: expected two rows that are each other's label, got "
+                    f"{int(problem.positives[i])} at position {i}, whose own is {int(partners[i])}"
+                )
+
+        self.agree(complain)
+
+    def reduce(
+        self, request: Request, solution: Solution, gradients: Gradients | None,
+        queries: Partition, ddp: int,
+    ) -> None:  # fmt: skip
+        """Sums over ranks, in the order of the ranks: the same number everywhere, every time."""
+        assert self.transport is not None
+        losses = solution.losses
+        if request.without_positive is not None:
+            xp = arrays.namespace(losses)
+            losses = xp.where(request.without_positive, xp.nan, losses)
+        parts = [losses.sum()]
+        if gradients is not None:
+            parts.append(solution.scale_grad)
+            if solution.bias_grad is not None:
+                parts.append(solution.bias_grad)
+        self.transport.settle()  # reading them would wait for ranks without end
+        totals = [_sum(of) for of in zip(*self.ranks.allgather([float(p) for p in parts]),
+                                         strict=True)]  # fmt: skip
+        if request.reduction != "none":
+            share = queries.total if request.reduction == "mean" else 1
+            solution.loss = np.float64(totals[0] / share)
+        if gradients is not None:
+            solution.scale_grad = np.float64(totals[1] / ddp)
+            if solution.bias_grad is not None:
+                solution.bias_grad = np.float64(totals[2] / ddp)
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Rounded once; NaN or infinity where it has some."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else float(np.sum(values))
+
+
+def _one_gpu_each(
+    offered: list[dict[str, str | None]], devices: list[Any], ranks: Communicator
+) -> None:
+    """NCCL wants a GPU a rank: withdraw its offer where two share one."""
+    hosts = [peer[0] for peer in getattr(ranks, "peers", [("",)] * ranks.size)]
+    places = list(zip(hosts, devices, strict=True))
+    for r, place in enumerate(places):
+        if place in places[:r]:
+            other = places.index(place)
+            offered[r]["nccl"] = (
+                f"it shares {place[1]} with rank {other}: more ranks than GPUs, or no "
+                "cupy.cuda.Device(rank % gpus).use() on each rank"
+            )
+
+
+def _backend(array: Array) -> Any:
+    if arrays.on_gpu(array):
+        from infonce.kernels.gpu import GPU
+
+        return GPU
+    from infonce.kernels.cpu import CPU
+
+    return CPU
+
+
+info_nce_loss = _over_ranks(single.info_nce_loss, single.INFO_NCE, False)
+info_nce_loss_and_grad = _over_ranks(single.info_nce_loss_and_grad, single.INFO_NCE, True)
+nt_xent_loss = _over_ranks(single.nt_xent_loss, single.NT_XENT, False)
+nt_xent_loss_and_grad = _over_ranks(single.nt_xent_loss_and_grad, single.NT_XENT, True)
+clip_loss = _over_ranks(single.clip_loss, single.CLIP, False)
+clip_loss_and_grad = _over_ranks(single.clip_loss_and_grad, single.CLIP, True)
+lit_loss = _over_ranks(single.lit_loss, single.LIT, False)
+lit_loss_and_grad = _over_ranks(single.lit_loss_and_grad, single.LIT, True)
+siglip_loss = _over_ranks(single.siglip_loss, single.SIGLIP, False)
+siglip_loss_and_grad = _over_ranks(single.siglip_loss_and_grad, single.SIGLIP, True)

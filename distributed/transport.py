@@ -1,0 +1,114 @@
+"""How arrays get to the next rank: one interface, `shift`, and the ways that it takes.
+
+| transport | for |
+|---|---|
+| `mpi` | NumPy arrays: plain MPI |
+| `nccl` | CuPy arrays, a GPU a rank: NCCL from CuPy, on a stream of its own |
+| `cuda-aware` | CuPy arrays, where the MPI library says that it takes them |
+| `staged` | CuPy arrays over any MPI, through pinned host memory |
+
+An MPI library that is not CUDA-aware crashes when it is given a GPU array: it is asked, never
+tried.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from .communicator import Array, Communicator, Pending
+
+CHOICES = ("auto", "mpi", "nccl", "cuda-aware", "staged")
+
+
+class Transport(Protocol):
+    """A way to the next rank."""
+
+    name: str
+
+    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
+        """Start sending arrays to the next rank while receiving from the one before."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all that was queued on the device is done; RankError if it cannot be."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        ...
+
+
+class Host:
+    """NumPy arrays over the communicator itself."""
+
+    name = "mpi"
+
+    def __init__(self, ranks: Communicator) -> None:
+        self.ranks = ranks
+
+    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
+        return self.ranks.shift(send, receive)
+
+    def settle(self) -> None:
+        """NumPy is done when it returns."""
+
+    def close(self) -> None:
+        """Nothing is queued."""
+
+
+def cuda_aware() -> bool | None:
+    """Whether the MPI library says that it takes device memory; None where it does not say."""
+    asked = os.environ.get("INFONCE_CUDA_AWARE_MPI", "")
+    if asked:
+        if asked not in ("0", "1"):
+            raise ValueError(f"INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got {asked!r}")
+        return asked == "1"
+    from .communicator import load_mpi
+
+    try:
+        query = ctypes.CDLL(load_mpi().__file__).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return None
+    query.restype, query.argtypes = ctypes.c_int, []
+    return bool(query())
+
+
+def offers(on_gpu: bool) -> dict[str, str | None]:
+    """Each transport that may suit, best first: None, or why this rank cannot use it."""
+    if not on_gpu:
+        return {"mpi": None}
+    from . import transport_gpu
+
+    return {
+        "nccl": transport_gpu.nccl_missing(),
+        "cuda-aware": None if cuda_aware() else "the MPI library does not say it is CUDA-aware",
+        "staged": None,
+    }
+
+
+def choose(asked: str, offered: list[dict[str, str | None]]) -> str:
+    """The best transport that all ranks offer; ValueError names who lacks the one asked for."""
+    for name in offered[0] if asked == "auto" else [asked]:
+        lacking = [
+            (r, offer.get(name, "it does not carry this kind of array"))
+            for r, offer in enumerate(offered)
+            if offer.get(name, "no") is not None
+        ]
+        if not lacking:
+            return name
+    r, why = lacking[0]
+    raise ValueError(
+        f"transport: expected one that all ranks have, got {asked!r}; rank {r}: {name}: {why}"
+    )
+
+
+def make(name: str, ranks: Communicator) -> Transport:
+    """The transport of that name. Collective."""
+    if name == "mpi":
+        return Host(ranks)
+    from . import transport_gpu
+
+    return transport_gpu.make(name, ranks)

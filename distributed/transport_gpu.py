@@ -1,0 +1,197 @@
+"""Transports of CuPy arrays. A shift is ordered after what the current stream holds when it starts,
+and `wait` orders what the current stream gets next after it; the products between run beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+import cupyx
+
+from .communicator import Array, Communicator, Pending, RankError
+from .transport import Transport
+
+BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype travels as its bytes
+
+
+def nccl_missing() -> str | None:
+    """Why NCCL cannot be used here; None if it can."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        return f"{error} (pip install nvidia-nccl-cu13 or nvidia-nccl-cu12)"
+    if not getattr(nccl, "available", True):
+        return "CuPy finds no NCCL (pip install nvidia-nccl-cu13 or nvidia-nccl-cu12)"
+    return None
+
+
+def device_name() -> str:
+    """This rank's current GPU, as no other GPU is called."""
+    device = cupy.cuda.Device()
+    return f"GPU {device.id} ({device.pci_bus_id})"
+
+
+def make(name: str, ranks: Communicator) -> Transport:
+    """The transport of that name for the current device; kept with the communicator. Collective."""
+    kept: dict[tuple[str, int], Transport] = ranks.__dict__.setdefault("gpu_transports", {})
+    key = name, cupy.cuda.Device().id
+    if key not in kept:
+        ways: dict[str, Callable[[Communicator], Transport]] = {
+            "nccl": NCCL, "cuda-aware": CudaAware, "staged": Staged,
+        }  # fmt: skip
+        kept[key] = ways[name](ranks)
+    return kept[key]
+
+
+def _event() -> Any:
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record()
+    return event
+
+
+class _Base:
+    """What they share: a stream beside the caller's, and bounded waiting for the device."""
+
+    def __init__(self, ranks: Communicator) -> None:
+        self.ranks = ranks
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
+
+    def settle(self) -> None:
+        """Wait for the device as long as one waits for ranks: it may be waiting for them."""
+        event = _event()
+        self.ranks.until(lambda: bool(event.done))
+
+    def close(self) -> None:
+        """Nothing of these is stuck in the device when a rank is gone."""
+
+
+class NCCL(_Base):
+    """Point-to-point sends and receives of NCCL."""
+
+    name = "nccl"
+
+    def __init__(self, ranks: Communicator) -> None:
+        super().__init__(ranks)
+        from cupy.cuda import nccl
+
+        self.nccl = nccl
+        identity = nccl.get_unique_id() if ranks.rank == 0 else None
+        identity = ranks.allgather(identity)[0]
+        device = cupy.cuda.Device()
+
+        def start() -> Any:
+            with device:
+                return nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
+
+        # it waits for all ranks, however long: not in this thread
+        self.communicator = _bounded(start, ranks)
+
+    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
+        left = (self.ranks.rank - 1) % self.ranks.size
+        right = (self.ranks.rank + 1) % self.ranks.size
+        send = [a for a in send if a.nbytes]
+        receive = [a for a in receive if a.nbytes]
+        self.stream.wait_event(_event())
+        self.nccl.groupStart()
+        for array in send:
+            self.communicator.send(array.data.ptr, array.nbytes, BYTES, right, self.stream.ptr)
+        for array in receive:
+            self.communicator.recv(array.data.ptr, array.nbytes, BYTES, left, self.stream.ptr)
+        self.nccl.groupEnd()
+        return _Queued(self.stream)
+
+    def close(self) -> None:
+        self.ranks.__dict__.pop("gpu_transports", None)
+        self.communicator.abort()
+
+
+class _Queued:
+    """A shift on another stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event = cupy.cuda.Event(disable_timing=True)
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        cupy.cuda.get_current_stream().wait_event(self.event)
+
+
+def _bounded(function: Callable[[], Any], ranks: Communicator) -> Any:
+    """Run what may never return; RankError if it does not."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:  # handed to the caller's thread
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    ranks.until(lambda: not thread.is_alive())
+    if isinstance(outcome[0], BaseException):
+        raise RankError(f"rank {ranks.rank}: NCCL: {outcome[0]}") from outcome[0]
+    return outcome[0]
+
+
+class CudaAware(_Base):
+    """MPI that reads and writes device memory itself."""
+
+    name = "cuda-aware"
+
+    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
+        return _ByHost(self, _event(), send, receive)
+
+
+class _ByHost:
+    """A shift that the host makes while the device computes: all of it happens in `wait`, when
+    the step's products have been queued."""
+
+    def __init__(
+        self, transport: _Base, ready: Any, send: Sequence[Array], receive: Sequence[Array]
+    ) -> None:
+        self.ranks, self.ready, self.send, self.receive = transport.ranks, ready, send, receive
+
+    def wait(self) -> None:
+        self.ranks.until(lambda: bool(self.ready.done))
+        self.ranks.shift(self.send, self.receive).wait()
+
+
+class Staged(_Base):
+    """Pinned host memory between the device and any MPI."""
+
+    name = "staged"
+
+    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
+        return _Staged(self, send, receive)
+
+
+class _Staged:
+    def __init__(self, transport: Staged, send: Sequence[Array], receive: Sequence[Array]) -> None:
+        self.transport, self.receive = transport, receive
+        transport.stream.wait_event(_event())
+        self.out = [_pinned_like(a) for a in send]
+        with transport.stream:
+            for host, array in zip(self.out, send, strict=True):
+                array.get(stream=transport.stream, out=host, blocking=False)
+        self.ready = cupy.cuda.Event(disable_timing=True)
+        self.ready.record(transport.stream)
+
+    def wait(self) -> None:
+        transport = self.transport
+        transport.ranks.until(lambda: bool(self.ready.done))
+        arrived = [_pinned_like(a) for a in self.receive]
+        transport.ranks.shift(self.out, arrived).wait()
+        with transport.stream:
+            for array, host in zip(self.receive, arrived, strict=True):
+                array.set(host, stream=transport.stream)
+        done = _Queued(transport.stream)
+        done.wait()
+        # pinned memory goes back to its pool when the copies are over
+        transport.ranks.until(lambda: bool(done.event.done))
+
+
+def _pinned_like(array: Array) -> Any:
+    return cupyx.empty_pinned(array.shape, array.dtype)

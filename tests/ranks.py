@@ -1,0 +1,300 @@
+"""What mpiexec runs for test_distributed.py: `python ranks.py WHAT [ARGUMENTS]` on every rank.
+
+Rank 0 leads: hypothesis runs there, and every example is sent to all ranks, which report back.
+"""
+
+import itertools
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import infonce
+from infonce import distributed
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+SCALARS = ("scale", "bias")
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}
+
+
+def say(*words: Any) -> None:
+    """One line, whole: ranks write to the same pipe."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def shards(n: int, seed: int) -> list[slice]:
+    """n rows cut anywhere, shards of 0 rows among them."""
+    cuts = np.sort(np.random.default_rng(seed).integers(0, n + 1, SIZE - 1))
+    ends = [0, *map(int, cuts), n]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def close(got: Any, want: Any, tolerance: float, what: str, size: float = 0.0) -> None:
+    got, want = (np.asarray(z, np.float64) for z in (got, want))
+    assert got.shape == want.shape, f"{what}: shape {got.shape} for {want.shape}"
+    error, size = np.linalg.norm(got - want), max(size, float(np.linalg.norm(want)))
+    assert error <= tolerance * size + 1e-14, f"{what}: off by {error:.1e} of {size:.1e}"
+
+
+def compare(case: dict[str, Any]) -> None:
+    """One loss over the ranks against one process that has all rows."""
+    loss, seed, n, d = case["loss"], case["seed"], case["n"], case["d"]
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(getattr(ml_dtypes, case["dtype"], case["dtype"]))
+    m = max(1, n - case["extra"]) if loss == "info_nce" else n
+    key = rng.standard_normal((n, d)).astype(dtype)
+    query = (key[:m].astype(float) * case["aligned"] + rng.standard_normal((m, d))).astype(dtype)
+    options = {name: case[name] for name in ("scale", "normalize", "reduction")}
+
+    # whole arrays, the order in which ranks hold their rows, and the rows of this rank
+    rows = shards(m, seed)
+    whole, orders, parts = [query, key], [np.arange(m), np.arange(n)], [rows, rows]
+    labels = None
+    if loss == "info_nce":
+        parts[1] = shards(n, seed + 1)
+        labels = rng.integers(0, n, m) if case["labelled"] else None
+    if loss == "nt_xent":
+        whole = [np.concatenate([query, key])]
+        if case["labelled"]:  # rows anywhere
+            orders, parts = [rng.permutation(2 * n)], [shards(2 * n, seed)]
+            labels = np.argsort(orders[0])[(orders[0] + n) % (2 * n)]
+        else:  # both views of a rank's samples are on it
+            both = [np.r_[r.start : r.stop, n + r.start : n + r.stop] for r in rows]
+            orders = [np.concatenate(both).astype(int)]
+            parts = [[slice(2 * r.start, 2 * r.stop) for r in rows]]
+    mine = [order[part[RANK]] for order, part in zip(orders, parts, strict=True)]
+
+    single, spread = dict(options), dict(options, timeout=60)
+    if case["ids"]:
+        ids = [rng.integers(0, n, len(z)) for z in whole]
+        if len(ids) == 1:
+            single["ids"], spread["ids"] = ids[0], ids[0][mine[0]]
+        else:
+            single["ids"] = tuple(ids)
+            spread["ids"] = tuple(i[own] for i, own in zip(ids, mine, strict=True))
+    if labels is not None:
+        spread["labels"] = labels[parts[0][RANK]]
+        if loss != "nt_xent":
+            single["labels"] = labels
+    local = [z[own] for z, own in zip(whole, mine, strict=True)]
+
+    want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **single)
+    got = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread)
+    again = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread)
+    alone = getattr(distributed, f"{loss}_loss")(*local, **spread)
+
+    tolerance = TOLERANCE[dtype.name]
+    assert got.loss.dtype == want.loss.dtype
+    assert np.array_equal(alone, got.loss)
+    per_row = case["reduction"] == "none"
+    close(got.loss, want.loss[mine[0]] if per_row else want.loss, 0.1 * tolerance, "loss")
+    terms = np.abs(np.asarray(want.grads[0], float) * whole[0].astype(float)).sum()
+    for i, field in enumerate(want.grads._fields):
+        w, g = getattr(want.grads, field), getattr(got.grads, field)
+        if w is None:
+            assert g is None, field
+            continue
+        assert g.dtype == w.dtype, field
+        assert np.asarray(g).tobytes() == np.asarray(getattr(again.grads, field)).tobytes(), field
+        if field in SCALARS:  # sums that cancel: relative to their terms
+            close(g, w, tolerance, f"d {field}", terms / case["scale"])
+        else:  # relative to all rows: those of a rank may be next to nothing
+            close(g, w[mine[i]], tolerance, f"d {field}", np.linalg.norm(w.astype(float)))
+    if got.lse is not None:
+        both = zip(*((z if isinstance(z, tuple) else (z,)) for z in (got.lse, want.lse)),
+                   strict=True)  # fmt: skip
+        for i, (g, w) in enumerate(both):
+            close(g, w[mine[i]], tolerance, "lse", 1.0 + np.abs(w).max())
+
+
+cases = st.fixed_dictionaries({
+    "loss": st.sampled_from(["info_nce", "nt_xent", "clip", "lit", "siglip"]),
+    "n": st.integers(1, 40),
+    "d": st.sampled_from([1, 3, 16]),
+    "extra": st.integers(0, 20),
+    "seed": st.integers(0, 10**6),
+    "scale": st.sampled_from([0.5, 3.0, 20.0]),
+    "aligned": st.sampled_from([0.0, 1.0]),
+    "normalize": st.booleans(),
+    "ids": st.booleans(),
+    "labelled": st.booleans(),
+    "reduction": st.sampled_from(["mean", "mean", "sum", "none"]),
+    "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
+})  # fmt: skip
+
+
+def lead(step: Any, case: Any) -> None:
+    """Rank 0: do `step(case)` on all ranks; AssertionError says which of them failed, and how."""
+    troubles = follow(step, COMM.bcast(case))
+    assert not any(troubles), [f"rank {r}: {t}" for r, t in enumerate(troubles) if t]
+
+
+def follow(step: Any, case: Any) -> list[str | None]:
+    trouble = None
+    try:
+        step(case)
+    except Exception as error:
+        trouble = f"{type(error).__name__}: {error}"
+    return COMM.allgather(trouble)
+
+
+def equal(examples: str) -> None:
+    """Hypothesis on rank 0, every example on all ranks."""
+    if RANK:
+        while (case := COMM.bcast(None)) is not None:
+            follow(compare, case)
+        return
+
+    @settings(max_examples=int(examples), derandomize=True, database=None, deadline=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(case=cases)
+    def property_holds(case: dict[str, Any]) -> None:
+        lead(compare, case)
+
+    try:
+        property_holds()
+    finally:
+        COMM.bcast(None)
+    say("equal:", examples, "examples")
+
+
+def parameters() -> None:
+    """Averaged by a framework, gradient_scale="ddp" gives the gradients of one process."""
+    rng = np.random.default_rng(0)
+    n, d = 24, 5
+    x, y, weights = rng.standard_normal((n, 7)), rng.standard_normal((n, d)), rng.random((7, d))
+    mine = shards(n, 3)[RANK]
+    want = infonce.clip_loss_and_grad(x @ weights, y, scale=2.0)
+    for how, combine in (("ddp", lambda g: sum(COMM.allgather(g)) / SIZE),
+                         ("global", lambda g: sum(COMM.allgather(g)))):  # fmt: skip
+        got = distributed.clip_loss_and_grad(
+            x[mine] @ weights, y[mine], scale=2.0, gradient_scale=how
+        )
+        close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
+        close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
+        close(got.loss, want.loss, 1e-13, "loss")
+    say("parameters")
+
+
+def bad_calls() -> list[tuple[str, str, Any]]:
+    """(words of the message, its type, the call as rank 1 differs)."""
+    odd = RANK == 1
+    x = np.ones((4, 3))
+
+    def clip(image: Any = x, text: Any = x, **options: Any) -> Any:
+        return distributed.clip_loss_and_grad(image, text, **{"scale": 1.0, **options})
+
+    wide, single = np.ones((4, 5)), x.astype(np.float32)
+    return [
+        ("image: width 3 on rank 0 and 5 on rank 1", "ValueError",
+         lambda: clip(*([wide] * 2 if odd else [x] * 2))),
+        ("dtype 'float64' on rank 0 and 'float32' on rank 1", "ValueError",
+         lambda: clip(*([single] * 2 if odd else [x] * 2))),
+        ("scale 1.0 on rank 0 and 2.0 on rank 1", "ValueError",
+         lambda: clip(scale=2.0 if odd else 1.0)),
+        ("normalize False rank 0 True on rank 1", "ValueError", lambda: clip(normalize=odd)),
+        ("reduction 'mean' 'sum' on rank 1", "ValueError",
+         lambda: clip(reduction="sum" if odd else "mean")),
+        ("wrt on rank 1", "ValueError", lambda: clip(wrt=["image"] if odd else None)),
+        ("gradient_scale 'global' 'ddp' on rank 1", "ValueError",
+         lambda: clip(gradient_scale="ddp" if odd else "global")),
+        ("ids 'not given' on rank 0 and 'given' on rank 1", "ValueError",
+         lambda: clip(ids=np.arange(4) if odd else None)),
+        ("function 'clip_loss_and_grad' on rank 0 and 'lit_loss_and_grad' on rank 1", "ValueError",
+         lambda: (distributed.lit_loss_and_grad if odd else distributed.clip_loss_and_grad)(
+             x, x, scale=1.0)),
+        ("rank 1: text: expected 4 rows", "ValueError", lambda: clip(text=x[:3] if odd else x)),
+        ("rank 1: image: expected an array", "TypeError", lambda: clip("x" if odd else x)),
+        ("rank 1: image: expected dtype", "TypeError",
+         lambda: clip(x.astype(int) if odd else x)),
+        ("rank 1: scale: expected a positive number", "ValueError",
+         lambda: clip(scale=-1 if odd else 1.0)),
+        ("unexpected keyword argument 'tempreature'", "TypeError", lambda: clip(tempreature=1.0)),
+        ("method \"tiled\" over ranks 'naive'", "ValueError", lambda: clip(method="naive")),
+        ("metrics False over ranks", "ValueError", lambda: clip(metrics=True)),
+        ("gradient_scale \"global\", \"ddp\" 'mean'", "ValueError",
+         lambda: clip(gradient_scale="mean")),
+        ("transport 'nccl' does not carry", "ValueError", lambda: clip(transport="nccl")),
+        ("at least one row over all ranks", "ValueError", lambda: clip(x[:0], x[:0])),
+        ("rank 1: features even number of rows", "ValueError",
+         lambda: distributed.nt_xent_loss(x[:3] if odd else x, scale=1.0)),
+        ("labels each other's label", "ValueError",
+         lambda: distributed.nt_xent_loss(x, np.arange(4), scale=1.0)),
+        (f"rank 1: labels [0, {4 * SIZE}) got {4 * SIZE}", "ValueError",
+         lambda: distributed.info_nce_loss(x, x, np.full(4, 4 * SIZE if odd else 0), scale=1.0)),
+        (f"key at least {3 * SIZE} rows, got {2 * SIZE} in all", "ValueError",
+         lambda: distributed.info_nce_loss(x[:3], x[:2], scale=1.0)),
+    ]  # fmt: skip
+
+
+def mismatch() -> None:
+    """The same error on every rank, and the ranks stay in step."""
+    for words, kind, call in bad_calls():
+        try:
+            call()
+            said = "nothing"
+        except (TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+        everyone = COMM.allgather(said)
+        assert len(set(everyone)) == 1, everyone
+        assert said.startswith(kind), said
+        for word in words.split():
+            assert word in said, f"{word!r} is not in {said!r}"
+        compare({"loss": "clip", "n": 9, "d": 3, "extra": 0, "seed": 1, "scale": 1.0,
+                 "aligned": 0.0, "normalize": False, "ids": False, "labelled": False,
+                 "reduction": "mean", "dtype": "float64"})  # fmt: skip
+    for timeout in (0, -1, "soon", True):
+        with pytest.raises(ValueError, match="timeout"):
+            distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, timeout=timeout)
+    say("mismatch")
+
+
+def trouble(what: str, timeout: str) -> None:
+    """Rank 1 gets into trouble in the middle of the third call; what do the others say?"""
+    say("process", os.getpid())
+    x = np.random.default_rng(RANK).standard_normal((200, 16))
+    calls = 0
+
+    def progress(phase: str, done: int, total: int) -> None:
+        if RANK != 1 or calls < 2 or phase != "gradient":
+            return
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "stopped":
+            time.sleep(100)
+        elif what == "raises":
+            raise OSError("no more of this")
+        elif what == "interrupted":
+            signal.raise_signal(signal.SIGINT)
+        elif what == "everyone":
+            say("now")
+            time.sleep(60)
+
+    try:
+        for calls in range(4):
+            began = time.monotonic()
+            distributed.clip_loss_and_grad(
+                x, x, scale=1.0, timeout=float(timeout), progress=progress
+            )
+            say("rank", RANK, "call", calls)
+    except BaseException as error:
+        passed = time.monotonic() - began
+        say(f"rank {RANK} after {passed:.1f} s: {type(error).__name__}: {error}")
+        try:  # the ranks are out of step now
+            distributed.clip_loss(x, x, scale=1.0)
+        except distributed.RankError as second:
+            say(f"rank {RANK} then: {second}")
+        raise
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

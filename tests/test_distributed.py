@@ -1,0 +1,139 @@
+"""The losses over ranks, in processes that mpiexec starts (tests/ranks.py) on the CPU."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+LIMIT = 100  # seconds for one start of mpiexec
+
+
+def mpi_missing() -> str | None:
+    """Why nothing can be started here."""
+    if MPIEXEC is None:
+        return "no mpiexec: pip install 'infonce[mpi]'"
+    done = subprocess.run(
+        [sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, text=True
+    )
+    return f"mpi4py: {done.stderr.strip().splitlines()[-1]}" if done.returncode else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mpi() -> None:
+    if reason := mpi_missing():
+        pytest.skip(reason)
+
+
+def command(ranks: int, *arguments: str, shell: tuple[str, ...] = ()) -> list[str]:
+    assert MPIEXEC is not None
+    program = [sys.executable, "-W", "error", str(HERE / "ranks.py"), *arguments]
+    flags: list[str] = []
+    version = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in version or "OpenRTE" in version:
+        flags = ["--allow-run-as-root", "--oversubscribe"]
+    return [MPIEXEC, *flags, "-n", str(ranks), *shell, *program]
+
+
+ENVIRONMENT = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run(ranks: int, *arguments: str, shell: tuple[str, ...] = ()) -> tuple[int, str]:
+    """(exit status, everything the ranks said); none of them is left behind."""
+    done = subprocess.run(
+        command(ranks, *arguments, shell=shell), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    no_orphans(done.stdout)
+    return done.returncode, done.stdout
+
+
+def no_orphans(said: str) -> None:
+    for process in map(int, re.findall(r"^process (\d+)$", said, re.MULTILINE)):
+        for _ in range(50):
+            if not Path(f"/proc/{process}").exists():
+                break
+            time.sleep(0.1)
+        assert not Path(f"/proc/{process}").exists(), f"process {process} is left behind\n{said}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_equal_to_one_process(ranks: int) -> None:
+    status, said = run(ranks, "equal", "40")
+    assert status == 0, said
+    assert "equal: 40 examples" in said
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parameters_gradients_as_frameworks_combine_them(ranks: int) -> None:
+    status, said = run(ranks, "parameters")
+    assert status == 0, said
+    assert said.count("parameters") == ranks
+
+
+def test_ranks_that_disagree() -> None:
+    status, said = run(3, "mismatch")
+    assert status == 0, said
+    assert said.count("mismatch") == 3
+
+
+# mpiexec ends all ranks when one dies. Here it does not see that at once: a shell stands between,
+# and the other ranks have to find out for themselves.
+SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("killed", r"rank 1 \(process \d+ on .*\) is gone"),
+        ("raises", "rank 1 failed: OSError: no more of this"),
+        ("interrupted", "rank 1 failed: KeyboardInterrupt"),
+    ],
+)
+def test_rank_in_trouble(what: str, words: str) -> None:
+    """The others say which rank and what, soon, and nobody stays."""
+    status, said = run(3, "trouble", what, "20", shell=SHELL)
+    assert status != 0
+    assert said.count("call 1") == 3, said
+    for rank in (0, 2):
+        error = re.search(rf"^rank {rank} after ([\d.]+) s: RankError: {words}$", said, re.M)
+        assert error is not None, said
+        assert float(error[1]) < 10, said
+        assert f"rank {rank} then: this communicator is out of step" in said
+
+
+def test_rank_that_stops() -> None:
+    """It is named when the time is out."""
+    status, said = run(3, "trouble", "stopped", "3", shell=SHELL)
+    assert status != 0
+    for rank in (0, 2):
+        error = re.search(rf"^rank {rank} after ([\d.]+) s: RankError: (.*)$", said, re.M)
+        assert error is not None, said
+        assert 2 < float(error[1]) < 8, said
+        assert "rank 1" in error[2], said
+
+
+def test_ctrl_c_ends_all_ranks() -> None:
+    with subprocess.Popen(
+        command(3, "trouble", "everyone", "60"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env=ENVIRONMENT, start_new_session=True,
+    ) as job:  # fmt: skip
+        assert job.stdout is not None
+        said = ""
+        while "now" not in said:
+            line = job.stdout.readline()
+            assert line, said
+            said += line
+        began = time.monotonic()
+        os.killpg(job.pid, signal.SIGINT)
+        rest, _ = job.communicate(timeout=30)
+        assert time.monotonic() - began < 20
+    assert job.returncode != 0
+    no_orphans(said + rest)
