@@ -75,8 +75,11 @@ class Metrics:
 
     def top(self, k: int) -> tuple[float, float | None]:
         """Fraction of rows, and of columns, whose positive is among the best `k`."""
-        columns = None if self.column_rank is None else float((self.column_rank < k).mean())
-        return float((self.row_rank < k).mean()), columns
+
+        def share(rank: Array) -> float:
+            return float((rank < k).sum()) / len(rank)
+
+        return share(self.row_rank), None if self.column_rank is None else share(self.column_rank)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,332 @@
+"""The losses as functions that autograd knows.
+
+One path for all five: `_apply` -> `_Function` (or, in a compiled graph, an operator) -> the same
+dispatch as for arrays. Gradients are computed together with the loss where any are needed, in the
+pass that the loss takes anyway, and scaled by the upstream gradient when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, losses
+from ..losses import Loss
+from ..result import LossAndGrad, Metrics
+
+KINDS = {kind.name: kind for kind in (losses.CLIP, losses.INFO_NCE, losses.LIT, losses.NT_XENT,
+                                      losses.SIGLIP)}  # fmt: skip
+OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
+
+
+def _evaluate(
+    kind: Loss,
+    features: Sequence[Tensor],
+    labels: Tensor | None,
+    scale: Any,
+    bias: Any,
+    options: dict[str, Any],
+    wrt: Sequence[str],
+    **more: Any,
+) -> LossAndGrad:
+    """Loss and the gradients named in `wrt`, as tensors."""
+    given = {**options, **more, "scale": scale, "wrt": tuple(wrt)}
+    return dispatch.loss_and_grad(kind, features, labels, bias, given)
+
+
+def _wanted(kind: Loss, needs: Sequence[bool]) -> list[str]:
+    """Names of the arguments that need a gradient, `needs` being those of (scale, bias, *features).
+
+    A locked tower gets none: its features are taken as constants.
+    """
+    names = ["scale", "bias", *kind.arguments]
+    return [n for n, need in zip(names, needs, strict=True) if need and n not in kind.locked]
+
+
+class _Function(torch.autograd.Function):
+    """loss = f(scale, bias, *features)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, kind: Loss, labels: Any, options: Any, found: Any, scale: Any, bias: Any,
+        *features: Tensor,
+    ) -> Tensor:  # fmt: skip
+        wanted = _wanted(kind, ctx.needs_input_grad[4:])
+        # Per-row losses have no single upstream gradient: theirs are computed when it is known
+        now = wanted if options.get("reduction", "mean") != "none" else []
+        result = _evaluate(
+            kind, features, labels, scale, bias, options, now, metrics=found is not None
+        )
+        if found is not None:
+            found.append(result.metrics)
+        ctx.kind, ctx.labels, ctx.options, ctx.wanted = kind, labels, options, wanted
+        ctx.plain = [None if isinstance(v, Tensor) else v for v in (scale, bias)]
+        ctx.grads = result.grads if now else None
+        if wanted:
+            ctx.save_for_backward(
+                *(v if isinstance(v, Tensor) else None for v in (scale, bias)), *features
+            )
+        return result.loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph: expected False, got True: gradients of the losses of infonce cannot "
+                "be differentiated again"
+            )
+        kind, grads = ctx.kind, ctx.grads
+        scale, bias, *features = ctx.saved_tensors
+        if grads is not None:
+            # The first backward pass takes the gradients that the forward pass has left, in place;
+            # another one (retain_graph) computes them again
+            ctx.grads = None
+            parts = [getattr(grads, name).mul_(upstream) for name in ctx.wanted]
+        else:
+            grads = _evaluate(
+                kind, features, ctx.labels, ctx.plain[0] if scale is None else scale,
+                ctx.plain[1] if bias is None else bias, ctx.options, ctx.wanted, grad_out=upstream,
+            ).grads  # fmt: skip
+            parts = [getattr(grads, name) for name in ctx.wanted]
+        of = dict(zip(ctx.wanted, parts, strict=True))
+        for name, value in (("scale", scale), ("bias", bias)):
+            if name in of:
+                of[name] = of[name].to(value.dtype).reshape(value.shape)
+        return (
+            None,
+            None,
+            None,
+            None,
+            of.get("scale"),
+            of.get("bias"),
+            *(of.get(name) for name in kind.arguments),
+        )
+
+
+# --- compiled graphs ------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("infonce::loss_and_grad", mutates_args=())
+def _operator(
+    kind: str,
+    query: Tensor,
+    key: Tensor | None,
+    labels: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    normalize: bool,
+    reduction: str,
+    method: str,
+    precision: str,
+    workspace: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, and gradients of scale, bias, query, key), those not needed empty."""
+    loss = KINDS[kind]
+    features = [query] if key is None else [query, key]
+    options = {"normalize": normalize, "reduction": reduction, "method": method,
+               "precision": precision, "workspace": workspace}  # fmt: skip
+    wanted = _wanted(loss, needs[: 2 + len(features)])
+    result = _evaluate(loss, features, labels, scale, bias, options, wanted)
+    of = {name: getattr(result.grads, name) for name in wanted}
+    for name, value in (("scale", scale), ("bias", bias)):
+        if name in of and value is not None:
+            of[name] = of[name].to(value.dtype, copy=True).reshape(value.shape)
+    names = ["scale", "bias", *loss.arguments, *["key"] * (2 - len(features))]
+    empties = (query.new_empty(0) for _ in names)
+    parts = [of.get(name, empty) for name, empty in zip(names, empties, strict=True)]
+    return result.loss, parts[0], parts[1], parts[2], parts[3]
+
+
+@_operator.register_fake
+def _shapes(
+    kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, normalize: bool,
+    reduction: str, method: str, precision: str, workspace: int, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    wanted = _wanted(KINDS[kind], needs[: 3 if key is None else 4])
+    double = torch.float64 in {query.dtype, query.dtype if key is None else key.dtype}
+    values = {"scale": scale, "bias": bias}
+    arguments = KINDS[kind].arguments
+    values.update(zip(arguments, (query, key), strict=False))
+    names = ["scale", "bias", *arguments, *["key"] * (2 - len(arguments))]
+    parts = [
+        torch.empty_like(values[n], memory_format=torch.contiguous_format)
+        if n in wanted
+        else query.new_empty(0)
+        for n in names
+    ]
+    return query.new_empty((), dtype=torch.float64 if double else torch.float32), *parts
+
+
+def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*output[1:])
+
+
+def _scaled(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
+    scale, bias, query, key = (
+        saved * upstream if saved.numel() else None for saved in ctx.saved_tensors
+    )
+    return None, query, key, None, scale, bias, None, None, None, None, None, None
+
+
+_operator.register_autograd(_scaled, setup_context=_remember)
+
+
+# --- the functions --------------------------------------------------------------------------------
+
+
+def _apply(
+    kind: Loss,
+    features: Sequence[Tensor],
+    labels: Tensor | None = None,
+    bias: Any = None,
+    *,
+    scale: Any = None,
+    temperature: Any = None,
+    metrics: bool = False,
+    **options: Any,
+) -> Any:
+    for name, z in zip(kind.arguments, features, strict=True):
+        if not isinstance(z, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(z).__name__}")
+        if not z.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point tensor, got {z.dtype}")
+        if z.device != features[0].device:
+            raise ValueError(
+                f"{name}: expected a tensor on {features[0].device} like {kind.arguments[0]}, "
+                f"got one on {z.device}"
+            )
+    if temperature is not None:
+        if scale is not None:
+            raise ValueError("temperature, scale: expected one of them, got both")
+        scale = 1.0 / temperature
+    for name, value in (("scale", scale), ("bias", bias)):
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name}: expected one number, got shape {tuple(value.shape)}")
+    if torch.compiler.is_compiling():
+        return _compiled(kind, features, labels, scale, bias, metrics, options)
+    if isinstance(scale, Tensor) and scale.ndim:
+        scale = scale.reshape(())
+    if isinstance(bias, Tensor) and bias.ndim:
+        bias = bias.reshape(())
+    if not torch.is_grad_enabled():
+        result = _evaluate(kind, features, labels, scale, bias, options, (), metrics=metrics)
+        return (result.loss, result.metrics) if metrics else result.loss
+    found: list[Metrics] | None = [] if metrics else None
+    loss = _Function.apply(kind, labels, options, found, scale, bias, *features)
+    return (loss, found[0]) if found else loss
+
+
+def _compiled(
+    kind: Loss,
+    features: Sequence[Tensor],
+    labels: Tensor | None,
+    scale: Any,
+    bias: Any,
+    metrics: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    unknown = set(options) - set(OPTIONS)
+    if metrics or unknown or options.get("reduction") == "none":
+        raise ValueError(
+            "in a compiled graph: expected no metrics, ids nor reduction='none' "
+            f"(options are {', '.join(OPTIONS)})"
+        )
+    if scale is None:
+        scale = kind.scale
+    if scale is None:
+        raise ValueError("temperature, scale: expected one of them, got neither")
+    if not isinstance(scale, Tensor):
+        scale = torch.tensor(scale, dtype=torch.float64)
+    if kind.sigmoid and not isinstance(bias, Tensor):
+        bias = torch.tensor(kind.bias if bias is None else bias, dtype=torch.float64)
+    settings = {**dispatch.DEFAULTS, **options}
+    key = None if kind.symmetric else features[1]
+    needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
+             for v in (scale, bias, features[0], key)]  # fmt: skip
+    return _operator(
+        kind.name, features[0], key, labels, scale, bias, settings["normalize"],
+        settings["reduction"], settings["method"], settings["precision"], settings["workspace"],
+        needs,
+    )[0]  # fmt: skip
+
+
+DOC = """
+
+    Parameters
+    ----------
+    {arguments} : tensors [rows, features], CPU or CUDA
+        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64).
+    scale, temperature : float or 0-d tensor
+        One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
+        A 0-d tensor such as ``logit_scale.exp()`` gets its gradient.
+    metrics : bool, default False
+        Return ``(loss, infonce.Metrics)``.
+    normalize, reduction, method, precision, workspace, ids
+        As in `infonce.{name}_loss`.
+
+    Returns
+    -------
+    0-d tensor, or [rows] with ``reduction="none"``
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any work, naming the argument, what came and what was expected.
+    RuntimeError
+        On a second derivative: gradients are not differentiable again.
+
+    References
+    ----------
+    {source}
+"""
+
+
+def _documented(kind: Loss, source: str) -> Any:
+    def add(function: Any) -> Any:
+        function.__doc__ += DOC.format(
+            arguments=", ".join(kind.arguments), name=kind.name, source=source
+        )
+        return function
+
+    return add
+
+
+@_documented(losses.CLIP, "Radford et al.: Learning Transferable Visual Models, 2021.")
+def clip_loss(image: Tensor, text: Tensor, **options: Any) -> Any:
+    """CLIP: mean of the cross entropies of both directions, ``x = scale image text'``,
+    ``loss = -1/(2N) sum_i (log softmax_row(x)_ii + log softmax_column(x)_ii)``."""
+    return _apply(losses.CLIP, (image, text), **options)
+
+
+@_documented(losses.INFO_NCE, "van den Oord et al.: Contrastive Predictive Coding, 2018.")
+def info_nce_loss(query: Tensor, key: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+    """InfoNCE: ``loss = -1/M sum_i log softmax(scale query key')_i,labels[i]``; without labels key
+    i is the positive of query i, and further keys are negatives."""
+    return _apply(losses.INFO_NCE, (query, key), labels, **options)
+
+
+@_documented(losses.NT_XENT, "Chen et al.: A Simple Framework for Contrastive Learning, 2020.")
+def nt_xent_loss(features: Tensor, **options: Any) -> Any:
+    """NT-Xent: 2B rows, i and i + B two views of one sample;
+    ``loss = -1/2B sum_i log softmax_{j != i}(scale z z')_i,partner(i)``."""
+    return _apply(losses.NT_XENT, (features,), **options)
+
+
+@_documented(
+    losses.LIT, "Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022."
+)
+def lit_loss(text: Tensor, image: Tensor, **options: Any) -> Any:
+    """LiT: the image tower is locked and gets no gradient;
+    ``loss = -1/N sum_i log softmax(scale text image')_ii``."""
+    return _apply(losses.LIT, (text, image), **options)
+
+
+@_documented(losses.SIGLIP, "Zhai et al.: Sigmoid Loss for Language Image Pre-Training, 2023.")
+def siglip_loss(image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
+    """SigLIP: ``loss = -1/N sum_ij log sigmoid(t_ij (scale <image_i, text_j> + bias))`` with
+    t_ij = 1 for i = j, else -1. `bias` is a number or a 0-d tensor, which gets its gradient."""
+    return _apply(losses.SIGLIP, (image, text), None, bias, **options)
