@@ -27,6 +27,7 @@ Array = Any
 TIMEOUT = 300.0  # seconds
 FAILED, WAITING = "failed", "waiting"
 PIECE = 2**30  # bytes of one message
+SHORT = 2040  # bytes of most values that all ranks exchange
 LISTEN = 0.05  # seconds between looks at the other ranks
 CONTROL_TAG = 7
 
@@ -86,7 +87,7 @@ class Communicator:
     def until(self, done: Callable[[], bool]) -> None:
         """Wait for `done()`; RankError if a rank fails meanwhile or the time is out."""
         began = now = time.monotonic()
-        look, told, pause = began + LISTEN, False, 0.0
+        look, told = began + LISTEN, False
         while not done():
             now = time.monotonic()
             if now >= look:
@@ -101,8 +102,7 @@ class Communicator:
                     f"rank {self.rank} waited {self.timeout:g} s for {self.silent()}; a rank may "
                     "have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            time.sleep(pause)
-            pause = min(1e-3, pause + 1e-5)
+            time.sleep(min(1e-3, (now - began) / 100))  # late by at most a hundredth
 
 
 # --- MPI ------------------------------------------------------------------------------------------
@@ -188,14 +188,20 @@ class MPIRanks(Communicator):
             return [value]
         self.call += 1
         message = pickle.dumps(value)
-        sizes = np.zeros(self.size, np.int64)
-        self._collective(np.array([len(message)], np.int64), sizes)
-        longest = int(sizes.max())
-        own = np.zeros(longest, np.uint8)
-        own[: len(message)] = np.frombuffer(message, np.uint8)
-        everyone = np.zeros((self.size, longest), np.uint8)
-        self._collective(own, everyone)
-        return [pickle.loads(everyone[r, : sizes[r]].tobytes()) for r in range(self.size)]
+        size = len(message)
+        room, longest = 0, SHORT
+        while longest > room:  # once, or where a message is long, twice
+            room = longest
+            own = np.zeros(8 + room, np.uint8)
+            own[:8] = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
+            own[8 : 8 + size] = np.frombuffer(message[:room], np.uint8)
+            everyone = np.zeros((self.size, 8 + room), np.uint8)
+            self._collective(own, everyone)
+            sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in everyone]
+            longest = max(sizes)
+        return [
+            pickle.loads(row[8 : 8 + n].tobytes()) for row, n in zip(everyone, sizes, strict=True)
+        ]
 
     def _collective(self, send: Array, receive: Array) -> None:
         if self.broken:

@@ -149,36 +149,38 @@ class _Call:
         self.transport: transports.Transport | None = None
 
     def evaluate(self, given: Sequence[Any]) -> Any:
-        features = self.agree(lambda: [arrays.native(z) for z in given])
-        shapes = [tuple(getattr(z, "shape", ())) for z in features]
-        # of what is no matrix, the checks will complain
-        sizes = self.ranks.allgather([s[0] if len(s) == 2 else 1 for s in shapes])
+        features, sizes = self.agree(lambda: _sized(given))
         queries = Partition([of[0] for of in sizes])
         keys = Partition([of[-1] for of in sizes])
         with dispatch._device(features[0]):
-            request = self.agree(lambda: self.check(features, queries, keys))
-            self.same_everywhere(request, features)
+            request, everyone = self.agree(lambda: self.check(features, queries, keys))
+            self.compare(everyone)
             return self.solve(request, given[0], queries, keys)
 
     # -- before any work
 
-    def agree(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns; if it fails on any rank, its error on all."""
-        result = error = None
+    def agree(self, function: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+        """`function` returns a result and what others should know; (result, what all of them say).
+        If it fails on any rank, its error on all."""
+        result = error = told = None
         try:
-            result = function()
+            result, told = function()
         except Exception as e:
             error = e
-        told = None if error is None else (type(error).__name__, str(error))
-        for r, trouble in enumerate(self.ranks.allgather(told)):
+        trouble = None if error is None else (type(error).__name__, str(error))
+        everyone = self.ranks.allgather((trouble, told))
+        for r, (trouble, _) in enumerate(everyone):
             if trouble is not None:
                 name, text = trouble
                 if self.ranks.size == 1 and error is not None:
                     raise _Agreed(error)
                 raise _Agreed(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
-        return result
+        return result, [told for _, told in everyone]
 
-    def check(self, features: list[Array], queries: Partition, keys: Partition) -> Request:
+    def check(
+        self, features: list[Array], queries: Partition, keys: Partition
+    ) -> tuple[Request, Any]:
+        """The checked call, and what has to be the same on all ranks."""
         ours, options = self.ours, self.options
         for name, choices in (
             ("gradient_scale", ("global", "ddp")),
@@ -204,10 +206,9 @@ class _Call:
         if request.problem.positives is None:
             positives = (xp.arange(m) + m // 2) % max(m, 1) if self.kind.symmetric else xp.arange(m)
             request.problem.positives = positives + queries.starts[self.ranks.rank]
-        return request
+        return request, self.facts(request, features)
 
-    def same_everywhere(self, request: Request, features: list[Array]) -> None:
-        """ValueError on all ranks where they disagree; and how arrays will travel."""
+    def facts(self, request: Request, features: list[Array]) -> Any:
         problem = request.problem
         on_gpu = arrays.on_gpu(features[0])
         scale, bias = (
@@ -240,7 +241,11 @@ class _Call:
             from .transport_gpu import device_name
 
             device = device_name()
-        everyone = self.ranks.allgather((facts, transports.offers(on_gpu), device))
+        return facts, transports.offers(on_gpu), device
+
+    def compare(self, everyone: list[Any]) -> None:
+        """ValueError on all ranks where they disagree; and how arrays will travel."""
+        on_gpu = everyone[0][2] is not None
         first = everyone[0][0]
         for r, (theirs, _, _) in enumerate(everyone):
             for name in {**first, **theirs}:
@@ -290,13 +295,14 @@ class _Call:
         partners = ring.of_positives(problem, problem.positives)
         wrong = (partners != mine) | (problem.positives == mine)
 
-        def complain() -> None:
+        def complain() -> tuple[None, None]:
             if bool(wrong.any()):
                 i = int(wrong.argmax())
                 raise ValueError(
                     f"labels: expected two rows that are each other's label, got "
                     f"{int(problem.positives[i])} at position {i}, whose own is {int(partners[i])}"
                 )
+            return None, None
 
         self.agree(complain)
 
@@ -325,6 +331,13 @@ class _Call:
             solution.scale_grad = np.float64(totals[1] / ddp)
             if solution.bias_grad is not None:
                 solution.bias_grad = np.float64(totals[2] / ddp)
+
+
+def _sized(given: Sequence[Any]) -> tuple[list[Array], list[int]]:
+    """The arrays, and how many rows each has. (Of what is no matrix the checks will complain.)"""
+    features = [arrays.native(z) for z in given]
+    shapes = [tuple(getattr(z, "shape", ())) for z in features]
+    return features, [s[0] if len(s) == 2 else 1 for s in shapes]
 
 
 def _sum(values: Sequence[float]) -> float:

@@ -248,11 +248,12 @@ class Ring:
             last = s == n - 1
             incoming = [] if last else room(s % 2, (k - 1) % n, False)
             arrived = room((s + 1) % 3, k, True) if s and kinds else []
-            pending = self.transport.shift([*([] if last else arrays), *carried],
-                                           [*incoming, *arrived])  # fmt: skip
+            leaving = [*([] if last else arrays), *carried]
+            pending = self.transport.shift(leaving, [*incoming, *arrived]) if n > 1 else None
             sums = room(s % 3, k, True)
             visit(k, arrays, sums)
-            pending.wait()
+            if pending is not None:
+                pending.wait()
             if combine is not None and arrived:
                 combine(sums, arrived)
             arrays, carried = incoming, sums

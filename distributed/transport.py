@@ -70,7 +70,7 @@ def cuda_aware() -> bool | None:
 
     try:
         query = ctypes.CDLL(load_mpi().__file__).MPIX_Query_cuda_support
-    except (OSError, AttributeError):
+    except (ImportError, OSError, AttributeError):
         return None
     query.restype, query.argtypes = ctypes.c_int, []
     return bool(query())

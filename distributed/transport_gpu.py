@@ -9,6 +9,7 @@ from typing import Any
 
 import cupy
 import cupyx
+import numpy as np
 
 from .communicator import Array, Communicator, Pending, RankError
 from .transport import Transport
@@ -194,4 +195,6 @@ class _Staged:
 
 
 def _pinned_like(array: Array) -> Any:
+    if array.nbytes == 0:
+        return np.empty(array.shape, array.dtype)
     return cupyx.empty_pinned(array.shape, array.dtype)
