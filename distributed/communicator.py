@@ -52,14 +52,15 @@ class Communicator:
     rank, size : int
     timeout : float or None
         Seconds that a rank waits for others before it gives up; set by each call of a loss.
-    waited : float
-        Seconds spent waiting for shifts so far.
+    waited, moving : float
+        Seconds so far that a rank waited for shifts, and that shifts were under way.
     """
 
     rank: int
     size: int
     timeout: float | None = TIMEOUT
     waited: float = 0.0
+    moving: float = 0.0
 
     def allgather(self, value: Any) -> list[Any]:
         """A small picklable value of every rank, in the order of the ranks."""
@@ -339,6 +340,7 @@ class _Shift:
         self.ranks, self.requests, self.buffers = ranks, requests, buffers
         self.finished = not requests
         self.error: BaseException | None = None
+        self.began = time.perf_counter()
         self.lock = threading.Lock()
 
     def done(self) -> bool:
@@ -349,6 +351,8 @@ class _Shift:
                     self.finished = self.ranks.MPI.Request.Testall(self.requests)
                 except self.ranks.MPI.Exception as error:
                     self.error, self.finished = error, True
+                if self.finished:
+                    self.ranks.moving += time.perf_counter() - self.began
         return self.finished
 
     def wait(self) -> None:

@@ -57,7 +57,25 @@ class _Base:
 
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
+        self.timers: list[Any] | None = None  # [] to measure
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
+
+    def timer(self, stream: Any) -> Any:
+        """An event on `stream` by which time can be told; None while nobody measures."""
+        if self.timers is None:
+            return None
+        event = cupy.cuda.Event()
+        event.record(stream)
+        return event
+
+    def seconds(self) -> tuple[float, float]:
+        """(shifts under way, stream waiting for them) since `timers` was set to []."""
+        elapsed = cupy.cuda.get_elapsed_time
+        timers = self.timers or []
+        return (
+            sum(elapsed(began, ended) for began, ended, _, _ in timers) / 1e3,
+            sum(elapsed(before, after) for _, _, before, after in timers) / 1e3,
+        )
 
     def settle(self) -> None:
         """Wait for the device as long as one waits for ranks: it may be waiting for them."""
@@ -95,13 +113,14 @@ class NCCL(_Base):
         send = [a for a in send if a.nbytes]
         receive = [a for a in receive if a.nbytes]
         self.stream.wait_event(_event())
+        began = self.timer(self.stream)
         self.nccl.groupStart()
         for array in send:
             self.communicator.send(array.data.ptr, array.nbytes, BYTES, right, self.stream.ptr)
         for array in receive:
             self.communicator.recv(array.data.ptr, array.nbytes, BYTES, left, self.stream.ptr)
         self.nccl.groupEnd()
-        return _Queued(self.stream)
+        return _Queued(self, began)
 
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
@@ -111,12 +130,17 @@ class NCCL(_Base):
 class _Queued:
     """A shift on another stream."""
 
-    def __init__(self, stream: Any) -> None:
-        self.event = cupy.cuda.Event(disable_timing=True)
-        self.event.record(stream)
+    def __init__(self, transport: _Base, began: Any = None) -> None:
+        self.transport, self.began = transport, began
+        self.event = cupy.cuda.Event(disable_timing=began is None)
+        self.event.record(transport.stream)
 
     def wait(self) -> None:
-        cupy.cuda.get_current_stream().wait_event(self.event)
+        stream, timer = cupy.cuda.get_current_stream(), self.transport.timer
+        before = timer(stream)
+        stream.wait_event(self.event)
+        if self.transport.timers is not None and self.began is not None:
+            self.transport.timers.append((self.began, self.event, before, timer(stream)))
 
 
 def _bounded(function: Callable[[], Any], ranks: Communicator) -> Any:
@@ -188,7 +212,7 @@ class _Staged:
         with transport.stream:
             for array, host in zip(self.receive, arrived, strict=True):
                 array.set(host, stream=transport.stream)
-        done = _Queued(transport.stream)
+        done = _Queued(transport)
         done.wait()
         # pinned memory goes back to its pool when the copies are over
         transport.ranks.until(lambda: bool(done.event.done))

@@ -185,6 +185,68 @@ def parameters() -> None:
     say("parameters")
 
 
+def gpu(transport: str) -> None:
+    """CuPy shards, one GPU a rank if there are enough, against one GPU that has all rows."""
+    import cupy
+
+    cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+    rng = np.random.default_rng(0)
+    m, n, d = 700, 900, 72
+    key = rng.standard_normal((n, d))
+    key /= np.linalg.norm(key, axis=1, keepdims=True)
+    query = key[:m] + 0.1 * rng.standard_normal((m, d))
+    labels, ids = rng.integers(0, n, m), rng.integers(0, 600, n)
+    bounds = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 4e-3, "float16": 6e-4}
+    for dtype, bound in bounds.items():
+        q, k = (cupy.asarray(z.astype(getattr(ml_dtypes, dtype, dtype))) for z in (query, key))
+        rows, columns = shards(m, 5)[RANK], shards(n, 6)[RANK]
+        if SIZE == 2 and dtype == "float32":
+            rows = columns = slice(0, 0) if RANK else slice(0, m)  # a rank without rows
+            columns = slice(m, n) if RANK else columns
+        for loss, options in (
+            ("clip", {}), ("clip", {"normalize": True, "ids": ids[:m]}), ("siglip", {}),
+            ("lit", {}), ("info_nce", {}), ("info_nce", {"labels": labels, "ids": (ids[:m], ids)}),
+            ("nt_xent", {}),
+        ):  # fmt: skip
+            whole, mine, own = [q, k], [rows, columns], dict(options)
+            if loss == "nt_xent":
+                whole = [cupy.concatenate([q, k[:m]])]
+                own["labels"] = (np.arange(2 * m) + m) % (2 * m)
+                mine = [shards(2 * m, 5)[RANK]]
+                own["labels"] = own["labels"][mine[0]]
+            elif loss != "info_nce":
+                whole, mine = [q, k[:m]], [rows, rows]
+                if "ids" in own:
+                    own["ids"] = own["ids"][rows]
+            elif own:
+                own = {"labels": labels[rows], "ids": (ids[:m][rows], ids[columns])}
+            function = f"{loss}_loss_and_grad"
+            want = getattr(infonce, function)(*whole, scale=30.0, **options)
+            parts = [z[part] for z, part in zip(whole, mine, strict=True)]
+            got, again = (
+                getattr(distributed, function)(
+                    *parts, scale=30.0, transport=transport, timeout=60, **own
+                )
+                for _ in range(2)
+            )
+            what = f"{loss} {dtype} {sorted(options)}"
+            close(float(got.loss), float(want.loss), max(bound / 10, 1e-12), what)
+            for i, field in enumerate(want.grads._fields):
+                w, g = getattr(want.grads, field), getattr(got.grads, field)
+                if w is None:
+                    continue
+                twice = getattr(again.grads, field)
+                assert cupy.asnumpy(g).tobytes() == cupy.asnumpy(twice).tobytes(), what
+                g, w = (cupy.asnumpy(z).astype(float) for z in (g, w))
+                if field in SCALARS:
+                    terms = float(cupy.abs(want.grads[0].astype(float) * whole[0]).sum())
+                    close(g, w, bound, f"{what}: d {field}", terms / 30)
+                else:
+                    size = float(np.linalg.norm(w))
+                    close(g, w[mine[i]], bound, f"{what}: d {field}", size)
+        say("gpu", transport, dtype)
+
+
 def bad_calls() -> list[tuple[str, str, Any]]:
     """(words of the message, its type, the call as rank 1 differs)."""
     odd = RANK == 1
@@ -258,10 +320,15 @@ def mismatch() -> None:
     say("mismatch")
 
 
-def trouble(what: str, timeout: str) -> None:
+def trouble(what: str, timeout: str, place: str = "host") -> None:
     """Rank 1 gets into trouble in the middle of the third call; what do the others say?"""
     say("process", os.getpid())
     x = np.random.default_rng(RANK).standard_normal((200, 16))
+    if place == "gpu":
+        import cupy
+
+        cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+        x = cupy.asarray(x)
     calls = 0
 
     def progress(phase: str, done: int, total: int) -> None:

@@ -137,3 +137,32 @@ def test_ctrl_c_ends_all_ranks() -> None:
         assert time.monotonic() - began < 20
     assert job.returncode != 0
     no_orphans(said + rest)
+
+
+def gpu_missing() -> str | None:
+    """Why nothing can run on a GPU here."""
+    code = "import cupy; assert cupy.cuda.runtime.getDeviceCount()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["auto", "staged"])
+def test_gpus_equal_one_gpu(transport: str) -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    status, said = run(2, "gpu", transport)
+    assert status == 0, said
+    assert said.count("gpu") >= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["killed", "raises"])
+def test_rank_in_trouble_on_gpus(what: str) -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    status, said = run(2, "trouble", what, "20", "gpu", shell=SHELL)
+    assert status != 0
+    error = re.search(r"^rank 0 after ([\d.]+) s: RankError: rank 1", said, re.MULTILINE)
+    assert error is not None, said
+    assert float(error[1]) < 10
