@@ -603,9 +603,14 @@ fused(const __grid_constant__ Fused f) {
   __shared__ Shared shared;
   __shared__ double memory[WARPS];
   u32 target = 0;
-  inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad, memory);
-  if (!SYMMETRIC) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
-  if (NORMALIZE) grid_barrier(f.barrier, target);
+  const auto inspect_all = [&] {
+    inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad, memory);
+    if (!SYMMETRIC) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
+  };
+  if (NORMALIZE) {
+    inspect_all();
+    grid_barrier(f.barrier, target);
+  }
 
   const i64 down = (f.m + TILE - 1) / TILE, across = (f.n + TILE - 1) / TILE;
   const i64 tiles = SYMMETRIC ? across * (across + 1) / 2 : down * across;
@@ -614,6 +619,7 @@ fused(const __grid_constant__ Fused f) {
     tile_of(f, t % tiles, across, row, column);
     logits_tile(f, row * TILE, column * TILE, t / tiles, shared);
   }
+  if (!NORMALIZE) inspect_all();  // by now the features are in the cache
   grid_barrier(f.barrier, target);
 
   const double scale = f.scale.get(), bias = f.bias.get();

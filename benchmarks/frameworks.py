@@ -1,0 +1,145 @@
+"""What the PyTorch modules cost over the same calls on CuPy arrays, on a GPU.
+
+    python benchmarks/frameworks.py [--output benchmarks/results/torch.json]
+
+Small batches: wall time of loss and backward pass with a synchronisation after it, and in a loop.
+Large ones: device time between events, and peak memory above inputs and gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cupy
+import torch
+import torch.nn.functional as F
+
+import infonce
+import infonce.torch
+from infonce.cli import machine
+from infonce.cli.bench_gpu import Device
+from infonce.cli.common import to_json
+
+TEMPERATURE = 0.07
+HERE = Path(__file__).resolve().parent
+
+
+def wall(run: Callable[[], Any], repeat: int = 300) -> dict[str, float]:
+    for _ in range(20):
+        run()
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    for _ in range(repeat):
+        run()
+    torch.cuda.synchronize()
+    each = (time.perf_counter() - start) / repeat
+    return {"wall_s": statistics.median(seconds), "in_a_loop_s": each}
+
+
+def device(run: Callable[[], Any], repeat: int = 10) -> dict[str, float]:
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeat):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(1e-3 * start.elapsed_time(stop))
+    return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
+
+
+def small() -> list[dict[str, Any]]:
+    z = F.normalize(torch.randn(256, 2048, device="cuda"), dim=1)
+    array = cupy.from_dlpack(z)
+    leaf = z.clone().requires_grad_()
+    loss = infonce.torch.InfoNCELoss(0.5)
+    positive = (torch.arange(256, device="cuda") + 128) % 256
+
+    def module() -> None:
+        leaf.grad = None
+        loss(leaf).backward()
+
+    def eager() -> None:
+        leaf.grad = None
+        x = leaf @ leaf.T / 0.5
+        x.fill_diagonal_(-torch.inf)
+        F.cross_entropy(x, positive).backward()
+
+    runs = {
+        "CuPy arrays": lambda: infonce.nt_xent_loss_and_grad(array, temperature=0.5),
+        "torch module": module,
+        "torch eager": eager,
+    }
+    return [
+        {"loss": "nt_xent", "rows": 256, "dim": 2048, "dtype": "float32", "method": m, **wall(run)}
+        for m, run in runs.items()
+    ]
+
+
+def large(rows: int, dim: int) -> list[dict[str, Any]]:
+    sides = [F.normalize(torch.randn(rows, dim, device="cuda"), dim=1).bfloat16() for _ in range(2)]
+    arrays = [cupy.from_dlpack(z) for z in sides]
+    out = [cupy.empty_like(z) for z in arrays]
+    leaves = [z.clone().requires_grad_() for z in sides]
+
+    def module() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        infonce.torch.clip_loss(*leaves, temperature=TEMPERATURE).backward()
+
+    runs = {
+        "CuPy arrays": lambda: infonce.clip_loss_and_grad(
+            *arrays, temperature=TEMPERATURE, out=out
+        ),
+        "torch module": module,
+    }
+    found = []
+    for method, run in runs.items():
+        row = {"loss": "clip", "rows": rows, "dim": dim, "dtype": "bfloat16", "method": method}
+        found.append({**row, **device(run)})
+    for leaf in leaves:
+        leaf.grad = None
+    out.clear()
+    cupy.get_default_memory_pool().free_all_blocks()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    module()
+    torch.cuda.synchronize()
+    gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+    found[-1]["peak_bytes"] = before - torch.cuda.mem_get_info()[0] - gradients
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "torch.json")
+    arguments = parser.parse_args()
+    described = Device("float32").describe()
+    report = {
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "device": described["device"],
+        "versions": described["versions"],
+        "settings": {"temperature": TEMPERATURE},
+        "results": [*small(), *large(65536, 512)],
+    }
+    for row in report["results"]:
+        print({k: f"{v:.3e}" if isinstance(v, float) else v for k, v in row.items()})
+    arguments.output.write_text(to_json(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()
