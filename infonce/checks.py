@@ -81,8 +81,8 @@ class _Settled:
     """
 
     options: dict[str, Any]
-    scale: Any
-    bias: Any
+    scale: float | None  # None where it comes as an array, with every call
+    bias: float | None
     compute: str
     workspace: int
     wrt: frozenset[str]
@@ -93,7 +93,11 @@ class _Settled:
     want_key: bool
 
 
-PLAIN = frozenset({bool, int, float, str, type(None)})  # no arrays: such options settle a call
+PLAIN = frozenset(
+    {bool, int, float, str, frozenset, type(None)}
+)  # no arrays: such options settle a call
+PER_CALL = frozenset({"out", "grad_out", "ids", "progress"})  # looked at in every call,
+NUMBERS = frozenset({"scale", "temperature"})  # and these, where they are arrays
 _settled: dict[tuple[Any, ...], _Settled] = {}
 
 
@@ -118,6 +122,16 @@ def check(
             _settled[kind] = settled
 
     o, wrt = settled.options, settled.wrt
+    ids, grad_out, out, progress = (
+        options.get(name, DEFAULTS[name]) for name in ("ids", "grad_out", "out", "progress")
+    )
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: expected a callable, got {_what(progress)}")
+    scale = settled.scale
+    if scale is None:  # an array: its value may be another each time
+        scale = _scale(loss, options.get("temperature"), options.get("scale"))
+    an_array = loss.sigmoid and settled.bias is None
+    bias = _number("bias", bias) if an_array else settled.bias
     query, key = arrays[0], arrays[-1]
     xp = namespace(query)
     m, n = len(query), len(key)
@@ -125,19 +139,19 @@ def check(
     if o["check_finite"]:
         for name, z in zip(loss.arguments, arrays, strict=True):
             _finite(xp, name, z)
-    row_ids, column_ids = _ids(xp, loss, o["ids"], m, n)
+    row_ids, column_ids = _ids(xp, loss, ids, m, n)
     positives, without_positive = _positives(xp, labels, m, whole.columns)
     problem = Problem(
         query=query,
         key=key,
-        scale=settled.scale,
-        upstream=_upstream(xp, o["grad_out"], o["reduction"], m, whole.rows),
+        scale=scale,
+        upstream=_upstream(xp, grad_out, o["reduction"], m, whole.rows),
         positives=positives,
         # None where some rows' losses are replaced before they are reduced
         row_share=settled.row_share if without_positive is None else None,
         row_weight=loss.row_weight,
         column_weight=loss.column_weight,
-        bias=settled.bias,
+        bias=bias,
         symmetric=loss.symmetric,
         query_ids=row_ids,
         key_ids=column_ids,
@@ -146,13 +160,13 @@ def check(
         method=o["method"],
         workspace=settled.workspace,
         ranks=bool(o["metrics"]),
-        progress=o["progress"],
+        progress=progress,
     )
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
     gradients = None
     if with_grad:
-        outs, given_out = _out(xp, loss, arrays, o["out"], settled.grad_dtype, wrt)
+        outs, given_out = _out(xp, loss, arrays, out, settled.grad_dtype, wrt)
     if wrt:
         gradients = Gradients(
             query=outs.get(loss.arguments[0]),
@@ -176,13 +190,20 @@ def _kind(
     shard: Shard | None,
 ) -> tuple[Any, ...] | None:
     """The key under which a call is settled; None for one with options that are arrays."""
-    classes = tuple([value.__class__ for value in options.values()])  # True is no 1
-    if bias.__class__ not in PLAIN or not PLAIN.issuperset(classes):
+    plain = {
+        name: value
+        for name, value in options.items()
+        if name not in PER_CALL and not (name in NUMBERS and value.__class__ not in PLAIN)
+    }
+    classes = tuple([value.__class__ for value in plain.values()])  # True is no 1
+    if not PLAIN.issuperset(classes):
         return None
+    if bias.__class__ not in PLAIN:
+        bias = "array"
     if not all([_is_array(z) for z in arrays]):
         return None
     kinds = [(z.shape, z.dtype, z.device.id if on_gpu(z) else None) for z in arrays]
-    return loss, with_grad, labelled, shard, bias, classes, *kinds, *options.items()
+    return loss, with_grad, labelled, shard, bias, (*options,), classes, *kinds, *plain.items()
 
 
 def _settle(
@@ -205,6 +226,7 @@ def _settle(
     _shapes(loss, query, key, labelled, whole)
     scale = _scale(loss, o["temperature"], o["scale"])
     if loss.sigmoid:
+        plain_bias = bias.__class__ in PLAIN
         bias = _number("bias", loss.bias if bias is None else bias)
     dtypes = {z.dtype.name for z in arrays}
     compute = _precision(o["precision"], dtypes, on_host)
@@ -213,8 +235,6 @@ def _settle(
         raise TypeError(f"workspace: expected an integer number of bytes, got {_what(workspace)}")
     if workspace <= 0:
         raise ValueError(f"workspace: expected a positive number of bytes, got {workspace}")
-    if o["progress"] is not None and not callable(o["progress"]):
-        raise TypeError(f"progress: expected a callable, got {_what(o['progress'])}")
     if o["return_logits"] and o["method"] != "naive":
         raise ValueError(
             f'return_logits: expected method="naive", the one that keeps them, got '
@@ -225,9 +245,9 @@ def _settle(
     wrt = _wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
     return _Settled(
-        options=o,
-        scale=scale,
-        bias=bias if loss.sigmoid else None,
+        options={name: o[name] for name in o if name not in PER_CALL and name not in NUMBERS},
+        scale=scale if all(o[name].__class__ in PLAIN for name in NUMBERS) else None,
+        bias=bias if loss.sigmoid and plain_bias else None,
         compute=compute,
         workspace=int(workspace),
         wrt=wrt,

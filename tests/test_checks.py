@@ -156,3 +156,32 @@ def test_signatures_spell_out_the_keywords() -> None:
         doc = getattr(infonce, f"{loss}_loss_and_grad").__doc__
         for word in ("Parameters", "workspace", "grad_out", "Returns", "Raises", "References"):
             assert word in doc
+
+
+def test_a_settled_call_still_looks_at_what_may_change() -> None:
+    """The second call of a kind is not checked again; arrays among its options are."""
+    z = np.eye(6, dtype=np.float32)
+    scale, bias = np.array(2.0), np.array(-1.0)
+    first = infonce.siglip_loss(z, z, bias, scale=scale)
+    scale[...], bias[...] = 5.0, -3.0
+    assert infonce.siglip_loss(z, z, bias, scale=scale) == infonce.siglip_loss(
+        z, z, -3.0, scale=5.0
+    )
+    assert infonce.siglip_loss(z, z, bias, scale=scale) != first
+    outs = [(np.empty_like(z), np.empty_like(z)) for _ in range(2)]
+    for out in outs:
+        got = infonce.clip_loss_and_grad(z, z.copy(), scale=1.0, out=out)
+        assert got.grads.image is out[0]
+    ids = np.arange(6) // 2
+    plain = infonce.clip_loss(z, z, scale=1.0, ids=np.arange(6))
+    assert infonce.clip_loss(z, z, scale=1.0, ids=ids) != plain
+    with pytest.raises(TypeError, match="progress: expected a callable"):
+        infonce.clip_loss(z, z, scale=1.0, ids=ids, progress=3)
+    infonce.clip_loss(z, z, scale=1.0, workspace=1 << 20)
+    with pytest.raises(TypeError, match="workspace: expected an integer"):
+        infonce.clip_loss(z, z, scale=1.0, workspace=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+        infonce.clip_loss(z, z, scale=1.0, out=outs[0])
+    scale[...] = -1.0
+    with pytest.raises(ValueError, match="scale: expected a positive number"):
+        infonce.siglip_loss(z, z, bias, scale=scale)

@@ -32,8 +32,12 @@ def _evaluate(
     wrt: Sequence[str],
     **more: Any,
 ) -> LossAndGrad:
-    """Loss and the gradients named in `wrt`, as tensors."""
-    given = {**options, **more, "scale": scale, "wrt": tuple(wrt)}
+    """Loss and the gradients named in `wrt`, as tensors; those of features in torch's memory."""
+    given = {**options, **more, "scale": scale, "wrt": frozenset(wrt)}
+    out = {n: torch.empty_like(z, memory_format=torch.contiguous_format)
+           for n, z in zip(kind.arguments, features, strict=True) if n in wrt}  # fmt: skip
+    if out:
+        given["out"] = out
     return dispatch.loss_and_grad(kind, features, labels, bias, given)
 
 
