@@ -8,6 +8,7 @@
 
 from ._version import __version__
 from .capture import Captured, capture
+from .grad_cache import grad_cache
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
@@ -30,6 +31,7 @@ __all__ = [
     "capture",
     "clip_loss",
     "clip_loss_and_grad",
+    "grad_cache",
     "info_nce_loss",
     "info_nce_loss_and_grad",
     "lit_loss",

@@ -1,0 +1,112 @@
+"""Batches larger than the encoder's memory: features without a graph first, then gradients by
+chunks (Gao et al.: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021).
+
+The loss needs features alone and returns their gradients; so an encoder can be run a chunk at a
+time, twice: once for features, and once more to take each chunk's gradient back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .result import LossAndGrad
+
+Encode = Callable[[Any], Any]  # chunk of inputs -> features [rows, D], no graph kept
+Backward = Callable[[Any, Any], None]  # chunk, gradient of its features -> parameters' gradients
+
+
+def grad_cache(
+    loss_and_grad: Callable[..., LossAndGrad],
+    inputs: Sequence[Any] | Mapping[str, Any],
+    encode: Encode | Sequence[Encode],
+    backward: Backward | Sequence[Backward | None],
+    chunk: int,
+    **options: Any,
+) -> LossAndGrad:
+    """Loss of a whole batch, and gradients of encoders that see `chunk` rows at a time.
+
+    For each feature array of the loss: ``z = concat(encode(c) for c in chunks)``. Then one call of
+    the loss, and ``backward(c, dz of c)`` for each chunk, which runs the encoder once more with
+    its graph and adds to the parameters' gradients. These are, to rounding, those of one pass over
+    the batch, for encoders whose rows do not see each other (no batch normalisation). An encoder
+    that draws random numbers (dropout) has to draw the same ones both times: that is up to the
+    callbacks.
+
+    Parameters
+    ----------
+    loss_and_grad : callable
+        A function `X_loss_and_grad` of `infonce` or of `infonce.distributed`: over ranks, each rank
+        passes its own rows, and `options` may name `comm`.
+    inputs : sequence
+        One for each feature array of the loss, in its order: anything with a length and slices.
+    encode : callable (chunk) -> features [rows, D], or one for each input
+        Features without a graph, in any kind of array that the loss takes.
+    backward : callable (chunk, gradient), or one for each input; None for a locked encoder
+        Receives the gradient of the loss with respect to `encode(chunk)`, in the same kind of
+        array. Not called where the loss returns no gradient.
+    chunk : int
+        Rows that an encoder sees at once.
+    **options
+        Passed on to the loss. ``gradient_scale="ddp"`` where gradients are averaged afterwards.
+
+    Returns
+    -------
+    LossAndGrad
+        Of the whole batch (over ranks: of all ranks).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit, before any work; and whatever the loss raises.
+    """
+    if isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)):
+        raise TypeError(f"chunk: expected an integer, got {type(chunk).__name__} {chunk!r}")
+    if chunk < 1:
+        raise ValueError(f"chunk: expected at least 1, got {chunk}")
+    if isinstance(inputs, Mapping) or not isinstance(inputs, (list, tuple)) or not inputs:
+        raise TypeError(
+            "inputs: expected a list or tuple with one entry for each feature array of the loss, "
+            f"got {type(inputs).__name__}"
+        )
+    encoders = _one_each("encode", encode, len(inputs))
+    backwards = _one_each("backward", backward, len(inputs))
+    cuts = [[slice(i, i + chunk) for i in range(0, max(len(z), 1), chunk)] for z in inputs]
+    features = [
+        _concatenated([run(z[part]) for part in parts])
+        for z, run, parts in zip(inputs, encoders, cuts, strict=True)
+    ]
+    out = loss_and_grad(*features, **options)
+    for z, run, parts, gradient in zip(inputs, backwards, cuts, out.grads, strict=False):
+        if run is None or gradient is None:
+            continue
+        for part in parts:
+            if len(z[part]):
+                run(z[part], gradient[part])
+    return out
+
+
+def _one_each(name: str, given: Any, n: int) -> list[Any]:
+    """One callable for all inputs, or one for each."""
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * n
+    if len(each) != n:
+        raise ValueError(f"{name}: expected one callable or {n} of them, got {len(each)}")
+    for one in each:
+        if not callable(one) and not (one is None and name == "backward"):
+            raise TypeError(f"{name}: expected a callable, got {type(one).__name__} {one!r}"[:120])
+    return each
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    """Chunks of features one after the other, in their own kind of array."""
+    if len(parts) == 1:
+        return parts[0]
+    library = type(parts[0]).__module__.partition(".")[0]
+    if library == "torch":
+        return sys.modules["torch"].cat(parts)
+    if library in ("jax", "jaxlib"):
+        return sys.modules["jax"].numpy.concatenate(parts)
+    return sys.modules["cupy" if library == "cupy" else "numpy"].concatenate(parts)
