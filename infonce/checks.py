@@ -122,9 +122,8 @@ def check(
             _settled[kind] = settled
 
     o, wrt = settled.options, settled.wrt
-    ids, grad_out, out, progress = (
-        options.get(name, DEFAULTS[name]) for name in ("ids", "grad_out", "out", "progress")
-    )
+    get = options.get
+    ids, grad_out, out, progress = get("ids"), get("grad_out", 1.0), get("out"), get("progress")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a callable, got {_what(progress)}")
     scale = settled.scale
@@ -190,15 +189,17 @@ def _kind(
     shard: Shard | None,
 ) -> tuple[Any, ...] | None:
     """The key under which a call is settled; None for one with options that are arrays."""
-    plain = {
-        name: value
-        for name, value in options.items()
-        if name not in PER_CALL and not (name in NUMBERS and value.__class__ not in PLAIN)
-    }
-    classes = tuple([value.__class__ for value in plain.values()])  # True is no 1
+    plain = options
+    classes = tuple(map(type, options.values()))  # True is no 1
     if not PLAIN.issuperset(classes):
-        return None
-    if bias.__class__ not in PLAIN:
+        plain = {
+            name: value
+            for name, value in options.items()
+            if name not in PER_CALL and not (name in NUMBERS and type(value) not in PLAIN)
+        }
+        if not PLAIN.issuperset(map(type, plain.values())):
+            return None
+    if type(bias) not in PLAIN:
         bias = "array"
     if not all([_is_array(z) for z in arrays]):
         return None
