@@ -89,6 +89,24 @@ def offers(on_gpu: bool) -> dict[str, str | None]:
     }
 
 
+def describe(on_gpu: bool) -> dict[str, str]:
+    """Each transport: what it uses, or why it is not to be had here. For a process without ranks:
+    MPI is not initialised."""
+    from .communicator import load_mpi
+
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        library = load_mpi().Get_library_version().split("\n")[0]
+        said = {"mpi": "available: " + " ".join(library.split()).rstrip("\0")}
+    except ImportError as error:
+        return {"mpi": f"unavailable: {' '.join(str(error).split())}"}
+    for name, why in offers(True).items() if on_gpu else ():
+        said[name] = "available" if why is None else f"unavailable: {why}"
+    return said
+
+
 def choose(asked: str, offered: list[dict[str, str | None]]) -> str:
     """The best transport that all ranks offer; ValueError names who lacks the one asked for."""
     for name in offered[0] if asked == "auto" else [asked]:

@@ -20,6 +20,7 @@ OPTIONAL = {  # library -> what brings it
     "matplotlib": "pip install 'infonce[plot]'",
     "scikit-learn": "pip install 'infonce[demo]'",
     "safetensors": "pip install 'infonce[safetensors]'",
+    "mpi4py": "pip install 'infonce[mpi]'",
     "cupy-cuda12x": "pip install 'infonce[cuda12]'",
     "cupy-cuda13x": "pip install 'infonce[cuda13]'",
     "torch": "pip install torch",
@@ -47,6 +48,7 @@ def info(as_json: bool, compiles: bool) -> None:
             for name, version in machine.versions(*OPTIONAL).items()
             if name in OPTIONAL
         },
+        "transports": _transports(on_gpu),
         "workspace_bytes": checks.DEFAULTS["workspace"],
         "compiled_code": _cache(),
         "compiled_kernels": str(compiler.cache_directory()),
@@ -68,6 +70,8 @@ def info(as_json: bool, compiles: bool) -> None:
         table.add_row(f"backend {name}", state)
     for name, library in report["optional"].items():
         table.add_row(name, library["version"] or f"missing: {library['from']}")
+    for name, state in report["transports"].items():
+        table.add_row(f"ranks by {name}", state)
     table.add_row("workspace", f"{human(report['workspace_bytes'])} by default")
     table.add_row("compiled code", report["compiled_code"])
     table.add_row("compiled kernels", report["compiled_kernels"])
@@ -110,6 +114,14 @@ def _cpu() -> str:
         return f"available, {thread_count()} threads"
     except (ImportError, ValueError) as error:
         return f"unavailable: {error}"
+
+
+def _transports(on_gpu: bool) -> dict[str, str]:
+    """How the losses over ranks could move arrays here."""
+    from ..distributed.transport import describe
+
+    said: dict[str, str] = describe(on_gpu)
+    return said
 
 
 def _cache() -> str:

@@ -1,0 +1,102 @@
+"""Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from infonce.distributed import communicator, transport
+from infonce.distributed.partition import Partition
+
+import infonce
+from infonce import distributed
+
+
+class Alone(distributed.Communicator):
+    """A communicator of one rank, as small as it can be."""
+
+    rank, size = 0, 1
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def shift(self, send: Sequence[Any], receive: Sequence[Any]) -> Any:
+        raise AssertionError("one rank has nobody to send to")
+
+
+def test_communicator_of_ones_own() -> None:
+    x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
+    want = infonce.clip_loss_and_grad(x, y, scale=3.0)
+    got = distributed.clip_loss_and_grad(x, y, scale=3.0, comm=Alone())
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
+    np.testing.assert_allclose(got.grads.text, want.grads.text, rtol=1e-12, atol=1e-15)
+
+
+def test_errors_of_one_rank_are_those_of_one_process() -> None:
+    x = np.ones((3, 2))
+    with pytest.raises(ValueError, match=r"^text: expected 3 rows like image"):
+        distributed.clip_loss(x, x[:2], scale=1.0, comm=Alone())
+
+
+def test_mpi4py_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match=r"mpi4py cannot be imported.*infonce\[mpi\]"):
+        distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0)
+
+
+def test_comm_of_another_kind() -> None:
+    with pytest.raises(TypeError, match="comm: expected an mpi4py communicator, got str"):
+        distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, comm="world")
+
+
+def test_waiting_is_bounded() -> None:
+    ranks = Alone()
+    ranks.timeout = 0.05
+    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s for another rank"):
+        ranks.until(lambda: False)
+
+
+def test_choice_is_what_all_ranks_have() -> None:
+    every = {"nccl": None, "cuda-aware": None, "staged": None}
+    without = {**every, "nccl": "CuPy finds no NCCL"}
+    assert transport.choose("auto", [every, every]) == "nccl"
+    assert transport.choose("auto", [every, without]) == "cuda-aware"
+    assert transport.choose("staged", [every, without]) == "staged"
+    with pytest.raises(ValueError, match="rank 1: nccl: CuPy finds no NCCL"):
+        transport.choose("nccl", [every, without])
+    with pytest.raises(ValueError, match="does not carry this kind"):
+        transport.choose("nccl", [{"mpi": None}])
+
+
+@pytest.mark.parametrize(("value", "want"), [("1", True), ("0", False)])
+def test_cuda_aware_by_explicit_word(
+    monkeypatch: pytest.MonkeyPatch, value: str, want: bool
+) -> None:
+    monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", value)
+    assert transport.cuda_aware() is want
+
+
+def test_cuda_aware_by_a_word_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", "maybe")
+    with pytest.raises(ValueError, match="INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got 'maybe'"):
+        transport.cuda_aware()
+
+
+def test_partition() -> None:
+    shards = Partition([3, 0, 2])
+    assert (shards.total, shards.largest, shards.starts) == (5, 3, [0, 3, 3, 5])
+    rows = np.array([0, 4, 2, 3])
+    assert shards.local(np, rows, 0).tolist() == [0, -1, 2, -1]
+    assert shards.local(np, rows, 1).tolist() == [-1] * 4
+    assert shards.local(np, rows, 2).tolist() == [-1, 1, -1, 0]
+
+
+def test_messages_have_a_size_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "PIECE", 100)
+    array = np.arange(60.0).reshape(6, 10)
+    pieces = communicator._pieces(array)
+    assert [p.nbytes for p in pieces] == [100] * 4 + [80]
+    pieces[1][:] = 0
+    assert array.reshape(-1).view(np.uint8)[100:200].sum() == 0
+    assert communicator._pieces(array[:0]) == []
