@@ -166,3 +166,27 @@ def test_rank_in_trouble_on_gpus(what: str) -> None:
     error = re.search(r"^rank 0 after ([\d.]+) s: RankError: rank 1", said, re.MULTILINE)
     assert error is not None, said
     assert float(error[1]) < 10
+
+
+def test_demo() -> None:
+    """Digits over ranks, equal to one process."""
+    pytest.importorskip("sklearn")
+    assert MPIEXEC is not None
+    done = subprocess.run(
+        [*command(3)[:-1], "-m", "infonce.distributed.demo", "--steps", "11"],
+        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks" in done.stdout
+    assert "against one process" in done.stdout
+
+
+def test_demo_times_random_features() -> None:
+    assert MPIEXEC is not None
+    done = subprocess.run(
+        [*command(2)[:-1], "-m", "infonce.distributed.demo", "--batch", "301", "--dim", "9"],
+        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in ("301 x 9 float32 over 2 ranks", "useful rate", "memory", "not hidden"):
+        assert words in done.stdout
