@@ -6,6 +6,7 @@
 >>> out.loss, out.grads.image, out.grads.text, out.grads.scale, out.lse
 """
 
+from . import schedules
 from ._version import __version__
 from .capture import Captured, capture
 from .grad_cache import grad_cache
@@ -38,6 +39,7 @@ __all__ = [
     "lit_loss_and_grad",
     "nt_xent_loss",
     "nt_xent_loss_and_grad",
+    "schedules",
     "siglip_loss",
     "siglip_loss_and_grad",
 ]
