@@ -5,6 +5,7 @@ A library is looked at only if the caller has imported it already.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
+NOTHING = contextlib.nullcontext()
 
 
 def _loaded(module: str, name: str, array: Array) -> bool:
@@ -33,6 +35,11 @@ def _cupy() -> Any:
 def on_gpu(array: Array) -> bool:
     """Whether what `native` returned is a CuPy array. (To ask for its interface would build it.)"""
     return _loaded("cupy", "ndarray", array)
+
+
+def current_device() -> int:
+    """CuPy's current GPU."""
+    return int(sys.modules["cupy"].cuda.runtime.getDevice())
 
 
 def namespace(array: Array) -> Any:
@@ -128,6 +135,4 @@ def on_stream_of(array: Array) -> Any:
         if hasattr(cupy.cuda.Stream, "from_external"):
             return cupy.cuda.Stream.from_external(stream)
         return cupy.cuda.ExternalStream(stream.cuda_stream, array.device.index)
-    import contextlib
-
-    return contextlib.nullcontext()
+    return NOTHING

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from . import arrays
@@ -71,7 +70,9 @@ def _result(
 
 def _device(array: Array) -> Any:
     """Context in which the device that `array` is on is the current one."""
-    return array.device if arrays.on_gpu(array) else nullcontext()
+    if not arrays.on_gpu(array) or array.device.id == arrays.current_device():
+        return arrays.NOTHING
+    return array.device
 
 
 def _solve(request: Request) -> Solution:

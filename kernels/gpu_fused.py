@@ -136,8 +136,8 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     plan = _plan(m, n, d, item, symmetric, two_sided, resident, room)
 
     # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
-    out = cupy.empty(2 * m + n + 3, DOUBLE if double else SINGLE)
-    scratch = cupy.empty(plan.scratch, DOUBLE)
+    out = cupy.ndarray((2 * m + n + 3,), DOUBLE if double else SINGLE)
+    scratch = cupy.ndarray((plan.scratch,), DOUBLE)
     start, base = out.data.ptr, scratch.data.ptr
     reduced = start + item * (2 * m + n)
     addresses = [base + offset for offset in plan.offsets]
