@@ -1,0 +1,360 @@
+"""infonce for JAX: the losses as differentiable functions, inside and outside of `jit`.
+
+>>> import infonce.jax
+>>> def loss(params, batch):
+...     image, text = encode(params, batch)
+...     return infonce.jax.clip_loss(image, text, scale=jnp.exp(params["log_scale"]))
+>>> step = jax.jit(jax.value_and_grad(loss))
+
+Each loss is one call out of the compiled program, on the program's own buffers: on a CPU as NumPy
+arrays, on a GPU as CuPy arrays and on the program's stream. Nothing is copied and nothing waits for
+the device. Under `grad` that one call computes loss and gradients, for what is differentiated and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+try:
+    from jax.experimental.buffer_callback import buffer_callback
+except ImportError as error:
+    raise ImportError(
+        f"jax {jax.__version__} has no jax.experimental.buffer_callback: pip install 'infonce[jax]'"
+    ) from error
+
+from . import checks, dispatch, losses
+from .losses import Loss
+from .result import Metrics
+
+__all__ = ["clip_loss", "info_nce_loss", "lit_loss", "nt_xent_loss", "siglip_loss"]
+
+OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What of a call is known when it is traced."""
+
+    kind: Loss
+    options: tuple[tuple[str, Any], ...]
+    metrics: bool
+    wrt: tuple[str, ...] = ()
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _evaluate(call: _Call, given: dict[str, Any]) -> dict[str, Any]:
+    """{"loss": ..., "metrics": {...}, and the gradients in `call.wrt` by name}."""
+    run = functools.partial(_run, call)
+    out: dict[str, Any]
+    out = buffer_callback(run, _outputs(call, given), vmap_method="sequential")(given)
+    return out
+
+
+@_evaluate.defjvp
+def _not_again(call: _Call, primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        f"{call.kind.name}_loss: gradients of the losses of infonce cannot be differentiated again"
+    )
+
+
+def _outputs(call: _Call, given: dict[str, Any]) -> dict[str, Any]:
+    """Shapes and dtypes of what `_evaluate` returns."""
+    features = given["features"]
+    m, n = len(features[0]), len(features[-1])
+    double = any(z.dtype == jnp.float64 for z in features)
+    rows = (m,) if dict(call.options).get("reduction") == "none" else ()
+    wide, whole = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))
+    both = call.kind.column_weight != 0
+    shapes = {
+        "row_loss": ((), wide),
+        "column_loss": ((), wide) if both else None,
+        "row_rank": ((m,), whole),
+        "column_rank": ((n,), whole) if both else None,
+        "positive": ((m,), wide),
+        "hardest_negative": ((m,), wide),
+    }
+    arguments = dict(zip(call.kind.arguments, features, strict=True))
+    arguments |= {"scale": given["scale"], "bias": given["bias"]}
+    of = jax.ShapeDtypeStruct
+    return {
+        "loss": of(rows, jnp.float64 if double else jnp.float32),
+        "metrics": {k: v and of(*v) for k, v in shapes.items()} if call.metrics else {},
+        **{name: of(arguments[name].shape, arguments[name].dtype) for name in call.wrt},
+    }
+
+
+def _run(call: _Call, context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
+    """Called by the program: the buffers `given` hold the arguments, `out` wants the results."""
+    if given["features"][0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
+        _fill(call, jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, given))
+        return
+    from .arrays import _cupy
+
+    cupy = _cupy()
+    given = jax.tree.map(cupy.from_dlpack, given)
+    out = jax.tree.map(cupy.from_dlpack, out)
+    stream = cupy.cuda.Stream.from_external(_Stream(context.stream))
+    with given["features"][0].device, stream:
+        _fill(call, out, given)
+
+
+class _Stream:
+    """A stream as other libraries expect one."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+def _fill(call: _Call, out: dict[str, Any], given: dict[str, Any]) -> None:
+    """The same dispatch as for arrays; feature gradients go straight to where they belong."""
+    options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
+    for name in ("ids", "grad_out"):
+        if given[name] is not None:
+            options[name] = given[name]
+    direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
+    if direct:
+        options["out"] = direct
+    result = dispatch.loss_and_grad(
+        call.kind, given["features"], given["labels"], given["bias"],
+        {**options, "metrics": call.metrics},
+    )  # fmt: skip
+    out["loss"][...] = result.loss
+    for name in call.wrt:
+        if name not in direct:
+            out[name][...] = getattr(result.grads, name)
+    for name, array in out["metrics"].items():
+        if array is not None:
+            array[...] = getattr(result.metrics, name)
+
+
+# --- differentiation ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(call: _Call, given: dict[str, Any]) -> tuple[Any, Any]:
+    out = _evaluate(call, given)
+    return out["loss"], out["metrics"]
+
+
+def _forward(call: _Call, given: dict[str, Any]) -> Any:
+    """Loss, and gradients for what is differentiated (`perturbed`); a locked tower never is."""
+    wanted = tuple(
+        name
+        for name, value in _named(call.kind, given).items()
+        if value is not None and value.perturbed and name not in call.kind.locked
+    )
+    given = jax.tree.map(lambda leaf: leaf.value, given)
+    # Per-row losses have no single upstream gradient: theirs are computed when it is known
+    later = dict(call.options).get("reduction") == "none"
+    out = _evaluate(_Call(call.kind, call.options, call.metrics, () if later else wanted), given)
+    grads = {name: out[name] for name in wanted if not later}
+    return (out["loss"], out["metrics"]), (grads, given if later else None, _Names(wanted))
+
+
+def _backward(call: _Call, residuals: Any, cotangents: Any) -> tuple[Any]:
+    grads, given, wanted = residuals
+    upstream = cotangents[0]
+    if isinstance(upstream, SymbolicZero):
+        upstream = jnp.zeros(upstream.shape, upstream.dtype)
+    if given is not None:
+        again = _Call(call.kind, call.options, False, wanted.names)
+        out = _evaluate(again, {**given, "grad_out": upstream})
+        grads = {name: out[name] for name in wanted.names}
+    else:
+        grads = {name: (g * upstream).astype(g.dtype) for name, g in grads.items()}
+    return ({
+        "features": tuple(grads.get(name) for name in call.kind.arguments),
+        "scale": grads.get("scale"),
+        "bias": grads.get("bias"),
+        "labels": None,
+        "ids": None,
+        "grad_out": None,
+    },)  # fmt: skip
+
+
+_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Names:
+    """Names among the residuals."""
+
+    names: tuple[str, ...]
+
+
+def _named(kind: Loss, given: dict[str, Any]) -> dict[str, Any]:
+    """What can be differentiated, by name."""
+    features = dict(zip(kind.arguments, given["features"], strict=True))
+    return {**features, "scale": given["scale"], "bias": given["bias"]}
+
+
+# --- the functions --------------------------------------------------------------------------------
+
+
+def _apply(
+    kind: Loss,
+    features: Sequence[Any],
+    labels: Any = None,
+    bias: Any = None,
+    *,
+    scale: Any = None,
+    temperature: Any = None,
+    ids: Any = None,
+    metrics: bool = False,
+    **options: Any,
+) -> Any:
+    for name, z in zip(kind.arguments, features, strict=True):
+        if not isinstance(z, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name}: expected a JAX array, got {type(z).__name__}")
+    for name in options:
+        if name in dispatch.DEFAULTS and name not in OPTIONS:
+            raise TypeError(
+                f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; beside "
+                f"scale, temperature, ids and metrics there are {', '.join(OPTIONS)}"
+            )
+    numbers = {"scale": scale, "temperature": temperature, "bias": bias}
+    for name, value in numbers.items():
+        if isinstance(value, (jax.Array, np.ndarray)):
+            if value.shape != ():
+                raise ValueError(f"{name}: expected a number or 0-d array, got shape {value.shape}")
+            numbers[name] = 1.0  # its value is not looked at
+    given = {
+        "features": tuple(jnp.asarray(z) for z in features),
+        "labels": None if labels is None else jnp.asarray(labels),
+        "ids": _each(jnp.asarray, ids),
+        "grad_out": None,
+    }
+    _check(kind, given, numbers, {**options, "metrics": metrics})
+    if temperature is not None:
+        scale = 1.0 / temperature
+    scale = kind.scale if scale is None else scale
+    bias = kind.bias if bias is None else bias
+    double = any(z.dtype == jnp.float64 for z in given["features"])
+    given["scale"], given["bias"] = (
+        None if value is None else _floating(value, jnp.float64 if double else jnp.float32)
+        for value in (scale, bias)
+    )
+    call = _Call(kind, tuple(sorted(options.items())), metrics)
+    loss, found = _loss(call, given)
+    return (loss, Metrics(**found)) if metrics else loss
+
+
+def _check(
+    kind: Loss, given: dict[str, Any], numbers: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """All that shapes, dtypes and options tell, before the call is part of a program."""
+
+    def like(z: Any) -> Any:  # of the same shape and dtype, in no memory
+        return np.broadcast_to(np.zeros((), z.dtype), z.shape)
+
+    options = {**options, "wrt": (), "ids": _each(like, given["ids"])}
+    if jax.default_backend() != "cpu" and options.get("precision") in checks.CHOICES["precision"]:
+        del options["precision"]  # those of a GPU are not those of a CPU
+    bias = numbers.pop("bias")
+    labels = None if given["labels"] is None else like(given["labels"])
+    checks.check(kind, [*map(like, given["features"])], labels, bias, {**options, **numbers}, True)
+
+
+def _each(function: Any, ids: Any) -> Any:
+    """`function` of ids, which may be one array, a pair of them, or None."""
+    if isinstance(ids, (tuple, list)):
+        return tuple(map(function, ids))
+    return None if ids is None else function(ids)
+
+
+def _floating(value: Any, dtype: Any) -> Any:
+    floating = isinstance(value, (jax.Array, np.ndarray)) and jnp.issubdtype(
+        value.dtype, jnp.floating
+    )
+    return jnp.asarray(value) if floating else jnp.asarray(value, dtype)
+
+
+DOC = """
+
+    Parameters
+    ----------
+    {arguments} : arrays [rows, features]
+        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64).
+    scale, temperature : float or 0-d array
+        One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
+    metrics : bool, default False
+        Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
+    normalize, reduction, method, precision, workspace, ids
+        As in `infonce.{name}_loss`.
+
+    Returns
+    -------
+    0-d array, or [rows] with ``reduction="none"``
+
+    Raises
+    ------
+    TypeError, ValueError
+        While tracing, naming the argument, what came and what was expected; also for a derivative
+        of the gradient, which there is not.
+    jax.errors.JaxRuntimeError
+        With the same kind of message, for what only values tell (a label out of range, on a CPU).
+
+    References
+    ----------
+    {source}
+"""
+
+
+def _documented(kind: Loss, source: str) -> Any:
+    def add(function: Any) -> Any:
+        function.__doc__ += DOC.format(
+            arguments=", ".join(kind.arguments), name=kind.name, source=source
+        )
+        return function
+
+    return add
+
+
+@_documented(losses.CLIP, "Radford et al.: Learning Transferable Visual Models, 2021.")
+def clip_loss(image: Any, text: Any, **options: Any) -> Any:
+    """CLIP: mean of the cross entropies of both directions, ``x = scale image text'``,
+    ``loss = -1/(2N) sum_i (log softmax_row(x)_ii + log softmax_column(x)_ii)``."""
+    return _apply(losses.CLIP, (image, text), **options)
+
+
+@_documented(losses.INFO_NCE, "van den Oord et al.: Contrastive Predictive Coding, 2018.")
+def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> Any:
+    """InfoNCE: ``loss = -1/M sum_i log softmax(scale query key')_i,labels[i]``; without labels key
+    i is the positive of query i, and further keys are negatives."""
+    return _apply(losses.INFO_NCE, (query, key), labels, **options)
+
+
+@_documented(losses.NT_XENT, "Chen et al.: A Simple Framework for Contrastive Learning, 2020.")
+def nt_xent_loss(features: Any, **options: Any) -> Any:
+    """NT-Xent: 2B rows, i and i + B two views of one sample;
+    ``loss = -1/2B sum_i log softmax_{j != i}(scale z z')_i,partner(i)``."""
+    return _apply(losses.NT_XENT, (features,), **options)
+
+
+@_documented(
+    losses.LIT, "Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022."
+)
+def lit_loss(text: Any, image: Any, **options: Any) -> Any:
+    """LiT: the image tower is locked, its gradient is zero;
+    ``loss = -1/N sum_i log softmax(scale text image')_ii``."""
+    return _apply(losses.LIT, (text, image), **options)
+
+
+@_documented(losses.SIGLIP, "Zhai et al.: Sigmoid Loss for Language Image Pre-Training, 2023.")
+def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
+    """SigLIP: ``loss = -1/N sum_ij log sigmoid(t_ij (scale <image_i, text_j> + bias))`` with
+    t_ij = 1 for i = j, else -1. `bias` is a number or a 0-d array, -10 if left out."""
+    return _apply(losses.SIGLIP, (image, text), None, bias, **options)
