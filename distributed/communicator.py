@@ -254,23 +254,31 @@ class MPIRanks(Communicator):
         try:
             return call()
         except self.MPI.Exception as error:
+            raise self.blame(error) from None
+
+    def blame(self, error: BaseException) -> RankError:
+        """Whose fault an error of MPI is: a connection breaks before its process is seen to end."""
+        for _ in range(50):
             self.listen()
-            raise RankError(f"rank {self.rank}: MPI says {error}") from None
+            time.sleep(0.02)
+        return RankError(f"rank {self.rank}: MPI says {error}")
 
     # -- signs of life
 
     def listen(self) -> None:
         if self._control is None:
             return
-        self._hear()
+        with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone, as will be seen
+            self._hear()
         for r, peer in enumerate(self.peers):
             if r != self.rank and _gone(peer):
-                self._hear()  # it may have left a message
+                with contextlib.suppress(self.MPI.Exception):  # it may have left a message
+                    self._hear()
                 raise RankError(f"rank {r} (process {peer[2]} on {peer[0]}) is gone")
 
     def _hear(self) -> None:
         status = self.MPI.Status()
-        while self._checked(lambda: self._control.Iprobe(tag=CONTROL_TAG, status=status)):
+        while self._control.Iprobe(tag=CONTROL_TAG, status=status):
             message = bytearray(status.Get_count(self.MPI.BYTE))
             source = status.Get_source()
             self._control.Recv([message, self.MPI.BYTE], source, CONTROL_TAG)
@@ -364,8 +372,7 @@ class _Shift:
             raise
         self.ranks.waited += time.perf_counter() - began
         if self.error is not None:
-            self.ranks.listen()
-            raise RankError(f"rank {self.ranks.rank}: MPI says {self.error}")
+            raise self.ranks.blame(self.error)
 
 
 def _pieces(array: Array) -> list[Array]:

@@ -41,7 +41,10 @@ def main(
     transport: str, workspace: int, timeout: float,
 ) -> None:  # fmt: skip
     """One batch over ranks: train on digits, or with --batch time random features."""
-    ranks = connect()
+    try:
+        ranks = connect()
+    except ImportError as error:
+        raise click.ClickException(str(error)) from error
     if gpu:
         cupy = common.optional("cupy", "cuda13")
         cupy.cuda.Device(ranks.rank % cupy.cuda.runtime.getDeviceCount()).use()

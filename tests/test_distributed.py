@@ -103,7 +103,7 @@ def test_rank_in_trouble(what: str, words: str) -> None:
     assert status != 0
     assert said.count("call 1") == 3, said
     for rank in (0, 2):
-        error = re.search(rf"^rank {rank} after ([\d.]+) s: RankError: {words}$", said, re.M)
+        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: {words}", said)
         assert error is not None, said
         assert float(error[1]) < 10, said
         assert f"rank {rank} then: this communicator is out of step" in said
@@ -114,7 +114,7 @@ def test_rank_that_stops() -> None:
     status, said = run(3, "trouble", "stopped", "3", shell=SHELL)
     assert status != 0
     for rank in (0, 2):
-        error = re.search(rf"^rank {rank} after ([\d.]+) s: RankError: (.*)$", said, re.M)
+        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
         assert error is not None, said
         assert 2 < float(error[1]) < 8, said
         assert "rank 1" in error[2], said
@@ -163,7 +163,7 @@ def test_rank_in_trouble_on_gpus(what: str) -> None:
         pytest.skip(reason)
     status, said = run(2, "trouble", what, "20", "gpu", shell=SHELL)
     assert status != 0
-    error = re.search(r"^rank 0 after ([\d.]+) s: RankError: rank 1", said, re.MULTILINE)
+    error = re.search(r"rank 0 after ([\d.]+) s: RankError: rank 1", said)
     assert error is not None, said
     assert float(error[1]) < 10
 
