@@ -89,10 +89,10 @@ def _over_ranks(
     doc = inspect.cleandoc(function.__doc__ or "")
     if kind.symmetric:
         doc = doc.replace(
-            "Other Parameters",
+            "\nReferences",
             "labels : integer array [rows], optional\n    Which row of all ranks is the other view "
             "of each row. Default: both views of a sample\n    are on one rank, i + B for i of its "
-            "2B rows.\n\nOther Parameters",
+            "2B rows.\n\nReferences",
             1,
         )
     head, mark, tail = doc.partition("\nReturns\n-------")
