@@ -65,7 +65,7 @@ def capture(function: Callable[..., Any], *inputs: Array, **options: Any) -> Cap
     Raises
     ------
     TypeError
-        Inputs are not CuPy arrays. (For PyTorch, `torch.cuda.graph` captures the same calls.)
+        Inputs are not CuPy arrays (`cupy.from_dlpack` makes them of CUDA tensors, without a copy).
     """
     for i, array in enumerate(inputs):
         if not arrays.on_gpu(array):
