@@ -247,8 +247,14 @@ def test_open_clip() -> None:
     torch.testing.assert_close(
         it.SigLipLoss()(image, text, scale, bias), formula("siglip", [image, text], scale, bias)
     )
-    with pytest.raises(ValueError, match="world_size: expected 1, got 2"):
-        it.ClipLoss(rank=0, world_size=2)
+    with pytest.raises(
+        ValueError, match="rank, world_size: expected 0 <= rank < world_size, got 2"
+    ):
+        it.ClipLoss(rank=2, world_size=2)
+    with pytest.raises(ValueError, match="use_horovod: expected False, got True"):
+        it.ClipLoss(use_horovod=True)
+    with pytest.raises(RuntimeError, match=r"group: expected torch\.distributed to be initialised"):
+        it.SigLipLoss(rank=0, world_size=2)(image, text, scale, bias)
 
 
 def test_memory_efficient_clip_and_inf_cl() -> None:

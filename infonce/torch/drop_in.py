@@ -15,19 +15,43 @@ from . import functions
 from .modules import LiTLoss, _Settings
 
 
-def _one_rank(world_size: int) -> None:
-    if world_size != 1:
-        raise ValueError(
-            f"world_size: expected 1, got {world_size}: these modules see one process's batch; "
-            "infonce.distributed computes the loss of all ranks' batches"
-        )
+class _OpenClip(nn.Module):
+    """What open_clip's losses have in common: over ranks, the ring over torch.distributed."""
+
+    def __init__(
+        self, rank: int, world_size: int, options: dict[str, Any], use_horovod: bool = False
+    ) -> None:
+        super().__init__()
+        if use_horovod:
+            raise ValueError("use_horovod: expected False, got True: ranks are torch.distributed's")
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank, world_size: expected 0 <= rank < world_size, got {rank} and {world_size}"
+            )
+        self.rank, self.world_size, self.options = rank, world_size, options
+
+    def _options(self, scale: Any) -> dict[str, Any]:
+        """Keywords of one call."""
+        if self.world_size == 1:
+            return {**self.options, "scale": scale}
+        from . import process_group
+
+        group = process_group.connect(self.options.get("group"))
+        if (group.rank, group.size) != (self.rank, self.world_size):
+            raise ValueError(
+                f"rank, world_size: expected {group.rank} and {group.size}, those of the process "
+                f"group, got {self.rank} and {self.world_size}"
+            )
+        return {**self.options, "scale": scale, "group": group}
 
 
-class ClipLoss(nn.Module):
-    """open_clip's ClipLoss on one process.
+class ClipLoss(_OpenClip):
+    """open_clip's ClipLoss.
 
     ``forward(image_features, text_features, logit_scale, logit_bias=None, output_dict=False)``.
-    A bias common to all logits changes neither loss nor gradient.
+    A bias common to all logits changes neither loss nor gradient. With ``world_size > 1`` the loss
+    is that of all ranks' rows, whatever `local_loss`, and gradients are right under DDP (as
+    open_clip's are with `gather_with_grad`); nothing is gathered.
     """
 
     def __init__(
@@ -40,9 +64,7 @@ class ClipLoss(nn.Module):
         use_horovod: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__()
-        _one_rank(world_size)
-        self.options = options
+        super().__init__(rank, world_size, options, use_horovod)
 
     def forward(
         self,
@@ -52,13 +74,13 @@ class ClipLoss(nn.Module):
         logit_bias: Any = None,
         output_dict: bool = False,
     ) -> Any:
-        loss = functions.clip_loss(image_features, text_features, scale=logit_scale, **self.options)
+        loss = functions.clip_loss(image_features, text_features, **self._options(logit_scale))
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class SigLipLoss(nn.Module):
-    """open_clip's SigLipLoss on one process: ``forward(image_features, text_features, logit_scale,
-    logit_bias, output_dict=False)``."""
+class SigLipLoss(_OpenClip):
+    """open_clip's SigLipLoss: ``forward(image_features, text_features, logit_scale, logit_bias,
+    output_dict=False)``. Over ranks as `ClipLoss`, whatever `dist_impl`."""
 
     def __init__(
         self,
@@ -68,9 +90,7 @@ class SigLipLoss(nn.Module):
         dist_impl: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
-        _one_rank(world_size)
-        self.options = options
+        super().__init__(rank, world_size, options)
 
     def forward(
         self,
@@ -82,7 +102,7 @@ class SigLipLoss(nn.Module):
     ) -> Any:
         bias = 0.0 if logit_bias is None else logit_bias
         loss = functions.siglip_loss(
-            image_features, text_features, bias, scale=logit_scale, **self.options
+            image_features, text_features, bias, **self._options(logit_scale)
         )
         return {"contrastive_loss": loss} if output_dict else loss
 

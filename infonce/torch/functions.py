@@ -34,11 +34,16 @@ def _evaluate(
 ) -> LossAndGrad:
     """Loss and the gradients named in `wrt`, as tensors; those of features in torch's memory."""
     given = {**options, **more, "scale": scale, "wrt": frozenset(wrt)}
+    group = given.pop("group", None)
     out = {n: torch.empty_like(z, memory_format=torch.contiguous_format)
            for n, z in zip(kind.arguments, features, strict=True) if n in wrt}  # fmt: skip
     if out:
         given["out"] = out
-    return dispatch.loss_and_grad(kind, features, labels, bias, given)
+    if group is None:
+        return dispatch.loss_and_grad(kind, features, labels, bias, given)
+    from . import process_group
+
+    return process_group.loss_and_grad(kind, features, labels, bias, group, given)
 
 
 def _wanted(kind: Loss, needs: Sequence[bool]) -> list[str]:
@@ -269,6 +274,10 @@ DOC = """
         A 0-d tensor such as ``logit_scale.exp()`` gets its gradient.
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``.
+    group : torch.distributed process group, optional
+        Its processes share the batch: each passes its own rows, and gets the loss of all rows and
+        gradients that DDP's average makes those of that loss; ``gradient_scale="global"`` where
+        gradients are summed. Also `timeout` and `transport`, of `infonce.distributed`.
     normalize, reduction, method, precision, workspace, ids
         As in `infonce.{name}_loss`.
 

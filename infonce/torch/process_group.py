@@ -1,0 +1,154 @@
+"""The ranks of torch.distributed, as the ring of `infonce.distributed` wants them.
+
+Arrays on GPUs travel by NCCL where it is found, as they do over MPI; what is on the host, and the
+small values that ranks tell each other, by a gloo group of this module's own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from infonce import distributed
+from infonce.distributed import Communicator, RankError
+from infonce.distributed.communicator import Pending, _gone, _identity
+
+from ..losses import Loss
+from ..result import LossAndGrad
+
+Array = Any
+_known: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def connect(group: Any = None) -> ProcessGroup:
+    """The ranks of a process group; of all processes if None. Collective on first use."""
+    if isinstance(group, ProcessGroup):
+        return group
+    if not dist.is_available():
+        raise RuntimeError("group: this build of torch has no torch.distributed")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "group: expected torch.distributed to be initialised: call "
+            "torch.distributed.init_process_group first"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a process group, got {type(group).__name__} {group!r}")
+    if group not in _known:
+        _known[group] = ProcessGroup(group)
+    return _known[group]
+
+
+class ProcessGroup(Communicator):
+    """A process group, duplicated: nothing here meets the caller's own messages."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        members = dist.get_process_group_ranks(group)
+        # its own limit is never met: waiting is bounded here
+        self._group = dist.new_group(
+            members, datetime.timedelta(days=7), "gloo", use_local_synchronization=True
+        )
+        self._left = members[(self.rank - 1) % self.size]
+        self._right = members[(self.rank + 1) % self.size]
+        self.broken: str | None = None
+        self.peers: list[Any] = []
+        self.peers = self.allgather(_identity())
+
+    def allgather(self, value: Any) -> list[Any]:
+        message = np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)
+        sizes = self._gathered(torch.tensor([len(message)]))
+        longest = max(int(size) for size in sizes)
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(message)] = torch.from_numpy(message)
+        everyone = self._gathered(own)
+        return [
+            pickle.loads(row[: int(n)].numpy().tobytes())
+            for row, n in zip(everyone, sizes, strict=True)
+        ]
+
+    def _gathered(self, own: Any) -> list[Any]:
+        if self.broken:
+            raise RankError(f"this process group is out of step: {self.broken}")
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        self._bounded(lambda: dist.all_gather(everyone, own, self._group))
+        return everyone
+
+    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
+        works = [
+            dist.irecv(_bytes(array), self._left, self._group, tag)
+            for tag, array in enumerate(receive)
+            if array.nbytes
+        ]
+        works += [
+            dist.isend(_bytes(array), self._right, self._group, tag)
+            for tag, array in enumerate(send)
+            if array.nbytes
+        ]
+        return _Shift(self, works)
+
+    def _bounded(self, function: Callable[[], Any]) -> None:
+        """Run what waits for others without end, and wait for it no longer than allowed."""
+        outcome: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:  # handed to the caller's thread
+                outcome.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self.until(lambda: not thread.is_alive())
+        if outcome:
+            self.listen()
+            raise RankError(f"rank {self.rank}: gloo says {outcome[0]}") from outcome[0]
+
+    def listen(self) -> None:
+        for r, peer in enumerate(self.peers):
+            if r != self.rank and _gone(peer):
+                raise RankError(f"rank {r} (process {peer[2]} on {peer[0]}) is gone")
+
+    def fail(self, error: BaseException) -> None:
+        """Others see the connection end."""
+        if not self.broken:
+            self.broken = str(error)
+            dist.destroy_process_group(self._group)
+
+
+def loss_and_grad(
+    kind: Loss, features: Sequence[Any], labels: Any, bias: Any, group: Any, options: dict[str, Any]
+) -> LossAndGrad:
+    """`infonce.distributed` over a process group; gradients as DDP wants them, which averages."""
+    function = getattr(distributed, f"{kind.name}_loss_and_grad")
+    given = dict(zip(kind.arguments, features, strict=True))
+    if labels is not None:
+        given["labels"] = labels
+    if kind.sigmoid:
+        given["bias"] = bias
+    out: LossAndGrad
+    out = function(**given, **{"gradient_scale": "ddp", **options}, comm=connect(group))
+    return out
+
+
+class _Shift:
+    """Sends and receives under way."""
+
+    def __init__(self, ranks: ProcessGroup, works: list[Any]) -> None:
+        self.ranks, self.works = ranks, works
+
+    def wait(self) -> None:
+        self.ranks._bounded(lambda: [work.wait() for work in self.works])
+
+
+def _bytes(array: Array) -> Any:
+    flat = array.reshape(-1).view(np.uint8)
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())

@@ -1,0 +1,81 @@
+"""infonce.torch over the processes of torch.distributed, against one process with all rows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+import torch_ranks  # noqa: E402
+
+import infonce.torch as it  # noqa: E402
+
+
+def start(case: str, size: int, folder: Path) -> list[Any]:
+    """What each rank saved."""
+    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, torch_ranks.__file__, case, str(rank), str(size), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    expected = [0, 3] if case == "failures" else [0] * size
+    assert [p.returncode for p in processes] == expected, "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size) if not expected[rank]]
+
+
+@pytest.mark.parametrize(("loss", "size"), [("clip", 2), ("clip", 3), ("siglip", 2)])
+def test_ddp_trains_as_one_process_does(loss: str, size: int, tmp_path: Path) -> None:
+    ranks = start(loss, size, tmp_path)
+    want = torch_ranks.train(loss, 0, 1, size)
+    before = dict(torch_ranks.Model().named_parameters())
+    for name, value in want.items():
+        for got in ranks:
+            torch.testing.assert_close(got[name], value, rtol=1e-11, atol=1e-12)
+        if name in before and (loss, name) != ("clip", "logit_bias"):
+            assert (value - before[name]).abs().max() > 1e-4  # it has been trained
+
+
+def test_functions_over_ranks(tmp_path: Path) -> None:
+    ranks = start("functions", 3, tmp_path)
+    image, text = torch_ranks.batches(3, 1)[0]
+    for name in ("info_nce", "lit", "nt_xent"):
+        rows = [image[:6]] if name == "nt_xent" else [image, text]
+        if name == "nt_xent":  # views i and i + 1 of each rank, as views i and i + B of the batch
+            rows = [torch.cat([rows[0][::2], rows[0][1::2]])]
+        rows = [z.clone().requires_grad_() for z in rows]
+        scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        loss = getattr(it, f"{name}_loss")(*rows, scale=scale, normalize=True)
+        wanted = [*rows[: 1 if name == "lit" else 2], scale]
+        grads = list(torch.autograd.grad(2 * loss, wanted))
+        if name == "nt_xent":
+            grads[0] = torch.stack(grads[0].split(3), dim=1).reshape(6, -1)
+        for value, *_, dscale in (r[name] for r in ranks):
+            torch.testing.assert_close(value, loss)
+            torch.testing.assert_close(dscale, grads[-1])
+        for i, gradient in enumerate(grads[:-1]):
+            torch.testing.assert_close(torch.cat([r[name][1 + i] for r in ranks]), gradient)
+
+
+def test_ranks_that_disagree_or_die(tmp_path: Path) -> None:
+    (said,) = start("failures", 2, tmp_path)
+    assert "width: expected the same on all ranks, got 3 on rank 0 and 4 on rank 1" in said["width"]
+    assert "after" not in said  # they are still in step
+    assert said["died"].startswith("rank 1 (process") or "gloo says" in said["died"]
