@@ -304,3 +304,13 @@ def test_errors() -> None:
 
 def test_import_alone_needs_no_torch() -> None:
     assert "torch" not in infonce.__all__
+
+
+def test_training_follows_the_full_matrix() -> None:
+    import runpy
+    from pathlib import Path
+
+    script = Path(__file__).parent.parent / "benchmarks" / "parity.py"
+    for row in runpy.run_path(str(script))["compare"](12, torch.float64):
+        assert row["largest_gap"] < 1e-11, row["task"]
+        assert row["curve"][-1] < 0.98 * row["curve"][0]  # it learns
