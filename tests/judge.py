@@ -70,7 +70,7 @@ def assert_grad(
     tiny = {"float16": 2.0**-24, "bfloat16": 2.0**-126}.get(dtype, 0.0)  # below: no normal numbers
     bound += tiny * np.sqrt(want.size) + 1e-24 * (dtype != "float64") + 1e-290
     error = np.linalg.norm(got - want)
-    worst = np.unravel_index(np.argmax(np.abs(got - want)), want.shape) if want.ndim else ()
+    worst = np.unravel_index(np.argmax(np.abs(got - want)), want.shape) if want.size > 1 else ()
     assert error <= bound, (
         f"gradient off by {error:.2e}, bound {bound:.2e}; worst at {worst}: "
         f"{got[worst]} for {want[worst]}"

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+import judge
 import ml_dtypes
 import numpy as np
 import pytest
@@ -185,29 +186,35 @@ def parameters() -> None:
     say("parameters")
 
 
-def gpu(transport: str, dtypes: str = "bfloat16,float32,float64,float16") -> None:
-    """CuPy shards, one GPU a rank if there are enough, against one GPU that has all rows."""
-    import cupy
+def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16,float16") -> None:
+    """All losses, shards on GPUs or on the host: within the accuracy table against float64, from
+    run to run the same, and in float32 and float64 what one process gets."""
+    xp: Any = np
+    if place == "gpu":
+        import cupy as xp
 
-    cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+        xp.cuda.Device(RANK % xp.cuda.runtime.getDeviceCount()).use()
 
-    def check(got: Any, want: Any, bound: float, what: str, size: float = 0.0) -> None:
-        try:
-            close(cupy.asnumpy(got), cupy.asnumpy(want), bound, what, size)
-        except AssertionError as error:
-            wrong.append(str(error))
+    def host(array: Any) -> Any:
+        return array if place == "host" else xp.asnumpy(array)
 
     rng = np.random.default_rng(0)
-    m, n, d = 700, 900, 72
+    m, n, d, scale = 700, 900, 72, 30.0
     key = rng.standard_normal((n, d))
     key /= np.linalg.norm(key, axis=1, keepdims=True)
     query = key[:m] + 0.1 * rng.standard_normal((m, d))
     labels, ids = rng.integers(0, n, m), rng.integers(0, 600, n)
-    bounds = {"float64": 2e-12, "float32": 1e-5, "bfloat16": 8e-3, "float16": 1.2e-3}
+    of_one_process = {"float64": (1e-12, 2e-12), "float32": (2e-6, 1e-5)}  # loss, gradients
     wrong: list[str] = []
+
+    def check(what: str, holds: Any, *arguments: Any) -> None:
+        try:
+            holds(*arguments)
+        except AssertionError as error:
+            wrong.append(f"rank {RANK}: {what}: {error}")
+
     for dtype in dtypes.split(","):
-        bound = bounds[dtype]
-        q, k = (cupy.asarray(z.astype(getattr(ml_dtypes, dtype, dtype))) for z in (query, key))
+        q, k = (z.astype(getattr(ml_dtypes, dtype, dtype)) for z in (query, key))
         rows, columns = shards(m, 5)[RANK], shards(n, 6)[RANK]
         if SIZE == 2 and dtype == "float32":
             rows = columns = slice(0, 0) if RANK else slice(0, m)  # a rank without rows
@@ -219,7 +226,7 @@ def gpu(transport: str, dtypes: str = "bfloat16,float32,float64,float16") -> Non
         ):  # fmt: skip
             whole, mine, own = [q, k], [rows, columns], dict(options)
             if loss == "nt_xent":
-                whole = [cupy.concatenate([q, k[:m]])]
+                whole = [np.concatenate([q, k[:m]])]
                 own["labels"] = (np.arange(2 * m) + m) % (2 * m)
                 mine = [shards(2 * m, 5)[RANK]]
                 own["labels"] = own["labels"][mine[0]]
@@ -229,32 +236,43 @@ def gpu(transport: str, dtypes: str = "bfloat16,float32,float64,float16") -> Non
                     own["ids"] = own["ids"][rows]
             elif own:
                 own = {"labels": labels[rows], "ids": (ids[:m][rows], ids[columns])}
+            parts = [xp.asarray(z[part]) for z, part in zip(whole, mine, strict=True)]
             function = f"{loss}_loss_and_grad"
-            want = getattr(infonce, function)(*whole, scale=30.0, **options)
-            parts = [z[part] for z, part in zip(whole, mine, strict=True)]
             got, again = (
                 getattr(distributed, function)(
-                    *parts, scale=30.0, transport=transport, timeout=60, **own
+                    *parts, scale=scale, transport=transport, timeout=60, **own
                 )
                 for _ in range(2)
             )
             what = f"{loss} {dtype} {sorted(options)}"
-            check(got.loss, want.loss, {"float64": 1e-12, "float32": 2e-6}.get(dtype, 2e-5), what)
-            for i, field in enumerate(want.grads._fields):
-                w, g = getattr(want.grads, field), getattr(got.grads, field)
-                if w is None:
-                    continue
-                twice = getattr(again.grads, field)
-                if cupy.asnumpy(g).tobytes() != cupy.asnumpy(twice).tobytes():
-                    wrong.append(f"{what}: d {field} differs from run to run")
-                if field in SCALARS:
-                    first = cupy.asnumpy(want.grads[0]).astype(float)
-                    terms = np.abs(first * cupy.asnumpy(whole[0]).astype(float)).sum()
-                    check(g, w, bound, f"{what}: d {field}", terms / 30)
-                else:
-                    w = cupy.asnumpy(w).astype(float)
-                    check(g, w[mine[i]], bound, f"{what}: d {field}", float(np.linalg.norm(w)))
-        say("gpu", transport, dtype)
+            for field, g, twice in zip(got.grads._fields, got.grads, again.grads, strict=True):
+                if g is not None and host(g).tobytes() != host(twice).tobytes():
+                    wrong.append(f"rank {RANK}: {what}: d {field} differs from run to run")
+
+            truth = judge.judged(loss, whole, scale=scale, **options)
+            sizes = {  # of a rank's rows there may be next to nothing; d scale's terms cancel
+                field: float(np.linalg.norm(w)) for field, w in truth.grads.items() if w is not None
+            }
+            sizes["scale"] = max(sizes["scale"], judge.scale_size(truth, whole))
+            mine_of = {field: mine[i] for i, field in enumerate(sizes) if field not in SCALARS}
+            logit = judge.largest_logit(scale, whole[0], whole[-1])
+            cancels = judge.cancelling(truth, whole, scale)
+            check(what, judge.assert_loss, host(got.loss), truth.loss, dtype, logit)
+            for field, size in sizes.items():
+                w = np.asarray(truth.grads[field])[mine_of.get(field, ...)]
+                check(f"{what}: d {field}", judge.assert_grad, host(getattr(got.grads, field)), w,
+                      dtype, logit, size, cancels)  # fmt: skip
+
+            if dtype not in of_one_process:
+                continue
+            loss_bound, bound = of_one_process[dtype]
+            want = getattr(infonce, function)(*map(xp.asarray, whole), scale=scale, **options)
+            check(what, close, host(got.loss), host(want.loss), loss_bound, "one process's loss")
+            for field, size in sizes.items():
+                w = host(getattr(want.grads, field)).astype(float)[mine_of.get(field, ...)]
+                check(what, close, host(getattr(got.grads, field)), w, bound,
+                      f"one process's d {field}", size)  # fmt: skip
+        say("accuracy", place, transport, dtype, "wrong so far:", len(wrong))
     assert not wrong, "\n".join(wrong)
 
 

@@ -72,6 +72,14 @@ def test_equal_to_one_process(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_accuracy(ranks: int) -> None:
+    """Every dtype within the accuracy table, on shards of hundreds of rows."""
+    status, said = run(ranks, "accuracy", "host", "mpi")
+    assert status == 0, said
+    assert said.count("accuracy host") == 4 * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_parameters_gradients_as_frameworks_combine_them(ranks: int) -> None:
     status, said = run(ranks, "parameters")
     assert status == 0, said
@@ -151,9 +159,9 @@ def gpu_missing() -> str | None:
 def test_gpus_equal_one_gpu(transport: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(2, "gpu", transport)
+    status, said = run(2, "accuracy", "gpu", transport)
     assert status == 0, said
-    assert said.count("gpu") >= 8
+    assert said.count("accuracy gpu") == 8
 
 
 @pytest.mark.gpu
