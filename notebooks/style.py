@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"  # recorded runs
 COLOURS = ["#0b4f6c", "#e4572e", "#3a9d5d", "#8a4fff", "#e0a100", "#17a2b8", "#7a7a7a", "#c2185b"]
 
 
