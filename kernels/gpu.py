@@ -8,6 +8,7 @@ the precision of the operands, and two plain matrix products accumulate dQ and d
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -151,7 +152,8 @@ class _Side:
         item = features.dtype.itemsize
         if any(s % item for s in features.strides):
             features = cupy.ascontiguousarray(features)
-        self.gpu, self.features = gpu, features
+        # no cycle: all this is freed when a call ends, not when the garbage collector comes
+        self.gpu, self.features = weakref.proxy(gpu), features
         self.factor = self.exponent = None
         n, d = features.shape
         self.direct = (
