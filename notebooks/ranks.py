@@ -1,0 +1,96 @@
+"""Ranks that are threads of one process: enough to look at `infonce.distributed` without MPI."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from infonce.distributed import Communicator, RankError
+
+Array = Any
+
+
+@dataclass
+class Shift:
+    """One array set on its way: who sent it, when it was posted and received, its bytes."""
+
+    rank: int
+    posted: float
+    bytes: int
+    received: float = 0.0
+
+
+@dataclass
+class World:
+    """What the ranks share."""
+
+    size: int
+    values: list[Any] = field(init=False)
+    inboxes: list[queue.Queue[tuple[Shift, list[Array]]]] = field(init=False)
+    barrier: threading.Barrier = field(init=False)
+    shifts: list[Shift] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.values = [None] * self.size
+        self.inboxes = [queue.Queue() for _ in range(self.size)]
+        self.barrier = threading.Barrier(self.size)
+
+
+class Rank(Communicator):
+    """One of them."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+
+    def allgather(self, value: Any) -> list[Any]:
+        self._meet()
+        self.world.values[self.rank] = value
+        self._meet()
+        return list(self.world.values)
+
+    def _meet(self) -> None:
+        try:
+            self.world.barrier.wait(self.timeout)
+        except threading.BrokenBarrierError:
+            raise RankError(f"rank {self.rank}: another rank failed") from None
+
+    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Arrival:
+        shift = Shift(self.rank, time.perf_counter(), sum(array.nbytes for array in send))
+        self.world.shifts.append(shift)
+        following = self.world.inboxes[(self.rank + 1) % self.size]
+        following.put((shift, [np.array(array) for array in send]))
+        return Arrival(self, receive)
+
+    def fail(self, error: BaseException) -> None:
+        self.world.barrier.abort()
+
+
+@dataclass
+class Arrival:
+    """A shift under way, as its receiver sees it."""
+
+    rank: Rank
+    receive: Sequence[Array]
+
+    def wait(self) -> None:
+        try:
+            shift, arrays = self.rank.world.inboxes[self.rank.rank].get(timeout=self.rank.timeout)
+        except queue.Empty:
+            raise RankError(f"rank {self.rank.rank}: nothing arrived") from None
+        shift.received = time.perf_counter()
+        for into, array in zip(self.receive, arrays, strict=True):
+            into[...] = array
+
+
+def run(size: int, function: Callable[[Rank], Any]) -> tuple[list[Any], World]:
+    """`function(rank)` on `size` ranks at once: their results in order, and what they shared."""
+    world = World(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(function, [Rank(world, r) for r in range(size)])), world
