@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import click
@@ -36,9 +37,10 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 @click.option("--transport", default="auto", show_default=True)
 @click.option("--workspace", type=common.Bytes(), default="256MiB", show_default=True)
 @click.option("--timeout", type=float, default=300.0, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), help="Also write what was timed: JSON.")
 def main(
     gpu: bool, batch: int | None, dim: int | None, dtype: str | None, steps: int | None,
-    transport: str, workspace: int, timeout: float,
+    transport: str, workspace: int, timeout: float, output: Path | None,
 ) -> None:  # fmt: skip
     """One batch over ranks: train on digits, or with --batch time random features."""
     try:
@@ -52,9 +54,15 @@ def main(
     with common.one_line_errors():
         if batch is None:
             digits(ranks, gpu, dim or 64, steps or 60, options)
-        else:
-            timing(ranks, gpu, batch, dim or 512, dtype or ("bfloat16" if gpu else "float32"),
-                   steps or 5, options)  # fmt: skip
+            return
+        if output is not None and ranks.rank == 0:
+            common.check_destination(output)
+        found = timing(
+            ranks, gpu, batch, dim or 512, dtype or ("bfloat16" if gpu else "float32"), steps or 5,
+            options,
+        )  # fmt: skip
+        if found is not None and output is not None:
+            output.write_text(common.to_json(found) + "\n")
 
 
 # --- digits ---------------------------------------------------------------------------------------
@@ -166,8 +174,9 @@ def to_host(array: Array) -> Array:
 def timing(
     ranks: Communicator, gpu: bool, batch: int, dim: int, dtype: str, repeats: int,
     options: dict[str, Any],
-) -> None:  # fmt: skip
-    """CLIP loss and gradients of random unit rows: time, memory, rate, communication."""
+) -> dict[str, Any] | None:  # fmt: skip
+    """CLIP loss and gradients of random unit rows: time, memory, rate, communication. Rank 0 prints
+    and returns them."""
     import ml_dtypes
 
     xp = common.optional("cupy", "cuda13") if gpu else np
@@ -220,7 +229,7 @@ def timing(
         transport.timers = None
     everyone = ranks.allgather((sorted(seconds)[repeats // 2], peak, moving, waited))
     if ranks.rank:
-        return
+        return None
     step = max(s for s, _, _, _ in everyone)
     moving, waited = (max(e[i] for e in everyone) / repeats for i in (2, 3))
     useful = 8.0 * batch * batch * dim / ranks.size / step
@@ -228,12 +237,16 @@ def timing(
                   title_justify="left", show_header=False)  # fmt: skip
     table.add_row("step, median of " + str(repeats), f"{1e3 * step:.2f} ms")
     table.add_row("useful rate of a rank", f"{useful / 1e12:.3g} TFLOP/s")
-    table.add_row("memory of a rank above shards and gradients",
-                  common.human(max(p for _, p, _, _ in everyone)))  # fmt: skip
+    peak = max(p for _, p, _, _ in everyone)
+    table.add_row("memory of a rank above shards and gradients", common.human(peak))
     exposed = waited / step if step else math.nan
     table.add_row("transfers under way", f"{1e3 * moving:.2f} ms a step")
     table.add_row("of that not hidden", f"{1e3 * waited:.2f} ms, {exposed:.1%} of a step")
     common.stdout().print(table)
+    return {
+        "batch": batch, "dim": dim, "dtype": dtype, "ranks": ranks.size, "step_s": step,
+        "flops_a_rank": useful, "memory_bytes": peak, "transfers_s": moving, "not_hidden_s": waited,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

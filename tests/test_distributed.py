@@ -1,5 +1,6 @@
 """The losses over ranks, in processes that mpiexec starts (tests/ranks.py) on the CPU."""
 
+import json
 import os
 import re
 import shutil
@@ -189,12 +190,17 @@ def test_demo() -> None:
     assert "against one process" in done.stdout
 
 
-def test_demo_times_random_features() -> None:
+def test_demo_times_random_features(tmp_path: Path) -> None:
     assert MPIEXEC is not None
+    output = tmp_path / "row.json"
     done = subprocess.run(
-        [*command(2)[:-1], "-m", "infonce.distributed.demo", "--batch", "301", "--dim", "9"],
+        [*command(2)[:-1], "-m", "infonce.distributed.demo", "--batch", "301", "--dim", "9",
+         "--output", str(output)],
         capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for words in ("301 x 9 float32 over 2 ranks", "useful rate", "memory", "not hidden"):
         assert words in done.stdout
+    row = json.loads(output.read_text())
+    assert (row["batch"], row["dim"], row["ranks"], row["dtype"]) == (301, 9, 2, "float32")
+    assert row["flops_a_rank"] == pytest.approx(8 * 301**2 * 9 / 2 / row["step_s"])

@@ -15,8 +15,8 @@ RUNS = json.loads(
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['batch']} over {run['gpus']}")
 def test_recorded_runs(run: dict[str, float]) -> None:
-    predicted = model.predict(run["batch"] / run["gpus"], 512, int(run["gpus"]))
-    assert abs(1e3 * predicted.seconds / run["step (ms)"] - 1) < 0.06
+    predicted = model.predict(run["batch"] / run["gpus"], int(run["dim"]), int(run["gpus"]))
+    assert abs(predicted.seconds / run["step_s"] - 1) < 0.06
 
 
 def test_hidden_from_is_where_transfers_vanish() -> None:

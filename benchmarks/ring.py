@@ -1,0 +1,93 @@
+"""Time the ring on the GPUs of this host: runs the demo of infonce.distributed for each size.
+
+python benchmarks/ring.py [--gpus 1 2 4 8] [--batch 65536 262144] [--dim 512]
+    [--launcher "mpirun --allow-run-as-root"] [--output benchmarks/results/ring.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from infonce.cli import machine
+from infonce.cli.common import to_json
+
+HERE = Path(__file__).resolve().parent
+
+
+def measured(launcher: list[str], gpus: int, batch: int, dim: int, limit: float) -> dict[str, Any]:
+    """One run of the demo; what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "row.json"
+        demo = ["-m", "infonce.distributed.demo", "--gpu", "--output", str(output)]
+        size = ["--batch", str(batch), "--dim", str(dim)]
+        subprocess.run(
+            [*launcher, "-n", str(gpus), sys.executable, *demo, *size],
+            check=True, timeout=limit, stdout=sys.stderr,
+        )  # fmt: skip
+        row: dict[str, Any] = json.loads(output.read_text())
+    return {
+        "gpus": row["ranks"],
+        "batch": row["batch"],
+        "dim": row["dim"],
+        "step_s": row["step_s"],
+        "TFLOP/s a GPU": row["flops_a_rank"] / 1e12,
+        "memory_bytes": row["memory_bytes"],
+        "transfers_s": row["transfers_s"],
+        "not_hidden_s": row["not_hidden_s"],
+    }
+
+
+def libraries() -> str:
+    """The host's GPUs, MPI and NCCL."""
+    import cupy
+    from cupy.cuda import nccl
+    from mpi4py import MPI
+
+    version = nccl.get_version()
+    nccl_version = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    mpi = " ".join(MPI.Get_library_version().split("\n")[0].split()).rstrip("\0")
+    return (
+        f"{cupy.cuda.runtime.getDeviceCount()} x {machine.gpu()['model']} of one host; {mpi}, "
+        f"NCCL {nccl_version}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--batch", type=int, nargs="+", default=[65536, 262144])
+    parser.add_argument("--dim", type=int, nargs="+", default=[512])
+    parser.add_argument("--launcher", type=shlex.split, default=["mpiexec"])
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "ring.json")
+    arguments = parser.parse_args()
+
+    rows = []
+    for dim in arguments.dim:
+        for batch in arguments.batch:
+            for gpus in arguments.gpus:
+                try:
+                    rows.append(measured(arguments.launcher, gpus, batch, dim, arguments.limit))
+                except subprocess.SubprocessError as error:
+                    print(f"{gpus} GPUs, {batch} x {dim}: {error}", file=sys.stderr)
+    report = {
+        "device": libraries(),
+        "versions": machine.versions("infonce", "cupy-cuda13x", "cupy-cuda12x", "mpi4py"),
+        "commit": machine.commit(),
+        "date": machine.now(),
+        "settings": {"loss": "clip", "dtype": "bfloat16", "temperature": 0.07,
+                     "workspace_bytes": 2**28},
+        "results": rows,
+    }  # fmt: skip
+    arguments.output.write_text(to_json(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()
