@@ -47,7 +47,10 @@ def measured(launcher: list[str], gpus: int, batch: int, dim: int, limit: float)
 def libraries() -> str:
     """The host's GPUs, MPI and NCCL."""
     import cupy
+    import mpi4py
     from cupy.cuda import nccl
+
+    mpi4py.rc.initialize = False
     from mpi4py import MPI
 
     version = nccl.get_version()

@@ -18,12 +18,12 @@ import torch_ranks  # noqa: E402
 import infonce.torch as it  # noqa: E402
 
 
-def start(case: str, size: int, folder: Path) -> list[Any]:
+def start(case: str, size: int, folder: Path, device: str = "cpu") -> list[Any]:
     """What each rank saved."""
     environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, torch_ranks.__file__, case, str(rank), str(size), str(folder)],
+            [sys.executable, torch_ranks.__file__, case, str(rank), str(size), str(folder), device],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -51,6 +51,18 @@ def test_ddp_trains_as_one_process_does(loss: str, size: int, tmp_path: Path) ->
             torch.testing.assert_close(got[name], value, rtol=1e-11, atol=1e-12)
         if name in before and (loss, name) != ("clip", "logit_bias"):
             assert (value - before[name]).abs().max() > 1e-4  # it has been trained
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_ddp_over_nccl(loss: str, tmp_path: Path) -> None:
+    """A GPU a rank: features travel by NCCL, and so do DDP's sums."""
+    if (found := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs 2 GPUs, found {found}")
+    ranks = start(loss, 2, tmp_path, "cuda")
+    for name, value in torch_ranks.train(loss, 0, 1, 2).items():
+        for got in ranks:
+            torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_functions_over_ranks(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What each process of test_torch_ranks.py does: `python torch_ranks.py CASE RANK SIZE FOLDER`."""
+"""What each process of test_torch_ranks.py does: `python torch_ranks.py CASE RANK SIZE FOLDER
+[DEVICE]`. On "cuda" each rank has a GPU, and torch's own process group is NCCL's."""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ def batches(size: int, steps: int = 4) -> list[list[Any]]:
     ]
 
 
-def train(loss: str, rank: int, size: int, batch_size: int) -> dict[str, Any]:
+def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu") -> dict[str, Any]:
     """Losses and parameters after a few steps: on one of the ranks, or on all rows."""
-    model: Any = Model()
+    model: Any = Model().to(device)
     kind = {"clip": it.ClipLoss, "siglip": it.SigLipLoss}[loss]
     criterion = kind(rank=rank, world_size=size)
     if size > 1:
@@ -58,14 +59,16 @@ def train(loss: str, rank: int, size: int, batch_size: int) -> dict[str, Any]:
     losses = []
     for batch in batches(batch_size):
         mine = [z.split(SIZES[:size])[rank] if size > 1 else z for z in batch]
-        image, text, scale, bias = model(*mine)
+        image, text, scale, bias = model(*(z.to(device) for z in mine))
         value = criterion(image, text, scale, bias) + 0.0 * bias
         optimiser.zero_grad()
         value.backward()
         optimiser.step()
         losses.append(value.detach())
-    parameters = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
-    return {"losses": torch.stack(losses), **parameters}
+    parameters = {
+        name.removeprefix("module."): p.detach().cpu() for name, p in model.named_parameters()
+    }
+    return {"losses": torch.stack(losses).cpu(), **parameters}
 
 
 def functions(rank: int, size: int) -> dict[str, Any]:
@@ -113,12 +116,15 @@ def failures(rank: int, size: int) -> dict[str, Any]:
     return said
 
 
-def main(case: str, rank: int, size: int, folder: Path) -> None:
+def main(case: str, rank: int, size: int, folder: Path, device: str = "cpu") -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
-    )
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store", rank=rank, world_size=size,
+    )  # fmt: skip
     if case in ("clip", "siglip"):
-        out = train(case, rank, size, size)
+        out = train(case, rank, size, size, device)
     else:
         out = {"functions": functions, "failures": failures}[case](rank, size)
     torch.save(out, folder / f"{rank}.pt")
@@ -129,4 +135,4 @@ def main(case: str, rank: int, size: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])
