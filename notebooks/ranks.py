@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
 from infonce.distributed import Communicator, RankError
 
 Array = Any
