@@ -30,6 +30,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @click.command()
 @click.option("--gpu", is_flag=True, help="CuPy arrays, a GPU a rank.")
+@click.option("--offload", is_flag=True, help="With --gpu: features stay in host memory.")
 @click.option("--batch", type=click.IntRange(1), help="Time random features: rows over all ranks.")
 @click.option("--dim", type=click.IntRange(1), default=None, help="Width of the features.")
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Of random features.")
@@ -39,8 +40,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 @click.option("--timeout", type=float, default=300.0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Also write what was timed: JSON.")
 def main(
-    gpu: bool, batch: int | None, dim: int | None, dtype: str | None, steps: int | None,
-    transport: str, workspace: int, timeout: float, output: Path | None,
+    gpu: bool, offload: bool, batch: int | None, dim: int | None, dtype: str | None,
+    steps: int | None, transport: str, workspace: int, timeout: float, output: Path | None,
 ) -> None:  # fmt: skip
     """One batch over ranks: train on digits, or with --batch time random features."""
     try:
@@ -50,10 +51,13 @@ def main(
     if gpu:
         cupy = common.optional("cupy", "cuda13")
         cupy.cuda.Device(ranks.rank % cupy.cuda.runtime.getDeviceCount()).use()
-    options = {"transport": transport, "timeout": timeout, "workspace": workspace}
+    elif offload:
+        raise click.UsageError("--offload: expected --gpu with it")
+    options = {"transport": transport, "timeout": timeout, "workspace": workspace,
+               "offload": offload}  # fmt: skip
     with common.one_line_errors():
         if batch is None:
-            digits(ranks, gpu, dim or 64, steps or 60, options)
+            digits(ranks, gpu and not offload, dim or 64, steps or 60, options)
             return
         if output is not None and ranks.rank == 0:
             common.check_destination(output)
@@ -179,7 +183,9 @@ def timing(
     and returns them."""
     import ml_dtypes
 
-    xp = common.optional("cupy", "cuda13") if gpu else np
+    cupy = common.optional("cupy", "cuda13") if gpu else None
+    on_gpu = gpu and not options["offload"]
+    xp = cupy if on_gpu else np
     rows = len(range(ranks.rank, batch, ranks.size))
     rng = xp.random.default_rng(ranks.rank)
 
@@ -190,7 +196,7 @@ def timing(
 
     features = unit(), unit()
     out = [xp.empty_like(z) for z in features]
-    pool = xp.get_default_memory_pool() if gpu else None
+    pool = cupy.get_default_memory_pool() if gpu else None
     transport = None
 
     def call(rows: slice = slice(None)) -> float:
@@ -201,7 +207,7 @@ def timing(
         return time.perf_counter() - began
 
     call(slice(64))  # compiles
-    if gpu:
+    if on_gpu:
         call()
         kept = ranks.__dict__.get("gpu_transports", {})
         transport = next(iter(kept.values()), None)
@@ -233,7 +239,8 @@ def timing(
     step = max(s for s, _, _, _ in everyone)
     moving, waited = (max(e[i] for e in everyone) / repeats for i in (2, 3))
     useful = 8.0 * batch * batch * dim / ranks.size / step
-    table = Table(title=f"clip, {batch} x {dim} {dtype} over {ranks.size} ranks",
+    table = Table(title=f"clip, {batch} x {dim} {dtype} over {ranks.size} ranks"
+                        f"{', features in host memory' * options['offload']}",
                   title_justify="left", show_header=False)  # fmt: skip
     table.add_row("step, median of " + str(repeats), f"{1e3 * step:.2f} ms")
     table.add_row("useful rate of a rank", f"{useful / 1e12:.3g} TFLOP/s")
@@ -244,7 +251,8 @@ def timing(
     table.add_row("of that not hidden", f"{1e3 * waited:.2f} ms, {exposed:.1%} of a step")
     common.stdout().print(table)
     return {
-        "batch": batch, "dim": dim, "dtype": dtype, "ranks": ranks.size, "step_s": step,
+        "batch": batch, "dim": dim, "dtype": dtype, "ranks": ranks.size,
+        "offload": options["offload"], "step_s": step,
         "flops_a_rank": useful, "memory_bytes": peak, "transfers_s": moving, "not_hidden_s": waited,
     }  # fmt: skip
 

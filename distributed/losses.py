@@ -231,6 +231,7 @@ class _Call:
             "normalize": problem.normalize,
             "reduction": request.reduction,
             "precision": problem.compute,
+            "offload": request.offload,
             "wrt": sorted(request.wrt),
             "grad_out": float(grad_out) if np.ndim(grad_out) == 0 else "per row",
             "gradient_scale": self.ours["gradient_scale"],
@@ -276,10 +277,8 @@ class _Call:
         problem.upstream = problem.upstream * ddp
         if gradients is not None:
             gradients.dots = xp.zeros(1)
-        backend = _backend(problem.query)
-        ring = Ring(
-            problem, keys, ranks, self.transport, backend, backend.xp, self.labels is not None
-        )
+        backend, vectors = _backend(request)
+        ring = Ring(problem, keys, ranks, self.transport, backend, vectors, self.labels is not None)
         if self.kind.symmetric and self.labels is not None:
             self.check_pairs(ring, request, queries)
         solution = solve(problem, ring, gradients)
@@ -360,14 +359,19 @@ def _one_gpu_each(
             )
 
 
-def _backend(array: Array) -> Any:
-    if arrays.on_gpu(array):
+def _backend(request: Request) -> tuple[Any, Any]:
+    """What computes blocks, and the namespace of vectors of length M or N."""
+    if request.offload:
+        from infonce.kernels import offload_gpu
+
+        return offload_gpu.backend, np
+    if arrays.on_gpu(request.problem.query):
         from infonce.kernels.gpu import GPU
 
-        return GPU
+        return GPU, GPU.xp
     from infonce.kernels.cpu import CPU
 
-    return CPU
+    return CPU, CPU.xp
 
 
 info_nce_loss = _over_ranks(single.info_nce_loss, single.INFO_NCE, False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+from infonce.kernels.blocks import within
+
 Array = Any
 
 
@@ -25,6 +27,4 @@ class Partition:
 
     def local(self, xp: Any, rows: Array, k: int) -> Array:
         """Rows of the whole batch as rows of shard k; -1 for those of other shards."""
-        start = self.starts[k]
-        inside = (rows >= start) & (rows < start + self.rows[k])
-        return xp.where(inside, rows - start, -1)
+        return within(xp, rows, slice(self.starts[k], self.starts[k + 1]))

@@ -32,6 +32,15 @@ def _cupy() -> Any:
     return cupy
 
 
+def gpu_missing() -> str | None:
+    """Why there is no GPU for arrays of the host; None if there is."""
+    try:
+        count = _cupy().cuda.runtime.getDeviceCount()
+    except Exception as error:  # a driver that is missing, too old or broken fails in many ways
+        return " ".join(str(error).split())
+    return None if count else "no device"
+
+
 def on_gpu(array: Array) -> bool:
     """Whether what `native` returned is a CuPy array. (To ask for its interface would build it.)"""
     return _loaded("cupy", "ndarray", array)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import namespace, native, on_gpu
+from .arrays import gpu_missing, namespace, native, on_gpu
 from .kernels.blocks import Array, Gradients, Problem
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "method": "auto",
     "precision": "auto",
     "workspace": 256 * 2**20,
+    "offload": False,
     "check_finite": False,
     "progress": None,
     "wrt": None,
@@ -71,6 +72,7 @@ class Request:
     dtype: np.dtype[Any]  # of the loss
     metrics: bool
     return_logits: bool
+    offload: bool  # host arrays, computed on a GPU
 
 
 @dataclass(eq=False)
@@ -175,7 +177,7 @@ def check(
         )
     return Request(
         problem, gradients, outs, given_out, without_positive, wrt, o["reduction"],
-        settled.dtype, bool(o["metrics"]), bool(o["return_logits"]),
+        settled.dtype, bool(o["metrics"]), bool(o["return_logits"]), bool(o["offload"]),
     )  # fmt: skip
 
 
@@ -230,7 +232,9 @@ def _settle(
         plain_bias = bias.__class__ in PLAIN
         bias = _number("bias", loss.bias if bias is None else bias)
     dtypes = {z.dtype.name for z in arrays}
-    compute = _precision(o["precision"], dtypes, on_host)
+    if o["offload"]:
+        _offload(loss, o, query)
+    compute = _precision(o["precision"], dtypes, on_host and not o["offload"])
     workspace = o["workspace"]
     if isinstance(workspace, bool) or not isinstance(workspace, (int, np.integer)):
         raise TypeError(f"workspace: expected an integer number of bytes, got {_what(workspace)}")
@@ -259,6 +263,24 @@ def _settle(
         want_query=loss.arguments[0] in wrt or not want_key,
         want_key=want_key,
     )
+
+
+def _offload(loss: Loss, o: Mapping[str, Any], query: Array) -> None:
+    """Host arrays, a method that keeps no logits, and a GPU."""
+    if not isinstance(query, np.ndarray):
+        raise ValueError(
+            f"offload: expected features in host memory, got {loss.arguments[0]} on GPU "
+            f"{query.device.id}"
+        )
+    if o["method"] not in ("auto", "tiled"):
+        raise ValueError(
+            f'method: expected "auto" or "tiled" with offload, got {o["method"]!r}: the logits are '
+            "kept nowhere"
+        )
+    if o["metrics"]:
+        raise ValueError("metrics: expected False with offload, got True")
+    if missing := gpu_missing():
+        raise ValueError(f"offload: expected a GPU to compute on, found none: {missing}")
 
 
 def _is_array(value: Any) -> bool:

@@ -78,6 +78,10 @@ def _device(array: Array) -> Any:
 def _solve(request: Request) -> Solution:
     # imported here: `import infonce` waits for no compiler
     problem, gradients = request.problem, request.gradients
+    if request.offload:
+        from .kernels import offload_gpu
+
+        return solve(problem, offload_gpu.backend(problem, gradients), gradients)
     if arrays.on_gpu(problem.query):
         from .kernels import gpu
 

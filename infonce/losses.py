@@ -35,6 +35,7 @@ class LossOptions(TypedDict, total=False):
     method: Literal["auto", "naive", "fused", "tiled"]
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"]
     workspace: int
+    offload: bool
     check_finite: bool
     progress: Callable[[str, int, int], None] | None
 
@@ -74,6 +75,11 @@ precision : {"auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"}
     for float32, and float32 accumulation of exact 16-bit products. The CPU has fp64 and fp32.
 workspace : int, default 256 MiB
     Ceiling on temporary memory in bytes, for "fused" and "tiled".
+offload : bool, default False
+    Features and gradients stay in host memory (NumPy, also memory-mapped or pinned), and are
+    computed on the current GPU, a panel of rows at a time: for batches larger than its memory.
+    `workspace` bounds all that panels take there; with 1 GiB and more, or with pinned features,
+    their way to the GPU hides behind the products.
 check_finite : bool, default False
     Raise ValueError, naming argument and row, if a feature is NaN or infinite. Without it such a
     feature makes the loss NaN.

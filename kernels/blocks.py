@@ -111,6 +111,12 @@ def cut(n: int, step: int) -> list[slice]:
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
+def within(xp: Any, positives: Array, keys: slice) -> Array:
+    """Positives counted from the first of these keys; -1 for those that are not among them."""
+    inside = (positives >= keys.start) & (positives < keys.stop)
+    return xp.where(inside, positives - keys.start, -1)
+
+
 @dataclass
 class Sums:
     """Running (max, sum) of 2^x2 for every row or column of one side: the LSE fold's state."""

@@ -276,6 +276,43 @@ def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16
     assert not wrong, "\n".join(wrong)
 
 
+def offload(place: str) -> None:
+    """Shards in host memory, computed on a device: a GPU, or what stands for one."""
+    from infonce.distributed import losses as calls
+    from infonce.kernels.offload import Offload
+    from test_offload import Host, close, room
+
+    d, options = 30, {"scale": 9.0, "normalize": True, "workspace": room(16, 30)}
+    spread = dict(options, timeout=60)
+    if place == "gpu":
+        import cupy
+
+        cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+        spread |= {"offload": True, "workspace": room(64, d)}
+    else:
+        calls._backend = lambda request: (lambda *of: Offload(*of, Host()), np)
+    key = np.random.default_rng(0).standard_normal((150, d))
+    query = key + np.random.default_rng(1).standard_normal((150, d))
+    rows = shards(150, 4)[RANK]
+    for loss in ("clip", "info_nce", "lit", "siglip", "nt_xent"):
+        whole = [query, key] if loss != "nt_xent" else [query]
+        order = np.arange(150)
+        part, own = order[rows], dict(spread)
+        if loss == "nt_xent":
+            own["labels"] = ((order + 75) % 150)[rows]
+        want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **options)
+        got = getattr(distributed, f"{loss}_loss_and_grad")(*(z[part] for z in whole), **own)
+
+        def of_rank(z: Any, part: Any = part) -> Any:
+            return z if z is None or not np.ndim(z) else z[part]
+
+        lse = want.lse
+        lse = tuple(map(of_rank, lse)) if isinstance(lse, tuple) else of_rank(lse)
+        grads = type(want.grads)(*map(of_rank, want.grads))
+        close(got, infonce.LossAndGrad(want.loss, grads, lse))
+    say("offload", place)
+
+
 def bad_calls() -> list[tuple[str, str, Any]]:
     """(words of the message, its type, the call as rank 1 differs)."""
     odd = RANK == 1

@@ -80,6 +80,14 @@ def test_accuracy(ranks: int) -> None:
     assert said.count("accuracy host") == 4 * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_offload(ranks: int) -> None:
+    """Shards in host memory, panels of them on a device."""
+    status, said = run(ranks, "offload", "host")
+    assert status == 0, said
+    assert said.count("offload host") == ranks
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parameters_gradients_as_frameworks_combine_them(ranks: int) -> None:
     status, said = run(ranks, "parameters")
@@ -163,6 +171,15 @@ def test_gpus_equal_one_gpu(transport: str) -> None:
     status, said = run(2, "accuracy", "gpu", transport)
     assert status == 0, said
     assert said.count("accuracy gpu") == 8
+
+
+@pytest.mark.gpu
+def test_offload_to_gpus() -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    status, said = run(2, "offload", "gpu")
+    assert status == 0, said
+    assert said.count("offload gpu") == 2
 
 
 @pytest.mark.gpu
