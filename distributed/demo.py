@@ -183,9 +183,9 @@ def timing(
     and returns them."""
     import ml_dtypes
 
-    cupy = common.optional("cupy", "cuda13") if gpu else None
+    cupy: Any = common.optional("cupy", "cuda13") if gpu else None
     on_gpu = gpu and not options["offload"]
-    xp = cupy if on_gpu else np
+    xp: Any = cupy if on_gpu else np
     rows = len(range(ranks.rank, batch, ranks.size))
     rng = xp.random.default_rng(ranks.rank)
 

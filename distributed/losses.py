@@ -194,8 +194,6 @@ class _Call:
                 f'method: expected "auto" or "tiled" over ranks, got {options["method"]!r}: the '
                 "logits of a batch over ranks are kept nowhere"
             )
-        if options.get("metrics"):
-            raise ValueError("metrics: expected False over ranks, got True")
         if not queries.total or not keys.total:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
@@ -229,6 +227,7 @@ class _Call:
             "labels": "given" if self.labels is not None else "not given",
             "ids": "given" if problem.query_ids is not None else "not given",
             "normalize": problem.normalize,
+            "metrics": problem.ranks,
             "reduction": request.reduction,
             "precision": problem.compute,
             "offload": request.offload,
@@ -315,21 +314,27 @@ class _Call:
         if request.without_positive is not None:
             xp = arrays.namespace(losses)
             losses = xp.where(request.without_positive, xp.nan, losses)
-        parts = [losses.sum()]
+        parts = {"loss": losses.sum()}
         if gradients is not None:
-            parts.append(solution.scale_grad)
-            if solution.bias_grad is not None:
-                parts.append(solution.bias_grad)
+            parts |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
+        if request.metrics and solution.directions is not None:
+            rows, columns = solution.directions
+            parts |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
         self.transport.settle()  # reading them would wait for ranks without end
-        totals = [_sum(of) for of in zip(*self.ranks.allgather([float(p) for p in parts]),
-                                         strict=True)]  # fmt: skip
+        mine = {name: float(part) for name, part in parts.items() if part is not None}
+        everyone = self.ranks.allgather(list(mine.values()))
+        totals = dict(zip(mine, map(_sum, zip(*everyone, strict=True)), strict=True))
         if request.reduction != "none":
             share = queries.total if request.reduction == "mean" else 1
-            solution.loss = np.float64(totals[0] / share)
-        if gradients is not None:
-            solution.scale_grad = np.float64(totals[1] / ddp)
-            if solution.bias_grad is not None:
-                solution.bias_grad = np.float64(totals[2] / ddp)
+            solution.loss = np.float64(totals["loss"] / share)
+        if "scale" in totals:
+            solution.scale_grad = np.float64(totals["scale"] / ddp)
+        if "bias" in totals:
+            solution.bias_grad = np.float64(totals["bias"] / ddp)
+        if "rows" in totals:
+            means = [totals[name] / queries.total if name in totals else None
+                     for name in ("rows", "columns")]  # fmt: skip
+            solution.means = means[0], means[1]
 
 
 def _sized(given: Sequence[Any]) -> tuple[list[Array], list[int]]:

@@ -25,11 +25,13 @@ from infonce.kernels.blocks import (
     Grid,
     OnlineSoftmax,
     Problem,
+    Ranks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
     mirrored,
+    ranks_of,
 )
 
 from .communicator import Communicator
@@ -98,6 +100,8 @@ class Ring:
             own.append(problem.key_ids)
         if isinstance(epilogue, Statistics):
             self._statistics(problem, epilogue, own)
+            if epilogue.row_rank is not None:
+                self._ranks(problem, ranks_of(epilogue, problem), own)
         elif gradients is None:
             assert isinstance(epilogue, Sigmoid)
 
@@ -120,9 +124,10 @@ class Ring:
             if two_sided:
                 columns = Sums(*sums)
                 columns.max[:], columns.sum[:] = -np.inf, 0.0
-            elif problem.symmetric and k == self.ranks.rank:
+            elif stats.columns is stats.rows and k == self.ranks.rank:
                 columns = stats.rows  # one triangle of this block
-            self._block(problem, k, arrays, replace(stats, columns=columns), None)
+            part = replace(stats, columns=columns, row_rank=None, column_rank=None)
+            self._block(problem, k, arrays, part, None)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             Sums(*sums).merge(Sums(*arrived), xp)
@@ -132,6 +137,26 @@ class Ring:
         if two_sided:
             assert stats.columns is not None
             stats.columns.max, stats.columns.sum = home
+
+    def _ranks(self, problem: Problem, ranks: Ranks, own: list[Array]) -> None:
+        """Another round, when the positives' logits are known; those of columns travel."""
+        by_columns = ranks.column_rank is not None
+        if by_columns:
+            own = [*own, ranks.column_positive]
+
+        def visit(k: int, arrays: list[Array], sums: list[Array]) -> None:
+            part = ranks
+            if by_columns:
+                sums[0][:] = 0
+                part = replace(ranks, column_positive=arrays[-1], column_rank=sums[0])
+            self._block(problem, k, arrays, part, None)
+
+        def combine(sums: list[Array], arrived: list[Array]) -> None:
+            sums[0] += arrived[0]
+
+        home = self.circulate(own, visit, [((), np.dtype(np.int64))] * by_columns, combine)
+        if by_columns:
+            ranks.column_rank[:] = home[0]
 
     def _gradients(
         self,
@@ -198,11 +223,11 @@ class Ring:
         if 0 in block.shape[:2]:
             return False
         inner = self.backend(block, gradients)
-        triangle = isinstance(epilogue, Statistics) and symmetric
+        triangle = isinstance(epilogue, Statistics) and symmetric and epilogue.columns is not None
         inner.fold(block, inner.grid(block, triangle), epilogue, gradients)
         if isinstance(epilogue, Statistics) and triangle:
             epilogue.positive[:] = mirrored(self.xp, epilogue.positive, block.positives)
-        if not isinstance(epilogue, SoftmaxGradient):
+        if isinstance(epilogue, (Statistics, Sigmoid)):
             self.poisoned += inner.poison(block)
         return True
 

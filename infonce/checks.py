@@ -277,8 +277,6 @@ def _offload(loss: Loss, o: Mapping[str, Any], query: Array) -> None:
             f'method: expected "auto" or "tiled" with offload, got {o["method"]!r}: the logits are '
             "kept nowhere"
         )
-    if o["metrics"]:
-        raise ValueError("metrics: expected False with offload, got True")
     if missing := gpu_missing():
         raise ValueError(f"offload: expected a GPU to compute on, found none: {missing}")
 

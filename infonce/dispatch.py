@@ -119,11 +119,13 @@ def _metrics(solution: Solution, back: Callable[[Array], Array]) -> Metrics:
     assert stats is not None
     symmetric = stats.column_rank is stats.row_rank
     assert solution.directions is not None
-    row_losses, column_losses = solution.directions
-    xp = arrays.namespace(row_losses)
+    row_loss, column_loss = solution.means or (
+        None if losses is None else losses.mean() for losses in solution.directions
+    )
+    xp = arrays.namespace(solution.directions[0])
     return Metrics(
-        row_loss=back(xp.asarray(row_losses.mean())),
-        column_loss=None if column_losses is None else back(xp.asarray(column_losses.mean())),
+        row_loss=back(xp.asarray(row_loss)),
+        column_loss=None if column_loss is None else back(xp.asarray(column_loss)),
         row_rank=back(stats.row_rank),
         column_rank=None if symmetric or stats.column_rank is None else back(stats.column_rank),
         positive=back(LN_2 * stats.positive),

@@ -50,7 +50,10 @@ class SigmoidGrads(NamedTuple):
 
 @dataclass(frozen=True)
 class Metrics:
-    """How well positives rank, from the same pass as the loss (`metrics=True`).
+    """How well positives rank (`metrics=True`), without a matrix of logits.
+
+    Over ranks, losses are those of the whole batch, and the vectors those of this rank's rows:
+    among the keys of all ranks.
 
     Attributes
     ----------

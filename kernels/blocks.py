@@ -161,6 +161,18 @@ class Statistics:
 
 
 @dataclass
+class Ranks:
+    """Counts of what scores above the positives, whose logits are known."""
+
+    positive: Array  # [M] float64, base 2
+    row_rank: Array  # [M] int64, added to
+    column_positive: Array = None  # [N]; None where only rows count
+    column_rank: Array = None  # [N]
+
+    phase = "ranks"
+
+
+@dataclass
 class SoftmaxGradient:
     """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - R_i) + b_j 2^(x2_ij - C_j) off the positives."""
 
@@ -196,7 +208,7 @@ class Sigmoid:
     phase = "sigmoid loss"
 
 
-Epilogue = Statistics | SoftmaxGradient | OnlineSoftmax | Sigmoid
+Epilogue = Statistics | Ranks | SoftmaxGradient | OnlineSoftmax | Sigmoid
 
 
 @dataclass
@@ -256,6 +268,7 @@ class Solution:
     column_lse: Array | None = None  # [N]
     statistics: Statistics | None = None
     directions: tuple[Array, Array | None] | None = None  # losses [M] of rows and [N] of columns
+    means: tuple[Array, Array | None] | None = None  # of `directions`, over all ranks
     logits: Array | None = None  # [M, N], naive only
     scale_grad: Array | None = None  # 0-d
     bias_grad: Array | None = None  # 0-d
@@ -277,7 +290,7 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
 def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     xp = backend.xp
     stats = _statistics(problem, backend)
-    grid = backend.grid(problem, problem.symmetric)
+    grid = backend.grid(problem, problem.symmetric and not problem.ranks)
     online = (
         backend.online
         and gradients is not None
@@ -329,6 +342,14 @@ class Direction:
     share: Array  # sigmoid(n - p): what the negatives hold of the softmax
 
 
+def ranks_of(stats: Statistics, problem: Problem) -> Ranks:
+    """The counts that `stats`, complete but for them, want."""
+    ranks = Ranks(stats.positive, stats.row_rank)
+    if problem.two_sided:  # square: key i belongs to query i
+        ranks.column_positive, ranks.column_rank = stats.positive, stats.column_rank
+    return ranks
+
+
 def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
     if hasattr(xp, "conclude"):  # a GPU has one kernel for all
         return Direction(*xp.conclude(sums.max, sums.sum, positive))
@@ -349,14 +370,15 @@ def _statistics(problem: Problem, backend: Backend) -> Statistics:
     xp = backend.xp
     m, n, _ = problem.shape
     rows = Sums.identity(xp, m)
-    columns = rows if problem.symmetric else None
+    # what columns tell of rows is their sums alone: metrics want true maxima, and meet all pairs
+    columns = rows if problem.symmetric and not problem.ranks else None
     if problem.two_sided:
         columns = Sums.identity(xp, n)
     stats = Statistics(rows, columns, xp.full(m, xp.nan))
     if problem.ranks:
         stats.row_rank = xp.zeros(m, xp.int64)
-        if columns is not None:
-            stats.column_rank = stats.row_rank if problem.symmetric else xp.zeros(n, xp.int64)
+        if problem.two_sided:
+            stats.column_rank = xp.zeros(n, xp.int64)
     return stats
 
 

@@ -30,6 +30,7 @@ from .blocks import (
     Grid,
     OnlineSoftmax,
     Problem,
+    Ranks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
@@ -619,6 +620,8 @@ class _Worker:
         rows, columns = fold.grid.rows[a], fold.grid.columns[b]
         if not isinstance(fold.epilogue, SoftmaxGradient):
             positive = fold.epilogue.positive[rows]
+            if isinstance(fold.epilogue, Ranks):
+                positive = positive.copy()  # known: only taken out
             tile.take_positives(x, problem.positives[rows], columns.start, fold.c, positive)
         if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
             self.exclude_diagonal(x, rows, columns)
@@ -666,6 +669,12 @@ class _Worker:
             self.rescale = self.row_max[: len(x)]
             tile.online_softmax(x, fold.c, sums.max[rows], sums.sum[rows], self.rescale)
             return None
+        if isinstance(epilogue, Ranks):
+            tile.count_above(x, fold.c, epilogue.positive[rows], epilogue.row_rank[rows])
+            if epilogue.column_rank is None:
+                return None
+            counted = x, fold.c, epilogue.column_positive[columns], epilogue.column_rank[columns]
+            return lambda: tile.count_above_columns(*counted)
         return self.statistics(epilogue, x, rows, columns, diagonal)
 
     def statistics(
@@ -679,8 +688,6 @@ class _Worker:
             tile.row_and_column_statistics(
                 x, fold.c, row_max, row_sum, column_max, column_sum, self.sums[: x.shape[1]]
             )
-            if stats.row_rank is not None and fold.problem.symmetric:  # metrics want true maxima
-                tile.column_statistics(x, fold.c, column_max, column_sum)
         else:
             tile.row_statistics(x, fold.c, row_max, row_sum)
 

@@ -34,6 +34,7 @@ from .blocks import (
     Gradients,
     Grid,
     Problem,
+    Ranks,
     Sigmoid,
     SoftmaxGradient,
     Solution,
@@ -342,7 +343,9 @@ class GPU:
         if isinstance(epilogue, Statistics):
             _StatisticsFold(self, problem, grid, epilogue).run()
             if epilogue.row_rank is not None:
-                _RanksFold(self, problem, grid, epilogue).run()
+                _RanksFold(self, problem, grid, blocks.ranks_of(epilogue, problem)).run()
+        elif isinstance(epilogue, Ranks):
+            _RanksFold(self, problem, grid, epilogue).run()
         elif isinstance(epilogue, SoftmaxGradient):
             _SoftmaxFold(self, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, Sigmoid):
@@ -430,7 +433,7 @@ class _StatisticsFold(_Fold):
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         stats, problem = self.stats, self.problem
         whole = problem.symmetric and rows == columns  # both (i, j) and (j, i)
-        triangle = whole and self.gpu.tile.square
+        triangle = whole and self.gpu.tile.square and stats.columns is not None
         both = stats.columns is not None and (not whole or triangle)
         column_pairs = self.row_pairs if triangle else self.column_pairs
         arguments = (
@@ -458,23 +461,28 @@ class _StatisticsFold(_Fold):
 class _RanksFold(_Fold):
     """Counts against the positives' logits, which the statistics have found."""
 
-    def __init__(self, gpu: GPU, problem: Problem, grid: Grid, stats: Statistics) -> None:
-        super().__init__(gpu, problem, replace(grid, triangle=False), "ranks")
-        self.stats = stats
-        positive, m = stats.positive, problem.shape[0]
-        if grid.triangle:  # each pair was met once, from one side
-            positive = blocks.mirrored(cupy, positive, problem.positives)
-        self.reference = cupy.empty(m, gpu.real)
-        gpu.vector_kernel("to_products", m, positive, np.int64(m), gpu.scale_struct, self.reference)
-        self.by_columns = stats.column_rank is not None and not problem.symmetric
+    def __init__(self, gpu: GPU, problem: Problem, grid: Grid, ranks: Ranks) -> None:
+        super().__init__(gpu, problem, grid, ranks.phase)
+        self.ranks = ranks
+        self.by_row = self.products(ranks.positive)
+        self.by_column = None
+        if ranks.column_rank is not None:
+            self.by_column = self.products(ranks.column_positive)
+
+    def products(self, positive: Array) -> Array:
+        """Logits as the raw products that the kernel compares them with."""
+        gpu, n = self.gpu, len(positive)
+        out = cupy.empty(n, gpu.real)
+        gpu.vector_kernel("to_products", n, positive, np.int64(n), gpu.scale_struct, out)
+        return out
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
-        stats, of_columns = self.stats, self.by_columns
+        ranks, of_columns = self.ranks, self.by_column is not None
         arguments = (
-            pointer(self.reference, rows.start),
-            pointer(self.reference, columns.start) if of_columns else _NULL,
-            pointer(stats.row_rank, rows.start),
-            pointer(stats.column_rank, columns.start) if of_columns else _NULL,
+            pointer(self.by_row, rows.start),
+            pointer(self.by_column, columns.start) if of_columns else _NULL,
+            pointer(ranks.row_rank, rows.start),
+            pointer(ranks.column_rank, columns.start) if of_columns else _NULL,
         )
         self.launch("ranks", rows, columns, arguments, COLUMNS=int(of_columns))
 

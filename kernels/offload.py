@@ -32,11 +32,13 @@ from .blocks import (
     Gradients,
     Grid,
     Problem,
+    Ranks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
     cut,
+    ranks_of,
     within,
 )
 
@@ -114,6 +116,10 @@ class Offload:
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
+        if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
+            self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
+            self.fold(problem, grid, ranks_of(epilogue, problem), None)
+            return
         fold = _Fold(self, problem, grid, epilogue)
         both = gradients is not None and gradients.want_query and gradients.want_key
         if gradients is None or problem.symmetric or not gradients.want_key:
@@ -223,7 +229,7 @@ class _Fold:
         inner.fold(block, grid, epilogue, mine)
         if gradients is not None and mine is not None and mine.dots is not None:
             gradients.dots[rows if gradients.want_query else columns] += self.device.get(mine.dots)
-        if not isinstance(epilogue, SoftmaxGradient):
+        if isinstance(epilogue, (Statistics, Sigmoid)):
             poison = inner.poison(block)
             self.poisoned[rows] += poison
             if self.grid.triangle and not own:
@@ -271,6 +277,12 @@ def _part(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
         )
         assert of_rows is not None
         return Statistics(of_rows, of_columns, epilogue.positive[rows])
+    if isinstance(epilogue, Ranks):
+        part = Ranks(epilogue.positive[rows], epilogue.row_rank[rows])
+        if epilogue.column_rank is not None:
+            part.column_positive = epilogue.column_positive[columns]
+            part.column_rank = epilogue.column_rank[columns]
+        return part
     if isinstance(epilogue, SoftmaxGradient):
         lse, factor, positive = (
             epilogue.column_lse, epilogue.column_factor, epilogue.column_positive,

@@ -75,6 +75,7 @@ def compare(case: dict[str, Any]) -> None:
     mine = [order[part[RANK]] for order, part in zip(orders, parts, strict=True)]
 
     single, spread = dict(options), dict(options, timeout=60)
+    spread["workspace"] = case.get("workspace", 2**28)
     if case["ids"]:
         ids = [rng.integers(0, n, len(z)) for z in whole]
         if len(ids) == 1:
@@ -88,14 +89,18 @@ def compare(case: dict[str, Any]) -> None:
             single["labels"] = labels
     local = [z[own] for z, own in zip(whole, mine, strict=True)]
 
-    want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **single)
-    got = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread)
-    again = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread)
+    metrics = {"metrics": case.get("metrics", False) and loss != "siglip"}
+    want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **single, **metrics)
+    got = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
+    again = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
     alone = getattr(distributed, f"{loss}_loss")(*local, **spread)
 
     tolerance = TOLERANCE[dtype.name]
     assert got.loss.dtype == want.loss.dtype
-    assert np.array_equal(alone, got.loss)
+    if metrics["metrics"] and loss == "nt_xent":  # which takes no triangle then
+        close(alone, got.loss, 0.1 * tolerance, "loss alone")
+    else:
+        assert np.array_equal(alone, got.loss)
     per_row = case["reduction"] == "none"
     close(got.loss, want.loss[mine[0]] if per_row else want.loss, 0.1 * tolerance, "loss")
     terms = np.abs(np.asarray(want.grads[0], float) * whole[0].astype(float)).sum()
@@ -115,6 +120,20 @@ def compare(case: dict[str, Any]) -> None:
                    strict=True)  # fmt: skip
         for i, (g, w) in enumerate(both):
             close(g, w[mine[i]], tolerance, "lse", 1.0 + np.abs(w).max())
+    assert (got.metrics is None) == (want.metrics is None)
+    if got.metrics is None or want.metrics is None:
+        return
+    for name in ("row_loss", "column_loss", "row_rank", "column_rank", "positive",
+                 "hardest_negative"):  # fmt: skip
+        g, w = getattr(got.metrics, name), getattr(want.metrics, name)
+        if w is None:
+            assert g is None, name
+        elif w.dtype.kind == "i":  # what scores the same but for rounding may be counted or not
+            if dtype.name == "float64":
+                assert np.array_equal(g, w[mine[name == "column_rank"]]), name
+        else:
+            g, w = (np.maximum(z, -1e30) for z in (g, w))  # -inf: no negatives
+            close(g, w[mine[0]] if w.ndim else w, tolerance, name, 1.0 + np.abs(w).max())
 
 
 cases = st.fixed_dictionaries({
@@ -129,6 +148,7 @@ cases = st.fixed_dictionaries({
     "ids": st.booleans(),
     "labelled": st.booleans(),
     "reduction": st.sampled_from(["mean", "mean", "sum", "none"]),
+    "metrics": st.booleans(),
     "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
 })  # fmt: skip
 
@@ -161,7 +181,12 @@ def equal(examples: str) -> None:
     def property_holds(case: dict[str, Any]) -> None:
         lead(compare, case)
 
+    plain = {"n": 23, "d": 5, "extra": 3, "seed": 3, "scale": 3.0, "aligned": 1.0,
+             "normalize": True, "ids": True, "labelled": True, "reduction": "mean",
+             "dtype": "float64", "metrics": True, "workspace": 4000}  # fmt: skip
     try:
+        for loss in ("info_nce", "nt_xent", "clip", "lit", "siglip"):
+            lead(compare, {**plain, "loss": loss})
         property_holds()
     finally:
         COMM.bcast(None)
@@ -348,7 +373,7 @@ def bad_calls() -> list[tuple[str, str, Any]]:
          lambda: clip(scale=-1 if odd else 1.0)),
         ("unexpected keyword argument 'tempreature'", "TypeError", lambda: clip(tempreature=1.0)),
         ("method \"tiled\" over ranks 'naive'", "ValueError", lambda: clip(method="naive")),
-        ("metrics False over ranks", "ValueError", lambda: clip(metrics=True)),
+        ("metrics True on rank 1", "ValueError", lambda: clip(metrics=odd)),
         ("gradient_scale \"global\", \"ddp\" 'mean'", "ValueError",
          lambda: clip(gradient_scale="mean")),
         ("transport 'nccl' does not carry", "ValueError", lambda: clip(transport="nccl")),
