@@ -71,7 +71,7 @@ def normalize(z: Array) -> tuple[Array, Array]:
 def normalize_backward(g: Array, u: Array, norm: Array) -> Array:
     """Gradient with respect to z from the gradient `g` with respect to ``u = z / |z|``.
 
-    Moving z by dz moves |z| by <u, dz>, hence ``du = (dz - u <u, dz>) / |z|``. That map is
+    Moving z by dz moves ``|z|`` by <u, dz>, hence ``du = (dz - u <u, dz>) / |z|``. That map is
     symmetric, so the gradient goes back through the same one: ``dz = (g - u <g, u>) / |z|``.
     Only the part of `g` across the row is left, since a row's length does not matter to u.
 
