@@ -230,6 +230,7 @@ class _Call:
             "metrics": problem.ranks,
             "reduction": request.reduction,
             "precision": problem.compute,
+            "workspace": problem.workspace,
             "offload": request.offload,
             "wrt": sorted(request.wrt),
             "grad_out": float(grad_out) if np.ndim(grad_out) == 0 else "per row",

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
-
-from infonce.kernels.blocks import within
-
-Array = Any
 
 
 class Partition:
@@ -25,6 +20,9 @@ class Partition:
     def largest(self) -> int:
         return max(self.rows)
 
-    def local(self, xp: Any, rows: Array, k: int) -> Array:
-        """Rows of the whole batch as rows of shard k; -1 for those of other shards."""
-        return within(xp, rows, slice(self.starts[k], self.starts[k + 1]))
+    def piece(self, j: int, pieces: int) -> list[slice]:
+        """Rows of the whole batch that are piece j of each rank's shard."""
+        return [
+            slice(start + rows * j // pieces, start + rows * (j + 1) // pieces)
+            for start, rows in zip(self.starts, self.rows, strict=False)
+        ]

@@ -7,13 +7,15 @@ a block is computed, the keys of the next one arrive, and the sums of the ranks 
 to which this rank's are added. After n steps they are sent home. Sums about shard k are thus always
 taken in the order k, k + 1, ...: results are bitwise the same from run to run.
 
-Memory, beyond shards and gradients: two travelling blocks of keys, three of dK, the workspace.
+What travels takes two buffers of keys and three of dK. Where they would be larger than half of the
+workspace, shards go round in pieces, one piece of each at a time. So memory, beyond shards and
+gradients, is the workspace, half of it again, and dQ in float32 where gradients are of 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,14 +34,30 @@ from infonce.kernels.blocks import (
     Sums,
     mirrored,
     ranks_of,
+    within,
 )
 
 from .communicator import Communicator
 from .partition import Partition
 from .transport import Transport
 
-Visit = Callable[[int, list[Array], list[Array]], None]  # (shard, its arrays, sums about it)
 Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys that are visited: all of a rank's shard, or a piece."""
+
+    owner: int  # rank
+    rows: slice  # of the whole batch
+    whole: bool
+    step: int  # in which they are visited
+
+    def __len__(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, sums about them)
 
 
 class Ring:
@@ -64,6 +82,15 @@ class Ring:
         self.xp, self.labelled = xp, labelled
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         self.poisoned = xp.zeros(len(problem.query))
+        self.pieces = self._pieces(problem)
+
+    def _pieces(self, problem: Problem) -> int:
+        """In how many pieces shards go round."""
+        if problem.symmetric:  # a rank's own block is a square, and no dK travels
+            return 1
+        row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * self.real.itemsize)
+        room = max(1, problem.workspace // 2 // row)
+        return int(max(1, -(-self.keys.largest // room)))
 
     # -- what blocks.solve asks for
 
@@ -84,9 +111,9 @@ class Ring:
             return of_keys[positives - self.keys.starts[self.ranks.rank]]
         out = xp.zeros(len(positives), of_keys.dtype)
 
-        def visit(k: int, arrays: list[Array], sums: list[Array]) -> None:
-            if len(arrays[0]):
-                local = self.keys.local(xp, positives, k)
+        def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
+            if len(keys):
+                local = within(xp, positives, keys.rows)
                 out[:] = xp.where(local < 0, out, arrays[0][xp.maximum(local, 0)])
 
         self.circulate([xp.ascontiguousarray(of_keys)], visit)
@@ -105,8 +132,8 @@ class Ring:
         elif gradients is None:
             assert isinstance(epilogue, Sigmoid)
 
-            def visit(k: int, arrays: list[Array], sums: list[Array]) -> None:
-                self._block(problem, k, arrays, epilogue, None)
+            def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
+                self._block(problem, keys, arrays, epilogue, None)
 
             self.circulate(own, visit)
         else:
@@ -119,24 +146,24 @@ class Ring:
         """Rows' sums stay, columns' sums travel."""
         xp, two_sided = self.xp, problem.two_sided
 
-        def visit(k: int, arrays: list[Array], sums: list[Array]) -> None:
+        def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             columns = None
             if two_sided:
                 columns = Sums(*sums)
                 columns.max[:], columns.sum[:] = -np.inf, 0.0
-            elif stats.columns is stats.rows and k == self.ranks.rank:
+            elif stats.columns is stats.rows and keys.owner == self.ranks.rank:
                 columns = stats.rows  # one triangle of this block
             part = replace(stats, columns=columns, row_rank=None, column_rank=None)
-            self._block(problem, k, arrays, part, None)
+            self._block(problem, keys, arrays, part, None)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             Sums(*sums).merge(Sums(*arrived), xp)
 
-        kinds: list[Kind] = [((), np.dtype(np.float64))] * (2 if two_sided else 0)
-        home = self.circulate(own, visit, kinds, combine)
+        home = []
         if two_sided:
             assert stats.columns is not None
-            stats.columns.max, stats.columns.sum = home
+            home = [stats.columns.max, stats.columns.sum]
+        self.circulate(own, visit, home, combine)
 
     def _ranks(self, problem: Problem, ranks: Ranks, own: list[Array]) -> None:
         """Another round, when the positives' logits are known; those of columns travel."""
@@ -144,19 +171,17 @@ class Ring:
         if by_columns:
             own = [*own, ranks.column_positive]
 
-        def visit(k: int, arrays: list[Array], sums: list[Array]) -> None:
+        def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = ranks
             if by_columns:
                 sums[0][:] = 0
                 part = replace(ranks, column_positive=arrays[-1], column_rank=sums[0])
-            self._block(problem, k, arrays, part, None)
+            self._block(problem, keys, arrays, part, None)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             sums[0] += arrived[0]
 
-        home = self.circulate(own, visit, [((), np.dtype(np.int64))] * by_columns, combine)
-        if by_columns:
-            ranks.column_rank[:] = home[0]
+        self.circulate(own, visit, [ranks.column_rank] * by_columns, combine)
 
     def _gradients(
         self,
@@ -166,7 +191,7 @@ class Ring:
         own: list[Array],
     ) -> None:
         """dQ stays, dK travels."""
-        xp, d = self.xp, problem.shape[2]
+        xp = self.xp
         first_factor = len(own)
         if isinstance(epilogue, SoftmaxGradient) and epilogue.column_lse is not None:
             own += [epilogue.column_lse, epilogue.column_factor, epilogue.positive]
@@ -176,49 +201,47 @@ class Ring:
                 dq = xp.empty(dq.shape, self.real)
             dq[...] = 0
 
-        def visit(k: int, arrays: list[Array], sums: list[Array]) -> None:
+        def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
             if isinstance(part, SoftmaxGradient) and len(arrays) > first_factor:
                 lse, factor, positive = arrays[first_factor:]
                 part = replace(part, column_lse=lse, column_factor=factor, column_positive=positive)
             key = sums[0] if sums else None
-            rows = problem.shape[0] if gradients.want_query else self.keys.rows[k]
+            rows = problem.shape[0] if gradients.want_query else len(keys)
             mine = replace(
                 gradients, query=dq, key=key, dots=xp.zeros(rows), add_query=dq is not None
             )
-            if not self._block(problem, k, arrays, part, mine) and key is not None:
+            if not self._block(problem, keys, arrays, part, mine) and key is not None:
                 key[...] = 0
             gradients.dots += mine.dots.sum()
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             sums[0] += arrived[0]
 
-        kinds: list[Kind] = [((d,), self.real)] * gradients.want_key
-        home = self.circulate(own, visit, kinds, combine)
+        home = [gradients.key] if gradients.want_key else []
+        self.circulate(own, visit, home, combine, self.real)
         if gradients.query is not None and dq is not gradients.query:
             gradients.query[...] = dq
-        if gradients.key is not None:
-            gradients.key[...] = home[0]
 
     def _block(
         self,
         problem: Problem,
-        k: int,
+        keys: Keys,
         arrays: list[Array],
         epilogue: Epilogue,
         gradients: Gradients | None,
     ) -> bool:
-        """Fold block (Q_r, K_k); False if it is empty."""
-        own = k == self.ranks.rank
+        """Fold the block of these keys; False if it is empty."""
+        own = keys.owner == self.ranks.rank and keys.whole
         symmetric = problem.symmetric and own
         block = replace(
             problem,
             key=problem.query if symmetric else arrays[0],
             key_ids=None if problem.key_ids is None else arrays[1],
-            positives=self.keys.local(self.xp, problem.positives, k),
+            positives=within(self.xp, problem.positives, keys.rows),
             part=not own,
             symmetric=symmetric,
-            progress=self._progress(problem, k),
+            progress=self._progress(problem, keys),
         )
         if 0 in block.shape[:2]:
             return False
@@ -231,13 +254,11 @@ class Ring:
             self.poisoned += inner.poison(block)
         return True
 
-    def _progress(self, problem: Problem, k: int) -> Callable[[str, int, int], None] | None:
-        report = problem.progress
+    def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
+        report, steps = problem.progress, self.pieces * self.ranks.size
         if report is None:
             return None
-        n = self.ranks.size
-        step = (self.ranks.rank - k) % n
-        return lambda phase, done, total: report(phase, step * total + done, n * total)
+        return lambda phase, done, total: report(phase, keys.step * total + done, steps * total)
 
     # -- the ring
 
@@ -245,45 +266,56 @@ class Ring:
         self,
         own: list[Array],
         visit: Visit,
-        kinds: Sequence[Kind] = (),
+        home: Sequence[Array] = (),
         combine: Callable[[list[Array], list[Array]], None] | None = None,
-    ) -> list[Array]:
+        sums_dtype: Any = None,
+    ) -> None:
         """Take the shards round: `visit` every one with `own` arrays of its rank.
 
-        `kinds` are the sums about a shard that a visit makes (one row a key); `combine` adds those
-        of the ranks before. Returns the sums about this rank's own shard.
+        `home` are arrays over this rank's own keys, for the sums about them that visits make;
+        `combine` adds those of the ranks before. They travel in `sums_dtype`, or in that of `home`.
         """
         n, r = self.ranks.size, self.ranks.rank
+        largest = -(-self.keys.largest // self.pieces)
         like: list[Kind] = [(array.shape[1:], array.dtype) for array in own]
+        kinds: list[Kind] = [(array.shape[1:], sums_dtype or array.dtype) for array in home]
         stores: dict[tuple[int, bool], list[Array]] = {}
 
-        def room(slot: int, k: int, sums: bool) -> list[Array]:
-            """Buffers for what is about shard k; allocated once, for the largest."""
+        def room(slot: int, rows: int, sums: bool) -> list[Array]:
+            """Buffers for what is about so many keys; allocated once, for the largest piece."""
             if (slot, sums) not in stores:
                 stores[slot, sums] = [
-                    self.xp.empty((self.keys.largest, *tail), dtype)
+                    self.xp.empty((largest, *tail), dtype)
                     for tail, dtype in (kinds if sums else like)
                 ]
-            return [array[: self.keys.rows[k]] for array in stores[slot, sums]]
+            return [array[:rows] for array in stores[slot, sums]]
 
-        arrays = own
-        carried: list[Array] = []
-        for s in range(n):
-            k = (r - s) % n
-            last = s == n - 1
-            incoming = [] if last else room(s % 2, (k - 1) % n, False)
-            arrived = room((s + 1) % 3, k, True) if s and kinds else []
-            leaving = [*([] if last else arrays), *carried]
-            pending = self.transport.shift(leaving, [*incoming, *arrived]) if n > 1 else None
-            sums = room(s % 3, k, True)
-            visit(k, arrays, sums)
-            if pending is not None:
-                pending.wait()
-            if combine is not None and arrived:
-                combine(sums, arrived)
-            arrays, carried = incoming, sums
-        if not kinds or n == 1:
-            return carried
-        home = room(n % 3, r, True)
-        self.transport.shift(carried, home).wait()
-        return home
+        for j in range(self.pieces):
+            pieces = [
+                Keys(k, rows, self.pieces == 1, j * n + (r - k) % n)
+                for k, rows in enumerate(self.keys.piece(j, self.pieces))
+            ]
+            start = self.keys.starts[r]
+            mine = slice(pieces[r].rows.start - start, pieces[r].rows.stop - start)
+            arrays: list[Array] = [array[mine] for array in own]
+            carried: list[Array] = []
+            for s in range(n):
+                keys, after = pieces[(r - s) % n], pieces[(r - s - 1) % n]
+                last = s == n - 1
+                incoming = [] if last else room(s % 2, len(after), False)
+                arrived = room((s + 1) % 3, len(keys), True) if s and kinds else []
+                leaving = [*([] if last else arrays), *carried]
+                pending = self.transport.shift(leaving, [*incoming, *arrived]) if n > 1 else None
+                sums = room(s % 3, len(keys), True)
+                visit(keys, arrays, sums)
+                if pending is not None:
+                    pending.wait()
+                if combine is not None and arrived:
+                    combine(sums, arrived)
+                arrays, carried = incoming, sums
+            if kinds and n > 1:
+                complete = room(n % 3, len(pieces[r]), True)
+                self.transport.shift(carried, complete).wait()
+                carried = complete
+            for array, complete in zip(home, carried, strict=True):
+                array[mine] = complete

@@ -149,6 +149,7 @@ cases = st.fixed_dictionaries({
     "labelled": st.booleans(),
     "reduction": st.sampled_from(["mean", "mean", "sum", "none"]),
     "metrics": st.booleans(),
+    "workspace": st.sampled_from([2**28, 4000]),
     "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
 })  # fmt: skip
 
@@ -263,9 +264,10 @@ def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16
                 own = {"labels": labels[rows], "ids": (ids[:m][rows], ids[columns])}
             parts = [xp.asarray(z[part]) for z, part in zip(whole, mine, strict=True)]
             function = f"{loss}_loss_and_grad"
+            workspace = 2**19 if options or loss == "siglip" else 2**28  # shards in pieces, whole
             got, again = (
                 getattr(distributed, function)(
-                    *parts, scale=scale, transport=transport, timeout=60, **own
+                    *parts, scale=scale, transport=transport, timeout=60, workspace=workspace, **own
                 )
                 for _ in range(2)
             )
