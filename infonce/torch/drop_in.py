@@ -46,12 +46,21 @@ class _OpenClip(nn.Module):
 
 
 class ClipLoss(_OpenClip):
-    """open_clip's ClipLoss.
+    """open_clip's ClipLoss: `infonce.torch.clip_loss`, which has the equation.
 
-    ``forward(image_features, text_features, logit_scale, logit_bias=None, output_dict=False)``.
-    A bias common to all logits changes neither loss nor gradient. With ``world_size > 1`` the loss
+    ``forward(image_features [N, D], text_features [N, D], logit_scale, logit_bias=None,
+    output_dict=False)``. A bias common to all logits changes neither loss nor gradient. With ``world_size > 1`` the loss
     is that of all ranks' rows, whatever `local_loss`, and gradients are right under DDP (as
     open_clip's are with `gather_with_grad`); nothing is gathered.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Radford et al.: Learning Transferable Visual Models, 2021.
     """
 
     def __init__(
@@ -79,8 +88,20 @@ class ClipLoss(_OpenClip):
 
 
 class SigLipLoss(_OpenClip):
-    """open_clip's SigLipLoss: ``forward(image_features, text_features, logit_scale, logit_bias,
-    output_dict=False)``. Over ranks as `ClipLoss`, whatever `dist_impl`."""
+    """open_clip's SigLipLoss: `infonce.torch.siglip_loss`, which has the equation.
+
+    ``forward(image_features [N, D], text_features [N, D], logit_scale, logit_bias,
+    output_dict=False)``. Over ranks as `ClipLoss`, whatever `dist_impl`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Zhai et al.: Sigmoid Loss for Language Image Pre-Training, 2023.
+    """
 
     def __init__(
         self,
@@ -108,8 +129,27 @@ class SigLipLoss(_OpenClip):
 
 
 class MemoryEfficientCLIPLoss(_Settings):
-    """MemoryEfficientCLIP's module: ``MemoryEfficientCLIPLoss(temperature=0.07,
-    normalized_inputs=False)(image_features, text_features)``."""
+    """MemoryEfficientCLIP's module: ``forward(image_features [N, D], text_features [N, D])``.
+
+    The loss is that of `infonce.torch.clip_loss`, which has the equation, with online maxima.
+
+    Parameters
+    ----------
+    temperature : float, default 0.07
+    normalized_inputs : bool, default False
+        Whether features have unit norm already.
+    options
+        Of `infonce.torch.clip_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Radford et al.: Learning Transferable Visual Models, 2021.
+    """
 
     def __init__(
         self, temperature: float = 0.07, normalized_inputs: bool = False, **options: Any
@@ -121,11 +161,36 @@ class MemoryEfficientCLIPLoss(_Settings):
 
 
 class MemoryEfficientLiTLoss(LiTLoss):
-    """MemoryEfficientCLIP's module for LiT: ``forward(text_features, image_features)``."""
+    """MemoryEfficientCLIP's module for LiT: ``forward(text_features [N, D], image_features [N, D])``.
+
+    The same as `LiTLoss`, which has equation, parameters, errors and source.
+    """
 
 
 def cal_inf_loss(
     q: Tensor, k: Tensor, labels: Tensor | None = None, scale: Any = None, **options: Any
 ) -> Any:
-    """Inf-CL's function: queries against keys, mean over queries; `scale` is 1 if left out."""
+    """Inf-CL's function: queries against keys, mean over queries; `scale` is 1 if left out.
+
+    ``loss = -1/M sum_i log softmax(scale q k')_i,labels[i]``
+
+    Parameters
+    ----------
+    q : tensor [M, D]
+    k : tensor [N, D]
+    labels : integer tensor [M], optional
+        The positive key of each query; key i for query i if left out.
+    options
+        Of `infonce.torch.info_nce_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Cheng et al.: Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive
+    Loss, 2024.
+    """
     return functions.info_nce_loss(q, k, labels, scale=1.0 if scale is None else scale, **options)
