@@ -49,9 +49,9 @@ class ClipLoss(_OpenClip):
     """open_clip's ClipLoss: `infonce.torch.clip_loss`, which has the equation.
 
     ``forward(image_features [N, D], text_features [N, D], logit_scale, logit_bias=None,
-    output_dict=False)``. A bias common to all logits changes neither loss nor gradient. With ``world_size > 1`` the loss
-    is that of all ranks' rows, whatever `local_loss`, and gradients are right under DDP (as
-    open_clip's are with `gather_with_grad`); nothing is gathered.
+    output_dict=False)``. A bias common to all logits changes neither loss nor gradient. With
+    ``world_size > 1`` the loss is that of all ranks' rows, whatever `local_loss`, and gradients are
+    right under DDP (as open_clip's are with `gather_with_grad`); nothing is gathered.
 
     Raises
     ------
@@ -161,9 +161,9 @@ class MemoryEfficientCLIPLoss(_Settings):
 
 
 class MemoryEfficientLiTLoss(LiTLoss):
-    """MemoryEfficientCLIP's module for LiT: ``forward(text_features [N, D], image_features [N, D])``.
+    """MemoryEfficientCLIP's module for LiT.
 
-    The same as `LiTLoss`, which has equation, parameters, errors and source.
+    ``forward(text_features [N, D], image_features [N, D])``. The same as `LiTLoss`, which has equation, parameters, errors and source.
     """
 
 
