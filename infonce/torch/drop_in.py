@@ -163,7 +163,8 @@ class MemoryEfficientCLIPLoss(_Settings):
 class MemoryEfficientLiTLoss(LiTLoss):
     """MemoryEfficientCLIP's module for LiT.
 
-    ``forward(text_features [N, D], image_features [N, D])``. The same as `LiTLoss`, which has equation, parameters, errors and source.
+    ``forward(text_features [N, D], image_features [N, D])``. The same as
+    `LiTLoss`, which has equation, parameters, errors and source.
     """
 
 
