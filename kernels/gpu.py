@@ -41,6 +41,7 @@ from .blocks import (
     Statistics,
 )
 from .cublas import gemm_ex
+from .tensor_map import tensor_map
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
@@ -132,6 +133,30 @@ class _Namespace:
         return getattr(cupy, name)
 
 
+class _Scratch:
+    """The workspace: one allocation, dealt out anew to each fold."""
+
+    ALIGNMENT = 256
+
+    def __init__(self, size: int) -> None:
+        self.size = size + 16 * self.ALIGNMENT
+        self.memory: Array = None
+        self.taken = 0
+
+    def reset(self) -> None:
+        """All of it is free again: a fold begins."""
+        if self.memory is None:
+            self.memory = cupy.empty(self.size, np.uint8)
+        self.taken = 0
+
+    def take(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
+        """An array in what is left."""
+        array = cupy.ndarray(shape, dtype, self.memory.data + self.taken)
+        self.taken += -(-array.nbytes // self.ALIGNMENT) * self.ALIGNMENT
+        assert self.taken <= self.size
+        return array
+
+
 # --- operands -------------------------------------------------------------------------------------
 
 
@@ -177,7 +202,8 @@ class _Side:
         """Room for staging `rows` rows; None where they are read in place."""
         if self.direct:
             return None
-        return cupy.empty(rows * self.padded * config.OPERAND_BYTES[self.gpu.precision], np.uint8)
+        size = rows * self.padded * config.OPERAND_BYTES[self.gpu.precision]
+        return self.gpu.scratch.take((size,))
 
     def block(self, rows: slice, buffer: Array | None) -> _Operand:
         """Rows `rows`, in place or staged into `buffer`."""
@@ -244,6 +270,11 @@ class GPU:
         self.tile = config.tile(self.precision, problem.shape[2], self.properties)
         self.query = _Side(self, problem.query, problem.normalize)
         self.key = self.query if problem.symmetric else _Side(self, problem.key, problem.normalize)
+        # bytes of an element, of each half where there are two, and of a row
+        self.item = config.OPERAND_BYTES[self.precision] // (2 if self.precision == "bf16x3" else 1)
+        self.width = max(self.query.padded, self.key.padded) * self.item
+        extras = problem.normalize or problem.query_ids is not None
+        self.sweep = config.sweep(self.precision, self.width, self.properties, extras)
         self.scale = scalar_fields(problem.scale)
         self.bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
@@ -264,13 +295,20 @@ class GPU:
             query_accumulator=gradients is not None and not self.query_in_place,
             key_accumulator=gradients is not None and not problem.symmetric
             and not self.key_in_place,
+            sweep=self.sweep,
         )  # fmt: skip
         if problem.symmetric and gradients is not None and not self.query_in_place:
             # the triangle gathers the gradient of all rows
             self.needs = replace(self.needs, key_accumulator=True)
-        self.cut = config.cut(
-            problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric
-        )
+        # Two folds, two ways to cut: without a panel, blocks are larger
+        d, block_n = problem.shape[2], self.tile.block_n
+        cuts, sizes = [], []
+        for needs in (self.needs.of_statistics, self.needs.of_gradient):
+            cut = config.cut(problem.shape, needs, problem.workspace, block_n, problem.symmetric)
+            cuts.append(cut)
+            sizes.append(needs.size(cut, d, block_n))
+        self.statistics_cut, self.cut = cuts
+        self.scratch = _Scratch(max(sizes))
 
     # -- launching
 
@@ -284,6 +322,12 @@ class GPU:
             f"{name}.cu", name, self.tile.shared,
             BLOCK_N=self.tile.block_n, STAGES=self.tile.stages, LEVELS=self.tile.levels,
             MIN_BLOCKS=self.tile.min_blocks, **defines,
+        )  # fmt: skip
+
+    def sweep_kernel(self, shape: config.Sweep, name: str, **defines: int) -> Any:
+        return self.kernel(
+            f"sweep_{name}.cu", f"sweep_{name}", shape.shared,
+            SLABS=shape.slabs, STAGES=shape.stages, WIDE=int(shape.wide), **defines,
         )  # fmt: skip
 
     def rows_kernel(self, name: str, n: int, *arguments: Any) -> None:
@@ -341,6 +385,8 @@ class GPU:
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         if isinstance(epilogue, Statistics):
+            (m, n, _), cut = problem.shape, self.statistics_cut
+            grid = replace(grid, rows=blocks.cut(m, cut.rows), columns=blocks.cut(n, cut.columns))
             _StatisticsFold(self, problem, grid, epilogue).run()
             if epilogue.row_rank is not None:
                 _RanksFold(self, problem, grid, blocks.ranks_of(epilogue, problem)).run()
@@ -359,6 +405,8 @@ class _Fold:
         self.gpu, self.problem, self.grid, self.phase = gpu, problem, grid, phase
         self.rows = max(r.stop - r.start for r in grid.rows)
         self.columns = max(c.stop - c.start for c in grid.columns)
+        self.tile: config.Tile | config.Sweep = gpu.sweep or gpu.tile
+        gpu.scratch.reset()
         self.query_buffer = gpu.query.buffer(self.rows)
         self.key_buffer = gpu.key.buffer(self.columns)
         self.staged: slice | None = None  # keys that are in the buffer
@@ -392,25 +440,37 @@ class _Fold:
         self, name: str, rows: slice, columns: slice, arguments: tuple[Any, ...],
         triangle: bool = False, **defines: int,
     ) -> None:  # fmt: skip
-        """Run a tiled kernel over one block."""
+        """Run a kernel over one block: a tile each, or a sweep."""
         gpu, problem, q, k = self.gpu, self.problem, self.q, self.k
-        item = config.OPERAND_BYTES[gpu.precision] // (2 if gpu.precision == "bf16x3" else 1)
-        row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // gpu.tile.block_n)
+        item = gpu.item
+        row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // self.tile.block_n)
         block = struct(
             _BLOCK,
             (q.data, q.stride * item, q.low * item, q.rows, q.factor),
             (k.data, k.stride * item, k.low * item, k.rows, k.factor),
-            max(gpu.query.padded, gpu.key.padded) * item,
-            rows.start, columns.start, row_tiles, column_tiles,
+            gpu.width, rows.start, columns.start, row_tiles, column_tiles,
             address(problem.positives, rows.start),
             address(problem.query_ids, rows.start), address(problem.key_ids, columns.start),
             problem.symmetric, triangle, gpu.scale[:2],
         )  # fmt: skip
-        kernel = gpu.tiled_kernel(name, **defines)
-        kernel(
-            (row_tiles * column_tiles,), (gpu.tile.threads,), (block, *arguments),
-            shared_mem=gpu.tile.shared,
-        )  # fmt: skip
+        if isinstance(self.tile, config.Tile):
+            grid = row_tiles * column_tiles
+            kernel = gpu.tiled_kernel(name, **defines)
+            arguments = (block, *arguments)
+        else:
+            grid = self.tile.blocks(q.rows, k.rows, triangle)
+            segments = self.tile.segments(q.rows, k.rows, triangle)
+            kernel = gpu.sweep_kernel(
+                self.tile, name, IDS=int(problem.query_ids is not None),
+                FACTORS=int(problem.normalize), **defines,
+            )  # fmt: skip
+            box = config.BLOCK_M // 2 if self.tile.wide else config.BLOCK_M
+            maps = (
+                tensor_map(z.data, z.rows, side.padded * item, z.stride * item, box, gpu.precision)
+                for z, side in ((q, gpu.query), (k, gpu.key))
+            )
+            arguments = (*maps, block, np.int64(segments), *arguments)
+        kernel((grid,), (self.tile.threads,), arguments, shared_mem=self.tile.shared)
 
 
 # --- log-sum-exp fold -----------------------------------------------------------------------------
@@ -421,38 +481,42 @@ class _StatisticsFold(_Fold):
         super().__init__(gpu, problem, grid, stats.phase)
         self.stats = stats
 
-        def pairs(slots: int, n: int) -> Array:
-            return cupy.empty((slots, n, 2), gpu.real)
+        def pairs(n: int) -> Array:
+            return gpu.scratch.take((n, 2), gpu.real)
 
-        # one pair a row and column tile; the other way round likewise
-        self.row_pairs = pairs(-(-self.columns // gpu.tile.block_n), self.rows)
+        self.row_pairs = pairs(self.tile.row_sums(self.rows, self.columns))
         self.column_pairs = None
         if stats.columns is not None:
-            self.column_pairs = pairs(-(-self.rows // config.BLOCK_M), self.columns)
+            self.column_pairs = pairs(self.tile.column_sums(self.rows, self.columns))
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
-        stats, problem = self.stats, self.problem
+        stats, problem, tile = self.stats, self.problem, self.tile
+        m, n = self.q.rows, self.k.rows
         whole = problem.symmetric and rows == columns  # both (i, j) and (j, i)
-        triangle = whole and self.gpu.tile.square and stats.columns is not None
+        triangle = whole and tile.square and stats.columns is not None
         both = stats.columns is not None and (not whole or triangle)
-        column_pairs = self.row_pairs if triangle else self.column_pairs
+        row_slots = tile.row_slots(m, n, triangle)
+        column_slots = tile.column_slots(m, n, triangle) if both else 0
+        column_pairs = self.column_pairs
+        if triangle and isinstance(tile, config.Tile):  # one slot a tile, on either side
+            column_pairs, column_slots = self.row_pairs, 0
+        elif both and isinstance(tile, config.Sweep):  # warpgroups add to what is there
+            count = n * column_slots
+            self.gpu.vector_kernel("empty_pairs", count, column_pairs, np.int64(count))
         arguments = (
             pointer(stats.positive, rows.start),
-            self.row_pairs, np.int64(self.rows),
-            pointer(column_pairs), np.int64(self.rows if triangle else self.columns),
+            self.row_pairs, np.int64(m), pointer(column_pairs), np.int64(n),
         )  # fmt: skip
         self.launch("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
-        row_tiles = -(-self.q.rows // config.BLOCK_M)
-        column_tiles = -(-self.k.rows // self.gpu.tile.block_n)
-        self.merge(self.row_pairs, column_tiles, self.rows, stats.rows, rows)
-        if both and not triangle:
+        self.merge(self.row_pairs, row_slots, stats.rows, rows)
+        if column_slots:
             assert stats.columns is not None
-            self.merge(self.column_pairs, row_tiles, self.columns, stats.columns, columns)
+            self.merge(column_pairs, column_slots, stats.columns, columns)
 
-    def merge(self, pairs: Array, slots: int, stride: int, sums: blocks.Sums, of: slice) -> None:
+    def merge(self, pairs: Array, slots: int, sums: blocks.Sums, of: slice) -> None:
         n = of.stop - of.start
         self.gpu.vector_kernel(
-            "merge_pairs", n, pairs, np.int64(slots), np.int64(stride), np.int64(n),
+            "merge_pairs", n, pairs, np.int64(slots), np.int64(n), np.int64(n),
             self.gpu.scale_struct, pointer(sums.max, of.start), pointer(sums.sum, of.start),
             threads=4,
         )  # fmt: skip
@@ -463,7 +527,7 @@ class _RanksFold(_Fold):
 
     def __init__(self, gpu: GPU, problem: Problem, grid: Grid, ranks: Ranks) -> None:
         super().__init__(gpu, problem, grid, ranks.phase)
-        self.ranks = ranks
+        self.ranks, self.tile = ranks, gpu.tile
         self.by_row = self.products(ranks.positive)
         self.by_column = None
         if ranks.column_rank is not None:
@@ -510,8 +574,7 @@ class _GradientFold(_Fold):
             return
         low = 2 if gpu.precision == "bf16x3" else 1
         self.stride = config.panel_stride(self.columns)
-        item = config.OPERAND_BYTES[gpu.precision] // low
-        self.panel = cupy.empty(self.rows * self.stride * low * item, np.uint8)
+        self.panel = gpu.scratch.take((self.rows * self.stride * low * gpu.item,))
         self.panel_low = self.rows * self.stride if low == 2 else 0
         if problem.symmetric and self.by_columns:  # rows gather what columns bring, and the reverse
             self.of_rows = self.of_columns = self.accumulator(
@@ -529,7 +592,8 @@ class _GradientFold(_Fold):
     def accumulator(self, out: Array, in_place: bool, rows: slice, d: int) -> _Accumulator:
         if in_place:
             return _Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
-        return _Accumulator(cupy.empty((rows.stop - rows.start, d), self.gpu.real), d, rows.start)
+        made = self.gpu.scratch.take((rows.stop - rows.start, d), self.gpu.real)
+        return _Accumulator(made, d, rows.start)
 
     @property
     def panel_struct(self) -> Any:
@@ -562,10 +626,9 @@ class _GradientFold(_Fold):
         the transpose, out' = z' P'."""
         precision, real = self.gpu.precision, self.gpu.real
         one, zero = np.array(1, real), np.array(0, real)
-        item = config.OPERAND_BYTES[precision]
+        item = self.gpu.item
         halves = [(0, 0)]
         if precision == "bf16x3":  # small terms first
-            item //= 2
             halves = [(self.panel_low, 0), (0, z.low), (0, 0)]
         handle = cupy.cuda.device.get_cublas_handle()
         for panel_half, operand_half in halves:
@@ -646,7 +709,7 @@ class _SoftmaxFold(_GradientFold):
         targets += [0, 0] if self.by_column is None else [address(v) for v in self.by_column]
         gpu.vector_kernel(
             "factors", max(m, n), sources, np.int64(m), np.int64(n), gpu.scale_struct, self.unit,
-            struct(_FACTOR_TARGETS, *targets),
+            struct(_FACTOR_TARGETS, *targets), np.int64(isinstance(self.tile, config.Sweep)),
         )  # fmt: skip
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
@@ -674,20 +737,20 @@ class _SigmoidFold(_GradientFold):
         self.factor, self.at_positive = factor, cupy.empty(m)
         self.row_factor = cupy.empty(m, gpu.real)
         gpu.vector_kernel("per_unit", m, factor, np.int64(m), self.unit, self.row_factor)
-        self.sums = cupy.empty((-(-self.columns // gpu.tile.block_n), self.rows, 2), gpu.real)
+        self.sums = gpu.scratch.take((self.tile.row_sums(self.rows, self.columns), 2), gpu.real)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         gpu, epilogue, n = self.gpu, self.epilogue, rows.stop - rows.start
         arguments = (
             struct(SCALAR, *gpu.bias[:2]), pointer(self.row_factor, rows.start),
-            pointer(epilogue.positive, rows.start), self.sums, np.int64(self.rows),
+            pointer(epilogue.positive, rows.start), self.sums, np.int64(n),
             self.panel_struct,
         )  # fmt: skip
         panel = int(self.gradients is not None)
         self.launch("sigmoid", rows, columns, arguments, PANEL=panel)
-        slots = -(-self.k.rows // gpu.tile.block_n)
+        slots = self.tile.row_slots(n, self.k.rows)
         gpu.vector_kernel(
-            "add_pairs", n, self.sums, np.int64(slots), np.int64(self.rows), np.int64(n),
+            "add_pairs", n, self.sums, np.int64(slots), np.int64(n), np.int64(n),
             self.unit, pointer(epilogue.losses, rows.start),
             pointer(epilogue.bias_grad, rows.start),
         )  # fmt: skip
@@ -698,8 +761,9 @@ class _SigmoidFold(_GradientFold):
         start, n = rows.start, rows.stop - rows.start
         self.gpu.vector_kernel(
             "sigmoid_positives", n, pointer(self.epilogue.positive, start),
-            pointer(self.factor, start), np.int64(n), struct(SCALAR, *self.gpu.bias[:2]),
-            pointer(self.at_positive, start),
+            pointer(self.factor, start), pointer(self.problem.positives, start), np.int64(n),
+            struct(SCALAR, *self.gpu.bias[:2]), pointer(self.at_positive, start),
+            pointer(self.epilogue.losses, start), pointer(self.epilogue.bias_grad, start),
         )  # fmt: skip
         super().end_rows(rows)
 

@@ -6,13 +6,16 @@ panel of dL/dx, and whatever else is temporary, has to fit the workspace.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK_M = 128
 SLAB = 128  # bytes of a row in one stage of the pipeline: kernels/cuda/product.cuh
 RESERVED_SHARED = 1024  # by the system, for each block
 LONG_SUM = 1024  # products from which sums are taken in two levels
+# "portable": the kernels that every card has, on those too that have better ones
+PORTABLE = os.environ.get("INFONCE_KERNELS", "") == "portable"
 
 # bytes of an operand's element (bf16x3: two halves), of dL/dx's element, and of accumulators
 OPERAND_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16x3": 4, "bf16": 2, "fp16": 2}
@@ -57,6 +60,22 @@ class Tile:
         """Whether tiles of rows are tiles of columns too: one triangle of them can be visited."""
         return self.block_n == BLOCK_M
 
+    def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Partial sums that a launch leaves for each row: one a tile."""
+        return -(-columns // self.block_n)
+
+    def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """The same for each column."""
+        return -(-rows // BLOCK_M)
+
+    def row_sums(self, rows: int, columns: int) -> int:
+        """All that launches of up to rows x columns leave for rows."""
+        return rows * self.row_slots(rows, columns)
+
+    def column_sums(self, rows: int, columns: int) -> int:
+        """The same for columns."""
+        return columns * self.column_slots(rows, columns)
+
 
 def tile(precision: str, d: int, device: Device) -> Tile:
     """The tile with the deepest pipeline that the device's shared memory holds.
@@ -81,6 +100,88 @@ def tile(precision: str, d: int, device: Device) -> Tile:
     )
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Shape of the persistent kernels for Hopper (kernels/cuda/sweep.cuh), in place of tiles."""
+
+    slabs: int  # of a row
+    stages: int
+    wide: bool  # a cluster of two blocks shares a panel of rows
+    workers: int  # blocks, or clusters of two, that run at once
+    reserved: int  # bytes of shared memory besides slabs
+
+    threads = 384
+    block_n = BLOCK_M
+    square = True  # panels have as many rows as tiles have columns
+
+    @property
+    def shared(self) -> int:
+        """Dynamic shared memory in bytes."""
+        rows = BLOCK_M // 2 if self.wide else BLOCK_M
+        return (self.slabs * rows + self.stages * BLOCK_M) * SLAB + self.reserved
+
+    def segments(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Into how many pieces a panel's tiles are cut, so that all workers are busy to the end."""
+        panels, tiles = -(-rows // BLOCK_M), -(-columns // BLOCK_M)
+        if triangle:
+            tiles = tiles // 2 + tiles % 2  # what every panel has at least
+
+        def cost(segments: int) -> float:
+            rounds = -(-panels * segments // self.workers)
+            return rounds * (-(-tiles // segments) + PANEL_COST / self.slabs)
+
+        most = min(tiles, max(1, MOST_ROUNDS * self.workers // panels))
+        return min(range(1, most + 1), key=cost)
+
+    def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Thread blocks of a launch."""
+        items = -(-rows // BLOCK_M) * self.segments(rows, columns, triangle)
+        return min(self.workers, items) * (2 if self.wide else 1)
+
+    def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Partial sums that a launch leaves for each row: one a segment."""
+        return self.segments(rows, columns, triangle) * (2 if self.wide else 1)
+
+    def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """The same for each column: one a warpgroup."""
+        return 2 * self.blocks(rows, columns, triangle)
+
+    def row_sums(self, rows: int, columns: int) -> int:
+        """All that launches of up to rows x columns leave for rows."""
+        tiles = -(-columns // BLOCK_M)
+        at_most = max(rows, min(rows * tiles, MOST_ROUNDS * self.workers * BLOCK_M))
+        return at_most * (2 if self.wide else 1)
+
+    def column_sums(self, rows: int, columns: int) -> int:
+        """The same for columns."""
+        items = -(-rows // BLOCK_M) * -(-columns // BLOCK_M)
+        return columns * min(self.workers, items) * (4 if self.wide else 2)
+
+
+MOST_ROUNDS = 8  # pieces a worker gets where panels are cut
+SWEEP_RESERVED = 18 * 1024  # alignment, barriers, what epilogues keep of columns
+SWEEP_EXTRAS = 6 * 1024  # their ids and factors
+PANEL_COST = 14.0  # start and end of a panel, in products of a slab
+
+
+def sweep(precision: str, width: int, device: Device, extras: bool) -> Sweep | None:
+    """The persistent kernels' shape for rows of `width` bytes; None where they do not apply.
+
+    `extras`: ids or factors of normalised rows.
+    """
+    if PORTABLE or device.capability != "90" or precision not in ("bf16", "fp16"):
+        return None
+    slabs = -(-width // SLAB)
+    if slabs > 16:
+        return None
+    wide = slabs > 8
+    rows = BLOCK_M // 2 if wide else BLOCK_M
+    reserved = SWEEP_RESERVED + extras * SWEEP_EXTRAS
+    stages = min(8, (device.shared_memory - reserved - slabs * rows * SLAB) // (BLOCK_M * SLAB))
+    workers = device.multiprocessors // (2 if wide else 1)
+    return Sweep(slabs, stages, wide, workers, reserved)
+
+
 def supported(precision: str, device: Device) -> bool:
     """Tensor cores of the kinds that the kernels use came with compute capability 8.0."""
     return precision in ("fp64", "fp32") or int(device.capability) >= 80
@@ -97,6 +198,17 @@ class Needs:
     gradient: bool
     query_accumulator: bool  # dQ of a panel is gathered in the workspace
     key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
+    sweep: Sweep | None = None  # instead of tiles
+
+    @property
+    def of_statistics(self) -> Needs:
+        """Of the log-sum-exp fold alone."""
+        return replace(self, gradient=False, query_accumulator=False, key_accumulator=False)
+
+    @property
+    def of_gradient(self) -> Needs:
+        """Of the gradient fold alone."""
+        return replace(self, columns=False)
 
     def accumulator_row(self, d: int) -> int:
         return d * ACCUMULATOR_BYTES[self.precision]
@@ -105,15 +217,22 @@ class Needs:
         """Bytes for a block of rows x columns."""
         pair = 2 * ACCUMULATOR_BYTES[self.precision]
         operand_row = padded(d, self.precision) * OPERAND_BYTES[self.precision]
-        total = pair * rows * -(-columns // block_n)
+        tile = self.sweep or Tile(block_n, 1, 1, 1)
+        total = pair * tile.row_sums(rows, columns)
         if self.columns:
-            total += pair * columns * -(-rows // BLOCK_M)
+            total += pair * tile.column_sums(rows, columns)
         total += (self.staged_query * rows + self.staged_key * columns) * operand_row
         if self.gradient:
             total += rows * panel_stride(columns) * OPERAND_BYTES[self.precision]
         if self.query_accumulator:
             total += rows * self.accumulator_row(d)
         return total
+
+    def size(self, cut: Cut, d: int, block_n: int) -> int:
+        """Bytes for the largest block of a cut, and all that is gathered meanwhile."""
+        return self.block(cut.rows, cut.columns, d, block_n) + cut.key_rows * self.accumulator_row(
+            d
+        )
 
 
 def padded(d: int, precision: str) -> int:

@@ -83,21 +83,23 @@ __device__ __forceinline__ Real max_(Real a, Real b) {  // ignores one NaN
 }
 __device__ __forceinline__ Real min_(Real a, Real b) { return a < b || b != b ? a : b; }
 
-// log(1 + e) for 0 <= e <= 1, to relative accuracy:
-// 2 atanh(s) = s p(s^2) with s = e / (2 + e) in [0, 1/3].
-__device__ __forceinline__ float log1p_(float e) {
-  const float s = __fdividef(e, 2.0f + e), z = s * s;
+// 1 / (1 + e) and log(1 + e) for 0 <= e <= 1, to relative accuracy, by one division:
+// log(1 + e) = 2 atanh(s) = s p(s^2) with s = e / (2 + e) in [0, 1/3].
+__device__ __forceinline__ void sigmoid_parts(float e, float& share, float& log1p) {
+  const float one = 1.0f + e, two = 2.0f + e, both = __fdividef(1.0f, one * two);
+  const float s = e * (one * both), z = s * s;
   float p = 0x1.f39656p-3f;
   p = fmaf(p, z, 0x1.b63e16p-3f);
   p = fmaf(p, z, 0x1.251228p-2f);
   p = fmaf(p, z, 0x1.999638p-2f);
   p = fmaf(p, z, 0x1.55555ap-1f);
-  return s * fmaf(p, z, 2.0f);
+  log1p = s * fmaf(p, z, 2.0f);
+  share = two * both;
 }
-__device__ __forceinline__ double log1p_(double e) { return log1p(e); }
-
-__device__ __forceinline__ float divide(float a, float b) { return __fdividef(a, b); }
-__device__ __forceinline__ double divide(double a, double b) { return a / b; }
+__device__ __forceinline__ void sigmoid_parts(double e, double& share, double& log1p) {
+  share = 1 / (1 + e);
+  log1p = ::log1p(e);
+}
 
 // --- reductions over a warp or a block, in one fixed order ----------------------------------------------
 

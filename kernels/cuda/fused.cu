@@ -436,8 +436,9 @@ struct Slope {
 __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64 j, Real x) {
   if (SIGMOID) {
     const Real z = s.scale * x + s.bias, e = exp2_(-fabs(z) * (Real)LOG2_E);
-    const Real share = divide((Real)1, 1 + e);
-    return z != z ? z : (z >= 0 ? share : e * share) * f.row_factor[i];
+    Real share, log1p;
+    sigmoid_parts(e, share, log1p);
+    return (z < 0 ? e * share : share) * f.row_factor[i];
   }
   Real p = f.row_factor[i] * exp2_(s.c * (x - f.row_height[i]));
   if (SYMMETRIC || TWO_SIDED) p += f.column_factor[j] * exp2_(s.c * (x - f.column_height[j]));
@@ -463,7 +464,9 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
         if (j == y || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
-        loss += max_(t, 0) + log1p_(exp2_(-fabs(t) * (Real)LOG2_E));
+        Real share, log1p;
+        sigmoid_parts(exp2_(-fabs(t) * (Real)LOG2_E), share, log1p);
+        loss += max_(t, 0) + log1p;
       }
       loss = team.sum(loss) + fmax(-z, 0.0) + log1p(e);
     } else {

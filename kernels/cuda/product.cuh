@@ -14,7 +14,7 @@
 // bf16x3: an operand is hi + lo, two bfloat16 matrices beside each other. The product is a sum over
 // three times as many slabs, small terms first: lo hi' + hi lo' + hi hi'.
 #pragma once
-#include "common.cuh"
+#include "block.cuh"
 
 #define BLOCK_M 128
 #ifndef BLOCK_N
@@ -33,18 +33,8 @@
 #define WARPS_M (BLOCK_M / 64)
 #define WARPS_N (BLOCK_N / 32)
 #define THREADS (WARPS_M * WARPS_N * 32)
-#define SLAB 128  // bytes of a row in one stage
 #define STAGE_BYTES ((BLOCK_M + BLOCK_N) * SLAB)
 #define PRODUCT_BYTES (STAGES * STAGE_BYTES)
-
-// One side of the product: rows of `width` bytes, 16-byte aligned.
-struct Operand {
-  const char* data;
-  i64 stride;          // bytes from row to row
-  i64 low;             // bytes from the high to the low half of a row (bf16x3)
-  i64 rows;
-  const Real* factor;  // [rows] or null: x_ij is multiplied by both sides' factors
-};
 
 struct Position {  // where this thread's products are in the tile
   int lane, g, t, warp_m, warp_n;

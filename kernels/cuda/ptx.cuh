@@ -16,6 +16,11 @@ __device__ __forceinline__ void sync_some(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Count for such a barrier without waiting.
+__device__ __forceinline__ void arrive_some(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // --- between blocks ---------------------------------------------------------------------------------
 
 // Adds to a counter what others may see only after all that this block has written before.
@@ -131,3 +136,131 @@ MMA(mma_fp16, "m16n8k16.row.col.f32.f16.f16.f32")
 MMA(mma_tf32, "m16n8k8.row.col.f32.tf32.tf32.f32")
 #endif
 #undef MMA
+
+// --- Hopper: barriers in shared memory, bulk copies, products of a warpgroup -------------------------
+//
+// These exist on compute capability 9.0 alone. A barrier counts arrivals and bytes; a waiter names
+// the parity of the phase that it waits for. Copies and products are asynchronous.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+struct __align__(128) TensorMap {  // how a matrix lies in memory, written by the driver
+  unsigned char opaque[128];
+};
+
+__device__ __forceinline__ void barrier_init(u64& barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+               ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+// Barriers are set up: other blocks of the cluster and the copy engine may use them.
+__device__ __forceinline__ void barriers_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64& barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra WAIT_%=;\n}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+               ::"r"(shared_address(&barrier)) : "memory");
+}
+// Arrive, and have the phase wait for so many bytes of copies too.
+__device__ __forceinline__ void barrier_expect(u64& barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               ::"r"(shared_address(&barrier)), "r"(bytes) : "memory");
+}
+// Arrive at the same barrier of another block of the cluster. (With .release.cluster this would
+// become a memory barrier over the whole GPU, at half the speed; products only read.)
+__device__ __forceinline__ void barrier_arrive_at(u64& barrier, u32 block) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+               ::"r"(shared_address(&barrier)), "r"(block) : "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// All threads of the cluster; those of a warp need not come together.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+
+// Start copying a box of a matrix, from column x and row y on; zeros lie outside the matrix.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, u64& barrier, int x,
+                                         int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)), "l"(&map), "r"(x), "r"(y),
+      "r"(shared_address(&barrier)) : "memory");
+}
+// The same into several blocks of the cluster, one a bit of `blocks`.
+__device__ __forceinline__ void copy_box_to(void* to, const TensorMap& map, u64& barrier, int x,
+                                            int y, unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)), "l"(&map),
+      "r"(x), "r"(y), "r"(shared_address(&barrier)), "h"(blocks) : "memory");
+}
+
+// Take registers for this warpgroup, or give them up.
+template <int N>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Where rows of 128 bytes begin in shared memory, as products take it; a copy of a box with 128-byte
+// swizzle has left them there, eight rows (1024 bytes) apart from eight to eight. Further bytes of the
+// rows are further on by 1 for each 16.
+__device__ __forceinline__ u32 matrix_start(u32 address) { return (address & 0x3ffff) >> 4 | 1 << 16; }
+#define MATRIX_FORM "0x40000040"  // of the descriptor's upper half: 128-byte swizzle, eight rows apart
+// Registers and shared memory are ready for the products that follow.
+__device__ __forceinline__ void products_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// All but the last N groups of products are done.
+template <int N>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// The compiler does not know when products arrive: nothing may be read earlier than here.
+__device__ __forceinline__ void arrived(float (&x)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// x (+)= a b' for 64 rows of a and 128 rows of b, 32 bytes of each; `add` 0: x = a b'.
+// Lane 4 g + t of warp w holds, for each eight columns j, x[4 j + e]: row 16 w + g + 8 (e / 2),
+// column 8 j + 2 t + e % 2.
+#define F8(i)                                                                                    \
+  "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]),      \
+      "+f"(x[i + 6]), "+f"(x[i + 7])
+#define WGMMA(name, shape, transposes)                                                           \
+  __device__ __forceinline__ void name(float (&x)[64], u32 a, u32 b, int add) {                  \
+    asm volatile(                                                                                \
+        "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %66, 0;\n"                        \
+        "mov.b64 a, {%64, " MATRIX_FORM "};\nmov.b64 b, {%65, " MATRIX_FORM "};\n"               \
+        "wgmma.mma_async.sync.aligned." shape                                                    \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"   \
+        "%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"   \
+        "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"      \
+        " a, b, add, 1, 1" transposes ";\n}"                                                     \
+        : F8(0), F8(8), F8(16), F8(24), F8(32), F8(40), F8(48), F8(56)                           \
+        : "r"(a), "r"(b), "r"(add));                                                             \
+  }
+WGMMA(wgmma_bf16, "m64n128k16.f32.bf16.bf16", ", 0, 0")
+WGMMA(wgmma_fp16, "m64n128k16.f32.f16.f16", ", 0, 0")
+WGMMA(wgmma_tf32, "m64n128k8.f32.tf32.tf32", "")
+#undef WGMMA
+#undef F8
+
+#endif

@@ -5,9 +5,10 @@
 //     loss_i  = sum_j softplus(-t_ij z_ij)
 //     P_ij    = -t_ij a_i sigmoid(-t_ij z_ij)
 //
-// A tile yields (loss, sum of P) for each of its rows; they are added by another kernel in a fixed
-// order. With PANEL, P is written for the matrix products that make dQ and dK of it, without the
-// positives: those are added in full precision when the products are complete.
+// A tile yields (loss, sum of P) for each of its rows, over the negatives; they are added by another
+// kernel in a fixed order. With PANEL, P is written for the matrix products that make dQ and dK of
+// it. Positives' logits are recorded: what follows from them is computed in float64 for each row, and
+// added in full precision when sums and products are complete.
 #include "tile.cuh"
 
 #ifndef PANEL
@@ -36,37 +37,12 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
   apply_factors(x, shared, block, p);
   const double scale = block.scale.get();
   const Real s = (Real)scale, bias = (Real)bias_of.get();
-  u64 matches = 0;  // bit 8 i + j: a pair that should match
-  if (has_positives) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (shared.positive[p.row(i)] == p.column(j)) {
-          matches |= 1ull << (8 * i + j);
-          positive[tile.row + p.row(i)] = scale * (double)x[i][j];
-        }
-  }
-
-  // ids leave pairs out, but never the positive: its product is put back
-  if (block.query_ids && matches) {
-    Real values[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      values[i] = 0;
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (matches >> (8 * i + j) & 1) values[i] = x[i][j];
-    }
-    exclude(x, shared, block, tile, p);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (matches >> (8 * i + j) & 1) x[i][j] = values[i];
-  } else {
-    exclude(x, shared, block, tile, p);
-  }
+  if (has_positives)
+    at_positives(x, shared, p, [&](int row, Real value) {
+      positive[tile.row + row] = scale * (double)value;
+      return LOW;
+    });
+  exclude(x, shared, block, tile, p);
 
   RowSums& sums = *(RowSums*)stages;
 #pragma unroll
@@ -74,17 +50,13 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     Real loss = 0, total = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const bool match = matches >> (8 * i + j) & 1;
-      const Real logit = s * x[i][j] + bias;
-      const Real z = match ? -logit : logit;
+      const Real z = s * x[i][j] + bias;
       const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
-      const Real share = divide((Real)1, 1 + e);
-      loss += max_(z, 0) + log1p_(e);
-      Real g = (z >= 0 ? share : e * share) * a[p.row(i)];
-      if (z != z) g = z;
-      g = match ? -g : g;
-      total += g;
-      x[i][j] = match ? 0 : g;
+      Real share, log1p;
+      sigmoid_parts(e, share, log1p);
+      loss += max_(z, 0) + log1p;
+      x[i][j] = (z < 0 ? e * share : share) * a[p.row(i)];
+      total += x[i][j];
     }
     loss = row_sum(loss);
     total = row_sum(total);

@@ -2,22 +2,6 @@
 #pragma once
 #include "product.cuh"
 
-#define LOW ((Real)-INFINITY_)  // an excluded pair's logit
-
-// The block of the logit matrix that one launch covers, and the data of its loss.
-struct Block {
-  Operand q, k;
-  i64 width;                   // bytes of features in a row
-  i64 first_row, first_column;  // of the block, in the whole matrix
-  i64 row_tiles, column_tiles;
-  const i64* positives;  // [rows of the block] key of each row's positive, in the whole matrix
-  const i64* query_ids;  // [rows] or null
-  const i64* key_ids;    // [columns]
-  i64 symmetric;         // i = j is excluded
-  i64 triangle;          // only tiles on and above the diagonal
-  Scalar scale;
-};
-
 struct Tile {
   i64 m, n;         // which tile
   i64 row, column;  // its first, in the block
@@ -136,21 +120,6 @@ __device__ __forceinline__ Real column_sum(Real x) {
 }
 
 // --- panels of dL/dx --------------------------------------------------------------------------------------
-
-// Elements of P: the type of the products' operands.
-#if PRECISION == FP64
-typedef double Element;
-#elif PRECISION == FP32 || PRECISION == TF32
-typedef float Element;
-#else
-typedef unsigned short Element;
-#endif
-
-struct Panel {
-  Element* data;  // [rows, stride]
-  i64 stride;     // elements, a multiple of 8
-  i64 low;        // elements from the high to the low half (bf16x3)
-};
 
 #if PRECISION >= BF16X3
 // One row's eight elements of this lane, in 8-byte pieces that fill 32-byte sectors: of two column

@@ -49,6 +49,11 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   sum[i] = total.sum;
 }
 
+extern "C" __global__ void empty_pairs(Real2* pairs, i64 n) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < n) pairs[i] = real2((Real)-INFINITY_, 0);
+}
+
 // a[i] += sum over slots of pairs.x, b[i] += unit * that of pairs.y
 extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
                                      const double* unit, double* a, double* b) {
@@ -128,40 +133,48 @@ struct FactorTargets {
   Real *column_height, *v;   // [N]
 };
 
-// h = lse / c in the products' precision; what its rounding leaves
-__device__ __forceinline__ double height(double lse, double c, Real& h) {
-  const double exact = lse / c;
+// A log-sum-exp as kernels take it off the logits, in the products' precision: h = lse / c, or with
+// `scaled` lse as c x comes out, c being rounded there. Returns what is thus taken off.
+__device__ __forceinline__ double height(double lse, double c, bool scaled, Real& h) {
+  const double rounded = (double)(Real)c, exact = scaled ? lse * (rounded / c) : lse / c;
   h = isfinite(exact) ? (Real)exact : 0;
-  return c * (double)h;
+  return scaled ? (double)h * (c / rounded) : c * (double)h;
 }
 
 extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 m, i64 n,
                                    const __grid_constant__ Scalar scale, const Ranges* ranges,
-                                   const __grid_constant__ FactorTargets out) {
+                                   const __grid_constant__ FactorTargets out, i64 scaled) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   const double c = scale.get() * LOG2_E, per_unit = 1 / ranges->unit;
   if (i < m) {
     Real h;
-    const double rest = height(f.row_lse[i], c, h);
+    const double rest = height(f.row_lse[i], c, scaled, h);
     out.row_height[i] = h;
     out.a[i] = (Real)(f.a[i] * exp2(rest - f.row_lse[i]) * per_unit);
     if (f.column_lse) out.u[i] = ranges->shared ? (Real)exp2(rest - ranges->middle) : 0;
   }
   if (f.column_lse && i < n) {
     Real h;
-    const double lse = f.column_lse[i], rest = height(lse, c, h);
+    const double lse = f.column_lse[i], rest = height(lse, c, scaled, h);
     out.column_height[i] = h;
     out.v[i] = (Real)(f.b[i] * exp2((ranges->shared ? ranges->middle : rest) - lse) * per_unit);
   }
 }
 
-// -a sigmoid(-z) at positives, from their logits without the bias.
-extern "C" __global__ void sigmoid_positives(const double* logits, const double* a, i64 n,
-                                             const __grid_constant__ Scalar bias, double* out) {
+// From positives' logits without the bias: out = -a sigmoid(-z), and what positives add to the sums
+// over the negatives. Rows whose positive is not among these keys have none.
+extern "C" __global__ void sigmoid_positives(const double* logits, const double* a,
+                                             const i64* positives, i64 n,
+                                             const __grid_constant__ Scalar bias, double* out,
+                                             double* losses, double* bias_grad) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
+  out[i] = 0;
+  if (positives[i] < 0) return;
   const double z = logits[i] + bias.get(), e = exp(-fabs(z));
   out[i] = -a[i] * (z >= 0 ? e : 1.0) / (1.0 + e);
+  losses[i] += fmax(-z, 0.0) + log1p(e);
+  bias_grad[i] += out[i];
 }
 
 // out = x / unit, rounded: the sigmoid's factors.

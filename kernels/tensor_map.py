@@ -1,0 +1,50 @@
+"""Descriptions of matrices for Hopper's copy engine, written by the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+SIZE = 128  # bytes of a description, and its alignment
+DATA_TYPE = {"fp16": 6, "tf32": 7, "bf16x3": 9, "bf16": 9}  # CUtensorMapDataType
+SWIZZLE_128B, PROMOTE_L2_256B = 3, 3
+
+
+@cache
+def _encode() -> Any:
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    encode = driver.cuTensorMapEncodeTiled
+    pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
+    encode.argtypes = [pointer, u32, u32, pointer, pointer, pointer, pointer, pointer,
+                       u32, u32, u32, u32]  # fmt: skip
+    return encode
+
+
+def tensor_map(
+    data: int, rows: int, width: int, stride: int, box_rows: int, precision: str
+) -> Any:  # fmt: skip
+    """`rows` rows of `width` bytes, `stride` bytes apart, copied in boxes of `box_rows` rows by 128
+    bytes; as bytes to pass by value. Everything is a multiple of 16 bytes."""
+    item = 2 if precision in ("fp16", "bf16", "bf16x3") else 4
+    memory = np.zeros(2 * SIZE, np.uint8)
+    start = -memory.ctypes.data % SIZE
+    described = memory[start : start + SIZE]
+    sizes = np.array([width // item, rows], np.uint64)
+    strides = np.array([stride], np.uint64)
+    box = np.array([128 // item, box_rows], np.uint32)
+    steps = np.ones(2, np.uint32)
+    error = _encode()(
+        described.ctypes.data, DATA_TYPE[precision], 2, data, sizes.ctypes.data,
+        strides.ctypes.data, box.ctypes.data, steps.ctypes.data, 0, SWIZZLE_128B,
+        PROMOTE_L2_256B, 0,
+    )  # fmt: skip
+    if error:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled failed with error {error} for {rows} rows of {width} bytes, "
+            f"{stride} bytes apart"
+        )
+    return described.view(f"V{SIZE}")
