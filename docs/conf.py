@@ -1,8 +1,10 @@
 """How the documentation is built: sphinx-build -W docs build/docs (needs no network)."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 from sphinx.application import Sphinx
 
@@ -15,6 +17,11 @@ shutil.copytree(
     HERE.parent / "notebooks", HERE / "notebooks",
     ignore=shutil.ignore_patterns("*.py", "__pycache__", ".ipynb_checkpoints"),
 )  # fmt: skip
+
+# The same pages whether PyTorch is installed or not; its modules' own signatures stay visible.
+sys.modules["torch"] = torch = MagicMock()
+torch.nn.Module = type("Module", (), {})
+torch.autograd.Function = type("Function", (), {})
 
 project = "infonce"
 copyright = "the infonce authors, Apache-2.0"
@@ -34,16 +41,17 @@ exclude_patterns = ["README.md"]
 
 nb_execution_mode = "off"  # tests/test_notebooks.py runs them
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # nothing is fetched from elsewhere
-myst_enable_extensions = ["dollarmath", "amsmath"]
+nb_render_markdown_format = "myst"  # tables among the outputs
+myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 default_role = "py:obj"
-autodoc_mock_imports = ["torch", "jax"]  # the same pages whether they are installed or not
+autodoc_mock_imports = ["jax"]  # the same pages whether it is installed or not
 autodoc_typehints = "none"  # docstrings say shapes and dtypes
 autodoc_member_order = "groupwise"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
+napoleon_use_param = False  # so that other parameters are a section of their own
 python_maximum_signature_line_length = 88
 
 
