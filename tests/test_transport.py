@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from infonce.distributed import communicator, transport
 from infonce.distributed.partition import Partition
+from infonce.kernels.blocks import within
 
 import infonce
 from infonce import distributed
@@ -87,9 +88,11 @@ def test_partition() -> None:
     shards = Partition([3, 0, 2])
     assert (shards.total, shards.largest, shards.starts) == (5, 3, [0, 3, 3, 5])
     rows = np.array([0, 4, 2, 3])
-    assert shards.local(np, rows, 0).tolist() == [0, -1, 2, -1]
-    assert shards.local(np, rows, 1).tolist() == [-1] * 4
-    assert shards.local(np, rows, 2).tolist() == [-1, 1, -1, 0]
+    local = [within(np, rows, shard).tolist() for shard in shards.piece(0, 1)]
+    assert local == [[0, -1, 2, -1], [-1] * 4, [-1, 1, -1, 0]]
+    pieces = [shards.piece(j, 2) for j in range(2)]
+    assert pieces[0] == [slice(0, 1), slice(3, 3), slice(3, 4)]
+    assert pieces[1] == [slice(1, 3), slice(3, 3), slice(4, 5)]
 
 
 def test_messages_have_a_size_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
