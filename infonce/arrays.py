@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,8 @@ def back(like: Array) -> Callable[[Array], Array]:
 
         def to_torch(array: Array) -> Any:
             if not isinstance(array, np.ndarray):
-                return torch.from_dlpack(array)
+                # -1: it was made on torch's own stream, there is nothing to wait for
+                return torch.from_dlpack(array.__dlpack__(stream=-1))
             if array.dtype.name == "bfloat16":
                 return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
             return torch.from_numpy(array)
@@ -138,10 +139,33 @@ def back(like: Array) -> Callable[[Array], Array]:
 
 def on_stream_of(array: Array) -> Any:
     """Context in which CuPy's current stream is the caller's: torch's own, or CuPy's."""
-    if _loaded("torch", "Tensor", array) and array.is_cuda:
-        torch, cupy = sys.modules["torch"], _cupy()
-        stream = torch.cuda.current_stream(array.device)
+    if not _loaded("torch", "Tensor", array) or not array.is_cuda:
+        return NOTHING
+    torch, cupy = sys.modules["torch"], sys.modules.get("cupy") or _cupy()
+    device, theirs = array.device.index, torch.cuda.current_stream(array.device)
+    if device != current_device():
+        return _elsewhere(cupy, device, theirs)
+    if theirs.cuda_stream == cupy.cuda.get_current_stream().ptr:
+        return NOTHING
+    return _stream(cupy, device, theirs)
+
+
+@contextlib.contextmanager
+def _elsewhere(cupy: Any, device: int, theirs: Any) -> Iterator[None]:
+    """On a device that is not the current one."""
+    with cupy.cuda.Device(device), _stream(cupy, device, theirs):
+        yield
+
+
+_streams: dict[tuple[int, int], Any] = {}  # torch has a few, and keeps them
+
+
+def _stream(cupy: Any, device: int, theirs: Any) -> Any:
+    """torch's stream as CuPy's."""
+    key = device, theirs.cuda_stream
+    if key not in _streams:
         if hasattr(cupy.cuda.Stream, "from_external"):
-            return cupy.cuda.Stream.from_external(stream)
-        return cupy.cuda.ExternalStream(stream.cuda_stream, array.device.index)
-    return NOTHING
+            _streams[key] = cupy.cuda.Stream.from_external(theirs)
+        else:
+            _streams[key] = cupy.cuda.ExternalStream(theirs.cuda_stream, device)
+    return _streams[key]

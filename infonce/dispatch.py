@@ -54,18 +54,27 @@ def _result(
     grads["scale"] = scalar("scale", solution.scale_grad)
     if kind.sigmoid:
         grads["bias"] = scalar("bias", solution.bias_grad)
-    lse: Any = None
-    if solution.row_lse is not None:
-        lse = back(solution.row_lse.astype(request.dtype, copy=False))
-        if solution.column_lse is not None:
-            lse = lse, back(solution.column_lse.astype(request.dtype, copy=False))
     return LossAndGrad(
         loss=back(_reduce(request, solution)),
         grads=kind.grads(**grads),
-        lse=lse,
+        lse=_lse(request, solution, back),
         metrics=_metrics(solution, back) if request.metrics else None,
         logits=back(solution.logits) if request.return_logits else None,
     )
+
+
+def _lse(
+    request: Request, solution: Solution, back: Callable[[Array], Array]
+) -> Callable[[], Any] | None:
+    """What hands the log-sum-exps out; few ask for them, and small batches notice the time."""
+    found = [
+        lse.astype(request.dtype, copy=False)
+        for lse in (solution.row_lse, solution.column_lse)
+        if lse is not None
+    ]
+    if not found:
+        return None
+    return lambda: back(found[0]) if len(found) == 1 else tuple(map(back, found))
 
 
 def _device(array: Array) -> Any:

@@ -85,7 +85,6 @@ class Metrics:
         return share(self.row_rank), None if self.column_rank is None else share(self.column_rank)
 
 
-@dataclass(eq=False)
 class LossAndGrad:
     """Result of the functions `X_loss_and_grad`.
 
@@ -103,8 +102,23 @@ class LossAndGrad:
         The scaled logits, with ``method="naive", return_logits=True``; excluded pairs are -inf.
     """
 
-    loss: Array
-    grads: Any
-    lse: Any = None
-    metrics: Metrics | None = None
-    logits: Array | None = None
+    def __init__(
+        self,
+        loss: Array,
+        grads: Any,
+        lse: Any = None,
+        metrics: Metrics | None = None,
+        logits: Array | None = None,
+    ) -> None:
+        self.loss, self.grads, self.metrics, self.logits = loss, grads, metrics, logits
+        self._lse = lse
+
+    @property
+    def lse(self) -> Any:
+        if callable(self._lse):  # as the caller's kind of array, where anyone looks
+            self._lse = self._lse()
+        return self._lse
+
+    def __repr__(self) -> str:
+        parts = ((name, getattr(self, name)) for name in ("loss", "grads", "lse", "metrics"))
+        return f"LossAndGrad({', '.join(f'{name}={value!r}' for name, value in parts)})"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, losses
+from ..checks import Fresh
 from ..losses import Loss
 from ..result import LossAndGrad, Metrics
 
@@ -35,8 +36,10 @@ def _evaluate(
     """Loss and the gradients named in `wrt`, as tensors; those of features in torch's memory."""
     given = {**options, **more, "scale": scale, "wrt": frozenset(wrt)}
     group = given.pop("group", None)
-    out = {n: torch.empty_like(z, memory_format=torch.contiguous_format)
-           for n, z in zip(kind.arguments, features, strict=True) if n in wrt}  # fmt: skip
+    out = Fresh()
+    for name, z in zip(kind.arguments, features, strict=True):
+        if name in wrt:
+            out[name] = torch.empty_like(z, memory_format=torch.contiguous_format)
     if out:
         given["out"] = out
     if group is None:
@@ -72,6 +75,11 @@ class _Function(torch.autograd.Function):
         if found is not None:
             found.append(result.metrics)
         ctx.kind, ctx.labels, ctx.options, ctx.wanted = kind, labels, options, wanted
+        ctx.numbers = {
+            name: (value.dtype, value.shape)
+            for name, value in (("scale", scale), ("bias", bias))
+            if name in wanted
+        }
         ctx.plain = [None if isinstance(v, Tensor) else v for v in (scale, bias)]
         ctx.grads = result.grads if now else None
         if wanted:
@@ -88,22 +96,20 @@ class _Function(torch.autograd.Function):
                 "be differentiated again"
             )
         kind, grads = ctx.kind, ctx.grads
-        scale, bias, *features = ctx.saved_tensors
         if grads is not None:
             # The first backward pass takes the gradients that the forward pass has left, in place;
             # another one (retain_graph) computes them again
             ctx.grads = None
-            parts = [getattr(grads, name).mul_(upstream) for name in ctx.wanted]
+            of = {name: getattr(grads, name).mul_(upstream) for name in ctx.wanted}
         else:
+            scale, bias, *features = ctx.saved_tensors
             grads = _evaluate(
                 kind, features, ctx.labels, ctx.plain[0] if scale is None else scale,
                 ctx.plain[1] if bias is None else bias, ctx.options, ctx.wanted, grad_out=upstream,
             ).grads  # fmt: skip
-            parts = [getattr(grads, name) for name in ctx.wanted]
-        of = dict(zip(ctx.wanted, parts, strict=True))
-        for name, value in (("scale", scale), ("bias", bias)):
-            if name in of:
-                of[name] = of[name].to(value.dtype).reshape(value.shape)
+            of = {name: getattr(grads, name) for name in ctx.wanted}
+        for name, (dtype, shape) in ctx.numbers.items():
+            of[name] = of[name].to(dtype).reshape(shape)
         return (
             None,
             None,
