@@ -98,21 +98,24 @@ def heat(axes: Any, x: Any, y: Any, z: Any, **options: Any) -> Any:
     return axes.pcolormesh(x, y, np.ma.masked_invalid(z), shading="nearest", **options)
 
 
-def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> None:
-    """`draw` with the first of each argument's choices; in a live notebook with sliders for all.
+def explore(draw: Callable[..., Any], **choices: tuple[Any, Sequence[Any]]) -> None:
+    """`draw` with each argument's (value, ...); in a live notebook with sliders over all values.
 
     Sliders need ipywidgets and somebody to move them: Jupyter and VS Code set these variables.
     """
     live = any(name in os.environ for name in ("JPY_SESSION_NAME", "VSCODE_PID"))
     if not (live and _found("ipywidgets")):
-        draw(**{name: values[0] for name, values in choices.items()})
+        draw(**{name: value for name, (value, _) in choices.items()})
         return
     import ipywidgets
 
     ipywidgets.interact(
         draw,
         **{
-            name: ipywidgets.SelectionSlider(options=list(values), value=values[0])
-            for name, values in choices.items()
+            name: ipywidgets.SelectionSlider(
+                options=list(values), value=value, layout={"width": "30em"},
+                style={"description_width": "8em"},
+            )
+            for name, (value, values) in choices.items()
         },
-    )
+    )  # fmt: skip
