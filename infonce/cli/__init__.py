@@ -24,6 +24,9 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:  # before click makes exit code 1 of it
             click.echo("infonce: interrupted", err=True)
+            # Where it hit code of an exec("..."), as imports run, Python would end as if killed by
+            # the signal: another exec makes it forget
+            exec("")
             ctx.exit(INTERRUPTED)
 
     def main(self, *args: Any, **extra: Any) -> Any:
