@@ -123,7 +123,7 @@ def _fill(call: _Call, out: dict[str, Any], given: dict[str, Any]) -> None:
     for name in ("ids", "grad_out"):
         if given[name] is not None:
             options[name] = given[name]
-    direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
+    direct = checks.Fresh({name: out[name] for name in call.kind.arguments if name in call.wrt})
     if direct:
         options["out"] = direct
     result = dispatch.loss_and_grad(

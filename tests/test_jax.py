@@ -7,6 +7,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
+from judge import judged  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.jax as ij  # noqa: E402
@@ -234,3 +235,67 @@ def test_errors() -> None:
 
 def test_import_alone_needs_no_jax() -> None:
     assert "jax" not in infonce.__all__
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> Any:
+    pytest.importorskip("cupy")
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX sees no GPU: {error}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_on_a_gpu(gpu: Any, loss: str, jitted: bool, dtype: str) -> None:
+    """The program's own buffers, small and large batches, against float64 on the same inputs."""
+    for rows in (12, 1500):
+        z = features(loss, rows, 64, jnp.dtype(dtype))
+        truth = judged(loss, [np.asarray(side) for side in z], scale=8.0)
+        given = [jax.device_put(side, gpu) for side in z]
+        scale = jax.device_put(jnp.float32(8.0), gpu)
+        ours = jax.value_and_grad(lambda z, scale: call(loss, z, scale), (0, 1))
+        got, (grads, dscale) = (jax.jit(ours) if jitted else ours)(given, scale)
+        for array in (got, dscale, *grads):
+            assert array.devices() == {gpu}
+        close([got, dscale], [np.asarray(truth.loss), np.asarray(truth.grads["scale"])], 1e-3)
+        bound = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+        names = [name for name in truth.grads if name not in ("scale", "bias")]
+        for name, g in zip(names, grads, strict=True):
+            w = truth.grads[name]
+            close(g, np.zeros_like(z[1]) if w is None else w, bound)
+
+
+@pytest.mark.gpu
+def test_on_the_programs_stream(gpu: Any) -> None:
+    """The call waits for what the program computes before it, and the program for the call."""
+    with jax.default_device(gpu):
+        image, text = features("clip", 2000, 256)
+
+        @jax.jit
+        def step(image: Any, text: Any) -> Any:
+            def loss(image: Any) -> Any:
+                for _ in range(20):  # long enough to be noticed if nobody waited
+                    image = jnp.sin(image + 1e-3 * image[::-1])
+                unit = image / jnp.linalg.norm(image, axis=1, keepdims=True)
+                return call("clip", (unit, text), 8.0)
+
+            return jax.lax.scan(lambda z, _: (z - 10 * jax.grad(loss)(z), loss(z)), image, None, 8)
+
+        first, losses = step(image, text)
+        for _ in range(3):
+            close(step(image, text), (first, losses), 1e-5)
+        assert float(losses[-1]) < float(losses[0])
+    with jax.default_device(jax.devices("cpu")[0]):
+        on_cpu = features("clip", 2000, 256)
+        unit = on_cpu[0]
+        for _ in range(20):
+            unit = jnp.sin(unit + 1e-3 * unit[::-1])
+        unit = unit / jnp.linalg.norm(unit, axis=1, keepdims=True)
+        close(losses[0], call("clip", (unit, on_cpu[1]), 8.0), 1e-5)
