@@ -88,7 +88,7 @@ def examples(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", ["index.md", "losses.md", "methods.md"])
+@pytest.mark.parametrize("page", ["faq.md", "index.md", "losses.md", "methods.md"])
 def test_examples_run(page: str) -> None:
     assert examples(page)
     names: dict[str, object] = {}
