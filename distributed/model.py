@@ -23,6 +23,7 @@ import click
 import numpy as np
 from rich.table import Table
 
+from infonce.checks import DEFAULTS
 from infonce.cli import common
 
 
@@ -60,6 +61,8 @@ class Step:
 
 NVLINK = Link(20e-6, 300e9)  # large messages
 ITEM, DK = 2, 4  # bytes of a feature, and of dK's elements
+VECTORS = 300  # bytes a row in vectors: sums, log-sum-exps, factors, positives
+WORKSPACE = DEFAULTS["workspace"]
 
 
 def travelling(rows: float, dim: int) -> tuple[float, float]:
@@ -95,6 +98,29 @@ def predict(
     return Step(seconds + machine.host, computing, seconds - computing)
 
 
+def memory(
+    rows: int, dim: int, workspace: int = WORKSPACE, offload: bool = False
+) -> float:  # fmt: skip
+    """Bytes on each of three or more GPUs above features and gradients: what a call of clip's loss
+    and gradients with `rows` rows of each side takes at most, in 16 bits.
+
+    With `offload` there are no features nor gradients on a GPU.
+    """
+    if rows <= 0 or dim < 1 or workspace < 1:
+        raise ValueError(
+            f"rows, dim, workspace: expected positive numbers, got {rows}, {dim}, {workspace}"
+        )
+    vectors = VECTORS * rows
+    if offload:
+        panels = rows * dim * (4 * ITEM + 3 * DK) + rows * (rows * ITEM + dim * DK)
+        return min(workspace, panels) + vectors
+    row = dim * (2 * ITEM + 3 * DK)  # of what travels
+    pieces = -(-rows // max(1, workspace // 2 // row))
+    piece = -(-rows // pieces)
+    block = rows * (piece * ITEM + dim * DK)  # dL/dx of one block, and its share of dQ
+    return min(workspace, block) + piece * row + rows * dim * DK + vectors
+
+
 def hidden_from(dim: int, link: Link, machine: Machine | None = None) -> float:
     """Rows on each GPU from which transfers over `link` hide behind the products."""
     machine = machine or Machine()
@@ -121,12 +147,13 @@ def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
     table = Table(title=f"clip, {rows} rows a GPU, width {dim}, bfloat16, {rate:g} TFLOP/s",
                   title_justify="left")  # fmt: skip
     for heading in ("GPUs", "batch", "one ring (ms)", "efficiency", "two levels (ms)",
-                    "efficiency"):  # fmt: skip
+                    "efficiency", "memory a GPU"):  # fmt: skip
         table.add_column(heading, justify="right")
     for n in counts:
         one, two = (predict(rows, dim, n, machine, level) for level in (False, True))
         table.add_row(str(n), str(n * rows), f"{1e3 * one.seconds:.2f}", f"{one.efficiency:.1%}",
-                      f"{1e3 * two.seconds:.2f}", f"{two.efficiency:.1%}")  # fmt: skip
+                      f"{1e3 * two.seconds:.2f}", f"{two.efficiency:.1%}",
+                      common.human(memory(rows, dim)) if n > 2 else "")  # fmt: skip
     console = common.stdout()
     console.print(table)
     for name, link in (("NVLink as measured", machine.inside), ("NVLink, 300 GB/s", NVLINK),

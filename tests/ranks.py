@@ -340,6 +340,28 @@ def offload(place: str) -> None:
     say("offload", place)
 
 
+def memory() -> None:
+    """No rank allocates more than the model says, which is less than shards that travel whole."""
+    import tracemalloc
+
+    from infonce.distributed import model
+
+    rows, d, workspace = 6000, 64, 2**21
+    rng = np.random.default_rng(RANK)
+    sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
+    out = [np.empty_like(z) for z in sides]
+    for part in (slice(10), slice(None)):  # compiles first
+        given, into = [z[part] for z in sides], [z[part] for z in out]
+        tracemalloc.start()
+        distributed.clip_loss_and_grad(*given, scale=1.0, workspace=workspace, out=into)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    most = model.memory(rows, d, workspace)
+    whole = rows * d * (2 * model.ITEM + 3 * model.DK)
+    assert 0.5 * most < peak < most < whole + workspace, (peak, most, whole)
+    say("memory", peak, most)
+
+
 def bad_calls() -> list[tuple[str, str, Any]]:
     """(words of the message, its type, the call as rank 1 differs)."""
     odd = RANK == 1

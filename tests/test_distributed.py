@@ -88,6 +88,12 @@ def test_offload(ranks: int) -> None:
     assert said.count("offload host") == ranks
 
 
+def test_memory_of_a_rank() -> None:
+    status, said = run(3, "memory")
+    assert status == 0, said
+    assert said.count("memory") == 3
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parameters_gradients_as_frameworks_combine_them(ranks: int) -> None:
     status, said = run(ranks, "parameters")

@@ -53,3 +53,14 @@ def test_command(tmp_path: Path) -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="rows, dim, ranks"):
         model.predict(0, 512, 8)
+    with pytest.raises(ValueError, match="rows, dim, workspace"):
+        model.memory(0, 512)
+
+
+def test_memory_grows_with_the_rows() -> None:
+    rows, dim = 2**17, 512
+    shard = rows * dim * model.DK  # dQ
+    beyond = model.memory(rows, dim) - shard - model.VECTORS * rows
+    assert 1.2 * model.WORKSPACE < beyond <= 1.5 * model.WORKSPACE
+    assert model.memory(rows, dim, offload=True) == model.WORKSPACE + model.VECTORS * rows
+    assert model.memory(1000, dim) < model.WORKSPACE / 10  # which is a ceiling
