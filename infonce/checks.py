@@ -50,10 +50,6 @@ CHOICES = {
 }
 
 
-class Fresh(dict[str, Any]):
-    """`out` that an adapter has just made, of the kind it has to be: nothing to check."""
-
-
 @dataclass(frozen=True)
 class Shard:
     """The arrays of a call are some rows, or none, of a batch that is spread over ranks."""
@@ -115,8 +111,10 @@ def check(
     options: Mapping[str, Any],
     with_grad: bool,
     shard: Shard | None = None,
+    made: dict[str, Any] | None = None,
 ) -> Request:
-    """Validate one call of a loss on NumPy or on CuPy arrays."""
+    """Validate one call of a loss on NumPy or on CuPy arrays. `made` is memory for the gradients
+    that an adapter has made, as it has to be: there is nothing to check."""
     labelled = labels is not None
     kind = _kind(loss, arrays, labelled, bias, options, with_grad, shard)
     settled = None if kind is None else _settled.get(kind)
@@ -170,7 +168,9 @@ def check(
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
     gradients = None
-    if with_grad:
+    if made is not None:
+        outs, given_out = {name: native(array) for name, array in made.items()}, made
+    elif with_grad:
         outs, given_out = _out(xp, loss, arrays, out, settled.grad_dtype, wrt)
     if wrt:
         gradients = Gradients(
@@ -500,8 +500,6 @@ def _out(
 
     if out is None:
         return {name: new(name) for name in wanted}, {}
-    if isinstance(out, Fresh):
-        return {name: native(array) for name, array in out.items()}, out
     given: dict[str, Any]
     if isinstance(out, Mapping):
         given = dict(out)

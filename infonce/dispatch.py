@@ -28,13 +28,18 @@ def loss(
 
 
 def loss_and_grad(
-    kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
+    kind: Loss,
+    given: Sequence[Array],
+    labels: Any,
+    bias: Any,
+    options: Mapping[str, Any],
+    made: dict[str, Any] | None = None,
 ) -> LossAndGrad:
-    """The loss and whatever gradients were asked for."""
+    """The loss and whatever gradients were asked for; in `made`, where an adapter brings it."""
     with arrays.on_stream_of(given[0]):
         features = [arrays.native(z) for z in given]
         with _device(features[0]):
-            request = check(kind, features, labels, bias, options, with_grad=True)
+            request = check(kind, features, labels, bias, options, with_grad=True, made=made)
             return _result(kind, request, _solve(request), arrays.back(given[0]))
 
 

@@ -123,12 +123,10 @@ def _fill(call: _Call, out: dict[str, Any], given: dict[str, Any]) -> None:
     for name in ("ids", "grad_out"):
         if given[name] is not None:
             options[name] = given[name]
-    direct = checks.Fresh({name: out[name] for name in call.kind.arguments if name in call.wrt})
-    if direct:
-        options["out"] = direct
+    direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     result = dispatch.loss_and_grad(
         call.kind, given["features"], given["labels"], given["bias"],
-        {**options, "metrics": call.metrics},
+        {**options, "metrics": call.metrics}, direct,
     )  # fmt: skip
     out["loss"][...] = result.loss
     for name in call.wrt:

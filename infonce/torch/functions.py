@@ -7,14 +7,15 @@ pass that the loss takes anyway, and scaled by the upstream gradient when it com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import dispatch, losses
-from ..checks import Fresh
 from ..losses import Loss
 from ..result import LossAndGrad, Metrics
 
@@ -30,32 +31,49 @@ def _evaluate(
     scale: Any,
     bias: Any,
     options: dict[str, Any],
-    wrt: Sequence[str],
+    wrt: frozenset[str],
     **more: Any,
 ) -> LossAndGrad:
     """Loss and the gradients named in `wrt`, as tensors; those of features in torch's memory."""
-    given = {**options, **more, "scale": scale, "wrt": frozenset(wrt)}
-    group = given.pop("group", None)
-    out = Fresh()
+    given = {**options, **more, "scale": scale, "wrt": wrt}
+    made = {}
     for name, z in zip(kind.arguments, features, strict=True):
         if name in wrt:
-            out[name] = torch.empty_like(z, memory_format=torch.contiguous_format)
-    if out:
-        given["out"] = out
+            made[name] = torch.empty_like(z, memory_format=torch.contiguous_format)
+    if "group" not in given:
+        return dispatch.loss_and_grad(kind, features, labels, bias, given, made)
+    group = given.pop("group")
     if group is None:
-        return dispatch.loss_and_grad(kind, features, labels, bias, given)
+        return dispatch.loss_and_grad(kind, features, labels, bias, given, made)
     from . import process_group
 
-    return process_group.loss_and_grad(kind, features, labels, bias, group, given)
+    return process_group.loss_and_grad(kind, features, labels, bias, group, {**given, "out": made})
 
 
-def _wanted(kind: Loss, needs: Sequence[bool]) -> list[str]:
+@functools.cache
+def _wanted(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
     """Names of the arguments that need a gradient, `needs` being those of (scale, bias, *features).
 
     A locked tower gets none: its features are taken as constants.
     """
     names = ["scale", "bias", *kind.arguments]
-    return [n for n, need in zip(names, needs, strict=True) if need and n not in kind.locked]
+    return frozenset(
+        n for n, need in zip(names, needs, strict=True) if need and n not in kind.locked
+    )
+
+
+NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Call:
+    """What of a call autograd does not look at."""
+
+    kind: Loss
+    labels: Tensor | None
+    options: dict[str, Any]
+    with_metrics: bool
+    metrics: Metrics | None = None  # found
 
 
 class _Function(torch.autograd.Function):
@@ -63,25 +81,22 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, kind: Loss, labels: Any, options: Any, found: Any, scale: Any, bias: Any,
-        *features: Tensor,
-    ) -> Tensor:  # fmt: skip
-        wanted = _wanted(kind, ctx.needs_input_grad[4:])
+        ctx: Any, call: _Call, scale: Any, bias: Any, *features: Tensor
+    ) -> Tensor:
+        kind, options = call.kind, call.options
+        wanted = _wanted(kind, ctx.needs_input_grad[1:])
         # Per-row losses have no single upstream gradient: theirs are computed when it is known
-        now = wanted if options.get("reduction", "mean") != "none" else []
-        result = _evaluate(
-            kind, features, labels, scale, bias, options, now, metrics=found is not None
-        )
-        if found is not None:
-            found.append(result.metrics)
-        ctx.kind, ctx.labels, ctx.options, ctx.wanted = kind, labels, options, wanted
-        ctx.numbers = {
-            name: (value.dtype, value.shape)
-            for name, value in (("scale", scale), ("bias", bias))
-            if name in wanted
-        }
-        ctx.plain = [None if isinstance(v, Tensor) else v for v in (scale, bias)]
+        now = NOTHING if options.get("reduction") == "none" else wanted
+        more = {"metrics": True} if call.with_metrics else {}
+        result = _evaluate(kind, features, call.labels, scale, bias, options, now, **more)
+        call.metrics = result.metrics
+        ctx.call, ctx.wanted = call, wanted
         ctx.grads = result.grads if now else None
+        ctx.numbers = {
+            name: value
+            for name, value in (("scale", scale), ("bias", bias))
+            if value is not None and not isinstance(value, Tensor)
+        }
         if wanted:
             ctx.save_for_backward(
                 *(v if isinstance(v, Tensor) else None for v in (scale, bias)), *features
@@ -95,30 +110,24 @@ class _Function(torch.autograd.Function):
                 "create_graph: expected False, got True: gradients of the losses of infonce cannot "
                 "be differentiated again"
             )
-        kind, grads = ctx.kind, ctx.grads
+        kind, grads, wanted = ctx.call.kind, ctx.grads, ctx.wanted
         if grads is not None:
             # The first backward pass takes the gradients that the forward pass has left, in place;
             # another one (retain_graph) computes them again
             ctx.grads = None
-            of = {name: getattr(grads, name).mul_(upstream) for name in ctx.wanted}
+            of = {name: getattr(grads, name).mul_(upstream) for name in wanted}
         else:
             scale, bias, *features = ctx.saved_tensors
             grads = _evaluate(
-                kind, features, ctx.labels, ctx.plain[0] if scale is None else scale,
-                ctx.plain[1] if bias is None else bias, ctx.options, ctx.wanted, grad_out=upstream,
+                kind, features, ctx.call.labels, ctx.numbers.get("scale", scale),
+                ctx.numbers.get("bias", bias), ctx.call.options, wanted, grad_out=upstream,
             ).grads  # fmt: skip
-            of = {name: getattr(grads, name) for name in ctx.wanted}
-        for name, (dtype, shape) in ctx.numbers.items():
-            of[name] = of[name].to(dtype).reshape(shape)
-        return (
-            None,
-            None,
-            None,
-            None,
-            of.get("scale"),
-            of.get("bias"),
-            *(of.get(name) for name in kind.arguments),
-        )
+            of = {name: getattr(grads, name) for name in wanted}
+        for name, at in (("scale", 0), ("bias", 1)):
+            if name in of:
+                value = ctx.saved_tensors[at]
+                of[name] = of[name].to(value.dtype).reshape(value.shape)
+        return (None, of.get("scale"), of.get("bias"), *map(of.get, kind.arguments))
 
 
 # --- compiled graphs ------------------------------------------------------------------------------
@@ -144,7 +153,7 @@ def _operator(
     features = [query] if key is None else [query, key]
     options = {"normalize": normalize, "reduction": reduction, "method": method,
                "precision": precision, "workspace": workspace}  # fmt: skip
-    wanted = _wanted(loss, needs[: 2 + len(features)])
+    wanted = _wanted(loss, tuple(needs[: 2 + len(features)]))
     result = _evaluate(loss, features, labels, scale, bias, options, wanted)
     of = {name: getattr(result.grads, name) for name in wanted}
     for name, value in (("scale", scale), ("bias", bias)):
@@ -161,7 +170,7 @@ def _shapes(
     kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, normalize: bool,
     reduction: str, method: str, precision: str, workspace: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    wanted = _wanted(KINDS[kind], needs[: 3 if key is None else 4])
+    wanted = _wanted(KINDS[kind], tuple(needs[: 3 if key is None else 4]))
     double = torch.float64 in {query.dtype, query.dtype if key is None else key.dtype}
     values = {"scale": scale, "bias": bias}
     arguments = KINDS[kind].arguments
@@ -228,11 +237,11 @@ def _apply(
     if isinstance(bias, Tensor) and bias.ndim:
         bias = bias.reshape(())
     if not torch.is_grad_enabled():
-        result = _evaluate(kind, features, labels, scale, bias, options, (), metrics=metrics)
+        result = _evaluate(kind, features, labels, scale, bias, options, NOTHING, metrics=metrics)
         return (result.loss, result.metrics) if metrics else result.loss
-    found: list[Metrics] | None = [] if metrics else None
-    loss = _Function.apply(kind, labels, options, found, scale, bias, *features)
-    return (loss, found[0]) if found else loss
+    call = _Call(kind, labels, options, metrics)
+    loss = _Function.apply(call, scale, bias, *features)
+    return (loss, call.metrics) if metrics else loss
 
 
 def _compiled(
