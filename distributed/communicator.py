@@ -66,10 +66,13 @@ class Communicator:
         """A small picklable value of every rank, in the order of the ranks."""
         raise NotImplementedError
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
-        """Start sending C-contiguous arrays to rank + 1 (mod size) while receiving as many from
-        rank - 1, of the sizes that the receiver gives. NumPy arrays (with a CUDA-aware library,
-        CuPy arrays) of any dtype; raw bytes travel. Shifts complete in the order of their start."""
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        """Start sending C-contiguous arrays to rank + distance (mod size) while receiving as many
+        from rank - distance, of the sizes that the receiver gives. NumPy arrays (with a CUDA-aware
+        library, CuPy arrays) of any dtype; raw bytes travel. Shifts complete in the order of their
+        start."""
         raise NotImplementedError
 
     def listen(self) -> None:
@@ -210,8 +213,10 @@ class MPIRanks(Communicator):
         request = self._data.Iallgather(send, receive)
         self.until(lambda: bool(self._checked(request.Test)))
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
-        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        left, right = (self.rank - distance) % self.size, (self.rank + distance) % self.size
         byte = self.MPI.BYTE
         requests = [
             self._data.Irecv([piece, byte], left, tag)

@@ -7,6 +7,9 @@ a block is computed, the keys of the next one arrive, and the sums of the ranks 
 to which this rank's are added. After n steps they are sent home. Sums about shard k are thus always
 taken in the order k, k + 1, ...: results are bitwise the same from run to run.
 
+Where queries are keys (NT-Xent), shards go half way round: each pair of them meets on one of its
+two ranks, which makes sums for both; those about keys travel and come home.
+
 What travels takes two buffers of keys and three of dK. Where they would be larger than half of the
 workspace, shards go round in pieces, one piece of each at a time. So memory, beyond shards and
 gradients, is the workspace, half of it again, and dQ in float32 where gradients are of 16 bits.
@@ -51,12 +54,14 @@ class Keys:
     owner: int  # rank
     rows: slice  # of the whole batch
     whole: bool
-    step: int  # in which they are visited
+    step: int  # in which they are visited,
+    steps: int  # of so many
 
     def __len__(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
 
+Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the first
 Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, sums about them)
 
 
@@ -79,15 +84,13 @@ class Ring:
         labelled: bool,
     ) -> None:
         self.keys, self.ranks, self.transport, self.backend = keys, ranks, transport, backend
-        self.xp, self.labelled = xp, labelled
+        self.xp, self.labelled, self.symmetric = xp, labelled, problem.symmetric
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         self.poisoned = xp.zeros(len(problem.query))
         self.pieces = self._pieces(problem)
 
     def _pieces(self, problem: Problem) -> int:
         """In how many pieces shards go round."""
-        if problem.symmetric:  # a rank's own block is a square, and no dK travels
-            return 1
         row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * self.real.itemsize)
         room = max(1, problem.workspace // 2 // row)
         return int(max(1, -(-self.keys.largest // room)))
@@ -144,26 +147,49 @@ class Ring:
 
     def _statistics(self, problem: Problem, stats: Statistics, own: list[Array]) -> None:
         """Rows' sums stay, columns' sums travel."""
-        xp, two_sided = self.xp, problem.two_sided
+        xp = self.xp
+        half = problem.symmetric and stats.columns is stats.rows
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             columns = None
-            if two_sided:
-                columns = Sums(*sums)
+            if sums:
+                columns = Sums(*sums[:2])
                 columns.max[:], columns.sum[:] = -np.inf, 0.0
-            elif stats.columns is stats.rows and keys.owner == self.ranks.rank:
+            elif half and keys.owner == self.ranks.rank:
                 columns = stats.rows  # one triangle of this block
             part = replace(stats, columns=columns, row_rank=None, column_rank=None)
             self._block(problem, keys, arrays, part, None)
+            if half and columns is not None and sums:
+                # in a symmetric loss one row that is not finite spoils all, and the pairs of these
+                # queries are those of the keys
+                columns.sum += self.poisoned.sum()
+                sums[2][:] = self._by_keys(problem, keys, stats.positive)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
-            Sums(*sums).merge(Sums(*arrived), xp)
+            Sums(*sums[:2]).merge(Sums(*arrived[:2]), xp)
+            for mine, theirs in zip(sums[2:], arrived[2:], strict=True):
+                mine[:] = xp.where(xp.isnan(mine), theirs, mine)
 
-        home = []
-        if two_sided:
+        def keep(mine: slice, sums: list[Array]) -> None:
             assert stats.columns is not None
-            home = [stats.columns.max, stats.columns.sum]
-        self.circulate(own, visit, home, combine)
+            to = Sums(stats.columns.max[mine], stats.columns.sum[mine])
+            if half:
+                combine([to.max, to.sum, stats.positive[mine]], sums)
+            else:
+                to.max[:], to.sum[:] = sums
+
+        wide = np.dtype(np.float64)
+        kinds: list[Kind] = [((), wide)] * (2 * problem.two_sided + 3 * half)
+        self.circulate(own, visit, kinds, combine, keep, half)
+
+    def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
+        """What this rank's rows have, in the order of their positives among these keys; NaN for
+        keys that are no row's positive."""
+        xp, n = self.xp, len(keys)
+        local = within(xp, problem.positives, keys.rows)
+        out = xp.full(n + 1, xp.nan)
+        out[xp.where(local < 0, n, local)] = of_rows
+        return out[:n]
 
     def _ranks(self, problem: Problem, ranks: Ranks, own: list[Array]) -> None:
         """Another round, when the positives' logits are known; those of columns travel."""
@@ -181,7 +207,10 @@ class Ring:
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             sums[0] += arrived[0]
 
-        self.circulate(own, visit, [ranks.column_rank] * by_columns, combine)
+        def keep(mine: slice, sums: list[Array]) -> None:
+            ranks.column_rank[mine] = sums[0]
+
+        self.circulate(own, visit, [((), np.dtype(np.int64))] * by_columns, combine, keep)
 
     def _gradients(
         self,
@@ -191,7 +220,7 @@ class Ring:
         own: list[Array],
     ) -> None:
         """dQ stays, dK travels."""
-        xp = self.xp
+        xp, d = self.xp, problem.shape[2]
         first_factor = len(own)
         if isinstance(epilogue, SoftmaxGradient) and epilogue.column_lse is not None:
             own += [epilogue.column_lse, epilogue.column_factor, epilogue.positive]
@@ -200,6 +229,8 @@ class Ring:
             if dq.dtype != self.real:
                 dq = xp.empty(dq.shape, self.real)
             dq[...] = 0
+        # metrics have met all pairs from both sides; what follows does not know
+        half = problem.symmetric
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
@@ -209,17 +240,25 @@ class Ring:
             key = sums[0] if sums else None
             rows = problem.shape[0] if gradients.want_query else len(keys)
             mine = replace(
-                gradients, query=dq, key=key, dots=xp.zeros(rows), add_query=dq is not None
-            )
+                gradients, query=dq, key=key, want_key=key is not None, dots=xp.zeros(rows),
+                add_query=dq is not None,
+            )  # fmt: skip
             if not self._block(problem, keys, arrays, part, mine) and key is not None:
                 key[...] = 0
-            gradients.dots += mine.dots.sum()
+            # of a pair that one rank meets for both: <dQ, q> is that of the other row too
+            gradients.dots += mine.dots.sum() * (2 if half and sums else 1)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             sums[0] += arrived[0]
 
-        home = [gradients.key] if gradients.want_key else []
-        self.circulate(own, visit, home, combine, self.real)
+        def keep(mine: slice, sums: list[Array]) -> None:
+            if not half:
+                gradients.key[mine] = sums[0]
+            elif dq is not None:
+                dq[mine] += sums[0]
+
+        kinds: list[Kind] = [((d,), self.real)] * (gradients.want_key or half)
+        self.circulate(own, visit, kinds, combine, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             gradients.query[...] = dq
 
@@ -241,6 +280,8 @@ class Ring:
             positives=within(self.xp, problem.positives, keys.rows),
             part=not own,
             symmetric=symmetric,
+            # other ranks' rows as columns have sums of their own
+            column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             progress=self._progress(problem, keys),
         )
         if 0 in block.shape[:2]:
@@ -255,10 +296,12 @@ class Ring:
         return True
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
-        report, steps = problem.progress, self.pieces * self.ranks.size
+        report = problem.progress
         if report is None:
             return None
-        return lambda phase, done, total: report(phase, keys.step * total + done, steps * total)
+        return lambda phase, done, total: report(
+            phase, keys.step * total + done, keys.steps * total
+        )
 
     # -- the ring
 
@@ -266,19 +309,26 @@ class Ring:
         self,
         own: list[Array],
         visit: Visit,
-        home: Sequence[Array] = (),
-        combine: Callable[[list[Array], list[Array]], None] | None = None,
-        sums_dtype: Any = None,
+        kinds: Sequence[Kind] = (),
+        combine: Combine | None = None,
+        keep: Callable[[slice, list[Array]], None] | None = None,
+        half: bool = False,
     ) -> None:
         """Take the shards round: `visit` every one with `own` arrays of its rank.
 
-        `home` are arrays over this rank's own keys, for the sums about them that visits make;
-        `combine` adds those of the ranks before. They travel in `sums_dtype`, or in that of `home`.
+        `kinds` are the sums about keys that a visit makes (one row a key); `combine` adds those of
+        the ranks before; `keep` gets those about this rank's own keys, when they are complete.
+
+        Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
+        meets on one of its two ranks, which makes sums for both. (With an even number of ranks
+        those half the way round meet twice, for the rows alone.)
         """
         n, r = self.ranks.size, self.ranks.rank
+        visits = n // 2 + 1 if half else n
+        made = range(1, (n + 1) // 2) if half else range(n)  # visits that make sums
+        made = made if kinds else range(0)
         largest = -(-self.keys.largest // self.pieces)
         like: list[Kind] = [(array.shape[1:], array.dtype) for array in own]
-        kinds: list[Kind] = [(array.shape[1:], sums_dtype or array.dtype) for array in home]
         stores: dict[tuple[int, bool], list[Array]] = {}
 
         def room(slot: int, rows: int, sums: bool) -> list[Array]:
@@ -291,31 +341,37 @@ class Ring:
             return [array[:rows] for array in stores[slot, sums]]
 
         for j in range(self.pieces):
-            pieces = [
-                Keys(k, rows, self.pieces == 1, j * n + (r - k) % n)
-                for k, rows in enumerate(self.keys.piece(j, self.pieces))
-            ]
+            shards = self.keys.piece(j, self.pieces)
             start = self.keys.starts[r]
-            mine = slice(pieces[r].rows.start - start, pieces[r].rows.stop - start)
+            mine = slice(shards[r].start - start, shards[r].stop - start)
             arrays: list[Array] = [array[mine] for array in own]
             carried: list[Array] = []
-            for s in range(n):
-                keys, after = pieces[(r - s) % n], pieces[(r - s - 1) % n]
-                last = s == n - 1
-                incoming = [] if last else room(s % 2, len(after), False)
-                arrived = room((s + 1) % 3, len(keys), True) if s and kinds else []
-                leaving = [*([] if last else arrays), *carried]
+            for s in range(visits):
+                k, following = (r - s) % n, shards[(r - s - 1) % n]
+                rows, last = shards[k].stop - shards[k].start, s == visits - 1
+                incoming = room(s % 2, following.stop - following.start, False) * (not last)
+                passed = s in made and s - 1 in made
+                arrived = room((s + 1) % 3, rows, True) if passed else []
+                leaving = [*(arrays * (not last)), *(carried * passed)]
                 pending = self.transport.shift(leaving, [*incoming, *arrived]) if n > 1 else None
-                sums = room(s % 3, len(keys), True)
-                visit(keys, arrays, sums)
+                sums = room(s % 3, rows, True) if s in made else []
+                step = s + j * visits
+                if s or not self.symmetric:
+                    keys = Keys(k, shards[k], self.pieces == 1, step, self.pieces * visits)
+                    visit(keys, arrays, sums)
+                elif not j:
+                    whole = slice(start, self.keys.starts[r + 1])
+                    visit(Keys(r, whole, True, 0, self.pieces * visits), own, [])
                 if pending is not None:
                     pending.wait()
                 if combine is not None and arrived:
                     combine(sums, arrived)
-                arrays, carried = incoming, sums
-            if kinds and n > 1:
-                complete = room(n % 3, len(pieces[r]), True)
-                self.transport.shift(carried, complete).wait()
-                carried = complete
-            for array, complete in zip(home, carried, strict=True):
-                array[mine] = complete
+                arrays = incoming
+                carried = sums or carried
+            if made and keep is not None:
+                if n > 1:
+                    rows = shards[r].stop - shards[r].start
+                    complete = room((made[-1] + 1) % 3, rows, True)
+                    self.transport.shift(carried, complete, n - made[-1]).wait()
+                    carried = complete
+                keep(mine, carried)

@@ -28,8 +28,10 @@ class Transport(Protocol):
 
     name: str
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
-        """Start sending arrays to the next rank while receiving from the one before."""
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        """Start sending arrays to the rank `distance` further on, and receiving as many."""
         ...
 
     def settle(self) -> None:
@@ -49,8 +51,10 @@ class Host:
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
-        return self.ranks.shift(send, receive)
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        return self.ranks.shift(send, receive, distance)
 
     def settle(self) -> None:
         """NumPy is done when it returns."""

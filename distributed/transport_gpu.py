@@ -107,9 +107,11 @@ class NCCL(_Base):
         # it waits for all ranks, however long: not in this thread
         self.communicator = _bounded(start, ranks)
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
-        left = (self.ranks.rank - 1) % self.ranks.size
-        right = (self.ranks.rank + 1) % self.ranks.size
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        left = (self.ranks.rank - distance) % self.ranks.size
+        right = (self.ranks.rank + distance) % self.ranks.size
         send = [a for a in send if a.nbytes]
         receive = [a for a in receive if a.nbytes]
         self.stream.wait_event(_event())
@@ -166,8 +168,10 @@ class CudaAware(_Base):
 
     name = "cuda-aware"
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
-        return _ByHost(self, _event(), send, receive)
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        return _ByHost(self, _event(), send, receive, distance)
 
 
 class _ByHost:
@@ -175,13 +179,15 @@ class _ByHost:
     the step's products have been queued."""
 
     def __init__(
-        self, transport: _Base, ready: Any, send: Sequence[Array], receive: Sequence[Array]
-    ) -> None:
-        self.ranks, self.ready, self.send, self.receive = transport.ranks, ready, send, receive
+        self, transport: _Base, ready: Any, send: Sequence[Array], receive: Sequence[Array],
+        distance: int,
+    ) -> None:  # fmt: skip
+        self.ranks, self.ready = transport.ranks, ready
+        self.of_shift = send, receive, distance
 
     def wait(self) -> None:
         self.ranks.until(lambda: bool(self.ready.done))
-        self.ranks.shift(self.send, self.receive).wait()
+        self.ranks.shift(*self.of_shift).wait()
 
 
 class Staged(_Base):
@@ -189,13 +195,17 @@ class Staged(_Base):
 
     name = "staged"
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
-        return _Staged(self, send, receive)
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        return _Staged(self, send, receive, distance)
 
 
 class _Staged:
-    def __init__(self, transport: Staged, send: Sequence[Array], receive: Sequence[Array]) -> None:
-        self.transport, self.receive = transport, receive
+    def __init__(
+        self, transport: Staged, send: Sequence[Array], receive: Sequence[Array], distance: int
+    ) -> None:
+        self.transport, self.receive, self.distance = transport, receive, distance
         transport.stream.wait_event(_event())
         self.out = [_pinned_like(a) for a in send]
         with transport.stream:
@@ -208,7 +218,7 @@ class _Staged:
         transport = self.transport
         transport.ranks.until(lambda: bool(self.ready.done))
         arrived = [_pinned_like(a) for a in self.receive]
-        transport.ranks.shift(self.out, arrived).wait()
+        transport.ranks.shift(self.out, arrived, self.distance).wait()
         with transport.stream:
             for array, host in zip(self.receive, arrived, strict=True):
                 array.set(host, stream=transport.stream)

@@ -60,10 +60,10 @@ class Rank(Communicator):
         except threading.BrokenBarrierError:
             raise RankError(f"rank {self.rank}: another rank failed") from None
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Arrival:
+    def shift(self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1) -> Arrival:
         shift = Shift(self.rank, time.perf_counter(), sum(array.nbytes for array in send))
         self.world.shifts.append(shift)
-        following = self.world.inboxes[(self.rank + 1) % self.size]
+        following = self.world.inboxes[(self.rank + distance) % self.size]
         following.put((shift, [np.array(array) for array in send]))
         return Arrival(self, receive)
 

@@ -340,6 +340,34 @@ def offload(place: str) -> None:
     say("offload", place)
 
 
+def not_finite() -> None:
+    """A feature that is not finite spoils the rows that it does in one process, also where all it
+    makes is logits of -inf, which look like excluded pairs."""
+    n, d = 24, 6
+    rows = shards(n, 7)[RANK]
+
+    def check(case: tuple[str, int]) -> None:
+        loss, at = case
+        rng = np.random.default_rng(at)
+        whole = [rng.standard_normal((n, d)) for _ in range(1 if loss == "nt_xent" else 2)]
+        for z in whole:
+            z[:, 2] = -1.0
+        whole[-1][at, 2] = np.inf
+        own: dict[str, Any] = {"scale": 2.0, "reduction": "none"}
+        want = getattr(infonce, f"{loss}_loss")(*whole, **own)
+        if loss == "nt_xent":
+            own["labels"] = ((np.arange(n) + n // 2) % n)[rows]
+        got = getattr(distributed, f"{loss}_loss")(*(z[rows] for z in whole), **own)
+        assert np.isnan(want).any()
+        assert np.array_equal(np.isnan(got), np.isnan(want[rows])), case
+
+    losses = ("info_nce", "nt_xent", "clip", "lit", "siglip")
+    for case in itertools.product(losses, range(0, n, 5)):
+        troubles = follow(check, case)
+        assert not any(troubles), troubles
+    say("not finite")
+
+
 def memory() -> None:
     """No rank allocates more than the model says, which is less than shards that travel whole."""
     import tracemalloc

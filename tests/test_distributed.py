@@ -65,7 +65,7 @@ def no_orphans(said: str) -> None:
         assert not Path(f"/proc/{process}").exists(), f"process {process} is left behind\n{said}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_equal_to_one_process(ranks: int) -> None:
     status, said = run(ranks, "equal", "40")
     assert status == 0, said
@@ -86,6 +86,13 @@ def test_offload(ranks: int) -> None:
     status, said = run(ranks, "offload", "host")
     assert status == 0, said
     assert said.count("offload host") == ranks
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_not_finite(ranks: int) -> None:
+    status, said = run(ranks, "not_finite")
+    assert status == 0, said
+    assert said.count("not finite") == ranks
 
 
 def test_memory_of_a_rank() -> None:

@@ -57,8 +57,7 @@ class ProcessGroup(Communicator):
         self._group = dist.new_group(
             members, datetime.timedelta(days=7), "gloo", use_local_synchronization=True
         )
-        self._left = members[(self.rank - 1) % self.size]
-        self._right = members[(self.rank + 1) % self.size]
+        self._members = members
         self.broken: str | None = None
         self.peers: list[Any] = []
         self.peers = self.allgather(_identity())
@@ -82,14 +81,18 @@ class ProcessGroup(Communicator):
         self._bounded(lambda: dist.all_gather(everyone, own, self._group))
         return everyone
 
-    def shift(self, send: Sequence[Array], receive: Sequence[Array]) -> Pending:
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        left = self._members[(self.rank - distance) % self.size]
+        right = self._members[(self.rank + distance) % self.size]
         works = [
-            dist.irecv(_bytes(array), self._left, self._group, tag)
+            dist.irecv(_bytes(array), left, self._group, tag)
             for tag, array in enumerate(receive)
             if array.nbytes
         ]
         works += [
-            dist.isend(_bytes(array), self._right, self._group, tag)
+            dist.isend(_bytes(array), right, self._group, tag)
             for tag, array in enumerate(send)
             if array.nbytes
         ]
