@@ -41,7 +41,7 @@ from .blocks import (
     Statistics,
 )
 from .cublas import gemm_ex
-from .tensor_map import tensor_map
+from .tensor_map import SIZE, tensor_map
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
@@ -295,7 +295,7 @@ class GPU:
             query_accumulator=gradients is not None and not self.query_in_place,
             key_accumulator=gradients is not None and not problem.symmetric
             and not self.key_in_place,
-            sweep=self.sweep,
+            sweep=self.sweep, rows=problem.bias is not None,
         )  # fmt: skip
         if problem.symmetric and gradients is not None and not self.query_in_place:
             # the triangle gathers the gradient of all rows
@@ -324,10 +324,10 @@ class GPU:
             MIN_BLOCKS=self.tile.min_blocks, **defines,
         )  # fmt: skip
 
-    def sweep_kernel(self, shape: config.Sweep, name: str, **defines: int) -> Any:
+    def sweep_kernel(self, shape: config.Sweep, name: str, panel: bool, **defines: int) -> Any:
         return self.kernel(
-            f"sweep_{name}.cu", f"sweep_{name}", shape.shared,
-            SLABS=shape.slabs, STAGES=shape.stages, WIDE=int(shape.wide), **defines,
+            f"sweep_{name}.cu", f"sweep_{name}", shape.shared(panel),
+            SLABS=shape.slabs, STAGES=shape.stages(panel), WIDE=int(shape.wide), **defines,
         )  # fmt: skip
 
     def rows_kernel(self, name: str, n: int, *arguments: Any) -> None:
@@ -430,6 +430,9 @@ class _Fold:
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         raise NotImplementedError
 
+    def panel_map(self, rows: int) -> Any:
+        raise NotImplementedError
+
     def end_rows(self, rows: slice) -> None:
         """A row panel has met all its columns."""
 
@@ -455,13 +458,15 @@ class _Fold:
         )  # fmt: skip
         if isinstance(self.tile, config.Tile):
             grid = row_tiles * column_tiles
-            kernel = gpu.tiled_kernel(name, **defines)
+            kernel, shared = gpu.tiled_kernel(name, **defines), self.tile.shared
             arguments = (block, *arguments)
         else:
             grid = self.tile.blocks(q.rows, k.rows, triangle)
             segments = self.tile.segments(q.rows, k.rows, triangle)
+            panel = name != "lse"
+            shared = self.tile.shared(panel)
             kernel = gpu.sweep_kernel(
-                self.tile, name, IDS=int(problem.query_ids is not None),
+                self.tile, name, panel, IDS=int(problem.query_ids is not None),
                 FACTORS=int(problem.normalize), **defines,
             )  # fmt: skip
             box = config.BLOCK_M // 2 if self.tile.wide else config.BLOCK_M
@@ -470,7 +475,9 @@ class _Fold:
                 for z, side in ((q, gpu.query), (k, gpu.key))
             )
             arguments = (*maps, block, np.int64(segments), *arguments)
-        kernel((grid,), (self.tile.threads,), arguments, shared_mem=self.tile.shared)
+            if panel:
+                arguments = (*arguments, self.panel_map(q.rows))
+        kernel((grid,), (self.tile.threads,), arguments, shared_mem=shared)
 
 
 # --- log-sum-exp fold -----------------------------------------------------------------------------
@@ -600,6 +607,16 @@ class _GradientFold(_Fold):
         if self.gradients is None:
             return struct(_PANEL, 0, 0, 0)
         return struct(_PANEL, self.panel.data.ptr, self.stride, self.panel_low)
+
+    def panel_map(self, rows: int) -> Any:
+        """The panel as a sweep writes it: 16 rows of 128 bytes at a time."""
+        if self.gradients is None:
+            return np.zeros(SIZE, np.uint8).view(f"V{SIZE}")
+        item = self.gpu.item
+        return tensor_map(
+            self.panel.data.ptr, rows, self.stride * item, self.stride * item, 16,
+            self.gpu.precision,
+        )  # fmt: skip
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
         """dQ_a += P K_b and dK_b += P' Q_a."""

@@ -105,20 +105,39 @@ class Sweep:
     """Shape of the persistent kernels for Hopper (kernels/cuda/sweep.cuh), in place of tiles."""
 
     slabs: int  # of a row
-    stages: int
     wide: bool  # a cluster of two blocks shares a panel of rows
     workers: int  # blocks, or clusters of two, that run at once
-    reserved: int  # bytes of shared memory besides slabs
+    shared_memory: int  # bytes that a block can have
+    extras: bool  # ids, or factors of normalised rows
 
-    threads = 384
     block_n = BLOCK_M
     square = True  # panels have as many rows as tiles have columns
 
-    @property
-    def shared(self) -> int:
+    def stages(self, panel: bool) -> int:
+        """How many slabs of keys are under way; of kernels that write a panel, or of others."""
+        rows = BLOCK_M // 2 if self.wide else BLOCK_M
+        left = self.shared_memory - self.reserved(panel) - self.slabs * rows * SLAB
+        return min(8, left // (BLOCK_M * SLAB))
+
+    def reserved(self, panel: bool) -> int:
+        """Bytes of shared memory besides slabs: barriers, and what epilogues keep there."""
+        of_panel = SWEEP_FACTORS + SWEEP_PIECES // (2 if self.wide else 1)
+        return 256 + (of_panel if panel else SWEEP_SUMS) + self.extras * SWEEP_EXTRAS
+
+    def shared(self, panel: bool) -> int:
         """Dynamic shared memory in bytes."""
         rows = BLOCK_M // 2 if self.wide else BLOCK_M
-        return (self.slabs * rows + self.stages * BLOCK_M) * SLAB + self.reserved
+        slabs = self.slabs * rows + self.stages(panel) * BLOCK_M
+        return slabs * SLAB + self.reserved(panel)
+
+    @property
+    def threads(self) -> int:
+        """Two teams of one or two warpgroups that multiply, one that copies."""
+        return 384 if self.wide else 640
+
+    @property
+    def rows_at_once(self) -> int:
+        return self.workers * BLOCK_M * (2 if self.wide else 1)
 
     def segments(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Into how many pieces a panel's tiles are cut, so that all workers are busy to the end."""
@@ -139,28 +158,31 @@ class Sweep:
         return min(self.workers, items) * (2 if self.wide else 1)
 
     def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Partial sums that a launch leaves for each row: one a segment."""
-        return self.segments(rows, columns, triangle) * (2 if self.wide else 1)
+        """Partial sums that a launch leaves for each row: one a segment and team."""
+        return 2 * self.segments(rows, columns, triangle)
 
     def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """The same for each column: one a warpgroup."""
-        return 2 * self.blocks(rows, columns, triangle)
+        """The same for each column: one a block and half of its panels."""
+        return self.blocks(rows, columns, triangle) * (1 if self.wide else 2)
 
     def row_sums(self, rows: int, columns: int) -> int:
         """All that launches of up to rows x columns leave for rows."""
         tiles = -(-columns // BLOCK_M)
-        at_most = max(rows, min(rows * tiles, MOST_ROUNDS * self.workers * BLOCK_M))
-        return at_most * (2 if self.wide else 1)
+        return 2 * max(rows, min(rows * tiles, MOST_ROUNDS * self.workers * BLOCK_M))
 
     def column_sums(self, rows: int, columns: int) -> int:
         """The same for columns."""
         items = -(-rows // BLOCK_M) * -(-columns // BLOCK_M)
-        return columns * min(self.workers, items) * (4 if self.wide else 2)
+        return 2 * columns * min(self.workers, items)
 
 
+SWEEP_PRECISIONS = ("tf32", "bf16", "fp16")
 MOST_ROUNDS = 8  # pieces a worker gets where panels are cut
-SWEEP_RESERVED = 18 * 1024  # alignment, barriers, what epilogues keep of columns
-SWEEP_EXTRAS = 6 * 1024  # their ids and factors
+# bytes that epilogues keep in shared memory
+SWEEP_SUMS = 16 * 1024  # sums of columns
+SWEEP_PIECES = 32 * 1024  # of the panel
+SWEEP_FACTORS = 2 * 1024  # of columns
+SWEEP_EXTRAS = 3 * 1024  # ids and factors of normalised columns
 PANEL_COST = 14.0  # start and end of a panel, in products of a slab
 
 
@@ -169,17 +191,14 @@ def sweep(precision: str, width: int, device: Device, extras: bool) -> Sweep | N
 
     `extras`: ids or factors of normalised rows.
     """
-    if PORTABLE or device.capability != "90" or precision not in ("bf16", "fp16"):
+    if PORTABLE or device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
     slabs = -(-width // SLAB)
     if slabs > 16:
         return None
     wide = slabs > 8
-    rows = BLOCK_M // 2 if wide else BLOCK_M
-    reserved = SWEEP_RESERVED + extras * SWEEP_EXTRAS
-    stages = min(8, (device.shared_memory - reserved - slabs * rows * SLAB) // (BLOCK_M * SLAB))
     workers = device.multiprocessors // (2 if wide else 1)
-    return Sweep(slabs, stages, wide, workers, reserved)
+    return Sweep(slabs, wide, workers, device.shared_memory, extras)
 
 
 def supported(precision: str, device: Device) -> bool:
@@ -199,11 +218,14 @@ class Needs:
     query_accumulator: bool  # dQ of a panel is gathered in the workspace
     key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
     sweep: Sweep | None = None  # instead of tiles
+    rows: bool = True  # rows have sums
 
     @property
     def of_statistics(self) -> Needs:
         """Of the log-sum-exp fold alone."""
-        return replace(self, gradient=False, query_accumulator=False, key_accumulator=False)
+        return replace(
+            self, gradient=False, query_accumulator=False, key_accumulator=False, rows=True
+        )
 
     @property
     def of_gradient(self) -> Needs:
@@ -218,7 +240,7 @@ class Needs:
         pair = 2 * ACCUMULATOR_BYTES[self.precision]
         operand_row = padded(d, self.precision) * OPERAND_BYTES[self.precision]
         tile = self.sweep or Tile(block_n, 1, 1, 1)
-        total = pair * tile.row_sums(rows, columns)
+        total = pair * tile.row_sums(rows, columns) if self.rows else 0
         if self.columns:
             total += pair * tile.column_sums(rows, columns)
         total += (self.staged_query * rows + self.staged_key * columns) * operand_row
@@ -279,6 +301,12 @@ def cut(
         )
     side = _largest(max(m, n), lambda s: fits(min(s, m), min(s, n)))
     rows, columns = min(side, m), min(side, n)
+    if needs.sweep is not None and needs.gradient and not square:
+        # As many rows as panels run at once, if columns are not too few for the products
+        at_once = _even(m, min(m, needs.sweep.rows_at_once))
+        if fits(at_once, min(n, at_once // 4)):
+            rows, columns = at_once, _largest(n, lambda c: fits(at_once, c))
+            return Cut(rows, _even(n, columns), key_rows)
     if not square:
         columns = _largest(n, lambda c: fits(rows, c))
         rows = _largest(m, lambda r: fits(r, columns))

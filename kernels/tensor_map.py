@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 SIZE = 128  # bytes of a description, and its alignment
-DATA_TYPE = {"fp16": 6, "tf32": 7, "bf16x3": 9, "bf16": 9}  # CUtensorMapDataType
+DATA_TYPE = {"fp16": 6, "tf32": 11, "bf16x3": 9, "bf16": 9}  # CUtensorMapDataType
 SWIZZLE_128B, PROMOTE_L2_256B = 3, 3
 
 

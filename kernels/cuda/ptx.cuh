@@ -122,6 +122,14 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
+#if __CUDA_ARCH__ >= 900
+// Four 8 x 16-byte matrices the other way: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(void* row, u32 r0, u32 r1, u32 r2, u32 r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(shared_address(row)), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+#endif
+
 #define MMA(name, shape)                                                                      \
   __device__ __forceinline__ void name(float& d0, float& d1, float& d2, float& d3,            \
                                        const u32 (&a)[4], u32 b0, u32 b1) {                   \
@@ -203,6 +211,21 @@ __device__ __forceinline__ void copy_box_to(void* to, const TensorMap& map, u64&
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)), "l"(&map),
       "r"(x), "r"(y), "r"(shared_address(&barrier)), "h"(blocks) : "memory");
+}
+
+// What was written to shared memory is seen by the copy engine.
+__device__ __forceinline__ void written_for_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Start copying a box to a matrix; what lies outside it is left out.
+__device__ __forceinline__ void store_box(const TensorMap& map, const void* from, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+               "cp.async.bulk.commit_group;"
+               ::"l"(&map), "r"(x), "r"(y), "r"(shared_address(from)) : "memory");
+}
+// All that this thread has started to store has been read.
+__device__ __forceinline__ void stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Take registers for this warpgroup, or give them up.

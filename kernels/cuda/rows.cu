@@ -72,6 +72,61 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
   }
 }
 
+// Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
+#define GROUP 8
+template <class T>
+__device__ __forceinline__ void get_group(T (&x)[GROUP], const Matrix& z, i64 row, i64 column,
+                                          i64 n) {
+  const i64 at = row * z.row_stride + column * z.column_stride;
+  const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
+  const char* from = z.data + at * size;
+  const bool whole = n >= GROUP && z.column_stride == 1 && (u64)from % 16 == 0;
+  if (whole && size == 2) {
+    const uint4 words = *(const uint4*)from;
+    const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      const unsigned short half = (unsigned short)(w[i / 2] >> i % 2 * 16);
+      x[i] = z.dtype == DTYPE_BFLOAT16 ? from_bf16(half) : from_fp16(half);
+    }
+  } else if (whole && size == 4) {
+#pragma unroll
+    for (int i = 0; i < GROUP; i += 4) {
+      const float4 four = *(const float4*)(from + i * 4);
+      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) x[i] = i < n ? (T)z.get(row, column + i) : (T)0;
+  }
+}
+template <class T>
+__device__ __forceinline__ void set_group(const T (&x)[GROUP], const Matrix& z, i64 row,
+                                          i64 column, i64 n) {
+  const i64 at = row * z.row_stride + column * z.column_stride;
+  const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
+  char* to = z.data + at * size;
+  const bool whole = n >= GROUP && z.column_stride == 1 && (u64)to % 16 == 0;
+  if (whole && size == 2) {
+    u32 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = (float)x[2 * i], high = (float)x[2 * i + 1];
+      w[i] = z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
+    }
+    *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
+  } else if (whole && size == 4) {
+#pragma unroll
+    for (int i = 0; i < GROUP; i += 4)
+      *(float4*)(to + i * 4) = make_float4((float)x[i], (float)x[i + 1], (float)x[i + 2],
+                                           (float)x[i + 3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i)
+      if (i < n) z.set(row, column + i, x[i]);
+  }
+}
+
 // Positives of a row: (row, partner) pairs whose dL/dx was kept out of the panels.
 struct Positives {
   const double* gradient;  // dL/dx at the positive, by query
@@ -82,18 +137,58 @@ struct Positives {
   const Real* factor;
   const int* exponent;
 
-  // What positives add to the gradient of row `row`, feature k.
-  __device__ double add(i64 row, i64 k, double own_factor) const {
+  // Add what positives add to the gradient of row `row`, features column ...
+  template <class T>
+  __device__ __forceinline__ void add(T (&g)[GROUP], i64 row, i64 column, i64 n,
+                                      double own_factor) const {
     const i64 first = start ? start[row] : row, end = start ? start[row + 1] : row + 1;
-    double g = 0;
     for (i64 s = first; s < end; ++s) {
       const i64 other = partner ? partner[s] : s;
       if (other < 0) continue;
-      const double x = z.get(other, k);
-      const double weight = gradient[by_partner ? other : row];
-      g += factor ? weight * own_factor * factor[other] * ldexp(x, -exponent[other]) : weight * x;
+      double weight = gradient[by_partner ? other : row];
+      if (factor) weight *= own_factor * factor[other];
+      T x[GROUP];
+      get_group(x, z, other, column, n);
+#pragma unroll
+      for (int i = 0; i < GROUP; ++i)
+        g[i] += (T)weight * (factor ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
     }
-    return g;
+  }
+};
+
+// A row's gradient in the making, and what it came from.
+template <class T>
+struct Finished {
+  T g[GROUP], x[GROUP];  // gradient without the part along the row; the row, near unit length
+
+  __device__ __forceinline__ Finished(const Real* sum, double unit, const Positives& positives,
+                                      const Matrix& z, i64 row, i64 column, i64 d, double factor,
+                                      int exponent) {
+    const i64 n = d - column;
+    const bool whole = sizeof(Real) == 4 && n >= GROUP && (u64)(sum + column) % 16 == 0;
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < GROUP; i += 4) {
+        const float4 four = *(const float4*)(sum + column + i);
+        g[i] = four.x, g[i + 1] = four.y, g[i + 2] = four.z, g[i + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < GROUP; ++i) g[i] = i < n ? sum[column + i] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) g[i] *= (T)unit;
+    positives.add(g, row, column, n, factor);
+    get_group(x, z, row, column, n);
+    if (exponent)
+#pragma unroll
+      for (int i = 0; i < GROUP; ++i) x[i] = (T)ldexp((double)x[i], -exponent);
+  }
+  __device__ __forceinline__ double dot() const {
+    T sum = 0;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) sum += g[i] * x[i];
+    return sum;
   }
 };
 
@@ -108,22 +203,41 @@ extern "C" __global__ void finish(const Real* acc, i64 acc_stride, i64 first, i6
   if (warp_row() >= n) return;
   const Real* sum = acc + warp_row() * acc_stride;
   const i64 row = first + warp_row();
-  const int e = exponent ? exponent[row] : 0;
-  const double f = factor ? factor[row] : 0;
+  const int lane = threadIdx.x % 32;
   double dot = 0;
-  if (dots || factor) {
-    for (i64 k = threadIdx.x % 32; k < d; k += 32) {
-      const double x = z.get(row, k);
-      dot += (sum[k] * *unit + positives.add(row, k, f)) * (e ? ldexp(x, -e) : x);
+  if (!factor) {  // all at once, in the products' precision
+#pragma unroll 2
+    for (i64 k = lane * GROUP; k < d; k += 32 * GROUP) {
+      Finished<Real> f(sum, *unit, positives, z, row, k, d, 0, 0);
+      if (dots) dot += f.dot();
+      if (!out.data) continue;
+      if (add) {
+        Real before[GROUP];
+        get_group(before, out, row, k, d - k);
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) f.g[i] += before[i];
+      }
+      set_group(f.g, out, row, k, d - k);
     }
-    dot = warp_sum(dot);
+    if (dots) dot = warp_sum(dot);
+    if (dots && lane == 0) dots[row] = dot;
+    return;
   }
-  if (dots && threadIdx.x % 32 == 0) dots[row] = dot;
+  const int e = exponent[row];
+  const double f = factor[row];
+  for (i64 k = lane * GROUP; k < d; k += 32 * GROUP)
+    dot += Finished<double>(sum, *unit, positives, z, row, k, d, f, e).dot();
+  dot = warp_sum(dot);
+  if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
   const double along = f * f * dot;
-  for (i64 k = threadIdx.x % 32; k < d; k += 32) {
-    double g = sum[k] * *unit + positives.add(row, k, f);
-    if (factor) g = ldexp(g - along * ldexp(z.get(row, k), -e), -e);
-    out.set(row, k, add ? g + out.get(row, k) : g);
+  for (i64 k = lane * GROUP; k < d; k += 32 * GROUP) {
+    Finished<double> row_of(sum, *unit, positives, z, row, k, d, f, e);
+    double before[GROUP] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (add) get_group(before, out, row, k, d - k);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i)
+      row_of.g[i] = ldexp(row_of.g[i] - along * row_of.x[i], -e) + before[i];
+    set_group(row_of.g, out, row, k, d - k);
   }
 }

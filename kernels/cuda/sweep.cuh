@@ -6,26 +6,24 @@
 //   128 rows  |  0 |  1 |  2 |  3 |  4 |  5 |          a panel: its rows of Q stay in shared memory
 //    of Q     +----+----+----+----+----+----+- - -     while all key tiles pass by
 //
-//   warp 0        copies slabs (128 rows, 128 bytes of each) into a ring of STAGES, as stages free up
-//   warpgroup 1   rows  0 ..  63:  products of tile t | meanwhile, logits of tile t - 1 become
-//   warpgroup 2   rows 64 .. 127:  products of tile t | sums, or dL/dx: the epilogue
+//   team 0   products of tile 0 | epilogue of tile 0 | products of tile 2 | epilogue of tile 2 ...
+//   team 1                      | products of tile 1 | epilogue of tile 1 | products of tile 3 ...
+//   a warp   copies slabs (128 rows, 128 bytes of each) into a ring of STAGES, as stages free up
 //
-// There is one block of threads a multiprocessor, and it takes one panel after another. Tensor cores
-// work asynchronously: a warpgroup starts the products of a slab, and while they run it turns one
-// slice of the tile before, which lies finished in a second set of registers, into what is wanted.
-// Exponentials so cost no time of their own as long as they are fewer than the products' clocks.
+// There is one block of threads a multiprocessor, and it takes one panel after another. A team is two
+// warpgroups, each with 64 of the panel's rows. Teams take turns at the tensor cores: while one has
+// its products, the other turns its finished logits into what is wanted. Exponentials so cost no
+// time of their own as long as an epilogue is shorter than the products of a tile.
 //
 // WIDE: rows too long for 128 of them to stay. A panel is shared by a cluster of two blocks, each
 // with 64 rows in its memory; every key slab is fetched once for both, each block copying half of it
-// into the memory of both. Within a block the warpgroups take turns: tile t and tile t + 1.
+// into the memory of both. A team is one warpgroup.
 //
 // What becomes of logits is the epilogue's:
 //     begin_panel(work)     a new panel of rows
-//     fetch(tile, buffer)          start loading what is known of the tile's columns
-//     publish(buffer)              ... and share it with the warpgroup, in one of two buffers
-//     begin_tile(x, tile, buffer)  the tile's products are complete
-//     slice(x, s)                  16 of its columns, s = 0 .. 7
-//     end_tile(tile, buffer)       after a barrier of the warpgroup
+//     publish(tile)         shares with the team what is known of the tile's columns
+//     tile(x, tile)         products are complete; what was published can be read
+//     end_tile(tile)        after a barrier of the warpgroup, if it has SUMS of columns
 //     end_panel(work)
 #pragma once
 #include "block.cuh"
@@ -48,10 +46,14 @@
 #define FACTORS 0
 #endif
 #define BLOCKS (WIDE ? 2 : 1)  // that share a panel
+#define HALVES (2 / BLOCKS)    // warpgroups of a team
+#define WARPGROUPS (2 * HALVES)
 #define OWN_ROWS (PANEL_ROWS / BLOCKS)
-#define TURN 3  // barriers 3 and 4: whose products come next
-#define SLICES 8
-#define SWEEP_THREADS 384
+#define SLICES 8  // of 16 columns: what epilogues do at once
+#define SWEEP_THREADS (128 * WARPGROUPS + 128)
+// Barriers, besides one a warpgroup
+#define TURN (1 + WARPGROUPS)       // and TURN + 1: whose products come next
+#define NEW_PANEL (3 + WARPGROUPS)  // all epilogues of the panel before have ended
 #define STAGE_BYTES (TILE_COLUMNS * SLAB)
 #define SLAB_ELEMENTS (SLAB / (PRECISION == TF32 ? 4 : 2))
 
@@ -82,27 +84,48 @@ template <class Epilogue>
 struct SweepShared {
   alignas(1024) char q[SLABS][OWN_ROWS * SLAB];
   alignas(1024) char k[STAGES][STAGE_BYTES];
-  typename Epilogue::Shared epilogue[2];
+  typename Epilogue::Group group[WARPGROUPS];  // what a warpgroup makes of a tile
+  typename Epilogue::Team team[2];             // what a team knows of its tile's columns
   alignas(8) u64 full[STAGES], empty[STAGES];  // stages hold a slab; stages may be filled
   u64 panel_full, panel_empty;
 };
 
 // Where a thread's products are.
 struct Lane {
-  int warpgroup, thread, warp, lane, g, t;
+  int warpgroup, team, half, thread, warp, lane, g, t;
   __device__ Lane() {
-    warpgroup = threadIdx.x / 128 - 1;
+    warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // one number for the whole warp
+    team = warpgroup / HALVES;
+    half = warpgroup % HALVES;
     thread = threadIdx.x % 128;
-    warp = thread / 32;
     lane = threadIdx.x % 32;
+    // Asking for the number of a thread takes long: not again and again
+    asm volatile("" : "+r"(thread), "+r"(lane));
+    warp = thread / 32;
     g = lane / 4;
     t = lane % 4;
   }
   // The first of this thread's two rows in the panel; the other is eight below.
   __device__ int row() const {
-    return (WIDE ? (int)cluster_rank() : warpgroup) * 64 + warp * 16 + g;
+    return (WIDE ? (int)cluster_rank() : half) * 64 + warp * 16 + g;
   }
+  // Which of a team's threads this is; one column of a tile for each of a warpgroup.
+  __device__ int in_team() const { return half * 128 + thread; }
   __device__ void sync_warpgroup() const { sync_some(1 + warpgroup, 128); }
+  __device__ void sync_team() const { sync_some(1 + team * HALVES, 128 * HALVES); }
+};
+
+// Where the next slab is in the ring of stages, and the parity of the phase that it fills.
+struct Place {
+  u32 stage = 0, phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ void skip_tile() {
+    stage += SLABS % STAGES;
+    phase ^= SLABS / STAGES & 1;
+    if (stage >= STAGES) stage -= STAGES, phase ^= 1;
+  }
 };
 
 // --- the copying warp ---------------------------------------------------------------------------------
@@ -112,7 +135,8 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
                                                 const TensorMap& k, const Block& b, int segments) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rank = WIDE ? cluster_rank() : 0;
-  u32 n = 0, panels = 0;
+  Place place;
+  u32 panels = 0;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS, ++panels) {
     const Work w = get_work(b, segments, item);
     barrier_wait(s.panel_empty, (panels & 1) ^ 1);
@@ -121,16 +145,16 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
       copy_box(s.q[i], q, s.panel_full, i * SLAB_ELEMENTS, w.panel * PANEL_ROWS + rank * OWN_ROWS);
     for (int t = w.first; t < w.last; ++t) {
       const int column = (t < tiles ? t : t - tiles) * TILE_COLUMNS;
-      for (int i = 0; i < SLABS; ++i, ++n) {
-        const u32 stage = n % STAGES;
-        barrier_wait(s.empty[stage], (n / STAGES & 1) ^ 1);
-        barrier_expect(s.full[stage], STAGE_BYTES);
+      for (int i = 0; i < SLABS; ++i, place.next()) {
+        u64& full = s.full[place.stage];
+        char* stage = s.k[place.stage];
+        barrier_wait(s.empty[place.stage], place.phase ^ 1);
+        barrier_expect(full, STAGE_BYTES);
 #if WIDE
         const int half = TILE_COLUMNS / 2;
-        copy_box_to(s.k[stage] + rank * half * SLAB, k, s.full[stage], i * SLAB_ELEMENTS,
-                    column + rank * half, 3);
+        copy_box_to(stage + rank * half * SLAB, k, full, i * SLAB_ELEMENTS, column + rank * half, 3);
 #else
-        copy_box(s.k[stage], k, s.full[stage], i * SLAB_ELEMENTS, column);
+        copy_box(stage, k, full, i * SLAB_ELEMENTS, column);
 #endif
       }
     }
@@ -139,40 +163,27 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
 
 // --- a warpgroup -----------------------------------------------------------------------------------------
 
+// The stage is read: it may be filled again.
 template <class Epilogue>
-struct Consumer {
-  SweepShared<Epilogue>& s;
-  Epilogue& epilogue;
-  const Lane& lane;
-  int tiles;
-  u32 own_rows;  // where this warpgroup's rows of the panel begin
-  u32 n;         // the slab that comes next, of all slabs that this block gets
-  int buffer;  // of two, in which the epilogue keeps what belongs to the tile that comes next
-
-  __device__ __forceinline__ int column_tile(int t) const { return t < tiles ? t : t - tiles; }
-
-  // The stage that `slab` lies in is read: it may be filled again.
-  __device__ __forceinline__ void release(u32 slab) {
-    u64& barrier = s.empty[slab % STAGES];
+__device__ __forceinline__ void release(SweepShared<Epilogue>& s, u32 stage, const Lane& lane) {
 #if WIDE
-    if (lane.lane < BLOCKS) barrier_arrive_at(barrier, lane.lane);
+  if (lane.lane < BLOCKS) barrier_arrive_at(s.empty[stage], lane.lane);
 #else
-    if (lane.lane == 0) barrier_arrive(barrier);
+  if (lane.lane == 0) barrier_arrive(s.empty[stage]);
 #endif
-  }
-  // The panel's rows are not read any more.
-  __device__ __forceinline__ void release_panel() {
-    if (lane.lane == 0) barrier_arrive(s.panel_empty);
-  }
+}
 
-  // Start the products of a tile's slab i, which is the one that comes next.
-  __device__ __forceinline__ void start(float (&x)[64], int i) {
-    const u32 stage = n % STAGES;
-    barrier_wait(s.full[stage], n / STAGES & 1);
-    u32 rows = own_rows;
-    asm volatile("" : "+r"(rows));  // or the compiler would keep 32 sums of it in registers
+// x = products of the 64 rows at `rows` in shared memory with a tile's, of which the last slab's are
+// still under way. Slabs have arrived, or will; their stages are released as they are read.
+template <class Epilogue>
+__device__ __forceinline__ void start_products(float (&x)[64], SweepShared<Epilogue>& s, u32 rows,
+                                              Place& place, const Lane& lane) {
+  u32 before = 0;
+#pragma unroll
+  for (int i = 0; i < SLABS; ++i) {
+    barrier_wait(s.full[place.stage], place.phase);
     const u32 a = rows + i * (OWN_ROWS * SLAB / 16);
-    const u32 b = matrix_start(shared_address(s.k[stage]));
+    const u32 b = matrix_start(shared_address(s.k[place.stage]));
     products_begin();
 #pragma unroll
     for (int step = 0; step < SLAB / 32; ++step) {
@@ -185,113 +196,64 @@ struct Consumer {
 #endif
     }
     products_commit();
+    if (i > 0) {
+      products_wait<1>();  // the slab before this one is read
+      release(s, before, lane);
+    }
+    before = place.stage;
+    place.next();
   }
+}
 
-#if WIDE
-  // Every other tile: while one warpgroup has its epilogue, the other has its products. They take
-  // turns strictly, so that neither falls back by more than one phase of a barrier.
-  __device__ __forceinline__ void panel(const Work& w) {
-    float x[64];
-    int t = w.first + ((n / SLABS ^ lane.warpgroup) & 1);
-    n += (t - w.first) * SLABS;
-    if (t >= w.last) release_panel();
-    for (; t < w.last; t += 2) {
-      epilogue.fetch(column_tile(t), buffer);
-      sync_some(TURN + lane.warpgroup, 256);
-#pragma unroll 4
-      for (int i = 0; i < SLABS; ++i, ++n) {
-        start(x, i);
-        if (i == 0) continue;
-        products_wait<1>();
-        release(n - 1);
+template <class Epilogue>
+__device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, const Block& b,
+                                                    int segments, Epilogue& epilogue,
+                                                    const Lane& lane) {
+  const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
+  const u32 rows = matrix_start(shared_address(s.q) + lane.half * 64 * SLAB);
+  Place place;
+  u32 panels = 0;
+  bool mine = lane.team == 0;  // teams take every other tile, over all panels
+  if (!mine) arrive_some(TURN + 0, 2 * 128 * HALVES);  // the first turn
+  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS, ++panels) {
+    const Work w = get_work(b, segments, item);
+    if (panels > 0) sync_some(NEW_PANEL, 128 * WARPGROUPS);
+    epilogue.begin_panel(w);
+    barrier_wait(s.panel_full, panels & 1);
+    for (int t = w.first; t < w.last; ++t, mine = !mine) {
+      // After this team's last products of the panel, its rows are not read any more
+      const bool last = t + 2 >= w.last;
+      if (!mine) {
+        place.skip_tile();
+        if (last && t == w.first && t + 1 == w.last && lane.lane == 0)
+          barrier_arrive(s.panel_empty);
+        continue;
       }
-      arrive_some(TURN + (lane.warpgroup ^ 1), 256);  // the other's turn
+      const int tile = t < tiles ? t : t - tiles;
+      float x[64];
+      sync_some(TURN + lane.team, 2 * 128 * HALVES);
+      start_products(x, s, rows, place, lane);
+      // The other team may start: its products come after these
+      arrive_some(TURN + (lane.team ^ 1), 2 * 128 * HALVES);
+      // Since the turn came, nobody of this team reads what belonged to the tile before
+      if (Epilogue::PUBLISHES || IDS || FACTORS) epilogue.publish(tile);
       products_wait<0>();
-      release(n - 1);
-      n += SLABS;  // the other warpgroup's tile
-      if (t + 2 >= w.last) release_panel();
-      epilogue.publish(buffer);
-      lane.sync_warpgroup();  // what the epilogue needs is there
+      release(s, place.stage == 0 ? STAGES - 1 : place.stage - 1, lane);
+      if (last && lane.lane == 0) barrier_arrive(s.panel_empty);
       arrived(x);
-      epilogue_of(x, t);
+      if (Epilogue::PUBLISHES || IDS || FACTORS) lane.sync_team();  // what was published is there
+      epilogue.tile(x, tile);
+      if (Epilogue::SUMS) lane.sync_warpgroup();  // sums of all warps are there
+      epilogue.end_tile(tile);
     }
+    epilogue.end_panel(w);
   }
-#else
-  // Products of tile t into x; meanwhile, with AFTER, the epilogue of the tile before, `done`.
-  template <bool AFTER>
-  __device__ __forceinline__ void product(float (&x)[64], float (&done)[64], int t) {
-    epilogue.fetch(column_tile(t), buffer);
-#pragma unroll
-    for (int i = 0; i < SLABS; ++i, ++n) {
-      start(x, i);
-      if (AFTER || i > 0) {
-        products_wait<1>();  // what was started before this slab is complete
-        release(n - 1);
-      }
-      if (!AFTER) continue;
-      if (i == 0) {
-        arrived(done);
-        epilogue.begin_tile(done, column_tile(t - 1), buffer ^ 1);
-      }
-#pragma unroll
-      for (int slice = 0; slice < SLICES; ++slice)
-        if (slice * SLABS / SLICES == i) epilogue.slice(done, slice);
-    }
-    epilogue.publish(buffer);
-    lane.sync_warpgroup();  // what the next epilogue needs is there, and so are this one's sums
-    if (AFTER) epilogue.end_tile(column_tile(t - 1), buffer ^ 1);
-    buffer ^= 1;
-  }
-  __device__ __forceinline__ void panel(const Work& w) {
-    float x[64], y[64];
-    product<false>(x, y, w.first);
-    for (int t = w.first + 1;; t += 2) {
-      if (t == w.last) return last(x, t - 1);
-      product<true>(y, x, t);
-      if (t + 1 == w.last) return last(y, t);
-      product<true>(x, y, t + 1);
-    }
-  }
-  __device__ __forceinline__ void last(float (&x)[64], int t) {
-    products_wait<0>();
-    release(n - 1);
-    release_panel();
-    arrived(x);
-    buffer ^= 1;
-    epilogue_of(x, t);
-  }
-#endif
-
-  // The whole epilogue of tile t at once.
-  __device__ __forceinline__ void epilogue_of(float (&x)[64], int t) {
-    epilogue.begin_tile(x, column_tile(t), buffer);
-#pragma unroll
-    for (int slice = 0; slice < SLICES; ++slice) epilogue.slice(x, slice);
-    lane.sync_warpgroup();  // sums of all warps are there
-    epilogue.end_tile(column_tile(t), buffer);
-    buffer ^= 1;
-  }
-
-  __device__ __forceinline__ void run(const Block& b, int segments) {
-    const int items = (int)b.row_tiles * segments;
-    u32 panels = 0, slabs = 0;
-    if (WIDE && lane.warpgroup == 1) arrive_some(TURN + 0, 256);
-    for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS, ++panels) {
-      const Work w = get_work(b, segments, item);
-      epilogue.begin_panel(w);
-      barrier_wait(s.panel_full, panels & 1);
-      n = slabs;
-      slabs += (w.last - w.first) * SLABS;
-      panel(w);
-      epilogue.end_panel(w);
-    }
-  }
-};
+}
 
 template <class Epilogue>
 __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
-  extern __shared__ char memory[];
-  return *(SweepShared<Epilogue>*)(memory + (-shared_address(memory) & 1023));
+  extern __shared__ __align__(1024) char memory[];
+  return *(SweepShared<Epilogue>*)memory;
 }
 
 // All of a kernel but its epilogue.
@@ -302,22 +264,20 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(s.full[i], 1);
-      barrier_init(s.empty[i], 8);  // warps that read a slab: of two warpgroups, or of two blocks
+      barrier_init(s.empty[i], 8);  // warps that read a slab: of a team, in all blocks
     }
     barrier_init(s.panel_full, 1);
-    barrier_init(s.panel_empty, 8);
+    barrier_init(s.panel_empty, 4 * WARPGROUPS);
     barriers_ready();
   }
   if (WIDE) cluster_sync();
   else __syncthreads();
-  if (threadIdx.x < 128) {
-    fewer_registers<WIDE ? 40 : 24>();
-    if (threadIdx.x == 0) copy_everything(s, q, k, b, segments);
+  if (lane.warpgroup < WARPGROUPS) {
+    more_registers<WIDE ? 232 : 112>();
+    multiply_everything(s, b, segments, epilogue, lane);
   } else {
-    more_registers<WIDE ? 232 : 240>();
-    const u32 rows = shared_address(s.q) + (WIDE ? 0 : lane.warpgroup * 64 * SLAB);
-    Consumer<Epilogue> consumer{s, epilogue, lane, (int)b.column_tiles, matrix_start(rows), 0, 0};
-    consumer.run(b, segments);
+    fewer_registers<WIDE ? 40 : 32>();
+    if (lane.thread == 0) copy_everything(s, q, k, b, segments);
   }
   if (WIDE) cluster_sync();  // nobody arrives at the barriers of a block that has ended
 }
@@ -327,7 +287,6 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
 // What a thread knows of its two rows, and a warpgroup of its columns.
 struct Rows {
   int positive[2];  // column of the positive in the block, or -1
-  bool inside[2];
 #if IDS
   i64 id[2];
 #endif
@@ -338,50 +297,36 @@ struct Rows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = (i64)panel * PANEL_ROWS + lane.row() + 8 * h;
-      inside[h] = row < b.q.rows;
-      const i64 at = inside[h] ? b.positives[row] - b.first_column : -1;
+      const bool inside = row < b.q.rows;
+      const i64 at = inside ? b.positives[row] - b.first_column : -1;
       positive[h] = at >= 0 && at < b.k.rows ? (int)at : -1;
 #if IDS
-      id[h] = inside[h] ? b.query_ids[row] : 0;
+      id[h] = inside ? b.query_ids[row] : 0;
 #endif
 #if FACTORS
-      factor[h] = inside[h] ? b.q.factor[row] : 0;
+      factor[h] = inside ? b.q.factor[row] : 0;
 #endif
     }
   }
 };
 
-struct Columns {  // of a tile, in shared memory; two tiles' by turns
+struct Columns {  // of a tile, in shared memory
 #if IDS
-  i64 id[2][TILE_COLUMNS];
+  i64 id[TILE_COLUMNS];
 #endif
 #if FACTORS
-  alignas(8) float factor[2][TILE_COLUMNS];
+  alignas(8) float factor[TILE_COLUMNS];
 #endif
-};
-
-// One column's values on their way to shared memory.
-struct Column {
+  // By one of the team's warpgroups.
+  __device__ __forceinline__ void publish(const Block& b, i64 tile, const Lane& lane) {
+    const i64 column = tile * TILE_COLUMNS + lane.thread;
+    const bool inside = column < b.k.rows;
+    if (lane.half != 0) return;
 #if IDS
-  i64 id;
+    id[lane.thread] = inside ? b.key_ids[column] : 0;
 #endif
 #if FACTORS
-  float factor;
-#endif
-  __device__ __forceinline__ void fetch(const Block& b, i64 column) {
-#if IDS
-    id = column < b.k.rows ? b.key_ids[column] : 0;
-#endif
-#if FACTORS
-    factor = column < b.k.rows ? b.k.factor[column] : 0;
-#endif
-  }
-  __device__ __forceinline__ void publish(Columns& c, int buffer, int thread) const {
-#if IDS
-    c.id[buffer][thread] = id;
-#endif
-#if FACTORS
-    c.factor[buffer][thread] = factor;
+    factor[lane.thread] = inside ? b.k.factor[column] : 0;
 #endif
   }
 };
@@ -396,12 +341,12 @@ __device__ __forceinline__ int column_of(int i, const Lane& lane) {
 // everything that is no pair: padding, i = j where symmetric, equal ids.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
-                                        int buffer, const Block& b, i64 panel, i64 tile,
-                                        const Lane& lane, Take take) {
+                                        const Block& b, i64 panel, i64 tile, const Lane& lane,
+                                        Take take) {
 #if FACTORS
 #pragma unroll
   for (int i = 0; i < 64; ++i)
-    x[i] *= rows.factor[i / 2 % 2] * columns.factor[buffer][column_of(i, lane)];
+    x[i] *= rows.factor[i / 2 % 2] * columns.factor[column_of(i, lane)];
 #endif
   const int first = (int)tile * TILE_COLUMNS;
   const int at[2] = {rows.positive[0] - first, rows.positive[1] - first};
@@ -421,7 +366,7 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
 #if IDS
 #pragma unroll
   for (int i = 0; i < 64; ++i)
-    if (rows.id[i / 2 % 2] == columns.id[buffer][column_of(i, lane)]) x[i] = LOW;
+    if (rows.id[i / 2 % 2] == columns.id[column_of(i, lane)]) x[i] = LOW;
 #endif
   const i64 diagonal = b.first_row + panel * PANEL_ROWS - b.first_column - first;
   const bool crossed = b.symmetric && diagonal > -PANEL_ROWS && diagonal < TILE_COLUMNS;
@@ -430,7 +375,8 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
   int end[2], itself[2];  // columns from `end` on are outside
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    end[h] = rows.inside[h] ? (int)min(b.k.rows - first, (i64)TILE_COLUMNS) : 0;
+    const bool inside = panel * PANEL_ROWS + lane.row() + 8 * h < b.q.rows;
+    end[h] = inside ? (int)min(b.k.rows - first, (i64)TILE_COLUMNS) : 0;
     itself[h] = crossed ? (int)diagonal + lane.row() + 8 * h : -1;
   }
 #pragma unroll
@@ -457,29 +403,66 @@ __device__ __forceinline__ float join_columns(const float (&v)[8], const Lane& l
 
 // --- panels of dL/dx --------------------------------------------------------------------------------------
 
-// This thread's two rows of a tile of the panel, in pieces that fill 32-byte sectors: of two groups of
-// eight columns, even lanes write the first's, odd lanes the second's.
-struct PanelRows {
-  Element* at[2];
-  int columns[2];  // that may be written from there: up to the stride, which is padding
+// A warp's strip of a tile of the panel, 16 rows: written 128 bytes of them at a time to shared memory,
+// from which the copy engine takes them. Shared memory is the busiest part of the chip here, and this
+// is the way that passes it least often.
+#if PRECISION != TF32
+#define PIECE 64  // columns
+struct PanelStrip {
+  struct Shared {
+    alignas(1024) Element piece[4][16 * PIECE];  // one a warp
+  };
+  const TensorMap& map;
+  Element* piece;
+  int put;  // where in it this lane's eight elements go
 
-  __device__ __forceinline__ void begin(const Panel& panel, const Rows& rows, i64 row, i64 column,
-                                        const Lane& lane) {
-    column += (lane.t & 1) * 8 + (lane.t & 2) * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      at[h] = panel.data + (row + 8 * h) * panel.stride + column;
-      asm volatile("" : "+l"(at[h]));  // or the compiler would compute it for every slice
-      columns[h] = rows.inside[h] ? (int)min(panel.stride - column, (i64)TILE_COLUMNS) : 0;
-    }
+  __device__ __forceinline__ PanelStrip(const TensorMap& map, const Panel&, Shared& shared,
+                                        const Lane& lane)
+      : map(map), piece(shared.piece[lane.warp]) {
+    const int row = lane.lane % 16;  // a box with 128-byte swizzle, as matrix_start has it
+    put = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;
   }
+  // Slice s of the strip from row `row` and column `column` of the panel on.
+  __device__ __forceinline__ void store(const float (&x)[64], int s, int row, int column,
+                                        const Block&, const Lane& lane) const {
+    u32 w[4];  // rows above and below of the first eight columns, then of the others
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#if PRECISION == FP16
+      w[i] = to_fp16x2(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
+#else
+      w[i] = to_bf16x2(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
+#endif
+    const int first = 16 * s % PIECE;
+    if (first == 0) {
+      if (lane.lane == 0) stores_read();
+      __syncwarp();  // the piece before has been read
+    }
+    store_matrices(piece + (put ^ first), w[0], w[1], w[2], w[3]);
+    if (first + 16 < PIECE) return;
+    written_for_copies();
+    __syncwarp();
+    if (lane.lane == 0) store_box(map, piece, column + 16 * (s + 1) - PIECE, row);
+  }
+  __device__ __forceinline__ void end(const Lane& lane) const {
+    if (lane.lane == 0) stores_read();  // before the memory goes
+  }
+};
+#else
+// Of 32-bit elements, the lanes of a pair exchange theirs, and each writes 16 bytes.
+struct PanelStrip {
+  struct Shared {};
+  const Panel& panel;
 
-  __device__ __forceinline__ void store_slice(const float (&x)[64], int s, const Lane& lane) const {
+  __device__ __forceinline__ PanelStrip(const TensorMap&, const Panel& panel, Shared&, const Lane&)
+      : panel(panel) {}
+  __device__ __forceinline__ void store(const float (&x)[64], int s, int row, int column,
+                                        const Block& b, const Lane& lane) const {
     const bool odd = lane.t & 1;
+    column += 16 * s + (odd ? 8 : 0) + (lane.t & 2) * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = 8 * s + 2 * h;
-#if PRECISION == TF32
       const float x0 = __shfl_xor_sync(ALL_LANES, odd ? x[i] : x[i + 4], 1);
       const float x1 = __shfl_xor_sync(ALL_LANES, odd ? x[i + 1] : x[i + 5], 1);
       const float4 four = odd ? make_float4(x0, x1, x[i + 4], x[i + 5])
@@ -487,17 +470,11 @@ struct PanelRows {
       const uint4 words = make_uint4(
           to_tf32(__float_as_uint(four.x)), to_tf32(__float_as_uint(four.y)),
           to_tf32(__float_as_uint(four.z)), to_tf32(__float_as_uint(four.w)));
-      if (16 * s < columns[h]) __stcs((uint4*)(at[h] + 16 * s), words);
-#else
-#if PRECISION == FP16
-      const u32 w0 = to_fp16x2(x[i], x[i + 1]), w1 = to_fp16x2(x[i + 4], x[i + 5]);
-#else
-      const u32 w0 = to_bf16x2(x[i], x[i + 1]), w1 = to_bf16x2(x[i + 4], x[i + 5]);
-#endif
-      const u32 received = __shfl_xor_sync(ALL_LANES, odd ? w0 : w1, 1);
-      const uint2 words = odd ? make_uint2(received, w1) : make_uint2(w0, received);
-      if (16 * s < columns[h]) __stcs((uint2*)(at[h] + 16 * s), words);
-#endif
+      const i64 of = row + lane.g + 8 * h;
+      if (column < panel.stride && of < b.q.rows)  // up to the stride, which is padding
+        __stcs((uint4*)(panel.data + of * panel.stride + column), words);
     }
   }
+  __device__ __forceinline__ void end(const Lane&) const {}
 };
+#endif

@@ -5,19 +5,25 @@
 #define PANEL 1
 #endif
 
+#define CALM -5.0f  // logits in base 2 below this
+
 struct SigmoidLoss {
-  struct Shared {  // of a warpgroup
+  static constexpr bool SUMS = false, PUBLISHES = false;
+  struct Team {
     Columns columns;
+  };
+  struct Group {
+    PanelStrip::Shared strips;
   };
 
   const Block& b;
   const Lane& lane;
-  Shared& shared;
+  Team& team;
   const float* row_factor;
   double* positive;
   float2* row_sums;
   i64 row_stride;
-  const Panel& panel;
+  PanelStrip out;
   double scale;
   float c, bias;  // in base 2
 
@@ -26,13 +32,6 @@ struct SigmoidLoss {
   float a[2];
   float2 sums[2];   // (loss in base 2, sum of P) of the panel so far; this thread's columns
   float2 of_tile[2];
-  PanelRows out;
-  Column column;
-  int buffer;
-
-  __device__ __forceinline__ i64 slot() const {
-    return WIDE ? 2 * work.segment + lane.warpgroup : work.segment;
-  }
 
   __device__ __forceinline__ void begin_panel(const Work& w) {
     work = w;
@@ -40,48 +39,63 @@ struct SigmoidLoss {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = (i64)w.panel * PANEL_ROWS + lane.row() + 8 * h;
-      a[h] = rows.inside[h] ? row_factor[row] : 0;
+      a[h] = row < b.q.rows ? row_factor[row] : 0;
       sums[h] = make_float2(0, 0);
     }
   }
 
-  __device__ __forceinline__ void fetch(int tile, int) {
-    column.fetch(b, (i64)tile * TILE_COLUMNS + lane.thread);
-  }
-  __device__ __forceinline__ void publish(int buffer) {
-    column.publish(shared.columns, buffer, lane.thread);
-  }
+  __device__ __forceinline__ void publish(int t) { team.columns.publish(b, t, lane); }
 
-  __device__ __forceinline__ void begin_tile(float (&x)[64], int t, int which) {
-    buffer = which;
-    prepare(x, rows, shared.columns, which, b, work.panel, t, lane, [&](int half, float value) {
+  __device__ __forceinline__ void tile(float (&x)[64], int t) {
+    prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
       positive[(i64)work.panel * PANEL_ROWS + lane.row() + 8 * half] = scale * (double)value;
     });
-    const i64 row = (i64)work.panel * PANEL_ROWS + lane.row();
-    if (PANEL) out.begin(panel, rows, row, (i64)t * TILE_COLUMNS, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) of_tile[h] = make_float2(0, 0);
-  }
-
-  __device__ __forceinline__ void slice(float (&x)[64], int s) {
+    float most = x[0];
 #pragma unroll
-    for (int i = 8 * s; i < 8 * s + 8; ++i) {
-      const int h = i / 2 % 2;
-      const float z = fmaf(c, x[i], bias), e = exp2_(-fabsf(z));
-      float share, log1p;
-      sigmoid_parts(e, share, log1p);
-      of_tile[h].x += fmaf(fmaxf(z, 0), (float)LN_2, log1p);
-      const float g = (z < 0 ? e * share : share) * a[h];
-      of_tile[h].y += g;
-      x[i] = g;
-#if FACTORS
-      x[i] *= rows.factor[h] * shared.columns.factor[buffer][column_of(i, lane)];
-#endif
-    }
-    if (PANEL) out.store_slice(x, s, lane);
+    for (int i = 1; i < 64; ++i) most = fmaxf(most, x[i]);
+    // Most tiles have no logit near 0: two short series in place of divisions
+    if (__all_sync(ALL_LANES, fmaf(c, most, bias) < CALM)) slices<true>(x, t);
+    else slices<false>(x, t);
   }
 
-  __device__ __forceinline__ void end_tile(int, int) {
+  template <bool CALM_TILE>
+  __device__ __forceinline__ void slices(float (&x)[64], int t) {
+    const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) {
+#pragma unroll
+      for (int i = 8 * s; i < 8 * s + 8; ++i) {
+        const int h = i / 2 % 2;
+        const float z = fmaf(c, x[i], bias);
+        if (CALM_TILE) {  // log(1 + e) and e / (1 + e) to e^5
+          const float e = exp2_(z);
+          float log1p = fmaf(e, 0.2f, -0.25f), g = e - 1;
+          log1p = fmaf(log1p, e, 1.0f / 3);
+          log1p = fmaf(log1p, e, -0.5f);
+          g = fmaf(g, e, 1.0f);
+          log1p = fmaf(log1p, e, 1.0f);
+          g = fmaf(g, e, -1.0f);
+          of_tile[h].x = fmaf(log1p, e, of_tile[h].x);
+          x[i] = fmaf(g, e, 1.0f) * e * a[h];
+        } else {
+          const float e = exp2_(-fabsf(z));
+          float share, log1p;
+          sigmoid_parts(e, share, log1p);
+          of_tile[h].x += fmaf(fmaxf(z, 0), (float)LN_2, log1p);
+          x[i] = (z < 0 ? e * share : share) * a[h];
+        }
+        of_tile[h].y += x[i];
+#if FACTORS
+        x[i] *= rows.factor[h] * team.columns.factor[column_of(i, lane)];
+#endif
+      }
+      if (PANEL) out.store(x, s, row, t * TILE_COLUMNS, b, lane);
+    }
+  }
+
+  __device__ __forceinline__ void end_tile(int) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sums[h].x += of_tile[h].x;
@@ -90,6 +104,7 @@ struct SigmoidLoss {
   }
 
   __device__ __forceinline__ void end_panel(const Work& w) {
+    if (PANEL) out.end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -98,7 +113,7 @@ struct SigmoidLoss {
         sums[h].y += __shfl_xor_sync(ALL_LANES, sums[h].y, lanes);
       }
       const i64 row = (i64)w.panel * PANEL_ROWS + lane.row() + 8 * h;
-      if (lane.t == 0 && rows.inside[h]) row_sums[slot() * row_stride + row] = sums[h];
+      if (lane.t == 0 && row < b.q.rows) row_sums[(2 * w.segment + lane.team) * row_stride + row] = sums[h];
     }
   }
 };
@@ -111,12 +126,14 @@ __cluster_dims__(BLOCKS, 1, 1)
 sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
               const __grid_constant__ Block block, i64 segments,
               const __grid_constant__ Scalar bias, const float* row_factor, double* positive,
-              float2* row_sums, i64 row_stride, const __grid_constant__ Panel panel) {
+              float2* row_sums, i64 row_stride, const __grid_constant__ Panel panel,
+              const __grid_constant__ TensorMap panel_map) {
   SweepShared<SigmoidLoss>& shared = sweep_shared<SigmoidLoss>();
   const Lane lane;
   const double scale = block.scale.get();
-  SigmoidLoss loss{block, lane, shared.epilogue[lane.warpgroup & 1], row_factor, positive,
-                   row_sums, row_stride, panel, scale, (float)(scale * LOG2_E),
-                   (float)(bias.get() * LOG2_E)};
+  SigmoidLoss::Group& group = shared.group[lane.warpgroup % WARPGROUPS];
+  SigmoidLoss loss{block, lane, shared.team[lane.team & 1], row_factor, positive, row_sums,
+                   row_stride, PanelStrip(panel_map, panel, group.strips, lane), scale,
+                   (float)(scale * LOG2_E), (float)(bias.get() * LOG2_E)};
   sweep(shared, q, k, block, (int)segments, loss, lane);
 }
