@@ -21,12 +21,14 @@ from infonce.cli.common import to_json
 HERE = Path(__file__).resolve().parent
 
 
-def measured(launcher: list[str], gpus: int, batch: int, dim: int, limit: float) -> dict[str, Any]:
+def measured(
+    launcher: list[str], gpus: int, batch: int, dim: int, steps: int, limit: float
+) -> dict[str, Any]:
     """One run of the demo; what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
         demo = ["-m", "infonce.distributed.demo", "--gpu", "--output", str(output)]
-        size = ["--batch", str(batch), "--dim", str(dim)]
+        size = ["--batch", str(batch), "--dim", str(dim), "--steps", str(steps)]
         subprocess.run(
             [*launcher, "-n", str(gpus), sys.executable, *demo, *size],
             check=True, timeout=limit, stdout=sys.stderr,
@@ -67,6 +69,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--batch", type=int, nargs="+", default=[65536, 262144])
     parser.add_argument("--dim", type=int, nargs="+", default=[512])
+    parser.add_argument("--steps", type=int, default=5, help="timed, the median counts")
     parser.add_argument("--launcher", type=shlex.split, default=["mpiexec"])
     parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "ring.json")
@@ -77,7 +80,11 @@ def main() -> None:
         for batch in arguments.batch:
             for gpus in arguments.gpus:
                 try:
-                    rows.append(measured(arguments.launcher, gpus, batch, dim, arguments.limit))
+                    rows.append(
+                        measured(
+                            arguments.launcher, gpus, batch, dim, arguments.steps, arguments.limit
+                        )
+                    )
                 except subprocess.SubprocessError as error:
                     print(f"{gpus} GPUs, {batch} x {dim}: {error}", file=sys.stderr)
     report = {
