@@ -288,8 +288,8 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
 
 
 def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
-    xp = backend.xp
-    stats = _statistics(problem, backend)
+    vectors: Vectors = getattr(backend, "vectors", None) or Vectors(backend)
+    stats = vectors.statistics(problem)
     grid = backend.grid(problem, problem.symmetric and not problem.ranks)
     online = (
         backend.online
@@ -300,36 +300,20 @@ def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | No
         backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive), gradients)
     else:
         backend.fold(problem, grid, stats, None)
-    if grid.triangle:
-        stats.positive = mirrored(xp, stats.positive, problem.positives)
 
-    rows = conclude(xp, stats.rows, stats.positive)
-    losses = problem.row_weight * rows.loss + backend.poison(problem)
-    solution = Solution(losses, rows.lse, None, stats, (rows.loss, None))
-    columns = None
-    if problem.two_sided and stats.columns is not None:  # square: key i belongs to query i
-        columns = conclude(xp, stats.columns, stats.positive)
-        solution.losses = losses + problem.column_weight * columns.loss
-        solution.directions = rows.loss, columns.loss
-        solution.column_lse = columns.lse
-    if gradients is None:
-        return solution
-
-    if not online:
-        a = problem.upstream * (problem.row_weight * problem.scale)
-        at_positive, b = a * rows.share, None
+    end = vectors.conclude(problem, stats, grid.triangle)
+    rows, columns = end.rows, end.columns
+    if gradients is not None and not online:
+        column_lse2, b = (None, None) if columns is None else (columns.lse2, end.column_factor)
         if problem.symmetric:  # G + G': the columns are the rows
-            columns, b = rows, a
-            at_positive = at_positive + backend.of_positives(problem, at_positive)
-        elif columns is not None:
-            b = problem.upstream * (problem.column_weight * problem.scale)
-            at_positive = at_positive + b * columns.share
-        column_lse2 = None if columns is None else columns.lse2
-        epilogue = SoftmaxGradient(rows.lse2, a, column_lse2, b, -at_positive)
+            column_lse2, b = rows.lse2, end.row_factor
+        epilogue = SoftmaxGradient(rows.lse2, end.row_factor, column_lse2, b, end.at_positive)
         _gradient_fold(problem, backend, epilogue, gradients)
-    halves = 2.0 if problem.symmetric else 1.0  # every pair stands twice in <dZ, z>
-    solution.scale_grad = gradients.dots.sum() / (halves * problem.scale)
-    return solution
+    loss, scale_grad = vectors.totals(problem, end.losses, gradients)
+    return Solution(
+        end.losses, rows.lse, None if columns is None else columns.lse, stats,
+        (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
+    )  # fmt: skip
 
 
 @dataclass
@@ -340,6 +324,58 @@ class Direction:
     lse: Array  # log-sum-exp, the positive included
     lse2: Array  # the same in base 2
     share: Array  # sigmoid(n - p): what the negatives hold of the softmax
+
+
+@dataclass
+class Conclusion:
+    """What follows from complete statistics."""
+
+    losses: Array  # [M]
+    rows: Direction
+    columns: Direction | None  # of a two-sided loss
+    row_factor: Array  # a of SoftmaxGradient
+    column_factor: Array | None  # b, of a two-sided loss
+    at_positive: Array  # [M]
+
+
+class Vectors:
+    """The mathematics on vectors of length M and N. (A GPU has one kernel for each step.)"""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def statistics(self, problem: Problem) -> Statistics:
+        """The LSE fold's identity."""
+        return _statistics(problem, self.backend)
+
+    def conclude(self, problem: Problem, stats: Statistics, triangle: bool) -> Conclusion:
+        """Losses and factors of the gradient; in a `triangle` each pair was met once."""
+        backend = self.backend
+        xp = backend.xp
+        if triangle:
+            stats.positive = mirrored(xp, stats.positive, problem.positives)
+        rows = conclude(xp, stats.rows, stats.positive)
+        losses = problem.row_weight * rows.loss + backend.poison(problem)
+        a = problem.upstream * (problem.row_weight * problem.scale)
+        at_positive = a * rows.share
+        columns = b = None
+        if problem.symmetric:
+            at_positive = at_positive + backend.of_positives(problem, at_positive)
+        elif problem.two_sided and stats.columns is not None:  # square: key i belongs to query i
+            columns = conclude(xp, stats.columns, stats.positive)
+            losses = losses + problem.column_weight * columns.loss
+            b = problem.upstream * (problem.column_weight * problem.scale)
+            at_positive = at_positive + b * columns.share
+        return Conclusion(losses, rows, columns, a, b, -at_positive)
+
+    def totals(
+        self, problem: Problem, losses: Array, gradients: Gradients | None
+    ) -> tuple[Array | None, Array | None]:
+        """The reduced loss, or None where that is left to others, and the gradient of the scale."""
+        if gradients is None:
+            return None, None
+        halves = 2.0 if problem.symmetric else 1.0  # every pair stands twice in <dZ, z>
+        return None, gradients.dots.sum() / (halves * problem.scale)
 
 
 def ranks_of(stats: Statistics, problem: Problem) -> Ranks:

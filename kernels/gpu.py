@@ -75,6 +75,15 @@ def _pointers(names: str) -> np.dtype[Any]:
 _FACTORS = _pointers("row_height a u column_height v shared")
 _FACTOR_SOURCES = _pointers("row_lse a at_positive column_lse b column_positive")
 _FACTOR_TARGETS = _pointers("row_height a u column_height v")
+_SUMS = _pointers("max sum")
+_CONCLUDING = np.dtype(
+    [("rows", _SUMS), ("columns", _SUMS),
+     ("vectors", _pointers("positive positives upstream bad any")),
+     ("row_weight", "f8"), ("column_weight", "f8"), ("scale", SCALAR), ("m", "i8"),
+     ("symmetric", "i8"), ("triangle", "i8"), ("two_sided", "i8"), ("lse_is_float", "i8"),
+     ("results", _pointers("losses row_loss row_lse2 column_loss column_lse2 a b at_positive")),
+     ("lses", _pointers("row column"))]
+)  # fmt: skip
 _POSITIVES = np.dtype(
     [("gradient", "u8"), ("partner", "u8"), ("start", "u8"), ("by_partner", "i8"),
      ("z", MATRIX), ("factor", "u8"), ("exponent", "u8")]
@@ -274,13 +283,16 @@ class GPU:
         self.item = config.OPERAND_BYTES[self.precision] // (2 if self.precision == "bf16x3" else 1)
         self.width = max(self.query.padded, self.key.padded) * self.item
         extras = problem.normalize or problem.query_ids is not None
-        self.sweep = config.sweep(self.precision, self.width, self.properties, extras)
+        self.sweep = None
+        if not config.PORTABLE:
+            self.sweep = config.sweep(self.precision, self.width, self.properties, extras)
         self.scale = scalar_fields(problem.scale)
         self.bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
         self.square = not problem.part and (
             problem.symmetric or problem.two_sided or problem.bias is not None
         )
+        self.vectors = _Vectors(self, problem.query)
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
         if gradients is not None:
@@ -327,7 +339,8 @@ class GPU:
     def sweep_kernel(self, shape: config.Sweep, name: str, panel: bool, **defines: int) -> Any:
         return self.kernel(
             f"sweep_{name}.cu", f"sweep_{name}", shape.shared(panel),
-            SLABS=shape.slabs, STAGES=shape.stages(panel), WIDE=int(shape.wide), **defines,
+            SLABS=shape.slabs, STAGES=shape.stages(panel), WIDE=int(shape.wide),
+            SHARED=shape.shared(panel), **defines,
         )  # fmt: skip
 
     def rows_kernel(self, name: str, n: int, *arguments: Any) -> None:
@@ -367,19 +380,24 @@ class GPU:
 
     def poison(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
-        rows = self.not_finite(self.query)
-        if problem.key is problem.query:
-            return cupy.broadcast_to(rows.sum(), rows.shape)
-        return rows + self.not_finite(self.key).sum()
+        found = cupy.zeros(1)
+        bad = self.not_finite(problem, found)
+        return cupy.broadcast_to(found, problem.shape[:1]) if bad is None else bad + found
+
+    def not_finite(self, problem: Problem, found: Array) -> Array | None:
+        """Puts NaN into `found` if a key has a feature that is not finite. [M] zeros and NaN for
+        queries, if they are not the keys."""
+        m, n, d = problem.shape
+        key = matrix(self.key.features)
+        self.rows_kernel("not_finite", n, key, np.int64(n), np.int64(d), _NULL, found)
+        if problem.symmetric:
+            return None
+        out, of_queries = cupy.empty(m + 1), matrix(self.query.features)
+        self.rows_kernel("not_finite", m, of_queries, np.int64(m), np.int64(d), out, out[m:])
+        return out[:m]
 
     def of_positives(self, problem: Problem, of_keys: Array) -> Array:
         return of_keys[problem.positives]
-
-    def not_finite(self, side: _Side) -> Array:
-        n, d = side.features.shape
-        out = cupy.empty(n)
-        self.rows_kernel("not_finite", n, matrix(side.features), np.int64(n), np.int64(d), out)
-        return out
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
@@ -396,6 +414,79 @@ class GPU:
             _SoftmaxFold(self, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, Sigmoid):
             _SigmoidFold(self, problem, grid, epilogue, gradients).run()
+
+
+class _Vectors(blocks.Vectors):
+    """`blocks.Vectors` in a kernel a step."""
+
+    def __init__(self, gpu: GPU, features: Array) -> None:
+        super().__init__(weakref.proxy(gpu))
+        self.gpu: GPU = weakref.proxy(gpu)
+        # as results are handed out: float64 for float64 features
+        self.double = features.dtype == np.float64
+        self.out = np.dtype(np.float64 if self.double else np.float32)
+        self.found = cupy.empty(1)
+
+    def statistics(self, problem: Problem) -> Statistics:
+        if problem.ranks:
+            self.found[...] = 0
+            return super().statistics(problem)
+        m, n, _ = problem.shape
+        two_sided = problem.two_sided
+        memory = cupy.empty(3 * m + (2 * n if two_sided else 0))
+        rows = columns = blocks.Sums(memory[:m], memory[m : 2 * m])
+        if two_sided:
+            columns = blocks.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
+        positive = memory[2 * m : 3 * m]
+        of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
+        self.gpu.vector_kernel(
+            "begin", max(m, n), struct(_SUMS, address(rows.max), address(rows.sum)),
+            struct(_SUMS, *of_columns), positive, np.int64(m), np.int64(n), self.found,
+        )  # fmt: skip
+        whole = columns if two_sided or problem.symmetric else None
+        return Statistics(rows, whole, positive)
+
+    def conclude(self, problem: Problem, stats: Statistics, triangle: bool) -> blocks.Conclusion:
+        gpu, m = self.gpu, problem.shape[0]
+        two_sided = problem.two_sided and stats.columns is not None
+        bad = gpu.not_finite(problem, self.found)
+        out = cupy.empty((8 if two_sided else 5, m))
+        lses = cupy.empty((2, m), self.out)
+        losses, row_loss, row_lse2, a, at_positive = out[:5]
+        column_loss, column_lse2, b = out[5:] if two_sided else (None, None, None)
+        columns = stats.columns if two_sided and stats.columns is not None else stats.rows
+        results = losses, row_loss, row_lse2, column_loss, column_lse2, a, b, at_positive
+        concluding = struct(
+            _CONCLUDING, (address(stats.rows.max), address(stats.rows.sum)),
+            (address(columns.max), address(columns.sum)),
+            (address(stats.positive), address(problem.positives), address(problem.upstream),
+             address(bad), address(self.found)),
+            problem.row_weight, problem.column_weight, gpu.scale[:2], m, problem.symmetric,
+            triangle, two_sided, not self.double, tuple(map(address, results)),
+            (address(lses), address(lses, 1)),
+        )  # fmt: skip
+        gpu.vector_kernel("conclude", m, concluding)
+        share = None  # of nobody's interest from here on
+        return blocks.Conclusion(
+            losses, blocks.Direction(row_loss, lses[0], row_lse2, share),
+            blocks.Direction(column_loss, lses[1], column_lse2, share) if two_sided else None,
+            a, b, at_positive,
+        )  # fmt: skip
+
+    def totals(
+        self, problem: Problem, losses: Array, gradients: Gradients | None
+    ) -> tuple[Array | None, Array | None]:
+        out = cupy.empty(2, self.out)
+        dots = None if gradients is None else gradients.dots
+        kernel = self.gpu.kernel("vectors.cu", "totals")
+        arguments = (
+            losses, np.int64(len(losses)), np.float64(problem.row_share or 0.0), pointer(dots),
+            np.int64(0 if dots is None else len(dots)),
+            np.float64(2.0 if problem.symmetric else 1.0),  # every pair stands twice in <dZ, z>
+            self.gpu.scale_struct, out, np.int64(not self.double),
+        )  # fmt: skip
+        kernel((1,), (1024,), arguments)
+        return None if problem.row_share is None else out[0], None if dots is None else out[1]
 
 
 class _Fold:

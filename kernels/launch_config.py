@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 BLOCK_M = 128
 SLAB = 128  # bytes of a row in one stage of the pipeline: kernels/cuda/product.cuh
@@ -77,6 +78,7 @@ class Tile:
         return columns * self.column_slots(rows, columns)
 
 
+@lru_cache
 def tile(precision: str, d: int, device: Device) -> Tile:
     """The tile with the deepest pipeline that the device's shared memory holds.
 
@@ -141,16 +143,7 @@ class Sweep:
 
     def segments(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Into how many pieces a panel's tiles are cut, so that all workers are busy to the end."""
-        panels, tiles = -(-rows // BLOCK_M), -(-columns // BLOCK_M)
-        if triangle:
-            tiles = tiles // 2 + tiles % 2  # what every panel has at least
-
-        def cost(segments: int) -> float:
-            rounds = -(-panels * segments // self.workers)
-            return rounds * (-(-tiles // segments) + PANEL_COST / self.slabs)
-
-        most = min(tiles, max(1, MOST_ROUNDS * self.workers // panels))
-        return min(range(1, most + 1), key=cost)
+        return _segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M), triangle)
 
     def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Thread blocks of a launch."""
@@ -176,6 +169,19 @@ class Sweep:
         return 2 * columns * min(self.workers, items)
 
 
+@lru_cache(4096)
+def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
+    if triangle:
+        tiles = tiles // 2 + tiles % 2  # what every panel has at least
+
+    def cost(segments: int) -> float:
+        rounds = -(-panels * segments // sweep.workers)
+        return rounds * (-(-tiles // segments) + PANEL_COST / sweep.slabs)
+
+    most = min(tiles, max(1, MOST_ROUNDS * sweep.workers // panels))
+    return min(range(1, most + 1), key=cost)
+
+
 SWEEP_PRECISIONS = ("tf32", "bf16", "fp16")
 MOST_ROUNDS = 8  # pieces a worker gets where panels are cut
 # bytes that epilogues keep in shared memory
@@ -186,12 +192,13 @@ SWEEP_EXTRAS = 3 * 1024  # ids and factors of normalised columns
 PANEL_COST = 14.0  # start and end of a panel, in products of a slab
 
 
+@lru_cache
 def sweep(precision: str, width: int, device: Device, extras: bool) -> Sweep | None:
     """The persistent kernels' shape for rows of `width` bytes; None where they do not apply.
 
     `extras`: ids or factors of normalised rows.
     """
-    if PORTABLE or device.capability != "90" or precision not in SWEEP_PRECISIONS:
+    if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
     slabs = -(-width // SLAB)
     if slabs > 16:
@@ -277,6 +284,7 @@ class Cut:
     key_rows: int
 
 
+@lru_cache(1024)
 def cut(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
 ) -> Cut:

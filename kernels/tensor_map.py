@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ def _encode() -> Any:
     return encode
 
 
-def tensor_map(
-    data: int, rows: int, width: int, stride: int, box_rows: int, precision: str
-) -> Any:  # fmt: skip
+@lru_cache(1024)
+def tensor_map(data: int, rows: int, width: int, stride: int, box_rows: int, precision: str) -> Any:
     """`rows` rows of `width` bytes, `stride` bytes apart, copied in boxes of `box_rows` rows by 128
     bytes; as bytes to pass by value. Everything is a multiple of 16 bytes."""
     item = 2 if precision in ("fp16", "bf16", "bf16x3") else 4

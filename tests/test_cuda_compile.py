@@ -73,6 +73,60 @@ def compile_within_budget(
     assert declared <= tile.static_shared
 
 
+# bytes that a thread of a sweep may spill, which has 112 registers, 64 of them for logits
+SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("PANEL", 200)}
+SPILLS_EXTRAS = 1024
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("width", [16, 128, 1024, 1040, 2048])
+@pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sweeps(name: str, precision: str, width: int) -> None:
+    """For Hopper alone. That shared memory suffices is asserted by the kernels."""
+    option, budget = SWEEPS[name]
+    for extras, variant in ((False, 1), (False, 0), (True, 1)):
+        sweep = config.sweep(precision, width, DEVICES["sm_90a"], extras)
+        assert sweep is not None
+        panel = name != "lse"
+        assert sweep.stages(panel) >= 3
+        assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
+        defines = {
+            "PRECISION": precision.upper(), "SLABS": sweep.slabs, "STAGES": sweep.stages(panel),
+            "WIDE": int(sweep.wide), "SHARED": sweep.shared(panel), option: variant,
+            "IDS": int(extras), "FACTORS": int(extras),
+        }  # fmt: skip
+        options = ("--ptxas-options=-v",)
+        log = compiler.compile_for(f"sweep_{name}.cu", defines, "sm_90a", options)[1]
+        assert "serialized" not in log  # products that wait for each other
+        assert spilled(log) <= (SPILLS_EXTRAS if extras else budget), (defines, log)
+
+
+def test_sweeps_are_for_hopper() -> None:
+    device = DEVICES["sm_90a"]
+    assert config.sweep("bf16", 1024, DEVICES["sm_80"], False) is None
+    assert config.sweep("bf16", 1024, DEVICES["sm_100"], False) is None
+    assert config.sweep("fp32", 1024, device, False) is None
+    assert config.sweep("bf16", 2049, device, False) is None
+
+
+@pytest.mark.parametrize("triangle", [False, True])
+@pytest.mark.parametrize("width", [128, 2048])
+def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
+    sweep = config.sweep("bf16", width, DEVICES["sm_90a"], False)
+    assert sweep is not None
+    for n in (1, 128, 129, 2048, 8192, 32768, 65536, 10**6):
+        segments = sweep.segments(n, n, triangle)
+        tiles = -(-n // 128)
+        meetings = tiles // 2 + tiles % 2 if triangle else tiles
+        assert 1 <= segments <= meetings
+        assert segments * n <= sweep.row_sums(n, n)
+        assert sweep.column_slots(n, n, triangle) * n <= sweep.column_sums(n, n)
+        if n >= 8192:  # at least nine tenths of the workers' time are of use
+            rounds = -(-tiles * segments // sweep.workers)
+            assert tiles * meetings / (rounds * -(-meetings // segments) * sweep.workers) > 0.9
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("precision", ["FP64", "FP32", "BF16X3", "FP16"])

@@ -3,11 +3,14 @@
 These tests drive the backend itself, from a `Problem`; what dispatch adds is tested beside the CPU.
 """
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from infonce.kernels import launch_config as config
 from infonce.kernels.blocks import Gradients, Problem
 from judge import (
     KINDS,
@@ -233,6 +236,75 @@ def test_accuracy_of_a_batch(loss: str, dtype: str, precision: str, kind: str) -
                 check(out, ref, args, precision, 1 / temperature, averaged=averaged)
             except AssertionError as error:
                 raise AssertionError(f"at {temperature} to {grad_dtype}: {error}") from None
+
+
+# --- sweeps: what Hopper has instead of tiles -----------------------------------------------------
+
+SWEEPS = [("float32", "tf32"), ("bfloat16", "bf16"), ("float16", "fp16")]
+
+
+@pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_widths(loss: str, dtype: str, precision: str) -> None:
+    """Rows of one slab and of many; those that stay in shared memory and those a cluster shares."""
+    for i, d in enumerate((63, 64, 65, 192, 256, 264, 509, 512, 513, 768, 1024, 1025)):
+        args = arguments(loss, *pairs(KINDS[i % 3], 300, 300, d, dtype_of(dtype), i))
+        ref = judged(loss, args, scale=20.0)
+        check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
+
+
+@pytest.mark.parametrize("d", [40, 520])
+@pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_few_multiprocessors(
+    loss: str, dtype: str, precision: str, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many panels for each block of threads, as in a large batch."""
+    device = gpu.device_properties(cupy.cuda.runtime.getDevice())
+    for multiprocessors, n in ((2, 700), (6, 1500), (8, 1281)):
+        few = replace(device, multiprocessors=multiprocessors)
+        monkeypatch.setattr(gpu, "device_properties", lambda index, few=few: few)
+        args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), n))
+        ref = judged(loss, args, scale=30.0)
+        for workspace in (2**28, 2**22):
+            out = run(loss, args, precision, 30.0, workspace=workspace)
+            check(out, ref, args, precision, 30.0)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("portable", [False, True])
+def test_logits_far_apart(loss: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile's rows or columns lie hundreds of powers of 2 from those of the tile before, from each
+    other's, and from what was expected of them."""
+    monkeypatch.setattr(config, "PORTABLE", portable)
+    rng = np.random.default_rng(0)
+    n, d = 900, 64
+    for kind in ("rising", "one high", "lengths"):
+        image, text = pairs("random", n, n, d, np.float64, 1)
+        if kind == "rising":  # every tile is above the ones before
+            text = text + image.mean(0) + np.arange(n)[:, None] / n * image[0]
+            image = image + image[0]
+        elif kind == "one high":  # rows with copies of themselves among the others
+            text[rng.integers(0, n, 9)] = image[rng.integers(0, n, 9)]
+        else:
+            image = image * np.exp(rng.standard_normal((n, 1)))
+            text = text * np.exp(rng.standard_normal((n, 1)))
+        args = arguments(loss, image.astype(BFLOAT16), text.astype(BFLOAT16))
+        for scale in (1.0, 100.0, 200.0):
+            ref = judged(loss, args, scale=scale)
+            check(run(loss, args, "bf16", scale), ref, args, "bf16", scale)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_portable_kernels(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiled kernels of other cards, where sweeps would run."""
+    monkeypatch.setattr(config, "PORTABLE", True)
+    for (dtype, precision), (m, n, d) in itertools.product(
+        SWEEPS, ((129, 257, 16), (300, 300, 70))
+    ):
+        args = arguments(loss, *pairs("random", m, n, d, dtype_of(dtype), 0))
+        ref = judged(loss, args, scale=20.0)
+        check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CASES[:6])

@@ -16,62 +16,6 @@ __device__ __forceinline__ i64 warp_row() {
   return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / 32;
 }
 
-extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i64 d, Real* factor,
-                                     int* exponent) {
-  const i64 row = warp_row();
-  if (row >= n) return;
-  double sum = 0;
-  for (i64 k = threadIdx.x % 32; k < d; k += 32) {
-    const double x = z.get(row, k);
-    sum += x * x;
-  }
-  sum = warp_sum(sum);
-  if (threadIdx.x % 32) return;
-  int e = 0;
-  const bool usable = sum > 0 && sum < INFINITY_;
-  const double m = usable ? frexp(sqrt(sum), &e) : 1;
-  factor[row] = sum == 0 ? 0 : usable ? (Real)(1 / m) : (Real)NAN_;
-  exponent[row] = e;
-}
-
-// out[row] = 0, or NaN if a feature of the row is not finite.
-extern "C" __global__ void not_finite(const __grid_constant__ Matrix z, i64 n, i64 d,
-                                      double* out) {
-  const i64 row = warp_row();
-  if (row >= n) return;
-  double sum = 0;
-  for (i64 k = threadIdx.x % 32; k < d; k += 32) sum += z.get(row, k) * 0.0;
-  sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) out[row] = sum;
-}
-
-// Operands of the tiled product: rows of `stride` elements, features beyond d are zeros.
-extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
-                                 const int* exponent, char* out, i64 stride, i64 low) {
-  const i64 row = warp_row();
-  if (row >= n) return;
-  for (i64 k = threadIdx.x % 32; k < (low ? low : stride); k += 32) {
-    const i64 at = row * stride + k;
-#if PRECISION == FP64
-    double x = k < d ? z.get(row, k) : 0;
-    if (exponent) x = ldexp(x, -exponent[row]);
-    ((double*)out)[at] = x;
-#else
-    float x = k < d ? (exponent ? (float)ldexp(z.get(row, k), -exponent[row])
-                                : z.get_float(row, k)) : 0;
-#if PRECISION == FP32 || PRECISION == TF32
-    ((float*)out)[at] = x;
-#elif PRECISION == FP16
-    ((unsigned short*)out)[at] = to_fp16(x);
-#else
-    const unsigned short high = to_bf16(x);
-    ((unsigned short*)out)[at] = high;
-    if (low) ((unsigned short*)out)[at + low] = to_bf16(x - from_bf16(high));
-#endif
-#endif
-  }
-}
-
 // Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
 #define GROUP 8
 template <class T>
@@ -127,6 +71,70 @@ __device__ __forceinline__ void set_group(const T (&x)[GROUP], const Matrix& z, 
   }
 }
 
+extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i64 d, Real* factor,
+                                     int* exponent) {
+  const i64 row = warp_row();
+  if (row >= n) return;
+  double sum = 0;
+  for (i64 k = threadIdx.x % 32; k < d; k += 32) {
+    const double x = z.get(row, k);
+    sum += x * x;
+  }
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32) return;
+  int e = 0;
+  const bool usable = sum > 0 && sum < INFINITY_;
+  const double m = usable ? frexp(sqrt(sum), &e) : 1;
+  factor[row] = sum == 0 ? 0 : usable ? (Real)(1 / m) : (Real)NAN_;
+  exponent[row] = e;
+}
+
+// out[row] = 0, or NaN if a feature of the row is not finite; `out` null: only whether any is. `any`
+// becomes NaN if one is. (They all write the same.)
+extern "C" __global__ void not_finite(const __grid_constant__ Matrix z, i64 n, i64 d, double* out,
+                                      double* any) {
+  const i64 row = warp_row();
+  if (row >= n) return;
+  float sum = 0;  // 0 times what is not finite is NaN
+  for (i64 k = threadIdx.x % 32 * GROUP; k < d; k += 32 * GROUP) {
+    Real x[GROUP];
+    get_group(x, z, row, k, d - k);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) sum += (float)(x[i] * 0);
+  }
+  const bool bad = __any_sync(ALL_LANES, sum != 0);
+  if (threadIdx.x % 32) return;
+  if (out) out[row] = bad ? NAN_ : 0;
+  if (bad) *any = NAN_;
+}
+
+// Operands of the tiled product: rows of `stride` elements, features beyond d are zeros.
+extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
+                                 const int* exponent, char* out, i64 stride, i64 low) {
+  const i64 row = warp_row();
+  if (row >= n) return;
+  for (i64 k = threadIdx.x % 32; k < (low ? low : stride); k += 32) {
+    const i64 at = row * stride + k;
+#if PRECISION == FP64
+    double x = k < d ? z.get(row, k) : 0;
+    if (exponent) x = ldexp(x, -exponent[row]);
+    ((double*)out)[at] = x;
+#else
+    float x = k < d ? (exponent ? (float)ldexp(z.get(row, k), -exponent[row])
+                                : z.get_float(row, k)) : 0;
+#if PRECISION == FP32 || PRECISION == TF32
+    ((float*)out)[at] = x;
+#elif PRECISION == FP16
+    ((unsigned short*)out)[at] = to_fp16(x);
+#else
+    const unsigned short high = to_bf16(x);
+    ((unsigned short*)out)[at] = high;
+    if (low) ((unsigned short*)out)[at + low] = to_bf16(x - from_bf16(high));
+#endif
+#endif
+  }
+}
+
 // Positives of a row: (row, partner) pairs whose dL/dx was kept out of the panels.
 struct Positives {
   const double* gradient;  // dL/dx at the positive, by query
@@ -163,7 +171,7 @@ struct Finished {
 
   __device__ __forceinline__ Finished(const Real* sum, double unit, const Positives& positives,
                                       const Matrix& z, i64 row, i64 column, i64 d, double factor,
-                                      int exponent) {
+                                      int exponent, bool with_row = true) {
     const i64 n = d - column;
     const bool whole = sizeof(Real) == 4 && n >= GROUP && (u64)(sum + column) % 16 == 0;
     if (whole) {
@@ -179,6 +187,7 @@ struct Finished {
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) g[i] *= (T)unit;
     positives.add(g, row, column, n, factor);
+    if (!with_row) return;
     get_group(x, z, row, column, n);
     if (exponent)
 #pragma unroll
@@ -195,7 +204,8 @@ struct Finished {
 // Gradients of rows first.. are complete in `acc` [n, acc_stride], in the panels' unit, but for the
 // positives: hand them to their destination (data null: nowhere), or add them to what is there, and
 // <gradient, row> to dots (or null).
-extern "C" __global__ void finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 4 ? 3 : 2)
+finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
                                   const int* exponent, const __grid_constant__ Positives positives,
                                   const double* unit, double* dots,
@@ -208,7 +218,7 @@ extern "C" __global__ void finish(const Real* acc, i64 acc_stride, i64 first, i6
   if (!factor) {  // all at once, in the products' precision
 #pragma unroll 2
     for (i64 k = lane * GROUP; k < d; k += 32 * GROUP) {
-      Finished<Real> f(sum, *unit, positives, z, row, k, d, 0, 0);
+      Finished<Real> f(sum, *unit, positives, z, row, k, d, 0, 0, dots);
       if (dots) dot += f.dot();
       if (!out.data) continue;
       if (add) {

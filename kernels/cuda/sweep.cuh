@@ -45,6 +45,9 @@
 #ifndef FACTORS
 #define FACTORS 0
 #endif
+#ifndef SHARED
+#define SHARED 232448  // bytes that a launch gives
+#endif
 #define BLOCKS (WIDE ? 2 : 1)  // that share a panel
 #define HALVES (2 / BLOCKS)    // warpgroups of a team
 #define WARPGROUPS (2 * HALVES)
@@ -252,6 +255,8 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
 
 template <class Epilogue>
 __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
+  static_assert(__builtin_offsetof(SweepShared<Epilogue>, panel_empty) + sizeof(u64) <= SHARED,
+                "a launch gives less shared memory");
   extern __shared__ __align__(1024) char memory[];
   return *(SweepShared<Epilogue>*)memory;
 }
@@ -319,14 +324,13 @@ struct Columns {  // of a tile, in shared memory
 #endif
   // By one of the team's warpgroups.
   __device__ __forceinline__ void publish(const Block& b, i64 tile, const Lane& lane) {
-    const i64 column = tile * TILE_COLUMNS + lane.thread;
-    const bool inside = column < b.k.rows;
     if (lane.half != 0) return;
+    const i64 column = tile * TILE_COLUMNS + lane.thread;
 #if IDS
-    id[lane.thread] = inside ? b.key_ids[column] : 0;
+    id[lane.thread] = column < b.k.rows ? b.key_ids[column] : 0;
 #endif
 #if FACTORS
-    factor[lane.thread] = inside ? b.k.factor[column] : 0;
+    factor[lane.thread] = column < b.k.rows ? b.k.factor[column] : 0;
 #endif
   }
 };

@@ -70,6 +70,112 @@ extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, 
   b[i] += *unit * y;
 }
 
+// --- before and after the log-sum-exps -------------------------------------------------------------------
+
+struct Sums {
+  double *max, *sum;
+};
+
+// The fold's identity: sums (-inf, 0), no positives yet. Columns may have none (null).
+extern "C" __global__ void begin(const __grid_constant__ Sums rows,
+                                 const __grid_constant__ Sums columns, double* positive, i64 m,
+                                 i64 n, double* any) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < m) rows.max[i] = -INFINITY_, rows.sum[i] = 0, positive[i] = NAN_;
+  if (columns.max && i < n) columns.max[i] = -INFINITY_, columns.sum[i] = 0;
+  if (i == 0) *any = 0;
+}
+
+// What follows for one row, or column, from its sums over the negatives and its positive.
+struct Direction {
+  double loss, lse2, share;  // natural units, base 2, what the negatives hold of the softmax
+  __device__ __forceinline__ Direction(const Sums& s, i64 i, double positive) {
+    const double negatives = s.max[i] + log2(s.sum[i]), gap = negatives - positive;
+    const double softplus = fmax(gap, 0.0) + log1p(exp2(-fabs(gap))) * LOG2_E;
+    const bool usable = gap == gap;
+    loss = LN_2 * (usable ? softplus : gap);
+    lse2 = usable ? positive + softplus : gap;
+    share = isinf(gap) ? gap > 0 : exp2(gap - softplus);
+  }
+};
+
+struct Concluding {
+  Sums rows, columns;
+  double* positive;
+  const i64* positives;
+  const double* upstream;
+  const double *bad, *any;  // NaN for a row that is not finite (or null); for any
+  double row_weight, column_weight;
+  Scalar scale;
+  i64 m, symmetric, triangle, two_sided, lse_is_float;
+  // results
+  double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *a, *b, *at_positive;
+  void *row_lse, *column_lse;
+};
+
+__device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, double lse2) {
+  if (f.lse_is_float) ((float*)to)[i] = (float)(LN_2 * lse2);
+  else ((double*)to)[i] = LN_2 * lse2;
+}
+
+// blocks.Vectors.conclude, a row a thread.
+extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= f.m) return;
+  const double scale = f.scale.get(), upstream = f.upstream[i];
+  const i64 partner = f.positives[i];
+  double positive = f.positive[i];
+  // A triangle met the pair once, from its lower row
+  if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
+  const Direction row(f.rows, i, positive);
+  const double a = upstream * (f.row_weight * scale);
+  double loss = f.row_weight * row.loss, at_positive = a * row.share;
+  if (f.symmetric && partner >= 0)
+    at_positive += f.upstream[partner] * (f.row_weight * scale) *
+                   Direction(f.rows, partner, positive).share;
+  if (f.two_sided) {
+    const Direction column(f.columns, i, positive);
+    const double b = upstream * (f.column_weight * scale);
+    loss += f.column_weight * column.loss;
+    at_positive += b * column.share;
+    f.b[i] = b;
+    f.column_loss[i] = column.loss;
+    f.column_lse2[i] = column.lse2;
+    put_lse(f, f.column_lse, i, column.lse2);
+  }
+  f.losses[i] = loss + *f.any + (f.bad ? f.bad[i] : 0);
+  f.row_loss[i] = row.loss;
+  f.row_lse2[i] = row.lse2;
+  put_lse(f, f.row_lse, i, row.lse2);
+  f.a[i] = a;
+  f.at_positive[i] = -at_positive;
+}
+
+#define TOTALS_THREADS 1024
+
+// out[0] = share * sum of losses, out[1] = sum of dots / scale (dots null: left out). One block.
+template <class Out>
+__device__ __forceinline__ void add_up(const double* losses, i64 m, double share,
+                                       const double* dots, i64 count, double scale, Out* out) {
+  __shared__ double memory[TOTALS_THREADS / 32];
+  const auto sum = [](double x, double y) { return x + y; };
+  double of_losses = 0, of_dots = 0;
+  for (i64 i = threadIdx.x; i < m; i += TOTALS_THREADS) of_losses += losses[i];
+  of_losses = block_reduce<TOTALS_THREADS>(of_losses, memory, sum);
+  if (dots)
+    for (i64 i = threadIdx.x; i < count; i += TOTALS_THREADS) of_dots += dots[i];
+  of_dots = block_reduce<TOTALS_THREADS>(of_dots, memory, sum);
+  if (threadIdx.x) return;
+  out[0] = (Out)(share * of_losses);
+  if (dots) out[1] = (Out)(of_dots / scale);
+}
+extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
+totals(const double* losses, i64 m, double share, const double* dots, i64 count, double halves,
+       const __grid_constant__ Scalar scale, void* out, i64 is_float) {
+  if (is_float) add_up(losses, m, share, dots, count, halves * scale.get(), (float*)out);
+  else add_up(losses, m, share, dots, count, halves * scale.get(), (double*)out);
+}
+
 // --- factors of the gradient -------------------------------------------------------------------------------
 
 // What the factors' ranges decide.
