@@ -84,9 +84,9 @@ __device__ __forceinline__ Work get_work(const Block& b, int segments, int item)
 }
 
 template <class Epilogue>
-struct SweepShared {
-  alignas(1024) char q[SLABS][OWN_ROWS * SLAB];
-  alignas(1024) char k[STAGES][STAGE_BYTES];
+struct SweepShared {  // boxes begin at multiples of 1024 bytes, which all sizes before them are
+  alignas(16) char q[SLABS][OWN_ROWS * SLAB];
+  char k[STAGES][STAGE_BYTES];
   typename Epilogue::Group group[WARPGROUPS];  // what a warpgroup makes of a tile
   typename Epilogue::Team team[2];             // what a team knows of its tile's columns
   alignas(8) u64 full[STAGES], empty[STAGES];  // stages hold a slab; stages may be filled
@@ -112,8 +112,6 @@ struct Lane {
   __device__ int row() const {
     return (WIDE ? (int)cluster_rank() : half) * 64 + warp * 16 + g;
   }
-  // Which of a team's threads this is; one column of a tile for each of a warpgroup.
-  __device__ int in_team() const { return half * 128 + thread; }
   __device__ void sync_warpgroup() const { sync_some(1 + warpgroup, 128); }
   __device__ void sync_team() const { sync_some(1 + team * HALVES, 128 * HALVES); }
 };
@@ -255,8 +253,7 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
 
 template <class Epilogue>
 __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
-  static_assert(__builtin_offsetof(SweepShared<Epilogue>, panel_empty) + sizeof(u64) <= SHARED,
-                "a launch gives less shared memory");
+  static_assert(sizeof(SweepShared<Epilogue>) <= SHARED, "a launch gives less shared memory");
   extern __shared__ __align__(1024) char memory[];
   return *(SweepShared<Epilogue>*)memory;
 }
@@ -414,7 +411,7 @@ __device__ __forceinline__ float join_columns(const float (&v)[8], const Lane& l
 #define PIECE 64  // columns
 struct PanelStrip {
   struct Shared {
-    alignas(1024) Element piece[4][16 * PIECE];  // one a warp
+    alignas(16) Element piece[4][16 * PIECE];  // one a warp; boxes, as in SweepShared
   };
   const TensorMap& map;
   Element* piece;
