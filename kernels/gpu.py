@@ -422,8 +422,8 @@ class _Vectors(blocks.Vectors):
     def __init__(self, gpu: GPU, features: Array) -> None:
         super().__init__(weakref.proxy(gpu))
         self.gpu: GPU = weakref.proxy(gpu)
-        # as results are handed out: float64 for float64 features
-        self.double = features.dtype == np.float64
+        # results are float64 for float64 features, else float32; the caller converts what differs
+        self.double = features.dtype == np.float64 or gpu.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.found = cupy.empty(1)
 

@@ -242,20 +242,18 @@ class _Fold:
 # --- epilogues ------------------------------------------------------------------------------------
 
 
-def _each(epilogue: Epilogue, function: Any) -> Epilogue:
+def _each(epilogue: Epilogue | Sums, function: Any, seen: dict[int, Any] | None = None) -> Any:
     """The epilogue with `function` of each of its arrays; what is one object stays one."""
-    seen: dict[int, Any] = {}
-
-    def of(value: Any) -> Any:
-        if value is None:
-            return None
-        if id(value) not in seen:
-            seen[id(value)] = (
-                Sums(of(value.max), of(value.sum)) if isinstance(value, Sums) else function(value)
-            )
-        return seen[id(value)]
-
-    return type(epilogue)(**{f.name: of(getattr(epilogue, f.name)) for f in fields(epilogue)})
+    seen = {} if seen is None else seen
+    made = {}
+    for f in fields(epilogue):
+        value = getattr(epilogue, f.name)
+        if value is not None and id(value) not in seen:
+            known = _each(value, function, seen) if isinstance(value, Sums) else function(value)
+            seen[id(value)] = known
+        made[f.name] = None if value is None else seen[id(value)]
+    make: Any = type(epilogue)
+    return make(**made)
 
 
 def _into(target: Any, source: Any) -> None:

@@ -565,7 +565,8 @@ def test_bench_without_a_gpu(monkeypatch):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(importlib.import_module("infonce.cli.bench_gpu"), "GEMM", 256)
+    bench_gpu = importlib.import_module("infonce.cli.bench_gpu")
+    monkeypatch.setattr(bench_gpu, "GEMM", 256)
     record, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     printed = succeed(
         "bench", "--gpu", "--sizes", "64,256", "--dim", 64, "--loss", kind, "--repeat", 1,
@@ -579,7 +580,8 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
         if not torch.cuda.is_available() and row["method"] in ("panels", "torch"):
             continue
         assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"], row
-        assert row["wall_s"] > 0, row
+        if row["max_s"] < bench_gpu.SMALL:  # longer calls have no clock besides the device's
+            assert row["wall_s"] > 0, row
         assert row["peak_bytes"] is None if row["method"] == "captured" else row["peak_bytes"] > 0
         if row["method"] != "products":
             bound = {"bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-11}[dtype]

@@ -66,6 +66,8 @@ def _library(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
         "scale": case.scale, "method": "auto" if method == "captured" else method,
         "precision": case.precision, "workspace": case.workspace,
     }  # fmt: skip
+    if case.grad_dtype is not None:
+        options["grad_dtype"] = case.grad_dtype
     calls: list[Callable[[], Any]] = [
         infonce.capture(function, *features, **options) if method == "captured"
         else partial(function, *features, **options)

@@ -33,6 +33,7 @@ class Case:
     precision: str = "auto"
     workspace: int = 256 * 2**20
     gradient: bool = True  # False: the loss alone
+    grad_dtype: str | None = None  # of this library's gradients; None: the features'
     scale: float = 1 / TEMPERATURE
 
     @property
