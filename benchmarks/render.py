@@ -91,7 +91,8 @@ def side_by_side(record: Mapping[str, Any]) -> str:
     """One line for each case, one column for each contender, in tables by kind."""
     tables: dict[str, dict[str, dict[str, Row]]] = {}
     for row in record["results"]:
-        tables.setdefault(row["table"], {}).setdefault(_case(row), {})[row["method"]] = row
+        case = tables.setdefault(row["table"], {}).setdefault(_case(row), {})
+        case.setdefault(row["method"], row)  # of two sections, the first counts
     lines = [
         *provenance(record),
         f"cuBLAS's bf16 product of {record['gemm']['size']} rows: {_ceiling(record):.0f} TFLOP/s.",
