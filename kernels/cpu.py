@@ -106,12 +106,16 @@ class _Cancelled(Exception):
 
 
 class _Turns:
-    """Lets panels reach a column block in their order, and counts the blocks that are done."""
+    """Lets panels reach a column block in their order, and counts the blocks that are done.
 
-    def __init__(self, columns: int) -> None:
+    `backwards`: how many panels there are, if they come from the last to the first.
+    """
+
+    def __init__(self, columns: int, backwards: int = 0) -> None:
         self.done = 0
         self.cancelled = False
-        self._next = [0] * columns
+        self.backwards = backwards > 0
+        self._next = [max(0, backwards - 1)] * columns
         self._condition = threading.Condition()
 
     def wait(self, panel: int, column: int) -> None:
@@ -122,7 +126,7 @@ class _Turns:
 
     def pass_on(self, panel: int, column: int) -> None:
         with self._condition:
-            self._next[column] = panel + 1
+            self._next[column] = panel + (-1 if self.backwards else 1)
             self.done += 1
             self._condition.notify_all()
 
@@ -221,6 +225,9 @@ class _Rows:
 def _not_finite(features: Array) -> Array:
     """[n] whether a row has a NaN or an infinity."""
     out = np.empty(len(features), bool)
+    if features.dtype in tile.REAL and features.dtype.isnative and features.flags.aligned:
+        tile.not_finite(features, out)
+        return out
     for rows in cut(len(features), 1024):
         out[rows] = ~np.isfinite(features[rows]).all(axis=1)
     return out
@@ -255,7 +262,10 @@ class CPU:
         self.kept: dict[tuple[int, int], Array] = {}
         self.kept_arena: Array | None = None
         self.kept_grid: Grid | None = None
+        # ... and the workers' own buffers, with the last tile of each in them
+        self.left: dict[tuple[int, int], Array] = {}
         self.gradients = gradients
+        self.query_in_place = gradients is not None and self._gathers(problem, gradients)
         self.accumulators = self._accumulator_rows(problem, gradients)
 
     def _side(self, problem: Problem, features: Array) -> _Rows:
@@ -283,10 +293,18 @@ class CPU:
         """Size of one worker's buffers, in numbers."""
         elements = bm * bn
         elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d
-        return int(elements + (self.gradients is not None) * (bm * d + max(bm, bn) * d))
+        gathered = 0 if self.query_in_place else bm * d
+        return int(elements + (self.gradients is not None) * (gathered + max(bm, bn) * d))
 
     def _worker_bytes(self, d: int, bm: int, bn: int) -> int:
         return int(self.threads * self.worker_elements(d, bm, bn) * self.dtype.itemsize)
+
+    def _gathers(self, problem: Problem, gradients: Gradients) -> bool:
+        """Whether dQ can be gathered where it is handed out."""
+        out = gradients.query
+        if out is None or problem.symmetric or gradients.add_query or not gradients.want_query:
+            return False
+        return bool(out.dtype == self.dtype and out.dtype.isnative and out.flags.c_contiguous)
 
     def _accumulator_rows(self, problem: Problem, gradients: Gradients | None) -> int:
         """How many rows of dK can be gathered in the workspace; 0 if none need to be."""
@@ -328,21 +346,26 @@ class CPU:
         room = problem.workspace - self._worker_bytes(d, *largest)
         room -= self.accumulators * d * self.dtype.itemsize
         shapes = {}
-        elements = 0
-        for a, rows in enumerate(grid.rows):
-            for b in grid.visits(a):
-                shape = rows.stop - rows.start, grid.columns[b].stop - grid.columns[b].start
-                room -= shape[0] * shape[1] * self.dtype.itemsize
-                if room >= 0:
-                    shapes[a, b] = slice(elements, elements + shape[0] * shape[1]), shape
-                    elements += shape[0] * shape[1]
+        elements = lacking = 0
+        blocks = [(a, b) for a in range(len(grid.rows)) for b in grid.visits(a)]
+        for a, b in sorted(blocks, key=lambda block: block[1]):  # as much in each panel
+            if not grid.triangle and a < self.threads and b == 0 and problem.method != "fused":
+                continue  # a worker's last: it stays in the worker's own buffer
+            rows, columns = grid.rows[a], grid.columns[b]
+            shape = rows.stop - rows.start, columns.stop - columns.start
+            size = shape[0] * shape[1] * self.dtype.itemsize
+            lacking += max(0, size - room)
+            if size <= room:
+                room -= size
+                shapes[a, b] = slice(elements, elements + shape[0] * shape[1]), shape
+                elements += shape[0] * shape[1]
         self.kept_grid = grid
         self.kept_arena = arena = SPARES.take(elements, self.dtype)
         self.kept = {block: arena[part].reshape(shape) for block, (part, shape) in shapes.items()}
-        if problem.method == "fused" and room < 0:
+        if problem.method == "fused" and lacking:
             raise ValueError(
                 f'method: "fused" keeps the {m} x {n} logits within workspace = '
-                f'{problem.workspace} bytes, which lacks {-room}; expected method="tiled" or '
+                f'{problem.workspace} bytes, which lacks {lacking}; expected method="tiled" or '
                 "a larger workspace"
             )
 
@@ -351,18 +374,28 @@ class CPU:
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        turns = _Turns(len(grid.columns))
+        # Backwards, if the gradient comes next: it begins with the tiles that were last here
+        backwards = isinstance(epilogue, Statistics) and self.gradients is not None
+        backwards = backwards and not grid.triangle and not problem.ranks
+        turns = _Turns(len(grid.columns), len(grid.rows) if backwards else 0)
         panels = iter(range(len(grid.rows)))
         run = _Fold(self, problem, grid, epilogue, gradients, turns)
         threads = min(self.threads, len(grid.rows))
         total = len(grid)
 
         def work(report: Callable[[], None]) -> None:
-            worker = _Worker(run)
+            worker = None
             with np.errstate(invalid="ignore"):  # NaN in, NaN out
-                for a in panels:  # next() on a range iterator is atomic
+                for i in panels:  # next() on a range iterator is atomic
+                    a = len(grid.rows) - 1 - i if backwards else i
+                    worker = worker or _Worker(run, a)
                     worker.panel(a, report)
-            SPARES.give(worker.arena)
+            if worker is None:
+                return
+            if backwards and worker.holds is not None:
+                self.left[worker.holds] = worker.arena
+            else:
+                SPARES.give(worker.arena)
 
         def report() -> None:
             if problem.progress is not None:
@@ -377,6 +410,8 @@ class CPU:
         if isinstance(epilogue, SoftmaxGradient) and self.kept_arena is not None:
             SPARES.give(self.kept_arena)  # its logits are used up
             self.kept_arena = None
+            while self.left:
+                SPARES.give(self.left.popitem()[1])
         report()
 
     @staticmethod
@@ -464,6 +499,20 @@ class _Fold:
             cpu.keep_logits(problem, grid)
             self.kept = cpu.kept
 
+    def take_left(self, panel: int) -> tuple[Array | None, tuple[int, int] | None]:
+        """A worker's memory of the log-sum-exp fold: with the logits of the panel's first tile, and
+        which that is; or without use but for its pages, if nobody else will want what is in it."""
+        left = self.cpu.left
+        if not isinstance(self.epilogue, SoftmaxGradient):
+            return None, None
+        wanted = panel, 0
+        if self.cpu.kept_grid == self.grid and wanted in left:
+            return left.pop(wanted), wanted
+        for held in list(left):
+            if self.cpu.kept_grid != self.grid or held[1] or held[0] >= self.cpu.threads:
+                return left.pop(held, None), None
+        return None, None
+
     def _factors(self, epilogue: SoftmaxGradient) -> None:
         """Heights in units of raw products; what their rounding leaves goes into the factors."""
         dtype = self.cpu.dtype
@@ -548,13 +597,17 @@ class _Fold:
 class _Worker:
     """One thread of a fold, with buffers of its own."""
 
-    def __init__(self, fold: _Fold) -> None:
+    def __init__(self, fold: _Fold, first: int) -> None:
+        """`first`: the panel that it begins with."""
         self.fold = fold
         cpu, grid, d = fold.cpu, fold.grid, fold.problem.shape[2]
         bm = max(r.stop - r.start for r in grid.rows)
         bn = max(c.stop - c.start for c in grid.columns)
 
-        self.arena = arena = SPARES.take(cpu.worker_elements(d, bm, bn), cpu.dtype)
+        arena, self.holds = fold.take_left(first)  # and the tile whose logits are in the buffer
+        if arena is None:
+            arena = SPARES.take(cpu.worker_elements(d, bm, bn), cpu.dtype)
+        self.arena = arena
         used = 0
 
         def buffer(*shape: int) -> Array:
@@ -567,7 +620,8 @@ class _Worker:
         self.query_buffer = None if cpu.query.direct else buffer(bm, d)
         self.key_buffer = None if cpu.key.direct else buffer(bn, d)
         if fold.gradients is not None:
-            self.dq, self.product = buffer(bm, d), buffer(max(bm, bn), d)
+            self.product = buffer(max(bm, bn), d)
+            self.dq = None if cpu.query_in_place else buffer(bm, d)
         self.row_max, self.row_sum = np.empty(bm), np.empty(bm)
         self.column_max, self.column_sum = np.empty(bn), np.empty(bn)
         self.sums = np.empty(bn, cpu.dtype)
@@ -579,7 +633,8 @@ class _Worker:
         rows = grid.rows[a]
         q = fold.cpu.query.block(rows, self.query_buffer)
         first = True
-        for b in grid.visits(a):
+        visits = grid.visits(a)
+        for b in reversed(visits) if turns.backwards else visits:
             if turns.cancelled:
                 raise _Cancelled
             columns = grid.columns[b]
@@ -616,6 +671,10 @@ class _Worker:
         if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
             return kept
         x = kept if kept is not None else self.logits[: len(q) * len(k)].reshape(len(q), len(k))
+        if self.holds == (a, b):
+            self.holds = None
+            return x
+        self.holds = None if kept is not None else (a, b)
         np.matmul(q, k.T, out=x)
         rows, columns = fold.grid.rows[a], fold.grid.columns[b]
         if not isinstance(fold.epilogue, SoftmaxGradient):
@@ -712,7 +771,7 @@ class _Worker:
 
     def add_rows(self, x: Array, k: Array, rows: slice, first: bool) -> None:
         """dQ_a += P K_b."""
-        dq = self.dq[: len(x)]
+        dq = self.gathered_rows(rows)
         if first:
             np.matmul(x, k, out=dq)
             return
@@ -722,19 +781,28 @@ class _Worker:
             np.multiply(dq, self.rescale[:, None], out=dq, casting="same_kind")
         np.add(dq, product, out=dq)
 
+    def gathered_rows(self, rows: slice) -> Array:
+        """dQ's accumulators for these rows."""
+        if self.dq is not None:
+            return self.dq[: rows.stop - rows.start]
+        assert self.fold.gradients is not None
+        assert self.fold.gradients.query is not None
+        return self.fold.gradients.query[rows]
+
     def finish_rows(self, rows: slice, q: Array) -> None:
         """The panel's dQ is complete."""
         fold = self.fold
         gradients = fold.gradients
         assert gradients is not None
-        g = self.dq[: rows.stop - rows.start]
+        g = self.gathered_rows(rows)
         if isinstance(fold.epilogue, OnlineSoftmax):
             self.finish_online(fold.epilogue, g, rows)
         if fold.grid.triangle:
             total = fold.gathered(rows)  # earlier panels have all been here
             g = np.add(total, g, out=total)
+        destination = None if self.dq is None else gradients.query
         fold.complete(
-            g, fold.cpu.query, rows, self.query_buffer, gradients.query, True, gradients.add_query
+            g, fold.cpu.query, rows, self.query_buffer, destination, True, gradients.add_query
         )
 
     def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:

@@ -442,6 +442,20 @@ def sigmoid_positives(  # type: ignore[no-untyped-def]
 
 # --- rows -----------------------------------------------------------------------------------------
 
+REAL = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+@compiled
+def not_finite(z, out):  # type: ignore[no-untyped-def]
+    """out[i] = whether row i has a NaN or an infinity: 0 times that is no number."""
+    wide_vectors()
+    for i in range(z.shape[0]):
+        row = z[i]
+        total = z.dtype.type(0)
+        for d in range(row.size):
+            total += row[d] * z.dtype.type(0)
+        out[i] = total != z.dtype.type(0)
+
 
 @compiled
 def normalize_rows(z, inverse_norms):  # type: ignore[no-untyped-def]
