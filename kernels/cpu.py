@@ -38,7 +38,7 @@ from .blocks import (
 )
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
-TILE = 2048, 1344  # rows x columns; rows of a power of 2 bytes would share cache sets
+TILE = 2048, 1216  # rows x columns; rows of a power of 2 bytes would share cache sets
 SQUARE = 896  # a side of a tile where only one triangle is visited; the diagonal is computed whole
 THREADING_PAYS = 2**26  # multiply-adds below which a second thread costs more than it brings
 
