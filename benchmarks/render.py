@@ -167,9 +167,13 @@ def roofline(record: Mapping[str, Any], path: Path) -> None:
     label = f"cuBLAS, product of {record['gemm']['size']} rows"
     axes.axhline(_ceiling(record), color="gray", linestyle=":", label=label)
     for method in sorted({row["method"] for row in rows}, key=lambda m: (m not in NAMES, m)):
-        points = sorted((r["size"], r["gflops"] / 1e3) for r in rows if r["method"] == method)
+        points: dict[int, float] = {}
+        for row in rows:  # of two sections, the first counts
+            if row["method"] == method:
+                points.setdefault(row["size"], row["gflops"] / 1e3)
         style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")
-        axes.plot(*zip(*points, strict=True), style, label=NAMES.get(method, method))
+        line = zip(*sorted(points.items()), strict=True)
+        axes.plot(*line, style, label=NAMES.get(method, method))
     axes.set(
         xscale="log", xlabel="rows in the batch", ylabel="useful TFLOP/s", ylim=(0, None),
         title=f"CLIP loss and gradient, bfloat16, width {WIDTH}, on {record['device']}",
