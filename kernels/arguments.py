@@ -17,6 +17,11 @@ MATRIX = np.dtype([("data", "u8"), ("row_stride", "i8"), ("column_stride", "i8")
 NO_MATRIX = (0, 0, 0, 0)
 
 
+def pointers(names: str) -> np.dtype[Any]:
+    """A structure of pointers."""
+    return np.dtype([(name, "u8") for name in names.split()])
+
+
 @cache
 def dtype_code(dtype: Any) -> int:
     return DTYPES[dtype.name]

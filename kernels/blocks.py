@@ -301,7 +301,7 @@ def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | No
     else:
         backend.fold(problem, grid, stats, None)
 
-    end = vectors.conclude(problem, stats, grid.triangle)
+    end = vectors.conclude(problem, stats, grid.triangle, gradients is not None)
     rows, columns = end.rows, end.columns
     if gradients is not None and not online:
         column_lse2, b = (None, None) if columns is None else (columns.lse2, end.column_factor)
@@ -348,8 +348,10 @@ class Vectors:
         """The LSE fold's identity."""
         return _statistics(problem, self.backend)
 
-    def conclude(self, problem: Problem, stats: Statistics, triangle: bool) -> Conclusion:
-        """Losses and factors of the gradient; in a `triangle` each pair was met once."""
+    def conclude(
+        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool
+    ) -> Conclusion:
+        """Losses and, for a `gradient`, its factors; in a `triangle` each pair was met once."""
         backend = self.backend
         xp = backend.xp
         if triangle:
@@ -360,7 +362,8 @@ class Vectors:
         at_positive = a * rows.share
         columns = b = None
         if problem.symmetric:
-            at_positive = at_positive + backend.of_positives(problem, at_positive)
+            if gradient:  # over ranks, others have to be asked
+                at_positive = at_positive + backend.of_positives(problem, at_positive)
         elif problem.two_sided and stats.columns is not None:  # square: key i belongs to query i
             columns = conclude(xp, stats.columns, stats.positive)
             losses = losses + problem.column_weight * columns.loss

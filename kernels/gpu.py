@@ -1,4 +1,4 @@
-"""The GPU backend: tiled kernels for logits and what becomes of them, cuBLAS for plain products.
+"""The GPU backend: sweeps or tiled kernels for logits and what becomes of them, cuBLAS for the rest.
 
 A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
 but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
@@ -8,8 +8,7 @@ the precision of the operands, and two plain matrix products accumulate dQ and d
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from .arguments import (
     matrix,
     matrix_fields,
     pointer,
+    pointers,
     scalar_fields,
     struct,
 )
@@ -41,11 +41,11 @@ from .blocks import (
     Statistics,
 )
 from .cublas import gemm_ex
+from .gpu_operands import Accumulator, Operand, Scratch, Side, in_place
+from .gpu_vectors import Namespace, Vectors
 from .tensor_map import SIZE, tensor_map
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
-DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
-          "fp16": "float16"}  # fmt: skip
 # Panels are written in units that bring their largest element near this: float16 has no range
 LARGEST_ELEMENT = {"fp16": 8192.0}  # times 4: factors of normalised rows, below 2 each
 
@@ -68,22 +68,9 @@ _BLOCK = np.dtype(
 _PANEL = np.dtype([("data", "u8"), ("stride", "i8"), ("low", "i8")])
 
 
-def _pointers(names: str) -> np.dtype[Any]:
-    return np.dtype([(name, "u8") for name in names.split()])
-
-
-_FACTORS = _pointers("row_height a u column_height v shared")
-_FACTOR_SOURCES = _pointers("row_lse a at_positive column_lse b column_positive")
-_FACTOR_TARGETS = _pointers("row_height a u column_height v")
-_SUMS = _pointers("max sum")
-_CONCLUDING = np.dtype(
-    [("rows", _SUMS), ("columns", _SUMS),
-     ("vectors", _pointers("positive positives upstream bad any")),
-     ("row_weight", "f8"), ("column_weight", "f8"), ("scale", SCALAR), ("m", "i8"),
-     ("symmetric", "i8"), ("triangle", "i8"), ("two_sided", "i8"), ("lse_is_float", "i8"),
-     ("results", _pointers("losses row_loss row_lse2 column_loss column_lse2 a b at_positive")),
-     ("lses", _pointers("row column"))]
-)  # fmt: skip
+_FACTORS = pointers("row_height a u column_height v shared")
+_FACTOR_SOURCES = pointers("row_lse a at_positive column_lse b column_positive")
+_FACTOR_TARGETS = pointers("row_height a u column_height v")
 _POSITIVES = np.dtype(
     [("gradient", "u8"), ("partner", "u8"), ("start", "u8"), ("by_partner", "i8"),
      ("z", MATRIX), ("factor", "u8"), ("exponent", "u8")]
@@ -107,162 +94,13 @@ def device_properties(index: int) -> config.Device:
     )
 
 
-# The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
-_empty_sums = cupy.ElementwiseKernel(
-    "", "float64 max, float64 sum",
-    "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
-)  # fmt: skip
-# blocks.conclude, formula by formula. (CuPy has a logaddexp2, which loses small losses.)
-_conclude = cupy.ElementwiseKernel(
-    "float64 max, float64 sum, float64 positive",
-    "float64 loss, float64 lse, float64 lse2, float64 share",
-    """
-    const double ln_2 = 0.6931471805599453, log2_e = 1.4426950408889634;
-    const double negatives = max + log2(sum), gap = negatives - positive;
-    const double softplus = fmax(gap, 0.0) + log1p(exp2(-fabs(gap))) * log2_e;
-    loss = ln_2 * (isnan(gap) ? gap : softplus);
-    lse2 = isnan(gap) ? gap : positive + softplus;
-    lse = ln_2 * lse2;
-    share = isinf(gap) ? gap > 0 : exp2(gap - softplus);
-    """,
-    "infonce_conclude",
-)  # fmt: skip
-
-
-class _Namespace:
-    """CuPy, as far as the mathematics on vectors uses it."""
-
-    conclude = staticmethod(_conclude)
-
-    @staticmethod
-    def empty_sums(n: int) -> Any:
-        return _empty_sums(size=n)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(cupy, name)
-
-
-class _Scratch:
-    """The workspace: one allocation, dealt out anew to each fold."""
-
-    ALIGNMENT = 256
-
-    def __init__(self, size: int) -> None:
-        self.size = size + 16 * self.ALIGNMENT
-        self.memory: Array = None
-        self.taken = 0
-
-    def reset(self) -> None:
-        """All of it is free again: a fold begins."""
-        if self.memory is None:
-            self.memory = cupy.empty(self.size, np.uint8)
-        self.taken = 0
-
-    def take(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
-        """An array in what is left."""
-        array = cupy.ndarray(shape, dtype, self.memory.data + self.taken)
-        self.taken += -(-array.nbytes // self.ALIGNMENT) * self.ALIGNMENT
-        assert self.taken <= self.size
-        return array
-
-
-# --- operands -------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Operand:
-    """Rows of one side as the tiled kernels and cuBLAS read them."""
-
-    data: int
-    stride: int  # elements
-    low: int  # elements from the high to the low half (bf16x3)
-    rows: int
-    factor: int
-
-
-class _Side:
-    """One side's features: where they lie, or staged a block at a time in the operands' format."""
-
-    def __init__(self, gpu: GPU, features: Array, normalize: bool) -> None:
-        item = features.dtype.itemsize
-        if any(s % item for s in features.strides):
-            features = cupy.ascontiguousarray(features)
-        # no cycle: all this is freed when a call ends, not when the garbage collector comes
-        self.gpu, self.features = weakref.proxy(gpu), features
-        self.factor = self.exponent = None
-        n, d = features.shape
-        self.direct = (
-            not normalize
-            and DIRECT.get(gpu.precision) == features.dtype.name
-            and (features.strides[1] == item or d == 1)
-            and d * item % 16 == 0
-            and features.strides[0] % 16 == 0
-            and features.strides[0] >= d * item
-            and features.data.ptr % 16 == 0
-        )
-        self.padded = d if self.direct else config.padded(d, gpu.precision)
-        if normalize:
-            self.factor = cupy.empty(n, gpu.real)
-            self.exponent = cupy.empty(n, np.int32)
-            gpu.rows_kernel("row_norms", n, matrix(features), np.int64(n), np.int64(d),
-                            self.factor, self.exponent)  # fmt: skip
-
-    def buffer(self, rows: int) -> Array:
-        """Room for staging `rows` rows; None where they are read in place."""
-        if self.direct:
-            return None
-        size = rows * self.padded * config.OPERAND_BYTES[self.gpu.precision]
-        return self.gpu.scratch.take((size,))
-
-    def block(self, rows: slice, buffer: Array | None) -> _Operand:
-        """Rows `rows`, in place or staged into `buffer`."""
-        n, factor = rows.stop - rows.start, address(self.factor, rows.start)
-        if buffer is None:
-            stride = self.features.strides[0] // self.features.dtype.itemsize
-            return _Operand(address(self.features, rows.start), stride, 0, n, factor)
-        low = self.padded if self.gpu.precision == "bf16x3" else 0
-        stride = self.padded + low
-        self.gpu.rows_kernel(
-            "stage", n, matrix(self.features, rows.start), np.int64(n),
-            np.int64(self.features.shape[1]), pointer(self.exponent, rows.start), buffer,
-            np.int64(stride), np.int64(low),
-        )  # fmt: skip
-        return _Operand(buffer.data.ptr, stride, low, n, factor)
-
-
-# --- accumulators ---------------------------------------------------------------------------------
-
-
-@dataclass
-class _Accumulator:
-    """Gradients of rows first.. in the making, [rows, stride], in the panels' unit."""
-
-    array: Array
-    stride: int
-    first: int
-
-    def pointer(self, row: int) -> int:
-        offset = (row - self.first) * self.stride * self.array.dtype.itemsize
-        return int(self.array.data.ptr + offset)
-
-
-def _in_place(out: Array | None, real: np.dtype[Any]) -> bool:
-    """Whether gradients can be gathered at their destination."""
-    return out is not None and (
-        out.dtype == real
-        and (out.strides[1] == real.itemsize or out.shape[1] == 1)
-        and out.strides[0] >= out.shape[1] * real.itemsize
-        and out.strides[0] % real.itemsize == 0
-    )
-
-
 # --- the backend ----------------------------------------------------------------------------------
 
 
 class GPU:
     """Blocks of one problem on the current device: see `infonce.kernels.blocks.Backend`."""
 
-    xp = _Namespace()
+    xp = Namespace()
     online = False  # log-sum-exps first, then dQ from panels: 3 products
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
@@ -277,8 +115,8 @@ class GPU:
                 f'"{self.precision}"'
             )
         self.tile = config.tile(self.precision, problem.shape[2], self.properties)
-        self.query = _Side(self, problem.query, problem.normalize)
-        self.key = self.query if problem.symmetric else _Side(self, problem.key, problem.normalize)
+        self.query = Side(self, problem.query, problem.normalize)
+        self.key = self.query if problem.symmetric else Side(self, problem.key, problem.normalize)
         # bytes of an element, of each half where there are two, and of a row
         self.item = config.OPERAND_BYTES[self.precision] // (2 if self.precision == "bf16x3" else 1)
         self.width = max(self.query.padded, self.key.padded) * self.item
@@ -292,12 +130,12 @@ class GPU:
         self.square = not problem.part and (
             problem.symmetric or problem.two_sided or problem.bias is not None
         )
-        self.vectors = _Vectors(self, problem.query)
+        self.vectors = Vectors(self, problem.query)
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
         if gradients is not None:
-            self.query_in_place = not gradients.add_query and _in_place(gradients.query, self.real)
-            self.key_in_place = not gradients.want_key or _in_place(gradients.key, self.real)
+            self.query_in_place = not gradients.add_query and in_place(gradients.query, self.real)
+            self.key_in_place = not gradients.want_key or in_place(gradients.key, self.real)
         self.needs = config.Needs(
             precision=self.precision,
             staged_query=not self.query.direct,
@@ -320,7 +158,7 @@ class GPU:
             cuts.append(cut)
             sizes.append(needs.size(cut, d, block_n))
         self.statistics_cut, self.cut = cuts
-        self.scratch = _Scratch(max(sizes))
+        self.scratch = Scratch(max(sizes))
 
     # -- launching
 
@@ -414,79 +252,6 @@ class GPU:
             _SoftmaxFold(self, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, Sigmoid):
             _SigmoidFold(self, problem, grid, epilogue, gradients).run()
-
-
-class _Vectors(blocks.Vectors):
-    """`blocks.Vectors` in a kernel a step."""
-
-    def __init__(self, gpu: GPU, features: Array) -> None:
-        super().__init__(weakref.proxy(gpu))
-        self.gpu: GPU = weakref.proxy(gpu)
-        # results are float64 for float64 features, else float32; the caller converts what differs
-        self.double = features.dtype == np.float64 or gpu.precision == "fp64"
-        self.out = np.dtype(np.float64 if self.double else np.float32)
-        self.found = cupy.empty(1)
-
-    def statistics(self, problem: Problem) -> Statistics:
-        if problem.ranks:
-            self.found[...] = 0
-            return super().statistics(problem)
-        m, n, _ = problem.shape
-        two_sided = problem.two_sided
-        memory = cupy.empty(3 * m + (2 * n if two_sided else 0))
-        rows = columns = blocks.Sums(memory[:m], memory[m : 2 * m])
-        if two_sided:
-            columns = blocks.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
-        positive = memory[2 * m : 3 * m]
-        of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
-        self.gpu.vector_kernel(
-            "begin", max(m, n), struct(_SUMS, address(rows.max), address(rows.sum)),
-            struct(_SUMS, *of_columns), positive, np.int64(m), np.int64(n), self.found,
-        )  # fmt: skip
-        whole = columns if two_sided or problem.symmetric else None
-        return Statistics(rows, whole, positive)
-
-    def conclude(self, problem: Problem, stats: Statistics, triangle: bool) -> blocks.Conclusion:
-        gpu, m = self.gpu, problem.shape[0]
-        two_sided = problem.two_sided and stats.columns is not None
-        bad = gpu.not_finite(problem, self.found)
-        out = cupy.empty((8 if two_sided else 5, m))
-        lses = cupy.empty((2, m), self.out)
-        losses, row_loss, row_lse2, a, at_positive = out[:5]
-        column_loss, column_lse2, b = out[5:] if two_sided else (None, None, None)
-        columns = stats.columns if two_sided and stats.columns is not None else stats.rows
-        results = losses, row_loss, row_lse2, column_loss, column_lse2, a, b, at_positive
-        concluding = struct(
-            _CONCLUDING, (address(stats.rows.max), address(stats.rows.sum)),
-            (address(columns.max), address(columns.sum)),
-            (address(stats.positive), address(problem.positives), address(problem.upstream),
-             address(bad), address(self.found)),
-            problem.row_weight, problem.column_weight, gpu.scale[:2], m, problem.symmetric,
-            triangle, two_sided, not self.double, tuple(map(address, results)),
-            (address(lses), address(lses, 1)),
-        )  # fmt: skip
-        gpu.vector_kernel("conclude", m, concluding)
-        share = None  # of nobody's interest from here on
-        return blocks.Conclusion(
-            losses, blocks.Direction(row_loss, lses[0], row_lse2, share),
-            blocks.Direction(column_loss, lses[1], column_lse2, share) if two_sided else None,
-            a, b, at_positive,
-        )  # fmt: skip
-
-    def totals(
-        self, problem: Problem, losses: Array, gradients: Gradients | None
-    ) -> tuple[Array | None, Array | None]:
-        out = cupy.empty(2, self.out)
-        dots = None if gradients is None else gradients.dots
-        kernel = self.gpu.kernel("vectors.cu", "totals")
-        arguments = (
-            losses, np.int64(len(losses)), np.float64(problem.row_share or 0.0), pointer(dots),
-            np.int64(0 if dots is None else len(dots)),
-            np.float64(2.0 if problem.symmetric else 1.0),  # every pair stands twice in <dZ, z>
-            self.gpu.scale_struct, out, np.int64(not self.double),
-        )  # fmt: skip
-        kernel((1,), (1024,), arguments)
-        return None if problem.row_share is None else out[0], None if dots is None else out[1]
 
 
 class _Fold:
@@ -687,11 +452,11 @@ class _GradientFold(_Fold):
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
             self.of_columns = self.accumulator(gradients.key, gpu.key_in_place, keys, d)
 
-    def accumulator(self, out: Array, in_place: bool, rows: slice, d: int) -> _Accumulator:
+    def accumulator(self, out: Array, in_place: bool, rows: slice, d: int) -> Accumulator:
         if in_place:
-            return _Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
+            return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
         made = self.gpu.scratch.take((rows.stop - rows.start, d), self.gpu.real)
-        return _Accumulator(made, d, rows.start)
+        return Accumulator(made, d, rows.start)
 
     @property
     def panel_struct(self) -> Any:
@@ -727,7 +492,7 @@ class _GradientFold(_Fold):
         return self.problem.symmetric and self.grid.triangle
 
     def product(
-        self, op: int, d: int, n: int, k: int, z: _Operand, out: _Accumulator, row: int,
+        self, op: int, d: int, n: int, k: int, z: Operand, out: Accumulator, row: int,
         first: bool,
     ) -> None:  # fmt: skip
         """out[row : row + n] (+)= P z or P' z. cuBLAS counts columns first: there all this is
@@ -770,7 +535,7 @@ class _GradientFold(_Fold):
                         self.gradients.key, not self.gradients.want_query)  # fmt: skip
 
     def finish(
-        self, acc: _Accumulator, side: _Side, other: _Side, rows: slice,
+        self, acc: Accumulator, side: Side, other: Side, rows: slice,
         partners: tuple[int, int, int], out: Array, need_dots: bool, add: bool = False,
     ) -> None:  # fmt: skip
         """Rows' gradients are complete: positives, units, normalisation, destination."""

@@ -1,0 +1,134 @@
+"""Memory of a call on a GPU: workspace, operands as kernels read them, gradients in the making."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+
+from . import launch_config as config
+from .arguments import address, matrix, pointer
+from .blocks import Array
+
+if TYPE_CHECKING:
+    from .gpu import GPU
+
+DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
+          "fp16": "float16"}  # fmt: skip
+
+
+class Scratch:
+    """The workspace: one allocation, dealt out anew to each fold."""
+
+    ALIGNMENT = 256
+
+    def __init__(self, size: int) -> None:
+        self.size = size + 16 * self.ALIGNMENT
+        self.memory: Array = None
+        self.taken = 0
+
+    def reset(self) -> None:
+        """All of it is free again: a fold begins."""
+        if self.memory is None:
+            self.memory = cupy.empty(self.size, np.uint8)
+        self.taken = 0
+
+    def take(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
+        """An array in what is left."""
+        array = cupy.ndarray(shape, dtype, self.memory.data + self.taken)
+        self.taken += -(-array.nbytes // self.ALIGNMENT) * self.ALIGNMENT
+        assert self.taken <= self.size
+        return array
+
+
+# --- operands -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Operand:
+    """Rows of one side as the tiled kernels and cuBLAS read them."""
+
+    data: int
+    stride: int  # elements
+    low: int  # elements from the high to the low half (bf16x3)
+    rows: int
+    factor: int
+
+
+class Side:
+    """One side's features: where they lie, or staged a block at a time in the operands' format."""
+
+    def __init__(self, gpu: GPU, features: Array, normalize: bool) -> None:
+        item = features.dtype.itemsize
+        if any(s % item for s in features.strides):
+            features = cupy.ascontiguousarray(features)
+        # no cycle: all this is freed when a call ends, not when the garbage collector comes
+        self.gpu, self.features = weakref.proxy(gpu), features
+        self.factor = self.exponent = None
+        n, d = features.shape
+        self.direct = (
+            not normalize
+            and DIRECT.get(gpu.precision) == features.dtype.name
+            and (features.strides[1] == item or d == 1)
+            and d * item % 16 == 0
+            and features.strides[0] % 16 == 0
+            and features.strides[0] >= d * item
+            and features.data.ptr % 16 == 0
+        )
+        self.padded = d if self.direct else config.padded(d, gpu.precision)
+        if normalize:
+            self.factor = cupy.empty(n, gpu.real)
+            self.exponent = cupy.empty(n, np.int32)
+            gpu.rows_kernel("row_norms", n, matrix(features), np.int64(n), np.int64(d),
+                            self.factor, self.exponent)  # fmt: skip
+
+    def buffer(self, rows: int) -> Array:
+        """Room for staging `rows` rows; None where they are read in place."""
+        if self.direct:
+            return None
+        size = rows * self.padded * config.OPERAND_BYTES[self.gpu.precision]
+        return self.gpu.scratch.take((size,))
+
+    def block(self, rows: slice, buffer: Array | None) -> Operand:
+        """Rows `rows`, in place or staged into `buffer`."""
+        n, factor = rows.stop - rows.start, address(self.factor, rows.start)
+        if buffer is None:
+            stride = self.features.strides[0] // self.features.dtype.itemsize
+            return Operand(address(self.features, rows.start), stride, 0, n, factor)
+        low = self.padded if self.gpu.precision == "bf16x3" else 0
+        stride = self.padded + low
+        self.gpu.rows_kernel(
+            "stage", n, matrix(self.features, rows.start), np.int64(n),
+            np.int64(self.features.shape[1]), pointer(self.exponent, rows.start), buffer,
+            np.int64(stride), np.int64(low),
+        )  # fmt: skip
+        return Operand(buffer.data.ptr, stride, low, n, factor)
+
+
+# --- accumulators ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Accumulator:
+    """Gradients of rows first.. in the making, [rows, stride], in the panels' unit."""
+
+    array: Array
+    stride: int
+    first: int
+
+    def pointer(self, row: int) -> int:
+        offset = (row - self.first) * self.stride * self.array.dtype.itemsize
+        return int(self.array.data.ptr + offset)
+
+
+def in_place(out: Array | None, real: np.dtype[Any]) -> bool:
+    """Whether gradients can be gathered at their destination."""
+    return out is not None and (
+        out.dtype == real
+        and (out.strides[1] == real.itemsize or out.shape[1] == 1)
+        and out.strides[0] >= out.shape[1] * real.itemsize
+        and out.strides[0] % real.itemsize == 0
+    )

@@ -1,0 +1,135 @@
+"""The mathematics on vectors of length M and N on a GPU, a kernel a step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+
+from . import blocks
+from .arguments import SCALAR, address, pointer, pointers, struct
+from .blocks import Array, Gradients, Problem, Statistics
+
+if TYPE_CHECKING:
+    from .gpu import GPU
+
+_SUMS = pointers("max sum")
+_CONCLUDING = np.dtype(
+    [("rows", _SUMS), ("columns", _SUMS),
+     ("vectors", pointers("positive positives upstream bad any")),
+     ("row_weight", "f8"), ("column_weight", "f8"), ("scale", SCALAR), ("m", "i8"),
+     ("symmetric", "i8"), ("triangle", "i8"), ("two_sided", "i8"), ("lse_is_float", "i8"),
+     ("results", pointers("losses row_loss row_lse2 column_loss column_lse2 a b at_positive")),
+     ("lses", pointers("row column"))]
+)  # fmt: skip
+
+# The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
+_empty_sums = cupy.ElementwiseKernel(
+    "", "float64 max, float64 sum",
+    "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
+)  # fmt: skip
+# blocks.conclude, formula by formula. (CuPy has a logaddexp2, which loses small losses.)
+_conclude = cupy.ElementwiseKernel(
+    "float64 max, float64 sum, float64 positive",
+    "float64 loss, float64 lse, float64 lse2, float64 share",
+    """
+    const double ln_2 = 0.6931471805599453, log2_e = 1.4426950408889634;
+    const double negatives = max + log2(sum), gap = negatives - positive;
+    const double softplus = fmax(gap, 0.0) + log1p(exp2(-fabs(gap))) * log2_e;
+    loss = ln_2 * (isnan(gap) ? gap : softplus);
+    lse2 = isnan(gap) ? gap : positive + softplus;
+    lse = ln_2 * lse2;
+    share = isinf(gap) ? gap > 0 : exp2(gap - softplus);
+    """,
+    "infonce_conclude",
+)  # fmt: skip
+
+
+class Namespace:
+    """CuPy, as far as the mathematics on vectors uses it."""
+
+    conclude = staticmethod(_conclude)
+
+    @staticmethod
+    def empty_sums(n: int) -> Any:
+        return _empty_sums(size=n)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(cupy, name)
+
+
+class Vectors(blocks.Vectors):
+    """`blocks.Vectors` in a kernel a step."""
+
+    def __init__(self, gpu: GPU, features: Array) -> None:
+        super().__init__(weakref.proxy(gpu))
+        self.gpu: GPU = weakref.proxy(gpu)
+        # results are float64 for float64 features, else float32; the caller converts what differs
+        self.double = features.dtype == np.float64 or gpu.precision == "fp64"
+        self.out = np.dtype(np.float64 if self.double else np.float32)
+        self.found = cupy.empty(1)
+
+    def statistics(self, problem: Problem) -> Statistics:
+        if problem.ranks:
+            self.found[...] = 0
+            return super().statistics(problem)
+        m, n, _ = problem.shape
+        two_sided = problem.two_sided
+        memory = cupy.empty(3 * m + (2 * n if two_sided else 0))
+        rows = columns = blocks.Sums(memory[:m], memory[m : 2 * m])
+        if two_sided:
+            columns = blocks.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
+        positive = memory[2 * m : 3 * m]
+        of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
+        self.gpu.vector_kernel(
+            "begin", max(m, n), struct(_SUMS, address(rows.max), address(rows.sum)),
+            struct(_SUMS, *of_columns), positive, np.int64(m), np.int64(n), self.found,
+        )  # fmt: skip
+        whole = columns if two_sided or problem.symmetric else None
+        return Statistics(rows, whole, positive)
+
+    def conclude(
+        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool
+    ) -> blocks.Conclusion:
+        gpu, m = self.gpu, problem.shape[0]
+        two_sided = problem.two_sided and stats.columns is not None
+        bad = gpu.not_finite(problem, self.found)
+        out = cupy.empty((8 if two_sided else 5, m))
+        lses = cupy.empty((2, m), self.out)
+        losses, row_loss, row_lse2, a, at_positive = out[:5]
+        column_loss, column_lse2, b = out[5:] if two_sided else (None, None, None)
+        columns = stats.columns if two_sided and stats.columns is not None else stats.rows
+        results = losses, row_loss, row_lse2, column_loss, column_lse2, a, b, at_positive
+        concluding = struct(
+            _CONCLUDING, (address(stats.rows.max), address(stats.rows.sum)),
+            (address(columns.max), address(columns.sum)),
+            (address(stats.positive), address(problem.positives), address(problem.upstream),
+             address(bad), address(self.found)),
+            problem.row_weight, problem.column_weight, gpu.scale[:2], m, problem.symmetric,
+            triangle, two_sided, not self.double, tuple(map(address, results)),
+            (address(lses), address(lses, 1)),
+        )  # fmt: skip
+        gpu.vector_kernel("conclude", m, concluding)
+        share = None  # of nobody's interest from here on
+        return blocks.Conclusion(
+            losses, blocks.Direction(row_loss, lses[0], row_lse2, share),
+            blocks.Direction(column_loss, lses[1], column_lse2, share) if two_sided else None,
+            a, b, at_positive,
+        )  # fmt: skip
+
+    def totals(
+        self, problem: Problem, losses: Array, gradients: Gradients | None
+    ) -> tuple[Array | None, Array | None]:
+        out = cupy.empty(2, self.out)
+        dots = None if gradients is None else gradients.dots
+        kernel = self.gpu.kernel("vectors.cu", "totals")
+        arguments = (
+            losses, np.int64(len(losses)), np.float64(problem.row_share or 0.0), pointer(dots),
+            np.int64(0 if dots is None else len(dots)),
+            np.float64(2.0 if problem.symmetric else 1.0),  # every pair stands twice in <dZ, z>
+            self.gpu.scale_struct, out, np.int64(not self.double),
+        )  # fmt: skip
+        kernel((1,), (1024,), arguments)
+        return None if problem.row_share is None else out[0], None if dots is None else out[1]
