@@ -1,4 +1,4 @@
-"""The GPU backend: sweeps or tiled kernels for logits and what becomes of them, cuBLAS for the rest.
+"""The GPU backend: sweeps or tiled kernels for logits and what becomes of them, else cuBLAS.
 
 A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
 but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
