@@ -327,9 +327,12 @@ class _Fold:
             )  # fmt: skip
             box = config.BLOCK_M // 2 if self.tile.wide else config.BLOCK_M
             maps = (
-                tensor_map(z.data, z.rows, side.padded * item, z.stride * item, box, gpu.precision)
+                tensor_map(
+                    z.data, z.rows, (z.low + side.padded) * item, z.stride * item, box,
+                    gpu.precision,
+                )
                 for z, side in ((q, gpu.query), (k, gpu.key))
-            )
+            )  # fmt: skip
             arguments = (*maps, block, np.int64(segments), *arguments)
             if panel:
                 arguments = (*arguments, self.panel_map(q.rows))
@@ -435,10 +438,11 @@ class _GradientFold(_Fold):
         )
         if gradients is None:
             return
-        low = 2 if gpu.precision == "bf16x3" else 1
-        self.stride = config.panel_stride(self.columns)
-        self.panel = gpu.scratch.take((self.rows * self.stride * low * gpu.item,))
-        self.panel_low = self.rows * self.stride if low == 2 else 0
+        # elements from row to row of the panel, and from the high to the low half of a row
+        self.stride, self.panel_low = config.panel_stride(self.columns, gpu.precision), 0
+        if gpu.precision == "bf16x3":
+            self.stride, self.panel_low = 2 * self.stride, self.stride
+        self.panel = gpu.scratch.take((self.rows * self.stride * gpu.item,))
         if problem.symmetric and self.by_columns:  # rows gather what columns bring, and the reverse
             self.of_rows = self.of_columns = self.accumulator(
                 gradients.query, gpu.query_in_place, slice(0, problem.shape[0]), d

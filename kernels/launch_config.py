@@ -182,7 +182,7 @@ def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
     return min(range(1, most + 1), key=cost)
 
 
-SWEEP_PRECISIONS = ("tf32", "bf16", "fp16")
+SWEEP_PRECISIONS = ("tf32", "bf16x3", "bf16", "fp16")
 MOST_ROUNDS = 8  # pieces a worker gets where panels are cut
 # bytes that epilogues keep in shared memory
 SWEEP_SUMS = 16 * 1024  # sums of columns
@@ -194,13 +194,14 @@ PANEL_COST = 14.0  # start and end of a panel, in products of a slab
 
 @lru_cache
 def sweep(precision: str, width: int, device: Device, extras: bool) -> Sweep | None:
-    """The persistent kernels' shape for rows of `width` bytes; None where they do not apply.
+    """The persistent kernels' shape for rows of `width` bytes (of each half: bf16x3); None where
+    they do not apply.
 
     `extras`: ids or factors of normalised rows.
     """
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
-    slabs = -(-width // SLAB)
+    slabs = -(-width // SLAB) * (2 if precision == "bf16x3" else 1)
     if slabs > 16:
         return None
     wide = slabs > 8
@@ -252,7 +253,8 @@ class Needs:
             total += pair * tile.column_sums(rows, columns)
         total += (self.staged_query * rows + self.staged_key * columns) * operand_row
         if self.gradient:
-            total += rows * panel_stride(columns) * OPERAND_BYTES[self.precision]
+            stride = panel_stride(columns, self.precision)
+            total += rows * stride * OPERAND_BYTES[self.precision]
         if self.query_accumulator:
             total += rows * self.accumulator_row(d)
         return total
@@ -265,14 +267,19 @@ class Needs:
 
 
 def padded(d: int, precision: str) -> int:
-    """Elements in a staged row: whole pieces of 16 bytes (of each half)."""
-    piece = 8 if precision in ("bf16x3", "bf16", "fp16") else 16 // OPERAND_BYTES[precision]
+    """Elements in a staged row: whole pieces of 16 bytes; of bf16x3 in each half, whole slabs."""
+    if precision == "bf16x3":  # one slab must not hold some of both halves
+        piece = SLAB // 2
+    else:
+        piece = 16 // OPERAND_BYTES[precision]
     return -(-d // piece) * piece
 
 
-def panel_stride(columns: int) -> int:
-    """Elements from row to row of a panel."""
-    return -(-columns // 8) * 8
+def panel_stride(columns: int, precision: str) -> int:
+    """Elements in a row of a panel; of bf16x3 in each half, which lie beside each other, so whole
+    tiles."""
+    piece = BLOCK_M if precision == "bf16x3" else 8
+    return -(-columns // piece) * piece
 
 
 @dataclass(frozen=True)

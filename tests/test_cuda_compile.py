@@ -85,6 +85,8 @@ SPILLS_EXTRAS = 1024
 def test_sweeps(name: str, precision: str, width: int) -> None:
     """For Hopper alone. That shared memory suffices is asserted by the kernels."""
     option, budget = SWEEPS[name]
+    if precision == "bf16x3":  # of each half; with three times the products, spills matter less
+        width, budget = width // 2, 512
     for extras, variant in ((False, 1), (False, 0), (True, 1)):
         sweep = config.sweep(precision, width, DEVICES["sm_90a"], extras)
         assert sweep is not None

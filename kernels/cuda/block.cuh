@@ -40,5 +40,5 @@ typedef unsigned short Element;
 struct Panel {
   Element* data;  // [rows, stride]
   i64 stride;     // elements, a multiple of 8
-  i64 low;        // elements from the high to the low half (bf16x3)
+  i64 low;        // elements from the high to the low half of a row (bf16x3), or 0
 };

@@ -19,6 +19,9 @@
 // with 64 rows in its memory; every key slab is fetched once for both, each block copying half of it
 // into the memory of both. A team is one warpgroup.
 //
+// BF16X3: a row is its features' high halves, then their low ones. A slab of keys' low halves meets
+// the rows' high ones, a slab of high halves both; low times low would be lost in rounding.
+//
 // What becomes of logits is the epilogue's:
 //     begin_panel(work)     a new panel of rows
 //     publish(tile)         shares with the team what is known of the tile's columns
@@ -31,7 +34,7 @@
 #define PANEL_ROWS 128
 #define TILE_COLUMNS 128
 #ifndef SLABS
-#define SLABS 8  // of a row: ceil(width / SLAB)
+#define SLABS 8  // of a row: ceil(width / SLAB), for each half
 #endif
 #ifndef STAGES
 #define STAGES 5
@@ -52,6 +55,7 @@
 #define HALVES (2 / BLOCKS)    // warpgroups of a team
 #define WARPGROUPS (2 * HALVES)
 #define OWN_ROWS (PANEL_ROWS / BLOCKS)
+#define PARTS (PRECISION == BF16X3 ? 2 : 1)  // of a row: high and low halves of its features
 #define SLICES 8  // of 16 columns: what epilogues do at once
 #define SWEEP_THREADS (128 * WARPGROUPS + 128)
 // Barriers, besides one a warpgroup
@@ -129,6 +133,9 @@ struct Place {
   }
 };
 
+// Which slab of the keys comes as number i: low halves first, so that what is small is summed first.
+__device__ __forceinline__ int key_slab(int i) { return (i + SLABS - SLABS / PARTS) % SLABS; }
+
 // --- the copying warp ---------------------------------------------------------------------------------
 
 template <class Epilogue>
@@ -153,9 +160,10 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
         barrier_expect(full, STAGE_BYTES);
 #if WIDE
         const int half = TILE_COLUMNS / 2;
-        copy_box_to(stage + rank * half * SLAB, k, full, i * SLAB_ELEMENTS, column + rank * half, 3);
+        copy_box_to(stage + rank * half * SLAB, k, full, key_slab(i) * SLAB_ELEMENTS,
+                    column + rank * half, 3);
 #else
-        copy_box(stage, k, full, i * SLAB_ELEMENTS, column);
+        copy_box(stage, k, full, key_slab(i) * SLAB_ELEMENTS, column);
 #endif
       }
     }
@@ -174,6 +182,21 @@ __device__ __forceinline__ void release(SweepShared<Epilogue>& s, u32 stage, con
 #endif
 }
 
+// x (+)= products of a slab of 64 rows and a slab of a tile, if not the `first`.
+__device__ __forceinline__ void multiply_slab(float (&x)[64], u32 a, u32 b, bool first) {
+#pragma unroll
+  for (int step = 0; step < SLAB / 32; ++step) {
+    const int add = !first || step > 0;
+#if PRECISION == TF32
+    wgmma_tf32(x, a + 2 * step, b + 2 * step, add);
+#elif PRECISION == FP16
+    wgmma_fp16(x, a + 2 * step, b + 2 * step, add);
+#else
+    wgmma_bf16(x, a + 2 * step, b + 2 * step, add);
+#endif
+  }
+}
+
 // x = products of the 64 rows at `rows` in shared memory with a tile's, of which the last slab's are
 // still under way. Slabs have arrived, or will; their stages are released as they are read.
 template <class Epilogue>
@@ -183,19 +206,12 @@ __device__ __forceinline__ void start_products(float (&x)[64], SweepShared<Epilo
 #pragma unroll
   for (int i = 0; i < SLABS; ++i) {
     barrier_wait(s.full[place.stage], place.phase);
-    const u32 a = rows + i * (OWN_ROWS * SLAB / 16);
+    const int apart = OWN_ROWS * SLAB / 16;  // slabs of the rows
+    const u32 a = rows + i % (SLABS / PARTS) * apart;
     const u32 b = matrix_start(shared_address(s.k[place.stage]));
     products_begin();
-#pragma unroll
-    for (int step = 0; step < SLAB / 32; ++step) {
-#if PRECISION == BF16
-      wgmma_bf16(x, a + 2 * step, b + 2 * step, i | step);
-#elif PRECISION == FP16
-      wgmma_fp16(x, a + 2 * step, b + 2 * step, i | step);
-#else
-      wgmma_tf32(x, a + 2 * step, b + 2 * step, i | step);
-#endif
-    }
+    if (i >= SLABS / PARTS) multiply_slab(x, a + SLABS / PARTS * apart, b, false);
+    multiply_slab(x, a, b, i == 0);
     products_commit();
     if (i > 0) {
       products_wait<1>();  // the slab before this one is read
@@ -414,36 +430,58 @@ struct PanelStrip {
     alignas(16) Element piece[4][16 * PIECE];  // one a warp; boxes, as in SweepShared
   };
   const TensorMap& map;
+  const Panel& panel;
   Element* piece;
   int put;  // where in it this lane's eight elements go
 
-  __device__ __forceinline__ PanelStrip(const TensorMap& map, const Panel&, Shared& shared,
+  __device__ __forceinline__ PanelStrip(const TensorMap& map, const Panel& panel, Shared& shared,
                                         const Lane& lane)
-      : map(map), piece(shared.piece[lane.warp]) {
+      : map(map), panel(panel), piece(shared.piece[lane.warp]) {
     const int row = lane.lane % 16;  // a box with 128-byte swizzle, as matrix_start has it
     put = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;
   }
   // Slice s of the strip from row `row` and column `column` of the panel on.
   __device__ __forceinline__ void store(const float (&x)[64], int s, int row, int column,
                                         const Block&, const Lane& lane) const {
+    const int first = 16 * s % PIECE;
+    if (first == 0) piece_read(lane);
+    write<false>(x, s);
+    if (first + 16 < PIECE) return;
+    column += 16 * (s + 1) - PIECE;
+    send(row, column, lane);
+    if (PARTS == 1) return;
+    piece_read(lane);
+#pragma unroll
+    for (int back = PIECE / 16 - 1; back >= 0; --back) write<true>(x, s - back);
+    send(row, column + (int)panel.low, lane);
+  }
+  // What the piece held before has been read.
+  __device__ __forceinline__ void piece_read(const Lane& lane) const {
+    if (lane.lane == 0) stores_read();
+    __syncwarp();
+  }
+  // A slice into the piece; or what rounding it has left.
+  template <bool LEFT>
+  __device__ __forceinline__ void write(const float (&x)[64], int s) const {
     u32 w[4];  // rows above and below of the first eight columns, then of the others
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; ++i) {
+      const float x0 = x[8 * s + 2 * i], x1 = x[8 * s + 2 * i + 1];
 #if PRECISION == FP16
-      w[i] = to_fp16x2(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
+      w[i] = to_fp16x2(x0, x1);
 #else
-      w[i] = to_bf16x2(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
+      w[i] = to_bf16x2(x0, x1);
+      if (LEFT)
+        w[i] = to_bf16x2(x0 - __uint_as_float(w[i] << 16),
+                         x1 - __uint_as_float(w[i] & 0xffff0000u));
 #endif
-    const int first = 16 * s % PIECE;
-    if (first == 0) {
-      if (lane.lane == 0) stores_read();
-      __syncwarp();  // the piece before has been read
     }
-    store_matrices(piece + (put ^ first), w[0], w[1], w[2], w[3]);
-    if (first + 16 < PIECE) return;
+    store_matrices(piece + (put ^ 16 * s % PIECE), w[0], w[1], w[2], w[3]);
+  }
+  __device__ __forceinline__ void send(int row, int column, const Lane& lane) const {
     written_for_copies();
     __syncwarp();
-    if (lane.lane == 0) store_box(map, piece, column + 16 * (s + 1) - PIECE, row);
+    if (lane.lane == 0) store_box(map, piece, column, row);
   }
   __device__ __forceinline__ void end(const Lane& lane) const {
     if (lane.lane == 0) stores_read();  // before the memory goes

@@ -140,7 +140,8 @@ __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[4], i64
 // Write the tile; `x` is ruined.
 __device__ __forceinline__ void store_panel(Real (&x)[8][8], const Panel& out, const Block& b,
                                             const Tile& t, const Position& p) {
-  const i64 columns = out.stride - t.column;  // padding up to the stride may be written
+  // padding up to the stride, or to the low half, may be written
+  const i64 columns = (out.low ? out.low : out.stride) - t.column;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const i64 r = t.row + p.row(i);
