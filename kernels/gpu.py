@@ -50,14 +50,23 @@ PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 LARGEST_ELEMENT = {"fp16": 8192.0}  # times 4: factors of normalised rows, below 2 each
 
 # cuBLAS's names for types and for the arithmetic of a product
-CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "bf16x3": 14, "bf16": 14, "fp16": 2}
-COMPUTE = {"fp64": 70, "fp32": 69, "tf32": 77, "bf16x3": 68, "bf16": 68, "fp16": 68}
+CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "bf16": 14, "bf16x3": 14, "bf16x6": 14}
+COMPUTE = {"fp64": 70, "fp32": 69, "tf32": 77, "fp16": 68, "bf16": 68, "bf16x3": 68, "bf16x6": 68}
 OP_N, OP_T = 0, 1
+# Which parts of the two operands are multiplied, small terms first; others are lost in rounding
+PRODUCTS = {
+    1: ((0, 0),),
+    2: ((1, 0), (0, 1), (0, 0)),
+    3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
+}
+# Tensor cores cut off bits when they add: sums of the large parts of this many terms at most, where
+# float32's accuracy is asked for
+LONGEST_SUM = {"bf16x6": 2048}
 
 # --- structures that kernels take, as kernels/cuda declares them ----------------------------------
 
 _OPERAND = np.dtype(
-    [("data", "u8"), ("stride", "i8"), ("low", "i8"), ("rows", "i8"), ("factor", "u8")]
+    [("data", "u8"), ("stride", "i8"), ("part", "i8"), ("rows", "i8"), ("factor", "u8")]
 )
 _BLOCK = np.dtype(
     [("q", _OPERAND), ("k", _OPERAND), ("width", "i8"), ("first_row", "i8"),
@@ -65,7 +74,7 @@ _BLOCK = np.dtype(
      ("query_ids", "u8"), ("key_ids", "u8"), ("symmetric", "i8"), ("triangle", "i8"),
      ("scale", SCALAR)]
 )  # fmt: skip
-_PANEL = np.dtype([("data", "u8"), ("stride", "i8"), ("low", "i8")])
+_PANEL = np.dtype([("data", "u8"), ("stride", "i8"), ("part", "i8")])
 
 
 _FACTORS = pointers("row_height a u column_height v shared")
@@ -104,10 +113,10 @@ class GPU:
     online = False  # log-sum-exps first, then dQ from panels: 3 products
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
-        self.precision = problem.compute
-        self.real = np.dtype(np.float64 if self.precision == "fp64" else np.float32)
         self.device = cupy.cuda.Device()
         self.properties = device_properties(self.device.id)
+        self.precision = config.operands(problem.compute, self.properties)
+        self.real = np.dtype(np.float64 if self.precision == "fp64" else np.float32)
         if not config.supported(self.precision, self.properties):
             raise ValueError(
                 f'precision: expected "fp32" or "fp64" on a device of compute capability '
@@ -117,8 +126,9 @@ class GPU:
         self.tile = config.tile(self.precision, problem.shape[2], self.properties)
         self.query = Side(self, problem.query, problem.normalize)
         self.key = self.query if problem.symmetric else Side(self, problem.key, problem.normalize)
-        # bytes of an element, of each half where there are two, and of a row
-        self.item = config.OPERAND_BYTES[self.precision] // (2 if self.precision == "bf16x3" else 1)
+        # bytes of an element (of one part), and of a row's part
+        self.parts = config.PARTS.get(self.precision, 1)
+        self.item = config.OPERAND_BYTES[self.precision] // self.parts
         self.width = max(self.query.padded, self.key.padded) * self.item
         extras = problem.normalize or problem.query_ids is not None
         self.sweep = None
@@ -305,8 +315,8 @@ class _Fold:
         row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // self.tile.block_n)
         block = struct(
             _BLOCK,
-            (q.data, q.stride * item, q.low * item, q.rows, q.factor),
-            (k.data, k.stride * item, k.low * item, k.rows, k.factor),
+            (q.data, q.stride * item, q.part * item, q.rows, q.factor),
+            (k.data, k.stride * item, k.part * item, k.rows, k.factor),
             gpu.width, rows.start, columns.start, row_tiles, column_tiles,
             address(problem.positives, rows.start),
             address(problem.query_ids, rows.start), address(problem.key_ids, columns.start),
@@ -328,7 +338,7 @@ class _Fold:
             box = config.BLOCK_M // 2 if self.tile.wide else config.BLOCK_M
             maps = (
                 tensor_map(
-                    z.data, z.rows, (z.low + side.padded) * item, z.stride * item, box,
+                    z.data, z.rows, gpu.parts * side.padded * item, z.stride * item, box,
                     gpu.precision,
                 )
                 for z, side in ((q, gpu.query), (k, gpu.key))
@@ -438,10 +448,9 @@ class _GradientFold(_Fold):
         )
         if gradients is None:
             return
-        # elements from row to row of the panel, and from the high to the low half of a row
-        self.stride, self.panel_low = config.panel_stride(self.columns, gpu.precision), 0
-        if gpu.precision == "bf16x3":
-            self.stride, self.panel_low = 2 * self.stride, self.stride
+        # elements from row to row of the panel, and from part to part of a row
+        self.panel_part = config.panel_stride(self.columns, gpu.precision)
+        self.stride = gpu.parts * self.panel_part
         self.panel = gpu.scratch.take((self.rows * self.stride * gpu.item,))
         if problem.symmetric and self.by_columns:  # rows gather what columns bring, and the reverse
             self.of_rows = self.of_columns = self.accumulator(
@@ -466,7 +475,7 @@ class _GradientFold(_Fold):
     def panel_struct(self) -> Any:
         if self.gradients is None:
             return struct(_PANEL, 0, 0, 0)
-        return struct(_PANEL, self.panel.data.ptr, self.stride, self.panel_low)
+        return struct(_PANEL, self.panel.data.ptr, self.stride, self.panel_part)
 
     def panel_map(self, rows: int) -> Any:
         """The panel as a sweep writes it: 16 rows of 128 bytes at a time."""
@@ -504,20 +513,20 @@ class _GradientFold(_Fold):
         precision, real = self.gpu.precision, self.gpu.real
         one, zero = np.array(1, real), np.array(0, real)
         item = self.gpu.item
-        halves = [(0, 0)]
-        if precision == "bf16x3":  # small terms first
-            halves = [(self.panel_low, 0), (0, z.low), (0, 0)]
         handle = cupy.cuda.device.get_cublas_handle()
-        for panel_half, operand_half in halves:
-            gemm_ex(
-                handle, OP_N, op, d, n, k, one.ctypes.data,
-                z.data + operand_half * item, CUDA_TYPE[precision], z.stride,
-                self.panel.data.ptr + panel_half * item, CUDA_TYPE[precision], self.stride,
-                (zero if first else one).ctypes.data,
-                out.pointer(row), CUDA_TYPE["fp64" if precision == "fp64" else "fp32"], out.stride,
-                COMPUTE[precision], -1,
-            )  # fmt: skip
-            first = False
+        for panel_part, z_part in PRODUCTS[self.gpu.parts]:
+            longest = LONGEST_SUM.get(precision, k) if panel_part == z_part == 0 else k
+            for start in range(0, k, longest):
+                at = panel_part * self.panel_part + start * (1 if op == OP_N else self.stride)
+                gemm_ex(
+                    handle, OP_N, op, d, n, min(longest, k - start), one.ctypes.data,
+                    z.data + (z_part * z.part + start * z.stride) * item, CUDA_TYPE[precision],
+                    z.stride, self.panel.data.ptr + at * item, CUDA_TYPE[precision], self.stride,
+                    (zero if first else one).ctypes.data,
+                    out.pointer(row), CUDA_TYPE["fp64" if precision == "fp64" else "fp32"],
+                    out.stride, COMPUTE[precision], -1,
+                )  # fmt: skip
+                first = False
 
     def end_rows(self, rows: slice) -> None:
         if self.of_rows is not None:

@@ -53,7 +53,7 @@ class Operand:
 
     data: int
     stride: int  # elements
-    low: int  # elements from the high to the low half (bf16x3)
+    part: int  # elements from part to part of a row (bf16x3, bf16x6)
     rows: int
     factor: int
 
@@ -98,14 +98,14 @@ class Side:
         if buffer is None:
             stride = self.features.strides[0] // self.features.dtype.itemsize
             return Operand(address(self.features, rows.start), stride, 0, n, factor)
-        low = self.padded if self.gpu.precision == "bf16x3" else 0
-        stride = self.padded + low
+        parts = config.PARTS.get(self.gpu.precision, 1)
+        part, stride = self.padded if parts > 1 else 0, self.padded * parts
         self.gpu.rows_kernel(
             "stage", n, matrix(self.features, rows.start), np.int64(n),
             np.int64(self.features.shape[1]), pointer(self.exponent, rows.start), buffer,
-            np.int64(stride), np.int64(low),
+            np.int64(stride), np.int64(part),
         )  # fmt: skip
-        return Operand(buffer.data.ptr, stride, low, n, factor)
+        return Operand(buffer.data.ptr, stride, part, n, factor)
 
 
 # --- accumulators ---------------------------------------------------------------------------------

@@ -18,9 +18,12 @@ LONG_SUM = 1024  # products from which sums are taken in two levels
 # "portable": the kernels that every card has, on those too that have better ones
 PORTABLE = os.environ.get("INFONCE_KERNELS", "") == "portable"
 
-# bytes of an operand's element (bf16x3: two halves), of dL/dx's element, and of accumulators
-OPERAND_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16x3": 4, "bf16": 2, "fp16": 2}
-ACCUMULATOR_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16x3": 4, "bf16": 4, "fp16": 4}
+# bytes of an operand's element (all its parts), of dL/dx's element, and of accumulators
+OPERAND_BYTES = {
+    "fp64": 8, "fp32": 4, "bf16x6": 6, "tf32": 4, "bf16x3": 4, "bf16": 2, "fp16": 2,
+}  # fmt: skip
+ACCUMULATOR_BYTES = {precision: 8 if precision == "fp64" else 4 for precision in OPERAND_BYTES}
+PARTS = {"bf16x3": 2, "bf16x6": 3}  # of an operand: its high, (middle,) low bits
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def tile(precision: str, d: int, device: Device) -> Tile:
     Two blocks on a multiprocessor where registers allow: one computes products while the other has
     its epilogue.
     """
-    two_levels = precision in ("fp32", "bf16x3") or (precision != "fp64" and d > LONG_SUM)
+    two_levels = precision in ("fp32", "bf16x6", "bf16x3") or (precision != "fp64" and d > LONG_SUM)
     levels = 2 if two_levels else 1
     candidates = [(128, 3, 1), (128, 2, 1), (64, 2, 1)]
     if levels == 1 and precision != "fp64":
@@ -108,6 +111,7 @@ class Sweep:
 
     slabs: int  # of a row
     wide: bool  # a cluster of two blocks shares a panel of rows
+    streamed: bool  # rows do not stay in shared memory
     workers: int  # blocks, or clusters of two, that run at once
     shared_memory: int  # bytes that a block can have
     extras: bool  # ids, or factors of normalised rows
@@ -116,26 +120,42 @@ class Sweep:
     square = True  # panels have as many rows as tiles have columns
 
     def stages(self, panel: bool) -> int:
-        """How many slabs of keys are under way; of kernels that write a panel, or of others."""
-        rows = BLOCK_M // 2 if self.wide else BLOCK_M
-        left = self.shared_memory - self.reserved(panel) - self.slabs * rows * SLAB
-        return min(8, left // (BLOCK_M * SLAB))
+        """How many slabs are under way; of kernels that write a panel, or of others."""
+        left = self.shared_memory - self.reserved(panel) - self.panel_bytes
+        stages = min(8, left // self.stage_bytes)
+        return stages // 3 * 3 if self.streamed else stages  # all parts of some features
+
+    @property
+    def stage_bytes(self) -> int:
+        """A slab of keys, and of rows if they do not stay."""
+        return (2 if self.streamed else 1) * BLOCK_M * SLAB
+
+    @property
+    def panel_bytes(self) -> int:
+        """Rows that stay in shared memory."""
+        if self.streamed:
+            return 0
+        return self.slabs * (BLOCK_M // 2 if self.wide else BLOCK_M) * SLAB
+
+    @property
+    def warpgroups(self) -> int:
+        """Two teams of one or two multiply."""
+        return 2 if self.wide or self.streamed else 4
 
     def reserved(self, panel: bool) -> int:
         """Bytes of shared memory besides slabs: barriers, and what epilogues keep there."""
-        of_panel = SWEEP_FACTORS + SWEEP_PIECES // (2 if self.wide else 1)
-        return 256 + (of_panel if panel else SWEEP_SUMS) + self.extras * SWEEP_EXTRAS
+        of_panel = SWEEP_FACTORS + self.warpgroups * SWEEP_PIECES
+        sums = self.warpgroups * SWEEP_SUMS
+        return 256 + (of_panel if panel else sums) + self.extras * SWEEP_EXTRAS
 
     def shared(self, panel: bool) -> int:
         """Dynamic shared memory in bytes."""
-        rows = BLOCK_M // 2 if self.wide else BLOCK_M
-        slabs = self.slabs * rows + self.stages(panel) * BLOCK_M
-        return slabs * SLAB + self.reserved(panel)
+        return self.panel_bytes + self.stages(panel) * self.stage_bytes + self.reserved(panel)
 
     @property
     def threads(self) -> int:
-        """Two teams of one or two warpgroups that multiply, one that copies."""
-        return 384 if self.wide else 640
+        """One warpgroup more than those that multiply: it copies."""
+        return 128 * self.warpgroups + 128
 
     @property
     def rows_at_once(self) -> int:
@@ -151,8 +171,8 @@ class Sweep:
         return min(self.workers, items) * (2 if self.wide else 1)
 
     def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Partial sums that a launch leaves for each row: one a segment and team."""
-        return 2 * self.segments(rows, columns, triangle)
+        """Partial sums that a launch leaves for each row: one a segment and team that meets it."""
+        return (1 if self.streamed else 2) * self.segments(rows, columns, triangle)
 
     def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
         """The same for each column: one a block and half of its panels."""
@@ -182,11 +202,11 @@ def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
     return min(range(1, most + 1), key=cost)
 
 
-SWEEP_PRECISIONS = ("tf32", "bf16x3", "bf16", "fp16")
+SWEEP_PRECISIONS = ("bf16x6", "tf32", "bf16x3", "bf16", "fp16")
 MOST_ROUNDS = 8  # pieces a worker gets where panels are cut
 # bytes that epilogues keep in shared memory
-SWEEP_SUMS = 16 * 1024  # sums of columns
-SWEEP_PIECES = 32 * 1024  # of the panel
+SWEEP_SUMS = 4 * 1024  # sums of columns, of each warpgroup
+SWEEP_PIECES = 8 * 1024  # of the panel, of each warpgroup
 SWEEP_FACTORS = 2 * 1024  # of columns
 SWEEP_EXTRAS = 3 * 1024  # ids and factors of normalised columns
 PANEL_COST = 14.0  # start and end of a panel, in products of a slab
@@ -194,19 +214,28 @@ PANEL_COST = 14.0  # start and end of a panel, in products of a slab
 
 @lru_cache
 def sweep(precision: str, width: int, device: Device, extras: bool) -> Sweep | None:
-    """The persistent kernels' shape for rows of `width` bytes (of each half: bf16x3); None where
-    they do not apply.
+    """The persistent kernels' shape for rows of `width` bytes in each part; None where they do not
+    apply.
 
     `extras`: ids or factors of normalised rows.
     """
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
-    slabs = -(-width // SLAB) * (2 if precision == "bf16x3" else 1)
-    if slabs > 16:
+    slabs = -(-width // SLAB) * PARTS.get(precision, 1)
+    streamed = precision == "bf16x6"
+    if slabs > 16 and not streamed:
         return None
-    wide = slabs > 8
+    wide = slabs > 8 and not streamed
     workers = device.multiprocessors // (2 if wide else 1)
-    return Sweep(slabs, wide, workers, device.shared_memory, extras)
+    return Sweep(slabs, wide, streamed, workers, device.shared_memory, extras)
+
+
+def operands(precision: str, device: Device) -> str:
+    """How operands are held: where tensor cores are this fast, float32 is the sum of three bfloat16
+    parts, and a product that of six of theirs, as accurate as with float32's own arithmetic."""
+    if precision == "fp32" and device.capability == "90" and not PORTABLE:
+        return "bf16x6"
+    return precision
 
 
 def supported(precision: str, device: Device) -> bool:
@@ -267,18 +296,16 @@ class Needs:
 
 
 def padded(d: int, precision: str) -> int:
-    """Elements in a staged row: whole pieces of 16 bytes; of bf16x3 in each half, whole slabs."""
-    if precision == "bf16x3":  # one slab must not hold some of both halves
-        piece = SLAB // 2
-    else:
-        piece = 16 // OPERAND_BYTES[precision]
+    """Elements in a staged row, or in each of its parts: whole pieces of 16 bytes; where there are
+    parts, whole slabs, as a slab must not hold some of two."""
+    piece = SLAB // 2 if precision in PARTS else 16 // OPERAND_BYTES[precision]
     return -(-d // piece) * piece
 
 
 def panel_stride(columns: int, precision: str) -> int:
-    """Elements in a row of a panel; of bf16x3 in each half, which lie beside each other, so whole
-    tiles."""
-    piece = BLOCK_M if precision == "bf16x3" else 8
+    """Elements in a row of a panel, or in each of its parts: these lie beside each other, and tiles
+    are written whole."""
+    piece = BLOCK_M if precision in PARTS else 8
     return -(-columns // piece) * piece
 
 

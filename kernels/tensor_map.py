@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 SIZE = 128  # bytes of a description, and its alignment
-DATA_TYPE = {"fp16": 6, "tf32": 11, "bf16x3": 9, "bf16": 9}  # CUtensorMapDataType
+# CUtensorMapDataType
+DATA_TYPE = {"fp16": 6, "bf16": 9, "bf16x3": 9, "bf16x6": 9, "tf32": 11}
 SWIZZLE_128B, PROMOTE_L2_256B = 3, 3
 
 
@@ -28,7 +29,7 @@ def _encode() -> Any:
 def tensor_map(data: int, rows: int, width: int, stride: int, box_rows: int, precision: str) -> Any:
     """`rows` rows of `width` bytes, `stride` bytes apart, copied in boxes of `box_rows` rows by 128
     bytes; as bytes to pass by value. Everything is a multiple of 16 bytes."""
-    item = 2 if precision in ("fp16", "bf16", "bf16x3") else 4
+    item = 4 if precision == "tf32" else 2
     memory = np.zeros(2 * SIZE, np.uint8)
     start = -memory.ctypes.data % SIZE
     described = memory[start : start + SIZE]

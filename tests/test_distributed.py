@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).parent
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
-LIMIT = 100  # seconds for one start of mpiexec
+LIMIT = 200  # seconds for one start of mpiexec
 
 
 def mpi_missing() -> str | None:

@@ -241,7 +241,8 @@ def test_accuracy_of_a_batch(loss: str, dtype: str, precision: str, kind: str) -
 # --- sweeps: what Hopper has instead of tiles -----------------------------------------------------
 
 SWEEPS = [
-    ("float32", "tf32"), ("float32", "bf16x3"), ("bfloat16", "bf16"), ("float16", "fp16"),
+    ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"), ("bfloat16", "bf16"),
+    ("float16", "fp16"),
 ]  # fmt: skip
 
 

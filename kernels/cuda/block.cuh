@@ -7,7 +7,7 @@
 struct Operand {
   const char* data;
   i64 stride;          // bytes from row to row
-  i64 low;             // bytes from the high to the low half of a row (bf16x3)
+  i64 part;            // bytes from part to part of a row (bf16x3, bf16x6)
   i64 rows;
   const Real* factor;  // [rows] or null: x_ij is multiplied by both sides' factors
 };
@@ -40,5 +40,5 @@ typedef unsigned short Element;
 struct Panel {
   Element* data;  // [rows, stride]
   i64 stride;     // elements, a multiple of 8
-  i64 low;        // elements from the high to the low half of a row (bf16x3), or 0
+  i64 part;       // elements from part to part of a row (bf16x3, bf16x6), or 0
 };

@@ -9,9 +9,13 @@
 #define BF16X3 3
 #define BF16 4
 #define FP16 5
+#define BF16X6 6
 #ifndef PRECISION
 #define PRECISION FP32
 #endif
+
+// Operands are sums of so many bfloat16 numbers, the largest first; they lie one after another in a row.
+#define PARTS (PRECISION == BF16X3 ? 2 : PRECISION == BF16X6 ? 3 : 1)
 
 #if PRECISION == FP64
 typedef double Real;

@@ -11,8 +11,9 @@
 // cores cut off bits when they add, and a long sum in float32 loses digits that a scale of 200
 // multiplies. It costs as many registers again, so that only one block fits a multiprocessor.
 //
-// bf16x3: an operand is hi + lo, two bfloat16 matrices beside each other. The product is a sum over
-// three times as many slabs, small terms first: lo hi' + hi lo' + hi hi'.
+// bf16x3, bf16x6: an operand is a sum of two or three parts, bfloat16 matrices beside each other. The
+// product is a sum over three or six times as many slabs, one pass for each pair of parts that is not
+// lost in rounding, small terms first.
 #pragma once
 #include "block.cuh"
 
@@ -29,6 +30,10 @@
 #ifndef LEVELS
 #define LEVELS 2
 #endif
+#define PASSES (PARTS * (PARTS + 1) / 2)
+// Parts that a pass multiplies, two bits each: 1 0, 0 1, 0 0, or 2 0, 1 1, 0 2, 1 0, 0 1, 0 0
+#define Q_PARTS (PARTS == 2 ? 0x001 : 0x046)
+#define K_PARTS (PARTS == 2 ? 0x004 : 0x124)
 #define PROMOTE (PRECISION == FP32 ? 1 : 2)  // slabs summed before they are added to the rest
 #define WARPS_M (BLOCK_M / 64)
 #define WARPS_N (BLOCK_N / 32)
@@ -79,11 +84,11 @@ __device__ __forceinline__ void load_slab(char* to, const Operand& z, i64 first,
 __device__ __forceinline__ void load_stage(char* stage, const Operand& q, const Operand& k,
                                            i64 row, i64 column, i64 width, int s, int slabs) {
   i64 q_part = 0, k_part = 0;
-#if PRECISION == BF16X3
-  const int pass = s / slabs;  // 0: lo hi', 1: hi lo', 2: hi hi'
+#if PARTS > 1
+  const int pass = s / slabs;
   s -= pass * slabs;
-  q_part = pass == 0 ? q.low : 0;
-  k_part = pass == 1 ? k.low : 0;
+  q_part = (Q_PARTS >> 2 * pass & 3) * q.part;
+  k_part = (K_PARTS >> 2 * pass & 3) * k.part;
 #endif
   load_slab<BLOCK_M>(stage, q, row, q_part, (i64)s * SLAB, width);
   load_slab<BLOCK_N>(stage + BLOCK_M * SLAB, k, column, k_part, (i64)s * SLAB, width);
@@ -188,7 +193,7 @@ __device__ __forceinline__ void tile_product(Real (&x)[8][8], const Operand& q, 
 #endif
 
   const int slabs = (int)((width + SLAB - 1) / SLAB);
-  const int steps = PRECISION == BF16X3 ? 3 * slabs : slabs;
+  const int steps = PASSES * slabs;
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
     if (s < steps) load_stage(stages + s * STAGE_BYTES, q, k, row, column, width, s, slabs);

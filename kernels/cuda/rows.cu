@@ -110,10 +110,10 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix z, i64 n, i
 
 // Operands of the tiled product: rows of `stride` elements, features beyond d are zeros.
 extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
-                                 const int* exponent, char* out, i64 stride, i64 low) {
+                                 const int* exponent, char* out, i64 stride, i64 part) {
   const i64 row = warp_row();
   if (row >= n) return;
-  for (i64 k = threadIdx.x % 32; k < (low ? low : stride); k += 32) {
+  for (i64 k = threadIdx.x % 32; k < (PARTS > 1 ? part : stride); k += 32) {
     const i64 at = row * stride + k;
 #if PRECISION == FP64
     double x = k < d ? z.get(row, k) : 0;
@@ -127,9 +127,12 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
 #elif PRECISION == FP16
     ((unsigned short*)out)[at] = to_fp16(x);
 #else
-    const unsigned short high = to_bf16(x);
-    ((unsigned short*)out)[at] = high;
-    if (low) ((unsigned short*)out)[at + low] = to_bf16(x - from_bf16(high));
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+      const unsigned short rounded = to_bf16(x);
+      ((unsigned short*)out)[at + p * part] = rounded;
+      x -= from_bf16(rounded);
+    }
 #endif
 #endif
   }

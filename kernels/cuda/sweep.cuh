@@ -19,8 +19,14 @@
 // with 64 rows in its memory; every key slab is fetched once for both, each block copying half of it
 // into the memory of both. A team is one warpgroup.
 //
-// BF16X3: a row is its features' high halves, then their low ones. A slab of keys' low halves meets
-// the rows' high ones, a slab of high halves both; low times low would be lost in rounding.
+// BF16X3: a row is its features' high parts, then their low ones. A slab of keys' low parts meets
+// the rows' high ones, a slab of high parts both; low times low would be lost in rounding.
+//
+// STREAMED (BF16X6): a row is three parts, too long to stay, and each slab has six products to be read
+// for: rows come along with keys, a part of 128 bytes of features of both a stage. Teams, a warpgroup
+// each, do not take turns: each has its 64 rows of every tile, and as they drift apart one has its
+// epilogue while the other multiplies. Sums are taken in two levels, since tensor cores cut off bits
+// when they add: over a slab's products, the small ones first, then over slabs.
 //
 // What becomes of logits is the epilogue's:
 //     begin_panel(work)     a new panel of rows
@@ -34,7 +40,7 @@
 #define PANEL_ROWS 128
 #define TILE_COLUMNS 128
 #ifndef SLABS
-#define SLABS 8  // of a row: ceil(width / SLAB), for each half
+#define SLABS 8  // of a row: ceil(width / SLAB), for each part
 #endif
 #ifndef STAGES
 #define STAGES 5
@@ -52,16 +58,19 @@
 #define SHARED 232448  // bytes that a launch gives
 #endif
 #define BLOCKS (WIDE ? 2 : 1)  // that share a panel
-#define HALVES (2 / BLOCKS)    // warpgroups of a team
+#define STREAMED (PARTS == 3)  // rows do not stay
+#define STRIPS (2 / BLOCKS)    // of 64 rows, that a block has of its panel
+#define HALVES (STREAMED ? 1 : STRIPS)  // warpgroups of a team
 #define WARPGROUPS (2 * HALVES)
 #define OWN_ROWS (PANEL_ROWS / BLOCKS)
-#define PARTS (PRECISION == BF16X3 ? 2 : 1)  // of a row: high and low halves of its features
 #define SLICES 8  // of 16 columns: what epilogues do at once
 #define SWEEP_THREADS (128 * WARPGROUPS + 128)
 // Barriers, besides one a warpgroup
 #define TURN (1 + WARPGROUPS)       // and TURN + 1: whose products come next
 #define NEW_PANEL (3 + WARPGROUPS)  // all epilogues of the panel before have ended
-#define STAGE_BYTES (TILE_COLUMNS * SLAB)
+#define SLAB_BYTES (TILE_COLUMNS * SLAB)
+#define STAGE_BYTES ((STREAMED ? 2 : 1) * SLAB_BYTES)  // keys, or rows and keys
+#define ROW_SLOTS (STREAMED ? 1 : 2)  // sums that a segment leaves for each row: a team each
 #define SLAB_ELEMENTS (SLAB / (PRECISION == TF32 ? 4 : 2))
 
 // A panel of rows, and the tiles of columns that it meets in one go: first .. last, which in a
@@ -89,8 +98,10 @@ __device__ __forceinline__ Work get_work(const Block& b, int segments, int item)
 
 template <class Epilogue>
 struct SweepShared {  // boxes begin at multiples of 1024 bytes, which all sizes before them are
+#if !STREAMED
   alignas(16) char q[SLABS][OWN_ROWS * SLAB];
-  char k[STAGES][STAGE_BYTES];
+#endif
+  alignas(16) char k[STAGES][STAGE_BYTES];
   typename Epilogue::Group group[WARPGROUPS];  // what a warpgroup makes of a tile
   typename Epilogue::Team team[2];             // what a team knows of its tile's columns
   alignas(8) u64 full[STAGES], empty[STAGES];  // stages hold a slab; stages may be filled
@@ -99,11 +110,12 @@ struct SweepShared {  // boxes begin at multiples of 1024 bytes, which all sizes
 
 // Where a thread's products are.
 struct Lane {
-  int warpgroup, team, half, thread, warp, lane, g, t;
+  int warpgroup, team, half, strip, thread, warp, lane, g, t;
   __device__ Lane() {
     warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // one number for the whole warp
     team = warpgroup / HALVES;
     half = warpgroup % HALVES;
+    strip = STREAMED ? team : half;
     thread = threadIdx.x % 128;
     lane = threadIdx.x % 32;
     // Asking for the number of a thread takes long: not again and again
@@ -114,7 +126,7 @@ struct Lane {
   }
   // The first of this thread's two rows in the panel; the other is eight below.
   __device__ int row() const {
-    return (WIDE ? (int)cluster_rank() : half) * 64 + warp * 16 + g;
+    return (WIDE ? (int)cluster_rank() : strip) * 64 + warp * 16 + g;
   }
   __device__ void sync_warpgroup() const { sync_some(1 + warpgroup, 128); }
   __device__ void sync_team() const { sync_some(1 + team * HALVES, 128 * HALVES); }
@@ -133,8 +145,12 @@ struct Place {
   }
 };
 
-// Which slab of the keys comes as number i: low halves first, so that what is small is summed first.
-__device__ __forceinline__ int key_slab(int i) { return (i + SLABS - SLABS / PARTS) % SLABS; }
+// Which slab comes as number i. Small parts come first, and are summed first: of all features, or
+// of a slab's.
+__device__ __forceinline__ int slab_number(int i) {
+  if (STREAMED) return (PARTS - 1 - i % PARTS) * (SLABS / PARTS) + i / PARTS;
+  return (i + SLABS - SLABS / PARTS) % SLABS;
+}
 
 // --- the copying warp ---------------------------------------------------------------------------------
 
@@ -147,10 +163,12 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
   u32 panels = 0;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS, ++panels) {
     const Work w = get_work(b, segments, item);
+    const int row = w.panel * PANEL_ROWS + rank * OWN_ROWS;
+#if !STREAMED
     barrier_wait(s.panel_empty, (panels & 1) ^ 1);
     barrier_expect(s.panel_full, sizeof s.q);
-    for (int i = 0; i < SLABS; ++i)
-      copy_box(s.q[i], q, s.panel_full, i * SLAB_ELEMENTS, w.panel * PANEL_ROWS + rank * OWN_ROWS);
+    for (int i = 0; i < SLABS; ++i) copy_box(s.q[i], q, s.panel_full, i * SLAB_ELEMENTS, row);
+#endif
     for (int t = w.first; t < w.last; ++t) {
       const int column = (t < tiles ? t : t - tiles) * TILE_COLUMNS;
       for (int i = 0; i < SLABS; ++i, place.next()) {
@@ -158,12 +176,15 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
         char* stage = s.k[place.stage];
         barrier_wait(s.empty[place.stage], place.phase ^ 1);
         barrier_expect(full, STAGE_BYTES);
-#if WIDE
+        const int feature = slab_number(i) * SLAB_ELEMENTS;
+#if STREAMED
+        copy_box(stage, q, full, feature, row);
+        copy_box(stage + SLAB_BYTES, k, full, feature, column);
+#elif WIDE
         const int half = TILE_COLUMNS / 2;
-        copy_box_to(stage + rank * half * SLAB, k, full, key_slab(i) * SLAB_ELEMENTS,
-                    column + rank * half, 3);
+        copy_box_to(stage + rank * half * SLAB, k, full, feature, column + rank * half, 3);
 #else
-        copy_box(stage, k, full, key_slab(i) * SLAB_ELEMENTS, column);
+        copy_box(stage, k, full, feature, column);
 #endif
       }
     }
@@ -222,6 +243,67 @@ __device__ __forceinline__ void start_products(float (&x)[64], SweepShared<Epilo
   }
 }
 
+#if STREAMED
+// x = products of this warpgroup's 64 rows with a tile's.
+template <class Epilogue>
+__device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Epilogue>& s,
+                                                  Place& place, const Lane& lane) {
+  static_assert(STAGES % PARTS == 0, "parts of the same features lie beside each other");
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i] = 0;
+#pragma unroll 1
+  for (int slab = 0; slab < SLABS / PARTS; ++slab) {
+    const u32 first = place.stage, keys = matrix_start(shared_address(s.k[first]) + SLAB_BYTES);
+    const u32 rows = matrix_start(shared_address(s.k[first]) + lane.strip * 64 * SLAB);
+    const int part = STAGE_BYTES / 16;  // from a large one back to the next smaller
+    for (int p = 0; p < PARTS; ++p, place.next()) barrier_wait(s.full[place.stage], place.phase);
+    float y[64];
+    products_begin();
+    multiply_slab(y, rows, keys + 2 * part, true);
+    multiply_slab(y, rows + part, keys + part, false);
+    multiply_slab(y, rows + 2 * part, keys, false);
+    products_commit();
+    multiply_slab(y, rows + part, keys + 2 * part, false);
+    multiply_slab(y, rows + 2 * part, keys + part, false);
+    products_commit();
+    products_wait<1>();
+    release(s, first, lane);
+    multiply_slab(y, rows + 2 * part, keys + 2 * part, false);
+    products_commit();
+    products_wait<1>();
+    release(s, first + 1, lane);
+    products_wait<0>();
+    release(s, first + 2, lane);
+    arrived(y);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] += y[i];
+  }
+}
+
+template <class Epilogue>
+__device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, const Block& b,
+                                                    int segments, Epilogue& epilogue,
+                                                    const Lane& lane) {
+  const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
+  Place place;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Work w = get_work(b, segments, item);
+    epilogue.begin_panel(w);
+    for (int t = w.first; t < w.last; ++t) {
+      const int tile = t < tiles ? t : t - tiles;
+      float x[64];
+      streamed_products(x, s, place, lane);
+      lane.sync_warpgroup();  // nobody reads what belonged to the tile before
+      epilogue.publish(tile);
+      lane.sync_warpgroup();
+      epilogue.tile(x, tile);
+      if (Epilogue::SUMS) lane.sync_warpgroup();
+      epilogue.end_tile(tile);
+    }
+    epilogue.end_panel(w);
+  }
+}
+#else
 template <class Epilogue>
 __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, const Block& b,
                                                     int segments, Epilogue& epilogue,
@@ -266,6 +348,7 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
     epilogue.end_panel(w);
   }
 }
+#endif
 
 template <class Epilogue>
 __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
@@ -291,10 +374,10 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   if (WIDE) cluster_sync();
   else __syncthreads();
   if (lane.warpgroup < WARPGROUPS) {
-    more_registers<WIDE ? 232 : 112>();
+    more_registers<HALVES == 1 ? 232 : 112>();
     multiply_everything(s, b, segments, epilogue, lane);
   } else {
-    fewer_registers<WIDE ? 40 : 32>();
+    fewer_registers<HALVES == 1 ? 40 : 32>();
     if (lane.thread == 0) copy_everything(s, q, k, b, segments);
   }
   if (WIDE) cluster_sync();  // nobody arrives at the barriers of a block that has ended
@@ -441,39 +524,41 @@ struct PanelStrip {
     put = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;
   }
   // Slice s of the strip from row `row` and column `column` of the panel on.
-  __device__ __forceinline__ void store(const float (&x)[64], int s, int row, int column,
-                                        const Block&, const Lane& lane) const {
+  __device__ __forceinline__ void store(float (&x)[64], int s, int row, int column, const Block&,
+                                        const Lane& lane) const {
     const int first = 16 * s % PIECE;
     if (first == 0) piece_read(lane);
-    write<false>(x, s);
+    write(x, s);
     if (first + 16 < PIECE) return;
     column += 16 * (s + 1) - PIECE;
     send(row, column, lane);
-    if (PARTS == 1) return;
-    piece_read(lane);
 #pragma unroll
-    for (int back = PIECE / 16 - 1; back >= 0; --back) write<true>(x, s - back);
-    send(row, column + (int)panel.low, lane);
+    for (int part = 1; part < PARTS; ++part) {
+      piece_read(lane);
+#pragma unroll
+      for (int back = PIECE / 16 - 1; back >= 0; --back) write(x, s - back);
+      send(row, column + part * (int)panel.part, lane);
+    }
   }
   // What the piece held before has been read.
   __device__ __forceinline__ void piece_read(const Lane& lane) const {
     if (lane.lane == 0) stores_read();
     __syncwarp();
   }
-  // A slice into the piece; or what rounding it has left.
-  template <bool LEFT>
-  __device__ __forceinline__ void write(const float (&x)[64], int s) const {
+  // A slice into the piece; x becomes what rounding has left, the next part.
+  __device__ __forceinline__ void write(float (&x)[64], int s) const {
     u32 w[4];  // rows above and below of the first eight columns, then of the others
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float x0 = x[8 * s + 2 * i], x1 = x[8 * s + 2 * i + 1];
+      float &x0 = x[8 * s + 2 * i], &x1 = x[8 * s + 2 * i + 1];
 #if PRECISION == FP16
       w[i] = to_fp16x2(x0, x1);
 #else
       w[i] = to_bf16x2(x0, x1);
-      if (LEFT)
-        w[i] = to_bf16x2(x0 - __uint_as_float(w[i] << 16),
-                         x1 - __uint_as_float(w[i] & 0xffff0000u));
+      if (PARTS > 1) {
+        x0 -= __uint_as_float(w[i] << 16);
+        x1 -= __uint_as_float(w[i] & 0xffff0000u);
+      }
 #endif
     }
     store_matrices(piece + (put ^ 16 * s % PIECE), w[0], w[1], w[2], w[3]);
@@ -495,8 +580,8 @@ struct PanelStrip {
 
   __device__ __forceinline__ PanelStrip(const TensorMap&, const Panel& panel, Shared&, const Lane&)
       : panel(panel) {}
-  __device__ __forceinline__ void store(const float (&x)[64], int s, int row, int column,
-                                        const Block& b, const Lane& lane) const {
+  __device__ __forceinline__ void store(float (&x)[64], int s, int row, int column, const Block& b,
+                                        const Lane& lane) const {
     const bool odd = lane.t & 1;
     column += 16 * s + (odd ? 8 : 0) + (lane.t & 2) * 2;
 #pragma unroll

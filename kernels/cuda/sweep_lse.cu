@@ -193,13 +193,13 @@ struct Lse {
       all += __shfl_xor_sync(ALL_LANES, all, 1);
       all += __shfl_xor_sync(ALL_LANES, all, 2);
       if (lane.t == 0 && row(h) < b.q.rows)
-        row_pairs[(2 * w.segment + lane.team) * row_stride + row(h)] = make_float2(most, all);
+        row_pairs[(ROW_SLOTS * w.segment + lane.team % ROW_SLOTS) * row_stride + row(h)] = make_float2(most, all);
     }
   }
 };
 
-// positive [rows], base-2 logits; row_pairs [2 segments, row_stride]; column_pairs [HALVES blocks,
-// column_stride], which start as (-inf, 0).
+// positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
+// [STRIPS blocks, column_stride], which start as (-inf, 0).
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -212,7 +212,7 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
   const double scale = block.scale.get() * LOG2_E;
   Lse lse{block, lane, shared.team[lane.team & 1],
           shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs,
-          column_pairs + (HALVES * (i64)blockIdx.x + lane.half) * column_stride, row_stride, scale,
+          column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip) * column_stride, row_stride, scale,
           (float)scale};
   sweep(shared, q, k, block, (int)segments, lse, lane);
 }

@@ -113,7 +113,8 @@ struct SigmoidLoss {
         sums[h].y += __shfl_xor_sync(ALL_LANES, sums[h].y, lanes);
       }
       const i64 row = (i64)w.panel * PANEL_ROWS + lane.row() + 8 * h;
-      if (lane.t == 0 && row < b.q.rows) row_sums[(2 * w.segment + lane.team) * row_stride + row] = sums[h];
+      if (lane.t == 0 && row < b.q.rows)
+        row_sums[(ROW_SLOTS * w.segment + lane.team % ROW_SLOTS) * row_stride + row] = sums[h];
     }
   }
 };

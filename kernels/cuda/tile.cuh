@@ -140,30 +140,29 @@ __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[4], i64
 // Write the tile; `x` is ruined.
 __device__ __forceinline__ void store_panel(Real (&x)[8][8], const Panel& out, const Block& b,
                                             const Tile& t, const Position& p) {
-  // padding up to the stride, or to the low half, may be written
-  const i64 columns = (out.low ? out.low : out.stride) - t.column;
+  // padding up to the stride, or to the next part, may be written
+  const i64 columns = (PARTS > 1 ? out.part : out.stride) - t.column;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const i64 r = t.row + p.row(i);
     Element* row = r < b.q.rows ? out.data + r * out.stride + t.column : nullptr;
 #if PRECISION >= BF16X3
-    u32 w[4];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int part = 0; part < PARTS; ++part) {
+      u32 w[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        Real &x0 = x[i][2 * n], &x1 = x[i][2 * n + 1];
 #if PRECISION == FP16
-      w[n] = to_fp16x2(x[i][2 * n], x[i][2 * n + 1]);
+        w[n] = to_fp16x2(x0, x1);
 #else
-      w[n] = to_bf16x2(x[i][2 * n], x[i][2 * n + 1]);
+        w[n] = to_bf16x2(x0, x1);
+        x0 -= __uint_as_float(w[n] << 16);  // what rounding leaves
+        x1 -= __uint_as_float(w[n] & 0xffff0000u);
 #endif
+      }
+      store_words(row ? row + part * out.part : nullptr, w, columns, p);
     }
-    store_words(row, w, columns, p);
-#if PRECISION == BF16X3
-#pragma unroll
-    for (int n = 0; n < 4; ++n)  // what rounding left
-      w[n] = to_bf16x2(x[i][2 * n] - __uint_as_float(w[n] << 16),
-                       x[i][2 * n + 1] - __uint_as_float(w[n] & 0xffff0000u));
-    store_words(row ? row + out.low : nullptr, w, columns, p);
-#endif
 #else
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
