@@ -41,7 +41,7 @@ from .blocks import (
     Statistics,
 )
 from .cublas import gemm_ex
-from .gpu_operands import Accumulator, Operand, Scratch, Side, in_place
+from .gpu_operands import Accumulator, Operand, Scratch, Side, in_place, lends
 from .gpu_vectors import Namespace, Vectors
 from .tensor_map import SIZE, tensor_map
 
@@ -133,7 +133,10 @@ class GPU:
         self.vectors = Vectors(self, problem.query)
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
+        lending = 0
         if gradients is not None:
+            gathered = gradients.query if problem.symmetric else gradients.key
+            lending = 0 if gradients.add_query else lends(gathered, self.real)
             self.query_in_place = not gradients.add_query and in_place(gradients.query, self.real)
             self.key_in_place = not gradients.want_key or in_place(gradients.key, self.real)
         self.needs = config.Needs(
@@ -145,7 +148,7 @@ class GPU:
             query_accumulator=gradients is not None and not self.query_in_place,
             key_accumulator=gradients is not None and not problem.symmetric
             and not self.key_in_place,
-            sweep=self.sweep, rows=problem.bias is not None,
+            sweep=self.sweep, rows=problem.bias is not None, lends=lending,
         )  # fmt: skip
         if problem.symmetric and gradients is not None and not self.query_in_place:
             # the triangle gathers the gradient of all rows
@@ -210,7 +213,10 @@ class GPU:
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
-        return Grid(blocks.cut(m, self.cut.rows), blocks.cut(n, self.cut.columns), triangle)
+        step, border = self.cut.columns, self.cut.lent
+        columns = [*blocks.cut(border, step), *blocks.cut(n, step, border)]
+        rows = columns if problem.symmetric else blocks.cut(m, self.cut.rows)
+        return Grid(rows, columns, triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
@@ -437,11 +443,11 @@ class _GradientFold(_Fold):
             return
         low = 2 if gpu.precision == "bf16x3" else 1
         self.stride = config.panel_stride(self.columns)
-        self.panel = gpu.scratch.take((self.rows * self.stride * low * gpu.item,))
+        self.panel = gpu.scratch.take((gpu.needs.panel(self.rows, self.columns, d),))
         self.panel_low = self.rows * self.stride if low == 2 else 0
         if problem.symmetric and self.by_columns:  # rows gather what columns bring, and the reverse
             self.of_rows = self.of_columns = self.accumulator(
-                gradients.query, gpu.query_in_place, slice(0, problem.shape[0]), d
+                gradients.query, gpu.query_in_place, slice(0, problem.shape[0]), d, gpu.cut.lent
             )
             return
         if self.by_rows:
@@ -450,13 +456,21 @@ class _GradientFold(_Fold):
             )
         if self.by_columns:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
-            self.of_columns = self.accumulator(gradients.key, gpu.key_in_place, keys, d)
+            self.of_columns = self.accumulator(
+                gradients.key, gpu.key_in_place, keys, d, gpu.cut.lent
+            )
 
-    def accumulator(self, out: Array, in_place: bool, rows: slice, d: int) -> Accumulator:
+    def accumulator(
+        self, out: Array, in_place: bool, rows: slice, d: int, lent: int = 0
+    ) -> Accumulator:
         if in_place:
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
-        made = self.gpu.scratch.take((rows.stop - rows.start, d), self.gpu.real)
-        return Accumulator(made, d, rows.start)
+        before = None
+        if lent:
+            before = Accumulator(cupy.ndarray((lent, d), self.gpu.real, out.data), d, 0)
+        first = rows.start + lent
+        made = self.gpu.scratch.take((rows.stop - first, d), self.gpu.real)
+        return Accumulator(made, d, first, before)
 
     @property
     def panel_struct(self) -> Any:
@@ -516,41 +530,52 @@ class _GradientFold(_Fold):
             first = False
 
     def end_rows(self, rows: slice) -> None:
-        if self.of_rows is not None:
+        if self.of_rows is not None and not self.symmetric_sweep:
             assert self.gradients is not None
-            partners = address(self.problem.positives), 0, 0
-            self.finish(self.of_rows, self.gpu.query, self.gpu.key, rows, partners,
-                        self.gradients.query, True, self.gradients.add_query)  # fmt: skip
+            self.finish(self.of_rows, rows, self.gradients.query)
 
     def end(self) -> None:
-        if self.of_columns is None or self.of_columns is self.of_rows:
+        """What all panels gather is complete. What lies in its own destination passes through the
+        panel's memory, first rows first: they take the place of rows that have left."""
+        acc, gradients = self.of_columns, self.gradients
+        if acc is None:
             return
-        assert self.gradients is not None
-        partners = 0, 0, 1
-        if not self.gpu.square:
-            order, start = self.gpu.queries_of_keys(self.problem)
-            partners = address(order), address(start), 1
-        for columns in self.grid.columns:
-            self.finish(self.of_columns, self.gpu.key, self.gpu.query, columns, partners,
-                        self.gradients.key, not self.gradients.want_query)  # fmt: skip
+        assert gradients is not None
+        out: Array = gradients.query if acc is self.of_rows else gradients.key
+        if acc.before is not None:
+            row_bytes = out.shape[1] * out.dtype.itemsize
+            for rows in blocks.cut(acc.first, self.panel.nbytes // row_bytes):
+                to = out[rows]
+                passing = cupy.ndarray(to.shape, to.dtype, self.panel.data)
+                self.finish(acc, rows, passing, rows.start)
+                to.data.copy_from_device_async(passing.data, to.nbytes)
+        self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
 
-    def finish(
-        self, acc: Accumulator, side: Side, other: Side, rows: slice,
-        partners: tuple[int, int, int], out: Array, need_dots: bool, add: bool = False,
-    ) -> None:  # fmt: skip
-        """Rows' gradients are complete: positives, units, normalisation, destination."""
-        assert self.gradients is not None
-        n, d = rows.stop - rows.start, self.problem.shape[2]
-        dots = self.gradients.dots if need_dots else None
+    def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
+        """Rows' gradients are complete: positives, units, normalisation, destination, which begins
+        with row `first`."""
+        gpu, problem, gradients = self.gpu, self.problem, self.gradients
+        assert gradients is not None
+        n, d = rows.stop - rows.start, problem.shape[2]
+        if acc is self.of_rows:
+            side, other, dots, add = gpu.query, gpu.key, gradients.dots, gradients.add_query
+            partners = address(problem.positives), 0, 0
+        else:
+            side, other, add = gpu.key, gpu.query, False
+            dots = None if gradients.want_query else gradients.dots
+            partners = 0, 0, 1
+            if not gpu.square:
+                order, start = gpu.queries_of_keys(problem)
+                partners = address(order), address(start), 1
         positives = struct(
             _POSITIVES, address(self.at_positive), *partners, matrix_fields(other.features),
             address(other.factor), address(other.exponent),
         )  # fmt: skip
-        self.gpu.rows_kernel(
+        gpu.rows_kernel(
             "finish", n, np.uint64(acc.pointer(rows.start)), np.int64(acc.stride),
             np.int64(rows.start), np.int64(n), np.int64(d), matrix(side.features),
             pointer(side.factor), pointer(side.exponent), positives, self.unit,
-            pointer(dots), matrix(out), np.int64(add),
+            pointer(dots), matrix(out, -first), np.int64(add),
         )  # fmt: skip
 
     def find_ranges(self, sources: Any, m: int, n: int) -> None:

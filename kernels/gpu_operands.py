@@ -113,13 +113,17 @@ class Side:
 
 @dataclass
 class Accumulator:
-    """Gradients of rows first.. in the making, [rows, stride], in the panels' unit."""
+    """Gradients of rows first.. in the making, [rows, stride], in the panels' unit. Those of rows
+    before may lie in other memory: what their destination lends."""
 
     array: Array
     stride: int
     first: int
+    before: Accumulator | None = None
 
     def pointer(self, row: int) -> int:
+        if self.before is not None and row < self.first:
+            return self.before.pointer(row)
         offset = (row - self.first) * self.stride * self.array.dtype.itemsize
         return int(self.array.data.ptr + offset)
 
@@ -132,3 +136,11 @@ def in_place(out: Array | None, real: np.dtype[Any]) -> bool:
         and out.strides[0] >= out.shape[1] * real.itemsize
         and out.strides[0] % real.itemsize == 0
     )
+
+
+def lends(out: Array | None, real: np.dtype[Any]) -> int:
+    """How many rows of the destination take the place of one in the making; 0 where it is of no
+    use for that."""
+    if out is None or not out.flags.c_contiguous or out.data.ptr % 16:
+        return 0
+    return int(real.itemsize // out.dtype.itemsize)
