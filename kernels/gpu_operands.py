@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from . import launch_config as config
-from .arguments import address, matrix, pointer
+from .arguments import address, matrix
 from .blocks import Array
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Side:
         if normalize:
             self.factor = cupy.empty(n, gpu.real)
             self.exponent = cupy.empty(n, np.int32)
-            gpu.rows_kernel("row_norms", n, matrix(features), np.int64(n), np.int64(d),
+            gpu.rows_kernel("row_norms", n, matrix(features), n, d,
                             self.factor, self.exponent)  # fmt: skip
 
     def buffer(self, rows: int) -> Array:
@@ -101,9 +101,9 @@ class Side:
         low = self.padded if self.gpu.precision == "bf16x3" else 0
         stride = self.padded + low
         self.gpu.rows_kernel(
-            "stage", n, matrix(self.features, rows.start), np.int64(n),
-            np.int64(self.features.shape[1]), pointer(self.exponent, rows.start), buffer,
-            np.int64(stride), np.int64(low),
+            "stage", n, matrix(self.features, rows.start), n,
+            self.features.shape[1], address(self.exponent, rows.start), buffer,
+            stride, low,
         )  # fmt: skip
         return Operand(buffer.data.ptr, stride, low, n, factor)
 

@@ -338,6 +338,18 @@ def cut(
     return Cut(_even(m, rows), _even(n, columns), key_rows, lent)
 
 
+@lru_cache(1024)
+def cuts(
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
+) -> tuple[Cut, Cut, int]:
+    """How the log-sum-exp fold is cut and, with its panels in smaller blocks, the gradient fold;
+    and the bytes that serve both."""
+    folds = needs.of_statistics, needs.of_gradient
+    first, second = (cut(shape, of, workspace, block_n, square) for of in folds)
+    sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
+    return first, second, max(sizes)
+
+
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest size up to `limit` that fits: a multiple of BLOCK_M, or a power of 2 below, or
     `limit` itself."""
