@@ -1,9 +1,11 @@
 """How arrays and numbers become arguments of kernels: structures as kernels/cuda/common.cuh has
-them."""
+them. (To CuPy a Python int has 64 bits, and a number of NumPy's takes longer to make.)"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from struct import Struct
 from typing import Any
 
 import cupy
@@ -27,23 +29,29 @@ def dtype_code(dtype: Any) -> int:
     return DTYPES[dtype.name]
 
 
+def _format(dtype: np.dtype[Any]) -> str:
+    """Of all fields, those of inner structures too, in Python's letters."""
+    if dtype.fields is None:
+        return {"u8": "Q", "i8": "q", "f8": "d"}[dtype.str[1:]]
+    return "".join(_format(field[0]) for field in dtype.fields.values())
+
+
 @cache
-def _as_bytes(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(f"V{dtype.itemsize}")
+def _packing(dtype: np.dtype[Any]) -> tuple[Callable[..., bytes], np.dtype[Any]]:
+    layout = Struct("=" + _format(dtype))
+    return layout.pack, np.dtype(f"V{layout.size}")
 
 
 def struct(dtype: np.dtype[Any], *values: Any) -> Any:
-    """Bytes of a structure, to pass by value. (CuPy takes long over the names of fields.)"""
-    return np.array([values], dtype).view(_as_bytes(dtype))
+    """A structure to pass by value, from the values of its fields, inner structures' one by one.
+    (As bytes: CuPy takes long over the names of fields.)"""
+    pack, by_value = _packing(dtype)
+    return np.frombuffer(pack(*values), by_value)
 
 
 def address(array: Array | None, first: int = 0) -> int:
     """Address of `array` from row `first` on; 0 for None."""
     return 0 if array is None else array.data.ptr + first * array.strides[0]
-
-
-def pointer(array: Array | None, first: int = 0) -> Any:
-    return np.uint64(address(array, first))
 
 
 def whole_strides(array: Array) -> Array:

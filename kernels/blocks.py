@@ -106,9 +106,9 @@ class Grid:
         return sum(len(self.visits(a)) for a in range(len(self.rows)))
 
 
-def cut(n: int, step: int) -> list[slice]:
-    """Slices of at most `step` that cover range(n)."""
-    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
+def cut(end: int, step: int, start: int = 0) -> list[slice]:
+    """Slices of at most `step` that cover range(start, end)."""
+    return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
 def within(xp: Any, positives: Array, keys: slice) -> Array:
@@ -424,7 +424,7 @@ def _statistics(problem: Problem, backend: Backend) -> Statistics:
 def _gradient_fold(
     problem: Problem, backend: Backend, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
 ) -> None:
-    """One sweep for dQ and dK where dK can be gathered in the workspace. Where it cannot: dQ first,
+    """One sweep for dQ and dK where all of dK can be gathered at once. Where it cannot: dQ first,
     then dK by ranges of keys, the logits computed once more; memory stays within bounds."""
     ranges = backend.key_ranges(problem)
     if problem.symmetric:  # all rows gather at once, or the whole square is visited
@@ -444,10 +444,7 @@ def _gradient_fold(
             )
     width = grid.columns[0].stop - grid.columns[0].start
     for keys in ranges:
-        columns = [
-            slice(keys.start + c.start, keys.start + c.stop)
-            for c in cut(keys.stop - keys.start, width)
-        ]
+        columns = cut(keys.stop, width, keys.start)
         only_key = replace(gradients, want_query=False)
         if gradients.want_query:
             only_key.dots = None

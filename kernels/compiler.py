@@ -123,7 +123,7 @@ def function(device: Any, file: str, name: str, shared: int = 0, **defines: int 
 
     `shared` is the dynamic shared memory of its launches in bytes.
     """
-    key = (device.id, file, name, shared, *sorted(defines.items()))
+    key = (device.id, file, name, shared, *defines.items())
     found = _functions.get(key)
     if found is not None:
         return found

@@ -23,7 +23,6 @@ from .arguments import (
     address,
     matrix,
     matrix_fields,
-    pointer,
     pointers,
     scalar_fields,
     struct,
@@ -41,7 +40,7 @@ from .blocks import (
     Statistics,
 )
 from .cublas import gemm_ex
-from .gpu_operands import Accumulator, Operand, Scratch, Side, in_place
+from .gpu_operands import Accumulator, Operand, Scratch, Side, in_place, lends
 from .gpu_vectors import Namespace, Vectors
 from .tensor_map import SIZE, tensor_map
 
@@ -84,8 +83,14 @@ _POSITIVES = np.dtype(
     [("gradient", "u8"), ("partner", "u8"), ("start", "u8"), ("by_partner", "i8"),
      ("z", MATRIX), ("factor", "u8"), ("exponent", "u8")]
 )  # fmt: skip
-_NULL = np.uint64(0)
 _RANGES_SHARED = 16  # offset of Ranges::shared
+
+
+@cache
+def _zero_and_one(real: np.dtype[Any]) -> tuple[Array, int, int]:
+    """Factors of a product, and where they are."""
+    numbers = np.array([0, 1], real)
+    return numbers, numbers.ctypes.data, numbers.ctypes.data + real.itemsize
 
 
 # --- the device -----------------------------------------------------------------------------------
@@ -143,7 +148,10 @@ class GPU:
         self.vectors = Vectors(self, problem.query)
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
+        lending = 0
         if gradients is not None:
+            gathered = gradients.query if problem.symmetric else gradients.key
+            lending = 0 if gradients.add_query else lends(gathered, self.real)
             self.query_in_place = not gradients.add_query and in_place(gradients.query, self.real)
             self.key_in_place = not gradients.want_key or in_place(gradients.key, self.real)
         self.needs = config.Needs(
@@ -153,22 +161,15 @@ class GPU:
             columns=problem.two_sided or problem.symmetric,
             gradient=gradients is not None,
             query_accumulator=gradients is not None and not self.query_in_place,
-            key_accumulator=gradients is not None and not problem.symmetric
-            and not self.key_in_place,
-            sweep=self.sweep, rows=problem.bias is not None,
-        )  # fmt: skip
-        if problem.symmetric and gradients is not None and not self.query_in_place:
             # the triangle gathers the gradient of all rows
-            self.needs = replace(self.needs, key_accumulator=True)
-        # Two folds, two ways to cut: without a panel, blocks are larger
-        d, block_n = problem.shape[2], self.tile.block_n
-        cuts, sizes = [], []
-        for needs in (self.needs.of_statistics, self.needs.of_gradient):
-            cut = config.cut(problem.shape, needs, problem.workspace, block_n, problem.symmetric)
-            cuts.append(cut)
-            sizes.append(needs.size(cut, d, block_n))
-        self.statistics_cut, self.cut = cuts
-        self.scratch = Scratch(max(sizes))
+            key_accumulator=gradients is not None
+            and not (self.query_in_place if problem.symmetric else self.key_in_place),
+            sweep=self.sweep, rows=problem.bias is not None, lends=lending,
+        )  # fmt: skip
+        self.statistics_cut, self.cut, size = config.cuts(
+            problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric
+        )
+        self.scratch = Scratch(size)
 
     # -- launching
 
@@ -208,11 +209,11 @@ class GPU:
         if self._queries_of_keys is None:
             m, n, _ = problem.shape
             count = cupy.zeros(n + 1, np.int64)
-            self.vector_kernel("count_queries", m, problem.positives, np.int64(m), count)
+            self.vector_kernel("count_queries", m, problem.positives, m, count)
             start = cupy.cumsum(count)
             order, taken = cupy.empty(m, np.int64), start.copy()
-            self.vector_kernel("list_queries", m, problem.positives, np.int64(m), taken, order)
-            self.vector_kernel("sort_queries", n, start, np.int64(n), order)
+            self.vector_kernel("list_queries", m, problem.positives, m, taken, order)
+            self.vector_kernel("sort_queries", n, start, n, order)
             self._queries_of_keys = order, start
         return self._queries_of_keys
 
@@ -220,7 +221,10 @@ class GPU:
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
-        return Grid(blocks.cut(m, self.cut.rows), blocks.cut(n, self.cut.columns), triangle)
+        step, border = self.cut.columns, self.cut.lent
+        columns = [*blocks.cut(border, step), *blocks.cut(n, step, border)]
+        rows = columns if problem.symmetric else blocks.cut(m, self.cut.rows)
+        return Grid(rows, columns, triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
@@ -237,11 +241,11 @@ class GPU:
         queries, if they are not the keys."""
         m, n, d = problem.shape
         key = matrix(self.key.features)
-        self.rows_kernel("not_finite", n, key, np.int64(n), np.int64(d), _NULL, found)
+        self.rows_kernel("not_finite", n, key, n, d, 0, found)
         if problem.symmetric:
             return None
         out, of_queries = cupy.empty(m + 1), matrix(self.query.features)
-        self.rows_kernel("not_finite", m, of_queries, np.int64(m), np.int64(d), out, out[m:])
+        self.rows_kernel("not_finite", m, of_queries, m, d, out, out[m:])
         return out[:m]
 
     def of_positives(self, problem: Problem, of_keys: Array) -> Array:
@@ -315,12 +319,12 @@ class _Fold:
         row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // self.tile.block_n)
         block = struct(
             _BLOCK,
-            (q.data, q.stride * item, q.part * item, q.rows, q.factor),
-            (k.data, k.stride * item, k.part * item, k.rows, k.factor),
+            q.data, q.stride * item, q.part * item, q.rows, q.factor,
+            k.data, k.stride * item, k.part * item, k.rows, k.factor,
             gpu.width, rows.start, columns.start, row_tiles, column_tiles,
             address(problem.positives, rows.start),
             address(problem.query_ids, rows.start), address(problem.key_ids, columns.start),
-            problem.symmetric, triangle, gpu.scale[:2],
+            problem.symmetric, triangle, *gpu.scale[:2],
         )  # fmt: skip
         if isinstance(self.tile, config.Tile):
             grid = row_tiles * column_tiles
@@ -338,12 +342,16 @@ class _Fold:
             box = config.BLOCK_M // 2 if self.tile.wide else config.BLOCK_M
             maps = (
                 tensor_map(
-                    z.data, z.rows, gpu.parts * side.padded * item, z.stride * item, box,
+                    z.data,
+                    z.rows,
+                    gpu.parts * side.padded * item,
+                    z.stride * item,
+                    box,
                     gpu.precision,
                 )
                 for z, side in ((q, gpu.query), (k, gpu.key))
-            )  # fmt: skip
-            arguments = (*maps, block, np.int64(segments), *arguments)
+            )
+            arguments = (*maps, block, segments, *arguments)
             if panel:
                 arguments = (*arguments, self.panel_map(q.rows))
         kernel((grid,), (self.tile.threads,), arguments, shared_mem=shared)
@@ -378,10 +386,10 @@ class _StatisticsFold(_Fold):
             column_pairs, column_slots = self.row_pairs, 0
         elif both and isinstance(tile, config.Sweep):  # warpgroups add to what is there
             count = n * column_slots
-            self.gpu.vector_kernel("empty_pairs", count, column_pairs, np.int64(count))
+            self.gpu.vector_kernel("empty_pairs", count, column_pairs, count)
         arguments = (
-            pointer(stats.positive, rows.start),
-            self.row_pairs, np.int64(m), pointer(column_pairs), np.int64(n),
+            address(stats.positive, rows.start),
+            self.row_pairs, m, address(column_pairs), n,
         )  # fmt: skip
         self.launch("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
         self.merge(self.row_pairs, row_slots, stats.rows, rows)
@@ -392,8 +400,8 @@ class _StatisticsFold(_Fold):
     def merge(self, pairs: Array, slots: int, sums: blocks.Sums, of: slice) -> None:
         n = of.stop - of.start
         self.gpu.vector_kernel(
-            "merge_pairs", n, pairs, np.int64(slots), np.int64(n), np.int64(n),
-            self.gpu.scale_struct, pointer(sums.max, of.start), pointer(sums.sum, of.start),
+            "merge_pairs", n, pairs, slots, n, n,
+            self.gpu.scale_struct, address(sums.max, of.start), address(sums.sum, of.start),
             threads=4,
         )  # fmt: skip
 
@@ -413,16 +421,16 @@ class _RanksFold(_Fold):
         """Logits as the raw products that the kernel compares them with."""
         gpu, n = self.gpu, len(positive)
         out = cupy.empty(n, gpu.real)
-        gpu.vector_kernel("to_products", n, positive, np.int64(n), gpu.scale_struct, out)
+        gpu.vector_kernel("to_products", n, positive, n, gpu.scale_struct, out)
         return out
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         ranks, of_columns = self.ranks, self.by_column is not None
         arguments = (
-            pointer(self.by_row, rows.start),
-            pointer(self.by_column, columns.start) if of_columns else _NULL,
-            pointer(ranks.row_rank, rows.start),
-            pointer(ranks.column_rank, columns.start) if of_columns else _NULL,
+            address(self.by_row, rows.start),
+            address(self.by_column, columns.start) if of_columns else 0,
+            address(ranks.row_rank, rows.start),
+            address(ranks.column_rank, columns.start) if of_columns else 0,
         )
         self.launch("ranks", rows, columns, arguments, COLUMNS=int(of_columns))
 
@@ -451,10 +459,10 @@ class _GradientFold(_Fold):
         # elements from row to row of the panel, and from part to part of a row
         self.panel_part = config.panel_stride(self.columns, gpu.precision)
         self.stride = gpu.parts * self.panel_part
-        self.panel = gpu.scratch.take((self.rows * self.stride * gpu.item,))
+        self.panel = gpu.scratch.take((gpu.needs.panel(self.rows, self.columns, d),))
         if problem.symmetric and self.by_columns:  # rows gather what columns bring, and the reverse
             self.of_rows = self.of_columns = self.accumulator(
-                gradients.query, gpu.query_in_place, slice(0, problem.shape[0]), d
+                gradients.query, gpu.query_in_place, slice(0, problem.shape[0]), d, gpu.cut.lent
             )
             return
         if self.by_rows:
@@ -463,13 +471,21 @@ class _GradientFold(_Fold):
             )
         if self.by_columns:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
-            self.of_columns = self.accumulator(gradients.key, gpu.key_in_place, keys, d)
+            self.of_columns = self.accumulator(
+                gradients.key, gpu.key_in_place, keys, d, gpu.cut.lent
+            )
 
-    def accumulator(self, out: Array, in_place: bool, rows: slice, d: int) -> Accumulator:
+    def accumulator(
+        self, out: Array, in_place: bool, rows: slice, d: int, lent: int = 0
+    ) -> Accumulator:
         if in_place:
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
-        made = self.gpu.scratch.take((rows.stop - rows.start, d), self.gpu.real)
-        return Accumulator(made, d, rows.start)
+        before = None
+        if lent:
+            before = Accumulator(cupy.ndarray((lent, d), self.gpu.real, out.data), d, 0)
+        first = rows.start + lent
+        made = self.gpu.scratch.take((rows.stop - first, d), self.gpu.real)
+        return Accumulator(made, d, first, before)
 
     @property
     def panel_struct(self) -> Any:
@@ -510,67 +526,77 @@ class _GradientFold(_Fold):
     ) -> None:  # fmt: skip
         """out[row : row + n] (+)= P z or P' z. cuBLAS counts columns first: there all this is
         the transpose, out' = z' P'."""
-        precision, real = self.gpu.precision, self.gpu.real
-        one, zero = np.array(1, real), np.array(0, real)
-        item = self.gpu.item
+        precision, item = self.gpu.precision, self.gpu.item
+        _, zero, one = _zero_and_one(self.gpu.real)
+        given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
         handle = cupy.cuda.device.get_cublas_handle()
         for panel_part, z_part in PRODUCTS[self.gpu.parts]:
             longest = LONGEST_SUM.get(precision, k) if panel_part == z_part == 0 else k
             for start in range(0, k, longest):
                 at = panel_part * self.panel_part + start * (1 if op == OP_N else self.stride)
                 gemm_ex(
-                    handle, OP_N, op, d, n, min(longest, k - start), one.ctypes.data,
-                    z.data + (z_part * z.part + start * z.stride) * item, CUDA_TYPE[precision],
-                    z.stride, self.panel.data.ptr + at * item, CUDA_TYPE[precision], self.stride,
-                    (zero if first else one).ctypes.data,
-                    out.pointer(row), CUDA_TYPE["fp64" if precision == "fp64" else "fp32"],
-                    out.stride, COMPUTE[precision], -1,
+                    handle, OP_N, op, d, n, min(longest, k - start), one,
+                    z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
+                    self.panel.data.ptr + at * item, given, self.stride,
+                    zero if first else one, out.pointer(row), made, out.stride,
+                    COMPUTE[precision], -1,
                 )  # fmt: skip
                 first = False
 
     def end_rows(self, rows: slice) -> None:
-        if self.of_rows is not None:
+        if self.of_rows is not None and not self.symmetric_sweep:
             assert self.gradients is not None
-            partners = address(self.problem.positives), 0, 0
-            self.finish(self.of_rows, self.gpu.query, self.gpu.key, rows, partners,
-                        self.gradients.query, True, self.gradients.add_query)  # fmt: skip
+            self.finish(self.of_rows, rows, self.gradients.query)
 
     def end(self) -> None:
-        if self.of_columns is None or self.of_columns is self.of_rows:
+        """What all panels gather is complete. What lies in its own destination passes through the
+        panel's memory, first rows first: they take the place of rows that have left."""
+        acc, gradients = self.of_columns, self.gradients
+        if acc is None:
             return
-        assert self.gradients is not None
-        partners = 0, 0, 1
-        if not self.gpu.square:
-            order, start = self.gpu.queries_of_keys(self.problem)
-            partners = address(order), address(start), 1
-        for columns in self.grid.columns:
-            self.finish(self.of_columns, self.gpu.key, self.gpu.query, columns, partners,
-                        self.gradients.key, not self.gradients.want_query)  # fmt: skip
+        assert gradients is not None
+        out: Array = gradients.query if acc is self.of_rows else gradients.key
+        if acc.before is not None:
+            row_bytes = out.shape[1] * out.dtype.itemsize
+            for rows in blocks.cut(acc.first, self.panel.nbytes // row_bytes):
+                to = out[rows]
+                passing = cupy.ndarray(to.shape, to.dtype, self.panel.data)
+                self.finish(acc, rows, passing, rows.start)
+                to.data.copy_from_device_async(passing.data, to.nbytes)
+        self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
 
-    def finish(
-        self, acc: Accumulator, side: Side, other: Side, rows: slice,
-        partners: tuple[int, int, int], out: Array, need_dots: bool, add: bool = False,
-    ) -> None:  # fmt: skip
-        """Rows' gradients are complete: positives, units, normalisation, destination."""
-        assert self.gradients is not None
-        n, d = rows.stop - rows.start, self.problem.shape[2]
-        dots = self.gradients.dots if need_dots else None
+    def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
+        """Rows' gradients are complete: positives, units, normalisation, destination, which begins
+        with row `first`."""
+        gpu, problem, gradients = self.gpu, self.problem, self.gradients
+        assert gradients is not None
+        n, d = rows.stop - rows.start, problem.shape[2]
+        if acc is self.of_rows:
+            side, other, dots, add = gpu.query, gpu.key, gradients.dots, gradients.add_query
+            partners = address(problem.positives), 0, 0
+        else:
+            side, other, add = gpu.key, gpu.query, False
+            dots = None if gradients.want_query else gradients.dots
+            partners = 0, 0, 1
+            if not gpu.square:
+                order, start = gpu.queries_of_keys(problem)
+                partners = address(order), address(start), 1
         positives = struct(
-            _POSITIVES, address(self.at_positive), *partners, matrix_fields(other.features),
+            _POSITIVES, address(self.at_positive), *partners, *matrix_fields(other.features),
             address(other.factor), address(other.exponent),
         )  # fmt: skip
-        self.gpu.rows_kernel(
-            "finish", n, np.uint64(acc.pointer(rows.start)), np.int64(acc.stride),
-            np.int64(rows.start), np.int64(n), np.int64(d), matrix(side.features),
-            pointer(side.factor), pointer(side.exponent), positives, self.unit,
-            pointer(dots), matrix(out), np.int64(add),
+        gpu.rows_kernel(
+            "finish", n, acc.pointer(rows.start), acc.stride, rows.start, n, d,
+            matrix(side.features),
+            address(side.factor), address(side.exponent), positives, self.unit,
+            address(dots), matrix(out, -first), int(add),
         )  # fmt: skip
 
     def find_ranges(self, sources: Any, m: int, n: int) -> None:
         """The unit in which panels are written, and whether one exponential serves both sides."""
         largest = LARGEST_ELEMENT.get(self.gpu.precision, 1.0)
         kernel = self.gpu.kernel("vectors.cu", "ranges")
-        kernel((1,), (1024,), (sources, np.int64(m), np.int64(n), np.float64(largest), self.unit))
+        kernel((1,), (1024,), (sources, m, n, largest, self.unit))
 
 
 class _SoftmaxFold(_GradientFold):
@@ -594,8 +620,8 @@ class _SoftmaxFold(_GradientFold):
         targets = [address(v) for v in self.by_row]
         targets += [0, 0] if self.by_column is None else [address(v) for v in self.by_column]
         gpu.vector_kernel(
-            "factors", max(m, n), sources, np.int64(m), np.int64(n), gpu.scale_struct, self.unit,
-            struct(_FACTOR_TARGETS, *targets), np.int64(isinstance(self.tile, config.Sweep)),
+            "factors", max(m, n), sources, m, n, gpu.scale_struct, self.unit,
+            struct(_FACTOR_TARGETS, *targets), int(isinstance(self.tile, config.Sweep)),
         )  # fmt: skip
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
@@ -622,23 +648,23 @@ class _SigmoidFold(_GradientFold):
         self.find_ranges(struct(_FACTOR_SOURCES, 0, address(factor), 0, 0, 0, 0), m, n)
         self.factor, self.at_positive = factor, cupy.empty(m)
         self.row_factor = cupy.empty(m, gpu.real)
-        gpu.vector_kernel("per_unit", m, factor, np.int64(m), self.unit, self.row_factor)
+        gpu.vector_kernel("per_unit", m, factor, m, self.unit, self.row_factor)
         self.sums = gpu.scratch.take((self.tile.row_sums(self.rows, self.columns), 2), gpu.real)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         gpu, epilogue, n = self.gpu, self.epilogue, rows.stop - rows.start
         arguments = (
-            struct(SCALAR, *gpu.bias[:2]), pointer(self.row_factor, rows.start),
-            pointer(epilogue.positive, rows.start), self.sums, np.int64(n),
+            struct(SCALAR, *gpu.bias[:2]), address(self.row_factor, rows.start),
+            address(epilogue.positive, rows.start), self.sums, n,
             self.panel_struct,
         )  # fmt: skip
         panel = int(self.gradients is not None)
         self.launch("sigmoid", rows, columns, arguments, PANEL=panel)
         slots = self.tile.row_slots(n, self.k.rows)
         gpu.vector_kernel(
-            "add_pairs", n, self.sums, np.int64(slots), np.int64(n), np.int64(n),
-            self.unit, pointer(epilogue.losses, rows.start),
-            pointer(epilogue.bias_grad, rows.start),
+            "add_pairs", n, self.sums, slots, n, n,
+            self.unit, address(epilogue.losses, rows.start),
+            address(epilogue.bias_grad, rows.start),
         )  # fmt: skip
         if self.gradients is not None:
             self.multiply(rows, columns, a, b)
@@ -646,10 +672,10 @@ class _SigmoidFold(_GradientFold):
     def end_rows(self, rows: slice) -> None:
         start, n = rows.start, rows.stop - rows.start
         self.gpu.vector_kernel(
-            "sigmoid_positives", n, pointer(self.epilogue.positive, start),
-            pointer(self.factor, start), pointer(self.problem.positives, start), np.int64(n),
-            struct(SCALAR, *self.gpu.bias[:2]), pointer(self.at_positive, start),
-            pointer(self.epilogue.losses, start), pointer(self.epilogue.bias_grad, start),
+            "sigmoid_positives", n, address(self.epilogue.positive, start),
+            address(self.factor, start), address(self.problem.positives, start), n,
+            struct(SCALAR, *self.gpu.bias[:2]), address(self.at_positive, start),
+            address(self.epilogue.losses, start), address(self.epilogue.bias_grad, start),
         )  # fmt: skip
         super().end_rows(rows)
 

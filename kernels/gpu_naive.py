@@ -8,12 +8,12 @@ import cupy
 import numpy as np
 
 from . import compiler
-from .arguments import SCALAR, address, matrix, pointer, scalar_fields, struct, whole_strides
+from .arguments import SCALAR, address, matrix, scalar_fields, struct, whole_strides
 from .blocks import LOG2_E, Array, Gradients, Problem, Solution, Statistics, Sums
 
 THREADS = 256
 TILE = 32  # rows and columns of a product's tile
-ROWS, COLUMNS, BOTH = np.int64(0), np.int64(1), np.int64(2)
+ROWS, COLUMNS, BOTH = 0, 1, 2
 _PAIRS = np.dtype(
     [("positives", "u8"), ("query_ids", "u8"), ("key_ids", "u8"), ("symmetric", "i8")]
 )
@@ -48,8 +48,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     _require(m, n, d, real.itemsize)
     device = cupy.cuda.Device()
     symmetric, sigmoid = problem.symmetric, problem.bias is not None
-    sizes = np.int64(m), np.int64(n), np.int64(d)
-    normalize = np.int64(problem.normalize)
+    sizes = m, n, d
+    normalize = int(problem.normalize)
 
     def launch(name: str, blocks: int, *arguments: Any) -> None:
         precision = "FP64" if real.itemsize == 8 else "FP32"
@@ -106,9 +106,9 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     launch(
         "logit_gradient", m, x, sizes[1], pairs, problem.upstream, np.float64(problem.row_weight),
         np.float64(problem.column_weight),
-        pointer(rows.lse if rows else None), pointer(rows.gap if rows else None),
-        pointer(columns.lse if columns else None), pointer(columns.gap if columns else None),
-        np.int64(sigmoid), bias_struct, g, dots, sums,
+        address(rows.lse if rows else None), address(rows.gap if rows else None),
+        address(columns.lse if columns else None), address(columns.gap if columns else None),
+        int(sigmoid), bias_struct, g, dots, sums,
     )  # fmt: skip
     solution.scale_grad = dots.sum() / problem.scale
     solution.bias_grad = sums.sum()

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from . import launch_config as config
-from .arguments import address, matrix, pointer
+from .arguments import address, matrix
 from .blocks import Array
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Side:
         if normalize:
             self.factor = cupy.empty(n, gpu.real)
             self.exponent = cupy.empty(n, np.int32)
-            gpu.rows_kernel("row_norms", n, matrix(features), np.int64(n), np.int64(d),
+            gpu.rows_kernel("row_norms", n, matrix(features), n, d,
                             self.factor, self.exponent)  # fmt: skip
 
     def buffer(self, rows: int) -> Array:
@@ -101,9 +101,9 @@ class Side:
         parts = config.PARTS.get(self.gpu.precision, 1)
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
         self.gpu.rows_kernel(
-            "stage", n, matrix(self.features, rows.start), np.int64(n),
-            np.int64(self.features.shape[1]), pointer(self.exponent, rows.start), buffer,
-            np.int64(stride), np.int64(part),
+            "stage", n, matrix(self.features, rows.start), n,
+            self.features.shape[1], address(self.exponent, rows.start), buffer,
+            stride, part,
         )  # fmt: skip
         return Operand(buffer.data.ptr, stride, part, n, factor)
 
@@ -113,13 +113,17 @@ class Side:
 
 @dataclass
 class Accumulator:
-    """Gradients of rows first.. in the making, [rows, stride], in the panels' unit."""
+    """Gradients of rows first.. in the making, [rows, stride], in the panels' unit. Those of rows
+    before may lie in other memory: what their destination lends."""
 
     array: Array
     stride: int
     first: int
+    before: Accumulator | None = None
 
     def pointer(self, row: int) -> int:
+        if self.before is not None and row < self.first:
+            return self.before.pointer(row)
         offset = (row - self.first) * self.stride * self.array.dtype.itemsize
         return int(self.array.data.ptr + offset)
 
@@ -132,3 +136,11 @@ def in_place(out: Array | None, real: np.dtype[Any]) -> bool:
         and out.strides[0] >= out.shape[1] * real.itemsize
         and out.strides[0] % real.itemsize == 0
     )
+
+
+def lends(out: Array | None, real: np.dtype[Any]) -> int:
+    """How many rows of the destination take the place of one in the making; 0 where it is of no
+    use for that."""
+    if out is None or not out.flags.c_contiguous or out.data.ptr % 16:
+        return 0
+    return int(real.itemsize // out.dtype.itemsize)

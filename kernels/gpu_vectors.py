@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from . import blocks
-from .arguments import SCALAR, address, pointer, pointers, struct
+from .arguments import SCALAR, address, pointers, struct
 from .blocks import Array, Gradients, Problem, Statistics
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Vectors(blocks.Vectors):
         of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
         self.gpu.vector_kernel(
             "begin", max(m, n), struct(_SUMS, address(rows.max), address(rows.sum)),
-            struct(_SUMS, *of_columns), positive, np.int64(m), np.int64(n), self.found,
+            struct(_SUMS, *of_columns), positive, m, n, self.found,
         )  # fmt: skip
         whole = columns if two_sided or problem.symmetric else None
         return Statistics(rows, whole, positive)
@@ -103,13 +103,13 @@ class Vectors(blocks.Vectors):
         columns = stats.columns if two_sided and stats.columns is not None else stats.rows
         results = losses, row_loss, row_lse2, column_loss, column_lse2, a, b, at_positive
         concluding = struct(
-            _CONCLUDING, (address(stats.rows.max), address(stats.rows.sum)),
-            (address(columns.max), address(columns.sum)),
-            (address(stats.positive), address(problem.positives), address(problem.upstream),
-             address(bad), address(self.found)),
-            problem.row_weight, problem.column_weight, gpu.scale[:2], m, problem.symmetric,
-            triangle, two_sided, not self.double, tuple(map(address, results)),
-            (address(lses), address(lses, 1)),
+            _CONCLUDING, address(stats.rows.max), address(stats.rows.sum),
+            address(columns.max), address(columns.sum),
+            address(stats.positive), address(problem.positives), address(problem.upstream),
+            address(bad), address(self.found),
+            problem.row_weight, problem.column_weight, *gpu.scale[:2], m, problem.symmetric,
+            triangle, two_sided, not self.double, *map(address, results),
+            address(lses), address(lses, 1),
         )  # fmt: skip
         gpu.vector_kernel("conclude", m, concluding)
         share = None  # of nobody's interest from here on
@@ -126,10 +126,10 @@ class Vectors(blocks.Vectors):
         dots = None if gradients is None else gradients.dots
         kernel = self.gpu.kernel("vectors.cu", "totals")
         arguments = (
-            losses, np.int64(len(losses)), np.float64(problem.row_share or 0.0), pointer(dots),
-            np.int64(0 if dots is None else len(dots)),
-            np.float64(2.0 if problem.symmetric else 1.0),  # every pair stands twice in <dZ, z>
-            self.gpu.scale_struct, out, np.int64(not self.double),
+            losses, len(losses), problem.row_share or 0.0, address(dots),
+            0 if dots is None else len(dots),
+            2.0 if problem.symmetric else 1.0,  # every pair stands twice in <dZ, z>
+            self.gpu.scale_struct, out, int(not self.double),
         )  # fmt: skip
         kernel((1,), (1024,), arguments)
         return None if problem.row_share is None else out[0], None if dots is None else out[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 BLOCK_M = 128
 SLAB = 128  # bytes of a row in one stage of the pipeline: kernels/cuda/product.cuh
@@ -256,6 +256,7 @@ class Needs:
     key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
     sweep: Sweep | None = None  # instead of tiles
     rows: bool = True  # rows have sums
+    lends: int = 0  # so many rows of dK's destination have room for one in the making (0: none)
 
     @property
     def of_statistics(self) -> Needs:
@@ -282,17 +283,20 @@ class Needs:
             total += pair * tile.column_sums(rows, columns)
         total += (self.staged_query * rows + self.staged_key * columns) * operand_row
         if self.gradient:
-            stride = panel_stride(columns, self.precision)
-            total += rows * stride * OPERAND_BYTES[self.precision]
+            total += self.panel(rows, columns, d)
         if self.query_accumulator:
             total += rows * self.accumulator_row(d)
         return total
 
+    def panel(self, rows: int, columns: int, d: int) -> int:
+        """Bytes for dL/dx of a block; a gradient's row at least, as finished ones may pass here."""
+        size = rows * panel_stride(columns, self.precision) * OPERAND_BYTES[self.precision]
+        return max(size, self.accumulator_row(d))
+
     def size(self, cut: Cut, d: int, block_n: int) -> int:
         """Bytes for the largest block of a cut, and all that is gathered meanwhile."""
-        return self.block(cut.rows, cut.columns, d, block_n) + cut.key_rows * self.accumulator_row(
-            d
-        )
+        gathered = (cut.key_rows - cut.lent) * self.accumulator_row(d)
+        return self.block(cut.rows, cut.columns, d, block_n) + gathered
 
 
 def padded(d: int, precision: str) -> int:
@@ -311,11 +315,13 @@ def panel_stride(columns: int, precision: str) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """Sizes of the blocks, and how many rows of dK are gathered at once (0: where they belong)."""
+    """Sizes of the blocks, how many rows of dK are gathered at once (0: where they belong), and how
+    many of these, the first, in memory that dK's destination lends."""
 
     rows: int
     columns: int
     key_rows: int
+    lent: int = 0
 
 
 @lru_cache(1024)
@@ -324,13 +330,23 @@ def cut(
 ) -> Cut:
     """The largest blocks that fit, near square: panels cost traffic in proportion to their edges.
 
+    dK is gathered in up to half of the workspace. Where it would take more than a quarter, its
+    destination lends what it can, if that makes all of it fit; blocks do not straddle the border.
+
     `square`: the same ranges for rows and columns (symmetric losses). ValueError if not even a
     single logit fits.
     """
     m, n, d = shape
     row = needs.accumulator_row(d)
-    key_rows = min(n, max(1, workspace // 2 // row)) if needs.key_accumulator else 0
-    room = workspace - key_rows * row
+    most = max(1, workspace // 2 // row)
+    key_rows, lent = min(n, most) if needs.key_accumulator else 0, 0
+    if needs.lends and 2 * key_rows > most:
+        border = n // needs.lends // BLOCK_M * BLOCK_M
+        if border and n - border <= most:
+            key_rows, lent = n, border
+    room = workspace - (key_rows - lent) * row
+    n -= lent
+    m = n if square else m
 
     def fits(rows: int, columns: int) -> bool:
         return needs.block(rows, columns, d, block_n) <= room
@@ -341,18 +357,31 @@ def cut(
             f"workspace: expected at least {2 * least} bytes for features of width {d}, "
             f"got {workspace}"
         )
+    if needs.sweep is not None and needs.gradient and not square:
+        # As many rows as panels run at once, or half, if columns are not too few for the products
+        for share in (1, 2):
+            rows = _even(m, min(m, needs.sweep.rows_at_once // share))
+            if fits(rows, min(n, rows // 4)):
+                columns = _largest(n, partial(fits, rows))
+                return Cut(rows, _even(n, columns), key_rows, lent)
     side = _largest(max(m, n), lambda s: fits(min(s, m), min(s, n)))
     rows, columns = min(side, m), min(side, n)
-    if needs.sweep is not None and needs.gradient and not square:
-        # As many rows as panels run at once, if columns are not too few for the products
-        at_once = _even(m, min(m, needs.sweep.rows_at_once))
-        if fits(at_once, min(n, at_once // 4)):
-            rows, columns = at_once, _largest(n, lambda c: fits(at_once, c))
-            return Cut(rows, _even(n, columns), key_rows)
     if not square:
-        columns = _largest(n, lambda c: fits(rows, c))
+        columns = _largest(n, partial(fits, rows))
         rows = _largest(m, lambda r: fits(r, columns))
-    return Cut(_even(m, rows), _even(n, columns), key_rows)
+    return Cut(_even(m, rows), _even(n, columns), key_rows, lent)
+
+
+@lru_cache(1024)
+def cuts(
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
+) -> tuple[Cut, Cut, int]:
+    """How the log-sum-exp fold is cut and, with its panels in smaller blocks, the gradient fold;
+    and the bytes that serve both."""
+    folds = needs.of_statistics, needs.of_gradient
+    first, second = (cut(shape, of, workspace, block_n, square) for of in folds)
+    sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
+    return first, second, max(sizes)
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -1,6 +1,7 @@
 """Every kernel compiles for every kind of card, and keeps to its registers; no GPU is needed."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from infonce.kernels import compiler
@@ -204,17 +205,38 @@ def test_blocks_fit_the_workspace(
     shape: tuple[int, int, int], precision: str, workspace: int
 ) -> None:
     m, n, d = shape
-    for key_accumulator in (False, True):
-        needs = config.Needs(precision, True, True, True, True, True, key_accumulator)
+    for key_accumulator, lends in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
+        needs = config.Needs(precision, True, True, True, True, True, key_accumulator, lends=lends)
         for square in {False, m == n}:
             cut = config.cut(shape, needs, workspace, 128, square)
             assert 1 <= cut.rows <= m
             assert 1 <= cut.columns <= n
             assert not square or cut.rows == cut.columns
             used = needs.block(cut.rows, cut.columns, d, 128)
-            used += cut.key_rows * needs.accumulator_row(d)
-            assert used <= workspace
+            used += (cut.key_rows - cut.lent) * needs.accumulator_row(d)
+            assert used == needs.size(cut, d, 128) <= workspace
             assert (cut.key_rows > 0) == key_accumulator
+            assert cut.lent * lends <= cut.key_rows
+            assert not cut.lent or cut.key_rows == n
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("d", "lent"), [(128, 0), (768, 32768), (1024, 32768), (1100, 0)])
+def test_room_that_gradients_lend(d: int, lent: int, square: bool) -> None:
+    """Where 16-bit dK of 65536 keys has no room in float32, half of it lies in its destination; not
+    where it fits a quarter of the workspace, nor where the other half has no room."""
+    n = 65536
+    device = config.Device("90", 132, 227 * 1024, 228 * 1024)
+    sweep = config.sweep("bf16", 2 * d, device, False)
+    needs = config.Needs("bf16", False, False, False, True, True, True, sweep, False, lends=2)
+    cut = config.cut((n, n, d), needs, 2**28, 128, square)
+    assert cut.lent == lent
+    assert needs.size(cut, d, 128) <= 2**28
+    if lent:
+        assert cut.key_rows == n
+        assert cut.rows * cut.columns >= 6144 * 6144
+    else:
+        assert cut == config.cut((n, n, d), replace(needs, lends=0), 2**28, 128, square)
 
 
 def test_a_batch_that_fits_is_one_block() -> None:

@@ -45,6 +45,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)
 if not MISSING:
     import cupy
     from infonce.kernels import gpu
+    from infonce.kernels.gpu_operands import Accumulator
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # (dtype of the features, precision)
@@ -483,6 +484,55 @@ def test_workspace_is_a_ceiling(loss: str, dtype: str, precision: str) -> None:
     with cupy.cuda.using_allocator(pool.malloc):
         run(loss, args, precision, 14.0, workspace=workspace, outs=made)
         assert pool.total_bytes() <= workspace + 64 * 8 * 2 * n + 2**20
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), CASES[4:])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_destinations_lend_memory(
+    loss: str, dtype: str, precision: str, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of half of the rows are gathered where they will be handed out, in 16 bits."""
+    names = {"nt_xent": ("features",), "info_nce": ("query", "key"), "lit": ("text",)}
+    row_bytes = 8 if precision == "fp64" else 4
+    for i, (n, d) in enumerate([(700, 40), (1301, 8), (701, 201), (612, 512)]):
+        args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), i))
+        n = len(args[0])
+        ids = np.random.default_rng(i).integers(0, n // 2, n) if i % 2 else None
+        # half of it has room for nine tenths of dK
+        options: Any = {"ids": ids, "normalize": normalize, "workspace": n * d * row_bytes * 9 // 5}
+        if loss == "info_nce":
+            options["labels"] = np.random.default_rng(i).integers(0, n, n)
+        name = names.get(loss, ("image", "text"))[-1]
+        made: list[Any] = []
+        outs: dict[str, Any] = {}
+
+        def recorded(*args: Any, made: list[Any] = made) -> Accumulator:
+            made.append(Accumulator(*args))
+            return made[-1]
+
+        if i % 2:  # the caller's, in the middle of his
+            whole = cupy.full((n + 32, d), 7.0, dtype_of(dtype))
+            outs[name] = whole[16:-16]
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "Accumulator", recorded)
+            lent = run(loss, args, precision, 10.0, outs=outs, **options)
+            assert sum(acc.before is not None for acc in made) == 1
+            patch.setattr(gpu, "lends", lambda out, real: 0)
+            made.clear()
+            plain = run(loss, args, precision, 10.0, **options)
+            assert not any(acc.before is not None for acc in made)
+        if not normalize:
+            ref = judged(loss, args, scale=10.0, **{k: options[k] for k in ("ids", "labels")
+                                                    if k in options})  # fmt: skip
+            check(lent, ref, args, precision, 10.0)
+        got, want = (np.asarray(r.grads[name], np.float64) for r in (lent, plain))
+        assert np.linalg.norm(got - want) <= STORED_BOUND[dtype] * np.linalg.norm(want)
+        if i % 2:
+            assert bool((whole[:16] == 7.0).all())
+            assert bool((whole[-16:] == 7.0).all())
+        again = run(loss, args, precision, 10.0, outs=outs, **options)
+        assert np.array_equal(lent.grads[name], again.grads[name])
 
 
 def test_workspace_too_small() -> None:
