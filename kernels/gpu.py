@@ -306,9 +306,9 @@ class _Fold:
 
     def launch(
         self, name: str, rows: slice, columns: slice, arguments: tuple[Any, ...],
-        triangle: bool = False, **defines: int,
+        triangle: bool = False, segments: int = 0, **defines: int,
     ) -> None:  # fmt: skip
-        """Run a kernel over one block: a tile each, or a sweep."""
+        """Run a kernel over one block: a tile each, or a sweep in `segments` or as many as suit."""
         gpu, problem, q, k = self.gpu, self.problem, self.q, self.k
         item = gpu.item
         row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // self.tile.block_n)
@@ -327,7 +327,7 @@ class _Fold:
             arguments = (block, *arguments)
         else:
             grid = self.tile.blocks(q.rows, k.rows, triangle)
-            segments = self.tile.segments(q.rows, k.rows, triangle)
+            segments = segments or self.tile.segments(q.rows, k.rows, triangle)
             panel = name != "lse"
             shared = self.tile.shared(panel)
             kernel = gpu.sweep_kernel(
@@ -614,38 +614,40 @@ class _OnlineFold(_GradientFold):
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
         super().__init__(gpu, problem, grid, epilogue.phase, gradients)
-        self.epilogue = epilogue
+        assert gpu.sweep is not None
+        self.epilogue, self.sweep = epilogue, gpu.sweep
         m = problem.shape[0]
         # At 0 unit rows need no other height while their largest logit is within +-40 or so
         self.heights = cupy.zeros(m, gpu.real)
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)  # panels, once more
         self.unit, self.unit_step = cupy.empty(m), 1
         self.at_positive = cupy.empty(m)
-        self.pairs = gpu.scratch.take((self.tile.row_sums(self.rows, self.columns), 2), gpu.real)
+        self.pairs = gpu.scratch.take((gpu.sweep.row_sums(self.rows, self.columns), 2), gpu.real)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
         sums, heights = self.epilogue.rows, pointer(self.heights, start)
         sum_of_rows = pointer(sums.sum, start)
-        slots = np.int64(self.tile.row_slots(n, self.k.rows))
 
-        def sweep(wanted: Any) -> None:
+        def sweep(wanted: Any, segments: int) -> np.int64:
+            """Returns how many pairs a row has then: one a segment and team."""
             arguments = (
                 heights, sum_of_rows, pointer(self.epilogue.positive, start), self.pairs,
                 np.int64(n), wanted, self.panel_struct,
             )  # fmt: skip
-            self.launch("online", rows, columns, arguments)
+            self.launch("online", rows, columns, arguments, segments=segments)
+            return np.int64(2 * segments)
 
         acc, acc_stride = 0, 0
         if b > 0 and self.of_rows is not None:
             acc, acc_stride = self.of_rows.pointer(start), self.of_rows.stride
-        # The second sweep is of panels whose heights were no good: mostly none
-        sweep(_NULL)
+        slots = sweep(_NULL, self.sweep.segments(n, self.k.rows))
         self.panels_kernel(
             "check_heights", n, self.pairs, slots, np.int64(n), self.gpu.scale_struct, heights,
             sum_of_rows, np.uint64(acc), np.int64(acc_stride), np.int64(d), self.wanted,
         )  # fmt: skip
-        sweep(self.wanted)
+        # Panels whose heights were no good: mostly none, or a few that all multiprocessors share
+        slots = sweep(self.wanted, self.sweep.most_segments(n, self.k.rows))
         self.panels_kernel(
             "add_wanted", n, self.pairs, slots, np.int64(n), sum_of_rows, self.wanted
         )

@@ -145,6 +145,10 @@ class Sweep:
         """Into how many pieces a panel's tiles are cut, so that all workers are busy to the end."""
         return _segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M), triangle)
 
+    def most_segments(self, rows: int, columns: int) -> int:
+        """The most pieces that `row_sums` has room for: where few panels are swept, of many."""
+        return _most_segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M))
+
     def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Thread blocks of a launch."""
         items = -(-rows // BLOCK_M) * self.segments(rows, columns, triangle)
@@ -178,8 +182,11 @@ def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
         rounds = -(-panels * segments // sweep.workers)
         return rounds * (-(-tiles // segments) + PANEL_COST / sweep.slabs)
 
-    most = min(tiles, max(1, MOST_ROUNDS * sweep.workers // panels))
-    return min(range(1, most + 1), key=cost)
+    return min(range(1, _most_segments(sweep, panels, tiles) + 1), key=cost)
+
+
+def _most_segments(sweep: Sweep, panels: int, tiles: int) -> int:
+    return min(tiles, max(1, MOST_ROUNDS * sweep.workers // panels))
 
 
 SWEEP_PRECISIONS = ("tf32", "bf16", "fp16")

@@ -123,7 +123,8 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
         tiles = -(-n // 128)
         meetings = tiles // 2 + tiles % 2 if triangle else tiles
         assert 1 <= segments <= meetings
-        assert segments * n <= sweep.row_sums(n, n)
+        assert segments <= sweep.most_segments(n, n)
+        assert 2 * sweep.most_segments(n, n) * n <= sweep.row_sums(n, n)
         assert sweep.column_slots(n, n, triangle) * n <= sweep.column_sums(n, n)
         if n >= 8192:  # at least nine tenths of the workers' time are of use
             rounds = -(-tiles * segments // sweep.workers)

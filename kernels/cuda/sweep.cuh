@@ -67,12 +67,13 @@ struct Work {
 };
 
 // In a triangle a panel meets the tiles from the diagonal on and half way round, so that each pair of
-// panels meets once and all panels have the same work.
-__device__ __forceinline__ Work get_work(const Block& b, int segments, int item) {
+// panels meets once and all panels have the same work. Of panels of which only some are wanted, the
+// segments go to different blocks of threads.
+__device__ __forceinline__ Work get_work(const Block& b, int segments, int item, bool some) {
   const int panels = (int)b.row_tiles, tiles = (int)b.column_tiles;
   Work w;
-  w.panel = item % panels;
-  w.segment = item / panels;
+  w.panel = some ? item / segments : item % panels;
+  w.segment = some ? item % segments : item / panels;
   int start = 0, count = tiles;
   if (b.triangle) {
     start = w.panel;
@@ -81,11 +82,6 @@ __device__ __forceinline__ Work get_work(const Block& b, int segments, int item)
   w.first = start + (int)((i64)count * w.segment / segments);
   w.last = start + (int)((i64)count * (w.segment + 1) / segments);
   return w;
-}
-
-// Whether the panel is wanted: one number a panel says so, or all are.
-__device__ __forceinline__ bool is_wanted(const int* wanted, int panel) {
-  return !wanted || wanted[panel];
 }
 
 template <class Epilogue>
@@ -145,8 +141,8 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
   Place place;
   u32 panels = 0;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
-    const Work w = get_work(b, segments, item);
-    if (!is_wanted(wanted, w.panel)) continue;
+    const Work w = get_work(b, segments, item, wanted);
+    if (wanted && !wanted[w.panel]) continue;
     barrier_wait(s.panel_empty, (panels & 1) ^ 1);
     barrier_expect(s.panel_full, sizeof s.q);
     for (int i = 0; i < SLABS; ++i)
@@ -225,8 +221,8 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
   bool mine = lane.team == 0;  // teams take every other tile, over all panels
   if (!mine) arrive_some(TURN + 0, 2 * 128 * HALVES);  // the first turn
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
-    const Work w = get_work(b, segments, item);
-    if (!is_wanted(wanted, w.panel)) continue;
+    const Work w = get_work(b, segments, item, wanted);
+    if (wanted && !wanted[w.panel]) continue;
     if (panels > 0) sync_some(NEW_PANEL, 128 * WARPGROUPS);
     epilogue.begin_panel(w);
     barrier_wait(s.panel_full, panels & 1);
@@ -268,18 +264,19 @@ __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
   return *(SweepShared<Epilogue>*)memory;
 }
 
-// All of a kernel but its epilogue; over the `wanted` panels, or all.
+// All of a kernel but its epilogue; over panels that are `wanted` [panels], or all (null).
 template <class Epilogue>
 __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap& q,
                                       const TensorMap& k, const Block& b, int segments,
                                       Epilogue& epilogue, const Lane& lane,
                                       const int* wanted = nullptr) {
   if (wanted) {  // mostly nothing is: then this takes no longer than a launch
-    const int items = (int)b.row_tiles * segments;
+    const int items = (int)b.row_tiles * segments, step = gridDim.x / BLOCKS;
     bool any = false;
-    for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS)
-      any |= is_wanted(wanted, get_work(b, segments, item).panel);
-    if (!any) return;
+    for (int item = blockIdx.x / BLOCKS + threadIdx.x * step; item < items;
+         item += SWEEP_THREADS * step)
+      any |= wanted[item / segments] != 0;
+    if (!__syncthreads_or(any)) return;
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
