@@ -188,7 +188,8 @@ class SoftmaxGradient:
 
 @dataclass
 class OnlineSoftmax:
-    """LSE fold and sum_j 2^(x2_ij - max_i) k_j together: one pass where only dQ is wanted."""
+    """LSE fold and sum_j 2^(x2_ij - max_i) k_j together: one pass where only dQ is wanted. (Any
+    number near the maximum will do in its place.)"""
 
     rows: Sums
     positive: Array  # as in Statistics
@@ -287,15 +288,17 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
         return _solve_softmax(problem, backend, gradients)
 
 
+def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
+    """Whether `OnlineSoftmax` is all it takes: dQ alone is wanted, and columns have no sums."""
+    sums = problem.bias is None and not (problem.two_sided or problem.symmetric or problem.ranks)
+    return sums and gradients is not None and not gradients.want_key
+
+
 def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     vectors: Vectors = getattr(backend, "vectors", None) or Vectors(backend)
     stats = vectors.statistics(problem)
     grid = backend.grid(problem, problem.symmetric and not problem.ranks)
-    online = (
-        backend.online
-        and gradients is not None
-        and not (problem.two_sided or problem.symmetric or gradients.want_key or problem.ranks)
-    )
+    online = backend.online and one_pass(problem, gradients)
     if online:
         backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive), gradients)
     else:

@@ -3,7 +3,8 @@
 A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
 but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
 the precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
-(float64). Everything is queued on the caller's current stream; nothing waits for the device.
+(float64). Where dQ alone is wanted, Hopper does both in one fold. Everything is queued on the
+caller's current stream; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .blocks import (
     Epilogue,
     Gradients,
     Grid,
+    OnlineSoftmax,
     Problem,
     Ranks,
     Sigmoid,
@@ -41,12 +43,15 @@ from .blocks import (
 )
 from .cublas import gemm_ex
 from .gpu_operands import Accumulator, Operand, Scratch, Side, in_place, lends
-from .gpu_vectors import Namespace, Vectors
+from .gpu_vectors import SUMS, Namespace, Vectors
 from .tensor_map import SIZE, tensor_map
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 # Panels are written in units that bring their largest element near this: float16 has no range
 LARGEST_ELEMENT = {"fp16": 8192.0}  # times 4: factors of normalised rows, below 2 each
+# One pass takes elements 2^(x - height) with a height that need not be the maximum (heights.cuh):
+# this wants the exponents of float32, which float16 has not
+ONE_PASS = ("bf16x6", "tf32", "bf16x3", "bf16")
 
 # cuBLAS's names for types and for the arithmetic of a product
 CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "bf16": 14, "bf16x3": 14, "bf16x6": 14}
@@ -115,7 +120,6 @@ class GPU:
     """Blocks of one problem on the current device: see `infonce.kernels.blocks.Backend`."""
 
     xp = Namespace()
-    online = False  # log-sum-exps first, then dQ from panels: 3 products
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
         self.device = cupy.cuda.Device()
@@ -139,6 +143,8 @@ class GPU:
         self.sweep = None
         if not config.PORTABLE:
             self.sweep = config.sweep(self.precision, self.width, self.properties, extras)
+        # elsewhere log-sum-exps first, then dQ from panels: 3 products
+        self.online = self.sweep is not None and self.precision in ONE_PASS
         self.scale = scalar_fields(problem.scale)
         self.bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
@@ -164,7 +170,8 @@ class GPU:
             # the triangle gathers the gradient of all rows
             key_accumulator=gradients is not None
             and not (self.query_in_place if problem.symmetric else self.key_in_place),
-            sweep=self.sweep, rows=problem.bias is not None, lends=lending,
+            sweep=self.sweep, lends=lending,
+            rows=problem.bias is not None or (self.online and blocks.one_pass(problem, gradients)),
         )  # fmt: skip
         self.statistics_cut, self.cut, size = config.cuts(
             problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric
@@ -262,6 +269,8 @@ class GPU:
                 _RanksFold(self, problem, grid, blocks.ranks_of(epilogue, problem)).run()
         elif isinstance(epilogue, Ranks):
             _RanksFold(self, problem, grid, epilogue).run()
+        elif isinstance(epilogue, OnlineSoftmax):
+            _OnlineFold(self, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient):
             _SoftmaxFold(self, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, Sigmoid):
@@ -311,9 +320,9 @@ class _Fold:
 
     def launch(
         self, name: str, rows: slice, columns: slice, arguments: tuple[Any, ...],
-        triangle: bool = False, **defines: int,
+        triangle: bool = False, segments: int = 0, **defines: int,
     ) -> None:  # fmt: skip
-        """Run a kernel over one block: a tile each, or a sweep."""
+        """Run a kernel over one block: a tile each, or a sweep in `segments` or as many as suit."""
         gpu, problem, q, k = self.gpu, self.problem, self.q, self.k
         item = gpu.item
         row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // self.tile.block_n)
@@ -332,7 +341,7 @@ class _Fold:
             arguments = (block, *arguments)
         else:
             grid = self.tile.blocks(q.rows, k.rows, triangle)
-            segments = self.tile.segments(q.rows, k.rows, triangle)
+            segments = segments or self.tile.segments(q.rows, k.rows, triangle)
             panel = name != "lse"
             shared = self.tile.shared(panel)
             kernel = gpu.sweep_kernel(
@@ -446,7 +455,7 @@ class _GradientFold(_Fold):
     ) -> None:
         super().__init__(gpu, problem, grid, phase)
         self.gradients = gradients
-        self.unit = cupy.empty(3)  # struct Ranges
+        self.unit, self.unit_step = cupy.empty(3), 0  # struct Ranges, or one unit a row
         self.at_positive: Array = None  # [M] dL/dx at positives, with `scale` folded in
         d = problem.shape[2]
         self.of_rows = self.of_columns = None
@@ -588,7 +597,7 @@ class _GradientFold(_Fold):
         gpu.rows_kernel(
             "finish", n, acc.pointer(rows.start), acc.stride, rows.start, n, d,
             matrix(side.features),
-            address(side.factor), address(side.exponent), positives, self.unit,
+            address(side.factor), address(side.exponent), positives, self.unit, self.unit_step,
             address(dots), matrix(out, -first), int(add),
         )  # fmt: skip
 
@@ -634,6 +643,69 @@ class _SoftmaxFold(_GradientFold):
         arguments = factors, self.panel_struct
         self.launch("gradient", rows, columns, arguments, COLUMNS=int(self.two_sided))
         self.multiply(rows, columns, a, b)
+
+
+class _OnlineFold(_GradientFold):
+    """Sums of 2^(x2 - height), and the same times keys, under heights that follow the logits."""
+
+    def __init__(
+        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: OnlineSoftmax,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        super().__init__(gpu, problem, grid, epilogue.phase, gradients)
+        assert gpu.sweep is not None
+        self.epilogue, self.sweep = epilogue, gpu.sweep
+        m = problem.shape[0]
+        # At 0 unit rows need no other height while their largest logit is within +-40 or so
+        self.heights = cupy.zeros(m, gpu.real)
+        self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)  # panels, once more
+        self.unit, self.unit_step = cupy.empty(m), 1
+        self.at_positive = cupy.empty(m)
+        self.pairs = gpu.scratch.take((gpu.sweep.row_sums(self.rows, self.columns), 2), gpu.real)
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
+        sums, heights = self.epilogue.rows, address(self.heights, start)
+        sum_of_rows = address(sums.sum, start)
+
+        def sweep(wanted: Any, segments: int) -> int:
+            """Returns how many pairs a row has then."""
+            arguments = (
+                heights, sum_of_rows, address(self.epilogue.positive, start), self.pairs,
+                n, wanted, self.panel_struct,
+            )  # fmt: skip
+            self.launch("online", rows, columns, arguments, segments=segments)
+            return self.sweep.segment_slots * segments
+
+        acc, acc_stride = 0, 0
+        if b > 0 and self.of_rows is not None:
+            acc, acc_stride = self.of_rows.pointer(start), self.of_rows.stride
+        slots = sweep(0, self.sweep.segments(n, self.k.rows))
+        self.panels_kernel(
+            "check_heights", n, self.pairs, slots, n, self.gpu.scale_struct, heights,
+            sum_of_rows, acc, acc_stride, d, self.wanted,
+        )  # fmt: skip
+        # Panels whose heights were no good: mostly none, or a few that all multiprocessors share
+        slots = sweep(self.wanted, self.sweep.most_segments(n, self.k.rows))
+        self.panels_kernel("add_wanted", n, self.pairs, slots, n, sum_of_rows, self.wanted)
+        self.multiply(rows, columns, a, b)
+
+    def panels_kernel(self, name: str, n: int, *arguments: Any) -> None:
+        """A block a panel of rows, four threads a row."""
+        kernel = self.gpu.kernel("vectors.cu", name)
+        kernel((-(-n // config.BLOCK_M),), (4 * config.BLOCK_M,), arguments)
+
+    def end_rows(self, rows: slice) -> None:
+        start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
+        self.gpu.vector_kernel(
+            "end_online", n, address(self.heights, start),
+            struct(SUMS, address(sums.max, start), address(sums.sum, start)),
+            address(self.epilogue.positive, start), address(self.problem.upstream, start),
+            address(self.gpu.query.factor, start), n,
+            float(self.problem.row_weight), self.gpu.scale_struct,
+            address(self.unit, start), address(self.at_positive, start),
+        )  # fmt: skip
+        super().end_rows(rows)
 
 
 class _SigmoidFold(_GradientFold):

@@ -15,9 +15,9 @@ from .blocks import Array, Gradients, Problem, Statistics
 if TYPE_CHECKING:
     from .gpu import GPU
 
-_SUMS = pointers("max sum")
+SUMS = pointers("max sum")
 _CONCLUDING = np.dtype(
-    [("rows", _SUMS), ("columns", _SUMS),
+    [("rows", SUMS), ("columns", SUMS),
      ("vectors", pointers("positive positives upstream bad any")),
      ("row_weight", "f8"), ("column_weight", "f8"), ("scale", SCALAR), ("m", "i8"),
      ("symmetric", "i8"), ("triangle", "i8"), ("two_sided", "i8"), ("lse_is_float", "i8"),
@@ -84,8 +84,8 @@ class Vectors(blocks.Vectors):
         positive = memory[2 * m : 3 * m]
         of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
         self.gpu.vector_kernel(
-            "begin", max(m, n), struct(_SUMS, address(rows.max), address(rows.sum)),
-            struct(_SUMS, *of_columns), positive, m, n, self.found,
+            "begin", max(m, n), struct(SUMS, address(rows.max), address(rows.sum)),
+            struct(SUMS, *of_columns), positive, m, n, self.found,
         )  # fmt: skip
         whole = columns if two_sided or problem.symmetric else None
         return Statistics(rows, whole, positive)

@@ -165,14 +165,23 @@ class Sweep:
         """Into how many pieces a panel's tiles are cut, so that all workers are busy to the end."""
         return _segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M), triangle)
 
+    def most_segments(self, rows: int, columns: int) -> int:
+        """The most pieces that `row_sums` has room for: where few panels are swept, of many."""
+        return _most_segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M))
+
     def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Thread blocks of a launch."""
         items = -(-rows // BLOCK_M) * self.segments(rows, columns, triangle)
         return min(self.workers, items) * (2 if self.wide else 1)
 
+    @property
+    def segment_slots(self) -> int:
+        """Partial sums that a segment leaves for each row: one a team that meets it."""
+        return 1 if self.streamed else 2
+
     def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Partial sums that a launch leaves for each row: one a segment and team that meets it."""
-        return (1 if self.streamed else 2) * self.segments(rows, columns, triangle)
+        """Partial sums that a launch leaves for each row."""
+        return self.segment_slots * self.segments(rows, columns, triangle)
 
     def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
         """The same for each column: one a block and half of its panels."""
@@ -198,8 +207,11 @@ def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
         rounds = -(-panels * segments // sweep.workers)
         return rounds * (-(-tiles // segments) + PANEL_COST / sweep.slabs)
 
-    most = min(tiles, max(1, MOST_ROUNDS * sweep.workers // panels))
-    return min(range(1, most + 1), key=cost)
+    return min(range(1, _most_segments(sweep, panels, tiles) + 1), key=cost)
+
+
+def _most_segments(sweep: Sweep, panels: int, tiles: int) -> int:
+    return min(tiles, max(1, MOST_ROUNDS * sweep.workers // panels))
 
 
 SWEEP_PRECISIONS = ("bf16x6", "tf32", "bf16x3", "bf16", "fp16")

@@ -75,7 +75,8 @@ def compile_within_budget(
 
 
 # bytes that a thread of a sweep may spill, which has 112 registers, 64 of them for logits
-SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("PANEL", 200)}
+SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("PANEL", 200),
+          "online": ("", 128)}  # fmt: skip
 SPILLS_EXTRAS = 1100
 
 
@@ -85,6 +86,8 @@ SPILLS_EXTRAS = 1100
 @pytest.mark.parametrize("name", SWEEPS)
 def test_sweeps(name: str, precision: str, width: int) -> None:
     """For Hopper alone. That shared memory suffices is asserted by the kernels."""
+    if name == "online" and precision == "fp16":
+        pytest.skip("one pass wants the exponents of float32")
     option, budget = SWEEPS[name]
     if precision in config.PARTS:  # of each part; with many times the products, spills matter less
         width, budget = width // 2, 512
@@ -96,8 +99,8 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
         defines = {
             "PRECISION": precision.upper(), "SLABS": sweep.slabs, "STAGES": sweep.stages(panel),
-            "WIDE": int(sweep.wide), "SHARED": sweep.shared(panel), option: variant,
-            "IDS": int(extras), "FACTORS": int(extras),
+            "WIDE": int(sweep.wide), "SHARED": sweep.shared(panel), "IDS": int(extras),
+            "FACTORS": int(extras), **({option: variant} if option else {}),
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
         log = compiler.compile_for(f"sweep_{name}.cu", defines, "sm_90a", options)[1]
@@ -132,7 +135,8 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
         tiles = -(-n // 128)
         meetings = tiles // 2 + tiles % 2 if triangle else tiles
         assert 1 <= segments <= meetings
-        assert segments * n <= sweep.row_sums(n, n)
+        assert segments <= sweep.most_segments(n, n)
+        assert 2 * sweep.most_segments(n, n) * n <= sweep.row_sums(n, n)
         assert sweep.column_slots(n, n, triangle) * n <= sweep.column_sums(n, n)
         if n >= 8192:  # at least nine tenths of the workers' time are of use
             rounds = -(-tiles * segments // sweep.workers)
@@ -145,7 +149,7 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
 @pytest.mark.parametrize("file", ["rows.cu", "vectors.cu", "naive.cu"])
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     options = ("--ptxas-options=-v",)
-    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 48
+    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 64
 
 
 @needs_nvrtc

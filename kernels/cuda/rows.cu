@@ -172,7 +172,7 @@ template <class T>
 struct Finished {
   T g[GROUP], x[GROUP];  // gradient without the part along the row; the row, near unit length
 
-  __device__ __forceinline__ Finished(const Real* sum, double unit, const Positives& positives,
+  __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
                                       const Matrix& z, i64 row, i64 column, i64 d, double factor,
                                       int exponent, bool with_row = true) {
     const i64 n = d - column;
@@ -188,7 +188,7 @@ struct Finished {
       for (int i = 0; i < GROUP; ++i) g[i] = i < n ? sum[column + i] : 0;
     }
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) g[i] *= (T)unit;
+    for (int i = 0; i < GROUP; ++i) g[i] = g[i] * fabs(root) * root;
     positives.add(g, row, column, n, factor);
     if (!with_row) return;
     get_group(x, z, row, column, n);
@@ -204,24 +204,26 @@ struct Finished {
   }
 };
 
-// Gradients of rows first.. are complete in `acc` [n, acc_stride], in the panels' unit, but for the
-// positives: hand them to their destination (data null: nowhere), or add them to what is there, and
-// <gradient, row> to dots (or null).
+// Gradients of rows first.. are complete in `acc` [n, acc_stride], in the panels' unit (with
+// `unit_step` 1 each row has its own), but for the positives: hand them to their destination (data
+// null: nowhere), or add them to what is there, and <gradient, row> to dots (or null).
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 4 ? 3 : 2)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
                                   const int* exponent, const __grid_constant__ Positives positives,
-                                  const double* unit, double* dots,
+                                  const double* unit, i64 unit_step, double* dots,
                                   const __grid_constant__ Matrix out, i64 add) {
   if (warp_row() >= n) return;
   const Real* sum = acc + warp_row() * acc_stride;
   const i64 row = first + warp_row();
   const int lane = threadIdx.x % 32;
+  // By its root twice: a unit may be too small for floats, of sums that are large
+  const double by = unit[unit_step * row], root = copysign(sqrt(fabs(by)), by);
   double dot = 0;
   if (!factor) {  // all at once, in the products' precision
 #pragma unroll 2
     for (i64 k = lane * GROUP; k < d; k += 32 * GROUP) {
-      Finished<Real> f(sum, *unit, positives, z, row, k, d, 0, 0, dots);
+      Finished<Real> f(sum, (Real)root, positives, z, row, k, d, 0, 0, dots);
       if (dots) dot += f.dot();
       if (!out.data) continue;
       if (add) {
@@ -239,13 +241,13 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const int e = exponent[row];
   const double f = factor[row];
   for (i64 k = lane * GROUP; k < d; k += 32 * GROUP)
-    dot += Finished<double>(sum, *unit, positives, z, row, k, d, f, e).dot();
+    dot += Finished<double>(sum, root, positives, z, row, k, d, f, e).dot();
   dot = warp_sum(dot);
   if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
   const double along = f * f * dot;
   for (i64 k = lane * GROUP; k < d; k += 32 * GROUP) {
-    Finished<double> row_of(sum, *unit, positives, z, row, k, d, f, e);
+    Finished<double> row_of(sum, root, positives, z, row, k, d, f, e);
     double before[GROUP] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (add) get_group(before, out, row, k, d - k);
 #pragma unroll

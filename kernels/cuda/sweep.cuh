@@ -1,5 +1,5 @@
-// A sweep over a block of logits on Hopper: the main loop of sweep_lse.cu, sweep_gradient.cu and
-// sweep_sigmoid.cu.
+// A sweep over a block of logits on Hopper: the main loop of sweep_lse.cu, sweep_gradient.cu,
+// sweep_online.cu and sweep_sigmoid.cu.
 //
 //              key tiles, 128 rows of K each, streamed slab by slab
 //             +----+----+----+----+----+----+- - -
@@ -80,12 +80,13 @@ struct Work {
 };
 
 // In a triangle a panel meets the tiles from the diagonal on and half way round, so that each pair of
-// panels meets once and all panels have the same work.
-__device__ __forceinline__ Work get_work(const Block& b, int segments, int item) {
+// panels meets once and all panels have the same work. Of panels of which only some are wanted, the
+// segments go to different blocks of threads.
+__device__ __forceinline__ Work get_work(const Block& b, int segments, int item, bool some) {
   const int panels = (int)b.row_tiles, tiles = (int)b.column_tiles;
   Work w;
-  w.panel = item % panels;
-  w.segment = item / panels;
+  w.panel = some ? item / segments : item % panels;
+  w.segment = some ? item % segments : item / panels;
   int start = 0, count = tiles;
   if (b.triangle) {
     start = w.panel;
@@ -156,13 +157,15 @@ __device__ __forceinline__ int slab_number(int i) {
 
 template <class Epilogue>
 __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const TensorMap& q,
-                                                const TensorMap& k, const Block& b, int segments) {
+                                                const TensorMap& k, const Block& b, int segments,
+                                                const int* wanted) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rank = WIDE ? cluster_rank() : 0;
   Place place;
   u32 panels = 0;
-  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS, ++panels) {
-    const Work w = get_work(b, segments, item);
+  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
+    const Work w = get_work(b, segments, item, wanted);
+    if (wanted && !wanted[w.panel]) continue;
     const int row = w.panel * PANEL_ROWS + rank * OWN_ROWS;
 #if !STREAMED
     barrier_wait(s.panel_empty, (panels & 1) ^ 1);
@@ -188,6 +191,7 @@ __device__ __forceinline__ void copy_everything(SweepShared<Epilogue>& s, const 
 #endif
       }
     }
+    ++panels;
   }
 }
 
@@ -283,11 +287,12 @@ __device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Ep
 template <class Epilogue>
 __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, const Block& b,
                                                     int segments, Epilogue& epilogue,
-                                                    const Lane& lane) {
+                                                    const Lane& lane, const int* wanted) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   Place place;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Work w = get_work(b, segments, item);
+    const Work w = get_work(b, segments, item, wanted);
+    if (wanted && !wanted[w.panel]) continue;
     epilogue.begin_panel(w);
     for (int t = w.first; t < w.last; ++t) {
       const int tile = t < tiles ? t : t - tiles;
@@ -307,15 +312,16 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
 template <class Epilogue>
 __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, const Block& b,
                                                     int segments, Epilogue& epilogue,
-                                                    const Lane& lane) {
+                                                    const Lane& lane, const int* wanted) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rows = matrix_start(shared_address(s.q) + lane.half * 64 * SLAB);
   Place place;
   u32 panels = 0;
   bool mine = lane.team == 0;  // teams take every other tile, over all panels
   if (!mine) arrive_some(TURN + 0, 2 * 128 * HALVES);  // the first turn
-  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS, ++panels) {
-    const Work w = get_work(b, segments, item);
+  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
+    const Work w = get_work(b, segments, item, wanted);
+    if (wanted && !wanted[w.panel]) continue;
     if (panels > 0) sync_some(NEW_PANEL, 128 * WARPGROUPS);
     epilogue.begin_panel(w);
     barrier_wait(s.panel_full, panels & 1);
@@ -346,6 +352,7 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
       epilogue.end_tile(tile);
     }
     epilogue.end_panel(w);
+    ++panels;
   }
 }
 #endif
@@ -357,11 +364,20 @@ __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
   return *(SweepShared<Epilogue>*)memory;
 }
 
-// All of a kernel but its epilogue.
+// All of a kernel but its epilogue; over panels that are `wanted` [panels], or all (null).
 template <class Epilogue>
 __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap& q,
                                       const TensorMap& k, const Block& b, int segments,
-                                      Epilogue& epilogue, const Lane& lane) {
+                                      Epilogue& epilogue, const Lane& lane,
+                                      const int* wanted = nullptr) {
+  if (wanted) {  // mostly nothing is: then this takes no longer than a launch
+    const int items = (int)b.row_tiles * segments, step = gridDim.x / BLOCKS;
+    bool any = false;
+    for (int item = blockIdx.x / BLOCKS + threadIdx.x * step; item < items;
+         item += SWEEP_THREADS * step)
+      any |= wanted[item / segments] != 0;
+    if (!__syncthreads_or(any)) return;
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(s.full[i], 1);
@@ -375,10 +391,10 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   else __syncthreads();
   if (lane.warpgroup < WARPGROUPS) {
     more_registers<HALVES == 1 ? 232 : 112>();
-    multiply_everything(s, b, segments, epilogue, lane);
+    multiply_everything(s, b, segments, epilogue, lane, wanted);
   } else {
     fewer_registers<HALVES == 1 ? 40 : 32>();
-    if (lane.thread == 0) copy_everything(s, q, k, b, segments);
+    if (lane.thread == 0) copy_everything(s, q, k, b, segments, wanted);
   }
   if (WIDE) cluster_sync();  // nobody arrives at the barriers of a block that has ended
 }
@@ -434,6 +450,14 @@ struct Columns {  // of a tile, in shared memory
 // Column of x[4 j + e] in the tile.
 __device__ __forceinline__ int column_of(int i, const Lane& lane) {
   return i / 4 * 8 + 2 * lane.t + i % 2;
+}
+
+// The largest of this thread's products in the first or the second of its rows.
+__device__ __forceinline__ float largest(const float (&x)[64], int h) {
+  float high = x[2 * h];
+#pragma unroll
+  for (int i = 1; i < 32; ++i) high = fmaxf(high, x[i / 2 * 4 + 2 * h + i % 2]);
+  return high;
 }
 
 // Raw products of a tile become those of unit rows; each positive's is handed to

@@ -93,9 +93,7 @@ struct Lse {
     guess = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float high = x[2 * h];
-#pragma unroll
-      for (int i = 1; i < 32; ++i) high = fmaxf(high, x[i / 2 * 4 + 2 * h + i % 2]);
+      float high = largest(x, h);
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 2));
       if (high == LOW && row(h) < b.q.rows) guess = false;  // no guess for the next tile

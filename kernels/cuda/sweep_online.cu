@@ -1,0 +1,123 @@
+// One-sided losses in one pass, as a sweep (sweep.cuh): the panel of e_ij = 2^(c x_ij - height_i) and
+// the rows' sums of it. With E K gathered in float32, that is all that dQ takes: the log-sum-exps,
+// known at the end, are a factor a row.
+//
+// Heights are given (heights.cuh), so there is no maximum to find. A sum that leaves its bounds tells
+// that the height was no good. It does so for the rest of the panel, whose tiles are then searched for
+// their maxima: the caller sets new heights and has the panels concerned, `wanted`, swept once more.
+// Where the sum came to be too large little by little, the largest product may lie in a tile before;
+// but there it was within the bounds, and what is found is high enough for those.
+#include "sweep.cuh"
+#include "heights.cuh"
+
+struct Online {
+  static constexpr bool SUMS = false, PUBLISHES = false;
+  struct Team {
+    Columns columns;
+  };
+  struct Group {
+    PanelStrip::Shared strips;
+  };
+
+  const Block& b;
+  const Lane& lane;
+  Team& team;
+  const float* heights;
+  const double* before;  // rows' sums over the blocks before
+  double* positive;
+  float2* row_pairs;  // [slots, row_stride]
+  i64 row_stride;
+  PanelStrip out;
+  double scale;
+  float c;
+
+  Work work;
+  Rows rows;
+  float height[2], least;
+  float sum[2], high[2];  // so far; this thread's, of four that share a row
+
+  __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
+    return (i64)work.panel * PANEL_ROWS + lane.row() + 8 * h;
+  }
+
+  __device__ __forceinline__ void begin_panel(const Work& w) {
+    work = w;
+    rows.load(b, w.panel, lane);
+    least = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool inside = row(h) < b.q.rows;
+      height[h] = inside ? heights[row(h)] : 0;
+      sum[h] = inside ? 0 : 1;  // padding is within the bounds
+      high[h] = LOW;
+      // With terms from before, a row may have none in this block
+      if (inside && before[row(h)] == 0) least = LEAST;
+    }
+  }
+
+  __device__ __forceinline__ void publish(int t) { team.columns.publish(b, t, lane); }
+
+  __device__ __forceinline__ void tile(float (&x)[64], int t) {
+    prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
+      positive[row(half)] = scale * (double)value;
+    });
+    const int first_row = work.panel * PANEL_ROWS + lane.row() - lane.g;
+    float e[64], of_tile[2] = {0, 0};
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) {
+#pragma unroll
+      for (int i = 8 * s; i < 8 * s + 8; ++i) {
+        const int h = i / 2 % 2;
+        e[i] = exp2_(fmaf(x[i], c, -height[h]));
+        of_tile[h] += e[i];
+#if FACTORS
+        e[i] *= team.columns.factor[column_of(i, lane)];  // the row's is taken at the end
+#endif
+      }
+      out.store(e, s, first_row, t * TILE_COLUMNS, b, lane);
+    }
+    sum[0] += of_tile[0];
+    sum[1] += of_tile[1];
+    const bool good = fmaxf(sum[0], sum[1]) <= MOST && fminf(sum[0], sum[1]) >= least;
+    if (__all_sync(ALL_LANES, good)) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) high[h] = fmaxf(high[h], largest(x, h));
+  }
+
+  __device__ __forceinline__ void end_tile(int) {}
+
+  __device__ __forceinline__ void end_panel(const Work& w) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int lanes = 1; lanes < SHARERS; lanes *= 2) {
+        high[h] = fmaxf(high[h], __shfl_xor_sync(ALL_LANES, high[h], lanes));
+        sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], lanes);
+      }
+      if (lane.t == 0 && row(h) < b.q.rows)
+        row_pairs[(ROW_SLOTS * w.segment + lane.team % ROW_SLOTS) * row_stride + row(h)] =
+            make_float2(high[h], sum[h]);
+    }
+    out.end(lane);
+  }
+};
+
+// positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where it was
+// looked for; sum). `wanted` [panels], or null: all are.
+extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
+#if WIDE
+__cluster_dims__(BLOCKS, 1, 1)
+#endif
+sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+             const __grid_constant__ Block block, i64 segments, const float* heights,
+             const double* before, double* positive, float2* row_pairs, i64 row_stride,
+             const int* wanted, const __grid_constant__ Panel panel,
+             const __grid_constant__ TensorMap panel_map) {
+  SweepShared<Online>& shared = sweep_shared<Online>();
+  const Lane lane;
+  Online::Group& group = shared.group[lane.warpgroup % WARPGROUPS];
+  const double scale = block.scale.get() * LOG2_E;
+  Online online{block, lane, shared.team[lane.team & 1], heights, before, positive, row_pairs,
+                row_stride, PanelStrip(panel_map, panel, group.strips, lane), scale, (float)scale};
+  sweep(shared, q, k, block, (int)segments, online, lane, wanted);
+}
