@@ -10,7 +10,7 @@ caller's current stream; nothing waits for the device.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import cupy
@@ -91,11 +91,11 @@ _POSITIVES = np.dtype(
 _RANGES_SHARED = 16  # offset of Ranges::shared
 
 
-@cache
-def _zero_and_one(real: np.dtype[Any]) -> tuple[Array, int, int]:
-    """Factors of a product, and where they are."""
-    numbers = np.array([0, 1], real)
-    return numbers, numbers.ctypes.data, numbers.ctypes.data + real.itemsize
+@lru_cache
+def _number(value: float, real: np.dtype[Any]) -> tuple[Array, int]:
+    """A factor of a product, and where it is."""
+    number = np.array(value, real)
+    return number, number.ctypes.data
 
 
 # --- the device -----------------------------------------------------------------------------------
@@ -145,8 +145,12 @@ class GPU:
             self.sweep = config.sweep(self.precision, self.width, self.properties, extras)
         # elsewhere log-sum-exps first, then dQ from panels: 3 products
         self.online = self.sweep is not None and self.precision in ONE_PASS
-        self.scale = scalar_fields(problem.scale)
-        self.bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
+        # (a streamed sweep sees to it itself, slab by slab)
+        cut_off = 0.0
+        if self.sweep is not None and not self.sweep.streamed:
+            cut_off = config.cut_off(self.width * self.parts)
+        self.scale, self._scale = scalar_fields(problem.scale, 1 + cut_off)
+        self.bias, self._bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
         self.square = not problem.part and (
             problem.symmetric or problem.two_sided or problem.bias is not None
@@ -209,7 +213,7 @@ class GPU:
 
     @property
     def scale_struct(self) -> Any:
-        return struct(SCALAR, *self.scale[:2])
+        return struct(SCALAR, *self.scale)
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array]:
         """Queries in the order of their positive keys, and where each key's begin: [M], [N + 1]."""
@@ -333,7 +337,7 @@ class _Fold:
             gpu.width, rows.start, columns.start, row_tiles, column_tiles,
             address(problem.positives, rows.start),
             address(problem.query_ids, rows.start), address(problem.key_ids, columns.start),
-            problem.symmetric, triangle, *gpu.scale[:2],
+            problem.symmetric, triangle, *gpu.scale,
         )  # fmt: skip
         if isinstance(self.tile, config.Tile):
             grid = row_tiles * column_tiles
@@ -535,20 +539,22 @@ class _GradientFold(_Fold):
     ) -> None:  # fmt: skip
         """out[row : row + n] (+)= P z or P' z. cuBLAS counts columns first: there all this is
         the transpose, out' = z' P'."""
-        precision, item = self.gpu.precision, self.gpu.item
-        _, zero, one = _zero_and_one(self.gpu.real)
+        precision, item, real = self.gpu.precision, self.gpu.item, self.gpu.real
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
         handle = cupy.cuda.device.get_cublas_handle()
         for panel_part, z_part in PRODUCTS[self.gpu.parts]:
             longest = LONGEST_SUM.get(precision, k) if panel_part == z_part == 0 else k
             for start in range(0, k, longest):
+                terms, factor = min(longest, k - start), 1.0
+                if precision in LONGEST_SUM:
+                    factor += config.cut_off(terms * item)
                 at = panel_part * self.panel_part + start * (1 if op == OP_N else self.stride)
                 gemm_ex(
-                    handle, OP_N, op, d, n, min(longest, k - start), one,
+                    handle, OP_N, op, d, n, terms, _number(factor, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
                     self.panel.data.ptr + at * item, given, self.stride,
-                    zero if first else one, out.pointer(row), made, out.stride,
-                    COMPUTE[precision], -1,
+                    _number(0.0 if first else 1.0, real)[1], out.pointer(row), made,
+                    out.stride, COMPUTE[precision], -1,
                 )  # fmt: skip
                 first = False
 
@@ -726,7 +732,7 @@ class _SigmoidFold(_GradientFold):
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         gpu, epilogue, n = self.gpu, self.epilogue, rows.stop - rows.start
         arguments = (
-            struct(SCALAR, *gpu.bias[:2]), address(self.row_factor, rows.start),
+            struct(SCALAR, *gpu.bias), address(self.row_factor, rows.start),
             address(epilogue.positive, rows.start), self.sums, n,
             self.panel_struct,
         )  # fmt: skip
@@ -746,7 +752,7 @@ class _SigmoidFold(_GradientFold):
         self.gpu.vector_kernel(
             "sigmoid_positives", n, address(self.epilogue.positive, start),
             address(self.factor, start), address(self.problem.positives, start), n,
-            struct(SCALAR, *self.gpu.bias[:2]), address(self.at_positive, start),
+            struct(SCALAR, *self.gpu.bias), address(self.at_positive, start),
             address(self.epilogue.losses, start), address(self.epilogue.bias_grad, start),
         )  # fmt: skip
         super().end_rows(rows)

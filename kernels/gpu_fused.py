@@ -22,7 +22,7 @@ MOST_PARTS = 16
 PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores
 
 # struct Fused: four matrices, m n d, scale and bias, weights, ...; every field has 8 bytes
-_LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQ" + "dddd" + "QQQQ" + 2 * "q" + 21 * "Q")
+_LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQd" + "dddd" + "QQQQ" + 2 * "q" + 21 * "Q")
 _BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 _kernels: dict[tuple[Any, ...], Any] = {}
@@ -144,10 +144,8 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     if not (symmetric or two_sided):
         addresses[-2:] = 0, 0  # columns have no log-sum-exp
 
-    scale, bias = (
-        scalar_fields(problem.scale),
-        scalar_fields(0.0 if problem.bias is None else problem.bias),
-    )
+    scale, _kept = scalar_fields(problem.scale)
+    bias, _kept_too = scalar_fields(0.0 if problem.bias is None else problem.bias)
     barrier = _barrier(device.id)
     upstream, each = problem.upstream, None
     if not isinstance(upstream, float):
@@ -157,7 +155,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         of_queries, of_keys = matrix_fields(gradients.query), matrix_fields(gradients.key)
     arguments = _LAYOUT.pack(
         *matrix_fields(query), *matrix_fields(key), *of_queries, *of_keys,
-        m, n, d, *scale[:2], *bias[:2], problem.row_weight, problem.column_weight,
+        m, n, d, *scale, *bias, problem.row_weight, problem.column_weight,
         problem.row_share or 0.0, upstream, address(each), address(problem.positives),
         address(problem.query_ids), address(problem.key_ids),
         gradients is not None, plan.parts,

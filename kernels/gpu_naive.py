@@ -70,10 +70,10 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         _PAIRS, address(problem.positives), address(problem.query_ids), address(problem.key_ids),
         symmetric,
     )  # fmt: skip
-    scale, scale_pointer, _kept = scalar_fields(problem.scale)
-    scale_struct = struct(SCALAR, scale, scale_pointer)
-    bias, bias_pointer, _kept_too = scalar_fields(problem.bias if sigmoid else 0.0)
-    bias_struct = struct(SCALAR, bias, bias_pointer)
+    scale, _kept = scalar_fields(problem.scale)
+    scale_struct = struct(SCALAR, *scale)
+    bias, _kept_too = scalar_fields(problem.bias if sigmoid else 0.0)
+    bias_struct = struct(SCALAR, *bias)
     x = cupy.empty((m, n), real)
     launch("similarity", tiles(m, n), u, v, *sizes, scale_struct, pairs, x)
 

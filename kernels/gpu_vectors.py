@@ -107,7 +107,7 @@ class Vectors(blocks.Vectors):
             address(columns.max), address(columns.sum),
             address(stats.positive), address(problem.positives), address(problem.upstream),
             address(bad), address(self.found),
-            problem.row_weight, problem.column_weight, *gpu.scale[:2], m, problem.symmetric,
+            problem.row_weight, problem.column_weight, *gpu.scale, m, problem.symmetric,
             triangle, two_sided, not self.double, *map(address, results),
             address(lses), address(lses, 1),
         )  # fmt: skip

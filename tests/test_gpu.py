@@ -171,14 +171,16 @@ def check(
         if got is None:
             continue
         wide = np.asarray(got, np.float64)
-        whole, cancels = float(np.linalg.norm(want)), terms
+        whole, cancels, shared = float(np.linalg.norm(want)), terms, 0.0
         relative = GRAD_BOUND[precision] * max(1.0, logit / 200)
         if name in ("scale", "bias"):
             whole = max(scale_size(ref, args), abs(want)) if name == "scale" else whole
             cancels = terms * np.sqrt(len(args[0])) / scale
+            # an error that all logits share, as the rounding of `scale` is, does not average out
+            shared = 0.25 * single * logit * (name == "bias")
         else:
             relative = max(relative, STORED_BOUND[grad_dtype or got.dtype.name])
-        limit = relative * whole + 1e-30
+        limit = relative * whole + shared + 1e-30
         if not averaged:
             limit += 6 * u * logit * whole
             limit += (8 * u * (1 + logit) + 2 * ELEMENT[precision]) * cancels
@@ -670,12 +672,12 @@ def test_workspace_is_a_ceiling(loss: str, dtype: str, precision: str) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("dtype", "precision"), CASES[4:])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "siglip"])  # lit has no dK
 def test_destinations_lend_memory(
     loss: str, dtype: str, precision: str, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients of half of the rows are gathered where they will be handed out, in 16 bits."""
-    names = {"nt_xent": ("features",), "info_nce": ("query", "key"), "lit": ("text",)}
+    names = {"nt_xent": ("features",), "info_nce": ("query", "key")}
     row_bytes = 8 if precision == "fp64" else 4
     for i, (n, d) in enumerate([(700, 40), (1301, 8), (701, 201), (612, 512)]):
         args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), i))

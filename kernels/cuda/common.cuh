@@ -42,7 +42,8 @@ __device__ __forceinline__ Real2 real2(Real x, Real y) {
 struct Scalar {
   double value;
   const double* pointer;
-  __device__ double get() const { return pointer ? *pointer : value; }
+  double factor;
+  __device__ double get() const { return (pointer ? *pointer : value) * factor; }
 };
 
 // Element types of the caller's arrays.
