@@ -3,7 +3,7 @@
 With b rows of each side on each of n GPUs, a call takes n forward steps of one block, 2 b b D
 operations, and n backward steps, 6 b b D. While a block is computed the next one travels:
 
-    step = max(operations / rate, latency + bytes / bandwidth)
+    step = start + max(operations / rate, latency + bytes / bandwidth)
 
 Forward, keys travel with their ids and column statistics; backward, with their factors and dK.
 At the end dK comes home, which nothing hides.
@@ -39,8 +39,8 @@ class Link:
 class Machine:
     """What the model is made of. Defaults: benchmarks/results/ring.json, bfloat16, D = 512."""
 
-    rate: float = 370e12  # operations a second, of blocks
-    host: float = 0.5e-3  # seconds a call: checks, exchanges, launches
+    rate: float = 605e12  # operations a second, of large blocks
+    start: float = 0.3e-3  # seconds a block: launches, and what idles at its ends
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
     across: Link = Link(30e-6, 45e9)  # 400 Gb/s a GPU
     gpus: int = 8  # of a host
@@ -81,11 +81,11 @@ def predict(
     hosts = -(-ranks // machine.gpus)
     round_of = ranks / hosts
     slowest = machine.inside if hosts == 1 or two_level else machine.across
-    computing = seconds = 0.0
+    computing, seconds, starts = 0.0, 0.0, 2 * ranks * machine.start
     for share, size in zip((2, 6), travelling(rows, dim), strict=True):
         block = share * rows * rows * dim / machine.rate
         moving = slowest.latency + size / slowest.bandwidth if ranks > 1 else 0.0
-        step = max(block, moving)
+        step = machine.start + max(block, moving)
         if two_level and hosts > 1:
             network = machine.across.latency + size / machine.across.bandwidth
             seconds += hosts * max(round_of * step, network)
@@ -95,7 +95,7 @@ def predict(
     if ranks > 1:
         home = machine.inside if hosts == 1 else machine.across
         seconds += home.latency + rows * dim * DK / home.bandwidth
-    return Step(seconds + machine.host, computing, seconds - computing)
+    return Step(seconds, computing, seconds - computing - starts)
 
 
 def memory(

@@ -145,10 +145,7 @@ class GPU:
             self.sweep = config.sweep(self.precision, self.width, self.properties, extras)
         # elsewhere log-sum-exps first, then dQ from panels: 3 products
         self.online = self.sweep is not None and self.precision in ONE_PASS
-        # (a streamed sweep sees to it itself, slab by slab)
-        cut_off = 0.0
-        if self.sweep is not None and not self.sweep.streamed:
-            cut_off = config.cut_off(self.width * self.parts)
+        cut_off = 0.0 if self.sweep is None else config.cut_off(self.precision, self.width)
         self.scale, self._scale = scalar_fields(problem.scale, 1 + cut_off)
         self.bias, self._bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
@@ -545,12 +542,9 @@ class _GradientFold(_Fold):
         for panel_part, z_part in PRODUCTS[self.gpu.parts]:
             longest = LONGEST_SUM.get(precision, k) if panel_part == z_part == 0 else k
             for start in range(0, k, longest):
-                terms, factor = min(longest, k - start), 1.0
-                if precision in LONGEST_SUM:
-                    factor += config.cut_off(terms * item)
                 at = panel_part * self.panel_part + start * (1 if op == OP_N else self.stride)
                 gemm_ex(
-                    handle, OP_N, op, d, n, terms, _number(factor, real)[1],
+                    handle, OP_N, op, d, n, min(longest, k - start), _number(1.0, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
                     self.panel.data.ptr + at * item, given, self.stride,
                     _number(0.0 if first else 1.0, real)[1], out.pointer(row), made,

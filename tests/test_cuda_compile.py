@@ -125,6 +125,23 @@ def test_float32_is_three_parts_on_hopper_alone(monkeypatch: pytest.MonkeyPatch)
     assert config.operands("fp32", DEVICES["sm_90a"]) == "fp32"
 
 
+@pytest.mark.parametrize("width", [128, 1024, 2048])
+def test_what_is_cut_off_is_that_of_a_sum_that_is_truncated(width: int) -> None:
+    """Of like terms, 32 bytes of features at a time. (16-bit mantissas lose more in hardware, whose
+    terms are longer than what it keeps of them.)"""
+    steps = width // 32
+    terms = np.square(np.random.default_rng(0).standard_normal((steps, 16, 4000))).sum(1)
+    total = np.zeros(4000)
+    for term in terms:
+        mantissa, exponent = np.frexp(total + term)
+        total = np.ldexp(np.trunc(mantissa * 2**24) / 2**24, exponent)
+    lost = float(np.mean(1 - total / terms.sum(0)))
+    assert config.cut_off("bf16", width) == pytest.approx(lost, rel=0.25)
+    assert config.cut_off("bf16x3", width) == 2 * config.cut_off("bf16", width)  # twice the steps
+    assert config.cut_off("fp16", width) > config.cut_off("bf16", width)
+    assert config.cut_off("tf32", width) == config.cut_off("bf16x6", width) == 0
+
+
 @pytest.mark.parametrize("triangle", [False, True])
 @pytest.mark.parametrize("width", [128, 2048])
 def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:

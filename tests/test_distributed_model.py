@@ -20,7 +20,7 @@ def test_recorded_runs(run: dict[str, float]) -> None:
 
 
 def test_hidden_from_is_where_transfers_vanish() -> None:
-    machine = replace(model.Machine(), host=0.0)
+    machine = replace(model.Machine(), start=0.0)
     rows = model.hidden_from(512, machine.inside, machine)
     more, fewer = (model.predict(f * rows, 512, 8, machine) for f in (1.01, 0.9))
     home = machine.inside.latency + 1.01 * rows * 512 * model.DK / machine.inside.bandwidth
@@ -35,7 +35,7 @@ def test_two_levels_need_less_of_the_network() -> None:
 
 
 def test_one_gpu_computes_only() -> None:
-    machine = replace(model.Machine(), host=0.0)
+    machine = replace(model.Machine(), start=0.0)
     step = model.predict(1000, 512, 1, machine)
     assert step.exposed == pytest.approx(0, abs=1e-12)
     assert step.efficiency == pytest.approx(1)

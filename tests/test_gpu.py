@@ -259,6 +259,21 @@ def test_widths(loss: str, dtype: str, precision: str) -> None:
         check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
 
 
+@pytest.mark.parametrize(("dtype", "precision", "bound"), [
+    ("bfloat16", "bf16", 3e-6), ("float16", "fp16", 5e-6), ("float32", "fp32", 5e-7),
+])  # fmt: skip
+def test_what_tensor_cores_cut_off(dtype: str, precision: str, bound: float) -> None:
+    """Positives of cosine 0.7 among random negatives: a sum of 512 products that is short by a share
+    of itself moves the loss by that times the logit."""
+    rng = np.random.default_rng(0)
+    image = rng.standard_normal((1500, 512))
+    text = image + rng.standard_normal(image.shape)
+    args = tuple((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(dtype_of(dtype))
+                 for z in (image, text))  # fmt: skip
+    ref = judged("clip", args, scale=1 / 0.07)
+    assert run("clip", args, precision, 1 / 0.07).loss == pytest.approx(ref.loss, rel=bound)
+
+
 @pytest.mark.parametrize("d", [40, 520])
 @pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
 @pytest.mark.parametrize("loss", LOSSES)

@@ -248,7 +248,8 @@ __device__ __forceinline__ void start_products(float (&x)[64], SweepShared<Epilo
 }
 
 #if STREAMED
-#define CUT_OFF 0x1p-23f  // about what the four steps of a slab lose (launch_config.cut_off)
+// What the four steps of a slab lose (launch_config.cut_off) is about half of what a factor can add
+#define CUT_OFF(slab) (slab % 2 ? 0x1p-23f : 0)
 
 // x = products of this warpgroup's 64 rows with a tile's.
 template <class Epilogue>
@@ -282,7 +283,7 @@ __device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Ep
     release(s, first + 2, lane);
     arrived(y);
 #pragma unroll
-    for (int i = 0; i < 64; ++i) x[i] = fmaf(y[i], 1 + CUT_OFF, x[i]);
+    for (int i = 0; i < 64; ++i) x[i] = fmaf(y[i], 1 + CUT_OFF(slab), x[i]);
   }
 }
 
