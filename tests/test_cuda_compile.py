@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from infonce.kernels import compiler
 from infonce.kernels import launch_config as config

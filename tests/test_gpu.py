@@ -263,8 +263,8 @@ def test_widths(loss: str, dtype: str, precision: str) -> None:
     ("bfloat16", "bf16", 3e-6), ("float16", "fp16", 5e-6), ("float32", "fp32", 5e-7),
 ])  # fmt: skip
 def test_what_tensor_cores_cut_off(dtype: str, precision: str, bound: float) -> None:
-    """Positives of cosine 0.7 among random negatives: a sum of 512 products that is short by a share
-    of itself moves the loss by that times the logit."""
+    """Positives of cosine 0.7 among random negatives: a sum of 512 products that is short by a
+    share of itself moves the loss by that times the logit."""
     rng = np.random.default_rng(0)
     image = rng.standard_normal((1500, 512))
     text = image + rng.standard_normal(image.shape)
