@@ -1,5 +1,9 @@
 """Encoders by chunks against one pass over the batch."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,3 +116,20 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], words: st
     with pytest.raises(error, match=words.split(":")[0]) as caught:
         infonce.grad_cache(infonce.clip_loss_and_grad, **{**arguments, **change}, scale=1.0)
     assert words in str(caught.value)
+
+
+def test_large_batch_benchmark(tmp_path: Path) -> None:
+    """benchmarks/large_batch.py at a CPU's size: trains, and says what the full matrix does."""
+    pytest.importorskip("torch")
+    script = Path(__file__).parent.parent / "benchmarks" / "large_batch.py"
+    output = tmp_path / "row.json"
+    size = ["--rows", "500", "--dim", "16", "--steps", "4", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, str(script), *size, "--output", str(output)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = json.loads(output.read_text())["results"][0]
+    assert row["losses"][-1] < 0.9 * row["losses"][0]
+    assert row["full matrix"] == "completes"
+    assert "500 pairs" in done.stdout
