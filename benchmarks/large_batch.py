@@ -3,8 +3,8 @@
     python benchmarks/large_batch.py [--rows 262144] [--dim 512] [--steps 10] [--device cuda]
         [--output benchmarks/results/large_batch.json]
 
-Two small encoders learn to bring noisy views of the same random vector together. Afterwards the same
-step is tried with the framework's full matrix, and what becomes of that is recorded too.
+Two small encoders learn to bring noisy views of the same random vector together. Afterwards the
+same step is tried with the full matrix, and what becomes of that is recorded too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import infonce.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infonce
+import infonce.torch
 from infonce.cli import common, machine
 from infonce.cli.common import to_json
 
