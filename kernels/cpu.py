@@ -10,16 +10,10 @@ for a given number of threads (which the cut into panels follows).
 from __future__ import annotations
 
 import math
-import os
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from . import cpu_epilogues as tile
 from .blocks import (
@@ -36,214 +30,13 @@ from .blocks import (
     Statistics,
     cut,
 )
+from .cpu_operands import Side, inverse_norms, not_finite
+from .cpu_resources import BLAS, SPARES, Cancelled, Turns, in_threads, thread_count
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 TILE = 2048, 1216  # rows x columns; rows of a power of 2 bytes would share cache sets
 SQUARE = 896  # a side of a tile where only one triangle is visited; the diagonal is computed whole
 THREADING_PAYS = 2**26  # multiply-adds below which a second thread costs more than it brings
-
-
-# --- threads --------------------------------------------------------------------------------------
-
-
-class _Blas:
-    """Single-threaded BLAS while any fold runs; the caller's setting again after the last one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._controller: ThreadpoolController | None = None
-        self._threads = 1
-
-    def threads(self) -> int:
-        """How many threads the caller lets BLAS use: as many workers are started."""
-        with self._lock:
-            if self._users:
-                return self._threads
-            if self._controller is None:
-                self._controller = ThreadpoolController().select(user_api="blas")
-            return self._count()
-
-    def _count(self) -> int:
-        assert self._controller is not None
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        blas = [library["num_threads"] for library in self._controller.info()]
-        return int(max(1, min([cores or 1, *blas])))
-
-    @contextmanager
-    def single_threaded(self) -> Iterator[None]:
-        self.threads()
-        with self._lock:
-            if self._users == 0:
-                assert self._controller is not None
-                self._threads = self._count()
-                self._limit = self._controller.limit(limits=1)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._limit.restore_original_limits()
-
-
-BLAS = _Blas()
-
-
-def thread_count() -> int:
-    """Worker threads: INFONCE_NUM_THREADS, else what BLAS may use on this process's cores."""
-    asked = os.environ.get("INFONCE_NUM_THREADS", "")
-    if asked:
-        if not asked.isdigit() or int(asked) < 1:
-            raise ValueError(f"INFONCE_NUM_THREADS: expected a positive integer, got {asked!r}")
-        return int(asked)
-    return BLAS.threads()
-
-
-class _Cancelled(Exception):
-    """Another worker failed or the caller interrupted."""
-
-
-class _Turns:
-    """Lets panels reach a column block in their order, and counts the blocks that are done.
-
-    `backwards`: how many panels there are, if they come from the last to the first.
-    """
-
-    def __init__(self, columns: int, backwards: int = 0) -> None:
-        self.done = 0
-        self.cancelled = False
-        self.backwards = backwards > 0
-        self._next = [max(0, backwards - 1)] * columns
-        self._condition = threading.Condition()
-
-    def wait(self, panel: int, column: int) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: self.cancelled or self._next[column] == panel)
-            if self.cancelled:
-                raise _Cancelled
-
-    def pass_on(self, panel: int, column: int) -> None:
-        with self._condition:
-            self._next[column] = panel + (-1 if self.backwards else 1)
-            self.done += 1
-            self._condition.notify_all()
-
-    def cancel(self) -> None:
-        with self._condition:
-            self.cancelled = True
-            self._condition.notify_all()
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-class _Spares:
-    """Temporary memory of the last calls, for the next: in a training loop, its pages are there
-    already. (Fresh pages cost as much as a tenth of the products that work on them.)"""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit  # bytes kept at most
-        self._lock = threading.Lock()
-        self._spares: list[Array] = []
-
-    def take(self, elements: int, dtype: np.dtype[Any]) -> Array:
-        """[elements], uninitialised. One piece: the system can map it in large pages."""
-        size = elements * dtype.itemsize
-        with self._lock:
-            fitting = [s for s in self._spares if size <= s.nbytes <= 2 * size]
-            if fitting:
-                best = min(fitting, key=lambda s: s.nbytes)
-                self._spares = [s for s in self._spares if s is not best]
-                return best[:size].view(dtype)
-        return np.empty(size, np.uint8).view(dtype)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._spares = []
-
-    def give(self, array: Array) -> None:
-        """Hand back what `take` returned; it must not be used any more."""
-        owner = array
-        while owner.base is not None:
-            owner = owner.base
-        with self._lock:
-            self._spares.append(owner)
-            while sum(s.nbytes for s in self._spares) > self.limit:
-                del self._spares[0]
-
-
-SPARES = _Spares(256 * 2**20)
-
-
-# --- operands -------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Rows:
-    """One side's features, read a block at a time: converted, made contiguous, normalised."""
-
-    features: Array
-    dtype: np.dtype[Any]
-    inverse_norms: Array | None  # [n] float64
-
-    @property
-    def direct(self) -> bool:
-        """Whether BLAS can read blocks where they lie."""
-        z = self.features
-        item = z.dtype.itemsize
-        return bool(
-            z.dtype == self.dtype
-            and z.dtype.isnative
-            and z.flags.aligned
-            and self.inverse_norms is None
-            and (
-                (z.strides[1] == item and z.strides[0] >= item * z.shape[1])
-                or (z.strides[0] == item and z.strides[1] >= item * z.shape[0])
-            )
-        )
-
-    def take(self, index: Array) -> Array:
-        """Rows in any order, as a new array."""
-        out = self.features[index].astype(self.dtype)
-        if self.inverse_norms is not None:
-            tile.normalize_rows(out, self.inverse_norms[index])
-        return out
-
-    def block(self, rows: slice, buffer: Array | None) -> Array:
-        """Rows `rows` in the compute dtype; in `buffer` unless they can be used in place."""
-        if buffer is None:
-            return self.features[rows]
-        out = buffer[: rows.stop - rows.start]
-        np.copyto(out, self.features[rows], casting="same_kind")
-        if self.inverse_norms is not None:
-            tile.normalize_rows(out, self.inverse_norms[rows])
-        return out
-
-
-def _not_finite(features: Array) -> Array:
-    """[n] whether a row has a NaN or an infinity."""
-    out = np.empty(len(features), bool)
-    if features.dtype in tile.REAL and features.dtype.isnative and features.flags.aligned:
-        tile.not_finite(features, out)
-        return out
-    for rows in cut(len(features), 1024):
-        out[rows] = ~np.isfinite(features[rows]).all(axis=1)
-    return out
-
-
-def _inverse_norms(features: Array) -> Array:
-    """1 / |z_i| in float64. A row of zeros has no direction: it stays zero, with zero gradient."""
-    squares = np.empty(len(features))
-    for rows in cut(len(features), 1024):
-        block = features[rows].astype(np.float64)
-        squares[rows] = np.einsum("id,id->i", block, block)
-    with np.errstate(divide="ignore"):
-        return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
-
-
-# --- the backend ----------------------------------------------------------------------------------
 
 
 class CPU:
@@ -268,18 +61,18 @@ class CPU:
         self.query_in_place = gradients is not None and self._gathers(problem, gradients)
         self.accumulators = self._accumulator_rows(problem, gradients)
 
-    def _side(self, problem: Problem, features: Array) -> _Rows:
-        norms = _inverse_norms(features) if problem.normalize else None
-        return _Rows(features, self.dtype, norms)
+    def _side(self, problem: Problem, features: Array) -> Side:
+        norms = inverse_norms(features) if problem.normalize else None
+        return Side(features, self.dtype, norms)
 
     def poison(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite.
 
         The folds alone could lose one: a logit of -inf is an excluded pair.
         """
-        bad = _not_finite(problem.query)
+        bad = not_finite(problem.query)
         if problem.key is not problem.query:
-            bad |= _not_finite(problem.key).any()
+            bad |= not_finite(problem.key).any()
         elif bad.any():
             bad[:] = True
         return np.where(bad, np.nan, 0.0)
@@ -377,7 +170,7 @@ class CPU:
         # Backwards, if the gradient comes next: it begins with the tiles that were last here
         backwards = isinstance(epilogue, Statistics) and self.gradients is not None
         backwards = backwards and not grid.triangle and not problem.ranks
-        turns = _Turns(len(grid.columns), len(grid.rows) if backwards else 0)
+        turns = Turns(len(grid.columns), len(grid.rows) if backwards else 0)
         panels = iter(range(len(grid.rows)))
         run = _Fold(self, problem, grid, epilogue, gradients, turns)
         threads = min(self.threads, len(grid.rows))
@@ -405,7 +198,7 @@ class CPU:
             if threads == 1:
                 work(report)
             else:
-                self._in_threads(work, threads, turns, report)
+                in_threads(work, threads, turns, report)
         run.finish()
         if isinstance(epilogue, SoftmaxGradient) and self.kept_arena is not None:
             SPARES.give(self.kept_arena)  # its logits are used up
@@ -413,35 +206,6 @@ class CPU:
             while self.left:
                 SPARES.give(self.left.popitem()[1])
         report()
-
-    @staticmethod
-    def _in_threads(
-        work: Callable[[Callable[[], None]], None],
-        threads: int,
-        turns: _Turns,
-        report: Callable[[], None],
-    ) -> None:
-        def guarded() -> None:
-            try:
-                work(lambda: None)
-            except BaseException:
-                turns.cancel()  # nobody waits for a panel that will not come
-                raise
-
-        with ThreadPoolExecutor(threads, "infonce") as pool:
-            futures = [pool.submit(guarded) for _ in range(threads)]
-            try:
-                pending = set(futures)
-                while pending:
-                    _, pending = wait(pending, 0.1, FIRST_EXCEPTION)
-                    report()  # in the caller's thread
-            except BaseException:  # Ctrl-C, or a progress callback that raises
-                turns.cancel()
-                raise
-        errors = [f.exception() for f in futures if f.exception() is not None]
-        for error in sorted(errors, key=lambda e: isinstance(e, _Cancelled)):
-            assert error is not None
-            raise error
 
 
 class _Fold:
@@ -454,7 +218,7 @@ class _Fold:
         grid: Grid,
         epilogue: Epilogue,
         gradients: Gradients | None,
-        turns: _Turns,
+        turns: Turns,
     ) -> None:
         self.cpu, self.problem, self.grid = cpu, problem, grid
         self.epilogue, self.gradients, self.turns = epilogue, gradients, turns
@@ -571,7 +335,7 @@ class _Fold:
     def complete(
         self,
         g: Array,
-        side: _Rows,
+        side: Side,
         rows: slice,
         buffer: Array | None,
         destination: Array | None,
@@ -636,7 +400,7 @@ class _Worker:
         visits = grid.visits(a)
         for b in reversed(visits) if turns.backwards else visits:
             if turns.cancelled:
-                raise _Cancelled
+                raise Cancelled
             columns = grid.columns[b]
             diagonal = grid.triangle and a == b
             k = fold.cpu.key.block(columns, self.key_buffer)

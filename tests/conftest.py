@@ -12,6 +12,8 @@ except ImportError as error:
         f"infonce is not installed ({error}): run  python -m pip install -e '.[test]'  first"
     ) from None
 
+pytest.register_assert_rewrite("command_line", "reference_problems")
+
 settings.register_profile(
     "default", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels import cpu
+from infonce.kernels import cpu, cpu_resources
 from infonce.kernels import cpu_epilogues as tile
 from judge import LOSSES, arguments, judged, pairs
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -284,7 +284,7 @@ def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
 
 
 def test_temporary_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    spares = cpu._Spares(10_000)
+    spares = cpu_resources._Spares(10_000)
     monkeypatch.setattr(cpu, "SPARES", spares)
     first = spares.take(1000, np.dtype(np.float64))
     address = first.ctypes.data

@@ -13,7 +13,7 @@ import click
 import numpy as np
 from rich.table import Table
 
-from ..kernels.cpu import SPARES
+from ..kernels.cpu_resources import SPARES
 from . import contenders, machine, measure
 from .bench_gpu import METHODS as GPU_METHODS
 from .bench_gpu import Device

@@ -109,7 +109,8 @@ def _compile_seconds() -> dict[str, float]:
 
 def _cpu() -> str:
     try:
-        from ..kernels.cpu import thread_count
+        from ..kernels.cpu import CPU  # noqa: F401  Numba may be missing
+        from ..kernels.cpu_resources import thread_count
 
         return f"available, {thread_count()} threads"
     except (ImportError, ValueError) as error:

@@ -1,0 +1,179 @@
+"""Threads and memory of the CPU backend: what workers share, and what calls leave for the next."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from .blocks import Array
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+class _Blas:
+    """Single-threaded BLAS while any fold runs; the caller's setting again after the last one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._controller: ThreadpoolController | None = None
+        self._threads = 1
+
+    def threads(self) -> int:
+        """How many threads the caller lets BLAS use: as many workers are started."""
+        with self._lock:
+            if self._users:
+                return self._threads
+            if self._controller is None:
+                self._controller = ThreadpoolController().select(user_api="blas")
+            return self._count()
+
+    def _count(self) -> int:
+        assert self._controller is not None
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        blas = [library["num_threads"] for library in self._controller.info()]
+        return int(max(1, min([cores or 1, *blas])))
+
+    @contextmanager
+    def single_threaded(self) -> Iterator[None]:
+        self.threads()
+        with self._lock:
+            if self._users == 0:
+                assert self._controller is not None
+                self._threads = self._count()
+                self._limit = self._controller.limit(limits=1)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._limit.restore_original_limits()
+
+
+BLAS = _Blas()
+
+
+def thread_count() -> int:
+    """Worker threads: INFONCE_NUM_THREADS, else what BLAS may use on this process's cores."""
+    asked = os.environ.get("INFONCE_NUM_THREADS", "")
+    if asked:
+        if not asked.isdigit() or int(asked) < 1:
+            raise ValueError(f"INFONCE_NUM_THREADS: expected a positive integer, got {asked!r}")
+        return int(asked)
+    return BLAS.threads()
+
+
+class Cancelled(Exception):
+    """Another worker failed or the caller interrupted."""
+
+
+class Turns:
+    """Lets panels reach a column block in their order, and counts the blocks that are done.
+
+    `backwards`: how many panels there are, if they come from the last to the first.
+    """
+
+    def __init__(self, columns: int, backwards: int = 0) -> None:
+        self.done = 0
+        self.cancelled = False
+        self.backwards = backwards > 0
+        self._next = [max(0, backwards - 1)] * columns
+        self._condition = threading.Condition()
+
+    def wait(self, panel: int, column: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self.cancelled or self._next[column] == panel)
+            if self.cancelled:
+                raise Cancelled
+
+    def pass_on(self, panel: int, column: int) -> None:
+        with self._condition:
+            self._next[column] = panel + (-1 if self.backwards else 1)
+            self.done += 1
+            self._condition.notify_all()
+
+    def cancel(self) -> None:
+        with self._condition:
+            self.cancelled = True
+            self._condition.notify_all()
+
+
+def in_threads(
+    work: Callable[[Callable[[], None]], None],
+    threads: int,
+    turns: Turns,
+    report: Callable[[], None],
+) -> None:
+    """Run `work` in each of `threads` threads; one that fails stops the others."""
+
+    def guarded() -> None:
+        try:
+            work(lambda: None)
+        except BaseException:
+            turns.cancel()  # nobody waits for a panel that will not come
+            raise
+
+    with ThreadPoolExecutor(threads, "infonce") as pool:
+        futures = [pool.submit(guarded) for _ in range(threads)]
+        try:
+            pending = set(futures)
+            while pending:
+                _, pending = wait(pending, 0.1, FIRST_EXCEPTION)
+                report()  # in the caller's thread
+        except BaseException:  # Ctrl-C, or a progress callback that raises
+            turns.cancel()
+            raise
+    errors = [f.exception() for f in futures if f.exception() is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, Cancelled)):
+        assert error is not None
+        raise error
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class _Spares:
+    """Temporary memory of the last calls, for the next: in a training loop, its pages are there
+    already. (Fresh pages cost as much as a tenth of the products that work on them.)"""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # bytes kept at most
+        self._lock = threading.Lock()
+        self._spares: list[Array] = []
+
+    def take(self, elements: int, dtype: np.dtype[Any]) -> Array:
+        """[elements], uninitialised. One piece: the system can map it in large pages."""
+        size = elements * dtype.itemsize
+        with self._lock:
+            fitting = [s for s in self._spares if size <= s.nbytes <= 2 * size]
+            if fitting:
+                best = min(fitting, key=lambda s: s.nbytes)
+                self._spares = [s for s in self._spares if s is not best]
+                return best[:size].view(dtype)
+        return np.empty(size, np.uint8).view(dtype)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._spares = []
+
+    def give(self, array: Array) -> None:
+        """Hand back what `take` returned; it must not be used any more."""
+        owner = array
+        while owner.base is not None:
+            owner = owner.base
+        with self._lock:
+            self._spares.append(owner)
+            while sum(s.nbytes for s in self._spares) > self.limit:
+                del self._spares[0]
+
+
+SPARES = _Spares(256 * 2**20)

@@ -1,0 +1,278 @@
+"""`infonce bench`: contenders, rounds, what is said and recorded, and how records are rendered."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import PNG, close, fail, succeed
+from judge import LOSSES, arguments, pairs
+from test_gpu import MISSING
+
+from infonce import reference
+from infonce.cli import measure
+
+loss_command = importlib.import_module("infonce.cli.loss")
+
+
+@pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce", "nt_xent"])
+def test_bench(tmp_path, monkeypatch, kind):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
+    record, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    succeed(
+        "bench", "--sizes", "32,64", "--dim", 16, "--loss", kind, "--repeat", 2,
+        "--output", record, "--plot", plot,
+    )  # fmt: skip
+    report = json.loads(record.read_text())
+    assert [row["size"] for row in report["results"]] == 6 * [32] + 6 * [64]
+    for row in report["results"]:
+        if row["method"] == "torch" and "skipped" in row:
+            continue
+        if row["method"] == "products":
+            assert "loss_error" not in row
+            continue
+        assert row["loss_error"] < 1e-5, row
+        assert row["gradient_error"] < 1e-5, row
+        assert len(row["seconds"]) == 2
+        assert row["min_s"] <= row["median_s"] <= row["max_s"]
+        products = {"lit": 2, "siglip": 3, "nt_xent": 2}.get(kind, 4)
+        assert close(row["gflops"], products * 2e-9 * row["size"] ** 2 * 16 / row["median_s"])
+    assert len(report["gemm"]["gflops"]) == 4
+    assert {"device", "versions", "commit", "date", "blas", "environment"} <= report.keys()
+    assert plot.read_bytes().startswith(PNG)
+    assert sorted(tmp_path.iterdir()) == [record, plot]
+
+
+def test_bench_skips_and_says_why(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    arguments = ("--sizes", 64, "--repeat", 1, "--methods", "fused,torch", "--workspace", "32KiB")
+    printed = succeed("bench", *arguments)
+    assert "skipped 64 torch: import of torch halted" in printed
+    assert "skipped 64 fused: " in printed
+
+
+def test_bench_options(tmp_path):
+    assert "even" in fail("bench", "--sizes", "7")
+    assert "got 'numba'" in fail("bench", "--methods", "numpy,numba")
+    fail("bench", "--output", tmp_path / "no" / "bench.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not MISSING, reason="there is a GPU")
+def test_bench_without_a_gpu(monkeypatch):
+    said = fail("bench", "--gpu", "--sizes", 32)
+    assert "expected a GPU that CuPy can use" in said
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert "pip install 'infonce[cuda12]'" in fail("bench", "--gpu", "--sizes", 32)
+    assert "with --gpu, got 'numpy'" in fail("bench", "--gpu", "--methods", "products,numpy")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
+    torch = pytest.importorskip("torch")
+    bench_gpu = importlib.import_module("infonce.cli.bench_gpu")
+    monkeypatch.setattr(bench_gpu, "GEMM", 256)
+    record, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    printed = succeed(
+        "bench", "--gpu", "--sizes", "64,256", "--dim", 64, "--loss", kind, "--repeat", 1,
+        "--dtype", dtype, "--methods", "products,naive,fused,tiled,captured,panels,torch",
+        "--output", record, "--plot", plot,
+    )  # fmt: skip
+    report = json.loads(record.read_text())
+    assert report["gpu"]["model"] in printed
+    assert [row["size"] for row in report["results"]] == 7 * [64] + 7 * [256]
+    for row in report["results"]:
+        if not torch.cuda.is_available() and row["method"] in ("panels", "torch"):
+            continue
+        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"], row
+        if row["max_s"] < bench_gpu.SMALL:  # longer calls have no clock besides the device's
+            assert row["wall_s"] > 0, row
+        assert row["peak_bytes"] is None if row["method"] == "captured" else row["peak_bytes"] > 0
+        if row["method"] != "products":
+            bound = {"bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-11}[dtype]
+            assert row["gradient_error"] < bound, row
+            assert row["loss_error"] < bound, row
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_bare_products(dtype):
+    import cupy
+
+    contenders = importlib.import_module("infonce.cli.contenders_gpu")
+    rng = np.random.default_rng(0)
+    kind = measure.DTYPES[dtype]
+    a, b = (rng.integers(-4, 5, shape).astype(kind) for shape in ((24, 40), (40, 16)))
+    want = a.astype(np.float64) @ b.astype(np.float64)
+    for turned_a in (False, True):
+        for turned_b in (False, True):
+            out = cupy.full((24, 16), np.nan, np.float64 if dtype == "float64" else np.float32)
+            first, second = a.T if turned_a else a, b.T if turned_b else b
+            operands = [cupy.asarray(np.ascontiguousarray(z)) for z in (first, second)]
+            contenders.product(
+                contenders.PRECISION[dtype], out, *operands,
+                transpose_a=turned_a, transpose_b=turned_b,
+            )  # fmt: skip
+            assert np.array_equal(out.get(), want)  # small integers: exact in every arithmetic
+    with pytest.raises(ValueError, match="bf16x3"):
+        contenders.product("bf16x3", out, out, out)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_panels_judge_like_the_reference(monkeypatch, kind, gradient):
+    torch = pytest.importorskip("torch")
+    contenders = importlib.import_module("infonce.cli.contenders_gpu")
+    monkeypatch.setattr(contenders, "PANEL", 7)
+    case = measure.Case(loss_command.LOSSES[kind], 24, 5, "float64", gradient=gradient, scale=4.0)
+    features = arguments(kind, *pairs("partly aligned", 24, 24, 5, np.float64, 0))
+    if kind == "nt_xent":
+        features = (features[0][:24],)
+    want = getattr(reference, kind)(*features, scale=4.0)
+    loss, gradients = contenders.by_panels(case, list(map(torch.as_tensor, features)),
+                                           torch.float64)  # fmt: skip
+    assert close(float(loss), want.loss)
+    expected = case.gradients_of([want.grads[name] for name in case.kind.arguments])
+    assert len(gradients) == len(expected) * gradient
+    for got, wanted in zip(gradients, expected, strict=False):
+        np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-14)
+
+
+class Pretended:
+    """A place to measure where everything takes as long as it is told to."""
+
+    methods = ("quick", "slow", "missing")
+
+    def inputs(self, case):
+        return [[np.full((case.rows, case.dim), 2.0)]]
+
+    def reference(self, case, features):
+        return 4.0, [features[0]]
+
+    def contender(self, method, case, inputs):
+        if method == "missing":
+            raise ImportError("not\n here")
+        return lambda: (5.0, [1.5 * inputs[0][0]]) if method == "quick" else (4.0, inputs[0])
+
+    def memory(self, method, run):
+        return {"peak_bytes": 7}
+
+    def turn(self, run):
+        quick = run()[0] == 5.0
+        return {"seconds": [1.0, 3.0, 2.0], "wall": [5.0]} if quick else {"seconds": [8.0]}
+
+    def yardstick(self):
+        pass
+
+    def refusals(self):
+        return (ImportError,)
+
+
+def test_rounds_of_a_comparison():
+    case = measure.Case(loss_command.LOSSES["clip"], 4, 2)
+    quick, slow, missing = measure.compare(Pretended(), case, Pretended.methods, 2)
+    assert quick["seconds"] == [1.0, 3.0, 2.0] * 2
+    assert (quick["median_s"], quick["min_s"], quick["max_s"]) == (2.0, 1.0, 3.0)
+    assert quick["wall_s"] == 5.0
+    assert "wall_s" not in slow
+    assert close(quick["gflops"], 8 * 4 * 4 * 2 / 2.0 / 1e9)
+    assert close(quick["loss_error"], 0.25)
+    assert close(quick["gradient_error"], 0.5)
+    assert slow["loss_error"] == slow["gradient_error"] == 0
+    assert missing == {"size": 4, "method": "missing", "skipped": "not here"}
+
+
+def test_bench_prints_the_environment(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    printed = succeed("bench", "--sizes", 32, "--repeat", 1, "--methods", "numpy")
+    assert "OPENBLAS_CORETYPE=Haswell" in printed
+
+
+# --- recorded results ----------------------------------------------------------------------------
+
+
+def test_render(tmp_path):
+    script = Path(__file__).parents[1] / "benchmarks" / "render.py"
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results:a begin -->\nold\n<!-- results:a end -->\nafter\n")
+    record = {
+        "device": "a machine", "versions": {"numpy": "2", "torch": None}, "commit": "abc",
+        "date": "today", "settings": {"dim": 8},
+        "results": [
+            {"method": "x", "median_s": 0.0125, "peak_bytes": 3 * 2**20, "seconds": [1]},
+            {"method": "y", "gemm_share": 0.5, "loss_error": 2e-7, "gflops": 123.456},
+        ],
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(record))
+
+    def render(*arguments):
+        command = [sys.executable, script, "--readme", readme, "--results", tmp_path, *arguments]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+    assert render("--check") == 1
+    assert "old" in readme.read_text()
+    assert render() == 0
+    assert readme.read_text() == (
+        "before\n<!-- results:a begin -->\n"
+        "a machine; numpy 2; commit abc; today.\nSettings: dim 8.\n\n"
+        "| method | median (ms) | peak (MiB) | gemm share | loss error | gflops |\n"
+        "|---|---|---|---|---|---|\n"
+        "| x | 12.5 | 3.0 | - | - | - |\n"
+        "| y | - | - | 50% | 2e-07 | 123.5 |\n"
+        "<!-- results:a end -->\nafter\n"
+    )
+    assert render("--check") == 0
+
+
+def test_render_of_contenders_side_by_side(tmp_path):
+    pytest.importorskip("matplotlib")
+    script = Path(__file__).parents[1] / "benchmarks" / "render.py"
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results:gpu begin -->\n<!-- results:gpu end -->\n")
+
+    def row(size, method, **measured):
+        kind = {"section": "clip", "table": "Half", "loss": "clip", "dtype": "bfloat16"}
+        about = {"precision": "auto", "gradient": True, "dim": 512, "size": size}
+        return {**kind, **about, "method": method, **measured}
+
+    record = {
+        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"numpy": "2"},
+        "commit": "abc", "date": "today", "settings": {}, "environment": {},
+        "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
+        "results": [
+            row(8, "auto", median_s=2e-3, wall_s=3e-3, gflops=5e5, peak_bytes=2**21, goal_s=2.5e-3,
+                timed="wall_s", of_products_share=0.5, loss_error=1e-7, gradient_error=2e-3),
+            row(8, "products", median_s=4e-3, gflops=2.5e5, peak_bytes=0, of_products_share=1.0),
+            row(8, "torch", skipped="no memory"),
+            row(16, "auto", median_s=8e-3, gflops=5e5, peak_bytes=2**22, goal_s=9e-3,
+                timed="median_s"),
+        ],
+    }  # fmt: skip
+    (tmp_path / "gpu.json").write_text(json.dumps(record))
+    command = [sys.executable, script, "--readme", readme, "--results", tmp_path]
+    subprocess.run(command, check=True)
+    lines = readme.read_text().splitlines()
+    assert "a GPU, driver 1.2, CUDA 3.4; numpy 2; commit abc; today." in lines
+    assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
+    assert (
+        "| Half | goal | of the bare products | TFLOP/s | infonce | bare products | torch |"
+        in lines
+    )
+    assert (
+        "| clip bfloat16 8 x 512 | 2.5 missed | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 "
+        "| 4, 0 MiB | - |"
+    ) in lines
+    assert "| clip bfloat16 16 x 512 | 9 reached | - | 500 | 8, 4 MiB |  |  |" in lines
+    assert (tmp_path / "gpu.png").read_bytes().startswith(PNG)
+    subprocess.run([*command, "--check"], check=True)
