@@ -126,3 +126,27 @@ __device__ __forceinline__ double block_reduce(double x, double* memory, F join)
   __syncthreads();  // and have been read
   return x;
 }
+
+struct Plus {
+  template <class T>
+  __device__ __forceinline__ T operator()(T x, T y) const { return x + y; }
+};
+struct Larger {
+  __device__ __forceinline__ float operator()(float x, float y) const { return fmaxf(x, y); }
+};
+
+// Eight values a lane, joined over the eight lanes l, l + 4, .. l + 28, as those that share columns of
+// tensor cores' products lie; what a lane carries is halved each time: lane 4 g + t ends with number g
+// of its eight.
+template <class T, class Join>
+__device__ __forceinline__ T join_columns(const T (&v)[8], int lane, Join join) {
+  const bool b4 = lane & 16, b3 = lane & 8, b2 = lane & 4;
+  T w[4], y[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    w[i] = join(b4 ? v[i + 4] : v[i], __shfl_xor_sync(ALL_LANES, b4 ? v[i] : v[i + 4], 16));
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    y[i] = join(b3 ? w[i + 2] : w[i], __shfl_xor_sync(ALL_LANES, b3 ? w[i] : w[i + 2], 8));
+  return join(b2 ? y[1] : y[0], __shfl_xor_sync(ALL_LANES, b2 ? y[0] : y[1], 4));
+}

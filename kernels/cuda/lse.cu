@@ -30,20 +30,6 @@ __device__ __forceinline__ Real2 merge(Real2 a, Real2 b, Real c) {
   return real2(top, a.y * exp2_(c * (a.x - top)) + b.y * exp2_(c * (b.x - top)));
 }
 
-// Sums over the 8 lanes of each column, halving what a lane carries: lane (g, t) ends with the
-// column j = g of its eight.
-__device__ __forceinline__ Real halving_sum(const Real (&v)[8], const Position& p) {
-  const bool b4 = p.lane & 16, b3 = p.lane & 8, b2 = p.lane & 4;
-  Real w[4], y[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    w[i] = (b4 ? v[i + 4] : v[i]) + __shfl_xor_sync(ALL_LANES, b4 ? v[i] : v[i + 4], 16);
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    y[i] = (b3 ? w[i + 2] : w[i]) + __shfl_xor_sync(ALL_LANES, b3 ? w[i] : w[i + 2], 8);
-  return (b2 ? y[1] : y[0]) + __shfl_xor_sync(ALL_LANES, b2 ? y[0] : y[1], 4);
-}
-
 // The columns of a strip with maxima of their own.
 __device__ __forceinline__ Real2 own_maxima(const Real (&x)[8][8], Real c, int g) {
   Real2 mine = real2(LOW, 0);
@@ -92,7 +78,7 @@ __device__ __forceinline__ void strip_statistics(Real (&x)[8][8], Real c, Pairs&
     if (p.t == 0) out.of_row[p.warp_n][p.row(i)] = real2(high[i], sum);
   }
   if (!COLUMNS) return;
-  Real2 pair = real2(top, halving_sum(of_column, p));
+  Real2 pair = real2(top, join_columns(of_column, p.lane, Plus()));
   if (__any_sync(ALL_LANES, pair.y < ENOUGH)) pair = own_maxima(x, c, p.g);
   out.of_column[p.warp_m][p.column(p.g)] = pair;
 }

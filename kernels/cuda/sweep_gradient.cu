@@ -3,7 +3,8 @@
 //
 // Heights here are c R / c = R rounded, so that c x_ij - R_i is one instruction (Factors of
 // vectors.cu with `scaled`).
-#include "sweep.cuh"
+#include "sweep_logits.cuh"
+#include "sweep_panel.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1

@@ -15,7 +15,7 @@
 //
 // c h_i is rounded once, so that x_ij c - (c h_i) is one instruction; what the rounding leaves is the
 // same for the whole row and goes into the factors.
-#include "sweep.cuh"
+#include "sweep_logits.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
@@ -25,13 +25,6 @@
 // nothing beside a sum of 2^-60.
 #define MOST 1048576.0f
 #define ENOUGH 8.673617379884035e-19f
-
-struct Sum {
-  __device__ __forceinline__ float operator()(float x, float y) const { return x + y; }
-};
-struct Max {
-  __device__ __forceinline__ float operator()(float x, float y) const { return fmaxf(x, y); }
-};
 
 struct Lse {
   static constexpr bool SUMS = COLUMNS, PUBLISHES = false;
@@ -128,7 +121,7 @@ struct Lse {
         if (COLUMNS) eight[k] = fmaf(e0, weight[0], e1 * weight[1]);
       }
       if (!COLUMNS) continue;
-      float2 pair = make_float2(top, join_columns(eight, lane, Sum()));
+      float2 pair = make_float2(top, join_columns(eight, lane.lane, Plus()));
       if (pair.y < ENOUGH) good = false;
       if (own && __any_sync(ALL_LANES, pair.y < ENOUGH)) pair = own_maxima(x, s);
       group.strips[lane.warp][32 * s + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2] = pair;
@@ -144,7 +137,7 @@ struct Lse {
       const int i = 16 * s + k / 2 * 4 + k % 2;
       v[k] = fmaxf(x[i], x[i + 2]);
     }
-    const float most = join_columns(v, lane, Max());
+    const float most = join_columns(v, lane.lane, Larger());
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 16 * s + k / 2 * 4 + k % 2;
@@ -152,7 +145,7 @@ struct Lse {
       if (shift == LOW) shift = 0;
       v[k] = exp2_(c * (x[i] - shift)) + exp2_(c * (x[i + 2] - shift));
     }
-    return make_float2(most, join_columns(v, lane, Sum()));
+    return make_float2(most, join_columns(v, lane.lane, Plus()));
   }
 
   // (max, sum) + (max, sum) where the second's terms are 2^rest too large, and nothing has no maximum.

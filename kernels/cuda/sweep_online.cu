@@ -7,8 +7,9 @@
 // their maxima: the caller sets new heights and has the panels concerned, `wanted`, swept once more.
 // Where the sum came to be too large little by little, the largest product may lie in a tile before;
 // but there it was within the bounds, and what is found is high enough for those.
-#include "sweep.cuh"
 #include "heights.cuh"
+#include "sweep_logits.cuh"
+#include "sweep_panel.cuh"
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;

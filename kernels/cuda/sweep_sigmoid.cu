@@ -1,5 +1,6 @@
 // Pairwise sigmoid as a sweep (sweep.cuh): what sigmoid.cu computes, at the speed of the tensor cores.
-#include "sweep.cuh"
+#include "sweep_logits.cuh"
+#include "sweep_panel.cuh"
 
 #ifndef PANEL
 #define PANEL 1

@@ -1,0 +1,113 @@
+// Which logits of a sweep's tile count: what a thread knows of its rows and columns, positives, padding,
+// the diagonal, equal ids.
+#pragma once
+#include "sweep.cuh"
+
+// What a thread knows of its two rows, and a warpgroup of its columns.
+struct Rows {
+  int positive[2];  // column of the positive in the block, or -1
+#if IDS
+  i64 id[2];
+#endif
+#if FACTORS
+  float factor[2];
+#endif
+  __device__ __forceinline__ void load(const Block& b, int panel, const Lane& lane) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 row = (i64)panel * PANEL_ROWS + lane.row() + 8 * h;
+      const bool inside = row < b.q.rows;
+      const i64 at = inside ? b.positives[row] - b.first_column : -1;
+      positive[h] = at >= 0 && at < b.k.rows ? (int)at : -1;
+#if IDS
+      id[h] = inside ? b.query_ids[row] : 0;
+#endif
+#if FACTORS
+      factor[h] = inside ? b.q.factor[row] : 0;
+#endif
+    }
+  }
+};
+
+struct Columns {  // of a tile, in shared memory
+#if IDS
+  i64 id[TILE_COLUMNS];
+#endif
+#if FACTORS
+  alignas(8) float factor[TILE_COLUMNS];
+#endif
+  // By one of the team's warpgroups.
+  __device__ __forceinline__ void publish(const Block& b, i64 tile, const Lane& lane) {
+    if (lane.half != 0) return;
+    const i64 column = tile * TILE_COLUMNS + lane.thread;
+#if IDS
+    id[lane.thread] = column < b.k.rows ? b.key_ids[column] : 0;
+#endif
+#if FACTORS
+    factor[lane.thread] = column < b.k.rows ? b.k.factor[column] : 0;
+#endif
+  }
+};
+
+// Column of x[4 j + e] in the tile.
+__device__ __forceinline__ int column_of(int i, const Lane& lane) {
+  return i / 4 * 8 + 2 * lane.t + i % 2;
+}
+
+// The largest of this thread's products in the first or the second of its rows.
+__device__ __forceinline__ float largest(const float (&x)[64], int h) {
+  float high = x[2 * h];
+#pragma unroll
+  for (int i = 1; i < 32; ++i) high = fmaxf(high, x[i / 2 * 4 + 2 * h + i % 2]);
+  return high;
+}
+
+// Raw products of a tile become those of unit rows; each positive's is handed to
+// `take(half, x)`, whether this thread's first or second row's it is, and becomes LOW, like
+// everything that is no pair: padding, i = j where symmetric, equal ids.
+template <class Take>
+__device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
+                                        const Block& b, i64 panel, i64 tile, const Lane& lane,
+                                        Take take) {
+#if FACTORS
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    x[i] *= rows.factor[i / 2 % 2] * columns.factor[column_of(i, lane)];
+#endif
+  const int first = (int)tile * TILE_COLUMNS;
+  const int at[2] = {rows.positive[0] - first, rows.positive[1] - first};
+  const bool met[2] = {(u32)at[0] < TILE_COLUMNS, (u32)at[1] < TILE_COLUMNS};
+  if (__any_sync(ALL_LANES, met[0] || met[1])) {
+    float value[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 64; ++i)
+      if (column_of(i, lane) == at[i / 2 % 2]) {
+        value[i / 2 % 2] = x[i];
+        x[i] = LOW;
+      }
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (met[h] && at[h] % 8 / 2 == lane.t) take(h, value[h]);
+  }
+#if IDS
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    if (rows.id[i / 2 % 2] == columns.id[column_of(i, lane)]) x[i] = LOW;
+#endif
+  const i64 diagonal = b.first_row + panel * PANEL_ROWS - b.first_column - first;
+  const bool crossed = b.symmetric && diagonal > -PANEL_ROWS && diagonal < TILE_COLUMNS;
+  const bool ragged = (panel + 1) * PANEL_ROWS > b.q.rows || first + TILE_COLUMNS > b.k.rows;
+  if (!crossed && !ragged) return;
+  int end[2], itself[2];  // columns from `end` on are outside
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const bool inside = panel * PANEL_ROWS + lane.row() + 8 * h < b.q.rows;
+    end[h] = inside ? (int)min(b.k.rows - first, (i64)TILE_COLUMNS) : 0;
+    itself[h] = crossed ? (int)diagonal + lane.row() + 8 * h : -1;
+  }
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int column = column_of(i, lane);
+    if (column >= end[i / 2 % 2] || column == itself[i / 2 % 2]) x[i] = LOW;
+  }
+}
