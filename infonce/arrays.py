@@ -143,6 +143,8 @@ def on_stream_of(array: Array) -> Any:
         return NOTHING
     torch, cupy = sys.modules["torch"], sys.modules.get("cupy") or _cupy()
     device, theirs = array.device.index, torch.cuda.current_stream(array.device)
+    if theirs.cuda_stream and torch.cuda.is_current_stream_capturing():
+        return _captured(torch, cupy, device, theirs)
     if device != current_device():
         return _elsewhere(cupy, device, theirs)
     if theirs.cuda_stream == cupy.cuda.get_current_stream().ptr:
@@ -154,6 +156,19 @@ def on_stream_of(array: Array) -> Any:
 def _elsewhere(cupy: Any, device: int, theirs: Any) -> Iterator[None]:
     """On a device that is not the current one."""
     with cupy.cuda.Device(device), _stream(cupy, device, theirs):
+        yield
+
+
+@contextlib.contextmanager
+def _captured(torch: Any, cupy: Any, device: int, theirs: Any) -> Iterator[None]:
+    """In a CUDA graph that torch captures: torch gives the memory, and keeps it for the graph."""
+
+    def malloc(size: int) -> Any:
+        tensor = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), size, tensor, device)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    with cupy.cuda.using_allocator(malloc), _elsewhere(cupy, device, theirs):
         yield
 
 

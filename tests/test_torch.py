@@ -314,3 +314,35 @@ def test_training_follows_the_full_matrix() -> None:
     for row in runpy.run_path(str(script))["compare"](12, torch.float64):
         assert row["largest_gap"] < 1e-11, row["task"]
         assert row["curve"][-1] < 0.98 * row["curve"][0]  # it learns
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch sees no GPU")
+@pytest.mark.parametrize("method", ["fused", "tiled"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_graphed_step(loss: str, method: str) -> None:
+    """A loss and its backward pass as CUDA graphs, replayed on new features while others take and
+    leave memory."""
+    import cupy
+
+    options: Any = {"scale": 5.0, "method": method}
+    if loss == "siglip":
+        options["bias"] = -3.0
+    z = features(loss, 300, 72, "cuda", dtype=torch.float32)
+    step = torch.cuda.make_graphed_callables(
+        lambda *sides: call(loss, sides, **options), tuple(z), allow_unused_input=loss == "lit"
+    )
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        new = [torch.randn(q.shape, generator=generator).to("cuda") for q in z]
+        new = [F.normalize(q, dim=1).requires_grad_() for q in new]
+        want = call(loss, new, **options)
+        wanted = new[: 1 if loss == "lit" else 2]
+        grads = torch.autograd.grad(want, wanted)
+        others = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(9)]
+        theirs = [cupy.full(2**20, cupy.nan, cupy.float32) for _ in range(9)]
+        found = step(*new)
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
+        for got, gradient in zip(torch.autograd.grad(found, wanted), grads, strict=True):
+            torch.testing.assert_close(got, gradient, rtol=0, atol=0)
+        del others, theirs
