@@ -161,15 +161,19 @@ class GPU:
             lending = 0 if gradients.add_query else lends(gathered, self.real)
             self.query_in_place = not gradients.add_query and in_place(gradients.query, self.real)
             self.key_in_place = not gradients.want_key or in_place(gradients.key, self.real)
+        self.narrow = None
+        if problem.symmetric and gradients is not None:
+            self.narrow = config.narrow(self.sweep, self.precision, len(problem.query))
+        panels = gradients is not None and self.narrow is None
         self.needs = config.Needs(
             precision=self.precision,
             staged_query=not self.query.direct,
             staged_key=not self.key.direct,
             columns=problem.two_sided or problem.symmetric,
-            gradient=gradients is not None,
+            gradient=panels,
             query_accumulator=gradients is not None and not self.query_in_place,
             # the triangle gathers the gradient of all rows
-            key_accumulator=gradients is not None
+            key_accumulator=panels
             and not (self.query_in_place if problem.symmetric else self.key_in_place),
             sweep=self.sweep, lends=lending,
             rows=problem.bias is not None or (self.online and blocks.one_pass(problem, gradients)),
@@ -197,7 +201,7 @@ class GPU:
         return self.kernel(
             f"sweep_{name}.cu", f"sweep_{name}", shape.shared(panel),
             SLABS=shape.slabs, STAGES=shape.stages(panel), WIDE=int(shape.wide),
-            SHARED=shape.shared(panel), **defines,
+            NARROW=int(shape.narrow), SHARED=shape.shared(panel), **defines,
         )  # fmt: skip
 
     def rows_kernel(self, name: str, n: int, *arguments: Any) -> None:
@@ -272,6 +276,8 @@ class GPU:
             _RanksFold(self, problem, grid, epilogue).run()
         elif isinstance(epilogue, OnlineSoftmax):
             _OnlineFold(self, problem, grid, epilogue, gradients).run()
+        elif isinstance(epilogue, SoftmaxGradient) and self.narrow is not None:
+            _NarrowFold(self, problem, replace(grid, triangle=False), epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient):
             _SoftmaxFold(self, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, Sigmoid):
@@ -326,7 +332,8 @@ class _Fold:
         """Run a kernel over one block: a tile each, or a sweep in `segments` or as many as suit."""
         gpu, problem, q, k = self.gpu, self.problem, self.q, self.k
         item = gpu.item
-        row_tiles, column_tiles = -(-q.rows // config.BLOCK_M), -(-k.rows // self.tile.block_n)
+        panel_rows = getattr(self.tile, "panel_rows", config.BLOCK_M)
+        row_tiles, column_tiles = -(-q.rows // panel_rows), -(-k.rows // self.tile.block_n)
         block = struct(
             _BLOCK,
             q.data, q.stride * item, q.part * item, q.rows, q.factor,
@@ -343,13 +350,13 @@ class _Fold:
         else:
             grid = self.tile.blocks(q.rows, k.rows, triangle)
             segments = segments or self.tile.segments(q.rows, k.rows, triangle)
-            panel = name != "lse"
-            shared = self.tile.shared(panel)
+            panel = name not in ("lse", "narrow")
+            shared = self.tile.shared(name != "lse")
             kernel = gpu.sweep_kernel(
-                self.tile, name, panel, IDS=int(problem.query_ids is not None),
+                self.tile, name, name != "lse", IDS=int(problem.query_ids is not None),
                 FACTORS=int(problem.normalize), **defines,
             )  # fmt: skip
-            box = config.BLOCK_M // 2 if self.tile.wide else config.BLOCK_M
+            boxes = self.tile.query_box, self.tile.key_box
             maps = (
                 tensor_map(
                     z.data,
@@ -359,7 +366,7 @@ class _Fold:
                     box,
                     gpu.precision,
                 )
-                for z, side in ((q, gpu.query), (k, gpu.key))
+                for z, side, box in zip((q, k), (gpu.query, gpu.key), boxes, strict=True)
             )
             arguments = (*maps, block, segments, *arguments)
             if panel:
@@ -469,7 +476,8 @@ class _GradientFold(_Fold):
         # elements from row to row of the panel, and from part to part of a row
         self.panel_part = config.panel_stride(self.columns, gpu.precision)
         self.stride = gpu.parts * self.panel_part
-        self.panel = gpu.scratch.take((gpu.needs.panel(self.rows, self.columns, d),))
+        if gpu.needs.gradient:
+            self.panel = gpu.scratch.take((gpu.needs.panel(self.rows, self.columns, d),))
         if problem.symmetric and self.by_columns:  # rows gather what columns bring, and the reverse
             self.of_rows = self.of_columns = self.accumulator(
                 gradients.query, gpu.query_in_place, slice(0, problem.shape[0]), d, gpu.cut.lent
@@ -633,16 +641,42 @@ class _SoftmaxFold(_GradientFold):
             struct(_FACTOR_TARGETS, *targets), int(isinstance(self.tile, config.Sweep)),
         )  # fmt: skip
 
-    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+    def factors(self, rows: slice, columns: slice) -> Any:
         item = self.gpu.real.itemsize
         of_rows = [address(v) + rows.start * item for v in self.by_row]
         of_columns = [0, 0]
         if self.by_column is not None:
             of_columns = [address(v) + columns.start * item for v in self.by_column]
-        factors = struct(_FACTORS, *of_rows, *of_columns, self.unit.data.ptr + _RANGES_SHARED)
-        arguments = factors, self.panel_struct
+        return struct(_FACTORS, *of_rows, *of_columns, self.unit.data.ptr + _RANGES_SHARED)
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        arguments = self.factors(rows, columns), self.panel_struct
         self.launch("gradient", rows, columns, arguments, COLUMNS=int(self.two_sided))
         self.multiply(rows, columns, a, b)
+
+
+class _NarrowFold(_SoftmaxFold):
+    """The same for narrow rows that are queries and keys: no panels, and the whole square, as each
+    row gathers its own gradient."""
+
+    def __init__(
+        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: SoftmaxGradient,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        super().__init__(gpu, problem, grid, epilogue, gradients)
+        assert gpu.narrow is not None
+        self.tile = gpu.narrow
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        of = self.of_rows
+        assert of is not None
+        if not self.gpu.query_in_place:
+            of.first = rows.start  # the block's own rows are all that it holds
+        arguments = (
+            self.factors(rows, columns), of.pointer(rows.start), of.stride,
+            self.problem.shape[2], int(b > 0),
+        )  # fmt: skip
+        self.launch("narrow", rows, columns, arguments, COLUMNS=int(self.two_sided))
 
 
 class _OnlineFold(_GradientFold):

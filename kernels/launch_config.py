@@ -115,6 +115,7 @@ class Sweep:
     workers: int  # blocks, or clusters of two, that run at once
     shared_memory: int  # bytes that a block can have
     extras: bool  # ids, or factors of normalised rows
+    narrow: bool = False  # what comes of logits meets the keys at once; panels are of 64 rows
 
     block_n = BLOCK_M
     square = True  # panels have as many rows as tiles have columns
@@ -122,6 +123,8 @@ class Sweep:
     def stages(self, panel: bool) -> int:
         """How many slabs are under way; of kernels that write a panel, or of others."""
         left = self.shared_memory - self.reserved(panel) - self.panel_bytes
+        if self.narrow:  # whole tiles
+            return min(6, left // self.stage_bytes // self.slabs) * self.slabs
         stages = min(8, left // self.stage_bytes)
         return stages // 3 * 3 if self.streamed else stages  # all parts of some features
 
@@ -133,18 +136,30 @@ class Sweep:
     @property
     def panel_bytes(self) -> int:
         """Rows that stay in shared memory."""
-        if self.streamed:
-            return 0
-        return self.slabs * (BLOCK_M // 2 if self.wide else BLOCK_M) * SLAB
+        return 0 if self.streamed else self.slabs * self.query_box * SLAB
+
+    @property
+    def panel_rows(self) -> int:
+        return BLOCK_M // 2 if self.narrow else BLOCK_M
+
+    @property
+    def query_box(self) -> int:
+        """Rows that a block fetches at a time, of queries"""
+        return BLOCK_M // 2 if self.wide or self.narrow else BLOCK_M
+
+    @property
+    def key_box(self) -> int:
+        """and of keys."""
+        return BLOCK_M // 2 if self.wide else BLOCK_M
 
     @property
     def warpgroups(self) -> int:
         """Two teams of one or two multiply."""
-        return 2 if self.wide or self.streamed else 4
+        return 2 if self.wide or self.streamed or self.narrow else 4
 
     def reserved(self, panel: bool) -> int:
         """Bytes of shared memory besides slabs: barriers, and what epilogues keep there."""
-        of_panel = SWEEP_FACTORS + self.warpgroups * SWEEP_PIECES
+        of_panel = SWEEP_FACTORS + (not self.narrow) * self.warpgroups * SWEEP_PIECES
         sums = self.warpgroups * SWEEP_SUMS
         return 256 + (of_panel if panel else sums) + self.extras * SWEEP_EXTRAS
 
@@ -163,6 +178,8 @@ class Sweep:
 
     def segments(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Into how many pieces a panel's tiles are cut, so that all workers are busy to the end."""
+        if self.narrow:  # a panel's sum is in one block's registers
+            return 1
         return _segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M), triangle)
 
     def most_segments(self, rows: int, columns: int) -> int:
@@ -171,7 +188,7 @@ class Sweep:
 
     def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Thread blocks of a launch."""
-        items = -(-rows // BLOCK_M) * self.segments(rows, columns, triangle)
+        items = -(-rows // self.panel_rows) * self.segments(rows, columns, triangle)
         return min(self.workers, items) * (2 if self.wide else 1)
 
     @property
@@ -240,6 +257,13 @@ def sweep(precision: str, width: int, device: Device, extras: bool) -> Sweep | N
     wide = slabs > 8 and not streamed
     workers = device.multiprocessors // (2 if wide else 1)
     return Sweep(slabs, wide, streamed, workers, device.shared_memory, extras)
+
+
+def narrow(wide: Sweep | None, precision: str, rows: int) -> Sweep | None:
+    """Where P need not leave the registers: rows of up to 256 bytes, and enough panels of them."""
+    if wide is None or wide.slabs > 2 or precision not in ("bf16", "fp16"):
+        return None
+    return replace(wide, narrow=True) if rows >= wide.workers * BLOCK_M // 4 else None
 
 
 def operands(precision: str, device: Device) -> str:

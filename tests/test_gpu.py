@@ -292,6 +292,46 @@ def test_few_multiprocessors(
             check(out, ref, args, precision, 30.0)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_narrow_rows(
+    dtype: str, precision: str, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NT-Xent whose dL/dx stays in registers: widths of one and two slabs, sizes around the panels'
+    edges, few and many panels for each block of threads, blocks of keys added to, ids."""
+    device = gpu.device_properties(cupy.cuda.runtime.getDevice())
+    if device.capability != "90":
+        pytest.skip("for Hopper")
+    folds: list[int] = []
+    block = gpu._NarrowFold.block
+
+    def counted(self: Any, *args: Any) -> None:
+        folds.append(1)
+        block(self, *args)
+
+    monkeypatch.setattr(gpu._NarrowFold, "block", counted)
+    cases = itertools.product((1, 8, 63, 64, 65, 127, 128), ((2, 130), (3, 257), (8, 1281)))
+    for i, (d, (multiprocessors, n)) in enumerate(cases):
+        few = replace(device, multiprocessors=multiprocessors)
+        monkeypatch.setattr(gpu, "device_properties", lambda index, few=few: few)
+        (z,) = arguments("nt_xent", *pairs(KINDS[i % 4], n, n, d, dtype_of(dtype), i))
+        ids = np.random.default_rng(i).integers(0, n // 2, 2 * n) if i % 3 == 0 else None
+        options: Any = {"normalize": normalize, "ids": ids}
+        ref = judged("nt_xent", (z,), scale=14.0, **options)
+        for workspace, grad_dtype in ((2**28, None), (2**28, np.float32), (2**18, None)):
+            folds.clear()
+            out = run("nt_xent", (z,), precision, 14.0, workspace=workspace,
+                      grad_dtype=grad_dtype, **options)  # fmt: skip
+            assert folds
+            if not normalize:
+                check(out, ref, (z,), precision, 14.0)
+            else:
+                assert out.loss == pytest.approx(ref.loss, rel=1e-4)
+            again = run("nt_xent", (z,), precision, 14.0, workspace=workspace,
+                        grad_dtype=grad_dtype, **options)  # fmt: skip
+            assert np.array_equal(out.grads["features"], again.grads["features"])
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("portable", [False, True])
 def test_logits_far_apart(loss: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,6 +243,11 @@ __device__ __forceinline__ void fewer_registers() {
 // rows are further on by 1 for each 16.
 __device__ __forceinline__ u32 matrix_start(u32 address) { return (address & 0x3ffff) >> 4 | 1 << 16; }
 #define MATRIX_FORM "0x40000040"  // of the descriptor's upper half: 128-byte swizzle, eight rows apart
+// The same memory as the other operand's columns: boxes of 64 columns are `apart` bytes from each
+// other. Further 16 rows are further on by 128.
+__device__ __forceinline__ u32 matrix_across(u32 address, u32 apart) {
+  return (address & 0x3ffff) >> 4 | apart >> 4 << 16;
+}
 // Registers and shared memory are ready for the products that follow.
 __device__ __forceinline__ void products_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -256,9 +261,10 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 // The compiler does not know when products arrive: nothing may be read earlier than here.
-__device__ __forceinline__ void arrived(float (&x)[64]) {
+template <int N>
+__device__ __forceinline__ void arrived(float (&x)[N]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(x[i])::"memory");
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 // x (+)= a b' for 64 rows of a and 128 rows of b, 32 bytes of each; `add` 0: x = a b'.
@@ -284,6 +290,34 @@ WGMMA(wgmma_bf16, "m64n128k16.f32.bf16.bf16", ", 0, 0")
 WGMMA(wgmma_fp16, "m64n128k16.f32.f16.f16", ", 0, 0")
 WGMMA(wgmma_tf32, "m64n128k8.f32.tf32.tf32", "")
 #undef WGMMA
+
+// x += a b for 64 rows of a, 16 columns of them in registers as two m64 x 8 products leave them, and
+// 16 rows of b, whose further 64 columns lie as far on as `matrix_across` says.
+#define WGMMA_ROWS(name, type)                                                                   \
+  __device__ __forceinline__ void name(float (&x)[64], const u32 (&a)[4], u32 b) {               \
+    asm volatile(                                                                                \
+        "{\n.reg .b64 b;\nmov.b64 b, {%68, " MATRIX_FORM "};\n"                                  \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                             \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"   \
+        "%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"   \
+        "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"      \
+        " {%64,%65,%66,%67}, b, 1, 1, 1, 1;\n}"                                                  \
+        : F8(0), F8(8), F8(16), F8(24), F8(32), F8(40), F8(48), F8(56)                           \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                   \
+  }                                                                                              \
+  __device__ __forceinline__ void name(float (&x)[32], const u32 (&a)[4], u32 b) {               \
+    asm volatile(                                                                                \
+        "{\n.reg .b64 b;\nmov.b64 b, {%36, " MATRIX_FORM "};\n"                                  \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                              \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"   \
+        "%23,%24,%25,%26,%27,%28,%29,%30,%31},"                                                  \
+        " {%32,%33,%34,%35}, b, 1, 1, 1, 1;\n}"                                                  \
+        : F8(0), F8(8), F8(16), F8(24)                                                           \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                   \
+  }
+WGMMA_ROWS(wgmma_rows_bf16, "bf16")
+WGMMA_ROWS(wgmma_rows_fp16, "f16")
+#undef WGMMA_ROWS
 #undef F8
 
 #endif

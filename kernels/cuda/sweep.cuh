@@ -28,6 +28,11 @@
 // epilogue while the other multiplies. Sums are taken in two levels, since tensor cores cut off bits
 // when they add: over a slab's products, the small ones first, then over slabs.
 //
+// NARROW (rows of up to 256 bytes): what comes of a tile's logits is multiplied with its keys at once,
+// and gathered in registers (sweep_narrow.cu). A panel is 64 rows, a team one warpgroup. A team's turn
+// is the product of what it made of its last tile, and the logits of the next: two products, while the
+// other team has its epilogue. Keys stay in their stages until then.
+//
 // What becomes of logits is the epilogue's:
 //     begin_panel(work)     a new panel of rows
 //     publish(tile)         shares with the team what is known of the tile's columns
@@ -37,7 +42,10 @@
 #pragma once
 #include "block.cuh"
 
-#define PANEL_ROWS 128
+#ifndef NARROW
+#define NARROW 0
+#endif
+#define PANEL_ROWS (NARROW ? 64 : 128)
 #define TILE_COLUMNS 128
 #ifndef SLABS
 #define SLABS 8  // of a row: ceil(width / SLAB), for each part
@@ -59,7 +67,7 @@
 #endif
 #define BLOCKS (WIDE ? 2 : 1)  // that share a panel
 #define STREAMED (PARTS == 3)  // rows do not stay
-#define STRIPS (2 / BLOCKS)    // of 64 rows, that a block has of its panel
+#define STRIPS (PANEL_ROWS / 64 / BLOCKS)  // of 64 rows, that a block has of its panel
 #define HALVES (STREAMED ? 1 : STRIPS)  // warpgroups of a team
 #define WARPGROUPS (2 * HALVES)
 #define OWN_ROWS (PANEL_ROWS / BLOCKS)
@@ -207,6 +215,14 @@ __device__ __forceinline__ void release(SweepShared<Epilogue>& s, u32 stage, con
 #endif
 }
 
+// The same of all slabs of a tile, which lie beside each other.
+template <class Epilogue>
+__device__ __forceinline__ void release_tile(SweepShared<Epilogue>& s, u32 first,
+                                             const Lane& lane) {
+#pragma unroll
+  for (int i = 0; i < SLABS; ++i) release(s, first + i, lane);
+}
+
 // x (+)= products of a slab of 64 rows and a slab of a tile, if not the `first`.
 __device__ __forceinline__ void multiply_slab(float (&x)[64], u32 a, u32 b, bool first) {
 #pragma unroll
@@ -238,7 +254,7 @@ __device__ __forceinline__ void start_products(float (&x)[64], SweepShared<Epilo
     if (i >= SLABS / PARTS) multiply_slab(x, a + SLABS / PARTS * apart, b, false);
     multiply_slab(x, a, b, i == 0);
     products_commit();
-    if (i > 0) {
+    if (i > 0 && !NARROW) {
       products_wait<1>();  // the slab before this one is read
       release(s, before, lane);
     }
@@ -321,6 +337,7 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
   Place place;
   u32 panels = 0;
   bool mine = lane.team == 0;  // teams take every other tile, over all panels
+  int held = -1;               // stage of this team's last tile, while its keys are needed
   if (!mine) arrive_some(TURN + 0, 2 * 128 * HALVES);  // the first turn
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item, wanted);
@@ -340,13 +357,19 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
       const int tile = t < tiles ? t : t - tiles;
       float x[64];
       sync_some(TURN + lane.team, 2 * 128 * HALVES);
+      const int first = place.stage;
+#if NARROW
+      if (held >= 0) epilogue.gather(shared_address(s.k[held]));
+#endif
       start_products(x, s, rows, place, lane);
       // The other team may start: its products come after these
       arrive_some(TURN + (lane.team ^ 1), 2 * 128 * HALVES);
       // Since the turn came, nobody of this team reads what belonged to the tile before
       if (Epilogue::PUBLISHES || IDS || FACTORS) epilogue.publish(tile);
       products_wait<0>();
-      release(s, place.stage == 0 ? STAGES - 1 : place.stage - 1, lane);
+      if (!NARROW) release(s, place.stage == 0 ? STAGES - 1 : place.stage - 1, lane);
+      else if (held >= 0) release_tile(s, held, lane);
+      held = first;
       if (last && lane.lane == 0) barrier_arrive(s.panel_empty);
       arrived(x);
       if (Epilogue::PUBLISHES || IDS || FACTORS) lane.sync_team();  // what was published is there
@@ -354,6 +377,14 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
       if (Epilogue::SUMS) lane.sync_warpgroup();  // sums of all warps are there
       epilogue.end_tile(tile);
     }
+#if NARROW
+    if (held >= 0) {
+      epilogue.gather(shared_address(s.k[held]));
+      products_wait<0>();
+      release_tile(s, held, lane);
+      held = -1;
+    }
+#endif
     epilogue.end_panel(w);
     ++panels;
   }
@@ -384,7 +415,7 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(s.full[i], 1);
-      barrier_init(s.empty[i], 8);  // warps that read a slab: of a team, in all blocks
+      barrier_init(s.empty[i], NARROW ? 4 : 8);  // warps that read a slab: of a team, in all blocks
     }
     barrier_init(s.panel_full, 1);
     barrier_init(s.panel_empty, 4 * WARPGROUPS);
