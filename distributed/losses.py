@@ -374,7 +374,9 @@ def _backend(request: Request) -> tuple[Any, Any]:
     if arrays.on_gpu(request.problem.query):
         from infonce.kernels.gpu import GPU
 
-        return GPU, GPU.xp
+        if request.gradients is None:
+            return GPU, GPU.xp
+        return functools.partial(GPU, ahead=Gradients(want_key=False, add_query=True)), GPU.xp
     from infonce.kernels.cpu import CPU
 
     return CPU, CPU.xp

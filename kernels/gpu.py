@@ -117,11 +117,18 @@ def device_properties(index: int) -> config.Device:
 
 
 class GPU:
-    """Blocks of one problem on the current device: see `infonce.kernels.blocks.Backend`."""
+    """Blocks of one problem on the current device: see `infonce.kernels.blocks.Backend`.
+
+    `ahead`: what another backend will gather later, of blocks like these. Both then take workspaces
+    of one size, and the pool that memory comes from holds one of them, not two.
+    """
 
     xp = Namespace()
 
-    def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
+    def __init__(
+        self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None
+    ) -> None:
+        gradients = gradients or ahead
         self.device = cupy.cuda.Device()
         self.properties = device_properties(self.device.id)
         self.precision = config.operands(problem.compute, self.properties)

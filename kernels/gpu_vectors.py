@@ -30,6 +30,20 @@ _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
+# blocks.Sums.merge, in place, and blocks.within
+_merge_sums = cupy.ElementwiseKernel(
+    "float64 other_max, float64 other_sum", "float64 max, float64 sum",
+    """
+    const double top = fmax(max, other_max), shift = isinf(top) && top < 0 ? 0.0 : top;
+    sum = sum * exp2(max - shift) + other_sum * exp2(other_max - shift);
+    max = top;
+    """,
+    "infonce_merge_sums",
+)  # fmt: skip
+_within = cupy.ElementwiseKernel(
+    "int64 positive, int64 start, int64 stop", "int64 local",
+    "local = positive >= start && positive < stop ? positive - start : -1", "infonce_within",
+)  # fmt: skip
 # blocks.conclude, formula by formula. (CuPy has a logaddexp2, which loses small losses.)
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 positive",
@@ -51,6 +65,8 @@ class Namespace:
     """CuPy, as far as the mathematics on vectors uses it."""
 
     conclude = staticmethod(_conclude)
+    merge_sums = staticmethod(_merge_sums)
+    within = staticmethod(_within)
 
     @staticmethod
     def empty_sums(n: int) -> Any:
