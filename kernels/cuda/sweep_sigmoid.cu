@@ -6,7 +6,11 @@
 #define PANEL 1
 #endif
 
-#define CALM -5.0f  // logits in base 2 below this
+// Most tiles have no logit near 0: with all of them, in base 2, below this, series take the place of
+// divisions, to e^5; below the other, in 16 bits, to e^2, which is good to 3e-7.
+#define CALM -5.0f
+#define CALMER (PRECISION == BF16 || PRECISION == FP16 ? -10.0f : -INFINITY_)
+enum { ANY, CALM_TILE, CALMER_TILE };
 
 struct SigmoidLoss {
   static constexpr bool SUMS = false, PUBLISHES = false;
@@ -56,12 +60,13 @@ struct SigmoidLoss {
     float most = x[0];
 #pragma unroll
     for (int i = 1; i < 64; ++i) most = fmaxf(most, x[i]);
-    // Most tiles have no logit near 0: two short series in place of divisions
-    if (__all_sync(ALL_LANES, fmaf(c, most, bias) < CALM)) slices<true>(x, t);
-    else slices<false>(x, t);
+    most = fmaf(c, most, bias);
+    if (__all_sync(ALL_LANES, most < (float)CALMER)) slices<CALMER_TILE>(x, t);
+    else if (__all_sync(ALL_LANES, most < CALM)) slices<CALM_TILE>(x, t);
+    else slices<ANY>(x, t);
   }
 
-  template <bool CALM_TILE>
+  template <int TILE>
   __device__ __forceinline__ void slices(float (&x)[64], int t) {
     const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
 #pragma unroll
@@ -70,7 +75,11 @@ struct SigmoidLoss {
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
         const float z = fmaf(c, x[i], bias);
-        if (CALM_TILE) {  // log(1 + e) and e / (1 + e) to e^5
+        if (TILE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
+          const float e = exp2_(z), ea = e * a[h];
+          of_tile[h].x = fmaf(fmaf(e, -0.5f, 1.0f), e, of_tile[h].x);
+          x[i] = fmaf(-e, ea, ea);
+        } else if (TILE == CALM_TILE) {
           const float e = exp2_(z);
           float log1p = fmaf(e, 0.2f, -0.25f), g = e - 1;
           log1p = fmaf(log1p, e, 1.0f / 3);
