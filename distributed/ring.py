@@ -85,6 +85,9 @@ class Ring:
     ) -> None:
         self.keys, self.ranks, self.transport, self.backend = keys, ranks, transport, backend
         self.xp, self.labelled, self.symmetric = xp, labelled, problem.symmetric
+        # whether the positives of a rank's rows are its own keys: where rows and keys come in pairs
+        pairs = problem.two_sided or problem.symmetric or problem.bias is not None
+        self.own_positives = pairs and not labelled
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         self.poisoned = xp.zeros(len(problem.query))
         self.pieces = self._pieces(problem)
@@ -279,6 +282,7 @@ class Ring:
             key_ids=None if problem.key_ids is None else arrays[1],
             positives=within(self.xp, problem.positives, keys.rows),
             part=not own,
+            apart=keys.owner != self.ranks.rank and self.own_positives,
             symmetric=symmetric,
             # other ranks' rows as columns have sums of their own
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,

@@ -58,6 +58,7 @@ class Problem:
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
     symmetric: bool = False  # one set of rows on both sides: i = j excluded, one triangle suffices
     part: bool = False  # keys are some of all keys: a row whose positive is not among them has -1
+    apart: bool = False  # as no row's positive is
     query_ids: Array = None  # [M] int64, with key_ids [N]: equal ids are excluded,
     key_ids: Array = None  # except for the positive
     normalize: bool = False

@@ -225,6 +225,9 @@ class GPU:
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array]:
         """Queries in the order of their positive keys, and where each key's begin: [M], [N + 1]."""
+        if problem.apart:
+            none = cupy.zeros(problem.shape[1] + 1, np.int64)
+            return none, none
         if self._queries_of_keys is None:
             m, n, _ = problem.shape
             count = cupy.zeros(n + 1, np.int64)
