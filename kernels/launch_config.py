@@ -268,7 +268,7 @@ def narrow(wide: Sweep | None, precision: str, rows: int) -> Sweep | None:
 
 def operands(precision: str, device: Device) -> str:
     """How operands are held: where tensor cores are this fast, float32 is the sum of three bfloat16
-    parts, and a product that of six of theirs, as accurate as with float32's own arithmetic."""
+    parts, and a product that of six of theirs, about as accurate as by float32's own arithmetic."""
     if precision == "fp32" and device.capability == "90" and not PORTABLE:
         return "bf16x6"
     return precision
@@ -279,11 +279,12 @@ def cut_off(precision: str, width: int) -> float:
 
     Hopper's tensor cores add 32 bytes of features at a time and then cut bits off, where rounding
     would as often add some. So much is lost at each step, in units of 2^-24, as was measured: of
-    like rows up to a fifth more, of unlike rows less. (tf32 loses more by rounding its operands; of
-    bf16x6 a sweep sees to it itself, slab by slab.)
+    like rows up to a fifth more, of unlike rows less. (tf32 loses more by rounding its operands.)
+    bf16x6 is added in sums of one slab, whose four steps are all that counts.
     """
-    a_step = {"bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
-    return a_step.get(precision, 0.0) * 2.0**-24 * -(-width // 32)
+    steps = -(-min(width, SLAB if precision == "bf16x6" else width) // 32)
+    a_step = {"bf16x6": 0.3, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
+    return a_step.get(precision, 0.0) * 2.0**-24 * steps
 
 
 def supported(precision: str, device: Device) -> bool:

@@ -12,7 +12,7 @@ except ImportError as error:
         f"infonce is not installed ({error}): run  python -m pip install -e '.[test]'  first"
     ) from None
 
-pytest.register_assert_rewrite("command_line", "reference_problems")
+pytest.register_assert_rewrite("command_line", "gpu_problems", "reference_problems")
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True

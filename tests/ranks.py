@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from infonce.kernels.blocks import Problem
+from infonce.kernels.cpu import CPU
 from mpi4py import MPI
 
 import infonce
@@ -169,11 +171,26 @@ def follow(step: Any, case: Any) -> list[str | None]:
     return COMM.allgather(trouble)
 
 
+def watch_blocks() -> set[bool]:
+    """What `Problem.apart` was from now on; it may be said only where no row has its positive."""
+    seen, start = set(), CPU.__init__
+
+    def watched(self: CPU, problem: Problem, *gradients: Any) -> None:
+        assert not (problem.apart and np.any(problem.positives >= 0))
+        seen.add(problem.apart)
+        start(self, problem, *gradients)
+
+    CPU.__init__ = watched  # type: ignore[method-assign]
+    return seen
+
+
 def equal(examples: str) -> None:
     """Hypothesis on rank 0, every example on all ranks."""
+    seen = watch_blocks()
     if RANK:
         while (case := COMM.bcast(None)) is not None:
             follow(compare, case)
+        assert seen == {False, True}
         return
 
     @settings(max_examples=int(examples), derandomize=True, database=None, deadline=None,

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import PNG, close, fail, succeed
+from gpu_problems import MISSING
 from judge import LOSSES, arguments, pairs
-from test_gpu import MISSING
 
 from infonce import reference
 from infonce.cli import measure

@@ -78,7 +78,7 @@ def compile_within_budget(
 # bytes that a thread of a sweep may spill, which has 112 registers, 64 of them for logits
 SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("PANEL", 200),
           "online": ("", 128)}  # fmt: skip
-SPILLS_EXTRAS = 1100
+SPILLS_EXTRAS = 1024
 
 
 @needs_nvrtc
@@ -140,7 +140,8 @@ def test_what_is_cut_off_is_that_of_a_sum_that_is_truncated(width: int) -> None:
     assert config.cut_off("bf16", width) == pytest.approx(lost, rel=0.25)
     assert config.cut_off("bf16x3", width) == 2 * config.cut_off("bf16", width)  # twice the steps
     assert config.cut_off("fp16", width) > config.cut_off("bf16", width)
-    assert config.cut_off("tf32", width) == config.cut_off("bf16x6", width) == 0
+    assert config.cut_off("bf16x6", width) == config.cut_off("bf16x6", 128) < 2.0**-23  # a slab
+    assert config.cut_off("tf32", width) == 0
 
 
 @pytest.mark.parametrize("triangle", [False, True])
@@ -167,7 +168,7 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
 @pytest.mark.parametrize("file", ["rows.cu", "vectors.cu", "naive.cu"])
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     options = ("--ptxas-options=-v",)
-    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 64
+    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 32
 
 
 @needs_nvrtc

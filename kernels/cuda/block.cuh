@@ -40,5 +40,5 @@ typedef unsigned short Element;
 struct Panel {
   Element* data;  // [rows, stride]
   i64 stride;     // elements, a multiple of 8
-  i64 part;       // elements from part to part of a row (bf16x3, bf16x6), or 0
+  i64 part;       // elements of a row that belong to one part (bf16x3, bf16x6)
 };

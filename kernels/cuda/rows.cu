@@ -204,6 +204,11 @@ struct Finished {
   }
 };
 
+// Sums are multiplied by this and its size: a unit may be too small for floats, of sums that are large.
+__device__ __forceinline__ double signed_root(double unit) {
+  return copysign(sqrt(fabs(unit)), unit);
+}
+
 // Gradients of rows first.. are complete in `acc` [n, acc_stride], in the panels' unit (with
 // `unit_step` 1 each row has its own), but for the positives: hand them to their destination (data
 // null: nowhere), or add them to what is there, and <gradient, row> to dots (or null).
@@ -217,13 +222,13 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const Real* sum = acc + warp_row() * acc_stride;
   const i64 row = first + warp_row();
   const int lane = threadIdx.x % 32;
-  // By its root twice: a unit may be too small for floats, of sums that are large
-  const double by = unit[unit_step * row], root = copysign(sqrt(fabs(by)), by);
+  unit += unit_step * row;
   double dot = 0;
   if (!factor) {  // all at once, in the products' precision
-#pragma unroll 2
+    const Real root = (Real)signed_root(*unit);
+#pragma unroll 1
     for (i64 k = lane * GROUP; k < d; k += 32 * GROUP) {
-      Finished<Real> f(sum, (Real)root, positives, z, row, k, d, 0, 0, dots);
+      Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
       if (dots) dot += f.dot();
       if (!out.data) continue;
       if (add) {
@@ -239,7 +244,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
     return;
   }
   const int e = exponent[row];
-  const double f = factor[row];
+  const double f = factor[row], root = signed_root(*unit);
   for (i64 k = lane * GROUP; k < d; k += 32 * GROUP)
     dot += Finished<double>(sum, root, positives, z, row, k, d, f, e).dot();
   dot = warp_sum(dot);

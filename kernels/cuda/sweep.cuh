@@ -119,12 +119,11 @@ struct SweepShared {  // boxes begin at multiples of 1024 bytes, which all sizes
 
 // Where a thread's products are.
 struct Lane {
-  int warpgroup, team, half, strip, thread, warp, lane, g, t;
+  int warpgroup, team, half, thread, warp, lane, g, t;
   __device__ Lane() {
     warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // one number for the whole warp
     team = warpgroup / HALVES;
     half = warpgroup % HALVES;
-    strip = STREAMED ? team : half;
     thread = threadIdx.x % 128;
     lane = threadIdx.x % 32;
     // Asking for the number of a thread takes long: not again and again
@@ -133,9 +132,13 @@ struct Lane {
     g = lane / 4;
     t = lane % 4;
   }
+  // Which 64 of the block's rows are this warpgroup's.
+  __device__ int strip() const { return STREAMED ? team : half; }
+  // Which of a segment's ROW_SLOTS sums are this team's.
+  __device__ int slot() const { return STREAMED ? 0 : team; }
   // The first of this thread's two rows in the panel; the other is eight below.
   __device__ int row() const {
-    return (WIDE ? (int)cluster_rank() : strip) * 64 + warp * 16 + g;
+    return (WIDE ? (int)cluster_rank() : strip()) * 64 + warp * 16 + g;
   }
   __device__ void sync_warpgroup() const { sync_some(1 + warpgroup, 128); }
   __device__ void sync_team() const { sync_some(1 + team * HALVES, 128 * HALVES); }
@@ -264,9 +267,6 @@ __device__ __forceinline__ void start_products(float (&x)[64], SweepShared<Epilo
 }
 
 #if STREAMED
-// What the four steps of a slab lose (launch_config.cut_off) is about half of what a factor can add
-#define CUT_OFF(slab) (slab % 2 ? 0x1p-23f : 0)
-
 // x = products of this warpgroup's 64 rows with a tile's.
 template <class Epilogue>
 __device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Epilogue>& s,
@@ -277,7 +277,7 @@ __device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Ep
 #pragma unroll 1
   for (int slab = 0; slab < SLABS / PARTS; ++slab) {
     const u32 first = place.stage, keys = matrix_start(shared_address(s.k[first]) + SLAB_BYTES);
-    const u32 rows = matrix_start(shared_address(s.k[first]) + lane.strip * 64 * SLAB);
+    const u32 rows = matrix_start(shared_address(s.k[first]) + lane.strip() * 64 * SLAB);
     const int part = STAGE_BYTES / 16;  // from a large one back to the next smaller
     for (int p = 0; p < PARTS; ++p, place.next()) barrier_wait(s.full[place.stage], place.phase);
     float y[64];
@@ -299,7 +299,7 @@ __device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Ep
     release(s, first + 2, lane);
     arrived(y);
 #pragma unroll
-    for (int i = 0; i < 64; ++i) x[i] = fmaf(y[i], 1 + CUT_OFF(slab), x[i]);
+    for (int i = 0; i < 64; ++i) x[i] += y[i];
   }
 }
 

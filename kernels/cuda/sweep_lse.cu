@@ -184,7 +184,7 @@ struct Lse {
       all += __shfl_xor_sync(ALL_LANES, all, 1);
       all += __shfl_xor_sync(ALL_LANES, all, 2);
       if (lane.t == 0 && row(h) < b.q.rows)
-        row_pairs[(ROW_SLOTS * w.segment + lane.team % ROW_SLOTS) * row_stride + row(h)] = make_float2(most, all);
+        row_pairs[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h)] = make_float2(most, all);
     }
   }
 };
@@ -203,7 +203,7 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
   const double scale = block.scale.get() * LOG2_E;
   Lse lse{block, lane, shared.team[lane.team & 1],
           shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs,
-          column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip) * column_stride, row_stride, scale,
+          column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride, row_stride, scale,
           (float)scale};
   sweep(shared, q, k, block, (int)segments, lse, lane);
 }

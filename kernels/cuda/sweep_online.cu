@@ -96,7 +96,7 @@ struct Online {
         sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], lanes);
       }
       if (lane.t == 0 && row(h) < b.q.rows)
-        row_pairs[(ROW_SLOTS * w.segment + lane.team % ROW_SLOTS) * row_stride + row(h)] =
+        row_pairs[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h)] =
             make_float2(high[h], sum[h]);
     }
     out.end(lane);

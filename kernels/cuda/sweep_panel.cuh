@@ -79,8 +79,8 @@ struct PanelStrip {
 
   __device__ __forceinline__ PanelStrip(const TensorMap&, const Panel& panel, Shared&, const Lane&)
       : panel(panel) {}
-  __device__ __forceinline__ void store(float (&x)[64], int s, int row, int column, const Block& b,
-                                        const Lane& lane) const {
+  __device__ __forceinline__ void store(const float (&x)[64], int s, int row, int column,
+                                        const Block& b, const Lane& lane) const {
     const bool odd = lane.t & 1;
     column += 16 * s + (odd ? 8 : 0) + (lane.t & 2) * 2;
 #pragma unroll

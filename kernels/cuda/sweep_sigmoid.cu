@@ -124,7 +124,7 @@ struct SigmoidLoss {
       }
       const i64 row = (i64)w.panel * PANEL_ROWS + lane.row() + 8 * h;
       if (lane.t == 0 && row < b.q.rows)
-        row_sums[(ROW_SLOTS * w.segment + lane.team % ROW_SLOTS) * row_stride + row] = sums[h];
+        row_sums[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row] = sums[h];
     }
   }
 };
