@@ -284,14 +284,15 @@ class Solution:
 
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of `problem`: the one path every loss and backend takes."""
-    problem = spelled_out(problem, backend.xp)
+    vectors: Vectors = getattr(backend, "vectors", None) or Vectors(backend)
+    problem = vectors.spelled_out(problem)
     if gradients is not None and gradients.dots is None:
         m, n, _ = problem.shape
-        gradients = replace(gradients, dots=backend.xp.zeros(m if gradients.want_query else n))
+        gradients = replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
     with np.errstate(invalid="ignore"):  # NaN in, NaN out
         if problem.bias is not None:
             return _solve_sigmoid(problem, backend, gradients)
-        return _solve_softmax(problem, backend, gradients)
+        return _solve_softmax(problem, backend, vectors, gradients)
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
@@ -300,8 +301,9 @@ def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
     return sums and gradients is not None and not gradients.want_key
 
 
-def _solve_softmax(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
-    vectors: Vectors = getattr(backend, "vectors", None) or Vectors(backend)
+def _solve_softmax(
+    problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
+) -> Solution:
     stats = vectors.statistics(problem)
     grid = backend.grid(problem, problem.symmetric and not problem.ranks)
     online = backend.online and one_pass(problem, gradients)
@@ -352,6 +354,13 @@ class Vectors:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+
+    def spelled_out(self, problem: Problem) -> Problem:
+        return spelled_out(problem, self.backend.xp)
+
+    def dots(self, n: int) -> Array:
+        """Memory for `Gradients.dots`."""
+        return self.backend.xp.zeros(n)
 
     def statistics(self, problem: Problem) -> Statistics:
         """The LSE fold's identity."""

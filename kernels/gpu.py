@@ -16,7 +16,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from . import blocks, compiler, gpu_fused, gpu_naive
+from . import blocks, compiler, gpu_fused, gpu_naive, gpu_plan
 from . import launch_config as config
 from .arguments import SCALAR, matrix, scalar_fields, struct
 from .blocks import (
@@ -34,6 +34,7 @@ from .blocks import (
 )
 from .gpu_folds import NarrowFold, OnlineFold, RanksFold, SigmoidFold, SoftmaxFold, StatisticsFold
 from .gpu_operands import Scratch, Side, in_place, lends
+from .gpu_queue import Queue
 from .gpu_vectors import Namespace, Vectors
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
@@ -65,14 +66,18 @@ class GPU:
 
     `ahead`: what another backend will gather later, of blocks like these. Both then take workspaces
     of one size, and the pool that memory comes from holds one of them, not two.
+
+    `queue`: what is told what to do, the current stream or a plan.
     """
 
     xp = Namespace()
 
     def __init__(
-        self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None
-    ) -> None:
+        self, problem: Problem, gradients: Gradients | None = None,
+        ahead: Gradients | None = None, queue: Queue | None = None,
+    ) -> None:  # fmt: skip
         gradients = gradients or ahead
+        self.queue = queue or Queue()
         self.device = cupy.cuda.Device()
         self.properties = device_properties(self.device.id)
         self.precision = config.operands(problem.compute, self.properties)
@@ -100,8 +105,9 @@ class GPU:
         self.scale, self._scale = scalar_fields(problem.scale, 1 + cut_off)
         self.bias, self._bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         # whether key i belongs to query i
+        by_rule = problem.positives is None and len(problem.query) == len(problem.key)
         self.square = not problem.part and (
-            problem.symmetric or problem.two_sided or problem.bias is not None
+            problem.symmetric or problem.two_sided or problem.bias is not None or by_rule
         )
         self.vectors = Vectors(self, problem.query)
         self._queries_of_keys: tuple[Array, Array] | None = None
@@ -137,9 +143,10 @@ class GPU:
     # -- launching
 
     def kernel(self, file: str, name: str, shared: int = 0, **defines: int | str) -> Any:
-        return compiler.function(
+        function = compiler.function(
             self.device, file, name, shared, PRECISION=PRECISIONS[self.precision], **defines
         )
+        return self.queue.kernel(function)
 
     def tiled_kernel(self, name: str, **defines: int) -> Any:
         return self.kernel(
@@ -255,4 +262,12 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         problem.method == "fused" or (problem.method == "auto" and gpu_fused.pays(problem))
     ):
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
-    return blocks.solve(problem, GPU(problem, gradients), gradients)
+    if gpu_plan.pays(problem, gradients):
+        return gpu_plan.solve(problem, gradients, device_properties(device.id), _solve_by_blocks)
+    return _solve_by_blocks(problem, gradients)
+
+
+def _solve_by_blocks(
+    problem: Problem, gradients: Gradients | None, queue: Queue | None = None
+) -> Solution:
+    return blocks.solve(problem, GPU(problem, gradients, queue=queue), gradients)

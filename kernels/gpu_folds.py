@@ -22,10 +22,9 @@ from .blocks import (
     SoftmaxGradient,
     Statistics,
 )
-from .cublas import gemm_ex
 from .gpu_operands import Accumulator, Operand
 from .gpu_vectors import SUMS
-from .tensor_map import SIZE, tensor_map
+from .tensor_map import SIZE
 
 if TYPE_CHECKING:
     from .gpu import GPU
@@ -151,7 +150,7 @@ class Fold:
             )  # fmt: skip
             boxes = self.tile.query_box, self.tile.key_box
             maps = (
-                tensor_map(
+                gpu.queue.tensor_map(
                     z.data,
                     z.rows,
                     gpu.parts * side.padded * item,
@@ -309,7 +308,7 @@ class GradientFold(Fold):
         if self.gradients is None:
             return np.zeros(SIZE, np.uint8).view(f"V{SIZE}")
         item = self.gpu.item
-        return tensor_map(
+        return self.gpu.queue.tensor_map(
             self.panel.data.ptr, rows, self.stride * item, self.stride * item, 16,
             self.gpu.precision,
         )  # fmt: skip
@@ -339,13 +338,12 @@ class GradientFold(Fold):
         the transpose, out' = z' P'."""
         precision, item, real = self.gpu.precision, self.gpu.item, self.gpu.real
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
-        handle = cupy.cuda.device.get_cublas_handle()
         for panel_part, z_part in PRODUCTS[self.gpu.parts]:
             longest = LONGEST_SUM.get(precision, k) if panel_part == z_part == 0 else k
             for start in range(0, k, longest):
                 at = panel_part * self.panel_part + start * (1 if op == OP_N else self.stride)
-                gemm_ex(
-                    handle, OP_N, op, d, n, min(longest, k - start), _number(1.0, real)[1],
+                self.gpu.queue.gemm(
+                    OP_N, op, d, n, min(longest, k - start), _number(1.0, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
                     self.panel.data.ptr + at * item, given, self.stride,
                     _number(0.0 if first else 1.0, real)[1], out.pointer(row), made,
@@ -372,7 +370,7 @@ class GradientFold(Fold):
                 to = out[rows]
                 passing = cupy.ndarray(to.shape, to.dtype, self.panel.data)
                 self.finish(acc, rows, passing, rows.start)
-                to.data.copy_from_device_async(passing.data, to.nbytes)
+                self.gpu.queue.copy(to.data, passing.data, to.nbytes)
         self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
 
     def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
@@ -484,7 +482,7 @@ class OnlineFold(GradientFold):
         self.epilogue, self.sweep = epilogue, gpu.sweep
         m = problem.shape[0]
         # At 0 unit rows need no other height while their largest logit is within +-40 or so
-        self.heights = cupy.zeros(m, gpu.real)
+        self.heights = gpu.queue.zeros(m, gpu.real)
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)  # panels, once more
         self.unit, self.unit_step = cupy.empty(m), 1
         self.at_positive = cupy.empty(m)

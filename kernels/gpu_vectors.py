@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -86,6 +87,24 @@ class Vectors(blocks.Vectors):
         self.double = features.dtype == np.float64 or gpu.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.found = cupy.empty(1)
+
+    def spelled_out(self, problem: Problem) -> Problem:
+        m = problem.shape[0]
+        positives, upstream, value = problem.positives, problem.upstream, 0.0
+        by_rule = same = None
+        if positives is None:
+            positives = by_rule = cupy.empty(m, np.int64)
+        if isinstance(upstream, float):
+            value, upstream = upstream, cupy.empty(m)
+            same = upstream
+        if by_rule is not None or same is not None:
+            self.gpu.vector_kernel(
+                "spell_out", m, m, int(problem.symmetric), value, address(by_rule), address(same)
+            )
+        return replace(problem, positives=positives, upstream=upstream)
+
+    def dots(self, n: int) -> Array:
+        return cupy.empty(n)  # all are written when gradients are finished
 
     def statistics(self, problem: Problem) -> Statistics:
         if problem.ranks:

@@ -283,7 +283,7 @@ def cut_off(precision: str, width: int) -> float:
     bf16x6 is added in sums of one slab, whose four steps are all that counts.
     """
     steps = -(-min(width, SLAB if precision == "bf16x6" else width) // 32)
-    a_step = {"bf16x6": 0.3, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
+    a_step = {"bf16x6": 0.33, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
     return a_step.get(precision, 0.0) * 2.0**-24 * steps
 
 

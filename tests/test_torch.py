@@ -318,6 +318,9 @@ def test_training_follows_the_full_matrix() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch sees no GPU")
+@pytest.mark.filterwarnings(
+    "ignore:The AccumulateGrad node's stream"
+)  # torch's warm-up has its own
 @pytest.mark.parametrize("method", ["fused", "tiled"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_graphed_step(loss: str, method: str) -> None:

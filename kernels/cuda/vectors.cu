@@ -72,6 +72,15 @@ extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, 
 
 // --- before and after the log-sum-exps -------------------------------------------------------------------
 
+// blocks.spelled_out: positives by the loss's rule, and what is upstream of each row. (Null: given.)
+extern "C" __global__ void spell_out(i64 m, i64 symmetric, double value, i64* positives,
+                                     double* upstream) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= m) return;
+  if (positives) positives[i] = symmetric ? (i + m / 2) % m : i;
+  if (upstream) upstream[i] = value;
+}
+
 struct Sums {
   double *max, *sum;
 };
