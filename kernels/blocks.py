@@ -291,7 +291,7 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
         gradients = replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
     with np.errstate(invalid="ignore"):  # NaN in, NaN out
         if problem.bias is not None:
-            return _solve_sigmoid(problem, backend, gradients)
+            return _solve_sigmoid(problem, backend, vectors, gradients)
         return _solve_softmax(problem, backend, vectors, gradients)
 
 
@@ -319,8 +319,8 @@ def _solve_softmax(
         if problem.symmetric:  # G + G': the columns are the rows
             column_lse2, b = rows.lse2, end.row_factor
         epilogue = SoftmaxGradient(rows.lse2, end.row_factor, column_lse2, b, end.at_positive)
-        _gradient_fold(problem, backend, epilogue, gradients)
-    loss, scale_grad = vectors.totals(problem, end.losses, gradients)
+        _gradient_fold(problem, backend, vectors, epilogue, gradients)
+    loss, scale_grad, _ = vectors.totals(problem, end.losses, gradients)
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
@@ -389,14 +389,27 @@ class Vectors:
             at_positive = at_positive + b * columns.share
         return Conclusion(losses, rows, columns, a, b, -at_positive)
 
+    def sigmoid(self, problem: Problem) -> Sigmoid:
+        """The sigmoid fold's beginning."""
+        xp, m = self.backend.xp, problem.shape[0]
+        return Sigmoid(
+            problem.upstream * problem.scale, xp.zeros(m), xp.zeros(m), xp.full(m, xp.nan)
+        )
+
+    def poisoned(self, problem: Problem, losses: Array) -> Array:
+        """Losses, and NaN for rows whose loss depends on a feature that is not finite."""
+        return losses + self.backend.poison(problem)
+
     def totals(
-        self, problem: Problem, losses: Array, gradients: Gradients | None
-    ) -> tuple[Array | None, Array | None]:
-        """The reduced loss, or None where that is left to others, and the gradient of the scale."""
+        self, problem: Problem, losses: Array, gradients: Gradients | None,
+        of_bias: Array | None = None,
+    ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
+        """The reduced loss, or None where that is left to others; gradients of scale and bias."""
         if gradients is None:
-            return None, None
+            return None, None, None
         halves = 2.0 if problem.symmetric else 1.0  # every pair stands twice in <dZ, z>
-        return None, gradients.dots.sum() / (halves * problem.scale)
+        bias_grad = None if of_bias is None else of_bias.sum() / problem.scale
+        return None, gradients.dots.sum() / (halves * problem.scale), bias_grad
 
 
 def ranks_of(stats: Statistics, problem: Problem) -> Ranks:
@@ -440,8 +453,9 @@ def _statistics(problem: Problem, backend: Backend) -> Statistics:
 
 
 def _gradient_fold(
-    problem: Problem, backend: Backend, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
-) -> None:
+    problem: Problem, backend: Backend, vectors: Vectors, epilogue: SoftmaxGradient | Sigmoid,
+    gradients: Gradients,
+) -> None:  # fmt: skip
     """One sweep for dQ and dK where all of dK can be gathered at once. Where it cannot: dQ first,
     then dK by ranges of keys, the logits computed once more; memory stays within bounds."""
     ranges = backend.key_ranges(problem)
@@ -456,10 +470,7 @@ def _gradient_fold(
     if gradients.want_query:
         backend.fold(problem, grid, epilogue, replace(gradients, want_key=False))
         if isinstance(epilogue, Sigmoid):  # losses are complete: do not count them twice
-            zeros = backend.xp.zeros_like
-            epilogue = replace(
-                epilogue, losses=zeros(epilogue.losses), bias_grad=zeros(epilogue.bias_grad)
-            )
+            epilogue = vectors.sigmoid(problem)
     width = grid.columns[0].stop - grid.columns[0].start
     for keys in ranges:
         columns = cut(keys.stop, width, keys.start)
@@ -469,21 +480,17 @@ def _gradient_fold(
         backend.fold(problem, Grid(grid.rows, columns), epilogue, only_key)
 
 
-def _solve_sigmoid(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
-    xp = backend.xp
-    m, _, _ = problem.shape
-    epilogue = Sigmoid(
-        problem.upstream * problem.scale, xp.zeros(m), xp.zeros(m), xp.full(m, xp.nan)
-    )
+def _solve_sigmoid(
+    problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
+) -> Solution:
+    epilogue = vectors.sigmoid(problem)
     if gradients is None:
         backend.fold(problem, backend.grid(problem, False), epilogue, None)
-        return Solution(epilogue.losses + backend.poison(problem))
-    _gradient_fold(problem, backend, epilogue, gradients)
-    return Solution(
-        epilogue.losses + backend.poison(problem),
-        scale_grad=gradients.dots.sum() / problem.scale,
-        bias_grad=epilogue.bias_grad.sum() / problem.scale,
-    )
+    else:
+        _gradient_fold(problem, backend, vectors, epilogue, gradients)
+    losses = vectors.poisoned(problem, epilogue.losses)
+    loss, scale_grad, bias_grad = vectors.totals(problem, losses, gradients, epilogue.bias_grad)
+    return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)
 
 
 def softplus2(xp: Any, gap: Array) -> Array:

@@ -43,7 +43,6 @@ def pays(problem: Problem, gradients: Gradients | None) -> bool:
     m, n, _ = problem.shape
     return (
         m * n <= problem.workspace
-        and problem.bias is None
         and problem.positives is None
         and (m == n or gradients is None or not gradients.want_key)
         and not (problem.ranks or problem.progress or problem.part)
@@ -60,16 +59,13 @@ def solve(
     problem: Problem, gradients: Gradients | None, properties: config.Device, build: Build
 ) -> Solution:
     """What `build` would find, by the plan for problems like this one."""
-    scale: Any = problem.scale
-    if isinstance(scale, cupy.ndarray):
-        scale = scale.astype(np.float64, copy=False)
-    given = _given(problem, scale, gradients)
+    given = _given(problem, gradients)
     key = (
         runtime.getDevice(), properties, config.PORTABLE,
         *(None if z is None else (z.shape, z.strides, z.dtype, z.data.ptr % 16) for z in given),
-        problem.upstream if given[3] is None else None, problem.row_share,
-        problem.row_weight, problem.column_weight, problem.symmetric, problem.normalize,
-        problem.compute, problem.workspace,
+        _number(problem.bias), _number(problem.upstream), problem.row_share, problem.row_weight,
+        problem.column_weight, problem.symmetric, problem.normalize, problem.compute,
+        problem.workspace,
         gradients is not None and (gradients.want_query, gradients.want_key),
     )  # fmt: skip
     plan = _plans.get(key)
@@ -77,7 +73,7 @@ def solve(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = Plan(problem, gradients, given, build)
-    return plan.run(given, None if given[2] is not None else float(scale))
+    return plan.run(given, _number(problem.scale))
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -88,13 +84,23 @@ def forget() -> None:
     _plans.clear()
 
 
-def _given(problem: Problem, scale: Any, gradients: Gradients | None) -> list[Array | None]:
+def _number(value: Any) -> float | None:
+    """What is no array and not left out."""
+    return None if value is None or isinstance(value, cupy.ndarray) else float(value)
+
+
+def _array(value: Any) -> Array | None:
+    return value.astype(np.float64, copy=False) if isinstance(value, cupy.ndarray) else None
+
+
+def _given(problem: Problem, gradients: Gradients | None) -> list[Array | None]:
     """The arrays that a call brings."""
     return [
         problem.query,
         None if problem.symmetric else problem.key,
-        scale if isinstance(scale, cupy.ndarray) else None,
-        None if isinstance(problem.upstream, float) else problem.upstream,
+        _array(problem.scale),
+        _array(problem.bias),
+        _array(problem.upstream),
         problem.query_ids,
         problem.key_ids,
         None if gradients is None else gradients.query,
@@ -164,12 +170,12 @@ class Plan(Queue):
         self._maps: list[tuple[int, _Map]] = []  # and where they go among the words
         self._numbers: list[int] = []  # arguments of all other steps
 
-        query, key, scale, upstream, query_ids, key_ids, dq, dk = map(self._stand_in, given)
+        query, key, scale, bias, upstream, query_ids, key_ids, dq, dk = map(self._stand_in, given)
         if gradients is not None:
             gradients = replace(gradients, query=dq, key=dk)
         problem = replace(
             problem, query=query, key=query if key is None else key,
-            scale=SCALE if scale is None else scale,
+            scale=SCALE if scale is None else scale, bias=problem.bias if bias is None else bias,
             upstream=problem.upstream if upstream is None else upstream,
             query_ids=query_ids, key_ids=key_ids,
         )  # fmt: skip
@@ -179,7 +185,7 @@ class Plan(Queue):
         # results have memory of their own each, all else goes in one piece
         found = {
             name: getattr(solution, name)
-            for name in ("losses", "row_lse", "column_lse", "loss", "scale_grad")
+            for name in ("losses", "row_lse", "column_lse", "loss", "scale_grad", "bias_grad")
         }
         if found["loss"] is not None:
             del found["losses"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import blocks
 from .arguments import SCALAR, address, pointers, struct
-from .blocks import Array, Gradients, Problem, Statistics
+from .blocks import Array, Gradients, Problem, Sigmoid, Statistics
 
 if TYPE_CHECKING:
     from .gpu import GPU
@@ -154,17 +154,36 @@ class Vectors(blocks.Vectors):
             a, b, at_positive,
         )  # fmt: skip
 
+    def sigmoid(self, problem: Problem) -> Sigmoid:
+        m = problem.shape[0]
+        memory = cupy.empty((4, m))
+        self.gpu.vector_kernel(
+            "begin_sigmoid", m, m, problem.upstream, self.gpu.scale_struct, *memory, self.found
+        )
+        return Sigmoid(*memory)
+
+    def poisoned(self, problem: Problem, losses: Array) -> Array:
+        bad, m = self.gpu.not_finite(problem, self.found), len(losses)
+        self.gpu.vector_kernel("poison", m, m, losses, address(bad), self.found)
+        return losses
+
     def totals(
-        self, problem: Problem, losses: Array, gradients: Gradients | None
-    ) -> tuple[Array | None, Array | None]:
-        out = cupy.empty(2, self.out)
+        self, problem: Problem, losses: Array, gradients: Gradients | None,
+        of_bias: Array | None = None,
+    ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
+        out = cupy.empty(3, self.out)
         dots = None if gradients is None else gradients.dots
+        of_bias = None if gradients is None else of_bias
         kernel = self.gpu.kernel("vectors.cu", "totals")
         arguments = (
             losses, len(losses), problem.row_share or 0.0, address(dots),
             0 if dots is None else len(dots),
             2.0 if problem.symmetric else 1.0,  # every pair stands twice in <dZ, z>
-            self.gpu.scale_struct, out, int(not self.double),
+            address(of_bias), self.gpu.scale_struct, out, int(not self.double),
         )  # fmt: skip
         kernel((1,), (1024,), arguments)
-        return None if problem.row_share is None else out[0], None if dots is None else out[1]
+        return (
+            None if problem.row_share is None else out[0],
+            None if dots is None else out[1],
+            None if of_bias is None else out[2],
+        )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import BFLOAT16, MISSING, dtype_of, gpu_only
+from judge import LOSSES
 
 import infonce
 
@@ -15,7 +16,6 @@ if not MISSING:
     import cupy
     from infonce.kernels import gpu_plan
 
-SOFTMAX = ["info_nce", "nt_xent", "clip", "lit"]
 PRECISIONS = [
     ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),
     ("bfloat16", "bf16"), ("float16", "fp16"),
@@ -40,7 +40,7 @@ def results(loss: str, args: list[Any], gradient: bool, **options: Any) -> list[
         return [getattr(infonce, f"{loss}_loss")(*args, **options).get()]
     out = getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
     lse = out.lse if isinstance(out.lse, tuple) else (out.lse,)
-    found = [out.loss, *lse, *(g for g in out.grads if g is not None)]
+    found = [z for z in (out.loss, *lse, *out.grads) if z is not None]
     return [cupy.asnumpy(array) for array in found]
 
 
@@ -58,7 +58,7 @@ def compare(monkeypatch: Any, loss: str, args: list[Any], gradient: bool, **opti
 
 @pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
-@pytest.mark.parametrize("loss", SOFTMAX)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_as_without_a_plan(
     loss: str, dtype: str, precision: str, gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +76,7 @@ def test_as_without_a_plan(
             assert count == before + 2
 
 
-@pytest.mark.parametrize("loss", SOFTMAX)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_options(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options that change what is launched make plans of their own."""
     args = features(loss, 300, 64, BFLOAT16, 0)
@@ -100,7 +100,7 @@ def test_options(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(monkeypatch, loss, bad, True, **known)
 
 
-@pytest.mark.parametrize("loss", SOFTMAX)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_what_has_none(loss: str) -> None:
     """What a plan does not know is computed without one."""
     args = features(loss, 600, 64, np.float32, 0)
@@ -163,7 +163,7 @@ def test_threads_and_streams() -> None:
 
 def test_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan's launches under stream capture, the first call of its kind or not."""
-    for first, loss in itertools.product((True, False), SOFTMAX):
+    for first, loss in itertools.product((True, False), LOSSES):
         gpu_plan.forget()
         args = features(loss, 500, 64, BFLOAT16, 0)
         function = getattr(infonce, f"{loss}_loss_and_grad")

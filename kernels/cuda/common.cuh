@@ -43,7 +43,8 @@ struct Scalar {
   double value;
   const double* pointer;
   double factor;
-  __device__ double get() const { return (pointer ? *pointer : value) * factor; }
+  __device__ double bare() const { return pointer ? *pointer : value; }
+  __device__ double get() const { return bare() * factor; }
 };
 
 // Element types of the caller's arrays.

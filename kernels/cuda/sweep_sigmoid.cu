@@ -9,7 +9,8 @@
 // Most tiles have no logit near 0: with all of them, in base 2, below this, series take the place of
 // divisions, to e^5; below the other, in 16 bits, to e^2, which is good to 3e-7.
 #define CALM -5.0f
-#define CALMER (PRECISION == BF16 || PRECISION == FP16 ? -10.0f : -INFINITY_)
+#define CALMER -10.0f
+#define HAS_CALMER (PRECISION == BF16 || PRECISION == FP16)
 enum { ANY, CALM_TILE, CALMER_TILE };
 
 struct SigmoidLoss {
@@ -61,7 +62,7 @@ struct SigmoidLoss {
 #pragma unroll
     for (int i = 1; i < 64; ++i) most = fmaxf(most, x[i]);
     most = fmaf(c, most, bias);
-    if (__all_sync(ALL_LANES, most < (float)CALMER)) slices<CALMER_TILE>(x, t);
+    if (HAS_CALMER && __all_sync(ALL_LANES, most < CALMER)) slices<CALMER_TILE>(x, t);
     else if (__all_sync(ALL_LANES, most < CALM)) slices<CALM_TILE>(x, t);
     else slices<ANY>(x, t);
   }

@@ -131,7 +131,7 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
 extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= f.m) return;
-  const double scale = f.scale.get(), upstream = f.upstream[i];
+  const double scale = f.scale.bare(), upstream = f.upstream[i];
   const i64 partner = f.positives[i];
   double positive = f.positive[i];
   // A triangle met the pair once, from its lower row
@@ -162,27 +162,27 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
 
 #define TOTALS_THREADS 1024
 
-// out[0] = share * sum of losses, out[1] = sum of dots / scale (dots null: left out). One block.
-template <class Out>
-__device__ __forceinline__ void add_up(const double* losses, i64 m, double share,
-                                       const double* dots, i64 count, double scale, Out* out) {
+// The sum of x (null: 0), by all threads of the only block; the first has it.
+__device__ __forceinline__ double add_up(const double* x, i64 n) {
   __shared__ double memory[TOTALS_THREADS / 32];
-  const auto sum = [](double x, double y) { return x + y; };
-  double of_losses = 0, of_dots = 0;
-  for (i64 i = threadIdx.x; i < m; i += TOTALS_THREADS) of_losses += losses[i];
-  of_losses = block_reduce<TOTALS_THREADS>(of_losses, memory, sum);
-  if (dots)
-    for (i64 i = threadIdx.x; i < count; i += TOTALS_THREADS) of_dots += dots[i];
-  of_dots = block_reduce<TOTALS_THREADS>(of_dots, memory, sum);
-  if (threadIdx.x) return;
-  out[0] = (Out)(share * of_losses);
-  if (dots) out[1] = (Out)(of_dots / scale);
+  double sum = 0;
+  if (x)
+    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += x[i];
+  return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
+
+// out[0] = share * sum of losses, out[1] = sum of dots / (halves scale), out[2] = sum of of_bias /
+// scale; null: 0.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double share, const double* dots, i64 count, double halves,
-       const __grid_constant__ Scalar scale, void* out, i64 is_float) {
-  if (is_float) add_up(losses, m, share, dots, count, halves * scale.get(), (float*)out);
-  else add_up(losses, m, share, dots, count, halves * scale.get(), (double*)out);
+       const double* of_bias, const __grid_constant__ Scalar scale, void* out, i64 is_float) {
+  const double sums[3] = {share * add_up(losses, m), add_up(dots, count) / (halves * scale.bare()),
+                          add_up(of_bias, m) / scale.bare()};
+  if (threadIdx.x) return;
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    if (is_float) ((float*)out)[i] = (float)sums[i];
+    else ((double*)out)[i] = sums[i];
 }
 
 // --- one pass: sums against given heights (heights.cuh) ----------------------------------------------------
@@ -281,7 +281,7 @@ extern "C" __global__ void end_online(const Real* height, const __grid_constant_
   const double c = scale.get() * LOG2_E;
   rows.max[i] = (double)height[i] * (c / (double)(Real)c);  // c is rounded in the logits
   const Direction row(rows, i, positive[i]);
-  const double a = upstream[i] * (row_weight * scale.get());
+  const double a = upstream[i] * (row_weight * scale.bare());
   unit[i] = rows.sum[i] == 0 ? 0 : a * exp2(rows.max[i] - row.lse2) * (factor ? factor[i] : 1);
   at_positive[i] = -(a * row.share);
 }
@@ -375,6 +375,25 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
     out.column_height[i] = h;
     out.v[i] = (Real)(f.b[i] * exp2((ranges->shared ? ranges->middle : rest) - lse) * per_unit);
   }
+}
+
+// The sigmoid fold's beginning: upstream with the scale folded in, sums of nothing, no positives yet.
+extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
+                                         const __grid_constant__ Scalar scale, double* row_factor,
+                                         double* losses, double* bias_grad, double* positive,
+                                         double* any) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i == 0) *any = 0;
+  if (i >= m) return;
+  row_factor[i] = upstream[i] * scale.bare();
+  losses[i] = bias_grad[i] = 0;
+  positive[i] = NAN_;
+}
+
+// Losses of rows that depend on a feature that is not finite become NaN (conclude does so itself).
+extern "C" __global__ void poison(i64 m, double* losses, const double* bad, const double* any) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < m) losses[i] += *any + (bad ? bad[i] : 0);
 }
 
 // From positives' logits without the bias: out = -a sigmoid(-z), and what positives add to the sums
