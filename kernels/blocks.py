@@ -285,7 +285,6 @@ class Solution:
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of `problem`: the one path every loss and backend takes."""
     vectors: Vectors = getattr(backend, "vectors", None) or Vectors(backend)
-    problem = vectors.spelled_out(problem)
     if gradients is not None and gradients.dots is None:
         m, n, _ = problem.shape
         gradients = replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
@@ -304,7 +303,7 @@ def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
 def _solve_softmax(
     problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
 ) -> Solution:
-    stats = vectors.statistics(problem)
+    problem, stats = vectors.statistics(problem)
     grid = backend.grid(problem, problem.symmetric and not problem.ranks)
     online = backend.online and one_pass(problem, gradients)
     if online:
@@ -355,16 +354,14 @@ class Vectors:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    def spelled_out(self, problem: Problem) -> Problem:
-        return spelled_out(problem, self.backend.xp)
-
     def dots(self, n: int) -> Array:
         """Memory for `Gradients.dots`."""
         return self.backend.xp.zeros(n)
 
-    def statistics(self, problem: Problem) -> Statistics:
-        """The LSE fold's identity."""
-        return _statistics(problem, self.backend)
+    def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
+        """The problem spelled out, and the LSE fold's identity."""
+        problem = spelled_out(problem, self.backend.xp)
+        return problem, _statistics(problem, self.backend)
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool
@@ -389,12 +386,12 @@ class Vectors:
             at_positive = at_positive + b * columns.share
         return Conclusion(losses, rows, columns, a, b, -at_positive)
 
-    def sigmoid(self, problem: Problem) -> Sigmoid:
-        """The sigmoid fold's beginning."""
+    def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
+        """The problem spelled out, and the sigmoid fold's beginning."""
         xp, m = self.backend.xp, problem.shape[0]
-        return Sigmoid(
-            problem.upstream * problem.scale, xp.zeros(m), xp.zeros(m), xp.full(m, xp.nan)
-        )
+        problem = spelled_out(problem, xp)
+        row_factor = problem.upstream * problem.scale
+        return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), xp.full(m, xp.nan))
 
     def poisoned(self, problem: Problem, losses: Array) -> Array:
         """Losses, and NaN for rows whose loss depends on a feature that is not finite."""
@@ -470,7 +467,7 @@ def _gradient_fold(
     if gradients.want_query:
         backend.fold(problem, grid, epilogue, replace(gradients, want_key=False))
         if isinstance(epilogue, Sigmoid):  # losses are complete: do not count them twice
-            epilogue = vectors.sigmoid(problem)
+            _, epilogue = vectors.sigmoid(problem)
     width = grid.columns[0].stop - grid.columns[0].start
     for keys in ranges:
         columns = cut(keys.stop, width, keys.start)
@@ -483,7 +480,7 @@ def _gradient_fold(
 def _solve_sigmoid(
     problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
 ) -> Solution:
-    epilogue = vectors.sigmoid(problem)
+    problem, epilogue = vectors.sigmoid(problem)
     if gradients is None:
         backend.fold(problem, backend.grid(problem, False), epilogue, None)
     else:

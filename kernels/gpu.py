@@ -18,7 +18,7 @@ import numpy as np
 
 from . import blocks, compiler, gpu_fused, gpu_naive, gpu_plan
 from . import launch_config as config
-from .arguments import SCALAR, matrix, scalar_fields, struct
+from .arguments import SCALAR, address, matrix, scalar_fields, struct
 from .blocks import (
     Array,
     Epilogue,
@@ -213,13 +213,16 @@ class GPU:
         """Puts NaN into `found` if a key has a feature that is not finite. [M] zeros and NaN for
         queries, if they are not the keys."""
         m, n, d = problem.shape
-        key = matrix(self.key.features)
-        self.rows_kernel("not_finite", n, key, n, d, 0, found)
+        queries, out = None, None
         if problem.symmetric:
-            return None
-        out, of_queries = cupy.empty(m + 1), matrix(self.query.features)
-        self.rows_kernel("not_finite", m, of_queries, m, d, out, out[m:])
-        return out[:m]
+            m = 0
+        else:
+            queries, out = self.query.features, cupy.empty(m)
+        self.rows_kernel(
+            "not_finite", n + m, matrix(self.key.features), n, matrix(queries), m, d,
+            address(out), found,
+        )  # fmt: skip
+        return out
 
     def of_positives(self, problem: Problem, of_keys: Array) -> Array:
         return of_keys[problem.positives]

@@ -25,6 +25,9 @@ _CONCLUDING = np.dtype(
      ("results", pointers("losses row_loss row_lse2 column_loss column_lse2 a b at_positive")),
      ("lses", pointers("row column"))]
 )  # fmt: skip
+_SPELLING = np.dtype(
+    [("positives", "u8"), ("upstream", "u8"), ("value", "f8"), ("symmetric", "i8")]
+)
 
 # The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
 _empty_sums = cupy.ElementwiseKernel(
@@ -88,25 +91,23 @@ class Vectors(blocks.Vectors):
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.found = cupy.empty(1)
 
-    def spelled_out(self, problem: Problem) -> Problem:
+    def spell_out(self, problem: Problem) -> tuple[Problem, Any]:
+        """The problem spelled out, by a kernel that is handed this structure."""
         m = problem.shape[0]
-        positives, upstream, value = problem.positives, problem.upstream, 0.0
-        by_rule = same = None
+        positives, upstream = problem.positives, problem.upstream
+        by_rule, same, value = None, None, 0.0
         if positives is None:
             positives = by_rule = cupy.empty(m, np.int64)
         if isinstance(upstream, float):
-            value, upstream = upstream, cupy.empty(m)
-            same = upstream
-        if by_rule is not None or same is not None:
-            self.gpu.vector_kernel(
-                "spell_out", m, m, int(problem.symmetric), value, address(by_rule), address(same)
-            )
-        return replace(problem, positives=positives, upstream=upstream)
+            value = upstream
+            upstream = same = cupy.empty(m)
+        spelling = struct(_SPELLING, address(by_rule), address(same), value, problem.symmetric)
+        return replace(problem, positives=positives, upstream=upstream), spelling
 
     def dots(self, n: int) -> Array:
         return cupy.empty(n)  # all are written when gradients are finished
 
-    def statistics(self, problem: Problem) -> Statistics:
+    def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         if problem.ranks:
             self.found[...] = 0
             return super().statistics(problem)
@@ -117,13 +118,14 @@ class Vectors(blocks.Vectors):
         if two_sided:
             columns = blocks.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
         positive = memory[2 * m : 3 * m]
+        problem, spelling = self.spell_out(problem)
         of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
         self.gpu.vector_kernel(
             "begin", max(m, n), struct(SUMS, address(rows.max), address(rows.sum)),
-            struct(SUMS, *of_columns), positive, m, n, self.found,
+            struct(SUMS, *of_columns), positive, m, n, spelling, self.found,
         )  # fmt: skip
         whole = columns if two_sided or problem.symmetric else None
-        return Statistics(rows, whole, positive)
+        return problem, Statistics(rows, whole, positive)
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool
@@ -154,13 +156,15 @@ class Vectors(blocks.Vectors):
             a, b, at_positive,
         )  # fmt: skip
 
-    def sigmoid(self, problem: Problem) -> Sigmoid:
+    def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         m = problem.shape[0]
         memory = cupy.empty((4, m))
+        problem, spelling = self.spell_out(problem)
         self.gpu.vector_kernel(
-            "begin_sigmoid", m, m, problem.upstream, self.gpu.scale_struct, *memory, self.found
-        )
-        return Sigmoid(*memory)
+            "begin_sigmoid", m, m, problem.upstream, self.gpu.scale_struct, *memory, spelling,
+            self.found,
+        )  # fmt: skip
+        return problem, Sigmoid(*memory)
 
     def poisoned(self, problem: Problem, losses: Array) -> Array:
         bad, m = self.gpu.not_finite(problem, self.found), len(losses)

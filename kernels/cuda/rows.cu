@@ -89,12 +89,15 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
   exponent[row] = e;
 }
 
-// out[row] = 0, or NaN if a feature of the row is not finite; `out` null: only whether any is. `any`
-// becomes NaN if one is. (They all write the same.)
-extern "C" __global__ void not_finite(const __grid_constant__ Matrix z, i64 n, i64 d, double* out,
-                                      double* any) {
-  const i64 row = warp_row();
-  if (row >= n) return;
+// `any` becomes NaN if a feature of one of n keys is not finite (they all write the same), and
+// out[row] is 0, or NaN if one of that of m queries is not.
+extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
+                                      const __grid_constant__ Matrix queries, i64 m, i64 d,
+                                      double* out, double* any) {
+  const bool of_query = warp_row() >= n;
+  const i64 row = of_query ? warp_row() - n : warp_row();
+  if (of_query && row >= m) return;
+  const Matrix& z = of_query ? queries : keys;
   float sum = 0;  // 0 times what is not finite is NaN
   for (i64 k = threadIdx.x % 32 * GROUP; k < d; k += 32 * GROUP) {
     Real x[GROUP];
@@ -104,8 +107,8 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix z, i64 n, i
   }
   const bool bad = __any_sync(ALL_LANES, sum != 0);
   if (threadIdx.x % 32) return;
-  if (out) out[row] = bad ? NAN_ : 0;
-  if (bad) *any = NAN_;
+  if (of_query) out[row] = bad ? NAN_ : 0;
+  else if (bad) *any = NAN_;
 }
 
 // Operands of the tiled product: rows of `stride` elements, features beyond d are zeros.

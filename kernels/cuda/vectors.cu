@@ -72,14 +72,17 @@ extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, 
 
 // --- before and after the log-sum-exps -------------------------------------------------------------------
 
-// blocks.spelled_out: positives by the loss's rule, and what is upstream of each row. (Null: given.)
-extern "C" __global__ void spell_out(i64 m, i64 symmetric, double value, i64* positives,
-                                     double* upstream) {
-  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i >= m) return;
-  if (positives) positives[i] = symmetric ? (i + m / 2) % m : i;
-  if (upstream) upstream[i] = value;
-}
+// blocks.spelled_out: positives by the loss's rule, what is upstream of each row. (Null: given.)
+struct Spelling {
+  i64* positives;
+  double *upstream, value;
+  i64 symmetric;
+
+  __device__ __forceinline__ void write(i64 i, i64 m) const {
+    if (positives) positives[i] = symmetric ? (i + m / 2) % m : i;
+    if (upstream) upstream[i] = value;
+  }
+};
 
 struct Sums {
   double *max, *sum;
@@ -88,9 +91,12 @@ struct Sums {
 // The fold's identity: sums (-inf, 0), no positives yet. Columns may have none (null).
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  const __grid_constant__ Sums columns, double* positive, i64 m,
-                                 i64 n, double* any) {
+                                 i64 n, const __grid_constant__ Spelling spelling, double* any) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < m) rows.max[i] = -INFINITY_, rows.sum[i] = 0, positive[i] = NAN_;
+  if (i < m) {
+    rows.max[i] = -INFINITY_, rows.sum[i] = 0, positive[i] = NAN_;
+    spelling.write(i, m);
+  }
   if (columns.max && i < n) columns.max[i] = -INFINITY_, columns.sum[i] = 0;
   if (i == 0) *any = 0;
 }
@@ -381,10 +387,11 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
 extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
                                          const __grid_constant__ Scalar scale, double* row_factor,
                                          double* losses, double* bias_grad, double* positive,
-                                         double* any) {
+                                         const __grid_constant__ Spelling spelling, double* any) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i == 0) *any = 0;
   if (i >= m) return;
+  spelling.write(i, m);
   row_factor[i] = upstream[i] * scale.bare();
   losses[i] = bias_grad[i] = 0;
   positive[i] = NAN_;
