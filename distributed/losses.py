@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from infonce.kernels.blocks import Array, Gradients, Solution, solve
+from infonce.kernels.blocks import Array, Backend, Gradients, Problem, Solution, fold_block, solve
 
 from infonce import arrays, dispatch
 from infonce import losses as single
@@ -22,7 +22,7 @@ from infonce.checks import Request, Shard, check
 from . import transport as transports
 from .communicator import TIMEOUT, Communicator, RankError, connect
 from .partition import Partition
-from .ring import Ring
+from .ring import FoldBlock, Ring
 
 OPTIONS: dict[str, Any] = {
     "comm": None,
@@ -277,8 +277,8 @@ class _Call:
         problem.upstream = problem.upstream * ddp
         if gradients is not None:
             gradients.dots = xp.zeros(1)
-        backend, vectors = _backend(request)
-        ring = Ring(problem, keys, ranks, self.transport, backend, vectors, self.labels is not None)
+        fold, vectors = _backend(request)
+        ring = Ring(problem, keys, ranks, self.transport, fold, vectors, self.labels is not None)
         if self.kind.symmetric and self.labels is not None:
             self.check_pairs(ring, request, queries)
         solution = solve(problem, ring, gradients)
@@ -365,21 +365,28 @@ def _one_gpu_each(
             )
 
 
-def _backend(request: Request) -> tuple[Any, Any]:
-    """What computes blocks, and the namespace of vectors of length M or N."""
+def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
+    return lambda problem, triangle, epilogue, gradients: fold_block(
+        backend(problem, gradients), problem, triangle, epilogue, gradients
+    )
+
+
+def _backend(request: Request) -> tuple[FoldBlock, Any]:
+    """What folds blocks, and the namespace of vectors of length M or N."""
     if request.offload:
         from infonce.kernels import offload_gpu
 
-        return offload_gpu.backend, np
+        return _folding(offload_gpu.backend), np
     if arrays.on_gpu(request.problem.query):
-        from infonce.kernels.gpu import GPU
+        from infonce.kernels import gpu
 
-        if request.gradients is None:
-            return GPU, GPU.xp
-        return functools.partial(GPU, ahead=Gradients(want_key=False, add_query=True)), GPU.xp
+        ahead = None
+        if request.gradients is not None:
+            ahead = Gradients(want_key=False, add_query=True)
+        return functools.partial(gpu.fold_block, ahead=ahead), gpu.GPU.xp
     from infonce.kernels.cpu import CPU
 
-    return CPU, CPU.xp
+    return _folding(CPU), CPU.xp
 
 
 info_nce_loss = _over_ranks(single.info_nce_loss, single.INFO_NCE, False)

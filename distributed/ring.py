@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from infonce.kernels.blocks import (
     Array,
-    Backend,
     Epilogue,
     Gradients,
     Grid,
@@ -45,6 +44,8 @@ from .partition import Partition
 from .transport import Transport
 
 Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
+# `blocks.fold_block` on a backend
+FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None], Array | None]
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,12 @@ class Ring:
         keys: Partition,
         ranks: Communicator,
         transport: Transport,
-        backend: Callable[[Problem, Gradients | None], Backend],
+        fold_block: FoldBlock,
         xp: Any,
         labelled: bool,
     ) -> None:
-        self.keys, self.ranks, self.transport, self.backend = keys, ranks, transport, backend
+        self.keys, self.ranks, self.transport = keys, ranks, transport
+        self.fold_block = fold_block
         self.xp, self.labelled, self.symmetric = xp, labelled, problem.symmetric
         # whether the positives of a rank's rows are its own keys: where rows and keys come in pairs
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
@@ -290,13 +292,12 @@ class Ring:
         )
         if 0 in block.shape[:2]:
             return False
-        inner = self.backend(block, gradients)
         triangle = isinstance(epilogue, Statistics) and symmetric and epilogue.columns is not None
-        inner.fold(block, inner.grid(block, triangle), epilogue, gradients)
+        poison = self.fold_block(block, triangle, epilogue, gradients)
         if isinstance(epilogue, Statistics) and triangle:
             epilogue.positive[:] = mirrored(self.xp, epilogue.positive, block.positives)
-        if isinstance(epilogue, (Statistics, Sigmoid)):
-            self.poisoned += inner.poison(block)
+        if poison is not None:
+            self.poisoned += poison
         return True
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:

@@ -74,6 +74,15 @@ class Problem:
         return self.query.shape[0], self.key.shape[0], self.query.shape[1]
 
     @property
+    def square(self) -> bool:
+        """Whether key i belongs to query i, or is one of the same views."""
+        m, n, _ = self.shape
+        by_rule = self.positives is None and m == n
+        return not self.part and (
+            self.symmetric or self.two_sided or self.bias is not None or by_rule
+        )
+
+    @property
     def two_sided(self) -> bool:
         """Whether columns have statistics of their own."""
         return self.column_weight != 0.0
@@ -292,6 +301,16 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
         if problem.bias is not None:
             return _solve_sigmoid(problem, backend, vectors, gradients)
         return _solve_softmax(problem, backend, vectors, gradients)
+
+
+def fold_block(
+    backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue,
+    gradients: Gradients | None,
+) -> Array | None:  # fmt: skip
+    """Fold all of `problem` into `epilogue`, as a block of a larger one. Where losses are in the
+    making, what poisons them."""
+    backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
+    return backend.poison(problem) if isinstance(epilogue, (Statistics, Sigmoid)) else None
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:

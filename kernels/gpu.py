@@ -104,11 +104,7 @@ class GPU:
         cut_off = 0.0 if self.sweep is None else config.cut_off(self.precision, self.width)
         self.scale, self._scale = scalar_fields(problem.scale, 1 + cut_off)
         self.bias, self._bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
-        # whether key i belongs to query i
-        by_rule = problem.positives is None and len(problem.query) == len(problem.key)
-        self.square = not problem.part and (
-            problem.symmetric or problem.two_sided or problem.bias is not None or by_rule
-        )
+        self.square = problem.square
         self.vectors = Vectors(self, problem.query)
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
@@ -177,7 +173,7 @@ class GPU:
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array]:
         """Queries in the order of their positive keys, and where each key's begin: [M], [N + 1]."""
         if problem.apart:
-            none = cupy.zeros(problem.shape[1] + 1, np.int64)
+            none = self.queue.zeros(problem.shape[1] + 1, np.int64)
             return none, none
         if self._queries_of_keys is None:
             m, n, _ = problem.shape
@@ -205,9 +201,11 @@ class GPU:
 
     def poison(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
-        found = cupy.zeros(1)
-        bad = self.not_finite(problem, found)
-        return cupy.broadcast_to(found, problem.shape[:1]) if bad is None else bad + found
+        m = problem.shape[0]
+        out = self.queue.zeros(m + 1, np.float64)
+        bad = self.not_finite(problem, out[m:])
+        self.vector_kernel("poison", m, m, out, address(bad), out[m:])
+        return out[:m]
 
     def not_finite(self, problem: Problem, found: Array) -> Array | None:
         """Puts NaN into `found` if a key has a feature that is not finite. [M] zeros and NaN for
@@ -266,11 +264,49 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     ):
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     if gpu_plan.pays(problem, gradients):
-        return gpu_plan.solve(problem, gradients, device_properties(device.id), _solve_by_blocks)
-    return _solve_by_blocks(problem, gradients)
+        properties = device_properties(device.id)
+        return Solution(**gpu_plan.call(_solve, properties, _wide(problem), gradients))
+    return blocks.solve(problem, GPU(problem, gradients), gradients)
 
 
-def _solve_by_blocks(
-    problem: Problem, gradients: Gradients | None, queue: Queue | None = None
-) -> Solution:
-    return blocks.solve(problem, GPU(problem, gradients, queue=queue), gradients)
+def _wide(problem: Problem) -> Problem:
+    """Numbers on the device as kernels read them."""
+    wide = {
+        name: value.astype(np.float64)
+        for name, value in (("scale", problem.scale), ("bias", problem.bias))
+        if isinstance(value, cupy.ndarray) and value.dtype != np.float64
+    }
+    return replace(problem, **wide) if wide else problem
+
+
+def _solve(problem: Problem, gradients: Gradients | None, queue: Queue) -> dict[str, Array | None]:
+    found = blocks.solve(problem, GPU(problem, gradients, queue=queue), gradients)
+    return {
+        "losses": found.losses if found.loss is None else None, "loss": found.loss,
+        "row_lse": found.row_lse, "column_lse": found.column_lse,
+        "scale_grad": found.scale_grad, "bias_grad": found.bias_grad,
+    }  # fmt: skip
+
+
+# --- one block of many ranks' ---------------------------------------------------------------------
+
+
+def fold_block(
+    problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
+    ahead: Gradients | None = None,
+) -> Array | None:  # fmt: skip
+    """`blocks.fold_block` on the current device; `ahead` as for `GPU`."""
+    if gpu_plan.pays(problem, gradients) and not isinstance(epilogue, Ranks):
+        properties = device_properties(problem.query.device.id)
+        parts = _wide(problem), triangle, epilogue, gradients, ahead
+        return gpu_plan.call(_fold_block, properties, *parts).get("poison")
+    backend = GPU(problem, gradients, ahead)
+    return blocks.fold_block(backend, problem, triangle, epilogue, gradients)
+
+
+def _fold_block(
+    problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
+    ahead: Gradients | None, queue: Queue,
+) -> dict[str, Array | None]:  # fmt: skip
+    backend = GPU(problem, gradients, ahead, queue)
+    return {"poison": blocks.fold_block(backend, problem, triangle, epilogue, gradients)}

@@ -11,8 +11,9 @@ thousand rows.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -20,7 +21,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from . import launch_config as config
-from .blocks import Array, Gradients, Problem, Solution
+from .blocks import Array, Gradients, Problem, Sigmoid, SoftmaxGradient, Statistics, Sums
 from .cublas import gemm_ex
 from .gpu_queue import Queue
 from .tensor_map import SIZE, tensor_map
@@ -32,21 +33,25 @@ FIRST = 0x7FF5 << 48
 SCALE_BITS = 0x7FF6 << 48
 (SCALE,) = struct.unpack("=d", struct.pack("=Q", SCALE_BITS))
 ALIGNMENT = 256  # of arrays that a call makes
+LARGE = 2**20
 MOST_PLANS = 128
+PARTS = (Problem, Gradients, Statistics, SoftmaxGradient, Sigmoid, Sums)
 
-Build = Callable[[Problem, "Gradients | None", Queue], Solution]
+# What a call is about: a Problem, Gradients, an epilogue, in any of which arrays may be
+Parts = Sequence[Any]
+Build = Callable[..., dict[str, "Array | None"]]  # (*parts, queue) -> results
 
 
 def pays(problem: Problem, gradients: Gradients | None) -> bool:
     """Whether a call is one of a kind that has a plan: few blocks, and no steps but kernels,
     products and copies."""
     m, n, _ = problem.shape
+    # else the queries of each key are looked for
+    known = problem.square or problem.apart or gradients is None or not gradients.want_key
     return (
         m * n <= problem.workspace
-        and problem.positives is None
-        and (m == n or gradients is None or not gradients.want_key)
-        and not (problem.ranks or problem.progress or problem.part)
-        and (gradients is None or (gradients.dots is None and not gradients.add_query))
+        and known
+        and not (problem.ranks or problem.progress)
         and all(
             step % array.dtype.itemsize == 0
             for array in (problem.query, problem.key)
@@ -55,25 +60,18 @@ def pays(problem: Problem, gradients: Gradients | None) -> bool:
     )
 
 
-def solve(
-    problem: Problem, gradients: Gradients | None, properties: config.Device, build: Build
-) -> Solution:
-    """What `build` would find, by the plan for problems like this one."""
-    given = _given(problem, gradients)
-    key = (
-        runtime.getDevice(), properties, config.PORTABLE,
-        *(None if z is None else (z.shape, z.strides, z.dtype, z.data.ptr % 16) for z in given),
-        _number(problem.bias), _number(problem.upstream), problem.row_share, problem.row_weight,
-        problem.column_weight, problem.symmetric, problem.normalize, problem.compute,
-        problem.workspace,
-        gradients is not None and (gradients.want_query, gradients.want_key),
-    )  # fmt: skip
+def call(build: Build, device: config.Device, *parts: Any) -> dict[str, Array]:
+    """What `build` returns, by the plan for parts like these."""
+    arrays: list[Array] = []
+    scales: list[float] = []
+    like = tuple(_describe(part, arrays, scales) for part in parts)
+    key = runtime.getDevice(), device, config.PORTABLE, build, like
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(problem, gradients, given, build)
-    return plan.run(given, _number(problem.scale))
+        plan = _plans[key] = Plan(build, parts, arrays)
+    return plan.run(arrays, scales)
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -84,28 +82,33 @@ def forget() -> None:
     _plans.clear()
 
 
-def _number(value: Any) -> float | None:
-    """What is no array and not left out."""
-    return None if value is None or isinstance(value, cupy.ndarray) else float(value)
+def _describe(part: Any, arrays: list[Array], scales: list[float]) -> Any:
+    """What plans depend on. Arrays are gathered, and numbers that they do not depend on."""
+    if isinstance(part, cupy.ndarray):
+        arrays.append(part)
+        return part.shape, part.strides, part.dtype, part.data.ptr % 16
+    if not isinstance(part, PARTS):
+        return part
+    found = []
+    for name, value in vars(part).items():
+        if name == "scale" and not isinstance(value, cupy.ndarray):
+            scales.append(float(value))
+        else:
+            found.append(_describe(value, arrays, scales))
+    return type(part), *found
 
 
-def _array(value: Any) -> Array | None:
-    return value.astype(np.float64, copy=False) if isinstance(value, cupy.ndarray) else None
-
-
-def _given(problem: Problem, gradients: Gradients | None) -> list[Array | None]:
-    """The arrays that a call brings."""
-    return [
-        problem.query,
-        None if problem.symmetric else problem.key,
-        _array(problem.scale),
-        _array(problem.bias),
-        _array(problem.upstream),
-        problem.query_ids,
-        problem.key_ids,
-        None if gradients is None else gradients.query,
-        None if gradients is None else gradients.key,
-    ]
+def _with(part: Any, arrays: Iterator[Array]) -> Any:
+    """The same part about other arrays and no scale."""
+    if isinstance(part, cupy.ndarray):
+        return next(arrays)
+    if not isinstance(part, PARTS):
+        return part
+    part = copy(part)
+    for name, value in vars(part).items():
+        number = name == "scale" and not isinstance(value, cupy.ndarray)
+        setattr(part, name, SCALE if number else _with(value, arrays))
+    return part
 
 
 @dataclass
@@ -159,10 +162,7 @@ def _zeros(stream: int, at: int, size: int) -> None:
 class Plan(Queue):
     """Launches, products and copies in their order, for arrays to come."""
 
-    def __init__(
-        self, problem: Problem, gradients: Gradients | None, given: Sequence[Array | None],
-        build: Build,
-    ) -> None:  # fmt: skip
+    def __init__(self, build: Build, parts: Parts, given: Sequence[Array]) -> None:
         self.sizes: list[int] = []  # of arrays by place; those given first
         self.steps: list[_Launch | _Step] = []
         self._words: list[int] = []  # parameters of all launches
@@ -170,33 +170,23 @@ class Plan(Queue):
         self._maps: list[tuple[int, _Map]] = []  # and where they go among the words
         self._numbers: list[int] = []  # arguments of all other steps
 
-        query, key, scale, bias, upstream, query_ids, key_ids, dq, dk = map(self._stand_in, given)
-        if gradients is not None:
-            gradients = replace(gradients, query=dq, key=dk)
-        problem = replace(
-            problem, query=query, key=query if key is None else key,
-            scale=SCALE if scale is None else scale, bias=problem.bias if bias is None else bias,
-            upstream=problem.upstream if upstream is None else upstream,
-            query_ids=query_ids, key_ids=key_ids,
-        )  # fmt: skip
+        stand_ins = iter([self._stand_in(array) for array in given])
         with cupy.cuda.using_allocator(self._malloc):
-            solution = build(problem, gradients, self)
+            found = build(*(_with(part, stand_ins) for part in parts), self)
 
-        # results have memory of their own each, all else goes in one piece
-        found = {
-            name: getattr(solution, name)
-            for name in ("losses", "row_lse", "column_lse", "loss", "scale_grad", "bias_grad")
-        }
-        if found["loss"] is not None:
-            del found["losses"]
+        # results and what is large have memory of their own each, all else goes in one piece
         self.results = {name: self._view(z) for name, z in found.items() if z is not None}
-        self.kept = sorted({view.place for view in self.results.values()})
-        self.temporary: list[tuple[int, int]] = []
+        kept = {view.place for view in self.results.values()}
+        self.alone: list[tuple[int, int]] = []
+        self.together: list[tuple[int, int]] = []
         self.size = 0
         for place in range(len(given), len(self.sizes)):
-            if place not in self.kept:
-                self.temporary.append((place, self.size))
-                self.size += -(-self.sizes[place] // ALIGNMENT) * ALIGNMENT
+            size = self.sizes[place]
+            if place in kept or size >= LARGE:
+                self.alone.append((place, size))
+            else:
+                self.together.append((place, self.size))
+                self.size += -(-size // ALIGNMENT) * ALIGNMENT
 
         # where descriptions go, which number tells where the matrix is, and its form
         self.maps = [
@@ -209,19 +199,16 @@ class Plan(Queue):
         self.words = words = np.concatenate([words, np.array(numbers, np.int64).view(np.uint64)])
         self.parameters = np.array(self._parameters, np.int64)
         self.at = np.flatnonzero((words >= FIRST) & (words < FIRST + PLACES * PLACE))
-        stand_ins = [int(word) for word in words[self.at]]
-        self.places = np.array([_place(a) for a in stand_ins], np.int64)
-        self.offsets = np.array([_offset(a) for a in stand_ins], np.int64).view(np.uint64)
+        addresses = [int(word) for word in words[self.at]]
+        self.places = np.array([_place(a) for a in addresses], np.int64)
+        self.offsets = np.array([_offset(a) for a in addresses], np.int64).view(np.uint64)
         self.scales = np.flatnonzero(words == SCALE_BITS)
         del self._words, self._parameters, self._maps, self._numbers
 
     # -- what the folds see
 
-    def _stand_in(self, array: Array | None) -> Array | None:
+    def _stand_in(self, array: Array) -> Array:
         """An array like this one in another place."""
-        if array is None:
-            self.sizes.append(0)
-            return None
         memory = self._malloc(PLACE // 2).mem
         pointer = cupy.cuda.MemoryPointer(memory, array.data.ptr % 16)
         return cupy.ndarray(array.shape, array.dtype, pointer, array.strides)
@@ -284,20 +271,20 @@ class Plan(Queue):
 
     # -- a call
 
-    def run(self, given: Sequence[Array | None], scale: float | None) -> Solution:
-        starts = [0 if z is None else z.data.ptr - z.data.ptr % 16 for z in given]
+    def run(self, given: Sequence[Array], scales: Sequence[float]) -> dict[str, Array]:
+        starts = [z.data.ptr - z.data.ptr % 16 for z in given]
         starts += [0] * (len(self.sizes) - len(given))
         memory = cupy.empty(self.size, np.uint8).data
-        for place, offset in self.temporary:
+        for place, offset in self.together:
             starts[place] = memory.ptr + offset
-        kept = {}
-        for place in self.kept:
-            kept[place] = cupy.empty(self.sizes[place], np.uint8).data
-            starts[place] = kept[place].ptr
+        alone = {}
+        for place, size in self.alone:
+            alone[place] = cupy.empty(size, np.uint8).data
+            starts[place] = alone[place].ptr
 
         words = self.words.copy()
         words[self.at] = np.array(starts, np.uint64)[self.places] + self.offsets
-        if scale is not None:
+        for scale in scales:
             words[self.scales] = _bits(scale)
         numbers = words[self.first_number :].view(np.int64).tolist()
         for at, number, form in self.maps:
@@ -313,11 +300,10 @@ class Plan(Queue):
                 )  # fmt: skip
             else:
                 step.do(stream, *numbers[step.numbers])
-        results = {
-            name: cupy.ndarray(v.shape, v.dtype, kept[v.place] + v.offset, v.strides)
+        return {
+            name: cupy.ndarray(v.shape, v.dtype, alone[v.place] + v.offset, v.strides)
             for name, v in self.results.items()
         }
-        return Solution(results.pop("losses", None), **results)
 
 
 def _bits(number: float) -> int:
