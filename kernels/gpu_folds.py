@@ -12,6 +12,7 @@ from . import blocks
 from . import launch_config as config
 from .arguments import MATRIX, SCALAR, address, matrix, matrix_fields, pointers, struct
 from .blocks import (
+    LN_2,
     Array,
     Gradients,
     Grid,
@@ -201,7 +202,10 @@ class StatisticsFold(Fold):
             address(stats.positive, rows.start),
             self.row_pairs, m, address(column_pairs), n,
         )  # fmt: skip
-        self.launch("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
+        defines = {"COLUMNS": int(both)}
+        if isinstance(tile, config.Sweep):
+            defines["MAXIMA"] = int(problem.ranks)
+        self.launch("lse", rows, columns, arguments, triangle, **defines)
         self.merge(self.row_pairs, row_slots, stats.rows, rows)
         if column_slots:
             assert stats.columns is not None
@@ -209,9 +213,11 @@ class StatisticsFold(Fold):
 
     def merge(self, pairs: Array, slots: int, sums: blocks.Sums, of: slice) -> None:
         n = of.stop - of.start
+        # Tiles leave raw products, sweeps base-2 logits
+        scale = self.gpu.scale if isinstance(self.tile, config.Tile) else (LN_2, 0, 1.0)
         self.gpu.vector_kernel(
             "merge_pairs", n, pairs, slots, n, n,
-            self.gpu.scale_struct, address(sums.max, of.start), address(sums.sum, of.start),
+            struct(SCALAR, *scale), address(sums.max, of.start), address(sums.sum, of.start),
             threads=4,
         )  # fmt: skip
 
