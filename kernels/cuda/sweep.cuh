@@ -117,11 +117,15 @@ struct SweepShared {  // boxes begin at multiples of 1024 bytes, which all sizes
   u64 panel_full, panel_empty;
 };
 
+// What is the same in the whole warp, computed once: the compiler computes the like again wherever it
+// is needed.
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(ALL_LANES, x, 0); }
+
 // Where a thread's products are.
 struct Lane {
   int warpgroup, team, half, thread, warp, lane, g, t;
   __device__ Lane() {
-    warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // one number for the whole warp
+    warpgroup = of_warp(threadIdx.x / 128);
     team = warpgroup / HALVES;
     half = warpgroup % HALVES;
     thread = threadIdx.x % 128;
