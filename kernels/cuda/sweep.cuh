@@ -369,7 +369,7 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
       // The other team may start: its products come after these
       arrive_some(TURN + (lane.team ^ 1), 2 * 128 * HALVES);
       // Since the turn came, nobody of this team reads what belonged to the tile before
-      if (Epilogue::PUBLISHES || IDS || FACTORS) epilogue.publish(tile);
+      epilogue.publish(tile);
       products_wait<0>();
       if (!NARROW) release(s, place.stage == 0 ? STAGES - 1 : place.stage - 1, lane);
       else if (held >= 0) release_tile(s, held, lane);
