@@ -12,6 +12,7 @@ from . import blocks
 from . import launch_config as config
 from .arguments import MATRIX, SCALAR, address, matrix, matrix_fields, pointers, struct
 from .blocks import (
+    LN_2,
     Array,
     Gradients,
     Grid,
@@ -193,14 +194,14 @@ class StatisticsFold(Fold):
         column_pairs = self.column_pairs
         if triangle and isinstance(tile, config.Tile):  # one slot a tile, on either side
             column_pairs, column_slots = self.row_pairs, 0
-        elif both and isinstance(tile, config.Sweep):  # warpgroups add to what is there
-            count = n * column_slots
-            self.gpu.vector_kernel("empty_pairs", count, column_pairs, count)
         arguments = (
             address(stats.positive, rows.start),
             self.row_pairs, m, address(column_pairs), n,
         )  # fmt: skip
-        self.launch("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
+        defines = {"COLUMNS": int(both)}
+        if isinstance(tile, config.Sweep):
+            defines["MAXIMA"] = int(problem.ranks)
+        self.launch("lse", rows, columns, arguments, triangle, **defines)
         self.merge(self.row_pairs, row_slots, stats.rows, rows)
         if column_slots:
             assert stats.columns is not None
@@ -208,9 +209,11 @@ class StatisticsFold(Fold):
 
     def merge(self, pairs: Array, slots: int, sums: blocks.Sums, of: slice) -> None:
         n = of.stop - of.start
+        # Tiles leave raw products, sweeps base-2 logits
+        scale = self.gpu.scale if isinstance(self.tile, config.Tile) else (LN_2, 0, 1.0)
         self.gpu.vector_kernel(
             "merge_pairs", n, pairs, slots, n, n,
-            self.gpu.scale_struct, address(sums.max, of.start), address(sums.sum, of.start),
+            struct(SCALAR, *scale), address(sums.max, of.start), address(sums.sum, of.start),
             threads=4,
         )  # fmt: skip
 

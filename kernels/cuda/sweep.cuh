@@ -117,11 +117,15 @@ struct SweepShared {  // boxes begin at multiples of 1024 bytes, which all sizes
   u64 panel_full, panel_empty;
 };
 
+// What is the same in the whole warp, computed once: the compiler computes the like again wherever it
+// is needed.
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(ALL_LANES, x, 0); }
+
 // Where a thread's products are.
 struct Lane {
   int warpgroup, team, half, thread, warp, lane, g, t;
   __device__ Lane() {
-    warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // one number for the whole warp
+    warpgroup = of_warp(threadIdx.x / 128);
     team = warpgroup / HALVES;
     half = warpgroup % HALVES;
     thread = threadIdx.x % 128;
@@ -365,7 +369,7 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
       // The other team may start: its products come after these
       arrive_some(TURN + (lane.team ^ 1), 2 * 128 * HALVES);
       // Since the turn came, nobody of this team reads what belonged to the tile before
-      if (Epilogue::PUBLISHES || IDS || FACTORS) epilogue.publish(tile);
+      epilogue.publish(tile);
       products_wait<0>();
       if (!NARROW) release(s, place.stage == 0 ? STAGES - 1 : place.stage - 1, lane);
       else if (held >= 0) release_tile(s, held, lane);

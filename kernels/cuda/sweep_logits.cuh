@@ -6,6 +6,8 @@
 // What a thread knows of its two rows, and a warpgroup of its columns.
 struct Rows {
   int positive[2];  // column of the positive in the block, or -1
+  int diagonal;     // column that the panel's first row is itself, or far away
+  int end;          // columns from here on are outside; if rows are, none is inside for certain
 #if IDS
   i64 id[2];
 #endif
@@ -13,6 +15,10 @@ struct Rows {
   float factor[2];
 #endif
   __device__ __forceinline__ void load(const Block& b, int panel, const Lane& lane) {
+    const i64 itself = b.first_row + (i64)panel * PANEL_ROWS - b.first_column;
+    const int far = 1 << 30;
+    diagonal = of_warp(b.symmetric && itself > -far && itself < far ? (int)itself : far);
+    end = of_warp((i64)(panel + 1) * PANEL_ROWS <= b.q.rows ? (int)b.k.rows : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = (i64)panel * PANEL_ROWS + lane.row() + 8 * h;
@@ -67,14 +73,14 @@ __device__ __forceinline__ float largest(const float (&x)[64], int h) {
 // everything that is no pair: padding, i = j where symmetric, equal ids.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
-                                        const Block& b, i64 panel, i64 tile, const Lane& lane,
+                                        const Block& b, int panel, int tile, const Lane& lane,
                                         Take take) {
 #if FACTORS
 #pragma unroll
   for (int i = 0; i < 64; ++i)
     x[i] *= rows.factor[i / 2 % 2] * columns.factor[column_of(i, lane)];
 #endif
-  const int first = (int)tile * TILE_COLUMNS;
+  const int first = tile * TILE_COLUMNS;
   const int at[2] = {rows.positive[0] - first, rows.positive[1] - first};
   const bool met[2] = {(u32)at[0] < TILE_COLUMNS, (u32)at[1] < TILE_COLUMNS};
   if (__any_sync(ALL_LANES, met[0] || met[1])) {
@@ -94,16 +100,15 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
   for (int i = 0; i < 64; ++i)
     if (rows.id[i / 2 % 2] == columns.id[column_of(i, lane)]) x[i] = LOW;
 #endif
-  const i64 diagonal = b.first_row + panel * PANEL_ROWS - b.first_column - first;
-  const bool crossed = b.symmetric && diagonal > -PANEL_ROWS && diagonal < TILE_COLUMNS;
-  const bool ragged = (panel + 1) * PANEL_ROWS > b.q.rows || first + TILE_COLUMNS > b.k.rows;
-  if (!crossed && !ragged) return;
+  const int diagonal = rows.diagonal - first;
+  const bool crossed = diagonal > -PANEL_ROWS && diagonal < TILE_COLUMNS;
+  if (!crossed && first + TILE_COLUMNS <= rows.end) return;
   int end[2], itself[2];  // columns from `end` on are outside
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool inside = panel * PANEL_ROWS + lane.row() + 8 * h < b.q.rows;
+    const bool inside = (i64)panel * PANEL_ROWS + lane.row() + 8 * h < b.q.rows;
     end[h] = inside ? (int)min(b.k.rows - first, (i64)TILE_COLUMNS) : 0;
-    itself[h] = crossed ? (int)diagonal + lane.row() + 8 * h : -1;
+    itself[h] = crossed ? diagonal + lane.row() + 8 * h : -1;
   }
 #pragma unroll
   for (int i = 0; i < 64; ++i) {

@@ -3,28 +3,39 @@
 // A panel's rows keep a running (max x, sum 2^(c (x - max))) in registers, c = scale log2 e, and
 // leave one pair a segment and team. A tile's columns are summed over the warpgroup's 64 rows, in
 // strips of 16 rows a warp, and merged into the pair that this block keeps for the column and the half
-// of its panels in memory: whatever the number of rows, there are two pairs a column and block.
+// of its panels in memory: whatever the number of rows, there are two pairs a column and block. Which
+// tiles' pairs are there, lanes remember, a bit a tile; the others' are left as (-inf, 0) at the end.
 //
-// One exponential a logit serves both directions: e_ij = 2^(c (x_ij - h_i)); rows sum e_ij, columns
-// e_ij 2^(c (h_i - top)), `top` being the strip's highest h. Any h_i near the row's maximum will do,
-// so it is the maximum that the row had in some tile before: finding it costs as much as the sums. A
-// row's sum that comes out large, or a column's that comes out so small that it may have lost terms,
-// says that the guess was bad: then the tile is summed again with its own maxima, which are the next
-// guess. Columns that are too small even so are summed once more with maxima of their own. Fast
-// almost always, right always.
+// One exponential a logit serves both directions, e_ij = 2^(c x_ij - height), and sums of rows and of
+// columns are just that: a height is one for all 16 rows of a strip. It need not be anybody's maximum.
+// As long as each sum is far from float32's ends nothing is lost but terms that are nothing beside it,
+// and c x - height is no less exact than c x. So a height is a multiple of 32, 0 at first, and is the
+// same for almost all strips and tiles: then what is summed so far is just added to.
 //
-// c h_i is rounded once, so that x_ij c - (c h_i) is one instruction; what the rounding leaves is the
-// same for the whole row and goes into the factors.
+// A row's sum that comes out large, or a row's or a column's that is so small that it may have lost
+// terms, says that the height was bad: then the tile is summed again with heights of the rows' own,
+// the highest of which is the strip's from there on. Columns that are too small even so are summed
+// once more with heights of their own. Fast almost always, right always.
+//
+// MAXIMA: heights of the rows' own in every tile, and they are the maxima, which are wanted too.
 #include "sweep_logits.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
 #endif
 
-// A row's sum may be this. What a column has lost is then below 16 * 2^20 * 2^-126 for each warp:
-// nothing beside a sum of 2^-60.
-#define MOST 1048576.0f
-#define ENOUGH 8.673617379884035e-19f
+#ifndef MAXIMA
+#define MAXIMA 0
+#endif
+
+// A row's sum in a tile may be this: sums over all strips and panels stay below 2^127. What a row or a
+// column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
+#define MOST 1.2089258196146292e24f
+#define ENOUGH 8.271806125530277e-25f
+#define APART 32  // heights, in powers of 2
+#ifndef MARKS
+#define MARKS 1024  // tiles that the lanes of a warp can remember, 32 or less each
+#endif
 
 struct Lse {
   static constexpr bool SUMS = COLUMNS, PUBLISHES = false;
@@ -40,19 +51,18 @@ struct Lse {
   Team& team;
   Group& group;
   double* positive;
-  float2 *row_pairs, *column_pairs;  // [slots, row_stride]; column_pairs of this warpgroup
+  float2* row_pairs;  // [slots, row_stride]
   i64 row_stride;
-  double scale;
+  float2* column_pairs;  // of this warpgroup, from this thread's column of tile 0 on
   float c;
+  u32 met;  // bit i of lane l: tile 32 l + i has its column pairs; all, if there are too many
 
   Work work;
   Rows rows;
-  float row_max[2], row_sum[2];  // so far; sums are this thread's, of four that share a row
-  bool guess;                    // heights are known from a tile before
-  float height[2], shift[2], rest[2], weight[2], top;
-  // of the tile
-  float sum[2];
-  float2 column_pair;  // of this thread's column, of all panels so far
+  float row_max[2], row_sum[2];  // height and sum so far; sums are this thread's, of four a row
+  float height;                  // of the strip, base 2
+  bool steady;                   // it is the height of all rows' sums
+  float2 column_pair;            // of this thread's column, of all panels so far
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
     return (i64)work.panel * PANEL_ROWS + lane.row() + 8 * h;
@@ -63,50 +73,98 @@ struct Lse {
     rows.load(b, w.panel, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_max[h] = LOW, row_sum[h] = 0;
-    guess = false;
+    steady = false;
   }
 
-  __device__ __forceinline__ void publish(int t) { team.columns.publish(b, t, lane); }
+  __device__ __forceinline__ void publish(int t) {
+    team.columns.publish(b, t, lane);
+    if (!COLUMNS) return;
+    // While the last products run, in time for end_tile
+    column_pair = make_float2(LOW, 0);
+    if (has_pairs(t) && inside(t)) column_pair = column_pairs[t * TILE_COLUMNS];
+  }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
     prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
-      positive[row(half)] = scale * (double)value;
+      const double logit = b.scale.get() * LOG2_E * (double)value;
+      positive[row(half)] = logit;
       // In a triangle the pair is met once, and its other row is this column
-      if (b.triangle) positive[b.positives[row(half)] - b.first_column] = scale * (double)value;
+      if (b.triangle) positive[b.positives[row(half)] - b.first_column] = logit;
     });
-    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
-    if (COLUMNS && at < b.k.rows) column_pair = column_pairs[at];  // in time for end_tile
-    if (guess && sums(x, false)) return;
-    find_heights(x);
-    sums(x, true);
+    if (MAXIMA || !sum_together(x)) sum_apart(x);
   }
 
-  // The rows' maxima in this tile.
-  __device__ __forceinline__ void find_heights(const float (&x)[64]) {
-    guess = true;
+  // Of this thread's column.
+  __device__ __forceinline__ bool inside(int t) const {
+    return t * TILE_COLUMNS + lane.thread < (int)b.k.rows;
+  }
+  __device__ __forceinline__ bool has_pairs(int t) const {
+    return __shfl_sync(ALL_LANES, met, t / 32) >> t % 32 & 1;
+  }
+  // Tiles first .. last have them.
+  __device__ __forceinline__ void mark(int first, int last) {
+    const auto below = [](int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; };
+    met |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
+  }
+
+  // Sums under the strip's height; false, and nothing has changed, if it was no good.
+  __device__ __forceinline__ bool sum_together(const float (&x)[64]) {
+    const float shift[2] = {height, height};
+    float sum[2];
+    bool good = sums<false>(x, shift, nullptr, height, sum);
+    if (__any_sync(ALL_LANES, !good || sum[0] > MOST || sum[1] > MOST)) return false;
+    if (steady) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_sum[h] += sum[h];
+      return true;
+    }
+    float max[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      max[h] = height;
+      add(max[h], sum[h], row_max[h], row_sum[h]);
+      if (max[h] == height && sum[h] < ENOUGH && row(h) < b.q.rows) good = false;
+    }
+    if (__any_sync(ALL_LANES, !good)) return false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) row_max[h] = max[h], row_sum[h] = sum[h];
+    steady = __all_sync(ALL_LANES, max[0] == height && max[1] == height);
+    return true;
+  }
+
+  // Sums under heights of the rows' own.
+  __device__ __forceinline__ void sum_apart(const float (&x)[64]) {
+    float own[2], shift[2], weight[2], sum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float high = largest(x, h);
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 2));
-      if (high == LOW && row(h) < b.q.rows) guess = false;  // no guess for the next tile
-      height[h] = high;
-      const float finite = high == LOW ? 0 : high;  // 2^(-inf - 0) adds nothing
-      shift[h] = c * finite;
-      rest[h] = fmaf(c, finite, -shift[h]);  // 2^(c (x - height)) = 2^(c x - shift) 2^-rest
+      own[h] = MAXIMA ? c * high : height_for(high);
+      shift[h] = own[h] == LOW ? 0 : own[h];  // 2^(-inf - 0) adds nothing
     }
-    guess = __all_sync(ALL_LANES, guess);
-    top = fmaxf(height[0], height[1]);
+    float top = fmaxf(own[0], own[1]);
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2)
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, lanes));
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      weight[h] = height[h] == LOW ? 0 : exp2_(c * (height[h] - top) - rest[h]);
+    for (int h = 0; h < 2; ++h) weight[h] = own[h] == LOW ? 0 : exp2_(own[h] - top);
+    sums<true>(x, shift, weight, top, sum);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) add(row_max[h], row_sum[h], own[h], sum[h]);
+    steady = false;
+    if (fabsf(top) < (float)INFINITY_) height = top;
   }
 
-  // Sums of rows and columns; false if the heights were no good, unless they are `own`.
-  __device__ __forceinline__ bool sums(const float (&x)[64], bool own) {
+  // For terms up to x: there is more room above than the largest needs.
+  __device__ __forceinline__ float height_for(float x) const {
+    return APART * (rintf(x * c / APART) - 1);
+  }
+
+  // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN.
+  template <bool OWN>
+  __device__ __forceinline__ bool sums(const float (&x)[64], const float (&shift)[2],
+                                       const float* weight, float top, float (&sum)[2]) {
     bool good = true;
     sum[0] = sum[1] = 0;
 #pragma unroll
@@ -118,79 +176,109 @@ struct Lse {
         const float e0 = exp2_(fmaf(x[i], c, -shift[0])), e1 = exp2_(fmaf(x[i + 2], c, -shift[1]));
         sum[0] += e0;
         sum[1] += e1;
-        if (COLUMNS) eight[k] = fmaf(e0, weight[0], e1 * weight[1]);
+        if (COLUMNS) eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : e0 + e1;
       }
       if (!COLUMNS) continue;
       float2 pair = make_float2(top, join_columns(eight, lane.lane, Plus()));
       if (pair.y < ENOUGH) good = false;
-      if (own && __any_sync(ALL_LANES, pair.y < ENOUGH)) pair = own_maxima(x, s);
+      if (OWN && __any_sync(ALL_LANES, pair.y < ENOUGH)) pair = own_heights(x, s);
       group.strips[lane.warp][32 * s + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2] = pair;
     }
-    return own || !__any_sync(ALL_LANES, !good || sum[0] > MOST || sum[1] > MOST);
+    return good;
   }
 
-  // 32 columns with maxima of their own.
-  __device__ __forceinline__ float2 own_maxima(const float (&x)[64], int s) {
+  // 32 columns with heights of their own.
+  __device__ __forceinline__ float2 own_heights(const float (&x)[64], int s) {
     float v[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 16 * s + k / 2 * 4 + k % 2;
       v[k] = fmaxf(x[i], x[i + 2]);
     }
-    const float most = join_columns(v, lane.lane, Larger());
+    const float own = height_for(join_columns(v, lane.lane, Larger()));
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 16 * s + k / 2 * 4 + k % 2;
-      float shift = __shfl_sync(ALL_LANES, most, k * 4 + lane.t);
+      float shift = __shfl_sync(ALL_LANES, own, k * 4 + lane.t);
       if (shift == LOW) shift = 0;
-      v[k] = exp2_(c * (x[i] - shift)) + exp2_(c * (x[i + 2] - shift));
+      v[k] = exp2_(fmaf(x[i], c, -shift)) + exp2_(fmaf(x[i + 2], c, -shift));
     }
-    return make_float2(most, join_columns(v, lane.lane, Plus()));
+    return make_float2(own, join_columns(v, lane.lane, Plus()));
   }
 
-  // (max, sum) + (max, sum) where the second's terms are 2^rest too large, and nothing has no maximum.
-  __device__ __forceinline__ void add(float& max, float& sum, float other_max, float other_sum,
-                                      float other_rest) {
-    if (other_sum == 0) other_max = LOW;
-    const float most = fmaxf(max, other_max), finite = most == LOW ? 0 : most;
-    sum = sum * exp2_(c * (max - finite)) + other_sum * exp2_(c * (other_max - finite) - other_rest);
-    max = most;
+  // sum 2^by for by <= 0, in two steps: 2^by alone may be too small for a float.
+  __device__ __forceinline__ static float lowered(float sum, float by) {
+    const float half = exp2_(0.5f * by);
+    return sum * half * half;
+  }
+
+  // (height, sum) + (height, sum); nothing has height -inf.
+  __device__ __forceinline__ static void add(float& max, float& sum, float other_max,
+                                             float other_sum) {
+    if (max != other_max) {
+      const float most = fmaxf(max, other_max);
+      sum = lowered(sum, max - most);
+      other_sum = lowered(other_sum, other_max - most);
+      max = most;
+    }
+    sum += other_sum;
   }
 
   __device__ __forceinline__ void end_tile(int t) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) add(row_max[h], row_sum[h], height[h], sum[h], rest[h]);
-    if (!COLUMNS) return;
-    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
+    if (!COLUMNS) {
+      __syncwarp();  // else the compiler takes part of this tile into the next, short of registers
+      return;
+    }
     // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
-    if (at < b.k.rows && !(b.triangle && t == work.panel)) {
+    if (inside(t) && !(b.triangle && t == work.panel)) {
+      float2 pair[4];
+      bool same = true;
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        const float2 pair = group.strips[w][lane.thread];
-        add(column_pair.x, column_pair.y, pair.x, pair.y, 0);
+        pair[w] = group.strips[w][lane.thread];
+        same = same && pair[w].x == column_pair.x;
       }
-      column_pairs[at] = column_pair;
+      if (same) column_pair.y += (pair[0].y + pair[1].y) + (pair[2].y + pair[3].y);
+      else
+#pragma unroll
+        for (int w = 0; w < 4; ++w) add(column_pair.x, column_pair.y, pair[w].x, pair[w].y);
+      column_pairs[t * TILE_COLUMNS] = column_pair;
     }
   }
 
   __device__ __forceinline__ void end_panel(const Work& w) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // Threads that share a row have the same maxima but for those whose own sums were zero
-      float most = row_max[h];
-      most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
-      float all = row_max[h] == LOW ? row_sum[h] : row_sum[h] * exp2_(c * (row_max[h] - most));
+    for (int h = 0; h < 2; ++h) {  // threads that share a row have one height
+      float all = row_sum[h];
       all += __shfl_xor_sync(ALL_LANES, all, 1);
       all += __shfl_xor_sync(ALL_LANES, all, 2);
       if (lane.t == 0 && row(h) < b.q.rows)
-        row_pairs[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h)] = make_float2(most, all);
+        row_pairs[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h)] =
+            make_float2(all == 0 ? LOW : row_max[h], all);
     }
+    if (!COLUMNS) return;
+    // Of a triangle's tiles on the diagonal, rows' sums are all
+    const int tiles = (int)b.column_tiles, first = w.first + (b.triangle && w.first == w.panel);
+    mark(first, min(w.last, tiles));
+    mark(max(first - tiles, 0), w.last - tiles);
+  }
+
+  // Before the sweep's first barrier, if there are too many tiles to be remembered: all have pairs.
+  __device__ __forceinline__ void begin() {
+    met = ~0u;
+    if (lane.warpgroup < WARPGROUPS)
+      for (int t = 0; inside(t); ++t) column_pairs[t * TILE_COLUMNS] = make_float2(LOW, 0);
+  }
+
+  // After the last panel: columns that this block has not met. Teams that share pairs take turns.
+  __device__ __forceinline__ void end() {
+    for (int t = lane.slot(); t < b.column_tiles; t += WARPGROUPS / STRIPS)
+      if (!has_pairs(t) && inside(t)) column_pairs[t * TILE_COLUMNS] = make_float2(LOW, 0);
   }
 };
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
-// [STRIPS blocks, column_stride], which start as (-inf, 0).
+// [STRIPS blocks, column_stride].
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -200,10 +288,11 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
           i64 row_stride, float2* column_pairs, i64 column_stride) {
   SweepShared<Lse>& shared = sweep_shared<Lse>();
   const Lane lane;
-  const double scale = block.scale.get() * LOG2_E;
   Lse lse{block, lane, shared.team[lane.team & 1],
-          shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs,
-          column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride, row_stride, scale,
-          (float)scale};
+          shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs, row_stride,
+          column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + lane.thread,
+          (float)(block.scale.get() * LOG2_E)};
+  if (COLUMNS && block.column_tiles > MARKS) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
+  if (COLUMNS && lane.warpgroup < WARPGROUPS) lse.end();
 }

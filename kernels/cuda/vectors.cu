@@ -11,19 +11,24 @@ struct Sum {
 };
 
 // A part (-inf, 0) is empty; two empty parts make no difference of infinities. A NaN sum stays.
+// Sweeps' sums may be as large as 2^127, and as small: the factor has to reach further than a float.
 __device__ __forceinline__ Sum merge(Sum a, Sum b) {
   if (b.max > a.max) {
     const Sum t = a;
     a = b;
     b = t;
   }
-  a.sum += b.sum * (b.max == -INFINITY_ ? 1.0 : (double)exp2_((Real)(b.max - a.max)));
+  if (b.max != a.max) {
+    const double half = exp2_((Real)(0.5 * (b.max - a.max)));
+    b.sum *= half * half;
+  }
+  a.sum += b.sum;
   return a;
 }
 
 // (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. Pairs hold raw
-// products and their sums; what is gathered is float64 in base 2. A block has 32 rows, whose slots
-// it deals to MERGE_PARTS threads each.
+// products, or with `scale` ln 2 logits in base 2, and their sums; what is gathered is float64 in
+// base 2. A block has 32 rows, whose slots it deals to MERGE_PARTS threads each.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scalar scale, double* max, double* sum) {
@@ -47,11 +52,6 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   for (int p = 0; p < MERGE_PARTS; ++p) total = merge(total, parts[p][lane]);
   max[i] = total.max;
   sum[i] = total.sum;
-}
-
-extern "C" __global__ void empty_pairs(Real2* pairs, i64 n) {
-  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < n) pairs[i] = real2((Real)-INFINITY_, 0);
 }
 
 // a[i] += sum over slots of pairs.x, b[i] += unit * that of pairs.y
