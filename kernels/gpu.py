@@ -265,7 +265,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     if gpu_plan.pays(problem, gradients):
         properties = device_properties(device.id)
-        return Solution(**gpu_plan.call(_solve, properties, _wide(problem), gradients))
+        found = gpu_plan.call(_solve, properties, _wide(problem), gradients)
+        return Solution(found.pop("losses", None), **found)
     return blocks.solve(problem, GPU(problem, gradients), gradients)
 
 
