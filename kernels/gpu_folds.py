@@ -195,9 +195,6 @@ class StatisticsFold(Fold):
         column_pairs = self.column_pairs
         if triangle and isinstance(tile, config.Tile):  # one slot a tile, on either side
             column_pairs, column_slots = self.row_pairs, 0
-        elif both and isinstance(tile, config.Sweep):  # warpgroups add to what is there
-            count = n * column_slots
-            self.gpu.vector_kernel("empty_pairs", count, column_pairs, count)
         arguments = (
             address(stats.positive, rows.start),
             self.row_pairs, m, address(column_pairs), n,

@@ -39,6 +39,7 @@
 //     tile(x, tile)         products are complete; what was published can be read
 //     end_tile(tile)        after a barrier of the warpgroup, if it has SUMS of columns
 //     end_panel(work)
+//     end()                 if it has SUMS
 #pragma once
 #include "block.cuh"
 
@@ -369,7 +370,7 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
       // The other team may start: its products come after these
       arrive_some(TURN + (lane.team ^ 1), 2 * 128 * HALVES);
       // Since the turn came, nobody of this team reads what belonged to the tile before
-      if (Epilogue::PUBLISHES || IDS || FACTORS) epilogue.publish(tile);
+      epilogue.publish(tile);
       products_wait<0>();
       if (!NARROW) release(s, place.stage == 0 ? STAGES - 1 : place.stage - 1, lane);
       else if (held >= 0) release_tile(s, held, lane);
@@ -430,6 +431,7 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   if (lane.warpgroup < WARPGROUPS) {
     more_registers<HALVES == 1 ? 232 : 112>();
     multiply_everything(s, b, segments, epilogue, lane, wanted);
+    if constexpr (Epilogue::SUMS) epilogue.end();
   } else {
     fewer_registers<HALVES == 1 ? 40 : 32>();
     if (lane.thread == 0) copy_everything(s, q, k, b, segments, wanted);

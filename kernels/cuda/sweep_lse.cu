@@ -1,9 +1,10 @@
 // Log-sum-exp fold as a sweep (sweep.cuh): what lse.cu computes, at the speed of the tensor cores.
 //
-// A panel's rows keep a running (max x, sum 2^(c (x - max))) in registers, c = scale log2 e, and
+// A panel's rows keep a running (height, sum 2^(c x - height)) in registers, c = scale log2 e, and
 // leave one pair a segment and team. A tile's columns are summed over the warpgroup's 64 rows, in
 // strips of 16 rows a warp, and merged into the pair that this block keeps for the column and the half
-// of its panels in memory: whatever the number of rows, there are two pairs a column and block.
+// of its panels in memory: whatever the number of rows, there are two pairs a column and block. Which
+// tiles' pairs are there, lanes remember, a bit a tile; the others' are left as (-inf, 0) at the end.
 //
 // One exponential a logit serves both directions, e_ij = 2^(c x_ij - height), and sums of rows and of
 // columns are just that: a height is one for all 16 rows of a strip. It need not be anybody's maximum.
@@ -32,6 +33,9 @@
 #define MOST 1.2089258196146292e24f
 #define ENOUGH 8.271806125530277e-25f
 #define APART 32  // heights, in powers of 2
+#ifndef MARKS
+#define MARKS 1024  // tiles that the lanes of a warp can remember, 32 or less each
+#endif
 
 struct Lse {
   static constexpr bool SUMS = COLUMNS, PUBLISHES = false;
@@ -47,9 +51,11 @@ struct Lse {
   Team& team;
   Group& group;
   double* positive;
-  float2 *row_pairs, *column_pairs;  // [slots, row_stride]; column_pairs of this warpgroup
+  float2* row_pairs;  // [slots, row_stride]
   i64 row_stride;
+  float2* column_pairs;  // of this warpgroup, from this thread's column of tile 0 on
   float c;
+  u32 met;  // bit i of lane l: tile 32 l + i has its column pairs; all, if there are too many
 
   Work work;
   Rows rows;
@@ -70,7 +76,13 @@ struct Lse {
     steady = false;
   }
 
-  __device__ __forceinline__ void publish(int t) { team.columns.publish(b, t, lane); }
+  __device__ __forceinline__ void publish(int t) {
+    team.columns.publish(b, t, lane);
+    if (!COLUMNS) return;
+    // While the last products run, in time for end_tile
+    column_pair = make_float2(LOW, 0);
+    if (has_pairs(t) && inside(t)) column_pair = column_pairs[t * TILE_COLUMNS];
+  }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
     prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
@@ -79,9 +91,20 @@ struct Lse {
       // In a triangle the pair is met once, and its other row is this column
       if (b.triangle) positive[b.positives[row(half)] - b.first_column] = logit;
     });
-    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
-    if (COLUMNS && at < b.k.rows) column_pair = column_pairs[at];  // in time for end_tile
     if (MAXIMA || !sum_together(x)) sum_apart(x);
+  }
+
+  // Of this thread's column.
+  __device__ __forceinline__ bool inside(int t) const {
+    return t * TILE_COLUMNS + lane.thread < (int)b.k.rows;
+  }
+  __device__ __forceinline__ bool has_pairs(int t) const {
+    return __shfl_sync(ALL_LANES, met, t / 32) >> t % 32 & 1;
+  }
+  // Tiles first .. last have them.
+  __device__ __forceinline__ void mark(int first, int last) {
+    const auto below = [](int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; };
+    met |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
   }
 
   // Sums under the strip's height; false, and nothing has changed, if it was no good.
@@ -206,9 +229,8 @@ struct Lse {
       __syncwarp();  // else the compiler takes part of this tile into the next, short of registers
       return;
     }
-    const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
     // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
-    if (at < b.k.rows && !(b.triangle && t == work.panel)) {
+    if (inside(t) && !(b.triangle && t == work.panel)) {
       float2 pair[4];
       bool same = true;
 #pragma unroll
@@ -220,7 +242,7 @@ struct Lse {
       else
 #pragma unroll
         for (int w = 0; w < 4; ++w) add(column_pair.x, column_pair.y, pair[w].x, pair[w].y);
-      column_pairs[at] = column_pair;
+      column_pairs[t * TILE_COLUMNS] = column_pair;
     }
   }
 
@@ -234,11 +256,29 @@ struct Lse {
         row_pairs[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h)] =
             make_float2(all == 0 ? LOW : row_max[h], all);
     }
+    if (!COLUMNS) return;
+    // Of a triangle's tiles on the diagonal, rows' sums are all
+    const int tiles = (int)b.column_tiles, first = w.first + (b.triangle && w.first == w.panel);
+    mark(first, min(w.last, tiles));
+    mark(max(first - tiles, 0), w.last - tiles);
+  }
+
+  // Before the sweep's first barrier, if there are too many tiles to be remembered: all have pairs.
+  __device__ __forceinline__ void begin() {
+    met = ~0u;
+    if (lane.warpgroup < WARPGROUPS)
+      for (int t = 0; inside(t); ++t) column_pairs[t * TILE_COLUMNS] = make_float2(LOW, 0);
+  }
+
+  // After the last panel: columns that this block has not met. Teams that share pairs take turns.
+  __device__ __forceinline__ void end() {
+    for (int t = lane.slot(); t < b.column_tiles; t += WARPGROUPS / STRIPS)
+      if (!has_pairs(t) && inside(t)) column_pairs[t * TILE_COLUMNS] = make_float2(LOW, 0);
   }
 };
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
-// [STRIPS blocks, column_stride], which start as (-inf, 0).
+// [STRIPS blocks, column_stride].
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -249,8 +289,9 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
   SweepShared<Lse>& shared = sweep_shared<Lse>();
   const Lane lane;
   Lse lse{block, lane, shared.team[lane.team & 1],
-          shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs,
-          column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride, row_stride,
+          shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs, row_stride,
+          column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + lane.thread,
           (float)(block.scale.get() * LOG2_E)};
+  if (COLUMNS && block.column_tiles > MARKS) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
 }

@@ -54,11 +54,6 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   sum[i] = total.sum;
 }
 
-extern "C" __global__ void empty_pairs(Real2* pairs, i64 n) {
-  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < n) pairs[i] = real2((Real)-INFINITY_, 0);
-}
-
 // a[i] += sum over slots of pairs.x, b[i] += unit * that of pairs.y
 extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
                                      const double* unit, double* a, double* b) {
