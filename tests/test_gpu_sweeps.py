@@ -19,6 +19,7 @@ from gpu_problems import (
     run,
 )
 from infonce.kernels import launch_config as config
+from infonce.kernels.blocks import LN_2
 from judge import (
     KINDS,
     LOSSES,
@@ -120,6 +121,35 @@ def test_narrow_rows(
             again = run("nt_xent", (z,), precision, 14.0, workspace=workspace,
                         grad_dtype=grad_dtype, **options)  # fmt: skip
             assert np.array_equal(out.grads["features"], again.grads["features"])
+
+
+@pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
+@pytest.mark.parametrize("loss", ["clip", "nt_xent"])
+def test_hardest_negatives(loss: str, dtype: str, precision: str) -> None:
+    """Metrics want rows' maxima, wherever in a row they are; sums alone would do with less."""
+    n, scale = 900, 14.0
+    image, text = pairs("random", n, n, 64, np.float64, 3)
+    text = text + np.arange(n)[:, None] / n * image[0]  # higher from tile to tile
+    args = arguments(loss, image.astype(dtype_of(dtype)), text.astype(dtype_of(dtype)))
+    stats = run(loss, args, precision, scale, ranks=True, gradient=False).solution.statistics
+    x = scale * args[0].astype(np.float64) @ args[-1].astype(np.float64).T
+    m = len(x)
+    if loss == "nt_xent":
+        np.fill_diagonal(x, -np.inf)
+    x[np.arange(m), (np.arange(m) + m // 2) % m if loss == "nt_xent" else np.arange(m)] = -np.inf
+    tolerance = 2e-3 if precision == "tf32" else 1e-4
+    np.testing.assert_allclose(LN_2 * host(stats.rows.max), x.max(1), rtol=0,
+                               atol=tolerance * np.abs(x[np.isfinite(x)]).max())  # fmt: skip
+
+
+def test_more_tiles_than_lanes_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 1024 tiles of columns in one launch."""
+    args = arguments("clip", *pairs("partly aligned", 131300, 131300, 16, BFLOAT16, 0))
+    out = run("clip", args, "bf16", 5.0, gradient=False, workspace=2**30)
+    monkeypatch.setattr(config, "PORTABLE", True)
+    ref = run("clip", args, "bf16", 5.0, gradient=False, workspace=2**30)
+    np.testing.assert_allclose(out.losses, ref.losses, rtol=1e-5, atol=1e-5)
+    assert out.loss == pytest.approx(ref.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

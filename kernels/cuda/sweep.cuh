@@ -39,6 +39,7 @@
 //     tile(x, tile)         products are complete; what was published can be read
 //     end_tile(tile)        after a barrier of the warpgroup, if it has SUMS of columns
 //     end_panel(work)
+//     end()                 if it has SUMS
 #pragma once
 #include "block.cuh"
 
@@ -430,6 +431,7 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   if (lane.warpgroup < WARPGROUPS) {
     more_registers<HALVES == 1 ? 232 : 112>();
     multiply_everything(s, b, segments, epilogue, lane, wanted);
+    if constexpr (Epilogue::SUMS) epilogue.end();
   } else {
     fewer_registers<HALVES == 1 ? 40 : 32>();
     if (lane.thread == 0) copy_everything(s, q, k, b, segments, wanted);

@@ -1,6 +1,6 @@
 // Log-sum-exp fold as a sweep (sweep.cuh): what lse.cu computes, at the speed of the tensor cores.
 //
-// A panel's rows keep a running (max x, sum 2^(c (x - max))) in registers, c = scale log2 e, and
+// A panel's rows keep a running (height, sum 2^(c x - height)) in registers, c = scale log2 e, and
 // leave one pair a segment and team. A tile's columns are summed over the warpgroup's 64 rows, in
 // strips of 16 rows a warp, and merged into the pair that this block keeps for the column and the half
 // of its panels in memory: whatever the number of rows, there are two pairs a column and block. Which
