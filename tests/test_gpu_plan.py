@@ -64,7 +64,7 @@ def test_as_without_a_plan(
 ) -> None:
     """Two sets of features by one plan; scales from host and device; blocks that do not fit at
     once; widths that are staged."""
-    for i, (n, d) in enumerate(((300, 64), (513, 40), (1030, 513))):
+    for i, (n, d) in enumerate(((300, 64), (514, 40), (1030, 513))):
         before = len(gpu_plan._plans)
         for seed, scale in ((2 * i, 14.0), (2 * i + 1, 3.5)):
             args = features(loss, n, d, dtype_of(dtype), seed)
