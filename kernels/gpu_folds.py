@@ -68,6 +68,7 @@ _POSITIVES = np.dtype(
      ("z", MATRIX), ("factor", "u8"), ("exponent", "u8")]
 )  # fmt: skip
 _RANGES_SHARED = 16  # offset of Ranges::shared
+NARROW_ROW = 128  # features of rows that share a warp, two by two: NARROW of rows.cu
 
 
 @lru_cache
@@ -179,9 +180,13 @@ class StatisticsFold(Fold):
             return gpu.scratch.take((n, 2), gpu.real)
 
         self.row_pairs = pairs(self.tile.row_sums(self.rows, self.columns))
-        self.column_pairs = None
+        self.column_pairs = self.marks = None
         if stats.columns is not None:
             self.column_pairs = pairs(self.tile.column_sums(self.rows, self.columns))
+            if isinstance(self.tile, config.Sweep):
+                blocks_of_threads = 2 * self.tile.workers
+                assert blocks_of_threads <= 512  # MOST_SWEEPERS of vectors.cu
+                self.marks = cupy.empty((blocks_of_threads, 32), np.uint32)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         stats, problem, tile = self.stats, self.problem, self.tile
@@ -194,27 +199,31 @@ class StatisticsFold(Fold):
         column_pairs = self.column_pairs
         if triangle and isinstance(tile, config.Tile):  # one slot a tile, on either side
             column_pairs, column_slots = self.row_pairs, 0
-        arguments = (
+        arguments: tuple[Any, ...] = (
             address(stats.positive, rows.start),
             self.row_pairs, m, address(column_pairs), n,
         )  # fmt: skip
         defines = {"COLUMNS": int(both)}
         if isinstance(tile, config.Sweep):
             defines["MAXIMA"] = int(problem.ranks)
+            arguments = (*arguments, address(self.marks))
         self.launch("lse", rows, columns, arguments, triangle, **defines)
         self.merge(self.row_pairs, row_slots, stats.rows, rows)
         if column_slots:
             assert stats.columns is not None
-            self.merge(column_pairs, column_slots, stats.columns, columns)
+            self.merge(column_pairs, column_slots, stats.columns, columns, self.marks)
 
-    def merge(self, pairs: Array, slots: int, sums: blocks.Sums, of: slice) -> None:
+    def merge(
+        self, pairs: Array, slots: int, sums: blocks.Sums, of: slice, marks: Array | None = None
+    ) -> None:
         n = of.stop - of.start
+        wide = isinstance(self.tile, config.Sweep) and self.tile.wide
         # Tiles leave raw products, sweeps base-2 logits
         scale = self.gpu.scale if isinstance(self.tile, config.Tile) else (LN_2, 0, 1.0)
         self.gpu.vector_kernel(
             "merge_pairs", n, pairs, slots, n, n,
             struct(SCALAR, *scale), address(sums.max, of.start), address(sums.sum, of.start),
-            threads=4,
+            address(marks), 0 if wide else 1, threads=4,
         )  # fmt: skip
 
 
@@ -396,8 +405,9 @@ class GradientFold(Fold):
             _POSITIVES, address(self.at_positive), *partners, *matrix_fields(other.features),
             address(other.factor), address(other.exponent),
         )  # fmt: skip
+        warps = -(-n // 2) if d <= NARROW_ROW else n
         gpu.rows_kernel(
-            "finish", n, acc.pointer(rows.start), acc.stride, rows.start, n, d,
+            "finish", warps, acc.pointer(rows.start), acc.stride, rows.start, n, d,
             matrix(side.features),
             address(side.factor), address(side.exponent), positives, self.unit, self.unit_step,
             address(dots), matrix(out, -first), int(add),

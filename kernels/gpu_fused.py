@@ -19,7 +19,8 @@ THREADS = 256
 TILE = 64  # rows and columns of a tile
 CHUNK_BYTES = 128  # of a row, in one step of a product
 MOST_PARTS = 16
-PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores
+PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores,
+PAYS_LOGITS = 2**21  # and logits, unless it takes several products to make one
 
 # struct Fused: four matrices, m n d, scale and bias, weights, ...; every field has 8 bytes
 _LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQd" + "dddd" + "QQQQ" + 2 * "q" + 21 * "Q")
@@ -41,7 +42,8 @@ def fits(problem: Problem) -> bool:
 
 def pays(problem: Problem) -> bool:
     m, n, d = problem.shape
-    return m * n * d <= PAYS and fits(problem)
+    few = m * n <= PAYS_LOGITS or problem.compute == "fp32"
+    return few and m * n * d <= PAYS and fits(problem)
 
 
 def require(problem: Problem) -> None:

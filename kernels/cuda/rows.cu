@@ -16,6 +16,16 @@ __device__ __forceinline__ i64 warp_row() {
   return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / 32;
 }
 
+// Half a warp is enough for a row of so many features: twice as many are under way.
+#define NARROW 128
+__device__ __forceinline__ double lanes_sum(double x, int lanes) {
+  const u32 these = lanes == 32 ? ALL_LANES : 0xffffu << (threadIdx.x & 16);
+  if (lanes == 32) x += __shfl_xor_sync(ALL_LANES, x, 16);
+#pragma unroll
+  for (int by = 8; by > 0; by /= 2) x += __shfl_xor_sync(these, x, by);
+  return x;
+}
+
 // Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
 #define GROUP 8
 template <class T>
@@ -221,16 +231,17 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const int* exponent, const __grid_constant__ Positives positives,
                                   const double* unit, i64 unit_step, double* dots,
                                   const __grid_constant__ Matrix out, i64 add) {
-  if (warp_row() >= n) return;
-  const Real* sum = acc + warp_row() * acc_stride;
-  const i64 row = first + warp_row();
-  const int lane = threadIdx.x % 32;
+  const int lanes = d <= NARROW ? 16 : 32, lane = threadIdx.x % lanes;
+  const i64 of_these = (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
+  if (of_these >= n) return;
+  const Real* sum = acc + of_these * acc_stride;
+  const i64 row = first + of_these;
   unit += unit_step * row;
   double dot = 0;
   if (!factor) {  // all at once, in the products' precision
     const Real root = (Real)signed_root(*unit);
 #pragma unroll 1
-    for (i64 k = lane * GROUP; k < d; k += 32 * GROUP) {
+    for (i64 k = lane * GROUP; k < d; k += lanes * GROUP) {
       Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
       if (dots) dot += f.dot();
       if (!out.data) continue;
@@ -242,19 +253,19 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
       }
       set_group(f.g, out, row, k, d - k);
     }
-    if (dots) dot = warp_sum(dot);
+    if (dots) dot = lanes_sum(dot, lanes);
     if (dots && lane == 0) dots[row] = dot;
     return;
   }
   const int e = exponent[row];
   const double f = factor[row], root = signed_root(*unit);
-  for (i64 k = lane * GROUP; k < d; k += 32 * GROUP)
+  for (i64 k = lane * GROUP; k < d; k += lanes * GROUP)
     dot += Finished<double>(sum, root, positives, z, row, k, d, f, e).dot();
-  dot = warp_sum(dot);
+  dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
   const double along = f * f * dot;
-  for (i64 k = lane * GROUP; k < d; k += 32 * GROUP) {
+  for (i64 k = lane * GROUP; k < d; k += lanes * GROUP) {
     Finished<double> row_of(sum, root, positives, z, row, k, d, f, e);
     double before[GROUP] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (add) get_group(before, out, row, k, d - k);

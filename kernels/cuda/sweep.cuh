@@ -75,8 +75,8 @@
 #define SLICES 8  // of 16 columns: what epilogues do at once
 #define SWEEP_THREADS (128 * WARPGROUPS + 128)
 // Barriers, besides one a warpgroup
-#define TURN (1 + WARPGROUPS)       // and TURN + 1: whose products come next
-#define NEW_PANEL (3 + WARPGROUPS)  // all epilogues of the panel before have ended
+#define TURN (1 + WARPGROUPS)            // and the next for each half: whose products come next
+#define NEW_PANEL (TURN + 2 * HALVES)  // all epilogues of the panel before have ended
 #define SLAB_BYTES (TILE_COLUMNS * SLAB)
 #define STAGE_BYTES ((STREAMED ? 2 : 1) * SLAB_BYTES)  // keys, or rows and keys
 #define ROW_SLOTS (STREAMED ? 1 : 2)  // sums that a segment leaves for each row: a team each
@@ -341,9 +341,14 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
   const u32 rows = matrix_start(shared_address(s.q) + lane.half * 64 * SLAB);
   Place place;
   u32 panels = 0;
+  // Halves that share what is known of their tile's columns are in step, and those whose slabs would
+  // wait in memory for each other. Else each half's teams take turns for themselves: then one half's
+  // products fill the time in which both teams of the other have epilogues.
+  constexpr bool IN_STEP = Epilogue::PUBLISHES || IDS || FACTORS || 2 * SLABS >= STAGES;
+  const int turn = TURN + (IN_STEP ? 0 : 2 * lane.half), sharers = 2 * 128 * (IN_STEP ? HALVES : 1);
   bool mine = lane.team == 0;  // teams take every other tile, over all panels
   int held = -1;               // stage of this team's last tile, while its keys are needed
-  if (!mine) arrive_some(TURN + 0, 2 * 128 * HALVES);  // the first turn
+  if (!mine) arrive_some(turn, sharers);  // the first turn
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item, wanted);
     if (wanted && !wanted[w.panel]) continue;
@@ -361,14 +366,14 @@ __device__ __forceinline__ void multiply_everything(SweepShared<Epilogue>& s, co
       }
       const int tile = t < tiles ? t : t - tiles;
       float x[64];
-      sync_some(TURN + lane.team, 2 * 128 * HALVES);
+      sync_some(turn + lane.team, sharers);
       const int first = place.stage;
 #if NARROW
       if (held >= 0) epilogue.gather(shared_address(s.k[held]));
 #endif
       start_products(x, s, rows, place, lane);
       // The other team may start: its products come after these
-      arrive_some(TURN + (lane.team ^ 1), 2 * 128 * HALVES);
+      arrive_some(turn + (lane.team ^ 1), sharers);
       // Since the turn came, nobody of this team reads what belonged to the tile before
       epilogue.publish(tile);
       products_wait<0>();

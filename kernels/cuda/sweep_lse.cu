@@ -4,7 +4,7 @@
 // leave one pair a segment and team. A tile's columns are summed over the warpgroup's 64 rows, in
 // strips of 16 rows a warp, and merged into the pair that this block keeps for the column and the half
 // of its panels in memory: whatever the number of rows, there are two pairs a column and block. Which
-// tiles' pairs are there, lanes remember, a bit a tile; the others' are left as (-inf, 0) at the end.
+// tiles' pairs are there, lanes remember, a bit a tile, and leave for those who merge them.
 //
 // One exponential a logit serves both directions, e_ij = 2^(c x_ij - height), and sums of rows and of
 // columns are just that: a height is one for all 16 rows of a strip. It need not be anybody's maximum.
@@ -54,6 +54,7 @@ struct Lse {
   float2* row_pairs;  // [slots, row_stride]
   i64 row_stride;
   float2* column_pairs;  // of this warpgroup, from this thread's column of tile 0 on
+  u32* marks;            // [blocks, 32]
   float c;
   u32 met;  // bit i of lane l: tile 32 l + i has its column pairs; all, if there are too many
 
@@ -270,27 +271,28 @@ struct Lse {
       for (int t = 0; inside(t); ++t) column_pairs[t * TILE_COLUMNS] = make_float2(LOW, 0);
   }
 
-  // After the last panel: columns that this block has not met. Teams that share pairs take turns.
+  // After the last panel.
   __device__ __forceinline__ void end() {
-    for (int t = lane.slot(); t < b.column_tiles; t += WARPGROUPS / STRIPS)
-      if (!has_pairs(t) && inside(t)) column_pairs[t * TILE_COLUMNS] = make_float2(LOW, 0);
+    if (lane.warpgroup == 0 && lane.warp == 0) marks[blockIdx.x * 32 + lane.lane] = met;
   }
 };
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
-// [STRIPS blocks, column_stride].
+// [STRIPS blocks, column_stride], of which a block's `marks` [32] tell where they are: bit i of number
+// l for tile 32 l + i, or all.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
           const __grid_constant__ Block block, i64 segments, double* positive, float2* row_pairs,
-          i64 row_stride, float2* column_pairs, i64 column_stride) {
+          i64 row_stride, float2* column_pairs, i64 column_stride, u32* marks) {
   SweepShared<Lse>& shared = sweep_shared<Lse>();
   const Lane lane;
   Lse lse{block, lane, shared.team[lane.team & 1],
           shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs, row_stride,
           column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + lane.thread,
+          marks,
           (float)(block.scale.get() * LOG2_E)};
   if (COLUMNS && block.column_tiles > MARKS) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);

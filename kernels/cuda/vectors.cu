@@ -5,6 +5,8 @@
 
 #define MERGE_THREADS 128
 #define MERGE_PARTS 4  // threads that share a row
+#define TILE_COLUMNS 128  // of a sweep
+#define MOST_SWEEPERS 512  // blocks of one
 
 struct Sum {
   double max, sum;  // of 2^x, base 2
@@ -26,21 +28,47 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b) {
   return a;
 }
 
+// Which of a sweep's blocks have met a tile, in their order; returns how many. By a warp.
+__device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, int lane, int* met) {
+  int found = 0;
+#pragma unroll 8
+  for (int first = 0; first < blocks; first += 32) {
+    const int block = first + lane;
+    const bool here = block < blocks && marks[block * 32 + tile / 32 % 32] >> tile % 32 & 1;
+    const u32 all = __ballot_sync(ALL_LANES, here);
+    if (here) met[found + __popc(all & ((1u << lane) - 1))] = block;
+    found += __popc(all);
+  }
+  return found;
+}
+
 // (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. Pairs hold raw
 // products, or with `scale` ln 2 logits in base 2, and their sums; what is gathered is float64 in
-// base 2. A block has 32 rows, whose slots it deals to MERGE_PARTS threads each.
+// base 2. A block has 32 rows, whose slots it deals to MERGE_PARTS threads each. `marks` (or null) tell
+// which columns' pairs a sweep has left (sweep_lse.cu), of its blocks, with 2^strips slots each.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
-            const __grid_constant__ Scalar scale, double* max, double* sum) {
+            const __grid_constant__ Scalar scale, double* max, double* sum, const u32* marks,
+            i64 strips) {
   __shared__ Sum parts[MERGE_PARTS][32];
+  __shared__ int met[MOST_SWEEPERS], count;  // blocks that have left pairs of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
   const i64 i = blockIdx.x * (i64)32 + lane;
+  if (marks) {
+    if (part == 0) {
+      const int found = find_met(marks, (int)(slots >> strips), i / TILE_COLUMNS, lane, met);
+      if (lane == 0) count = found;
+    }
+    __syncthreads();  // the list is there
+    slots = (i64)count << strips;
+  }
   const double c = scale.get() * LOG2_E;
   Sum mine = {-INFINITY_, 0};
   if (i < n) {
 #pragma unroll 4
     for (i64 s = part; s < slots; s += MERGE_PARTS) {
-      const Real2 pair = pairs[s * stride + i];
+      const i64 slot = marks ? ((i64)met[s >> strips] << strips) + (s & strips) : s;
+      const Real2 pair = pairs[slot * stride + i];
       mine = merge(mine, Sum{c * (double)pair.x, (double)pair.y});
     }
   }
@@ -173,6 +201,7 @@ __device__ __forceinline__ double add_up(const double* x, i64 n) {
   __shared__ double memory[TOTALS_THREADS / 32];
   double sum = 0;
   if (x)
+#pragma unroll 8  // one multiprocessor has to have much under way
     for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += x[i];
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
@@ -318,6 +347,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
        Ranges* out) {
   __shared__ double parts[4][RANGE_THREADS];
   double high = -INFINITY_, low = INFINITY_, least = INFINITY_, bound = 0;
+#pragma unroll 4  // as in `totals`
   for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) {
     if (f.row_lse) {
       high = fmax(high, f.row_lse[i]);
@@ -327,6 +357,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
     if (f.at_positive) bound = fmax(bound, 2 * fabs(f.at_positive[i]));
   }
   if (f.column_lse)
+#pragma unroll 4
     for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) {
       least = fmin(least, f.column_lse[j]);
       if (f.column_positive) bound = fmax(bound, 2 * fabs(f.column_positive[j]));
