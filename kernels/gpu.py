@@ -297,7 +297,7 @@ def fold_block(
     ahead: Gradients | None = None,
 ) -> Array | None:  # fmt: skip
     """`blocks.fold_block` on the current device; `ahead` as for `GPU`."""
-    if gpu_plan.pays(problem, gradients) and not isinstance(epilogue, Ranks):
+    if gpu_plan.pays(problem, gradients):
         properties = device_properties(problem.query.device.id)
         parts = _wide(problem), triangle, epilogue, gradients, ahead
         return gpu_plan.call(_fold_block, properties, *parts).get("poison")

@@ -23,7 +23,7 @@ from .blocks import (
     SoftmaxGradient,
     Statistics,
 )
-from .gpu_operands import Accumulator, Operand
+from .gpu_operands import Accumulator, Operand, Side
 from .gpu_vectors import SUMS
 from .tensor_map import SIZE
 
@@ -126,8 +126,8 @@ class Fold:
         """Run a kernel over one block: a tile each, or a sweep in `segments` or as many as suit."""
         gpu, problem, q, k = self.gpu, self.problem, self.q, self.k
         item = gpu.item
-        panel_rows = getattr(self.tile, "panel_rows", config.BLOCK_M)
-        row_tiles, column_tiles = -(-q.rows // panel_rows), -(-k.rows // self.tile.block_n)
+        row_tiles = -(-q.rows // self.tile.panel_rows)
+        column_tiles = -(-k.rows // self.tile.block_n)
         block = struct(
             _BLOCK,
             q.data, q.stride * item, q.part * item, q.rows, q.factor,
@@ -144,26 +144,24 @@ class Fold:
         else:
             grid = self.tile.blocks(q.rows, k.rows, triangle)
             segments = segments or self.tile.segments(q.rows, k.rows, triangle)
-            panel = name not in ("lse", "narrow")
-            shared = self.tile.shared(name != "lse")
+            panel = name != "lse"
+            shared = self.tile.shared(panel)
             kernel = gpu.sweep_kernel(
-                self.tile, name, name != "lse", IDS=int(problem.query_ids is not None),
+                self.tile, name, panel, IDS=int(problem.query_ids is not None),
                 FACTORS=int(problem.normalize), **defines,
             )  # fmt: skip
-            boxes = self.tile.query_box, self.tile.key_box
-            maps = (
-                gpu.queue.tensor_map(
-                    z.data,
-                    z.rows,
-                    gpu.parts * side.padded * item,
-                    z.stride * item,
-                    box,
-                    gpu.precision,
+
+            def described(z: Operand, side: Side, box: int) -> Any:
+                width = gpu.parts * side.padded * item
+                return gpu.queue.tensor_map(
+                    z.data, z.rows, width, z.stride * item, box, gpu.precision
                 )
-                for z, side, box in zip((q, k), (gpu.query, gpu.key), boxes, strict=True)
-            )
-            arguments = (*maps, block, segments, *arguments)
-            if panel:
+
+            arguments = (
+                described(q, gpu.query, self.tile.query_box),
+                described(k, gpu.key, self.tile.key_box), block, segments, *arguments,
+            )  # fmt: skip
+            if panel and not self.tile.narrow:
                 arguments = (*arguments, self.panel_map(q.rows))
         kernel((grid,), (self.tile.threads,), arguments, shared_mem=shared)
 

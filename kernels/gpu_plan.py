@@ -33,13 +33,12 @@ FIRST = 0x7FF5 << 48
 SCALE_BITS = 0x7FF6 << 48
 (SCALE,) = struct.unpack("=d", struct.pack("=Q", SCALE_BITS))
 ALIGNMENT = 256  # of arrays that a call makes
-LARGE = 2**20
+LARGE = 2**20  # bytes: such arrays have memory of their own, which pools find again
 MOST_PLANS = 128
-PARTS = (Problem, Gradients, Statistics, SoftmaxGradient, Sigmoid, Sums)
+HOLD_ARRAYS = (Problem, Gradients, Statistics, SoftmaxGradient, Sigmoid, Sums)
 
-# What a call is about: a Problem, Gradients, an epilogue, in any of which arrays may be
-Parts = Sequence[Any]
-Build = Callable[..., dict[str, "Array | None"]]  # (*parts, queue) -> results
+# Takes what a call is about, a Problem, Gradients, an epilogue, and who is told what to do
+Build = Callable[..., dict[str, "Array | None"]]
 
 
 def pays(problem: Problem, gradients: Gradients | None) -> bool:
@@ -87,7 +86,7 @@ def _describe(part: Any, arrays: list[Array], scales: list[float]) -> Any:
     if isinstance(part, cupy.ndarray):
         arrays.append(part)
         return part.shape, part.strides, part.dtype, part.data.ptr % 16
-    if not isinstance(part, PARTS):
+    if not isinstance(part, HOLD_ARRAYS):
         return part
     found = []
     for name, value in vars(part).items():
@@ -102,7 +101,7 @@ def _with(part: Any, arrays: Iterator[Array]) -> Any:
     """The same part about other arrays and no scale."""
     if isinstance(part, cupy.ndarray):
         return next(arrays)
-    if not isinstance(part, PARTS):
+    if not isinstance(part, HOLD_ARRAYS):
         return part
     part = copy(part)
     for name, value in vars(part).items():
@@ -162,7 +161,7 @@ def _zeros(stream: int, at: int, size: int) -> None:
 class Plan(Queue):
     """Launches, products and copies in their order, for arrays to come."""
 
-    def __init__(self, build: Build, parts: Parts, given: Sequence[Array]) -> None:
+    def __init__(self, build: Build, parts: Sequence[Any], given: Sequence[Array]) -> None:
         self.sizes: list[int] = []  # of arrays by place; those given first
         self.steps: list[_Launch | _Step] = []
         self._words: list[int] = []  # parameters of all launches
@@ -174,7 +173,7 @@ class Plan(Queue):
         with cupy.cuda.using_allocator(self._malloc):
             found = build(*(_with(part, stand_ins) for part in parts), self)
 
-        # results and what is large have memory of their own each, all else goes in one piece
+        # results have memory of their own each, so that none keeps another's; small arrays share
         self.results = {name: self._view(z) for name, z in found.items() if z is not None}
         kept = {view.place for view in self.results.values()}
         self.alone: list[tuple[int, int]] = []

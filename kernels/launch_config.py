@@ -45,6 +45,8 @@ class Tile:
     levels: int  # 2: sums of sums, for accuracy; in twice the registers
     min_blocks: int  # on a multiprocessor, for which the compiler limits registers
 
+    panel_rows = BLOCK_M
+
     @property
     def threads(self) -> int:
         return BLOCK_M // 64 * (self.block_n // 32) * 32

@@ -14,7 +14,7 @@ import infonce
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels import gpu_plan
+    from infonce.kernels import blocks, gpu, gpu_plan
 
 PRECISIONS = [
     ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),
@@ -109,6 +109,75 @@ def test_what_has_none(loss: str) -> None:
     results(loss, args, True, scale=14.0, method="tiled", progress=lambda *_: None)
     results(loss, args, True, scale=14.0, method="tiled", workspace=2**18)
     assert not gpu_plan._plans
+
+
+@pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "siglip"])
+def test_blocks_of_many_ranks(
+    loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a ring folds: a rank's own keys, and keys that are nobody's positives here."""
+    rng = np.random.default_rng(0)
+    m, d = 300, 64
+    real = np.dtype(np.float64 if precision == "fp64" else np.float32)
+    sigmoid, pairs = loss == "siglip", loss in ("clip", "nt_xent")
+    for own, n in ((True, m), (False, 270)):
+        if own and loss == "info_nce":
+            continue  # keys may be several queries' positives: no plan
+        symmetric = own and loss == "nt_xent"
+        query = features("nt_xent", m, d, dtype_of(dtype), 1)[0]
+        key = query if symmetric else features("nt_xent", n, d, dtype_of(dtype), 2)[0]
+        positives = (np.arange(m) + m // 2 * symmetric) % m if own else np.full(m, -1)
+        problem = blocks.Problem(
+            query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
+            positives=cupy.asarray(positives), column_weight=0.5 * pairs,
+            bias=-10.0 if sigmoid else None, symmetric=symmetric, part=not own, apart=not own,
+            compute=precision,
+        )  # fmt: skip
+        assert gpu_plan.pays(problem, blocks.Gradients())
+
+        def numbers(count: int, low: float = 0.0) -> Any:
+            return cupy.asarray(rng.uniform(low, 1, count))
+
+        rows, columns = numbers(m), numbers(n) if pairs or symmetric else None
+        before = [numbers(m), numbers(m, 0.5), numbers(n), numbers(n, 0.5), numbers(m)]
+        gathered = [numbers(m * d).reshape(m, d), numbers(n * d).reshape(n, d)]
+
+        def fold(gradient: bool, order: Any = (problem, symmetric, before, gathered, rows, columns),
+                 ) -> list[Any]:  # fmt: skip
+            problem, symmetric, before, gathered, rows, columns = order
+            of_rows = blocks.Sums(before[0].copy(), before[1].copy())
+            of_columns = of_rows if symmetric else blocks.Sums(before[2].copy(), before[3].copy())
+            dq, dk = (z.astype(real) for z in gathered)
+            vectors = [cupy.zeros(m) for _ in range(4)]
+            epilogue: Any = blocks.Statistics(
+                of_rows, of_columns if columns is not None else None, before[4].copy()
+            )
+            if sigmoid:
+                epilogue = blocks.Sigmoid(rows, *vectors[:3])
+            elif gradient:
+                share = None if columns is None else 0.5 * columns
+                epilogue = blocks.SoftmaxGradient(4 + rows, rows, columns, share, -rows)
+            gradients = None
+            if gradient:
+                gradients = blocks.Gradients(dq, dk, vectors[3], want_key=not symmetric,
+                                             add_query=True)  # fmt: skip
+            triangle = symmetric and not gradient and not sigmoid
+            poison = gpu.fold_block(problem, triangle, epilogue, gradients)
+            made = [*vectors, dq, dk, *vars(of_rows).values(), *vars(of_columns).values(), poison]
+            return [z.get() for z in made if z is not None]
+
+        for gradient in (False, True):
+            found = fold(gradient)
+            assert len(gpu_plan._plans) == 1
+            again = fold(gradient)
+            with monkeypatch.context() as patch:
+                patch.setattr(gpu_plan, "pays", lambda *_: False)
+                wanted = fold(gradient)
+            for got, repeated, want in zip(found, again, wanted, strict=True):
+                assert np.array_equal(got, want, equal_nan=True)
+                assert np.array_equal(repeated, want, equal_nan=True)
+            gpu_plan.forget()
 
 
 def test_nothing_is_kept_on_the_device() -> None:
