@@ -102,11 +102,46 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
             "PRECISION": precision.upper(), "SLABS": sweep.slabs, "STAGES": sweep.stages(panel),
             "WIDE": int(sweep.wide), "SHARED": sweep.shared(panel), "IDS": int(extras),
             "FACTORS": int(extras), **({option: variant} if option else {}),
+            **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
         log = compiler.compile_for(f"sweep_{name}.cu", defines, "sm_90a", options)[1]
         assert "serialized" not in log  # products that wait for each other
         assert spilled(log) <= (SPILLS_EXTRAS if extras else budget), (defines, log)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("width", [16, 128, 256])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None:
+    """dL/dx and the gathered gradient in registers; stages hold whole tiles."""
+    device = DEVICES["sm_90a"]
+    sweep = config.narrow(config.sweep(precision, width, device, extras), precision, 10**5)
+    assert sweep is not None
+    assert sweep.stages(True) % sweep.slabs == 0
+    assert sweep.shared(True) <= device.shared_memory
+    for columns in (0, 1):
+        defines = {
+            "PRECISION": precision.upper(), "SLABS": sweep.slabs, "STAGES": sweep.stages(True),
+            "WIDE": 0, "NARROW": 1, "SHARED": sweep.shared(True), "IDS": int(extras),
+            "FACTORS": int(extras), "COLUMNS": columns,
+        }  # fmt: skip
+        options = ("--ptxas-options=-v",)
+        log = compiler.compile_for("sweep_narrow.cu", defines, "sm_90a", options)[1]
+        assert "serialized" not in log
+        assert spilled(log) <= SWEEPS["gradient"][1], (defines, log)
+
+
+def test_which_rows_are_narrow() -> None:
+    device = DEVICES["sm_90a"]
+    for precision, width, rows, narrow in [
+        ("bf16", 256, 10**5, True), ("fp16", 2, 10**5, True), ("bf16", 258, 10**5, False),
+        ("tf32", 256, 10**5, False), ("bf16", 256, 100, False),
+    ]:  # fmt: skip
+        sweep = config.sweep(precision, width, device, False)
+        assert (config.narrow(sweep, precision, rows) is not None) == narrow
+    assert config.narrow(None, "bf16", 10**5) is None
 
 
 def test_sweeps_are_for_hopper() -> None:
