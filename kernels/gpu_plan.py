@@ -35,7 +35,7 @@ SCALE_BITS = 0x7FF6 << 48
 ALIGNMENT = 256  # of arrays that a call makes
 LARGE = 2**20  # bytes: such arrays have memory of their own, which pools find again
 MOST_PLANS = 128
-HOLD_ARRAYS = (Problem, Gradients, Statistics, SoftmaxGradient, Sigmoid, Sums)
+HOLD_ARRAYS = frozenset({Problem, Gradients, Statistics, SoftmaxGradient, Sigmoid, Sums})
 
 # Takes what a call is about, a Problem, Gradients, an epilogue, and who is told what to do
 Build = Callable[..., dict[str, "Array | None"]]
@@ -83,30 +83,35 @@ def forget() -> None:
 
 def _describe(part: Any, arrays: list[Array], scales: list[float]) -> Any:
     """What plans depend on. Arrays are gathered, and numbers that they do not depend on."""
-    if isinstance(part, cupy.ndarray):
-        arrays.append(part)
-        return part.shape, part.strides, part.dtype, part.data.ptr % 16
-    if not isinstance(part, HOLD_ARRAYS):
+    if part.__class__ not in HOLD_ARRAYS:
         return part
-    found = []
+    found = [part.__class__]
     for name, value in vars(part).items():
-        if name == "scale" and not isinstance(value, cupy.ndarray):
+        if isinstance(value, cupy.ndarray):
+            arrays.append(value)
+            value = value.shape, value.strides, value.dtype, value.data.ptr % 16
+        elif name == "scale":
             scales.append(float(value))
-        else:
-            found.append(_describe(value, arrays, scales))
-    return type(part), *found
+            continue
+        elif value.__class__ in HOLD_ARRAYS:
+            value = _describe(value, arrays, scales)
+        found.append(value)
+    return tuple(found)
 
 
 def _with(part: Any, arrays: Iterator[Array]) -> Any:
     """The same part about other arrays and no scale."""
-    if isinstance(part, cupy.ndarray):
-        return next(arrays)
-    if not isinstance(part, HOLD_ARRAYS):
+    if part.__class__ not in HOLD_ARRAYS:
         return part
     part = copy(part)
     for name, value in vars(part).items():
-        number = name == "scale" and not isinstance(value, cupy.ndarray)
-        setattr(part, name, SCALE if number else _with(value, arrays))
+        if isinstance(value, cupy.ndarray):
+            value = next(arrays)
+        elif name == "scale":
+            value = SCALE
+        else:
+            value = _with(value, arrays)
+        setattr(part, name, value)
     return part
 
 
@@ -144,6 +149,17 @@ class _View:
     shape: tuple[int, ...]
     dtype: Any
     strides: tuple[int, ...]
+
+
+@dataclass
+class _Arguments:
+    """Of all steps, for arrays that start here. Nobody writes them again."""
+
+    starts: list[int]
+    scales: Sequence[float]
+    first: int  # address of the launches' parameters
+    numbers: list[int]
+    memory: Any  # that they are in
 
 
 def _product(stream: int, *arguments: int) -> None:
@@ -203,6 +219,7 @@ class Plan(Queue):
         self.offsets = np.array([_offset(a) for a in addresses], np.int64).view(np.uint64)
         self.scales = np.flatnonzero(words == SCALE_BITS)
         del self._words, self._parameters, self._maps, self._numbers
+        self.last: _Arguments | None = None
 
     # -- what the folds see
 
@@ -281,15 +298,10 @@ class Plan(Queue):
             alone[place] = cupy.empty(size, np.uint8).data
             starts[place] = alone[place].ptr
 
-        words = self.words.copy()
-        words[self.at] = np.array(starts, np.uint64)[self.places] + self.offsets
-        for scale in scales:
-            words[self.scales] = _bits(scale)
-        numbers = words[self.first_number :].view(np.int64).tolist()
-        for at, number, form in self.maps:
-            words[at : at + SIZE // 8] = tensor_map(numbers[number], *form).view(np.uint64)
-        parameters = self.parameters + words.__array_interface__["data"][0]
-        first = parameters.__array_interface__["data"][0]
+        last = self.last  # in a loop, memory mostly comes again
+        if last is None or last.starts != starts or last.scales != scales:
+            last = self.last = self._arguments(starts, scales)
+        first, numbers = last.first, last.numbers
         stream = cupy.cuda.get_current_stream().ptr
         for step in self.steps:
             if isinstance(step, _Launch):
@@ -303,6 +315,18 @@ class Plan(Queue):
             name: cupy.ndarray(v.shape, v.dtype, alone[v.place] + v.offset, v.strides)
             for name, v in self.results.items()
         }
+
+    def _arguments(self, starts: list[int], scales: Sequence[float]) -> _Arguments:
+        words = self.words.copy()
+        words[self.at] = np.array(starts, np.uint64)[self.places] + self.offsets
+        for scale in scales:
+            words[self.scales] = _bits(scale)
+        numbers = words[self.first_number :].view(np.int64).tolist()
+        for at, number, form in self.maps:
+            words[at : at + SIZE // 8] = tensor_map(numbers[number], *form).view(np.uint64)
+        parameters = self.parameters + words.__array_interface__["data"][0]
+        first = parameters.__array_interface__["data"][0]
+        return _Arguments(starts, scales, first, numbers, (words, parameters))
 
 
 def _bits(number: float) -> int:
