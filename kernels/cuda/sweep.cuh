@@ -75,7 +75,7 @@
 #define SLICES 8  // of 16 columns: what epilogues do at once
 #define SWEEP_THREADS (128 * WARPGROUPS + 128)
 // Barriers, besides one a warpgroup
-#define TURN (1 + WARPGROUPS)            // and the next for each half: whose products come next
+#define TURN (1 + WARPGROUPS)          // and the next, two a half: whose products come next
 #define NEW_PANEL (TURN + 2 * HALVES)  // all epilogues of the panel before have ended
 #define SLAB_BYTES (TILE_COLUMNS * SLAB)
 #define STAGE_BYTES ((STREAMED ? 2 : 1) * SLAB_BYTES)  // keys, or rows and keys
