@@ -43,11 +43,11 @@ class _Blas:
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
-        self.threads()
+        threads = self.threads()
         with self._lock:
             if self._users == 0:
                 assert self._controller is not None
-                self._threads = self._count()
+                self._threads = threads
                 self._limit = self._controller.limit(limits=1)
             self._users += 1
         try:
@@ -107,6 +107,36 @@ class Turns:
             self._condition.notify_all()
 
 
+class _Pools:
+    """Worker threads of the last calls, for the next: new ones share a core with others until the
+    system moves them, which takes longer than a small batch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[ThreadPoolExecutor]] = {}  # by their number of threads
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """A child has none of its parent's threads."""
+        self._lock, self._idle = threading.Lock(), {}
+
+    @contextmanager
+    def borrow(self, threads: int) -> Iterator[ThreadPoolExecutor]:
+        """So many threads that nobody else has."""
+        with self._lock:
+            idle = self._idle.setdefault(threads, [])
+            pool = idle.pop() if idle else ThreadPoolExecutor(threads, "infonce")
+        try:
+            yield pool
+        finally:
+            with self._lock:
+                self._idle.setdefault(threads, []).append(pool)
+
+
+POOLS = _Pools()
+
+
 def in_threads(
     work: Callable[[Callable[[], None]], None],
     threads: int,
@@ -122,7 +152,7 @@ def in_threads(
             turns.cancel()  # nobody waits for a panel that will not come
             raise
 
-    with ThreadPoolExecutor(threads, "infonce") as pool:
+    with POOLS.borrow(threads) as pool:
         futures = [pool.submit(guarded) for _ in range(threads)]
         try:
             pending = set(futures)
@@ -132,6 +162,8 @@ def in_threads(
         except BaseException:  # Ctrl-C, or a progress callback that raises
             turns.cancel()
             raise
+        finally:
+            wait(futures)
     errors = [f.exception() for f in futures if f.exception() is not None]
     for error in sorted(errors, key=lambda e: isinstance(e, Cancelled)):
         assert error is not None

@@ -1,5 +1,6 @@
 """The CPU backend: threads, memory, reproducibility, progress, interruption."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -74,6 +75,48 @@ def _several_threads(args: Any) -> None:
     assert [library["num_threads"] for library in threadpool_info()] == before
 
 
+def test_threads_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
+    monkeypatch.setattr(cpu, "THREADING_PAYS", 0)
+    args = pairs("random", 600, 600, 16, np.float32, 5)
+
+    def workers() -> set[int | None]:
+        return {t.ident for t in threading.enumerate() if t.name.startswith("infonce")}
+
+    infonce.clip_loss_and_grad(*args, scale=3.0)
+    before = workers()
+    assert len(before) >= 3
+    for _ in range(5):
+        infonce.clip_loss_and_grad(*args, scale=3.0)
+    assert workers() == before
+    # a call that fails leaves them fit for the next
+    with pytest.raises(ZeroDivisionError):
+        infonce.clip_loss(*args, scale=3.0, progress=lambda *_: 1 // 0)
+    infonce.clip_loss(*args, scale=3.0)
+    assert workers() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_process_has_threads_of_its_own() -> None:
+    code = (
+        "import os, numpy as np, infonce\n"
+        "from infonce.kernels import cpu\n"
+        "cpu.THREADING_PAYS = 0\n"
+        "a, b = np.random.default_rng(0).standard_normal((2, 600, 16))\n"
+        "want = infonce.clip_loss(a, b, scale=0.3)\n"
+        "child = os.fork()\n"
+        "assert infonce.clip_loss(a, b, scale=0.3) == want\n"
+        "if child:\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    print('both')\n"
+    )
+    environment = {**os.environ, "INFONCE_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.stdout == "both\n", done.stderr
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_memory_stays_within_the_workspace(loss: str, dtype: Any) -> None:
@@ -85,6 +128,7 @@ def test_memory_stays_within_the_workspace(loss: str, dtype: Any) -> None:
         .grads._fields if name in ("query", "key", "features", "image", "text")}  # fmt: skip
     if loss == "lit":
         del out["image"]
+    cpu_resources.SPARES.clear()
     tracemalloc.start()
     function(*args, scale=5.0, method="tiled", workspace=workspace, out=out)
     _, peak = tracemalloc.get_traced_memory()
@@ -158,7 +202,10 @@ def test_an_exception_in_the_callback_stops_the_work(
     with pytest.raises(RuntimeError, match="enough"):
         infonce.clip_loss_and_grad(*args, scale=3.0, method="tiled", progress=stop)
     assert [library["num_threads"] for library in threadpool_info()] == before
-    assert not [t for t in threading.enumerate() if t.name.startswith("infonce")]
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name.startswith("infonce") and thread.ident is not None:
+            assert frames[thread.ident].f_code.co_name == "_worker"  # it waits for work
     assert np.isfinite(infonce.clip_loss(*args, scale=3.0, method="tiled"))
 
 
