@@ -145,6 +145,8 @@ struct Lane {
   __device__ int row() const {
     return (WIDE ? (int)cluster_rank() : strip()) * 64 + warp * 16 + g;
   }
+  // The first or the second of them, in the block.
+  __device__ i64 row_of(int panel, int h) const { return (i64)panel * PANEL_ROWS + row() + 8 * h; }
   __device__ void sync_warpgroup() const { sync_some(1 + warpgroup, 128); }
   __device__ void sync_team() const { sync_some(1 + team * HALVES, 128 * HALVES); }
 };

@@ -38,7 +38,7 @@ struct OfLogits {
     rows.load(b, w.panel, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = (i64)w.panel * PANEL_ROWS + lane.row() + 8 * h;
+      const i64 row = lane.row_of(w.panel, h);
       const bool inside = row < b.q.rows;
       height[h] = inside ? factors.row_height[row] : 0;
       a[h] = inside ? factors.a[row] : 0;

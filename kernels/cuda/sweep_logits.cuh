@@ -21,7 +21,7 @@ struct Rows {
     end = of_warp((i64)(panel + 1) * PANEL_ROWS <= b.q.rows ? (int)b.k.rows : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = (i64)panel * PANEL_ROWS + lane.row() + 8 * h;
+      const i64 row = lane.row_of(panel, h);
       const bool inside = row < b.q.rows;
       const i64 at = inside ? b.positives[row] - b.first_column : -1;
       positive[h] = at >= 0 && at < b.k.rows ? (int)at : -1;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
   int end[2], itself[2];  // columns from `end` on are outside
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool inside = (i64)panel * PANEL_ROWS + lane.row() + 8 * h < b.q.rows;
+    const bool inside = lane.row_of(panel, h) < b.q.rows;
     end[h] = inside ? (int)min(b.k.rows - first, (i64)TILE_COLUMNS) : 0;
     itself[h] = crossed ? diagonal + lane.row() + 8 * h : -1;
   }

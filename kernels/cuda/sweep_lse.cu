@@ -66,7 +66,7 @@ struct Lse {
   float2 column_pair;            // of this thread's column, of all panels so far
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
-    return (i64)work.panel * PANEL_ROWS + lane.row() + 8 * h;
+    return lane.row_of(work.panel, h);
   }
 
   __device__ __forceinline__ void begin_panel(const Work& w) {

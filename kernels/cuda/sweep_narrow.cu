@@ -66,7 +66,7 @@ struct Narrow : OfLogits {
     const bool there = add || lane.team == 1;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = (i64)w.panel * PANEL_ROWS + lane.row() + 8 * h;
+      const i64 row = lane.row_of(w.panel, h);
       if (row >= b.q.rows) continue;
       float* to = out + row * stride;
 #pragma unroll

@@ -38,7 +38,7 @@ struct Online {
   float sum[2], high[2];  // so far; this thread's, of four that share a row
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
-    return (i64)work.panel * PANEL_ROWS + lane.row() + 8 * h;
+    return lane.row_of(work.panel, h);
   }
 
   __device__ __forceinline__ void begin_panel(const Work& w) {

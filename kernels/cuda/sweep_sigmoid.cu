@@ -44,7 +44,7 @@ struct SigmoidLoss {
     rows.load(b, w.panel, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = (i64)w.panel * PANEL_ROWS + lane.row() + 8 * h;
+      const i64 row = lane.row_of(w.panel, h);
       a[h] = row < b.q.rows ? row_factor[row] : 0;
       sums[h] = make_float2(0, 0);
     }
@@ -54,7 +54,7 @@ struct SigmoidLoss {
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
     prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
-      positive[(i64)work.panel * PANEL_ROWS + lane.row() + 8 * half] = scale * (double)value;
+      positive[lane.row_of(work.panel, half)] = scale * (double)value;
     });
 #pragma unroll
     for (int h = 0; h < 2; ++h) of_tile[h] = make_float2(0, 0);
@@ -123,7 +123,7 @@ struct SigmoidLoss {
         sums[h].x += __shfl_xor_sync(ALL_LANES, sums[h].x, lanes);
         sums[h].y += __shfl_xor_sync(ALL_LANES, sums[h].y, lanes);
       }
-      const i64 row = (i64)w.panel * PANEL_ROWS + lane.row() + 8 * h;
+      const i64 row = lane.row_of(w.panel, h);
       if (lane.t == 0 && row < b.q.rows)
         row_sums[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row] = sums[h];
     }
