@@ -279,7 +279,7 @@ class Backend(Protocol):
 class Solution:
     """Everything one evaluation produces, natural units."""
 
-    losses: Array | None  # [M] per-row losses; None where only `loss` was wanted
+    losses: Array | None = None  # [M] per-row losses; None where only `loss` was wanted
     row_lse: Array | None = None  # [M]
     column_lse: Array | None = None  # [N]
     statistics: Statistics | None = None

@@ -32,7 +32,8 @@ from .blocks import (
     Solution,
     Statistics,
 )
-from .gpu_folds import NarrowFold, OnlineFold, RanksFold, SigmoidFold, SoftmaxFold, StatisticsFold
+from .gpu_folds import RanksFold, StatisticsFold
+from .gpu_gradients import NarrowFold, OnlineFold, SigmoidFold, SoftmaxFold
 from .gpu_operands import Scratch, Side, in_place, lends
 from .gpu_queue import Queue
 from .gpu_vectors import Namespace, Vectors
@@ -104,7 +105,7 @@ class GPU:
         cut_off = 0.0 if self.sweep is None else config.cut_off(self.precision, self.width)
         self.scale, self._scale = scalar_fields(problem.scale, 1 + cut_off)
         self.bias, self._bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
-        self.square = problem.square
+        self.square = problem.square  # while positives by the loss's rule are not spelled out
         self.vectors = Vectors(self, problem.query)
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
@@ -265,8 +266,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     if gpu_plan.pays(problem, gradients):
         properties = device_properties(device.id)
-        found = gpu_plan.call(_solve, properties, _wide(problem), gradients)
-        return Solution(found.pop("losses", None), **found)
+        return Solution(**gpu_plan.call(_solve, properties, _wide(problem), gradients))
     return blocks.solve(problem, GPU(problem, gradients), gradients)
 
 

@@ -36,7 +36,7 @@ from judge import (
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels import gpu, gpu_folds
+    from infonce.kernels import gpu, gpu_gradients
     from infonce.kernels.gpu_operands import Accumulator
 
 
@@ -287,7 +287,7 @@ def test_destinations_lend_memory(
             whole = cupy.full((n + 32, d), 7.0, dtype_of(dtype))
             outs[name] = whole[16:-16]
         with monkeypatch.context() as patch:
-            patch.setattr(gpu_folds, "Accumulator", recorded)
+            patch.setattr(gpu_gradients, "Accumulator", recorded)
             lent = run(loss, args, precision, 10.0, outs=outs, **options)
             assert sum(acc.before is not None for acc in made) == 1
             patch.setattr(gpu, "lends", lambda out, real: 0)

@@ -231,7 +231,7 @@ def test_threads_and_streams() -> None:
     assert len(gpu_plan._plans) == 1
 
 
-def test_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured() -> None:
     """A plan's launches under stream capture, the first call of its kind or not."""
     for first, loss in itertools.product((True, False), LOSSES):
         gpu_plan.forget()

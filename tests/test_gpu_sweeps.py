@@ -31,7 +31,7 @@ from judge import (
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels import gpu, gpu_folds
+    from infonce.kernels import gpu, gpu_gradients
 
 
 SWEEPS = [
@@ -94,13 +94,13 @@ def test_narrow_rows(
     if device.capability != "90":
         pytest.skip("for Hopper")
     folds: list[int] = []
-    block = gpu_folds.NarrowFold.block
+    block = gpu_gradients.NarrowFold.block
 
     def counted(self: Any, *args: Any) -> None:
         folds.append(1)
         block(self, *args)
 
-    monkeypatch.setattr(gpu_folds.NarrowFold, "block", counted)
+    monkeypatch.setattr(gpu_gradients.NarrowFold, "block", counted)
     cases = itertools.product((1, 8, 63, 64, 65, 127, 128), ((2, 130), (3, 257), (8, 1281)))
     for i, (d, (multiprocessors, n)) in enumerate(cases):
         few = replace(device, multiprocessors=multiprocessors)
@@ -201,14 +201,14 @@ def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     if device.capability != "90":
         pytest.skip("for Hopper")
     swept: list[list[int]] = []
-    block = gpu_folds.OnlineFold.block
+    block = gpu_gradients.OnlineFold.block
 
     def watched(self: Any, rows: slice, columns: slice, a: int, b: int) -> None:
         block(self, rows, columns, a, b)
         panels = -(-(rows.stop - rows.start) // 128)
         swept.append(np.flatnonzero(host(self.wanted[:panels])).tolist())
 
-    monkeypatch.setattr(gpu_folds.OnlineFold, "block", watched)
+    monkeypatch.setattr(gpu_gradients.OnlineFold, "block", watched)
     return swept
 
 
