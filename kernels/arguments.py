@@ -14,7 +14,7 @@ import numpy as np
 from .blocks import Array
 
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}
-SCALAR = np.dtype([("value", "f8"), ("pointer", "u8"), ("factor", "f8")])
+SCALAR = np.dtype([("value", "f8"), ("pointer", "u8"), ("factor", "f8"), ("shift", "u8")])
 MATRIX = np.dtype([("data", "u8"), ("row_stride", "i8"), ("column_stride", "i8"), ("dtype", "i8")])
 NO_MATRIX = (0, 0, 0, 0)
 
@@ -75,10 +75,12 @@ def matrix(array: Array | None, first: int = 0) -> Any:
     return struct(MATRIX, *matrix_fields(array, first))
 
 
-def scalar_fields(value: Any, factor: float = 1.0) -> tuple[tuple[float, int, float], Array]:
-    """Fields of SCALAR, and what keeps its pointer valid, of `factor` times a number or a 0-d
-    device array."""
+def scalar_fields(
+    value: Any, factor: float = 1.0, shift: int = 0
+) -> tuple[tuple[float, int, float, int], Array]:
+    """Fields of SCALAR, and what keeps its pointer valid, of `factor` (and what is at the address
+    `shift`) times a number or a 0-d device array."""
     if isinstance(value, cupy.ndarray):
         wide = value.astype(np.float64, copy=False)
-        return (0.0, wide.data.ptr, factor), wide
-    return (float(value), 0, factor), None
+        return (0.0, wide.data.ptr, factor, shift), wide
+    return (float(value), 0, factor, shift), None

@@ -41,7 +41,7 @@ from .gpu_vectors import Namespace, Vectors
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 # One pass takes elements 2^(x - height) with a height that need not be the maximum (heights.cuh):
 # this wants the exponents of float32, which float16 has not
-ONE_PASS = ("bf16x6", "tf32", "bf16x3", "bf16")
+ONE_PASS = ("bf16x3", "bf16")
 
 
 # --- the device -----------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class GPU:
         # elsewhere log-sum-exps first, then dQ from panels: 3 products
         self.online = self.sweep is not None and self.precision in ONE_PASS
         cut_off = 0.0 if self.sweep is None else config.cut_off(self.precision, self.width)
-        self.scale, self._scale = scalar_fields(problem.scale, 1 + cut_off)
+        self.scale, self._scale = scalar_fields(problem.scale, 1 + cut_off, self.shift())
         self.bias, self._bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         self.square = problem.square  # while positives by the loss's rule are not spelled out
         self.vectors = Vectors(self, problem.query)
@@ -166,6 +166,22 @@ class GPU:
     def vector_kernel(self, name: str, n: int, *arguments: Any, threads: int = 1) -> None:
         """So many threads an element."""
         self.kernel("vectors.cu", name)((-(-n * threads // 128),), (128,), arguments)
+
+    def shift(self) -> int:
+        """Has features brought to where float16 has all its digits, by a power of two a side. The
+        address of what products are to be multiplied by then; 0: features stay as they are."""
+        sides = [self.query] if self.key is self.query else [self.query, self.key]
+        apart = [side for side in sides if side.features.dtype != np.float16]
+        if self.precision not in config.FLOAT16 or self.query.factor is not None or not apart:
+            return 0
+        largest, self.shifts = self.queue.zeros(2, np.uint32), cupy.empty(3)
+        for side in apart:
+            (n, d), of = side.features.shape, sides.index(side)
+            self.rows_kernel("find_largest", n, matrix(side.features), n, d, address(largest, of))
+            side.shift = address(self.shifts, of)
+        of_keys = address(largest, len(sides) - 1)
+        self.kernel("rows.cu", "find_shifts")((1,), (1,), (largest, of_keys, self.shifts))
+        return address(self.shifts, 2)
 
     @property
     def scale_struct(self) -> Any:

@@ -168,7 +168,7 @@ class StatisticsFold(Fold):
         n = of.stop - of.start
         wide = isinstance(self.tile, config.Sweep) and self.tile.wide
         # Tiles leave raw products, sweeps base-2 logits
-        scale = self.gpu.scale if isinstance(self.tile, config.Tile) else (LN_2, 0, 1.0)
+        scale = self.gpu.scale if isinstance(self.tile, config.Tile) else (LN_2, 0, 1.0, 0)
         self.gpu.vector_kernel(
             "merge_pairs", n, pairs, slots, n, n,
             struct(SCALAR, *scale), address(sums.max, of.start), address(sums.sum, of.start),

@@ -23,7 +23,9 @@ PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor c
 PAYS_LOGITS = 2**21  # and logits, unless it takes several products to make one
 
 # struct Fused: four matrices, m n d, scale and bias, weights, ...; every field has 8 bytes
-_LAYOUT = struct.Struct("=" + 4 * "Qqqq" + "qqq" + 2 * "dQd" + "dddd" + "QQQQ" + 2 * "q" + 21 * "Q")
+_LAYOUT = struct.Struct(
+    "=" + 4 * "Qqqq" + "qqq" + 2 * "dQdQ" + "dddd" + "QQQQ" + 2 * "q" + 21 * "Q"
+)
 _BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 _kernels: dict[tuple[Any, ...], Any] = {}

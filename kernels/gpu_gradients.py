@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -21,21 +21,19 @@ from .tensor_map import SIZE
 if TYPE_CHECKING:
     from .gpu import GPU
 
-# Panels are written in units that bring their largest element near this: float16 has no range
-LARGEST_ELEMENT = {"fp16": 8192.0}  # times 4: factors of normalised rows, below 2 each
+# Panels are written in units that bring their largest element near this: float16 has no range.
+# (Times 4: factors of normalised rows, below 2 each)
+LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
+LOW_UNITS = {"fp16x3": 2048.0}  # in which low parts are written: LOW_UNITS of common.cuh
 # cuBLAS's names for types and for the arithmetic of a product
-CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "bf16": 14, "bf16x3": 14, "bf16x6": 14}
-COMPUTE = {"fp64": 70, "fp32": 69, "tf32": 77, "fp16": 68, "bf16": 68, "bf16x3": 68, "bf16x6": 68}
+CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "fp16x3": 2, "bf16": 14, "bf16x3": 14}
+COMPUTE = {"fp64": 70, "fp32": 69, "tf32": 77, "fp16": 68, "fp16x3": 68, "bf16": 68, "bf16x3": 68}
 OP_N, OP_T = 0, 1
 # Which parts of the two operands are multiplied, small terms first; others are lost in rounding
-PRODUCTS = {
-    1: ((0, 0),),
-    2: ((1, 0), (0, 1), (0, 0)),
-    3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
-}
-# Tensor cores cut off bits when they add: sums of the large parts of this many terms at most, where
-# float32's accuracy is asked for
-LONGEST_SUM = {"bf16x6": 2048}
+PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
+# Tensor cores cut off bits when they add: where float32's accuracy is asked for, sums of the large
+# parts are of this many terms at most, and get back what they lose on average
+LONGEST_SUM = {"fp16x3": 1024}
 
 # --- structures that kernels take, as kernels/cuda declares them ----------------------------------
 
@@ -51,7 +49,7 @@ _RANGES_SHARED = 16  # offset of Ranges::shared
 NARROW_ROW = 128  # features of rows that share a warp, two by two: NARROW of rows.cu
 
 
-@lru_cache
+@cache  # all of them: plans keep where they are
 def _number(value: float, real: np.dtype[Any]) -> tuple[Array, int]:
     """A factor of a product, and where it is."""
     number = np.array(value, real)
@@ -150,11 +148,16 @@ class GradientFold(Fold):
         precision, item, real = self.gpu.precision, self.gpu.item, self.gpu.real
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
         for panel_part, z_part in PRODUCTS[self.gpu.parts]:
-            longest = LONGEST_SUM.get(precision, k) if panel_part == z_part == 0 else k
+            large = panel_part == z_part == 0
+            longest = LONGEST_SUM.get(precision, k) if large else k
+            unit = 1 / LOW_UNITS.get(precision, 1.0) if panel_part else 1.0
             for start in range(0, k, longest):
                 at = panel_part * self.panel_part + start * (1 if op == OP_N else self.stride)
+                terms = min(longest, k - start)
+                if large and precision in LONGEST_SUM:
+                    unit = 1 + config.lost(precision, terms * item)
                 self.gpu.queue.gemm(
-                    OP_N, op, d, n, min(longest, k - start), _number(1.0, real)[1],
+                    OP_N, op, d, n, terms, _number(unit, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
                     self.panel.data.ptr + at * item, given, self.stride,
                     _number(0.0 if first else 1.0, real)[1], out.pointer(row), made,
@@ -209,7 +212,7 @@ class GradientFold(Fold):
             "finish", warps, acc.pointer(rows.start), acc.stride, rows.start, n, d,
             matrix(side.features),
             address(side.factor), address(side.exponent), positives, self.unit, self.unit_step,
-            address(dots), matrix(out, -first), int(add),
+            other.shift, address(dots), matrix(out, -first), int(add),
         )  # fmt: skip
 
     def find_ranges(self, sources: Any, m: int, n: int) -> None:

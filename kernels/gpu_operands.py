@@ -53,7 +53,7 @@ class Operand:
 
     data: int
     stride: int  # elements
-    part: int  # elements from part to part of a row (bf16x3, bf16x6)
+    part: int  # elements from part to part of a row (bf16x3, fp16x3)
     rows: int
     factor: int
 
@@ -68,6 +68,7 @@ class Side:
         # no cycle: all this is freed when a call ends, not when the garbage collector comes
         self.gpu, self.features = weakref.proxy(gpu), features
         self.factor = self.exponent = None
+        self.shift = 0  # address of the power of two that features are divided by; 0: as they are
         n, d = features.shape
         self.direct = (
             not normalize
@@ -102,7 +103,7 @@ class Side:
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
         self.gpu.rows_kernel(
             "stage", n, matrix(self.features, rows.start), n,
-            self.features.shape[1], address(self.exponent, rows.start), buffer,
+            self.features.shape[1], address(self.exponent, rows.start), self.shift, buffer,
             stride, part,
         )  # fmt: skip
         return Operand(buffer.data.ptr, stride, part, n, factor)

@@ -20,10 +20,11 @@ PORTABLE = os.environ.get("INFONCE_KERNELS", "") == "portable"
 
 # bytes of an operand's element (all its parts), of dL/dx's element, and of accumulators
 OPERAND_BYTES = {
-    "fp64": 8, "fp32": 4, "bf16x6": 6, "tf32": 4, "bf16x3": 4, "bf16": 2, "fp16": 2,
+    "fp64": 8, "fp32": 4, "fp16x3": 4, "tf32": 4, "bf16x3": 4, "bf16": 2, "fp16": 2,
 }  # fmt: skip
 ACCUMULATOR_BYTES = {precision: 8 if precision == "fp64" else 4 for precision in OPERAND_BYTES}
-PARTS = {"bf16x3": 2, "bf16x6": 3}  # of an operand: its high, (middle,) low bits
+PARTS = {"bf16x3": 2, "fp16x3": 2}  # of an operand: its high and low bits
+FLOAT16 = ("fp16", "fp16x3")  # elements of operands
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def tile(precision: str, d: int, device: Device) -> Tile:
     Two blocks on a multiprocessor where registers allow: one computes products while the other has
     its epilogue.
     """
-    two_levels = precision in ("fp32", "bf16x6", "bf16x3") or (precision != "fp64" and d > LONG_SUM)
+    two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (precision != "fp64" and d > LONG_SUM)
     levels = 2 if two_levels else 1
     candidates = [(128, 3, 1), (128, 2, 1), (64, 2, 1)]
     if levels == 1 and precision != "fp64":
@@ -128,7 +129,7 @@ class Sweep:
         if self.narrow:  # whole tiles
             return min(6, left // self.stage_bytes // self.slabs) * self.slabs
         stages = min(8, left // self.stage_bytes)
-        return stages // 3 * 3 if self.streamed else stages  # all parts of some features
+        return stages // 2 * 2 if self.streamed else stages  # both parts of some features
 
     @property
     def stage_bytes(self) -> int:
@@ -233,7 +234,7 @@ def _most_segments(sweep: Sweep, panels: int, tiles: int) -> int:
     return min(tiles, max(1, MOST_ROUNDS * sweep.workers // panels))
 
 
-SWEEP_PRECISIONS = ("bf16x6", "tf32", "bf16x3", "bf16", "fp16")
+SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 MOST_ROUNDS = 8  # pieces a worker gets where panels are cut
 # bytes that epilogues keep in shared memory
 SWEEP_SUMS = 4 * 1024  # sums of columns, of each warpgroup
@@ -253,7 +254,7 @@ def sweep(precision: str, width: int, device: Device, extras: bool) -> Sweep | N
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
     slabs = -(-width // SLAB) * PARTS.get(precision, 1)
-    streamed = precision == "bf16x6"
+    streamed = precision == "fp16x3"
     if slabs > 16 and not streamed:
         return None
     wide = slabs > 8 and not streamed
@@ -269,24 +270,30 @@ def narrow(wide: Sweep | None, precision: str, rows: int) -> Sweep | None:
 
 
 def operands(precision: str, device: Device) -> str:
-    """How operands are held: where tensor cores are this fast, float32 is the sum of three bfloat16
-    parts, and a product that of six of theirs, about as accurate as by float32's own arithmetic."""
-    if precision == "fp32" and device.capability == "90" and not PORTABLE:
-        return "bf16x6"
-    return precision
+    """How operands are held. Where tensor cores are this fast, float32 is the sum of two float16
+    parts, and a product that of three of theirs, about as accurate as by float32's own arithmetic;
+    and float16 has TF32's mantissa, at twice the speed. Features and panels are brought to its
+    range."""
+    if device.capability != "90" or PORTABLE:
+        return precision
+    return {"fp32": "fp16x3", "tf32": "fp16"}.get(precision, precision)
+
+
+def lost(precision: str, width: int) -> float:
+    """What a sum of products of `width` bytes of each operand lacks, as a share of it.
+
+    Hopper's tensor cores add 32 bytes of each at a time and then cut bits off, where rounding would
+    as often add some. So much is lost at each step, in units of 2^-24, as was measured: of like
+    terms up to a fifth more, of unlike ones less.
+    """
+    a_step = {"fp16x3": 0.65, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
+    return a_step.get(precision, 0.0) * 2.0**-24 * -(-width // 32)
 
 
 def cut_off(precision: str, width: int) -> float:
-    """What products of rows of `width` bytes (in each part) lose in a sweep, as a share of them.
-
-    Hopper's tensor cores add 32 bytes of features at a time and then cut bits off, where rounding
-    would as often add some. So much is lost at each step, in units of 2^-24, as was measured: of
-    like rows up to a fifth more, of unlike rows less. (tf32 loses more by rounding its operands.)
-    bf16x6 is added in sums of one slab, whose four steps are all that counts.
-    """
-    steps = -(-min(width, SLAB if precision == "bf16x6" else width) // 32)
-    a_step = {"bf16x6": 0.33, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
-    return a_step.get(precision, 0.0) * 2.0**-24 * steps
+    """What products of rows of `width` bytes (in each part) lose in a sweep, which adds those of
+    fp16x3 in sums of one slab."""
+    return lost(precision, min(width, SLAB) if precision == "fp16x3" else width)
 
 
 def supported(precision: str, device: Device) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 
 SIZE = 128  # bytes of a description, and its alignment
 # CUtensorMapDataType
-DATA_TYPE = {"fp16": 6, "bf16": 9, "bf16x3": 9, "bf16x6": 9, "tf32": 11}
+DATA_TYPE = {"fp16": 6, "fp16x3": 6, "bf16": 9, "bf16x3": 9}
+ITEM = 2  # bytes of an element
 SWIZZLE_128B, PROMOTE_L2_256B = 3, 3
 
 
@@ -29,13 +30,12 @@ def _encode() -> Any:
 def tensor_map(data: int, rows: int, width: int, stride: int, box_rows: int, precision: str) -> Any:
     """`rows` rows of `width` bytes, `stride` bytes apart, copied in boxes of `box_rows` rows by 128
     bytes; as bytes to pass by value. Everything is a multiple of 16 bytes."""
-    item = 4 if precision == "tf32" else 2
     memory = np.zeros(2 * SIZE, np.uint8)
     start = -memory.ctypes.data % SIZE
     described = memory[start : start + SIZE]
-    sizes = np.array([width // item, rows], np.uint64)
+    sizes = np.array([width // ITEM, rows], np.uint64)
     strides = np.array([stride], np.uint64)
-    box = np.array([128 // item, box_rows], np.uint32)
+    box = np.array([128 // ITEM, box_rows], np.uint32)
     steps = np.ones(2, np.uint32)
     error = _encode()(
         described.ctypes.data, DATA_TYPE[precision], 2, data, sizes.ctypes.data,

@@ -9,6 +9,7 @@ import pytest
 from gpu_problems import (
     BFLOAT16,
     GRAD_BOUND,
+    LOSS_BOUND,
     MISSING,
     TEMPERATURES,
     Result,
@@ -63,6 +64,43 @@ def test_what_tensor_cores_cut_off(dtype: str, precision: str, bound: float) -> 
                  for z in (image, text))  # fmt: skip
     ref = judged("clip", args, scale=1 / 0.07)
     assert run("clip", args, precision, 1 / 0.07).loss == pytest.approx(ref.loss, rel=bound)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [
+    ("float32", "fp32"), ("float32", "tf32"), ("bfloat16", "fp32"), ("float64", "fp32"),
+])  # fmt: skip
+@pytest.mark.parametrize("loss", LOSSES)
+def test_features_of_any_size(loss: str, dtype: str, precision: str) -> None:
+    """Operands are of float16, which has five bits of exponent: features far from 1, those of
+    queries otherwise than those of keys, rows of many sizes, and nothing but zeros."""
+    for i, (of_query, of_key, rows) in enumerate((
+        (-40, -45, 0), (40, 45, 0), (60, -50, 0), (-3, 7, 9), (0, 0, 14)
+    )):  # fmt: skip
+        image, text = pairs(KINDS[i % 3], 300, 300, 96, np.float64, i)
+        image *= 2.0 ** (of_query - np.arange(300) % (rows + 1))[:, None]
+        args = arguments(loss, image, text * 2.0**of_key)
+        args = tuple(z.astype(dtype_of(dtype)) for z in args)
+        both = 2 * of_query if loss == "nt_xent" else of_query + of_key
+        scale = 20.0 * 2.0**-both
+        ref = judged(loss, args, scale=scale)
+        check(run(loss, args, precision, scale), ref, args, precision, scale)
+    zeros = tuple(np.zeros_like(z) for z in args)
+    assert run(loss, zeros, precision, 20.0).loss == pytest.approx(
+        judged(loss, zeros, scale=20.0).loss, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_rows_that_are_not_finite_leave_others_alone(precision: str) -> None:
+    """What is infinite or NaN in one query is not what brings the others into float16's range."""
+    image, text = pairs("random", 200, 300, 64, np.float32, 0)
+    ref = judged("info_nce", (image, text), scale=20.0)
+    image[3, 5], image[77, 0] = np.inf, np.nan
+    losses = run("info_nce", (image, text), precision, 20.0, gradient=False).losses
+    assert np.isnan(losses[[3, 77]]).all()
+    rest = np.delete(np.arange(200), [3, 77])
+    bound = LOSS_BOUND[precision] * 20
+    assert losses[rest] == pytest.approx(ref.losses[rest], abs=bound)
 
 
 @pytest.mark.parametrize("d", [40, 520])

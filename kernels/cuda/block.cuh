@@ -7,7 +7,7 @@
 struct Operand {
   const char* data;
   i64 stride;          // bytes from row to row
-  i64 part;            // bytes from part to part of a row (bf16x3, bf16x6)
+  i64 part;            // bytes from part to part of a row (bf16x3, fp16x3)
   i64 rows;
   const Real* factor;  // [rows] or null: x_ij is multiplied by both sides' factors
 };
@@ -37,8 +37,28 @@ typedef float Element;
 typedef unsigned short Element;
 #endif
 
+#if PRECISION >= BF16X3
+// Two elements of a part of P, the first in the lower half; x becomes what is left for the next part.
+__device__ __forceinline__ u32 round_pair(float& x0, float& x1) {
+#if IS_FLOAT16
+  const u32 w = to_fp16x2(x0, x1);
+  if (PARTS > 1) {
+    x0 = (x0 - from_fp16((unsigned short)w)) * LOW_UNITS;
+    x1 = (x1 - from_fp16((unsigned short)(w >> 16))) * LOW_UNITS;
+  }
+#else
+  const u32 w = to_bf16x2(x0, x1);
+  if (PARTS > 1) {
+    x0 -= __uint_as_float(w << 16);
+    x1 -= __uint_as_float(w & 0xffff0000u);
+  }
+#endif
+  return w;
+}
+#endif
+
 struct Panel {
   Element* data;  // [rows, stride]
   i64 stride;     // elements, a multiple of 8
-  i64 part;       // elements of a row that belong to one part (bf16x3, bf16x6)
+  i64 part;       // elements of a row that belong to one part (bf16x3, fp16x3)
 };

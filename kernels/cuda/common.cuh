@@ -9,13 +9,14 @@
 #define BF16X3 3
 #define BF16 4
 #define FP16 5
-#define BF16X6 6
+#define FP16X3 6
 #ifndef PRECISION
 #define PRECISION FP32
 #endif
 
-// Operands are sums of so many bfloat16 numbers, the largest first; they lie one after another in a row.
-#define PARTS (PRECISION == BF16X3 ? 2 : PRECISION == BF16X6 ? 3 : 1)
+// Operands are sums of so many 16-bit numbers, the larger first; they lie one after another in a row.
+#define PARTS (PRECISION == BF16X3 || PRECISION == FP16X3 ? 2 : 1)
+#define IS_FLOAT16 (PRECISION == FP16 || PRECISION == FP16X3)  // which are float16
 
 #if PRECISION == FP64
 typedef double Real;
@@ -30,6 +31,7 @@ typedef float2 Real2;
 #define INFINITY_ __longlong_as_double(0x7ff0000000000000LL)
 #define NAN_ __longlong_as_double(0x7ff8000000000000LL)
 #define ALL_LANES 0xffffffffu
+#define LOW_UNITS 2048  // in which a panel's low parts are float16: it has few small numbers
 
 __device__ __forceinline__ Real2 real2(Real x, Real y) {
   Real2 r;
@@ -43,8 +45,9 @@ struct Scalar {
   double value;
   const double* pointer;
   double factor;
+  const double* shift;  // another factor, or null
   __device__ double bare() const { return pointer ? *pointer : value; }
-  __device__ double get() const { return bare() * factor; }
+  __device__ double get() const { return bare() * factor * (shift ? *shift : 1); }
 };
 
 // Element types of the caller's arrays.

@@ -11,9 +11,9 @@
 // cores cut off bits when they add, and a long sum in float32 loses digits that a scale of 200
 // multiplies. It costs as many registers again, so that only one block fits a multiprocessor.
 //
-// bf16x3, bf16x6: an operand is a sum of two or three parts, bfloat16 matrices beside each other. The
-// product is a sum over three or six times as many slabs, one pass for each pair of parts that is not
-// lost in rounding, small terms first.
+// bf16x3, fp16x3: an operand is a sum of two parts, 16-bit matrices beside each other. The product is a
+// sum over three times as many slabs, one pass for each pair of parts that is not lost in rounding,
+// small terms first.
 #pragma once
 #include "block.cuh"
 
@@ -30,10 +30,7 @@
 #ifndef LEVELS
 #define LEVELS 2
 #endif
-#define PASSES (PARTS * (PARTS + 1) / 2)
-// Parts that a pass multiplies, two bits each: 1 0, 0 1, 0 0, or 2 0, 1 1, 0 2, 1 0, 0 1, 0 0
-#define Q_PARTS (PARTS == 2 ? 0x001 : 0x046)
-#define K_PARTS (PARTS == 2 ? 0x004 : 0x124)
+#define PASSES (PARTS == 2 ? 3 : 1)  // over parts 1 0, 0 1, 0 0
 #define PROMOTE (PRECISION == FP32 ? 1 : 2)  // slabs summed before they are added to the rest
 #define WARPS_M (BLOCK_M / 64)
 #define WARPS_N (BLOCK_N / 32)
@@ -87,8 +84,8 @@ __device__ __forceinline__ void load_stage(char* stage, const Operand& q, const 
 #if PARTS > 1
   const int pass = s / slabs;
   s -= pass * slabs;
-  q_part = (Q_PARTS >> 2 * pass & 3) * q.part;
-  k_part = (K_PARTS >> 2 * pass & 3) * k.part;
+  if (pass == 0) q_part = q.part;
+  if (pass == 1) k_part = k.part;
 #endif
   load_slab<BLOCK_M>(stage, q, row, q_part, (i64)s * SLAB, width);
   load_slab<BLOCK_N>(stage + BLOCK_M * SLAB, k, column, k_part, (i64)s * SLAB, width);
@@ -103,7 +100,7 @@ __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float&
 #if __CUDA_ARCH__ >= 800
 #if PRECISION == TF32
   mma_tf32(d0, d1, d2, d3, a, b0, b1);
-#elif PRECISION == FP16
+#elif IS_FLOAT16
   mma_fp16(d0, d1, d2, d3, a, b0, b1);
 #else
   mma_bf16(d0, d1, d2, d3, a, b0, b1);

@@ -85,7 +85,13 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
 #endif
 }
 __device__ __forceinline__ u32 to_fp16x2(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+#else
   return (u32)to_fp16(low) | (u32)to_fp16(high) << 16;
+#endif
 }
 
 // --- copies from global to shared memory -------------------------------------------------------------
@@ -273,22 +279,21 @@ __device__ __forceinline__ void arrived(float (&x)[N]) {
 #define F8(i)                                                                                    \
   "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]),      \
       "+f"(x[i + 6]), "+f"(x[i + 7])
-#define WGMMA(name, shape, transposes)                                                           \
+#define WGMMA(name, type)                                                                        \
   __device__ __forceinline__ void name(float (&x)[64], u32 a, u32 b, int add) {                  \
     asm volatile(                                                                                \
         "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %66, 0;\n"                        \
         "mov.b64 a, {%64, " MATRIX_FORM "};\nmov.b64 b, {%65, " MATRIX_FORM "};\n"               \
-        "wgmma.mma_async.sync.aligned." shape                                                    \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                             \
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"   \
         "%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"   \
         "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"      \
-        " a, b, add, 1, 1" transposes ";\n}"                                                     \
+        " a, b, add, 1, 1, 0, 0;\n}"                                                             \
         : F8(0), F8(8), F8(16), F8(24), F8(32), F8(40), F8(48), F8(56)                           \
         : "r"(a), "r"(b), "r"(add));                                                             \
   }
-WGMMA(wgmma_bf16, "m64n128k16.f32.bf16.bf16", ", 0, 0")
-WGMMA(wgmma_fp16, "m64n128k16.f32.f16.f16", ", 0, 0")
-WGMMA(wgmma_tf32, "m64n128k8.f32.tf32.tf32", "")
+WGMMA(wgmma_bf16, "bf16")
+WGMMA(wgmma_fp16, "f16")
 #undef WGMMA
 
 // x += a b for 64 rows of a, 16 columns of them in registers as two m64 x 8 products leave them, and

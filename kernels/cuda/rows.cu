@@ -121,34 +121,82 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   else if (bad) *any = NAN_;
 }
 
-// Operands of the tiled product: rows of `stride` elements, features beyond d are zeros.
-extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
-                                 const int* exponent, char* out, i64 stride, i64 part) {
+// The bits of the largest finite size among n rows' features; `found` starts as 0.
+extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n, i64 d, u32* found) {
   const i64 row = warp_row();
   if (row >= n) return;
-  for (i64 k = threadIdx.x % 32; k < (PARTS > 1 ? part : stride); k += 32) {
+  u32 largest = 0;  // sizes are in the order of their bits
+  for (i64 k = threadIdx.x % 32 * GROUP; k < d; k += 32 * GROUP) {
+    float x[GROUP];
+    get_group(x, z, row, k, d - k);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      const u32 size = __float_as_uint(fabsf(x[i]));
+      if (size < 0x7f800000) largest = max(largest, size);
+    }
+  }
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, by));
+  if (threadIdx.x % 32 == 0 && largest > *(volatile u32*)found) atomicMax(found, largest);
+}
+
+// Powers of two by which features are divided to lie below float16's largest number, but not far: of
+// queries, of keys, and what products are then to be multiplied by. `largest` as they were found; 0:
+// features are taken as they are.
+#define HIGHEST 14
+extern "C" __global__ void find_shifts(const u32* of_queries, const u32* of_keys, double* shifts) {
+  const u32 largest[2] = {*of_queries, *of_keys};
+  for (int side = 0; side < 2; ++side) {
+    const int exponent = ilogb((double)__uint_as_float(largest[side])) - HIGHEST;
+    shifts[side] = largest[side] ? ldexp(1.0, exponent) : 1;
+  }
+  shifts[2] = shifts[0] * shifts[1];
+}
+
+// Operands of the products: rows of `stride` elements, or of parts of `part` elements each; features
+// beyond d are zeros. Rows are divided by powers of two, their own (or null), or one for all (or null).
+extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
+                                 const int* exponent, const double* shift, char* out, i64 stride,
+                                 i64 part) {
+  const i64 row = warp_row();
+  if (row >= n) return;
+  const double by = shift ? 1 / *shift : 1;
+#if PRECISION >= BF16X3  // elements have 16 bits, and eight of them fill 16 bytes
+  for (i64 k = threadIdx.x % 32 * GROUP; k < (PARTS > 1 ? part : stride); k += 32 * GROUP) {
+    double whole[GROUP];
+    float x[GROUP];
+    get_group(whole, z, row, k, d - k);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i)
+      x[i] = (float)(exponent ? ldexp(whole[i], -exponent[row]) : whole[i] * by);
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+      u32 w[GROUP / 2];
+#pragma unroll
+      for (int i = 0; i < GROUP / 2; ++i) {
+        float &low = x[2 * i], &high = x[2 * i + 1];
+        w[i] = IS_FLOAT16 ? to_fp16x2(low, high) : to_bf16x2(low, high);
+        const unsigned short first = (unsigned short)w[i], second = (unsigned short)(w[i] >> 16);
+        low -= IS_FLOAT16 ? from_fp16(first) : from_bf16(first);
+        high -= IS_FLOAT16 ? from_fp16(second) : from_bf16(second);
+      }
+      *(uint4*)(out + (row * stride + p * part + k) * 2) = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+  }
+#else
+  for (i64 k = threadIdx.x % 32; k < stride; k += 32) {
     const i64 at = row * stride + k;
 #if PRECISION == FP64
     double x = k < d ? z.get(row, k) : 0;
     if (exponent) x = ldexp(x, -exponent[row]);
     ((double*)out)[at] = x;
 #else
-    float x = k < d ? (exponent ? (float)ldexp(z.get(row, k), -exponent[row])
-                                : z.get_float(row, k)) : 0;
-#if PRECISION == FP32 || PRECISION == TF32
+    float x = 0;
+    if (k < d) x = exponent ? (float)ldexp(z.get(row, k), -exponent[row]) : z.get_float(row, k);
     ((float*)out)[at] = x;
-#elif PRECISION == FP16
-    ((unsigned short*)out)[at] = to_fp16(x);
-#else
-#pragma unroll
-    for (int p = 0; p < PARTS; ++p) {
-      const unsigned short rounded = to_bf16(x);
-      ((unsigned short*)out)[at + p * part] = rounded;
-      x -= from_bf16(rounded);
-    }
-#endif
 #endif
   }
+#endif
 }
 
 // Positives of a row: (row, partner) pairs whose dL/dx was kept out of the panels.
@@ -223,23 +271,25 @@ __device__ __forceinline__ double signed_root(double unit) {
 }
 
 // Gradients of rows first.. are complete in `acc` [n, acc_stride], in the panels' unit (with
-// `unit_step` 1 each row has its own), but for the positives: hand them to their destination (data
-// null: nowhere), or add them to what is there, and <gradient, row> to dots (or null).
+// `unit_step` 1 each row has its own), of the other side's rows divided by `shift` (null: 1), but for
+// the positives: hand them to their destination (data null: nowhere), or add them to what is there, and
+// <gradient, row> to dots (or null).
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 4 ? 3 : 2)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
                                   const int* exponent, const __grid_constant__ Positives positives,
-                                  const double* unit, i64 unit_step, double* dots,
+                                  const double* unit, i64 unit_step, const double* shift,
+                                  double* dots,
                                   const __grid_constant__ Matrix out, i64 add) {
   const int lanes = d <= NARROW ? 16 : 32, lane = threadIdx.x % lanes;
   const i64 of_these = (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
   if (of_these >= n) return;
   const Real* sum = acc + of_these * acc_stride;
   const i64 row = first + of_these;
-  unit += unit_step * row;
+  const double root_of_unit = signed_root(unit[unit_step * row]) * sqrt(shift ? *shift : 1.0);
   double dot = 0;
   if (!factor) {  // all at once, in the products' precision
-    const Real root = (Real)signed_root(*unit);
+    const Real root = (Real)root_of_unit;
 #pragma unroll 1
     for (i64 k = lane * GROUP; k < d; k += lanes * GROUP) {
       Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
@@ -258,7 +308,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
     return;
   }
   const int e = exponent[row];
-  const double f = factor[row], root = signed_root(*unit);
+  const double f = factor[row], root = root_of_unit;
   for (i64 k = lane * GROUP; k < d; k += lanes * GROUP)
     dot += Finished<double>(sum, root, positives, z, row, k, d, f, e).dot();
   dot = lanes_sum(dot, lanes);

@@ -22,11 +22,11 @@
 // BF16X3: a row is its features' high parts, then their low ones. A slab of keys' low parts meets
 // the rows' high ones, a slab of high parts both; low times low would be lost in rounding.
 //
-// STREAMED (BF16X6): a row is three parts, too long to stay, and each slab has six products to be read
-// for: rows come along with keys, a part of 128 bytes of features of both a stage. Teams, a warpgroup
-// each, do not take turns: each has its 64 rows of every tile, and as they drift apart one has its
-// epilogue while the other multiplies. Sums are taken in two levels, since tensor cores cut off bits
-// when they add: over a slab's products, the small ones first, then over slabs.
+// STREAMED (FP16X3): sums are taken in two levels, since tensor cores cut off bits when they add: over
+// the three products of a slab's two parts, the small ones first, then over slabs. Rows do not stay but
+// come along with keys, a part of 128 bytes of features of both a stage. Teams, a warpgroup each, do
+// not take turns: each has its 64 rows of every tile, and as they drift apart one has its epilogue, or
+// adds, while the other multiplies.
 //
 // NARROW (rows of up to 256 bytes): what comes of a tile's logits is multiplied with its keys at once,
 // and gathered in registers (sweep_narrow.cu). A panel is 64 rows, a team one warpgroup. A team's turn
@@ -67,7 +67,7 @@
 #define SHARED 232448  // bytes that a launch gives
 #endif
 #define BLOCKS (WIDE ? 2 : 1)  // that share a panel
-#define STREAMED (PARTS == 3)  // rows do not stay
+#define STREAMED (PRECISION == FP16X3)  // rows do not stay
 #define STRIPS (PANEL_ROWS / 64 / BLOCKS)  // of 64 rows, that a block has of its panel
 #define HALVES (STREAMED ? 1 : STRIPS)  // warpgroups of a team
 #define WARPGROUPS (2 * HALVES)
@@ -80,7 +80,7 @@
 #define SLAB_BYTES (TILE_COLUMNS * SLAB)
 #define STAGE_BYTES ((STREAMED ? 2 : 1) * SLAB_BYTES)  // keys, or rows and keys
 #define ROW_SLOTS (STREAMED ? 1 : 2)  // sums that a segment leaves for each row: a team each
-#define SLAB_ELEMENTS (SLAB / (PRECISION == TF32 ? 4 : 2))
+#define SLAB_ELEMENTS (SLAB / 2)
 
 // A panel of rows, and the tiles of columns that it meets in one go: first .. last, which in a
 // triangle go on from the last tile to tile 0.
@@ -238,9 +238,7 @@ __device__ __forceinline__ void multiply_slab(float (&x)[64], u32 a, u32 b, bool
 #pragma unroll
   for (int step = 0; step < SLAB / 32; ++step) {
     const int add = !first || step > 0;
-#if PRECISION == TF32
-    wgmma_tf32(x, a + 2 * step, b + 2 * step, add);
-#elif PRECISION == FP16
+#if IS_FLOAT16
     wgmma_fp16(x, a + 2 * step, b + 2 * step, add);
 #else
     wgmma_bf16(x, a + 2 * step, b + 2 * step, add);
@@ -285,25 +283,19 @@ __device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Ep
   for (int slab = 0; slab < SLABS / PARTS; ++slab) {
     const u32 first = place.stage, keys = matrix_start(shared_address(s.k[first]) + SLAB_BYTES);
     const u32 rows = matrix_start(shared_address(s.k[first]) + lane.strip() * 64 * SLAB);
-    const int part = STAGE_BYTES / 16;  // from a large one back to the next smaller
+    const int part = STAGE_BYTES / 16;  // from the small one to the large one
     for (int p = 0; p < PARTS; ++p, place.next()) barrier_wait(s.full[place.stage], place.phase);
     float y[64];
     products_begin();
-    multiply_slab(y, rows, keys + 2 * part, true);
-    multiply_slab(y, rows + part, keys + part, false);
-    multiply_slab(y, rows + 2 * part, keys, false);
+    multiply_slab(y, rows, keys + part, true);
+    multiply_slab(y, rows + part, keys, false);
     products_commit();
-    multiply_slab(y, rows + part, keys + 2 * part, false);
-    multiply_slab(y, rows + 2 * part, keys + part, false);
+    multiply_slab(y, rows + part, keys + part, false);
     products_commit();
     products_wait<1>();
     release(s, first, lane);
-    multiply_slab(y, rows + 2 * part, keys + 2 * part, false);
-    products_commit();
-    products_wait<1>();
-    release(s, first + 1, lane);
     products_wait<0>();
-    release(s, first + 2, lane);
+    release(s, first + 1, lane);
     arrived(y);
 #pragma unroll
     for (int i = 0; i < 64; ++i) x[i] += y[i];

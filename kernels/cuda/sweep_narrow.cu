@@ -34,7 +34,7 @@ struct Narrow : OfLogits {
       values<ONE>(x, s, of_slice(team.v, s), of_slice(team.height, ONE ? -1 : s));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-#if PRECISION == FP16
+#if IS_FLOAT16
         p[s][i] = to_fp16x2(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
 #else
         p[s][i] = to_bf16x2(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
@@ -48,7 +48,7 @@ struct Narrow : OfLogits {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
       const u32 b = matrix_across(keys, SLAB_BYTES) + s * (16 * SLAB / 16);
-#if PRECISION == FP16
+#if IS_FLOAT16
       wgmma_rows_fp16(sum, p[s], b);
 #else
       wgmma_rows_bf16(sum, p[s], b);

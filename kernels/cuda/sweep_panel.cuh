@@ -5,7 +5,6 @@
 // A warp's strip of a tile of the panel, 16 rows: written 128 bytes of them at a time to shared memory,
 // from which the copy engine takes them. Shared memory is the busiest part of the chip here, and this
 // is the way that passes it least often.
-#if PRECISION != TF32
 #define PIECE 64  // columns
 struct PanelStrip {
   struct Shared {
@@ -48,18 +47,7 @@ struct PanelStrip {
   __device__ __forceinline__ void write(float (&x)[64], int s) const {
     u32 w[4];  // rows above and below of the first eight columns, then of the others
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float &x0 = x[8 * s + 2 * i], &x1 = x[8 * s + 2 * i + 1];
-#if PRECISION == FP16
-      w[i] = to_fp16x2(x0, x1);
-#else
-      w[i] = to_bf16x2(x0, x1);
-      if (PARTS > 1) {
-        x0 -= __uint_as_float(w[i] << 16);
-        x1 -= __uint_as_float(w[i] & 0xffff0000u);
-      }
-#endif
-    }
+    for (int i = 0; i < 4; ++i) w[i] = round_pair(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
     store_matrices(piece + (put ^ 16 * s % PIECE), w[0], w[1], w[2], w[3]);
   }
   __device__ __forceinline__ void send(int row, int column, const Lane& lane) const {
@@ -71,33 +59,3 @@ struct PanelStrip {
     if (lane.lane == 0) stores_read();  // before the memory goes
   }
 };
-#else
-// Of 32-bit elements, the lanes of a pair exchange theirs, and each writes 16 bytes.
-struct PanelStrip {
-  struct Shared {};
-  const Panel& panel;
-
-  __device__ __forceinline__ PanelStrip(const TensorMap&, const Panel& panel, Shared&, const Lane&)
-      : panel(panel) {}
-  __device__ __forceinline__ void store(const float (&x)[64], int s, int row, int column,
-                                        const Block& b, const Lane& lane) const {
-    const bool odd = lane.t & 1;
-    column += 16 * s + (odd ? 8 : 0) + (lane.t & 2) * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int i = 8 * s + 2 * h;
-      const float x0 = __shfl_xor_sync(ALL_LANES, odd ? x[i] : x[i + 4], 1);
-      const float x1 = __shfl_xor_sync(ALL_LANES, odd ? x[i + 1] : x[i + 5], 1);
-      const float4 four = odd ? make_float4(x0, x1, x[i + 4], x[i + 5])
-                              : make_float4(x[i], x[i + 1], x0, x1);
-      const uint4 words = make_uint4(
-          to_tf32(__float_as_uint(four.x)), to_tf32(__float_as_uint(four.y)),
-          to_tf32(__float_as_uint(four.z)), to_tf32(__float_as_uint(four.w)));
-      const i64 of = row + lane.g + 8 * h;
-      if (column < panel.stride && of < b.q.rows)  // up to the stride, which is padding
-        __stcs((uint4*)(panel.data + of * panel.stride + column), words);
-    }
-  }
-  __device__ __forceinline__ void end(const Lane&) const {}
-};
-#endif

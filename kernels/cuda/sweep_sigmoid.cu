@@ -10,7 +10,7 @@
 // divisions, to e^5; below the other, in 16 bits, to e^2, which is good to 3e-7.
 #define CALM -5.0f
 #define CALMER -10.0f
-#define HAS_CALMER (PRECISION == BF16 || PRECISION == FP16)
+#define HAS_CALMER (PARTS == 1)
 enum { ANY, CALM_TILE, CALMER_TILE };
 
 struct SigmoidLoss {

@@ -153,13 +153,7 @@ __device__ __forceinline__ void store_panel(Real (&x)[8][8], const Panel& out, c
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         Real &x0 = x[i][2 * n], &x1 = x[i][2 * n + 1];
-#if PRECISION == FP16
-        w[n] = to_fp16x2(x0, x1);
-#else
-        w[n] = to_bf16x2(x0, x1);
-        x0 -= __uint_as_float(w[n] << 16);  // what rounding leaves
-        x1 -= __uint_as_float(w[n] & 0xffff0000u);
-#endif
+        w[n] = round_pair(x0, x1);
       }
       store_words(row ? row + part * out.part : nullptr, w, columns, p);
     }
