@@ -1,0 +1,139 @@
+// What all phases of fused.cu know: the problem, who works on what, and barriers over the grid.
+#pragma once
+#include "common.cuh"
+
+#define FUSED_THREADS 256
+#define WARPS (FUSED_THREADS / 32)
+#define LOW ((Real)-INFINITY_)
+#define WIDE (16 / (int)sizeof(Real))      // numbers in 16 bytes
+#define TILE 64                            // rows and columns of a tile
+#define CHUNK (128 / (int)sizeof(Real))    // of a row, in one step of a product
+#define MOST_PARTS 16                      // into which the features are cut
+#define CHUNK_STRIDE (CHUNK + WIDE)        // eight rows lie in different banks
+#define SHARE (TILE * CHUNK / FUSED_THREADS)  // of a thread, when a chunk is fetched
+
+// A kernel for each kind of problem (-DSYMMETRIC=1 and so on): such a short launch would spend its
+// time on fetching instructions that it skips.
+//     SYMMETRIC, TWO_SIDED, SIGMOID, NORMALIZE   as in Problem
+//     IDS                                        whether pairs of equal ids are excluded
+//     DTYPE                                      of the features
+#if DTYPE == DTYPE_FLOAT64
+typedef double Element;
+#elif DTYPE == DTYPE_FLOAT32
+typedef float Element;
+#else
+typedef unsigned short Element;
+#endif
+
+__device__ __forceinline__ Real number(Element x) {
+#if DTYPE == DTYPE_BFLOAT16
+  return from_bf16(x);
+#elif DTYPE == DTYPE_FLOAT16
+  return from_fp16(x);
+#else
+  return (Real)x;
+#endif
+}
+__device__ __forceinline__ const Element* address(const Matrix& z, i64 row, i64 column) {
+  return (const Element*)z.data + row * z.row_stride + column * z.column_stride;
+}
+
+struct Fused {
+  Matrix q, k, dq, dk;  // dq, dk: data null where not wanted
+  i64 m, n, d;
+  Scalar scale, bias;
+  double row_weight, column_weight;
+  double row_share;           // weight of a row in the reduced loss
+  double upstream;            // of all rows, unless each has its own
+  const double* upstreams;    // [M] or null
+  const i64* positives;       // [M], or null: the other view of a sample, or i for i
+  const i64 *query_ids, *key_ids;
+  i64 gradient;                                  // whether gradients are wanted
+  i64 parts;                                     // of the features in phase 1
+  Real* x;                                       // [max(parts, 2), M, N]: logits, then P
+  double *row_inverse, *column_inverse;          // 1 / |z|
+  double *row_bad, *column_bad;                  // 0 or NaN
+  double *row_gap, *column_gap;
+  double *row_dot, *column_dot, *row_sum;
+  Real *losses, *row_lse, *column_lse;           // out
+  Real *loss, *scale_grad, *bias_grad;           // out
+  Real *row_height, *row_factor, *column_height, *column_factor;
+  u32* barrier;  // [2], zeros before and after
+};
+
+union Vector {
+  uint4 bits;
+  Real z[WIDE];
+};
+
+// All blocks of the grid have come here, and see what the others wrote before.
+__device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
+  target += gridDim.x;
+  __syncthreads();  // the whole block is done before its first thread reports that
+  if (threadIdx.x == 0) {
+    add_release(arrived, 1);
+    while (load_acquire(arrived) < target) {
+    }
+  }
+  __syncthreads();  // nobody goes on before the first thread has seen all others
+}
+
+__device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
+  return (SYMMETRIC && i == j) || (IDS && f.query_ids[i] == f.key_ids[j]);
+}
+
+__device__ __forceinline__ i64 positive_of(const Fused& f, i64 i) {
+  if (f.positives) return f.positives[i];
+  return !SYMMETRIC ? i : i < f.m / 2 ? i + f.m / 2 : i - f.m / 2;
+}
+__device__ __forceinline__ double upstream_of(const Fused& f, i64 i) {
+  return f.upstreams ? f.upstreams[i] : f.upstream;
+}
+
+// log2 of 2^a + 1, where a may be infinite
+__device__ __noinline__ double softplus2(double a) {
+  return fmax(a, 0.0) + log1p(exp2(-fabs(a))) * LOG2_E;
+}
+// 2^a / (2^a + 1)
+__device__ __noinline__ double sigmoid2(double a) { return exp2(a - softplus2(a)); }
+
+// Threads that work on one row at a time: a warp; where rows are few, more of a block's warps.
+struct Team {
+  i64 row, step;     // this team's first row, and how far the next one is
+  int lane, lanes;   // which of its threads this is
+  int index;         // of the team in its block
+  double* memory;    // [WARPS], shared
+
+  __device__ Team(i64 rows, double* memory) : memory(memory) {
+    lanes = FUSED_THREADS;
+    while (lanes > 32 && gridDim.x * (FUSED_THREADS / lanes) < rows) lanes /= 2;
+    const int teams = FUSED_THREADS / lanes;
+    index = threadIdx.x / lanes;
+    lane = threadIdx.x % lanes;
+    row = (i64)blockIdx.x * teams + index;
+    step = (i64)gridDim.x * teams;
+  }
+  __device__ void sync() const {
+    if (lanes == 32) __syncwarp();
+    else sync_some(1 + index, lanes);
+  }
+  __device__ double sum(double x) const {
+    return reduce(x, [](double a, double b) { return a + b; });
+  }
+  __device__ double max(double x) const {
+    return reduce(x, [](double a, double b) { return a > b || b != b ? a : b; });
+  }
+  template <class F>
+  __device__ double reduce(double x, F join) const {
+#pragma unroll
+    for (int l = 16; l > 0; l /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, l));
+    if (lanes == 32) return x;
+    const int first = index * (lanes / 32);
+    if (lane % 32 == 0) memory[first + lane / 32] = x;
+    sync();  // all warps' results are there
+    x = memory[first];
+    for (int w = 1; w < lanes / 32; ++w) x = join(x, memory[first + w]);
+    sync();  // and have been read
+    return x;
+  }
+};
