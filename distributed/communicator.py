@@ -29,6 +29,7 @@ FAILED, WAITING = "failed", "waiting"
 PIECE = 2**30  # bytes of one message
 SHORT = 2040  # bytes of most values that all ranks exchange
 LISTEN = 0.05  # seconds between looks at the other ranks
+BUSY = 2e-3  # seconds of waiting without sleep, which would last longer than most waits
 CONTROL_TAG = 7
 
 
@@ -106,7 +107,8 @@ class Communicator:
                     f"rank {self.rank} waited {self.timeout:g} s for {self.silent()}; a rank may "
                     "have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            time.sleep(min(1e-3, (now - began) / 100))  # late by at most a hundredth
+            waited = now - began  # late by a hundredth at most; threads run meanwhile
+            time.sleep(min(1e-3, waited / 100) if waited > BUSY else 0)
 
 
 # --- MPI ------------------------------------------------------------------------------------------

@@ -13,7 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from infonce.kernels.blocks import Array, Backend, Gradients, Problem, Solution, fold_block, solve
+from infonce.kernels.blocks import (
+    Array,
+    Backend,
+    Gradients,
+    Problem,
+    Solution,
+    Vectors,
+    fold_block,
+    solve,
+)
 
 from infonce import arrays, dispatch
 from infonce import losses as single
@@ -249,7 +258,7 @@ class _Call:
         on_gpu = everyone[0][2] is not None
         first = everyone[0][0]
         for r, (theirs, _, _) in enumerate(everyone):
-            for name in {**first, **theirs}:
+            for name in {**first, **theirs} if theirs != first else ():
                 if theirs.get(name) != first.get(name):
                     error = (
                         f"{name}: expected the same on all ranks, got {first.get(name)!r} on rank "
@@ -270,15 +279,18 @@ class _Call:
     # -- the work
 
     def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
+        fold, xp, vectors = _backend(request)
         problem, gradients, ranks = request.problem, request.gradients, self.ranks
         assert self.transport is not None
-        xp = arrays.namespace(problem.query)
         ddp = ranks.size if self.ours["gradient_scale"] == "ddp" else 1
-        problem.upstream = problem.upstream * ddp
+        if ddp != 1:
+            problem.upstream = problem.upstream * ddp
         if gradients is not None:
-            gradients.dots = xp.zeros(1)
-        fold, vectors = _backend(request)
-        ring = Ring(problem, keys, ranks, self.transport, fold, vectors, self.labels is not None)
+            rows = len(problem.query) if gradients.want_query else keys.largest
+            gradients.dots = xp.zeros(rows)
+        ring = Ring(
+            problem, keys, ranks, self.transport, fold, xp, self.labels is not None, vectors
+        )
         if self.kind.symmetric and self.labels is not None:
             self.check_pairs(ring, request, queries)
         solution = solve(problem, ring, gradients)
@@ -311,31 +323,39 @@ class _Call:
     ) -> None:  # fmt: skip
         """Sums over ranks, in the order of the ranks: the same number everywhere, every time."""
         assert self.transport is not None
-        losses = solution.losses
-        if request.without_positive is not None:
-            xp = arrays.namespace(losses)
-            losses = xp.where(request.without_positive, xp.nan, losses)
-        parts = {"loss": losses.sum()}
+        parts, share = {"loss": solution.loss}, 1
+        if solution.loss is None:
+            losses = solution.losses
+            if request.without_positive is not None:
+                xp = arrays.namespace(losses)
+                losses = xp.where(request.without_positive, xp.nan, losses)
+            parts = {"loss": losses.sum()}
+            share = queries.total if request.reduction == "mean" else 1
         if gradients is not None:
             parts |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
         if request.metrics and solution.directions is not None:
             rows, columns = solution.directions
             parts |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
-        self.transport.settle()  # reading them would wait for ranks without end
-        mine = {name: float(part) for name, part in parts.items() if part is not None}
-        everyone = self.ranks.allgather(list(mine.values()))
-        totals = dict(zip(mine, map(_sum, zip(*everyone, strict=True)), strict=True))
-        if request.reduction != "none":
-            share = queries.total if request.reduction == "mean" else 1
-            solution.loss = np.float64(totals["loss"] / share)
+        parts = {name: part for name, part in parts.items() if part is not None}
+        # to read them otherwise would wait for ranks without end
+        everyone = self.ranks.allgather(self.transport.read(list(parts.values())))
+        totals = dict(zip(parts, map(_sum, zip(*everyone, strict=True)), strict=True))
+        totals["loss"] /= share
         if "scale" in totals:
-            solution.scale_grad = np.float64(totals["scale"] / ddp)
+            totals["scale"] /= ddp
         if "bias" in totals:
-            solution.bias_grad = np.float64(totals["bias"] / ddp)
+            totals["bias"] /= ddp
         if "rows" in totals:
             means = [totals[name] / queries.total if name in totals else None
                      for name in ("rows", "columns")]  # fmt: skip
             solution.means = means[0], means[1]
+        made = arrays.namespace(request.problem.query).asarray(
+            list(totals.values()), dtype=request.dtype
+        )
+        of_batch = dict(zip(totals, made, strict=True))
+        if request.reduction != "none":
+            solution.loss = of_batch["loss"]
+        solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
 
 
 def _sized(given: Sequence[Any]) -> tuple[list[Array], list[int]]:
@@ -366,27 +386,28 @@ def _one_gpu_each(
 
 
 def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
-    return lambda problem, triangle, epilogue, gradients: fold_block(
-        backend(problem, gradients), problem, triangle, epilogue, gradients
+    return lambda problem, triangle, epilogue, gradients, poison: fold_block(
+        backend(problem, gradients), problem, triangle, epilogue, gradients, poison
     )
 
 
-def _backend(request: Request) -> tuple[FoldBlock, Any]:
-    """What folds blocks, and the namespace of vectors of length M or N."""
+def _backend(request: Request) -> tuple[FoldBlock, Any, Callable[[Ring], Vectors]]:
+    """What folds blocks, and for vectors of length M or N their namespace and mathematics."""
     if request.offload:
         from infonce.kernels import offload_gpu
 
-        return _folding(offload_gpu.backend), np
+        return _folding(offload_gpu.backend), np, Vectors
     if arrays.on_gpu(request.problem.query):
         from infonce.kernels import gpu
 
+        request.problem = gpu.wide(request.problem)
         ahead = None
         if request.gradients is not None:
             ahead = Gradients(want_key=False, add_query=True)
-        return functools.partial(gpu.fold_block, ahead=ahead), gpu.GPU.xp
+        return functools.partial(gpu.fold_block, ahead=ahead), gpu.GPU.xp, gpu.VectorsOverRanks
     from infonce.kernels.cpu import CPU
 
-    return _folding(CPU), CPU.xp
+    return _folding(CPU), CPU.xp, Vectors
 
 
 info_nce_loss = _over_ranks(single.info_nce_loss, single.INFO_NCE, False)
