@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import socket
@@ -31,6 +32,10 @@ SHORT = 2040  # bytes of most values that all ranks exchange
 LISTEN = 0.05  # seconds between looks at the other ranks
 BUSY = 2e-3  # seconds of waiting without sleep, which would last longer than most waits
 CONTROL_TAG = 7
+
+
+# lets other processes of this core run, and other threads of this one
+_yield: Callable[[], None] = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
 
 
 class RankError(RuntimeError):
@@ -107,8 +112,10 @@ class Communicator:
                     f"rank {self.rank} waited {self.timeout:g} s for {self.silent()}; a rank may "
                     "have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            waited = now - began  # late by a hundredth at most; threads run meanwhile
-            time.sleep(min(1e-3, waited / 100) if waited > BUSY else 0)
+            if now - began < BUSY:
+                _yield()
+            else:
+                time.sleep(min(1e-3, (now - began) / 100))  # late by at most a hundredth
 
 
 # --- MPI ------------------------------------------------------------------------------------------

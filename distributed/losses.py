@@ -386,8 +386,8 @@ def _one_gpu_each(
 
 
 def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
-    return lambda problem, triangle, epilogue, gradients, poison: fold_block(
-        backend(problem, gradients), problem, triangle, epilogue, gradients, poison
+    return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
+        backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
     )
 
 

@@ -49,7 +49,7 @@ from .transport import Transport
 
 Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
 # `blocks.fold_block` on a backend
-FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None, Poison | None], None]
+FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None, Poison | None, Sums | None], None]
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,10 @@ class Ring:
                 columns = Sums(*sums[:2])
             elif half and keys.owner == self.ranks.rank:
                 columns = stats.rows  # one triangle of this block
-            part = changed(
-                stats, columns=columns, row_rank=None, column_rank=None, fresh=bool(sums)
-            )
-            if not self._block(problem, keys, arrays, part, None) and sums:
-                part.columns.clear(xp)
+            part = changed(stats, columns=columns, row_rank=None, column_rank=None)
+            fresh = columns if sums else None
+            if not self._block(problem, keys, arrays, part, None, fresh) and fresh is not None:
+                fresh.clear(xp)
             if half and columns is not None and sums:
                 # in a symmetric loss one row that is not finite spoils all, and the pairs of these
                 # queries are those of the keys
@@ -253,9 +252,7 @@ class Ring:
             part = epilogue
             if isinstance(part, SoftmaxGradient) and len(arrays) > first_factor:
                 lse, factor, positive = arrays[first_factor:]
-                part = changed(
-                    part, column_lse=lse, column_factor=factor, column_positive=positive
-                )
+                part = changed(part, column_lse=lse, column_factor=factor, column_positive=positive)
             key = sums[0] if sums else None
             mine = changed(
                 gradients, query=dq, key=key, want_key=key is not None, dots=dots,
@@ -292,6 +289,7 @@ class Ring:
         arrays: list[Array],
         epilogue: Epilogue,
         gradients: Gradients | None,
+        fresh: Sums | None = None,
     ) -> bool:
         """Fold the block of these keys; False if it is empty."""
         theirs = keys.owner != self.ranks.rank
@@ -312,11 +310,10 @@ class Ring:
         )
         if 0 in block.shape[:2]:
             return False
-        statistics = isinstance(epilogue, Statistics)
-        triangle = statistics and symmetric and epilogue.columns is not None
-        poison = self.poisoned if statistics or isinstance(epilogue, Sigmoid) else None
-        self.fold_block(block, triangle, epilogue, gradients, poison)
-        if triangle:
+        triangle = isinstance(epilogue, Statistics) and symmetric and epilogue.columns is not None
+        poison = self.poisoned if isinstance(epilogue, (Statistics, Sigmoid)) else None
+        self.fold_block(block, triangle, epilogue, gradients, poison, fresh)
+        if isinstance(epilogue, Statistics) and triangle:
             epilogue.positive[:] = mirrored(self.xp, epilogue.positive, block.positives)
         if poison is not None:
             poison.known = True

@@ -186,7 +186,6 @@ class Statistics:
     positive: Array  # [M] float64, base-2 logit of the positive
     row_rank: Array = None  # [M] int64: keys scoring above the positive (where asked for)
     column_rank: Array = None  # [N] int64
-    fresh: bool = False  # `columns` is memory that holds no sums yet
 
     phase = "log-sum-exp"
 
@@ -331,12 +330,12 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
 
 def fold_block(
     backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue,
-    gradients: Gradients | None, poison: Poison | None = None,
+    gradients: Gradients | None, poison: Poison | None = None, fresh: Sums | None = None,
 ) -> None:  # fmt: skip
     """Fold all of `problem` into `epilogue`, as a block of a larger one; and into `poison`, where
-    losses are in the making."""
-    if isinstance(epilogue, Statistics) and epilogue.fresh and epilogue.columns is not None:
-        epilogue.columns.clear(backend.xp)
+    losses are in the making. `fresh`: those of its sums that hold nothing yet, but any numbers."""
+    if fresh is not None:
+        fresh.clear(backend.xp)
     backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
     if poison is not None:
         poison.rows += backend.poison(problem)

@@ -32,6 +32,7 @@ from .blocks import (
     SoftmaxGradient,
     Solution,
     Statistics,
+    Sums,
 )
 from .gpu_folds import RanksFold, StatisticsFold
 from .gpu_gradients import NarrowFold, OnlineFold, SigmoidFold, SoftmaxFold
@@ -297,10 +298,10 @@ def _solve(problem: Problem, gradients: Gradients | None, queue: Queue) -> dict[
 
 def fold_block(
     problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
-    poison: Poison | None, ahead: Gradients | None = None,
+    poison: Poison | None = None, fresh: Sums | None = None, ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
     """`blocks.fold_block` on the current device; `ahead` as for `GPU`."""
-    parts = wide(problem), triangle, epilogue, gradients, poison, ahead
+    parts = wide(problem), triangle, epilogue, gradients, poison, fresh, ahead
     if gpu_plan.pays(problem, gradients):
         gpu_plan.call(_fold_block, device_properties(problem.query.device.id), *parts)
     else:
@@ -309,30 +310,33 @@ def fold_block(
 
 def _fold_block(
     problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
-    poison: Poison | None, ahead: Gradients | None, queue: Queue,
+    poison: Poison | None, fresh: Sums | None, ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    backend = GPU(problem, gradients, ahead, queue)
-    if isinstance(epilogue, Statistics) and epilogue.fresh:
-        backend.vectors.clear(epilogue.columns)
-        epilogue = replace(epilogue, fresh=False)
-    blocks.fold_block(backend, problem, triangle, epilogue, gradients)
-    if poison is not None:  # queries are written, keys' NaN stays
-        backend.not_finite(problem, poison.all, poison.rows, poison.known)
+    gpu = GPU(problem, gradients, ahead, queue)
+    if fresh is not None:
+        gpu.vectors.clear(fresh)
+    blocks.fold_block(gpu, problem, triangle, epilogue, gradients)
+    if poison is not None:  # what queries say is written once, keys add theirs
+        gpu.not_finite(problem, poison.all, poison.rows, poison.known)
     return {}
 
 
 class VectorsOverRanks(blocks.Vectors):
     """`blocks.Vectors` of a ring, a plan a step."""
 
+    def __init__(self, ring: Any) -> None:
+        super().__init__(ring)
+        self.ring = ring
+
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         if not self.known(problem) or problem.ranks:
             return super().statistics(problem)
         made = self.plan(_begin, problem)
         upstream = made.get("upstream", problem.upstream)
-        rows = blocks.Sums(made["row_max"], made["row_sum"])
+        rows = Sums(made["row_max"], made["row_sum"])
         columns = rows if problem.symmetric else None
         if problem.two_sided:
-            columns = blocks.Sums(made["column_max"], made["column_sum"])
+            columns = Sums(made["column_max"], made["column_sum"])
         return replace(problem, upstream=upstream), Statistics(rows, columns, made["positive"])
 
     def conclude(
@@ -341,9 +345,11 @@ class VectorsOverRanks(blocks.Vectors):
         if not self.known(problem):
             return super().conclude(problem, stats, triangle, gradient)
         sums = Statistics(stats.rows, stats.columns, stats.positive)
-        found = self.plan(_conclude, problem, sums, self.backend.poisoned).get
+        found = self.plan(_conclude, problem, sums, self.ring.poisoned).get
         rows, columns = (
-            blocks.Direction(found(f"{side}_loss"), found(f"{side}_lse"), found(f"{side}_lse2"), None)
+            blocks.Direction(
+                found(f"{side}_loss"), found(f"{side}_lse"), found(f"{side}_lse2"), None
+            )
             for side in ("row", "column")
         )
         at_positive = found("at_positive")
@@ -381,7 +387,7 @@ def _begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     given = problem.upstream
     gpu = GPU(problem, queue=queue)
     problem, stats = gpu.vectors.statistics(problem)
-    columns = stats.columns or blocks.Sums(None, None)
+    columns = stats.columns or Sums(None, None)
     return {
         "row_max": stats.rows.max, "row_sum": stats.rows.sum, "column_max": columns.max,
         "column_sum": columns.sum, "positive": stats.positive,
