@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,10 +80,10 @@ def _over_ranks(
         for name, default in OPTIONS.items()
     ]
     own = signature.replace(parameters=positional)
+    names = {p.name for p in positional}
 
     @functools.wraps(function)
     def over_ranks(*args: Any, **options: Any) -> Any:
-        names = {p.name for p in positional}
         named = {name: options.pop(name) for name in list(options) if name in names}
         bound = own.bind(*args, **named)
         bound.apply_defaults()
@@ -211,8 +212,12 @@ class _Call:
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, shard)
         xp, m = arrays.namespace(features[0]), len(features[0])
         if request.problem.positives is None:
-            positives = (xp.arange(m) + m // 2) % max(m, 1) if self.kind.symmetric else xp.arange(m)
-            request.problem.positives = positives + queries.starts[self.ranks.rank]
+            start = queries.starts[self.ranks.rank]
+            if self.kind.symmetric:
+                positives = start + (xp.arange(m) + m // 2) % max(m, 1)
+            else:
+                positives = xp.arange(start, start + m)
+            request.problem.positives = positives
         return request, self.facts(request, features)
 
     def facts(self, request: Request, features: list[Array]) -> Any:
@@ -251,14 +256,17 @@ class _Call:
             from .transport_gpu import device_name
 
             device = device_name()
-        return facts, transports.offers(on_gpu), device
+        return pickle.dumps(facts), transports.offers(on_gpu), device
 
     def compare(self, everyone: list[Any]) -> None:
         """ValueError on all ranks where they disagree; and how arrays will travel."""
         on_gpu = everyone[0][2] is not None
-        first = everyone[0][0]
-        for r, (theirs, _, _) in enumerate(everyone):
-            for name in {**first, **theirs} if theirs != first else ():
+        of_first = everyone[0][0]
+        for r, (of_rank, _, _) in enumerate(everyone):
+            if of_rank == of_first:
+                continue
+            first, theirs = pickle.loads(of_first), pickle.loads(of_rank)
+            for name in {**first, **theirs}:
                 if theirs.get(name) != first.get(name):
                     error = (
                         f"{name}: expected the same on all ranks, got {first.get(name)!r} on rank "

@@ -97,8 +97,8 @@ class Ring:
         self.own_positives = pairs and not labelled
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         m = len(problem.query)
-        found = xp.zeros(m + 1)
-        self.poisoned = Poison(found[:m], found[m:])
+        self.not_finite = xp.zeros(m + 1)
+        self.poisoned = Poison(self.not_finite[:m], self.not_finite[m:])
         self.pieces = self._pieces(problem)
         self.local: dict[bool, Array] = {}  # positives, where they are own keys: by `apart`
         self.vectors = vectors(weakref.proxy(self))  # no cycle: a call's memory is freed with it
@@ -173,11 +173,11 @@ class Ring:
             part = changed(stats, columns=columns, row_rank=None, column_rank=None)
             fresh = columns if sums else None
             if not self._block(problem, keys, arrays, part, None, fresh) and fresh is not None:
-                fresh.clear(xp)
+                fresh.clear()
             if half and columns is not None and sums:
                 # in a symmetric loss one row that is not finite spoils all, and the pairs of these
                 # queries are those of the keys
-                columns.sum += self.poisoned.rows.sum() + self.poisoned.all
+                columns.sum += self.not_finite.sum()
                 sums[2][:] = self._by_keys(problem, keys, stats.positive)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:

@@ -150,12 +150,9 @@ class Sums:
             return cls(*xp.empty_sums(n))
         return cls(xp.full(n, -xp.inf), xp.zeros(n))
 
-    def clear(self, xp: Any) -> None:
+    def clear(self) -> None:
         """Nothing is folded in yet."""
-        if hasattr(xp, "clear_sums"):  # as above
-            xp.clear_sums(self.max, self.sum)
-        else:
-            self.max[:], self.sum[:] = -np.inf, 0.0
+        self.max[:], self.sum[:] = -np.inf, 0.0
 
     def log2(self, xp: Any) -> Array:
         """log2 of the sum of 2^x2; -inf where nothing was folded in."""
@@ -335,7 +332,7 @@ def fold_block(
     """Fold all of `problem` into `epilogue`, as a block of a larger one; and into `poison`, where
     losses are in the making. `fresh`: those of its sums that hold nothing yet, but any numbers."""
     if fresh is not None:
-        fresh.clear(backend.xp)
+        fresh.clear()
     backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
     if poison is not None:
         poison.rows += backend.poison(problem)

@@ -345,7 +345,8 @@ class VectorsOverRanks(blocks.Vectors):
         if not self.known(problem):
             return super().conclude(problem, stats, triangle, gradient)
         sums = Statistics(stats.rows, stats.columns, stats.positive)
-        found = self.plan(_conclude, problem, sums, self.ring.poisoned).get
+        one_sided = blocks.changed(problem, symmetric=False)  # partners may be on other ranks
+        found = self.plan(_conclude, one_sided, sums, self.ring.poisoned).get
         rows, columns = (
             blocks.Direction(
                 found(f"{side}_loss"), found(f"{side}_lse"), found(f"{side}_lse2"), None
@@ -375,10 +376,8 @@ class VectorsOverRanks(blocks.Vectors):
         return 0 not in problem.shape and problem.progress is None
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
-        # what steps on vectors look at: not where positives are, which may be on other ranks
-        problem = blocks.changed(
-            problem, symmetric=False, normalize=False, query_ids=None, key_ids=None,
-        )  # fmt: skip
+        # what steps on vectors do not look at
+        problem = blocks.changed(problem, normalize=False, query_ids=None, key_ids=None)
         properties = device_properties(problem.query.device.id)
         return gpu_plan.call(build, properties, problem, *parts)
 
@@ -389,8 +388,8 @@ def _begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     problem, stats = gpu.vectors.statistics(problem)
     columns = stats.columns or Sums(None, None)
     return {
-        "row_max": stats.rows.max, "row_sum": stats.rows.sum, "column_max": columns.max,
-        "column_sum": columns.sum, "positive": stats.positive,
+        "row_max": stats.rows.max, "row_sum": stats.rows.sum,
+        "column_max": columns.max, "column_sum": columns.sum, "positive": stats.positive,
         "upstream": None if problem.upstream is given else problem.upstream,
     }  # fmt: skip
 

@@ -70,7 +70,6 @@ class Namespace:
 
     conclude = staticmethod(_conclude)
     merge_sums = staticmethod(_merge_sums)
-    clear_sums = staticmethod(_empty_sums)
     within = staticmethod(_within)
 
     @staticmethod
