@@ -331,14 +331,13 @@ class _Call:
     ) -> None:  # fmt: skip
         """Sums over ranks, in the order of the ranks: the same number everywhere, every time."""
         assert self.transport is not None
-        parts, share = {"loss": solution.loss}, 1
-        if solution.loss is None:
+        parts = {"loss": solution.loss}  # their sum, where a backend has it
+        if solution.loss is None or request.without_positive is not None:
             losses = solution.losses
             if request.without_positive is not None:
                 xp = arrays.namespace(losses)
                 losses = xp.where(request.without_positive, xp.nan, losses)
             parts = {"loss": losses.sum()}
-            share = queries.total if request.reduction == "mean" else 1
         if gradients is not None:
             parts |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
         if request.metrics and solution.directions is not None:
@@ -348,7 +347,8 @@ class _Call:
         # to read them otherwise would wait for ranks without end
         everyone = self.ranks.allgather(self.transport.read(list(parts.values())))
         totals = dict(zip(parts, map(_sum, zip(*everyone, strict=True)), strict=True))
-        totals["loss"] /= share
+        if request.reduction == "mean":
+            totals["loss"] /= queries.total
         if "scale" in totals:
             totals["scale"] /= ddp
         if "bias" in totals:
@@ -361,8 +361,7 @@ class _Call:
             list(totals.values()), dtype=request.dtype
         )
         of_batch = dict(zip(totals, made, strict=True))
-        if request.reduction != "none":
-            solution.loss = of_batch["loss"]
+        solution.loss = of_batch["loss"] if request.reduction != "none" else None
         solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
 
 

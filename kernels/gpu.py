@@ -365,10 +365,12 @@ class VectorsOverRanks(blocks.Vectors):
         self, problem: Problem, losses: Array, gradients: Gradients | None,
         of_bias: Array | None = None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
+        """The sum of the losses, whatever the reduction: others' are to be added."""
         if not self.known(problem):
             return super().totals(problem, losses, gradients, of_bias)
         dots = None if gradients is None else gradients.dots
-        found = self.plan(_totals, problem, losses, dots, of_bias).get
+        whole = blocks.changed(problem, row_share=1.0)
+        found = self.plan(_totals, whole, losses, dots, of_bias).get
         return found("loss"), found("scale_grad"), found("bias_grad")
 
     def known(self, problem: Problem) -> bool:
@@ -413,7 +415,7 @@ def _totals(
     problem: Problem, losses: Array, dots: Array | None, of_bias: Array | None, queue: Queue
 ) -> dict[str, Array | None]:
     gpu = GPU(problem, queue=queue)
-    gpu.vectors.double, gpu.vectors.out = True, np.dtype(np.float64)  # others' are to be added
+    gpu.vectors.double, gpu.vectors.out = True, np.dtype(np.float64)
     gradients = None if dots is None else Gradients(dots=dots)
     loss, scale_grad, bias_grad = gpu.vectors.totals(problem, losses, gradients, of_bias)
     return {"loss": loss, "scale_grad": scale_grad, "bias_grad": bias_grad}

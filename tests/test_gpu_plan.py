@@ -270,7 +270,8 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                 for vector in (stats.rows.max, stats.positive, stats.rows.sum):
                     vector[:] = cupy.asarray(numbers.uniform(1, 9, m))
                 if loss == "clip":
-                    assert (stats.columns.max == -np.inf).all() and not stats.columns.sum.any()
+                    assert (stats.columns.max == -np.inf).all()
+                    assert not stats.columns.sum.any()
                     stats.columns.max[:] = stats.rows.sum
                     stats.columns.sum[:] = stats.positive
                 end = steps.conclude(spelled, stats, False, True)
@@ -280,7 +281,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                     made += [] if of is None else [of.loss, of.lse, of.lse2]
             loss_sum, scale_grad, bias_grad = steps.totals(given, losses, gradients, of_bias)
             if kind is gpu.VectorsOverRanks:
-                assert abs(float(loss_sum) - float(losses.sum()) * 0.25 / m) < 1e-12
+                assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
             made += [scale_grad, bias_grad]
         found.append([z.get() for z in made if z is not None])
     assert gpu_plan._plans
