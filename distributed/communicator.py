@@ -30,7 +30,7 @@ FAILED, WAITING = "failed", "waiting"
 PIECE = 2**30  # bytes of one message
 SHORT = 2040  # bytes of most values that all ranks exchange
 LISTEN = 0.05  # seconds between looks at the other ranks
-BUSY = 2e-3  # seconds of waiting without sleep, which would last longer than most waits
+BUSY = 5e-3  # seconds of waiting without sleep, which would last longer than most waits
 CONTROL_TAG = 7
 
 

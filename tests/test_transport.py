@@ -68,7 +68,7 @@ def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> N
     now = itertools.count(0, 3e-4)
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=sleeps.append)
     monkeypatch.setattr(communicator, "time", clock)
-    for looks, slept in ((5, 0), (200, 190)):
+    for looks, slept in ((5, 0), (200, 180)):
         left = iter(range(looks))
         Alone().until(lambda left=left: next(left, None) is None)  # type: ignore[misc]
         assert slept <= len(sleeps) <= slept + 10 * bool(slept)
