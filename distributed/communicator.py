@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import socket
@@ -29,7 +30,12 @@ FAILED, WAITING = "failed", "waiting"
 PIECE = 2**30  # bytes of one message
 SHORT = 2040  # bytes of most values that all ranks exchange
 LISTEN = 0.05  # seconds between looks at the other ranks
+BUSY = 5e-3  # seconds of waiting without sleep, which would last longer than most waits
 CONTROL_TAG = 7
+
+
+# lets other processes of this core run, and other threads of this one
+_yield: Callable[[], None] = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
 
 
 class RankError(RuntimeError):
@@ -106,7 +112,10 @@ class Communicator:
                     f"rank {self.rank} waited {self.timeout:g} s for {self.silent()}; a rank may "
                     "have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            time.sleep(min(1e-3, (now - began) / 100))  # late by at most a hundredth
+            if now - began < BUSY:
+                _yield()
+            else:
+                time.sleep(min(1e-3, (now - began) / 100))  # late by at most a hundredth
 
 
 # --- MPI ------------------------------------------------------------------------------------------

@@ -9,11 +9,21 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from infonce.kernels.blocks import Array, Backend, Gradients, Problem, Solution, fold_block, solve
+from infonce.kernels.blocks import (
+    Array,
+    Backend,
+    Gradients,
+    Problem,
+    Solution,
+    Vectors,
+    fold_block,
+    solve,
+)
 
 from infonce import arrays, dispatch
 from infonce import losses as single
@@ -70,10 +80,10 @@ def _over_ranks(
         for name, default in OPTIONS.items()
     ]
     own = signature.replace(parameters=positional)
+    names = {p.name for p in positional}
 
     @functools.wraps(function)
     def over_ranks(*args: Any, **options: Any) -> Any:
-        names = {p.name for p in positional}
         named = {name: options.pop(name) for name in list(options) if name in names}
         bound = own.bind(*args, **named)
         bound.apply_defaults()
@@ -202,8 +212,12 @@ class _Call:
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, shard)
         xp, m = arrays.namespace(features[0]), len(features[0])
         if request.problem.positives is None:
-            positives = (xp.arange(m) + m // 2) % max(m, 1) if self.kind.symmetric else xp.arange(m)
-            request.problem.positives = positives + queries.starts[self.ranks.rank]
+            start = queries.starts[self.ranks.rank]
+            if self.kind.symmetric:
+                positives = start + (xp.arange(m) + m // 2) % max(m, 1)
+            else:
+                positives = xp.arange(start, start + m)
+            request.problem.positives = positives
         return request, self.facts(request, features)
 
     def facts(self, request: Request, features: list[Array]) -> Any:
@@ -242,13 +256,16 @@ class _Call:
             from .transport_gpu import device_name
 
             device = device_name()
-        return facts, transports.offers(on_gpu), device
+        return pickle.dumps(facts), transports.offers(on_gpu), device
 
     def compare(self, everyone: list[Any]) -> None:
         """ValueError on all ranks where they disagree; and how arrays will travel."""
         on_gpu = everyone[0][2] is not None
-        first = everyone[0][0]
-        for r, (theirs, _, _) in enumerate(everyone):
+        of_first = everyone[0][0]
+        for r, (of_rank, _, _) in enumerate(everyone):
+            if of_rank == of_first:
+                continue
+            first, theirs = pickle.loads(of_first), pickle.loads(of_rank)
             for name in {**first, **theirs}:
                 if theirs.get(name) != first.get(name):
                     error = (
@@ -270,15 +287,18 @@ class _Call:
     # -- the work
 
     def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
+        fold, xp, vectors = _backend(request)
         problem, gradients, ranks = request.problem, request.gradients, self.ranks
         assert self.transport is not None
-        xp = arrays.namespace(problem.query)
         ddp = ranks.size if self.ours["gradient_scale"] == "ddp" else 1
-        problem.upstream = problem.upstream * ddp
+        if ddp != 1:
+            problem.upstream = problem.upstream * ddp
         if gradients is not None:
-            gradients.dots = xp.zeros(1)
-        fold, vectors = _backend(request)
-        ring = Ring(problem, keys, ranks, self.transport, fold, vectors, self.labels is not None)
+            rows = len(problem.query) if gradients.want_query else keys.largest
+            gradients.dots = xp.zeros(rows)
+        ring = Ring(
+            problem, keys, ranks, self.transport, fold, xp, self.labels is not None, vectors
+        )
         if self.kind.symmetric and self.labels is not None:
             self.check_pairs(ring, request, queries)
         solution = solve(problem, ring, gradients)
@@ -311,31 +331,38 @@ class _Call:
     ) -> None:  # fmt: skip
         """Sums over ranks, in the order of the ranks: the same number everywhere, every time."""
         assert self.transport is not None
-        losses = solution.losses
-        if request.without_positive is not None:
-            xp = arrays.namespace(losses)
-            losses = xp.where(request.without_positive, xp.nan, losses)
-        parts = {"loss": losses.sum()}
+        parts = {"loss": solution.loss}  # their sum, where a backend has it
+        if solution.loss is None or request.without_positive is not None:
+            losses = solution.losses
+            if request.without_positive is not None:
+                xp = arrays.namespace(losses)
+                losses = xp.where(request.without_positive, xp.nan, losses)
+            parts = {"loss": losses.sum()}
         if gradients is not None:
             parts |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
         if request.metrics and solution.directions is not None:
             rows, columns = solution.directions
             parts |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
-        self.transport.settle()  # reading them would wait for ranks without end
-        mine = {name: float(part) for name, part in parts.items() if part is not None}
-        everyone = self.ranks.allgather(list(mine.values()))
-        totals = dict(zip(mine, map(_sum, zip(*everyone, strict=True)), strict=True))
-        if request.reduction != "none":
-            share = queries.total if request.reduction == "mean" else 1
-            solution.loss = np.float64(totals["loss"] / share)
+        parts = {name: part for name, part in parts.items() if part is not None}
+        # to read them otherwise would wait for ranks without end
+        everyone = self.ranks.allgather(self.transport.read(list(parts.values())))
+        totals = dict(zip(parts, map(_sum, zip(*everyone, strict=True)), strict=True))
+        if request.reduction == "mean":
+            totals["loss"] /= queries.total
         if "scale" in totals:
-            solution.scale_grad = np.float64(totals["scale"] / ddp)
+            totals["scale"] /= ddp
         if "bias" in totals:
-            solution.bias_grad = np.float64(totals["bias"] / ddp)
+            totals["bias"] /= ddp
         if "rows" in totals:
             means = [totals[name] / queries.total if name in totals else None
                      for name in ("rows", "columns")]  # fmt: skip
             solution.means = means[0], means[1]
+        made = arrays.namespace(request.problem.query).asarray(
+            list(totals.values()), dtype=request.dtype
+        )
+        of_batch = dict(zip(totals, made, strict=True))
+        solution.loss = of_batch["loss"] if request.reduction != "none" else None
+        solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
 
 
 def _sized(given: Sequence[Any]) -> tuple[list[Array], list[int]]:
@@ -366,27 +393,28 @@ def _one_gpu_each(
 
 
 def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
-    return lambda problem, triangle, epilogue, gradients: fold_block(
-        backend(problem, gradients), problem, triangle, epilogue, gradients
+    return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
+        backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
     )
 
 
-def _backend(request: Request) -> tuple[FoldBlock, Any]:
-    """What folds blocks, and the namespace of vectors of length M or N."""
+def _backend(request: Request) -> tuple[FoldBlock, Any, Callable[[Ring], Vectors]]:
+    """What folds blocks, and for vectors of length M or N their namespace and mathematics."""
     if request.offload:
         from infonce.kernels import offload_gpu
 
-        return _folding(offload_gpu.backend), np
+        return _folding(offload_gpu.backend), np, Vectors
     if arrays.on_gpu(request.problem.query):
         from infonce.kernels import gpu
 
+        request.problem = gpu.wide(request.problem)
         ahead = None
         if request.gradients is not None:
             ahead = Gradients(want_key=False, add_query=True)
-        return functools.partial(gpu.fold_block, ahead=ahead), gpu.GPU.xp
+        return functools.partial(gpu.fold_block, ahead=ahead), gpu.GPU.xp, gpu.VectorsOverRanks
     from infonce.kernels.cpu import CPU
 
-    return _folding(CPU), CPU.xp
+    return _folding(CPU), CPU.xp, Vectors
 
 
 info_nce_loss = _over_ranks(single.info_nce_loss, single.INFO_NCE, False)

@@ -17,8 +17,9 @@ gradients, is the workspace, half of it again, and dQ in float32 where gradients
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,15 @@ from infonce.kernels.blocks import (
     Gradients,
     Grid,
     OnlineSoftmax,
+    Poison,
     Problem,
     Ranks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
+    Vectors,
+    changed,
     mirrored,
     ranks_of,
     within,
@@ -45,7 +49,7 @@ from .transport import Transport
 
 Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
 # `blocks.fold_block` on a backend
-FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None], Array | None]
+FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None, Poison | None, Sums | None], None]
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Ring:
         fold_block: FoldBlock,
         xp: Any,
         labelled: bool,
+        vectors: Callable[[Ring], Vectors] = Vectors,
     ) -> None:
         self.keys, self.ranks, self.transport = keys, ranks, transport
         self.fold_block = fold_block
@@ -91,8 +96,12 @@ class Ring:
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-        self.poisoned = xp.zeros(len(problem.query))
+        m = len(problem.query)
+        self.not_finite = xp.zeros(m + 1)
+        self.poisoned = Poison(self.not_finite[:m], self.not_finite[m:])
         self.pieces = self._pieces(problem)
+        self.local: dict[bool, Array] = {}  # positives, where they are own keys: by `apart`
+        self.vectors = vectors(weakref.proxy(self))  # no cycle: a call's memory is freed with it
 
     def _pieces(self, problem: Problem) -> int:
         """In how many pieces shards go round."""
@@ -111,7 +120,7 @@ class Ring:
 
     def poison(self, problem: Problem) -> Array:
         """Gathered by the fold of the losses, which has met all keys."""
-        return self.poisoned
+        return self.poisoned.rows + self.poisoned.all
 
     def of_positives(self, problem: Problem, of_keys: Array) -> Array:
         xp, positives = self.xp, problem.positives
@@ -159,15 +168,16 @@ class Ring:
             columns = None
             if sums:
                 columns = Sums(*sums[:2])
-                columns.max[:], columns.sum[:] = -np.inf, 0.0
             elif half and keys.owner == self.ranks.rank:
                 columns = stats.rows  # one triangle of this block
-            part = replace(stats, columns=columns, row_rank=None, column_rank=None)
-            self._block(problem, keys, arrays, part, None)
+            part = changed(stats, columns=columns, row_rank=None, column_rank=None)
+            fresh = columns if sums else None
+            if not self._block(problem, keys, arrays, part, None, fresh) and fresh is not None:
+                fresh.clear()
             if half and columns is not None and sums:
                 # in a symmetric loss one row that is not finite spoils all, and the pairs of these
                 # queries are those of the keys
-                columns.sum += self.poisoned.sum()
+                columns.sum += self.not_finite.sum()
                 sums[2][:] = self._by_keys(problem, keys, stats.positive)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
@@ -206,7 +216,7 @@ class Ring:
             part = ranks
             if by_columns:
                 sums[0][:] = 0
-                part = replace(ranks, column_positive=arrays[-1], column_rank=sums[0])
+                part = changed(ranks, column_positive=arrays[-1], column_rank=sums[0])
             self._block(problem, keys, arrays, part, None)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
@@ -236,22 +246,27 @@ class Ring:
             dq[...] = 0
         # metrics have met all pairs from both sides; what follows does not know
         half = problem.symmetric
+        dots = xp.empty(len(gradients.dots))  # of one block
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
             if isinstance(part, SoftmaxGradient) and len(arrays) > first_factor:
                 lse, factor, positive = arrays[first_factor:]
-                part = replace(part, column_lse=lse, column_factor=factor, column_positive=positive)
+                part = changed(part, column_lse=lse, column_factor=factor, column_positive=positive)
             key = sums[0] if sums else None
-            rows = problem.shape[0] if gradients.want_query else len(keys)
-            mine = replace(
-                gradients, query=dq, key=key, want_key=key is not None, dots=xp.zeros(rows),
+            mine = changed(
+                gradients, query=dq, key=key, want_key=key is not None, dots=dots,
                 add_query=dq is not None,
             )  # fmt: skip
-            if not self._block(problem, keys, arrays, part, mine) and key is not None:
+            if not gradients.want_query:
+                mine.dots = dots[: len(keys)]
+            if self._block(problem, keys, arrays, part, mine):
+                total = gradients.dots[: len(mine.dots)]
+                total += mine.dots
+                if half and sums:  # one rank meets the pair for both: dK's are as large
+                    total += mine.dots
+            elif key is not None:
                 key[...] = 0
-            # of a pair that one rank meets for both: <dQ, q> is that of the other row too
-            gradients.dots += mine.dots.sum() * (2 if half and sums else 1)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             sums[0] += arrived[0]
@@ -274,17 +289,20 @@ class Ring:
         arrays: list[Array],
         epilogue: Epilogue,
         gradients: Gradients | None,
+        fresh: Sums | None = None,
     ) -> bool:
         """Fold the block of these keys; False if it is empty."""
-        own = keys.owner == self.ranks.rank and keys.whole
+        theirs = keys.owner != self.ranks.rank
+        own = keys.whole and not theirs
         symmetric = problem.symmetric and own
-        block = replace(
+        apart = theirs and self.own_positives
+        block = changed(
             problem,
             key=problem.query if symmetric else arrays[0],
             key_ids=None if problem.key_ids is None else arrays[1],
-            positives=within(self.xp, problem.positives, keys.rows),
+            positives=self._positives(problem, keys, apart),
             part=not own,
-            apart=keys.owner != self.ranks.rank and self.own_positives,
+            apart=apart,
             symmetric=symmetric,
             # other ranks' rows as columns have sums of their own
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
@@ -293,12 +311,23 @@ class Ring:
         if 0 in block.shape[:2]:
             return False
         triangle = isinstance(epilogue, Statistics) and symmetric and epilogue.columns is not None
-        poison = self.fold_block(block, triangle, epilogue, gradients)
+        poison = self.poisoned if isinstance(epilogue, (Statistics, Sigmoid)) else None
+        self.fold_block(block, triangle, epilogue, gradients, poison, fresh)
         if isinstance(epilogue, Statistics) and triangle:
             epilogue.positive[:] = mirrored(self.xp, epilogue.positive, block.positives)
         if poison is not None:
-            self.poisoned += poison
+            poison.known = True
         return True
+
+    def _positives(self, problem: Problem, keys: Keys, apart: bool) -> Array:
+        """Counted from the first of these keys; -1 for those that are not among them."""
+        same = self.own_positives and (apart or keys.whole)
+        if same and apart in self.local:
+            return self.local[apart]
+        local = within(self.xp, problem.positives, keys.rows)
+        if same:
+            self.local[apart] = local
+        return local
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
         report = problem.progress
@@ -335,6 +364,7 @@ class Ring:
         largest = -(-self.keys.largest // self.pieces)
         like: list[Kind] = [(array.shape[1:], array.dtype) for array in own]
         stores: dict[tuple[int, bool], list[Array]] = {}
+        views: dict[tuple[int, bool, int], list[Array]] = {}
 
         def room(slot: int, rows: int, sums: bool) -> list[Array]:
             """Buffers for what is about so many keys; allocated once, for the largest piece."""
@@ -343,7 +373,9 @@ class Ring:
                     self.xp.empty((largest, *tail), dtype)
                     for tail, dtype in (kinds if sums else like)
                 ]
-            return [array[:rows] for array in stores[slot, sums]]
+            if (slot, sums, rows) not in views:
+                views[slot, sums, rows] = [array[:rows] for array in stores[slot, sums]]
+            return views[slot, sums, rows]
 
         for j in range(self.pieces):
             shards = self.keys.piece(j, self.pieces)

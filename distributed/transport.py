@@ -14,6 +14,7 @@ tried.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from typing import Protocol
@@ -34,8 +35,9 @@ class Transport(Protocol):
         """Start sending arrays to the rank `distance` further on, and receiving as many."""
         ...
 
-    def settle(self) -> None:
-        """Return when all that was queued on the device is done; RankError if it cannot be."""
+    def read(self, numbers: Sequence[Array]) -> list[float]:
+        """0-d float64 arrays, when all that was queued on the device is done; RankError if it
+        cannot be."""
         ...
 
     def close(self) -> None:
@@ -56,8 +58,8 @@ class Host:
     ) -> Pending:  # fmt: skip
         return self.ranks.shift(send, receive, distance)
 
-    def settle(self) -> None:
-        """NumPy is done when it returns."""
+    def read(self, numbers: Sequence[Array]) -> list[float]:
+        return [float(number) for number in numbers]
 
     def close(self) -> None:
         """Nothing is queued."""
@@ -70,6 +72,11 @@ def cuda_aware() -> bool | None:
         if asked not in ("0", "1"):
             raise ValueError(f"INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got {asked!r}")
         return asked == "1"
+    return _library_says()
+
+
+@functools.cache
+def _library_says() -> bool | None:
     from .communicator import load_mpi
 
     try:

@@ -3,6 +3,7 @@ and `wait` orders what the current stream gets next after it; the products betwe
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,13 @@ from .communicator import Array, Communicator, Pending, RankError
 from .transport import Transport
 
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype travels as its bytes
+MOST_NUMBERS = 8  # that are read at once
 
 
+_abandoned: list[Any] = []  # host memory that the device may write to yet
+
+
+@functools.cache
 def nccl_missing() -> str | None:
     """Why NCCL cannot be used here; None if it can."""
     try:
@@ -30,8 +36,12 @@ def nccl_missing() -> str | None:
 
 def device_name() -> str:
     """This rank's current GPU, as no other GPU is called."""
-    device = cupy.cuda.Device()
-    return f"GPU {device.id} ({device.pci_bus_id})"
+    return _name(cupy.cuda.Device().id)
+
+
+@functools.cache
+def _name(index: int) -> str:
+    return f"GPU {index} ({cupy.cuda.Device(index).pci_bus_id})"
 
 
 def make(name: str, ranks: Communicator) -> Transport:
@@ -46,12 +56,6 @@ def make(name: str, ranks: Communicator) -> Transport:
     return kept[key]
 
 
-def _event() -> Any:
-    event = cupy.cuda.Event(disable_timing=True)
-    event.record()
-    return event
-
-
 class _Base:
     """What they share: a stream beside the caller's, and bounded waiting for the device."""
 
@@ -59,6 +63,15 @@ class _Base:
         self.ranks = ranks
         self.timers: list[Any] | None = None  # [] to measure
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
+        # recorded again by every shift: a wait is for what was recorded last before it
+        self.ready = cupy.cuda.Event(disable_timing=True)
+        self.done = cupy.cuda.Event(disable_timing=True)
+        self.numbers = cupyx.empty_pinned(MOST_NUMBERS, np.float64)
+
+    def begin(self) -> None:
+        """Transfers come after what the current stream holds."""
+        self.ready.record()
+        self.stream.wait_event(self.ready)
 
     def timer(self, stream: Any) -> Any:
         """An event on `stream` by which time can be told; None while nobody measures."""
@@ -77,10 +90,21 @@ class _Base:
             sum(elapsed(before, after) for _, _, before, after in timers) / 1e3,
         )
 
-    def settle(self) -> None:
+    def read(self, numbers: Sequence[Array]) -> list[float]:
         """Wait for the device as long as one waits for ranks: it may be waiting for them."""
-        event = _event()
-        self.ranks.until(lambda: bool(event.done))
+        stream, runtime = cupy.cuda.get_current_stream(), cupy.cuda.runtime
+        to = self.numbers.ctypes.data
+        for i, number in enumerate(numbers):
+            runtime.memcpyAsync(
+                to + 8 * i, number.data.ptr, 8, runtime.memcpyDeviceToHost, stream.ptr
+            )
+        self.ready.record(stream)
+        try:
+            self.ranks.until(lambda: bool(self.ready.done))
+        except BaseException:
+            _abandoned.append(self.numbers)
+            raise
+        return [float(number) for number in self.numbers[: len(numbers)]]
 
     def close(self) -> None:
         """Nothing of these is stuck in the device when a rank is gone."""
@@ -114,7 +138,7 @@ class NCCL(_Base):
         right = (self.ranks.rank + distance) % self.ranks.size
         send = [a for a in send if a.nbytes]
         receive = [a for a in receive if a.nbytes]
-        self.stream.wait_event(_event())
+        self.begin()
         began = self.timer(self.stream)
         self.nccl.groupStart()
         for array in send:
@@ -134,7 +158,7 @@ class _Queued:
 
     def __init__(self, transport: _Base, began: Any = None) -> None:
         self.transport, self.began = transport, began
-        self.event = cupy.cuda.Event(disable_timing=began is None)
+        self.event = transport.done if began is None else cupy.cuda.Event()
         self.event.record(transport.stream)
 
     def wait(self) -> None:
@@ -171,7 +195,9 @@ class CudaAware(_Base):
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
     ) -> Pending:  # fmt: skip
-        return _ByHost(self, _event(), send, receive, distance)
+        ready = cupy.cuda.Event(disable_timing=True)
+        ready.record()
+        return _ByHost(self, ready, send, receive, distance)
 
 
 class _ByHost:
@@ -206,7 +232,7 @@ class _Staged:
         self, transport: Staged, send: Sequence[Array], receive: Sequence[Array], distance: int
     ) -> None:
         self.transport, self.receive, self.distance = transport, receive, distance
-        transport.stream.wait_event(_event())
+        transport.begin()
         self.out = [_pinned_like(a) for a in send]
         with transport.stream:
             for host, array in zip(self.out, send, strict=True):

@@ -13,7 +13,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import cupy
@@ -21,7 +23,16 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from . import launch_config as config
-from .blocks import Array, Gradients, Problem, Sigmoid, SoftmaxGradient, Statistics, Sums
+from .blocks import (
+    Array,
+    Gradients,
+    Poison,
+    Problem,
+    Sigmoid,
+    SoftmaxGradient,
+    Statistics,
+    Sums,
+)
 from .cublas import gemm_ex
 from .gpu_queue import Queue
 from .tensor_map import SIZE, tensor_map
@@ -35,7 +46,10 @@ SCALE_BITS = 0x7FF6 << 48
 ALIGNMENT = 256  # of arrays that a call makes
 LARGE = 2**20  # bytes: such arrays have memory of their own, which pools find again
 MOST_PLANS = 128
-HOLD_ARRAYS = frozenset({Problem, Gradients, Statistics, SoftmaxGradient, Sigmoid, Sums})
+MOST_ARGUMENTS = 16  # of one plan, about arrays at so many sets of addresses
+HOLD_ARRAYS = frozenset({Problem, Gradients, Statistics, SoftmaxGradient, Sigmoid, Sums, Poison})
+# what is never an array, told by its type as the classes of `blocks` spell it
+PLAIN = frozenset({"bool", "float", "int", "str", "float | None"})
 
 # Takes what a call is about, a Problem, Gradients, an epilogue, and who is told what to do
 Build = Callable[..., dict[str, "Array | None"]]
@@ -83,35 +97,45 @@ def forget() -> None:
 
 def _describe(part: Any, arrays: list[Array], scales: list[float]) -> Any:
     """What plans depend on. Arrays are gathered, and numbers that they do not depend on."""
-    if part.__class__ not in HOLD_ARRAYS:
+    cls = part.__class__
+    if isinstance(part, cupy.ndarray):
+        arrays.append(part)
+        return part.shape, part.strides, part.dtype, part.data.ptr % 16
+    if cls not in HOLD_ARRAYS:
         return part
-    found = [part.__class__]
-    for name, value in vars(part).items():
-        if isinstance(value, cupy.ndarray):
-            arrays.append(value)
-            value = value.shape, value.strides, value.dtype, value.data.ptr % 16
-        elif name == "scale":
+    plain, names = _fields(cls)
+    values = part.__dict__
+    found = [cls, plain and plain(part)]
+    for name in names:
+        value = values[name]
+        if value is None:
+            found.append(None)
+        elif name == "scale" and not isinstance(value, cupy.ndarray):
             scales.append(float(value))
-            continue
-        elif value.__class__ in HOLD_ARRAYS:
-            value = _describe(value, arrays, scales)
-        found.append(value)
+        else:
+            found.append(_describe(value, arrays, scales))
     return tuple(found)
+
+
+@cache
+def _fields(cls: Any) -> tuple[Any, list[str]]:
+    """What gets the fields of a part that are no arrays, and the names of those that may be."""
+    plain = [f.name for f in fields(cls) if f.type in PLAIN]
+    names = [f.name for f in fields(cls) if f.type not in PLAIN]
+    return attrgetter(*plain) if plain else None, names
 
 
 def _with(part: Any, arrays: Iterator[Array]) -> Any:
     """The same part about other arrays and no scale."""
+    if isinstance(part, cupy.ndarray):
+        return next(arrays)
     if part.__class__ not in HOLD_ARRAYS:
         return part
     part = copy(part)
-    for name, value in vars(part).items():
-        if isinstance(value, cupy.ndarray):
-            value = next(arrays)
-        elif name == "scale":
-            value = SCALE
-        else:
-            value = _with(value, arrays)
-        setattr(part, name, value)
+    for name in _fields(part.__class__)[1]:  # in the order in which they are described
+        value = getattr(part, name)
+        scale = name == "scale" and not isinstance(value, cupy.ndarray)
+        setattr(part, name, SCALE if scale else _with(value, arrays))
     return part
 
 
@@ -153,13 +177,10 @@ class _View:
 
 @dataclass
 class _Arguments:
-    """Of all steps, for arrays that start here. Nobody writes them again."""
+    """Of all steps, for arrays at some addresses, on one stream. Nobody writes them again."""
 
-    starts: list[int]
-    scales: Sequence[float]
-    first: int  # address of the launches' parameters
-    numbers: list[int]
-    memory: Any  # that they are in
+    calls: list[tuple[Callable[..., None], tuple[int, ...]]]
+    memory: Any  # that the launches' parameters are in
 
 
 def _product(stream: int, *arguments: int) -> None:
@@ -219,7 +240,8 @@ class Plan(Queue):
         self.offsets = np.array([_offset(a) for a in addresses], np.int64).view(np.uint64)
         self.scales = np.flatnonzero(words == SCALE_BITS)
         del self._words, self._parameters, self._maps, self._numbers
-        self.last: _Arguments | None = None
+        # in a loop, memory mostly comes again; in a ring, that of some buffers in turn
+        self.known: dict[tuple[Any, ...], _Arguments] = {}
 
     # -- what the folds see
 
@@ -288,35 +310,36 @@ class Plan(Queue):
     # -- a call
 
     def run(self, given: Sequence[Array], scales: Sequence[float]) -> dict[str, Array]:
-        starts = [z.data.ptr - z.data.ptr % 16 for z in given]
+        starts = []
+        for array in given:
+            start = array.data.ptr
+            starts.append(start - start % 16)
         starts += [0] * (len(self.sizes) - len(given))
-        memory = cupy.empty(self.size, np.uint8).data
+        malloc = cupy.cuda.alloc
+        memory = malloc(self.size)  # held until all is queued
+        start = memory.ptr
         for place, offset in self.together:
-            starts[place] = memory.ptr + offset
+            starts[place] = start + offset
         alone = {}
         for place, size in self.alone:
-            alone[place] = cupy.empty(size, np.uint8).data
+            alone[place] = malloc(size)
             starts[place] = alone[place].ptr
 
-        last = self.last  # in a loop, memory mostly comes again
-        if last is None or last.starts != starts or last.scales != scales:
-            last = self.last = self._arguments(starts, scales)
-        first, numbers = last.first, last.numbers
         stream = cupy.cuda.get_current_stream().ptr
-        for step in self.steps:
-            if isinstance(step, _Launch):
-                driver.launchKernel(
-                    step.function, step.grid, 1, 1, step.block, 1, 1, step.shared, stream,
-                    first + 8 * step.first, 0,
-                )  # fmt: skip
-            else:
-                step.do(stream, *numbers[step.numbers])
+        key = stream, *starts, *scales
+        arguments = self.known.get(key)
+        if arguments is None:
+            if len(self.known) >= MOST_ARGUMENTS:
+                self.known.clear()
+            arguments = self.known[key] = self._arguments(starts, scales, stream)
+        for do, numbers in arguments.calls:
+            do(*numbers)
         return {
             name: cupy.ndarray(v.shape, v.dtype, alone[v.place] + v.offset, v.strides)
             for name, v in self.results.items()
         }
 
-    def _arguments(self, starts: list[int], scales: Sequence[float]) -> _Arguments:
+    def _arguments(self, starts: list[int], scales: Sequence[float], stream: int) -> _Arguments:
         words = self.words.copy()
         words[self.at] = np.array(starts, np.uint64)[self.places] + self.offsets
         for scale in scales:
@@ -326,7 +349,15 @@ class Plan(Queue):
             words[at : at + SIZE // 8] = tensor_map(numbers[number], *form).view(np.uint64)
         parameters = self.parameters + words.__array_interface__["data"][0]
         first = parameters.__array_interface__["data"][0]
-        return _Arguments(starts, scales, first, numbers, (words, parameters))
+        calls: list[Any] = []
+        for step in self.steps:
+            if isinstance(step, _Launch):
+                shape = step.grid, 1, 1, step.block, 1, 1, step.shared
+                at = first + 8 * step.first
+                calls.append((driver.launchKernel, (step.function, *shape, stream, at, 0)))
+            else:
+                calls.append((step.do, (stream, *numbers[step.numbers])))
+        return _Arguments(calls, (words, parameters))
 
 
 def _bits(number: float) -> int:

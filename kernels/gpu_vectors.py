@@ -127,12 +127,22 @@ class Vectors(blocks.Vectors):
         whole = columns if two_sided or problem.symmetric else None
         return problem, Statistics(rows, whole, positive)
 
+    def clear(self, sums: blocks.Sums) -> None:
+        """Nothing is folded in yet."""
+        n = len(sums.max)
+        nothing, spelling = struct(SUMS, 0, 0), struct(_SPELLING, 0, 0, 0.0, 0)
+        to = struct(SUMS, address(sums.max), address(sums.sum))
+        self.gpu.vector_kernel("begin", n, nothing, to, 0, 0, n, spelling, 0)
+
     def conclude(
-        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool
-    ) -> blocks.Conclusion:
+        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
+        poison: blocks.Poison | None = None,
+    ) -> blocks.Conclusion:  # fmt: skip
+        """With `poison` features have been looked at."""
         gpu, m = self.gpu, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None
-        bad = gpu.not_finite(problem, self.found)
+        if poison is None:
+            poison = blocks.Poison(gpu.not_finite(problem, self.found), self.found)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
         losses, row_loss, row_lse2, a, at_positive = out[:5]
@@ -143,7 +153,7 @@ class Vectors(blocks.Vectors):
             _CONCLUDING, address(stats.rows.max), address(stats.rows.sum),
             address(columns.max), address(columns.sum),
             address(stats.positive), address(problem.positives), address(problem.upstream),
-            address(bad), address(self.found),
+            address(poison.rows), address(poison.all),
             problem.row_weight, problem.column_weight, *gpu.scale, m, problem.symmetric,
             triangle, two_sided, not self.double, *map(address, results),
             address(lses), address(lses, 1),

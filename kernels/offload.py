@@ -120,6 +120,8 @@ class Offload:
             self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
             self.fold(problem, grid, ranks_of(epilogue, problem), None)
             return
+        if gradients is not None and gradients.dots is not None:
+            gradients.dots[:] = 0
         fold = _Fold(self, problem, grid, epilogue)
         both = gradients is not None and gradients.want_query and gradients.want_key
         if gradients is None or problem.symmetric or not gradients.want_key:

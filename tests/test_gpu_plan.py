@@ -163,9 +163,13 @@ def test_blocks_of_many_ranks(
                 gradients = blocks.Gradients(dq, dk, vectors[3], want_key=not symmetric,
                                              add_query=True)  # fmt: skip
             triangle = symmetric and not gradient and not sigmoid
-            poison = gpu.fold_block(problem, triangle, epilogue, gradients)
-            made = [*vectors, dq, dk, *vars(of_rows).values(), *vars(of_columns).values(), poison]
-            return [z.get() for z in made if z is not None]
+            statistics = isinstance(epilogue, blocks.Statistics)
+            fresh = of_columns if statistics and columns is not None and not symmetric else None
+            bad = cupy.zeros(m + 1)
+            poison = blocks.Poison(bad[:m], bad[m:]) if statistics or sigmoid else None
+            gpu.fold_block(problem, triangle, epilogue, gradients, poison, fresh)
+            made = [*vectors, dq, dk, *vars(of_rows).values(), *vars(of_columns).values(), bad]
+            return [z.get() for z in made]
 
         for gradient in (False, True):
             found = fold(gradient)
@@ -178,6 +182,127 @@ def test_blocks_of_many_ranks(
                 assert np.array_equal(got, want, equal_nan=True)
                 assert np.array_equal(repeated, want, equal_nan=True)
             gpu_plan.forget()
+
+
+def statistics_block(m: int, n: int, poison: Any, fresh: bool, known: bool = False) -> Any:
+    """Sums of the columns of a block of other ranks' keys, one of which may be infinite."""
+    query, key = (features("nt_xent", rows, 64, BFLOAT16, rows)[0] for rows in (m, n))
+    key[n // 2, 3] = np.inf if poison == "key" else 0
+    query[m // 2, 3] = np.inf if poison == "query" else 0
+    problem = blocks.Problem(
+        query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
+        positives=cupy.full(m, -1), column_weight=0.5, part=True, apart=True, compute="bf16",
+    )  # fmt: skip
+    rows = blocks.Sums.identity(gpu.GPU.xp, m)
+    columns = blocks.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan))
+    if not fresh:
+        columns = blocks.Sums.identity(gpu.GPU.xp, n)
+    found = cupy.zeros(m + 1)
+    stats = blocks.Statistics(rows, columns, cupy.full(m, np.nan))
+    bad = blocks.Poison(found[:m], found[m:], known)
+    gpu.fold_block(problem, False, stats, None, bad, columns if fresh else None)
+    return columns.max.get(), columns.sum.get(), np.isnan(found.get())
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_sums_that_hold_nothing_yet(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not planned:
+        monkeypatch.setattr(gpu_plan, "pays", lambda *_: False)
+    made, want = (statistics_block(300, 270, None, fresh) for fresh in (True, False))
+    assert np.isfinite(want[:2]).all()
+    for a, b in zip(made, want, strict=True):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_what_is_not_finite_in_a_block(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are everybody's trouble, queries their own; these need to be looked at once."""
+    if not planned:
+        monkeypatch.setattr(gpu_plan, "pays", lambda *_: False)
+    for poison, known, where in (
+        (None, False, []), ("key", False, [300]), ("query", False, [150]), ("query", True, []),
+        ("key", True, [300]),
+    ):  # fmt: skip
+        bad = statistics_block(300, 270, poison, True, known)[2]
+        assert np.flatnonzero(bad).tolist() == where
+
+
+@pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "siglip"])
+def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
+    """A step of the mathematics on vectors by plan is what it is without."""
+    m, rng = 300, np.random.default_rng(3)
+    query, key = (features("nt_xent", m, 24, dtype_of(dtype), seed)[0] for seed in (1, 2))
+    problem = blocks.Problem(
+        query=query, key=query if loss == "nt_xent" else key, scale=cupy.array(14.0),
+        upstream=cupy.asarray(rng.uniform(0, 1, m)), row_share=0.25 / m,
+        positives=cupy.asarray((np.arange(m) + m // 2 * (loss == "nt_xent")) % m) + 7 * m,
+        row_weight=0.5 if loss == "clip" else 1.0, column_weight=0.5 * (loss == "clip"),
+        bias=-10.0 if loss == "siglip" else None, symmetric=loss == "nt_xent", compute=precision,
+    )  # fmt: skip
+
+    class Ring:
+        xp = gpu.GPU.xp
+        poisoned = blocks.Poison(cupy.zeros(m), cupy.zeros(1))
+
+        def poison(self, problem: Any) -> Any:
+            return self.poisoned.rows + self.poisoned.all
+
+        def of_positives(self, problem: Any, of_keys: Any) -> Any:
+            return of_keys[problem.positives - 7 * m]
+
+    one = Ring()
+    one.poisoned.rows[5] = np.nan
+    dots, of_bias, losses = (cupy.asarray(rng.standard_normal(m)) for _ in range(3))
+    gradients = blocks.Gradients(dots=dots)
+    found: list[list[Any]] = []
+    for kind in (gpu.VectorsOverRanks, blocks.Vectors):
+        steps = kind(one)
+        made: list[Any] = []
+        for upstream in (problem.upstream, 0.5 / m):
+            given = blocks.changed(problem, upstream=upstream)
+            if loss != "siglip":
+                spelled, stats = steps.statistics(given)
+                assert (stats.columns is None) == (loss == "info_nce")
+                assert (stats.columns is stats.rows) == (loss == "nt_xent")
+                made += [spelled.upstream, stats.rows.max, stats.rows.sum, stats.positive]
+                numbers = np.random.default_rng(4)
+                for vector in (stats.rows.max, stats.positive, stats.rows.sum):
+                    vector[:] = cupy.asarray(numbers.uniform(1, 9, m))
+                if loss == "clip":
+                    assert (stats.columns.max == -np.inf).all()
+                    assert not stats.columns.sum.any()
+                    stats.columns.max[:] = stats.rows.sum
+                    stats.columns.sum[:] = stats.positive
+                end = steps.conclude(spelled, stats, False, True)
+                assert (end.columns is None) == (loss != "clip")
+                made += [end.losses, end.row_factor, end.column_factor, end.at_positive]
+                for of in (end.rows, end.columns):
+                    made += [] if of is None else [of.loss, of.lse, of.lse2]
+            loss_sum, scale_grad, bias_grad = steps.totals(given, losses, gradients, of_bias)
+            if kind is gpu.VectorsOverRanks:
+                assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
+            made += [scale_grad, bias_grad]
+        found.append([z.get() for z in made if z is not None])
+    assert gpu_plan._plans
+    lse = 1e-13 if precision == "fp64" or dtype == "float64" else 1e-6
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=lse, atol=1e-13)
+
+
+def test_memory_that_comes_again_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan knows the arguments of several sets of arrays, and no more than it may."""
+    monkeypatch.setattr(gpu_plan, "MOST_ARGUMENTS", 3)
+    sets = [features("clip", 300, 64, BFLOAT16, i) for i in range(5)]
+    wants = [results("clip", z, True, scale=14.0, method="tiled") for z in sets]
+    for _ in range(2):
+        for z, want in zip(sets, wants, strict=True):
+            for a, b in zip(
+                results("clip", z, True, scale=14.0, method="tiled"), want, strict=True
+            ):
+                assert np.array_equal(a, b)
+    (plan,) = gpu_plan._plans.values()
+    assert 1 <= len(plan.known) <= 3
 
 
 def test_nothing_is_kept_on_the_device() -> None:

@@ -1,12 +1,16 @@
 """Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
 
+import gc
+import itertools
 import sys
+import types
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import communicator, transport
+from infonce.distributed import communicator, ring, transport
 from infonce.distributed.partition import Partition
 from infonce.kernels.blocks import within
 
@@ -56,6 +60,44 @@ def test_waiting_is_bounded() -> None:
     ranks.timeout = 0.05
     with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s for another rank"):
         ranks.until(lambda: False)
+
+
+def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep is longer than it should be: none in the first milliseconds."""
+    sleeps: list[float] = []
+    now = itertools.count(0, 3e-4)
+    clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=sleeps.append)
+    monkeypatch.setattr(communicator, "time", clock)
+    for looks, slept in ((5, 0), (200, 180)):
+        left = iter(range(looks))
+        Alone().until(lambda left=left: next(left, None) is None)  # type: ignore[misc]
+        assert slept <= len(sleeps) <= slept + 10 * bool(slept)
+    assert max(sleeps) <= 1e-3
+    assert sleeps == sorted(sleeps)
+
+
+def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring's buffers do not wait for the garbage collector."""
+    rings: list[Any] = []
+    start = ring.Ring.__init__
+
+    def watched(self: Any, *args: Any) -> None:
+        start(self, *args)
+        rings.extend((weakref.ref(self), weakref.ref(self.not_finite)))
+
+    monkeypatch.setattr(ring.Ring, "__init__", watched)
+    x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
+    gc.collect()
+    gc.disable()
+    try:
+        for loss in ("clip", "info_nce", "siglip"):
+            options: Any = {"bias": -1.0} if loss == "siglip" else {}
+            function = getattr(distributed, f"{loss}_loss_and_grad")
+            function(x, y, scale=3.0, comm=Alone(), **options)
+    finally:
+        gc.enable()
+    assert len(rings) == 6
+    assert not any(of() is not None for of in rings)
 
 
 def test_choice_is_what_all_ranks_have() -> None:

@@ -116,7 +116,7 @@ struct Sums {
   double *max, *sum;
 };
 
-// The fold's identity: sums (-inf, 0), no positives yet. Columns may have none (null).
+// The fold's identity: sums (-inf, 0), no positives yet. Columns may have none (null), as `any`.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  const __grid_constant__ Sums columns, double* positive, i64 m,
                                  i64 n, const __grid_constant__ Spelling spelling, double* any) {
@@ -126,7 +126,7 @@ extern "C" __global__ void begin(const __grid_constant__ Sums rows,
     spelling.write(i, m);
   }
   if (columns.max && i < n) columns.max[i] = -INFINITY_, columns.sum[i] = 0;
-  if (i == 0) *any = 0;
+  if (any && i == 0) *any = 0;
 }
 
 // What follows for one row, or column, from its sums over the negatives and its positive.
