@@ -10,7 +10,7 @@ caller's current stream; nothing waits for the device.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import cupy
@@ -104,8 +104,7 @@ class GPU:
             self.sweep = config.sweep(self.precision, self.width, self.properties, extras)
         # elsewhere log-sum-exps first, then dQ from panels: 3 products
         self.online = self.sweep is not None and self.precision in ONE_PASS
-        cut_off = 0.0 if self.sweep is None else config.cut_off(self.precision, self.width)
-        self.scale, self._scale = scalar_fields(problem.scale, 1 + cut_off, self.shift())
+        self.scale, self._scale = scalar_fields(problem.scale)
         self.bias, self._bias = scalar_fields(0.0 if problem.bias is None else problem.bias)
         self.square = problem.square  # while positives by the loss's rule are not spelled out
         self.vectors = Vectors(self, problem.query)
@@ -169,7 +168,14 @@ class GPU:
         """So many threads an element."""
         self.kernel("vectors.cu", name)((-(-n * threads // 128),), (128,), arguments)
 
-    def shift(self) -> int:
+    @cached_property
+    def logit_scale(self) -> tuple[float, int, float, int]:
+        """What products are multiplied by to be logits: the scale, and what they lack."""
+        value, pointer, _, _ = self.scale
+        cut_off = 0.0 if self.sweep is None else config.cut_off(self.precision, self.width)
+        return value, pointer, 1 + cut_off, self._shift()
+
+    def _shift(self) -> int:
         """Has features brought to where float16 has all its digits, by a power of two a side. The
         address of what products are to be multiplied by then; 0: features stay as they are."""
         sides = [self.query] if self.key is self.query else [self.query, self.key]
@@ -188,6 +194,10 @@ class GPU:
     @property
     def scale_struct(self) -> Any:
         return struct(SCALAR, *self.scale)
+
+    @property
+    def logit_scale_struct(self) -> Any:
+        return struct(SCALAR, *self.logit_scale)
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array]:
         """Queries in the order of their positive keys, and where each key's begin: [M], [N + 1]."""

@@ -37,6 +37,7 @@ class Fold:
         self.rows = max(r.stop - r.start for r in grid.rows)
         self.columns = max(c.stop - c.start for c in grid.columns)
         self.tile: config.Tile | config.Sweep = gpu.sweep or gpu.tile
+        self.scale = gpu.logit_scale  # from here on features can be staged
         gpu.scratch.reset()
         self.query_buffer = gpu.query.buffer(self.rows)
         self.key_buffer = gpu.key.buffer(self.columns)
@@ -86,7 +87,7 @@ class Fold:
             gpu.width, rows.start, columns.start, row_tiles, column_tiles,
             address(problem.positives, rows.start),
             address(problem.query_ids, rows.start), address(problem.key_ids, columns.start),
-            problem.symmetric, triangle, *gpu.scale,
+            problem.symmetric, triangle, *self.scale,
         )  # fmt: skip
         if isinstance(self.tile, config.Tile):
             grid = row_tiles * column_tiles
@@ -168,7 +169,7 @@ class StatisticsFold(Fold):
         n = of.stop - of.start
         wide = isinstance(self.tile, config.Sweep) and self.tile.wide
         # Tiles leave raw products, sweeps base-2 logits
-        scale = self.gpu.scale if isinstance(self.tile, config.Tile) else (LN_2, 0, 1.0, 0)
+        scale = self.scale if isinstance(self.tile, config.Tile) else (LN_2, 0, 1.0, 0)
         self.gpu.vector_kernel(
             "merge_pairs", n, pairs, slots, n, n,
             struct(SCALAR, *scale), address(sums.max, of.start), address(sums.sum, of.start),
@@ -191,7 +192,7 @@ class RanksFold(Fold):
         """Logits as the raw products that the kernel compares them with."""
         gpu, n = self.gpu, len(positive)
         out = cupy.empty(n, gpu.real)
-        gpu.vector_kernel("to_products", n, positive, n, gpu.scale_struct, out)
+        gpu.vector_kernel("to_products", n, positive, n, gpu.logit_scale_struct, out)
         return out
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:

@@ -243,7 +243,7 @@ class SoftmaxFold(GradientFold):
         targets = [address(v) for v in self.by_row]
         targets += [0, 0] if self.by_column is None else [address(v) for v in self.by_column]
         gpu.vector_kernel(
-            "factors", max(m, n), sources, m, n, gpu.scale_struct, self.unit,
+            "factors", max(m, n), sources, m, n, gpu.logit_scale_struct, self.unit,
             struct(_FACTOR_TARGETS, *targets), int(isinstance(self.tile, config.Sweep)),
         )  # fmt: skip
 
@@ -322,7 +322,7 @@ class OnlineFold(GradientFold):
             acc, acc_stride = self.of_rows.pointer(start), self.of_rows.stride
         slots = sweep(0, self.sweep.segments(n, self.k.rows))
         self.panels_kernel(
-            "check_heights", n, self.pairs, slots, n, self.gpu.scale_struct, heights,
+            "check_heights", n, self.pairs, slots, n, self.gpu.logit_scale_struct, heights,
             sum_of_rows, acc, acc_stride, d, self.wanted,
         )  # fmt: skip
         # Panels whose heights were no good: mostly none, or a few that all multiprocessors share
@@ -342,7 +342,7 @@ class OnlineFold(GradientFold):
             struct(SUMS, address(sums.max, start), address(sums.sum, start)),
             address(self.epilogue.positive, start), address(self.problem.upstream, start),
             address(self.gpu.query.factor, start), n,
-            float(self.problem.row_weight), self.gpu.scale_struct,
+            float(self.problem.row_weight), self.gpu.logit_scale_struct,
             address(self.unit, start), address(self.at_positive, start),
         )  # fmt: skip
         super().end_rows(rows)
