@@ -323,6 +323,7 @@ def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16
 def offload(place: str) -> None:
     """Shards in host memory, computed on a device: a GPU, or what stands for one."""
     from infonce.distributed import losses as calls
+    from infonce.kernels.blocks import Vectors
     from infonce.kernels.offload import Offload
     from test_offload import Host, close, room
 
@@ -334,7 +335,8 @@ def offload(place: str) -> None:
         cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
         spread |= {"offload": True, "workspace": room(64, d)}
     else:
-        calls._backend = lambda request: (calls._folding(lambda *of: Offload(*of, Host())), np)
+        folding = calls._folding(lambda *of: Offload(*of, Host()))
+        calls._backend = lambda request: (folding, np, Vectors)
     key = np.random.default_rng(0).standard_normal((150, d))
     query = key + np.random.default_rng(1).standard_normal((150, d))
     rows = shards(150, 4)[RANK]
