@@ -43,12 +43,14 @@ def gpu_missing() -> str | None:
 
 def on_gpu(array: Array) -> bool:
     """Whether what `native` returned is a CuPy array. (To ask for its interface would build it.)"""
-    return _loaded("cupy", "ndarray", array)
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
 
 
 def current_device() -> int:
     """CuPy's current GPU."""
-    return int(sys.modules["cupy"].cuda.runtime.getDevice())
+    device: int = sys.modules["cupy"].cuda.runtime.getDevice()
+    return device
 
 
 def namespace(array: Array) -> Any:
@@ -58,7 +60,7 @@ def namespace(array: Array) -> Any:
 
 def native(array: Array) -> Array:
     """The same memory as a NumPy or CuPy array; what is no array is returned as it came."""
-    if isinstance(array, (np.ndarray, np.generic)) or _loaded("cupy", "ndarray", array):
+    if on_gpu(array) or isinstance(array, (np.ndarray, np.generic)):
         return array
     if _loaded("torch", "Tensor", array):
         return _from_torch(array)

@@ -82,23 +82,31 @@ class _Settled:
     A training loop makes the same call again and again: what was found right once is right.
     """
 
-    options: dict[str, Any]
+    xp: Any  # numpy or cupy
+    whole: Shard  # the batch
     scale: float | None  # None where it comes as an array, with every call
-    bias: float | None
+    bias: float | None  # the same
+    normalize: bool
+    method: str
     compute: str
     workspace: int
+    check_finite: bool
     wrt: frozenset[str]
-    row_share: float | None
-    dtype: np.dtype[Any]  # of the loss
+    new: dict[str, tuple[Any, Any]]  # shapes and dtypes of feature gradients, where none are given
     grad_dtype: np.dtype[Any] | None
     want_query: bool
     want_key: bool
+    reduction: str
+    share: float  # of a row in the result
+    dtype: np.dtype[Any]  # of the loss
+    metrics: bool
+    return_logits: bool
+    offload: bool
 
 
-PLAIN = frozenset(
-    {bool, int, float, str, frozenset, type(None)}
-)  # no arrays: such options settle a call
-PER_CALL = frozenset({"out", "grad_out", "ids", "progress"})  # looked at in every call,
+# options of such classes settle a call; of others, that may be arrays or hold some,
+PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})
+PER_CALL = frozenset({"out", "grad_out", "ids", "progress"})  # these are looked at in every call,
 NUMBERS = frozenset({"scale", "temperature"})  # and these, where they are arrays
 _settled: dict[tuple[Any, ...], _Settled] = {}
 
@@ -125,63 +133,49 @@ def check(
                 _settled.clear()
             _settled[kind] = settled
 
-    o, wrt = settled.options, settled.wrt
     get = options.get
     ids, grad_out, out, progress = get("ids"), get("grad_out", 1.0), get("out"), get("progress")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a callable, got {_what(progress)}")
     scale = settled.scale
     if scale is None:  # an array: its value may be another each time
-        scale = _scale(loss, options.get("temperature"), options.get("scale"))
+        scale = _scale(loss, get("temperature"), get("scale"))
     an_array = loss.sigmoid and settled.bias is None
     bias = _number("bias", bias) if an_array else settled.bias
     query, key = arrays[0], arrays[-1]
-    xp = namespace(query)
-    m, n = len(query), len(key)
-    whole = shard or Shard(m, n)
-    if o["check_finite"]:
+    xp, wrt, reduction = settled.xp, settled.wrt, settled.reduction
+    if settled.check_finite:
         for name, z in zip(loss.arguments, arrays, strict=True):
             _finite(xp, name, z)
-    row_ids, column_ids = _ids(xp, loss, ids, m, n)
-    positives, without_positive = _positives(xp, labels, m, whole.columns)
+    row_ids = column_ids = positives = without_positive = None
+    if ids is not None:
+        row_ids, column_ids = _ids(xp, loss, ids, len(query), len(key))
+    if labelled:
+        positives, without_positive = _positives(xp, labels, len(query), settled.whole.columns)
+    upstream = _upstream(xp, grad_out, reduction, len(query), settled.share)
+    # None where some rows' losses are replaced before they are reduced, or where none are
+    reduced = reduction != "none" and without_positive is None
+    # by position, as small batches notice the time that names take
     problem = Problem(
-        query=query,
-        key=key,
-        scale=scale,
-        upstream=_upstream(xp, grad_out, o["reduction"], m, whole.rows),
-        positives=positives,
-        # None where some rows' losses are replaced before they are reduced
-        row_share=settled.row_share if without_positive is None else None,
-        row_weight=loss.row_weight,
-        column_weight=loss.column_weight,
-        bias=bias,
-        symmetric=loss.symmetric,
-        query_ids=row_ids,
-        key_ids=column_ids,
-        normalize=bool(o["normalize"]),
-        compute=settled.compute,
-        method=o["method"],
-        workspace=settled.workspace,
-        ranks=bool(o["metrics"]),
-        progress=progress,
-    )
+        query, key, scale, upstream, positives, settled.share if reduced else None,
+        loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
+        row_ids, column_ids, settled.normalize, settled.compute, settled.method,
+        settled.workspace, settled.metrics, progress,
+    )  # fmt: skip
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
-    gradients = None
     if made is not None:
         outs, given_out = {name: native(array) for name, array in made.items()}, made
     elif with_grad:
-        outs, given_out = _out(xp, loss, arrays, out, settled.grad_dtype, wrt)
+        outs, given_out = _out(xp, loss, arrays, out, settled)
+    gradients = None
     if wrt:
-        gradients = Gradients(
-            query=outs.get(loss.arguments[0]),
-            key=outs.get(loss.arguments[-1]) if settled.want_key else None,
-            want_query=settled.want_query,
-            want_key=settled.want_key,
-        )
+        of_query, of_key = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
+        want_query, want_key = settled.want_query, settled.want_key
+        gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
     return Request(
-        problem, gradients, outs, given_out, without_positive, wrt, o["reduction"],
-        settled.dtype, bool(o["metrics"]), bool(o["return_logits"]), bool(o["offload"]),
+        problem, gradients, outs, given_out, without_positive, wrt, reduction,
+        settled.dtype, settled.metrics, settled.return_logits, settled.offload,
     )  # fmt: skip
 
 
@@ -194,7 +188,7 @@ def _kind(
     with_grad: bool,
     shard: Shard | None,
 ) -> tuple[Any, ...] | None:
-    """The key under which a call is settled; None for one with options that are arrays."""
+    """The key under which a call is settled; None for one with options that may be arrays."""
     plain = options
     classes = tuple(map(type, options.values()))  # True is no 1
     if not PLAIN.issuperset(classes):
@@ -203,13 +197,21 @@ def _kind(
             for name, value in options.items()
             if name not in PER_CALL and not (name in NUMBERS and type(value) not in PLAIN)
         }
+        wrt = plain.get("wrt")
+        if isinstance(wrt, (tuple, list)) and all([type(name) is str for name in wrt]):
+            plain["wrt"] = frozenset(wrt)
         if not PLAIN.issuperset(map(type, plain.values())):
             return None
     if type(bias) not in PLAIN:
         bias = "array"
-    if not all([_is_array(z) for z in arrays]):
-        return None
-    kinds = [(z.shape, z.dtype, z.device.id if on_gpu(z) else None) for z in arrays]
+    kinds = []
+    for z in arrays:
+        if isinstance(z, np.ndarray):
+            kinds.append((z.shape, z.dtype, None))
+        elif on_gpu(z):
+            kinds.append((z.shape, z.dtype, z.device.id))
+        else:
+            return None
     return loss, with_grad, labelled, shard, bias, (*options,), classes, *kinds, *plain.items()
 
 
@@ -253,19 +255,33 @@ def _settle(
         raise ValueError("metrics: expected False for siglip, which ranks nothing, got True")
     wrt = _wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
+    grad_dtype = _grad_dtype(o["grad_dtype"])
     return _Settled(
-        options={name: o[name] for name in o if name not in PER_CALL and name not in NUMBERS},
+        xp=namespace(query),
+        whole=whole,
         scale=scale if all(o[name].__class__ in PLAIN for name in NUMBERS) else None,
         bias=bias if loss.sigmoid and plain_bias else None,
+        normalize=bool(o["normalize"]),
+        method=o["method"],
         compute=compute,
         workspace=int(workspace),
+        check_finite=bool(o["check_finite"]),
         wrt=wrt,
-        row_share={"mean": 1.0 / whole.rows, "sum": 1.0, "none": None}[o["reduction"]],
-        dtype=DOUBLE if "float64" in dtypes else SINGLE,
-        grad_dtype=_grad_dtype(o["grad_dtype"]),
+        new={
+            name: (z.shape, grad_dtype or _native_order(z.dtype))
+            for name, z in zip(loss.arguments, arrays, strict=True)
+            if name in wrt
+        },
+        grad_dtype=grad_dtype,
         # scale and bias come with the rows' gradient; a key gradient alone brings them too
         want_query=loss.arguments[0] in wrt or not want_key,
         want_key=want_key,
+        reduction=o["reduction"],
+        share=1.0 / whole.rows if o["reduction"] == "mean" else 1.0,
+        dtype=DOUBLE if "float64" in dtypes else SINGLE,
+        metrics=bool(o["metrics"]),
+        return_logits=bool(o["return_logits"]),
+        offload=bool(o["offload"]),
     )
 
 
@@ -465,9 +481,8 @@ def _wrt(loss: Loss, wrt: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _upstream(xp: Any, grad_out: Any, reduction: str, m: int, rows: int) -> Any:
-    """d result / d loss_i: a number for all rows, or [M]; the mean is that of `rows`."""
-    share = 1.0 / rows if reduction == "mean" else 1.0
+def _upstream(xp: Any, grad_out: Any, reduction: str, m: int, share: float) -> Any:
+    """d result / d loss_i: a number for all rows, or [M]; `share` of `grad_out`."""
     if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
         return grad_out * share
     value = native(grad_out)
@@ -487,19 +502,12 @@ def _upstream(xp: Any, grad_out: Any, reduction: str, m: int, rows: int) -> Any:
 
 
 def _out(
-    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, grad_dtype: Any, wrt: frozenset[str]
-) -> tuple[dict[str, Array], dict[str, Array]]:  # fmt: skip
+    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, settled: _Settled
+) -> tuple[dict[str, Array], dict[str, Array]]:
     """Where the feature gradients go: the caller's arrays, or new ones; and the caller's alone."""
-    wanted = [name for name in loss.arguments if name in wrt]
-    features = dict(zip(loss.arguments, arrays, strict=True))
-
-    def new(name: str) -> Array:
-        dtype = features[name].dtype
-        native_order = dtype if dtype.isnative else dtype.newbyteorder("=")
-        return xp.empty(features[name].shape, grad_dtype or native_order)
-
+    new = settled.new
     if out is None:
-        return {name: new(name) for name in wanted}, {}
+        return {name: xp.ndarray(*like) for name, like in new.items()}, {}
     given: dict[str, Any]
     if isinstance(out, Mapping):
         given = dict(out)
@@ -512,19 +520,26 @@ def _out(
     else:
         raise TypeError(f"out: expected a mapping or a sequence of arrays, got {_what(out)}")
     given = {name: array for name, array in given.items() if array is not None}
+    features = dict(zip(loss.arguments, arrays, strict=True))
     buffers = {}
     for name, array in given.items():
-        if name not in wanted:
-            raise ValueError(f"out: expected names among {', '.join(wanted)}, got {name!r}")
+        if name not in new:
+            raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
         buffers[name] = native(array)
-        _output(f"out[{name!r}]", buffers[name], features[name], grad_dtype)
-    made = {name: buffers[name] if name in buffers else new(name) for name in wanted}
+        _output(f"out[{name!r}]", buffers[name], features[name], settled.grad_dtype)
+    made = {
+        name: buffers[name] if name in buffers else xp.ndarray(*like) for name, like in new.items()
+    }
     apart = list(arrays)
     for array in buffers.values():
         if any(xp.may_share_memory(array, other) for other in apart):
             raise ValueError("out: expected arrays apart from the features and from each other")
         apart.append(array)
     return made, given
+
+
+def _native_order(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 def _grad_dtype(given: Any) -> np.dtype[Any] | None:

@@ -48,23 +48,20 @@ def _result(
 ) -> LossAndGrad:
     """What was asked for, as the caller's kind of arrays."""
 
-    def scalar(name: str, value: Any) -> Any:
-        return back(_zero_d(request, value)) if name in request.wrt else None
-
+    wrt, given_out, feature_grads = request.wrt, request.given_out, request.feature_grads
     grads: dict[str, Any] = {}
     for name in kind.arguments:
-        gradient = request.feature_grads.get(name)
-        mine = request.given_out.get(name)
+        mine, gradient = given_out.get(name), feature_grads.get(name)
         grads[name] = mine if mine is not None or gradient is None else back(gradient)
-    grads["scale"] = scalar("scale", solution.scale_grad)
+    grads["scale"] = back(_zero_d(request, solution.scale_grad)) if "scale" in wrt else None
     if kind.sigmoid:
-        grads["bias"] = scalar("bias", solution.bias_grad)
+        grads["bias"] = back(_zero_d(request, solution.bias_grad)) if "bias" in wrt else None
     return LossAndGrad(
-        loss=back(_reduce(request, solution)),
-        grads=kind.grads(**grads),
-        lse=_lse(request, solution, back),
-        metrics=_metrics(solution, back) if request.metrics else None,
-        logits=back(solution.logits) if request.return_logits else None,
+        back(_reduce(request, solution)),
+        kind.grads(**grads),
+        _lse(request, solution, back),
+        _metrics(solution, back) if request.metrics else None,
+        back(solution.logits) if request.return_logits else None,
     )
 
 
@@ -72,14 +69,14 @@ def _lse(
     request: Request, solution: Solution, back: Callable[[Array], Array]
 ) -> Callable[[], Any] | None:
     """What hands the log-sum-exps out; few ask for them, and small batches notice the time."""
-    found = [
-        lse.astype(request.dtype, copy=False)
-        for lse in (solution.row_lse, solution.column_lse)
-        if lse is not None
-    ]
-    if not found:
+    rows, columns = solution.row_lse, solution.column_lse
+    if rows is not None and rows.dtype != request.dtype:
+        rows = rows.astype(request.dtype)
+    if columns is not None and columns.dtype != request.dtype:
+        columns = columns.astype(request.dtype)
+    if rows is None:
         return None
-    return lambda: back(found[0]) if len(found) == 1 else tuple(map(back, found))
+    return lambda: back(rows) if columns is None else (back(rows), back(columns))
 
 
 def _device(array: Array) -> Any:

@@ -72,7 +72,8 @@ class Problem:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(M, N, D)."""
-        return self.query.shape[0], self.key.shape[0], self.query.shape[1]
+        m, d = self.query.shape
+        return m, len(self.key), d
 
     @property
     def square(self) -> bool:

@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from . import compiler
-from .arguments import NO_MATRIX, address, matrix_fields, scalar_fields, whole_strides
+from .arguments import NO_MATRIX, NO_SCALAR, address, matrix_fields, scalar_fields, whole_strides
 from .blocks import Array, Gradients, Problem, Solution
 from .launch_config import Device
 
@@ -28,7 +28,6 @@ _LAYOUT = struct.Struct(
 )
 _BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
-_kernels: dict[tuple[Any, ...], Any] = {}
 _barriers: dict[tuple[int, int], Array] = {}
 
 
@@ -71,38 +70,31 @@ def _barrier(device: int) -> Array:
     return _barriers[key]
 
 
-def _kernel(device: int, double: bool, dtype: Any, *kind: bool) -> Any:
-    """The kernel for one kind of problem with features of one dtype."""
-    key = device, double, dtype, kind
-    found = _kernels.get(key)
-    if found is None:
-        names = "SYMMETRIC", "TWO_SIDED", "SIGMOID", "NORMALIZE", "IDS"
-        found = _kernels[key] = compiler.function(
-            cupy.cuda.Device(device), "fused.cu", "fused", 0,
-            PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
-            **dict(zip(names, map(int, kind), strict=True)),
-        )  # fmt: skip
-    return found
-
-
 @dataclass(frozen=True)
-class _Plan:
-    """How a problem of one shape is laid out and cut."""
+class _Launch:
+    """How problems of one kind are laid out and cut."""
 
+    kernel: Any
+    blocks: int
     parts: int  # of the features in the products, to have work for the device
-    logit_tiles: int  # that are computed: of symmetric ones, a triangle
-    scratch: int  # in doubles
-    offsets: tuple[int, ...]  # where the kernel's arrays begin in it, in bytes
+    scratch: int  # in bytes
+    offsets: tuple[int, ...]  # where the kernel's arrays begin in it
 
 
 @lru_cache(maxsize=1024)
-def _plan(
-    m: int, n: int, d: int, item: int, symmetric: bool, two_sided: bool, resident: int, room: int
-) -> _Plan:
-    """The plan where so many blocks run at a time, and so many M x N matrices have room."""
+def _launch(
+    m: int, n: int, d: int, dtype: Any, double: bool, symmetric: bool, two_sided: bool,
+    sigmoid: bool, normalize: bool, ids: bool, gradients: int, workspace: int,
+    device: int, resident: int,
+) -> _Launch:  # fmt: skip
+    """The launch for features of one dtype where so many blocks run at a time: the grid's barrier
+    needs all of them there. `gradients`: how many tiles of rows they have."""
+    item = 8 if double else 4
     down, across = -(-m // TILE), -(-n // TILE)
-    tiles = across * (across + 1) // 2 if symmetric else down * across
-    parts = max(1, min(MOST_PARTS, -(-d * item // CHUNK_BYTES), resident // tiles, room))
+    logit_tiles = across * (across + 1) // 2 if symmetric else down * across
+    room = min(MOST_PARTS, workspace // (m * n * item))  # for so many M x N matrices
+    parts = max(1, min(MOST_PARTS, -(-d * item // CHUNK_BYTES), resident // logit_tiles, room))
+    work = max(logit_tiles * parts, gradients * -(-d // TILE), m, n)
     size = 0
 
     def take(elements: int, each: int = 8) -> int:
@@ -120,73 +112,79 @@ def _plan(
         x, row_inverse, column_inverse, row_bad, column_bad, row_gap, column_gap, row_dot,
         column_dot, row_sum, *of_rows, *of_columns,
     )  # fmt: skip
-    return _Plan(parts, tiles, size // 8, offsets)
+    kernel = compiler.function(
+        cupy.cuda.Device(device), "fused.cu", "fused", 0,
+        PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
+        SYMMETRIC=int(symmetric), TWO_SIDED=int(two_sided), SIGMOID=int(sigmoid),
+        NORMALIZE=int(normalize), IDS=int(ids),
+    )  # fmt: skip
+    return _Launch(kernel, min(resident, work), parts, size, offsets)
 
 
 def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> Solution:
     """Loss and gradients; the logits are temporary, M x N, and have been found to fit."""
     m, n, d = problem.shape
     double = problem.compute == "fp64"
-    item = 8 if double else 4
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
-    query, key = whole_strides(problem.query), whole_strides(problem.key)
+    query = whole_strides(problem.query)
+    key = query if symmetric else whole_strides(problem.key)
     if query.dtype != key.dtype:  # a kernel reads one dtype: the wider
         dtype = np.promote_types(*(np.float32 if z.dtype.itemsize < 4 else z.dtype
                                    for z in (query, key)))  # fmt: skip
         query, key = query.astype(dtype), key.astype(dtype)
-    device = query.device
-    resident = properties.multiprocessors  # the grid's barrier needs all blocks there at a time
-    room = min(MOST_PARTS, 2 * problem.workspace // logit_bytes(problem))
-    plan = _plan(m, n, d, item, symmetric, two_sided, resident, room)
+    of_query = of_key = NO_MATRIX
+    if gradients is not None:
+        of_query, of_key = matrix_fields(gradients.query), matrix_fields(gradients.key)
+    tiles = -(-m // TILE) * (of_query[0] != 0) + -(-n // TILE) * (of_key[0] != 0)
+    device = query.device.id
+    launch = _launch(
+        m, n, d, query.dtype, double, symmetric, two_sided, sigmoid, problem.normalize,
+        problem.query_ids is not None, tiles, problem.workspace, device, properties.multiprocessors,
+    )  # fmt: skip
 
     # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
-    out = cupy.ndarray((2 * m + n + 3,), DOUBLE if double else SINGLE)
-    scratch = cupy.ndarray((plan.scratch,), DOUBLE)
-    start, base = out.data.ptr, scratch.data.ptr
-    reduced = start + item * (2 * m + n)
-    addresses = [base + offset for offset in plan.offsets]
+    real, item = (DOUBLE, 8) if double else (SINGLE, 4)
+    out, scratch = cupy.cuda.alloc(item * (2 * m + n + 3)), cupy.cuda.alloc(launch.scratch)
+    start, base = out.ptr, scratch.ptr
+    lse, column_lse, loss = item * m, item * 2 * m, item * (2 * m + n)
+    addresses = [base + offset for offset in launch.offsets]
     if not (symmetric or two_sided):
         addresses[-2:] = 0, 0  # columns have no log-sum-exp
 
+    fields = matrix_fields(query)
     scale, _kept = scalar_fields(problem.scale)
-    bias, _kept_too = scalar_fields(0.0 if problem.bias is None else problem.bias)
-    barrier = _barrier(device.id)
+    bias, _kept_too = scalar_fields(problem.bias) if sigmoid else (NO_SCALAR, None)
+    barrier = _barrier(device)
     upstream, each = problem.upstream, None
     if not isinstance(upstream, float):
         upstream, each = 0.0, upstream
-    of_queries, of_keys = NO_MATRIX, NO_MATRIX
-    if gradients is not None:
-        of_queries, of_keys = matrix_fields(gradients.query), matrix_fields(gradients.key)
     arguments = _LAYOUT.pack(
-        *matrix_fields(query), *matrix_fields(key), *of_queries, *of_keys,
+        *fields, *(fields if symmetric else matrix_fields(key)), *of_query, *of_key,
         m, n, d, *scale, *bias, problem.row_weight, problem.column_weight,
         problem.row_share or 0.0, upstream, address(each), address(problem.positives),
-        address(problem.query_ids), address(problem.key_ids),
-        gradients is not None, plan.parts,
-        *addresses[:10], start, start + item * m, start + 2 * item * m,
-        reduced, reduced + item, reduced + 2 * item, *addresses[10:], barrier.data.ptr,
+        address(problem.query_ids), address(problem.key_ids), gradients is not None, launch.parts,
+        *addresses[:10], start, start + lse, start + column_lse,
+        start + loss, start + loss + item, start + loss + 2 * item, *addresses[10:],
+        barrier.data.ptr,
     )  # fmt: skip
-    tiles = -(-m // TILE) * (of_queries[0] != 0) + -(-n // TILE) * (of_keys[0] != 0)
-    work = max(plan.logit_tiles * plan.parts, tiles * -(-d // TILE), m, n)
-    kernel = _kernel(
-        device.id, double, query.dtype, symmetric, two_sided, sigmoid, problem.normalize,
-        problem.query_ids is not None,
-    )  # fmt: skip
-    kernel(
-        (min(resident, work),), (THREADS,), (np.frombuffer(arguments, _BY_VALUE),),
+    launch.kernel(
+        (launch.blocks,), (THREADS,), (np.frombuffer(arguments, _BY_VALUE),),
         enable_cooperative_groups=True,
     )  # fmt: skip
     if problem.progress is not None:
         problem.progress("loss and gradient", 1, 1)
-    solution = Solution(None if problem.row_share is not None else out[:m])
+
+    array, solution = cupy.ndarray, Solution()
+    if problem.row_share is None:
+        solution.losses = array((m,), real, out)
+    else:
+        solution.loss = array((), real, out + loss)
     if not sigmoid:
-        solution.row_lse = out[m : 2 * m]
+        solution.row_lse = array((m,), real, out + lse)
         if two_sided:
-            solution.column_lse = out[2 * m : 2 * m + n]
-    if problem.row_share is not None:
-        solution.loss = out[2 * m + n]
+            solution.column_lse = array((n,), real, out + column_lse)
     if gradients is not None:
-        solution.scale_grad = out[2 * m + n + 1]
+        solution.scale_grad = array((), real, out + (loss + item))
         if sigmoid:
-            solution.bias_grad = out[2 * m + n + 2]
+            solution.bias_grad = array((), real, out + (loss + 2 * item))
     return solution
