@@ -77,10 +77,10 @@ def native(array: Array) -> Array:
 
 
 def _from_torch(tensor: Any) -> Array:
+    if tensor.is_cuda:
+        return _view_of_torch(tensor)
     torch = sys.modules["torch"]
     tensor = tensor.detach()
-    if tensor.is_cuda:
-        return _view_of_torch(torch, tensor)
     if tensor.dtype == torch.bfloat16:  # NumPy's DLPack does not know it
         import ml_dtypes
 
@@ -88,18 +88,18 @@ def _from_torch(tensor: Any) -> Array:
     return tensor.numpy()
 
 
-def _view_of_torch(torch: Any, tensor: Any) -> Array:
+def _view_of_torch(tensor: Any) -> Array:
     """A CuPy array on a tensor's memory. (DLPack would do, and take five times as long.)"""
     cupy = _cupy()
     dtype = _torch_dtypes().get(tensor.dtype)
     if dtype is None:
-        return cupy.from_dlpack(tensor)
+        return cupy.from_dlpack(tensor.detach())
     item = dtype.itemsize
     memory = cupy.cuda.UnownedMemory(
-        tensor.data_ptr(), tensor.numel() * item, tensor, tensor.device.index
+        tensor.data_ptr(), tensor.numel() * item, tensor, tensor.get_device()
     )
     strides = [step * item for step in tensor.stride()]
-    return cupy.ndarray(tuple(tensor.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+    return cupy.ndarray(tensor.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
 @functools.cache
@@ -141,28 +141,37 @@ def back(like: Array) -> Callable[[Array], Array]:
 
 def on_stream_of(array: Array) -> Any:
     """Context in which CuPy's current stream is the caller's: torch's own, or CuPy's."""
-    if not _loaded("torch", "Tensor", array) or not array.is_cuda:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:
         return NOTHING
-    torch, cupy = sys.modules["torch"], sys.modules.get("cupy") or _cupy()
-    device, theirs = array.device.index, torch.cuda.current_stream(array.device)
-    if theirs.cuda_stream and torch.cuda.is_current_stream_capturing():
+    cupy = _cupy()
+    device = array.get_device()
+    theirs = _current_stream(torch, device)
+    if theirs and torch.cuda.is_current_stream_capturing():
         return _captured(torch, cupy, device, theirs)
     if device != current_device():
-        return _elsewhere(cupy, device, theirs)
-    if theirs.cuda_stream == cupy.cuda.get_current_stream().ptr:
+        return _elsewhere(torch, cupy, device, theirs)
+    if theirs == cupy.cuda.get_current_stream().ptr:
         return NOTHING
-    return _stream(cupy, device, theirs)
+    return _stream(torch, cupy, device, theirs)
+
+
+def _current_stream(torch: Any, device: int) -> int:
+    """torch's, as CUDA knows it. (What torch's compiler calls takes no time; a Stream does.)"""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    stream: int = torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device)
+    return stream
 
 
 @contextlib.contextmanager
-def _elsewhere(cupy: Any, device: int, theirs: Any) -> Iterator[None]:
+def _elsewhere(torch: Any, cupy: Any, device: int, theirs: int) -> Iterator[None]:
     """On a device that is not the current one."""
-    with cupy.cuda.Device(device), _stream(cupy, device, theirs):
+    with cupy.cuda.Device(device), _stream(torch, cupy, device, theirs):
         yield
 
 
 @contextlib.contextmanager
-def _captured(torch: Any, cupy: Any, device: int, theirs: Any) -> Iterator[None]:
+def _captured(torch: Any, cupy: Any, device: int, theirs: int) -> Iterator[None]:
     """In a CUDA graph that torch captures: torch gives the memory, and keeps it for the graph."""
 
     def malloc(size: int) -> Any:
@@ -170,19 +179,19 @@ def _captured(torch: Any, cupy: Any, device: int, theirs: Any) -> Iterator[None]
         memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), size, tensor, device)
         return cupy.cuda.MemoryPointer(memory, 0)
 
-    with cupy.cuda.using_allocator(malloc), _elsewhere(cupy, device, theirs):
+    with cupy.cuda.using_allocator(malloc), _elsewhere(torch, cupy, device, theirs):
         yield
 
 
 _streams: dict[tuple[int, int], Any] = {}  # torch has a few, and keeps them
 
 
-def _stream(cupy: Any, device: int, theirs: Any) -> Any:
-    """torch's stream as CuPy's."""
-    key = device, theirs.cuda_stream
+def _stream(torch: Any, cupy: Any, device: int, theirs: int) -> Any:
+    """torch's current stream as CuPy's."""
+    key = device, theirs
     if key not in _streams:
         if hasattr(cupy.cuda.Stream, "from_external"):
-            _streams[key] = cupy.cuda.Stream.from_external(theirs)
+            _streams[key] = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
         else:
-            _streams[key] = cupy.cuda.ExternalStream(theirs.cuda_stream, device)
+            _streams[key] = cupy.cuda.ExternalStream(theirs, device)
     return _streams[key]

@@ -40,9 +40,7 @@ def _evaluate(
     for name, z in zip(kind.arguments, features, strict=True):
         if name in wrt:
             made[name] = torch.empty_like(z, memory_format=torch.contiguous_format)
-    if "group" not in given:
-        return dispatch.loss_and_grad(kind, features, labels, bias, given, made)
-    group = given.pop("group")
+    group = given.pop("group", None)
     if group is None:
         return dispatch.loss_and_grad(kind, features, labels, bias, given, made)
     from . import process_group
@@ -71,9 +69,19 @@ class _Call:
 
     kind: Loss
     labels: Tensor | None
+    scale: Any  # of no use where it is a tensor, an input of autograd's
+    bias: Any
     options: dict[str, Any]
     with_metrics: bool
-    metrics: Metrics | None = None  # found
+    # found:
+    metrics: Metrics | None = None
+    wanted: frozenset[str] = NOTHING
+    grads: list[Tensor | None] | None = None  # until a backward pass takes them
+
+
+def _of_inputs(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | None]:
+    """Gradients in the order of `_Function`'s inputs."""
+    return [getattr(grads, n) if n in wanted else None for n in ("scale", "bias", *kind.arguments)]
 
 
 class _Function(torch.autograd.Function):
@@ -81,26 +89,18 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, call: _Call, scale: Any, bias: Any, *features: Tensor
+        ctx: Any, call: _Call, scale: Tensor | None, bias: Tensor | None, *features: Tensor
     ) -> Tensor:
-        kind, options = call.kind, call.options
-        wanted = _wanted(kind, ctx.needs_input_grad[1:])
+        wanted = _wanted(call.kind, ctx.needs_input_grad[1:])
         # Per-row losses have no single upstream gradient: theirs are computed when it is known
-        now = NOTHING if options.get("reduction") == "none" else wanted
-        more = {"metrics": True} if call.with_metrics else {}
-        result = _evaluate(kind, features, call.labels, scale, bias, options, now, **more)
-        call.metrics = result.metrics
-        ctx.call, ctx.wanted = call, wanted
-        ctx.grads = result.grads if now else None
-        ctx.numbers = {
-            name: value
-            for name, value in (("scale", scale), ("bias", bias))
-            if value is not None and not isinstance(value, Tensor)
-        }
+        now = NOTHING if call.options.get("reduction") == "none" else wanted
+        result = _computed(call, scale, bias, features, now, metrics=call.with_metrics)
+        call.metrics, call.wanted = result.metrics, wanted
+        if now:
+            call.grads = _of_inputs(call.kind, result.grads, now)
         if wanted:
-            ctx.save_for_backward(
-                *(v if isinstance(v, Tensor) else None for v in (scale, bias)), *features
-            )
+            ctx.call = call
+            ctx.save_for_backward(scale, bias, *features)
         return result.loss
 
     @staticmethod
@@ -110,24 +110,31 @@ class _Function(torch.autograd.Function):
                 "create_graph: expected False, got True: gradients of the losses of infonce cannot "
                 "be differentiated again"
             )
-        kind, grads, wanted = ctx.call.kind, ctx.grads, ctx.wanted
+        call = ctx.call
+        grads, call.grads = call.grads, None
         if grads is not None:
             # The first backward pass takes the gradients that the forward pass has left, in place;
             # another one (retain_graph) computes them again
-            ctx.grads = None
-            of = {name: getattr(grads, name).mul_(upstream) for name in wanted}
+            for grad in grads:
+                if grad is not None:
+                    grad.mul_(upstream)
         else:
             scale, bias, *features = ctx.saved_tensors
-            grads = _evaluate(
-                kind, features, ctx.call.labels, ctx.numbers.get("scale", scale),
-                ctx.numbers.get("bias", bias), ctx.call.options, wanted, grad_out=upstream,
-            ).grads  # fmt: skip
-            of = {name: getattr(grads, name) for name in wanted}
-        for name, at in (("scale", 0), ("bias", 1)):
-            if name in of:
-                value = ctx.saved_tensors[at]
-                of[name] = of[name].to(value.dtype).reshape(value.shape)
-        return (None, of.get("scale"), of.get("bias"), *map(of.get, kind.arguments))
+            result = _computed(call, scale, bias, features, call.wanted, grad_out=upstream)
+            grads = _of_inputs(call.kind, result.grads, call.wanted)
+        for i, grad in enumerate(grads[:2]):  # of scale and bias
+            if grad is not None:
+                grads[i] = grad.to(ctx.saved_tensors[i].dtype)
+        return None, *grads
+
+
+def _computed(
+    call: _Call, scale: Tensor | None, bias: Tensor | None, features: Sequence[Tensor],
+    wrt: frozenset[str], **more: Any,
+) -> LossAndGrad:  # fmt: skip
+    """What a call asks for."""
+    scale, bias = call.scale if scale is None else scale, call.bias if bias is None else bias
+    return _evaluate(call.kind, features, call.labels, scale, bias, call.options, wrt, **more)
 
 
 # --- compiled graphs ------------------------------------------------------------------------------
@@ -218,7 +225,7 @@ def _apply(
             raise TypeError(f"{name}: expected a tensor, got {type(z).__name__}")
         if not z.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point tensor, got {z.dtype}")
-        if z.device != features[0].device:
+        if z is not features[0] and z.device != features[0].device:
             raise ValueError(
                 f"{name}: expected a tensor on {features[0].device} like {kind.arguments[0]}, "
                 f"got one on {z.device}"
@@ -239,8 +246,9 @@ def _apply(
     if not torch.is_grad_enabled():
         result = _evaluate(kind, features, labels, scale, bias, options, NOTHING, metrics=metrics)
         return (result.loss, result.metrics) if metrics else result.loss
-    call = _Call(kind, labels, options, metrics)
-    loss = _Function.apply(call, scale, bias, *features)
+    inputs = [value if isinstance(value, Tensor) else None for value in (scale, bias)]
+    call = _Call(kind, labels, scale, bias, options, metrics)
+    loss = _Function.apply(call, *inputs, *features)
     return (loss, call.metrics) if metrics else loss
 
 
