@@ -17,7 +17,6 @@ DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}
 SCALAR = np.dtype([("value", "f8"), ("pointer", "u8"), ("factor", "f8"), ("shift", "u8")])
 MATRIX = np.dtype([("data", "u8"), ("row_stride", "i8"), ("column_stride", "i8"), ("dtype", "i8")])
 NO_MATRIX = (0, 0, 0, 0)
-NO_SCALAR = (0.0, 0, 1.0)
 
 
 def pointers(names: str) -> np.dtype[Any]:
@@ -67,8 +66,8 @@ def matrix_fields(array: Array | None, first: int = 0) -> tuple[int, int, int, i
     if array is None:
         return NO_MATRIX
     dtype = array.dtype
-    item = dtype.itemsize
     rows, columns = array.strides
+    item = dtype.itemsize
     return array.data.ptr + first * rows, rows // item, columns // item, dtype_code(dtype)
 
 

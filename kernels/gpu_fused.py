@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from . import compiler
-from .arguments import NO_MATRIX, NO_SCALAR, address, matrix_fields, scalar_fields, whole_strides
+from .arguments import NO_MATRIX, address, matrix_fields, scalar_fields, whole_strides
 from .blocks import Array, Gradients, Problem, Solution
 from .launch_config import Device
 
@@ -28,6 +28,7 @@ _LAYOUT = struct.Struct(
 )
 _BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+NO_SCALAR = scalar_fields(0.0)
 _barriers: dict[tuple[int, int], Array] = {}
 
 
@@ -153,7 +154,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
 
     fields = matrix_fields(query)
     scale, _kept = scalar_fields(problem.scale)
-    bias, _kept_too = scalar_fields(problem.bias) if sigmoid else (NO_SCALAR, None)
+    bias, _kept_too = scalar_fields(problem.bias) if sigmoid else NO_SCALAR
     barrier = _barrier(device)
     upstream, each = problem.upstream, None
     if not isinstance(upstream, float):
