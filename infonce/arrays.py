@@ -63,7 +63,7 @@ def native(array: Array) -> Array:
     if on_gpu(array) or isinstance(array, (np.ndarray, np.generic)):
         return array
     if _loaded("torch", "Tensor", array):
-        return _from_torch(array)
+        return _view_of_torch(array) if array.is_cuda else _from_torch(array)
     if _loaded("jax", "Array", array):
         if {device.platform for device in array.devices()} == {"cpu"}:
             return np.asarray(array)
@@ -77,8 +77,7 @@ def native(array: Array) -> Array:
 
 
 def _from_torch(tensor: Any) -> Array:
-    if tensor.is_cuda:
-        return _view_of_torch(tensor)
+    """A NumPy array on a tensor's memory."""
     torch = sys.modules["torch"]
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:  # NumPy's DLPack does not know it

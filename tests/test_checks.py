@@ -7,6 +7,7 @@ import pytest
 from judge import LOSSES, arguments, pairs
 
 import infonce
+from infonce import checks
 
 Q = np.random.default_rng(0).standard_normal((6, 4))
 K = np.random.default_rng(1).standard_normal((6, 4))
@@ -185,3 +186,12 @@ def test_a_settled_call_still_looks_at_what_may_change() -> None:
     scale[...] = -1.0
     with pytest.raises(ValueError, match="scale: expected a positive number"):
         infonce.siglip_loss(z, z, bias, scale=scale)
+
+
+@pytest.mark.parametrize("wrt", [None, "text", ("text", "scale"), ["image"], frozenset({"scale"})])
+def test_the_second_call_of_a_kind_is_settled(monkeypatch: pytest.MonkeyPatch, wrt: Any) -> None:
+    first = infonce.clip_loss_and_grad(Q, K, scale=1.0, wrt=wrt)
+    monkeypatch.setattr(checks, "_settle", None)
+    again = infonce.clip_loss_and_grad(Q, K, scale=1.0, wrt=wrt)
+    for got, want in zip(again.grads, first.grads, strict=True):
+        np.testing.assert_array_equal(got, want)
