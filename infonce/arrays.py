@@ -97,7 +97,7 @@ def _view_of_torch(tensor: Any) -> Array:
     memory = cupy.cuda.UnownedMemory(
         tensor.data_ptr(), tensor.numel() * item, tensor, tensor.get_device()
     )
-    strides = [step * item for step in tensor.stride()]
+    strides = None if tensor.is_contiguous() else [step * item for step in tensor.stride()]
     return cupy.ndarray(tensor.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
