@@ -9,7 +9,6 @@ import pytest
 from gpu_problems import (
     BFLOAT16,
     GRAD_BOUND,
-    LOSS_BOUND,
     MISSING,
     TEMPERATURES,
     Result,
@@ -99,7 +98,7 @@ def test_rows_that_are_not_finite_leave_others_alone(precision: str) -> None:
     losses = run("info_nce", (image, text), precision, 20.0, gradient=False).losses
     assert np.isnan(losses[[3, 77]]).all()
     rest = np.delete(np.arange(200), [3, 77])
-    bound = LOSS_BOUND[precision] * 20
+    bound = 20 * {"fp32": 2.0**-20, "tf32": 2.0**-11}[precision]  # of one row: nothing averages out
     assert losses[rest] == pytest.approx(ref.losses[rest], abs=bound)
 
 
@@ -229,7 +228,7 @@ def test_portable_kernels(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- one pass: LiT, and InfoNCE with respect to queries -------------------------------------------
 
 ONE_SIDED = ["info_nce", "lit"]
-ONE_PASS = [("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"), ("bfloat16", "bf16")]
+ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
 
 
 @pytest.fixture
