@@ -32,8 +32,10 @@ OP_N, OP_T = 0, 1
 # Which parts of the two operands are multiplied, small terms first; others are lost in rounding
 PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # Tensor cores cut off bits when they add: where float32's accuracy is asked for, sums of the large
-# parts are of this many terms at most, and get back what they lose on average
+# parts are of this many terms at most, and get back what they lose on average, so many times what a
+# sweep's sums do
 LONGEST_SUM = {"fp16x3": 1024}
+LOST_BY_PRODUCTS = 2
 
 # --- structures that kernels take, as kernels/cuda declares them ----------------------------------
 
@@ -155,7 +157,7 @@ class GradientFold(Fold):
                 at = panel_part * self.panel_part + start * (1 if op == OP_N else self.stride)
                 terms = min(longest, k - start)
                 if large and precision in LONGEST_SUM:
-                    unit = 1 + config.lost(precision, terms * item)
+                    unit = 1 + LOST_BY_PRODUCTS * config.lost(precision, terms * item)
                 self.gpu.queue.gemm(
                     OP_N, op, d, n, terms, _number(unit, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
