@@ -72,6 +72,16 @@ def device(run: Callable[[], Any], repeat: int = 10) -> dict[str, float]:
     return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
 
 
+def in_one_thread(run: Callable[[], None]) -> Callable[[], None]:
+    """The same where autograd does not hand the backward pass to a thread of the device's."""
+
+    def alone() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            run()
+
+    return alone
+
+
 def small() -> list[dict[str, Any]]:
     z = F.normalize(torch.randn(256, 2048, device="cuda"), dim=1)
     array = cupy.from_dlpack(z)
@@ -105,7 +115,9 @@ def small() -> list[dict[str, Any]]:
         "CuPy arrays": lambda: infonce.nt_xent_loss_and_grad(array, temperature=0.5),
         "CuPy arrays, gradient handed to autograd": by_hand,
         "torch module": module,
+        "torch module, autograd in one thread": in_one_thread(module),
         "torch module, graphed": graphed,
+        "torch module, graphed, autograd in one thread": in_one_thread(graphed),
         "torch eager": eager,
     }
     return [
