@@ -8,9 +8,12 @@ import pytest
 from click.testing import CliRunner
 from infonce.distributed import model
 
-RUNS = json.loads(
-    (Path(__file__).parent.parent / "benchmarks" / "results" / "ring.json").read_text()
-)["results"]
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RUNS = [
+    run
+    for name in ("ring.json", "ring-large.json")
+    for run in json.loads((RESULTS / name).read_text())["results"]
+]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['batch']} over {run['gpus']}")
