@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import cupy
 import numpy as np
-
-from .tensor_map import driver
 
 WORKSPACE = 32 * 2**20  # what cuBLAS asks for on Hopper; less elsewhere
 
@@ -37,30 +33,17 @@ def gemm_ex(handle: int, *arguments: int) -> None:
     library = _library()
     workspace = cupy.empty(WORKSPACE, np.uint8)  # cuBLAS's own must not be part of a graph
     where = ctypes.c_void_p(handle)
+    _check(library.cublasSetStream_v2(where, ctypes.c_void_p(stream.ptr)))
+    _check(
+        library.cublasSetWorkspace_v2(
+            where, ctypes.c_void_p(workspace.data.ptr), ctypes.c_size_t(WORKSPACE)
+        )
+    )
     pointers = {5, 6, 9, 12, 13}  # alpha, A, B, beta, C
     converted = [
         ctypes.c_void_p(a) if i in pointers else ctypes.c_int(a) for i, a in enumerate(arguments)
     ]
-    with _relaxed():
-        _check(library.cublasSetStream_v2(where, ctypes.c_void_p(stream.ptr)))
-        _check(
-            library.cublasSetWorkspace_v2(
-                where, ctypes.c_void_p(workspace.data.ptr), ctypes.c_size_t(WORKSPACE)
-            )
-        )
-        _check(library.cublasGemmEx(where, *converted))
-
-
-@contextmanager
-def _relaxed() -> Iterator[None]:
-    """cuBLAS may look at the device, or load a kernel, which this thread could not do under a
-    capture that is not relaxed: it would end the capture. What is captured is the same."""
-    mode = ctypes.c_int(cupy.cuda.runtime.streamCaptureModeRelaxed)
-    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    _check(library.cublasGemmEx(where, *converted))
 
 
 def _check(status: int) -> None:

@@ -17,14 +17,9 @@ SWIZZLE_128B, PROMOTE_L2_256B = 3, 3
 
 
 @cache
-def driver() -> Any:
-    """CUDA's driver, for what CuPy does not hand on."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
-@cache
 def _encode() -> Any:
-    encode = driver().cuTensorMapEncodeTiled
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    encode = driver.cuTensorMapEncodeTiled
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
     encode.argtypes = [pointer, u32, u32, pointer, pointer, pointer, pointer, pointer,
                        u32, u32, u32, u32]  # fmt: skip
