@@ -14,16 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from infonce.kernels.blocks import (
-    Array,
-    Backend,
-    Gradients,
-    Problem,
-    Solution,
-    Vectors,
-    fold_block,
-    solve,
-)
+from infonce.kernels.blocks import Backend, Solution, Vectors, fold_block, solve
+from infonce.kernels.problems import Array, Gradients, Problem
 
 from infonce import arrays, dispatch
 from infonce import losses as single

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from infonce.kernels.blocks import (
+from infonce.kernels.blocks import Vectors, mirrored, ranks_of
+from infonce.kernels.problems import (
     Array,
     Epilogue,
     Gradients,
@@ -36,10 +37,7 @@ from infonce.kernels.blocks import (
     SoftmaxGradient,
     Statistics,
     Sums,
-    Vectors,
     changed,
-    mirrored,
-    ranks_of,
     within,
 )
 

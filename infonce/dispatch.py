@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import arrays
 from .checks import DEFAULTS, Request, check
-from .kernels.blocks import LN_2, Array, Solution, solve
+from .kernels.blocks import Solution, solve
+from .kernels.problems import LN_2, Array
 from .result import LossAndGrad, Metrics
 
 if TYPE_CHECKING:

@@ -14,19 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import (
-    Array,
-    Epilogue,
-    Gradients,
-    Grid,
-    Problem,
-    SoftmaxGradient,
-    Statistics,
-    cut,
-)
 from .cpu_folds import Fold, Worker
 from .cpu_operands import Side, inverse_norms, not_finite
 from .cpu_resources import BLAS, SPARES, Turns, in_threads, thread_count
+from .problems import Array, Epilogue, Gradients, Grid, Problem, SoftmaxGradient, Statistics, cut
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 TILE = 2048, 1216  # rows x columns; rows of a power of 2 bytes would share cache sets

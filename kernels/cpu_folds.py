@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import cpu_epilogues as tile
-from .blocks import (
+from .cpu_operands import Side
+from .cpu_resources import SPARES, Cancelled, Turns
+from .problems import (
     LOG2_E,
     Array,
     Epilogue,
@@ -23,8 +25,6 @@ from .blocks import (
     Statistics,
     cut,
 )
-from .cpu_operands import Side
-from .cpu_resources import SPARES, Cancelled, Turns
 
 if TYPE_CHECKING:
     from .cpu import CPU

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import cpu_epilogues as tile
-from .blocks import Array, cut
+from .problems import Array, cut
 
 
 @dataclass

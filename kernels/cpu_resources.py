@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from .blocks import Array
+from .problems import Array
 
 # --- threads --------------------------------------------------------------------------------------
 

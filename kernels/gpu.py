@@ -16,10 +16,16 @@ from typing import Any
 import cupy
 import numpy as np
 
-from . import blocks, compiler, gpu_fused, gpu_naive, gpu_plan
+from . import blocks, compiler, gpu_fused, gpu_naive, gpu_plan, problems
 from . import launch_config as config
 from .arguments import SCALAR, address, matrix, scalar_fields, struct
-from .blocks import (
+from .blocks import Solution
+from .gpu_folds import RanksFold, StatisticsFold
+from .gpu_gradients import NarrowFold, OnlineFold, SigmoidFold, SoftmaxFold
+from .gpu_operands import Scratch, Side, in_place, lends
+from .gpu_queue import Queue
+from .gpu_vectors import Namespace, Vectors
+from .problems import (
     Array,
     Epilogue,
     Gradients,
@@ -30,15 +36,9 @@ from .blocks import (
     Ranks,
     Sigmoid,
     SoftmaxGradient,
-    Solution,
     Statistics,
     Sums,
 )
-from .gpu_folds import RanksFold, StatisticsFold
-from .gpu_gradients import NarrowFold, OnlineFold, SigmoidFold, SoftmaxFold
-from .gpu_operands import Scratch, Side, in_place, lends
-from .gpu_queue import Queue
-from .gpu_vectors import Namespace, Vectors
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 # One pass takes elements 2^(x - height) with a height that need not be the maximum (heights.cuh):
@@ -220,13 +220,13 @@ class GPU:
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
         step, border = self.cut.columns, self.cut.lent
-        columns = [*blocks.cut(border, step), *blocks.cut(n, step, border)]
-        rows = columns if problem.symmetric else blocks.cut(m, self.cut.rows)
+        columns = [*problems.cut(border, step), *problems.cut(n, step, border)]
+        rows = columns if problem.symmetric else problems.cut(m, self.cut.rows)
         return Grid(rows, columns, triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
-        return blocks.cut(n, self.cut.key_rows or n)
+        return problems.cut(n, self.cut.key_rows or n)
 
     def poison(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
@@ -260,8 +260,9 @@ class GPU:
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         if isinstance(epilogue, Statistics):
-            (m, n, _), cut = problem.shape, self.statistics_cut
-            grid = replace(grid, rows=blocks.cut(m, cut.rows), columns=blocks.cut(n, cut.columns))
+            (m, n, _), of = problem.shape, self.statistics_cut
+            rows, columns = problems.cut(m, of.rows), problems.cut(n, of.columns)
+            grid = replace(grid, rows=rows, columns=columns)
             StatisticsFold(self, problem, grid, epilogue).run()
             if epilogue.row_rank is not None:
                 RanksFold(self, problem, grid, blocks.ranks_of(epilogue, problem)).run()
@@ -287,7 +288,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     if problem.method == "naive":
-        return gpu_naive.solve(blocks.spelled_out(problem, cupy), gradients)
+        return gpu_naive.solve(problems.spelled_out(problem, cupy), gradients)
     if problem.method == "fused":
         gpu_fused.require(problem)
     if not problem.ranks and (
@@ -371,7 +372,7 @@ class VectorsOverRanks(blocks.Vectors):
         if not self.known(problem):
             return super().conclude(problem, stats, triangle, gradient)
         sums = Statistics(stats.rows, stats.columns, stats.positive)
-        one_sided = blocks.changed(problem, symmetric=False)  # partners may be on other ranks
+        one_sided = problems.changed(problem, symmetric=False)  # partners may be on other ranks
         found = self.plan(_conclude, one_sided, sums, self.ring.poisoned).get
         rows, columns = (
             blocks.Direction(
@@ -395,7 +396,7 @@ class VectorsOverRanks(blocks.Vectors):
         if not self.known(problem):
             return super().totals(problem, losses, gradients, of_bias)
         dots = None if gradients is None else gradients.dots
-        whole = blocks.changed(problem, row_share=1.0)
+        whole = problems.changed(problem, row_share=1.0)
         found = self.plan(_totals, whole, losses, dots, of_bias).get
         return found("loss"), found("scale_grad"), found("bias_grad")
 
@@ -405,7 +406,7 @@ class VectorsOverRanks(blocks.Vectors):
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
         # what steps on vectors do not look at
-        problem = blocks.changed(problem, normalize=False, query_ids=None, key_ids=None)
+        problem = problems.changed(problem, normalize=False, query_ids=None, key_ids=None)
         properties = device_properties(problem.query.device.id)
         return gpu_plan.call(build, properties, problem, *parts)
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from . import blocks
 from . import launch_config as config
+from . import problems
 from .arguments import SCALAR, address, struct
-from .blocks import LN_2, Array, Grid, Problem, Ranks, Statistics
 from .gpu_operands import Operand, Side
+from .problems import LN_2, Array, Grid, Problem, Ranks, Statistics
 
 if TYPE_CHECKING:
     from .gpu import GPU
@@ -164,7 +164,7 @@ class StatisticsFold(Fold):
             self.merge(column_pairs, column_slots, stats.columns, columns, self.marks)
 
     def merge(
-        self, pairs: Array, slots: int, sums: blocks.Sums, of: slice, marks: Array | None = None
+        self, pairs: Array, slots: int, sums: problems.Sums, of: slice, marks: Array | None = None
     ) -> None:
         n = of.stop - of.start
         wide = isinstance(self.tile, config.Sweep) and self.tile.wide

@@ -12,8 +12,9 @@ import numpy as np
 
 from . import compiler
 from .arguments import NO_MATRIX, address, matrix_fields, scalar_fields, whole_strides
-from .blocks import Array, Gradients, Problem, Solution
+from .blocks import Solution
 from .launch_config import Device
+from .problems import Array, Gradients, Problem
 
 THREADS = 256
 TILE = 64  # rows and columns of a tile

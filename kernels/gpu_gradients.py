@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from . import blocks
 from . import launch_config as config
+from . import problems
 from .arguments import MATRIX, SCALAR, address, matrix, matrix_fields, pointers, struct
-from .blocks import Array, Gradients, Grid, OnlineSoftmax, Problem, Sigmoid, SoftmaxGradient
 from .gpu_folds import Fold
 from .gpu_operands import Accumulator, Operand
 from .gpu_vectors import SUMS
+from .problems import Array, Gradients, Grid, OnlineSoftmax, Problem, Sigmoid, SoftmaxGradient
 from .tensor_map import SIZE
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class GradientFold(Fold):
         out: Array = gradients.query if acc is self.of_rows else gradients.key
         if acc.before is not None:
             row_bytes = out.shape[1] * out.dtype.itemsize
-            for rows in blocks.cut(acc.first, self.panel.nbytes // row_bytes):
+            for rows in problems.cut(acc.first, self.panel.nbytes // row_bytes):
                 to = out[rows]
                 passing = cupy.ndarray(to.shape, to.dtype, self.panel.data)
                 self.finish(acc, rows, passing, rows.start)

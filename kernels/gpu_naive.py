@@ -9,7 +9,8 @@ import numpy as np
 
 from . import compiler
 from .arguments import SCALAR, address, matrix, scalar_fields, struct, whole_strides
-from .blocks import LOG2_E, Array, Gradients, Problem, Solution, Statistics, Sums
+from .blocks import Solution
+from .problems import LOG2_E, Array, Gradients, Problem, Statistics, Sums
 
 THREADS = 256
 TILE = 32  # rows and columns of a product's tile

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import launch_config as config
 from .arguments import address, matrix
-from .blocks import Array
+from .problems import Array
 
 if TYPE_CHECKING:
     from .gpu import GPU

@@ -23,18 +23,9 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from . import launch_config as config
-from .blocks import (
-    Array,
-    Gradients,
-    Poison,
-    Problem,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-    Sums,
-)
 from .cublas import gemm_ex
 from .gpu_queue import Queue
+from .problems import Array, Gradients, Poison, Problem, Sigmoid, SoftmaxGradient, Statistics, Sums
 from .tensor_map import SIZE, tensor_map
 
 # Addresses and a scale that stand for those of a call. As numbers they are signalling NaNs: nothing

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from . import blocks
+from . import blocks, problems
 from .arguments import SCALAR, address, pointers, struct
-from .blocks import Array, Gradients, Problem, Sigmoid, Statistics
+from .problems import Array, Gradients, Problem, Sigmoid, Statistics
 
 if TYPE_CHECKING:
     from .gpu import GPU
@@ -34,7 +34,7 @@ _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
-# blocks.Sums.merge, in place, and blocks.within
+# problems.Sums.merge, in place, and problems.within
 _merge_sums = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum", "float64 max, float64 sum",
     """
@@ -114,9 +114,9 @@ class Vectors(blocks.Vectors):
         m, n, _ = problem.shape
         two_sided = problem.two_sided
         memory = cupy.empty(3 * m + (2 * n if two_sided else 0))
-        rows = columns = blocks.Sums(memory[:m], memory[m : 2 * m])
+        rows = columns = problems.Sums(memory[:m], memory[m : 2 * m])
         if two_sided:
-            columns = blocks.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
+            columns = problems.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
         positive = memory[2 * m : 3 * m]
         problem, spelling = self.spell_out(problem)
         of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
@@ -127,7 +127,7 @@ class Vectors(blocks.Vectors):
         whole = columns if two_sided or problem.symmetric else None
         return problem, Statistics(rows, whole, positive)
 
-    def clear(self, sums: blocks.Sums) -> None:
+    def clear(self, sums: problems.Sums) -> None:
         """Nothing is folded in yet."""
         n = len(sums.max)
         nothing, spelling = struct(SUMS, 0, 0), struct(_SPELLING, 0, 0, 0.0, 0)
@@ -136,13 +136,13 @@ class Vectors(blocks.Vectors):
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        poison: blocks.Poison | None = None,
+        poison: problems.Poison | None = None,
     ) -> blocks.Conclusion:  # fmt: skip
         """With `poison` features have been looked at."""
         gpu, m = self.gpu, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None
         if poison is None:
-            poison = blocks.Poison(gpu.not_finite(problem, self.found), self.found)
+            poison = problems.Poison(gpu.not_finite(problem, self.found), self.found)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
         losses, row_loss, row_lse2, a, at_positive = out[:5]

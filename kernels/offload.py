@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .blocks import (
+from .blocks import Backend, ranks_of
+from .problems import (
     Array,
-    Backend,
     Epilogue,
     Gradients,
     Grid,
@@ -38,7 +38,6 @@ from .blocks import (
     Statistics,
     Sums,
     cut,
-    ranks_of,
     within,
 )
 

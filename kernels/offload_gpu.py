@@ -11,9 +11,9 @@ import cupy
 import cupyx
 import numpy as np
 
-from .blocks import Array, Gradients, Problem, cut
 from .gpu import GPU
 from .offload import Offload
+from .problems import Array, Gradients, Problem, cut
 
 COPIERS = 4  # threads that fill pinned memory: one alone is slower than the bus
 PINNED = 1  # CUDA's name for host memory that the device can read

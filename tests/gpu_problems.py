@@ -5,7 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from infonce.kernels.blocks import Gradients, Problem
+from infonce.kernels.problems import Gradients, Problem
 from judge import (
     cancelling,
     largest_logit,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from infonce.kernels.blocks import Problem
 from infonce.kernels.cpu import CPU
+from infonce.kernels.problems import Problem
 from mpi4py import MPI
 
 import infonce

@@ -14,7 +14,7 @@ import infonce
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels import blocks, gpu, gpu_plan
+    from infonce.kernels import blocks, gpu, gpu_plan, problems
 
 PRECISIONS = [
     ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),
@@ -128,13 +128,13 @@ def test_blocks_of_many_ranks(
         query = features("nt_xent", m, d, dtype_of(dtype), 1)[0]
         key = query if symmetric else features("nt_xent", n, d, dtype_of(dtype), 2)[0]
         positives = (np.arange(m) + m // 2 * symmetric) % m if own else np.full(m, -1)
-        problem = blocks.Problem(
+        problem = problems.Problem(
             query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
             positives=cupy.asarray(positives), column_weight=0.5 * pairs,
             bias=-10.0 if sigmoid else None, symmetric=symmetric, part=not own, apart=not own,
             compute=precision,
         )  # fmt: skip
-        assert gpu_plan.pays(problem, blocks.Gradients())
+        assert gpu_plan.pays(problem, problems.Gradients())
 
         def numbers(count: int, low: float = 0.0) -> Any:
             return cupy.asarray(rng.uniform(low, 1, count))
@@ -146,27 +146,27 @@ def test_blocks_of_many_ranks(
         def fold(gradient: bool, order: Any = (problem, symmetric, before, gathered, rows, columns),
                  ) -> list[Any]:  # fmt: skip
             problem, symmetric, before, gathered, rows, columns = order
-            of_rows = blocks.Sums(before[0].copy(), before[1].copy())
-            of_columns = of_rows if symmetric else blocks.Sums(before[2].copy(), before[3].copy())
+            of_rows = problems.Sums(before[0].copy(), before[1].copy())
+            of_columns = of_rows if symmetric else problems.Sums(before[2].copy(), before[3].copy())
             dq, dk = (z.astype(real) for z in gathered)
             vectors = [cupy.zeros(m) for _ in range(4)]
-            epilogue: Any = blocks.Statistics(
+            epilogue: Any = problems.Statistics(
                 of_rows, of_columns if columns is not None else None, before[4].copy()
             )
             if sigmoid:
-                epilogue = blocks.Sigmoid(rows, *vectors[:3])
+                epilogue = problems.Sigmoid(rows, *vectors[:3])
             elif gradient:
                 share = None if columns is None else 0.5 * columns
-                epilogue = blocks.SoftmaxGradient(4 + rows, rows, columns, share, -rows)
+                epilogue = problems.SoftmaxGradient(4 + rows, rows, columns, share, -rows)
             gradients = None
             if gradient:
-                gradients = blocks.Gradients(dq, dk, vectors[3], want_key=not symmetric,
+                gradients = problems.Gradients(dq, dk, vectors[3], want_key=not symmetric,
                                              add_query=True)  # fmt: skip
             triangle = symmetric and not gradient and not sigmoid
-            statistics = isinstance(epilogue, blocks.Statistics)
+            statistics = isinstance(epilogue, problems.Statistics)
             fresh = of_columns if statistics and columns is not None and not symmetric else None
             bad = cupy.zeros(m + 1)
-            poison = blocks.Poison(bad[:m], bad[m:]) if statistics or sigmoid else None
+            poison = problems.Poison(bad[:m], bad[m:]) if statistics or sigmoid else None
             gpu.fold_block(problem, triangle, epilogue, gradients, poison, fresh)
             made = [*vectors, dq, dk, *vars(of_rows).values(), *vars(of_columns).values(), bad]
             return [z.get() for z in made]
@@ -189,17 +189,17 @@ def statistics_block(m: int, n: int, poison: Any, fresh: bool, known: bool = Fal
     query, key = (features("nt_xent", rows, 64, BFLOAT16, rows)[0] for rows in (m, n))
     key[n // 2, 3] = np.inf if poison == "key" else 0
     query[m // 2, 3] = np.inf if poison == "query" else 0
-    problem = blocks.Problem(
+    problem = problems.Problem(
         query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
         positives=cupy.full(m, -1), column_weight=0.5, part=True, apart=True, compute="bf16",
     )  # fmt: skip
-    rows = blocks.Sums.identity(gpu.GPU.xp, m)
-    columns = blocks.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan))
+    rows = problems.Sums.identity(gpu.GPU.xp, m)
+    columns = problems.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan))
     if not fresh:
-        columns = blocks.Sums.identity(gpu.GPU.xp, n)
+        columns = problems.Sums.identity(gpu.GPU.xp, n)
     found = cupy.zeros(m + 1)
-    stats = blocks.Statistics(rows, columns, cupy.full(m, np.nan))
-    bad = blocks.Poison(found[:m], found[m:], known)
+    stats = problems.Statistics(rows, columns, cupy.full(m, np.nan))
+    bad = problems.Poison(found[:m], found[m:], known)
     gpu.fold_block(problem, False, stats, None, bad, columns if fresh else None)
     return columns.max.get(), columns.sum.get(), np.isnan(found.get())
 
@@ -233,7 +233,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     """A step of the mathematics on vectors by plan is what it is without."""
     m, rng = 300, np.random.default_rng(3)
     query, key = (features("nt_xent", m, 24, dtype_of(dtype), seed)[0] for seed in (1, 2))
-    problem = blocks.Problem(
+    problem = problems.Problem(
         query=query, key=query if loss == "nt_xent" else key, scale=cupy.array(14.0),
         upstream=cupy.asarray(rng.uniform(0, 1, m)), row_share=0.25 / m,
         positives=cupy.asarray((np.arange(m) + m // 2 * (loss == "nt_xent")) % m) + 7 * m,
@@ -243,7 +243,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
 
     class Ring:
         xp = gpu.GPU.xp
-        poisoned = blocks.Poison(cupy.zeros(m), cupy.zeros(1))
+        poisoned = problems.Poison(cupy.zeros(m), cupy.zeros(1))
 
         def poison(self, problem: Any) -> Any:
             return self.poisoned.rows + self.poisoned.all
@@ -254,13 +254,13 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     one = Ring()
     one.poisoned.rows[5] = np.nan
     dots, of_bias, losses = (cupy.asarray(rng.standard_normal(m)) for _ in range(3))
-    gradients = blocks.Gradients(dots=dots)
+    gradients = problems.Gradients(dots=dots)
     found: list[list[Any]] = []
     for kind in (gpu.VectorsOverRanks, blocks.Vectors):
         steps = kind(one)
         made: list[Any] = []
         for upstream in (problem.upstream, 0.5 / m):
-            given = blocks.changed(problem, upstream=upstream)
+            given = problems.changed(problem, upstream=upstream)
             if loss != "siglip":
                 spelled, stats = steps.statistics(given)
                 assert (stats.columns is None) == (loss == "info_nce")

@@ -19,7 +19,7 @@ from gpu_problems import (
     run,
 )
 from infonce.kernels import launch_config as config
-from infonce.kernels.blocks import LN_2
+from infonce.kernels.problems import LN_2
 from judge import (
     KINDS,
     LOSSES,

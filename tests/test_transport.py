@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from infonce.distributed import communicator, ring, transport
 from infonce.distributed.partition import Partition
-from infonce.kernels.blocks import within
+from infonce.kernels.problems import within
 
 import infonce
 from infonce import distributed

@@ -17,7 +17,7 @@ from rich.table import Table
 
 import infonce
 
-from .. import checks, losses
+from .. import checks, losses, validation
 from ..result import LossAndGrad
 from .common import (
     Bytes,
@@ -63,7 +63,9 @@ PATH = click.Path(path_type=Path)
 @click.option("--check-finite", is_flag=True, help="Refuse NaN and infinity, naming the row.")
 @click.option("--metrics/--no-metrics", default=True, help="Retrieval and loss by direction.")
 @click.option("--grad-out", type=PATH, metavar="DIR", help="Write gradients into this folder.")
-@click.option("--grad-dtype", type=click.Choice(checks.FLOATS), help="Of the written gradients.")
+@click.option(
+    "--grad-dtype", type=click.Choice(validation.FLOATS), help="Of the written gradients."
+)
 @click.option("--force", is_flag=True, help="Overwrite gradients of an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def loss(

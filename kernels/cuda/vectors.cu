@@ -100,7 +100,7 @@ extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, 
 
 // --- before and after the log-sum-exps -------------------------------------------------------------------
 
-// blocks.spelled_out: positives by the loss's rule, what is upstream of each row. (Null: given.)
+// problems.spelled_out: positives by the loss's rule, what is upstream of each row. (Null: given.)
 struct Spelling {
   i64* positives;
   double *upstream, value;

@@ -1,0 +1,196 @@
+"""One argument at a time: what a call needs of it, or an error.
+
+Messages name the argument, what was expected and what came. Nothing but `finite`, for those who ask
+for it, waits for a device: what only a GPU knows of an array is left to its kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import native, on_gpu
+from .kernels.problems import Array
+
+if TYPE_CHECKING:
+    from .losses import Loss
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or on_gpu(value)
+
+
+def same_device(loss: Loss, query: Array, key: Array) -> None:
+    """Both on the host, or both on one GPU."""
+    names = ["the host" if isinstance(z, np.ndarray) else f"GPU {z.device.id}"
+             for z in (query, key)]  # fmt: skip
+    if names[0] != names[1]:
+        raise ValueError(
+            f"{loss.arguments[-1]}: expected an array on {names[0]} like {loss.arguments[0]}, "
+            f"got one on {names[1]}"
+        )
+
+
+def what(value: Any) -> str:
+    """A value as an error message names it."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"{type(value).__name__} {value!r}"[:120]
+
+
+def features(name: str, z: Array, least: int) -> None:
+    if not is_array(z):
+        raise TypeError(f"{name}: expected an array, got {what(z)}")
+    if z.dtype.name not in FLOATS:
+        raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
+    if z.ndim != 2:
+        raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {z.shape}")
+    if len(z) < least or z.shape[1] == 0:
+        raise ValueError(f"{name}: expected at least one row and one feature, got shape {z.shape}")
+
+
+def finite(xp: Any, name: str, z: Array) -> None:
+    for start in range(0, len(z), 4096):
+        bad = ~xp.isfinite(z[start : start + 4096].astype(np.float64)).all(axis=1)
+        if bad.any():
+            row = start + int(bad.argmax())
+            raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
+
+
+def number(name: str, value: Any) -> Any:
+    """A float; or a 0-d array on a GPU, which is not looked at: that would wait for the device."""
+    value = native(value)
+    if on_gpu(value) and value.ndim == 0:
+        if value.dtype.name not in FLOATS:
+            raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
+        return value
+    if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number or 0-d array, got {what(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    return float(value)
+
+
+def scale(loss: Loss, temperature: Any, scale: Any) -> Any:
+    if temperature is not None and scale is not None:
+        raise ValueError("temperature, scale: expected one of them, got both")
+    if temperature is None and scale is None:
+        if loss.scale is None:
+            raise ValueError("temperature, scale: expected one of them, got neither")
+        return loss.scale
+    name, given = ("scale", scale) if temperature is None else ("temperature", temperature)
+    value = number(name, given)
+    if not isinstance(value, float):
+        return value if temperature is None else 1.0 / value.astype(np.float64)
+    if value <= 0:
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    value = value if temperature is None else 1.0 / value
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a number with a finite reciprocal, got {given!r}")
+    return value
+
+
+def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
+    if precision == "auto":
+        if "float64" in dtypes:
+            return "fp64"
+        exact = {"bfloat16": "bf16", "float16": "fp16"}  # products of these are exact in float32
+        return "fp32" if on_host or len(dtypes) > 1 else exact.get(min(dtypes), "fp32")
+    if on_host and precision not in ("fp64", "fp32"):
+        raise ValueError(
+            f'precision: expected "auto", "fp64" or "fp32" on the CPU, got {precision!r}'
+        )
+    return precision
+
+
+def integers(xp: Any, name: str, value: Any, n: int) -> Array:
+    value = native(value)
+    value = value if is_array(value) else np.asarray(value)
+    if value.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
+    if value.shape != (n,):
+        raise ValueError(f"{name}: expected shape ({n},), got {value.shape}")
+    return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
+
+
+def positives(xp: Any, labels: Array | None, m: int, n: int) -> tuple[Array, Array | None]:
+    """[M] the positive key of each row; on a GPU also which labels are out of range."""
+    if labels is None:
+        return None, None
+    labels = integers(xp, "labels", labels, m)
+    outside = (labels < 0) | (labels >= n)
+    if xp is not np:  # to look would be to wait for the device: such rows get a NaN loss instead
+        return xp.where(outside, 0, labels), outside
+    if outside.any():
+        i = int(outside.argmax())
+        raise ValueError(f"labels: expected values in [0, {n}), got {labels[i]} at position {i}")
+    return labels, None
+
+
+def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
+    if ids is None:
+        return None, None
+    if isinstance(ids, (tuple, list)) and len(ids) == 2 and all(np.ndim(i) == 1 for i in ids):
+        if loss.symmetric:
+            raise ValueError(f"ids: expected one array for {loss.name}, got a pair")
+        return integers(xp, "ids[0]", ids[0], m), integers(xp, "ids[1]", ids[1], n)
+    if m != n:
+        raise ValueError(
+            f"ids: expected a pair (ids of {m} queries, ids of {n} keys), got {what(ids)}"
+        )
+    shared = integers(xp, "ids", ids, m)
+    return shared, shared
+
+
+def upstream(xp: Any, grad_out: Any, reduction: str, m: int, share: float) -> Any:
+    """d result / d loss_i: a number for all rows, or [M]; `share` of `grad_out`."""
+    if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
+        return grad_out * share
+    value = native(grad_out)
+    value = value if is_array(value) else np.asarray(value)
+    if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
+        raise TypeError(f"grad_out: expected a number or a float array, got {what(grad_out)}")
+    expected = [(), (m,)] if reduction == "none" else [()]
+    if value.shape not in expected:
+        raise ValueError(
+            f"grad_out: expected shape {' or '.join(map(str, expected))} with "
+            f'reduction="{reduction}", got {value.shape}'
+        )
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        return float(value) * share
+    value = xp.asarray(value).astype(np.float64) * share
+    return xp.ascontiguousarray(xp.broadcast_to(value, (m,)))
+
+
+def grad_dtype(given: Any) -> np.dtype[Any] | None:
+    if given is None:
+        return None
+    try:
+        dtype: np.dtype[Any] = np.dtype(given)
+    except TypeError:
+        raise TypeError(f"grad_dtype: expected a dtype, got {what(given)}") from None
+    if dtype.name not in FLOATS:
+        raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {dtype}")
+    return dtype
+
+
+def output(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
+    shape, on_host = features.shape, isinstance(features, np.ndarray)
+    if not is_array(array) or isinstance(array, np.ndarray) != on_host:
+        raise TypeError(
+            f"{name}: expected an array{'' if on_host else ' on the GPU'}, got {what(array)}"
+        )
+    if array.dtype.name not in FLOATS or (grad_dtype is not None and array.dtype != grad_dtype):
+        raise TypeError(f"{name}: expected dtype {grad_dtype or ', '.join(FLOATS)}, "
+                        f"got {array.dtype}")  # fmt: skip
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ValueError(f"{name}: expected a writeable array, got a read-only one")
