@@ -281,17 +281,17 @@ def _floating(value: Any, dtype: Any) -> Any:
 
 
 DOC = """
-
     Parameters
     ----------
     {arguments} : arrays [rows, features]
-        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64).
+        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64). Of
+        gradients, that of a locked tower is zero.
     scale, temperature : float or 0-d array
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
-    normalize, reduction, method, precision, workspace, ids
-        As in `infonce.{name}_loss`.
+    labels, bias, normalize, reduction, method, precision, workspace, ids
+        As in `infonce.{loss}`, as far as it has them.
 
     Returns
     -------
@@ -304,55 +304,29 @@ DOC = """
         of the gradient, which there is not.
     jax.errors.JaxRuntimeError
         With the same kind of message, for what only values tell (a label out of range, on a CPU).
-
-    References
-    ----------
-    {source}
 """
 
 
-def _documented(kind: Loss, source: str) -> Any:
-    def add(function: Any) -> Any:
-        function.__doc__ += DOC.format(
-            arguments=", ".join(kind.arguments), name=kind.name, source=source
-        )
-        return function
-
-    return add
-
-
-@_documented(losses.CLIP, "Radford et al.: Learning Transferable Visual Models, 2021.")
+@losses.adapted(losses.clip_loss, DOC)
 def clip_loss(image: Any, text: Any, **options: Any) -> Any:
-    """CLIP: mean of the cross entropies of both directions, ``x = scale image text'``,
-    ``loss = -1/(2N) sum_i (log softmax_row(x)_ii + log softmax_column(x)_ii)``."""
     return _apply(losses.CLIP, (image, text), **options)
 
 
-@_documented(losses.INFO_NCE, "van den Oord et al.: Contrastive Predictive Coding, 2018.")
+@losses.adapted(losses.info_nce_loss, DOC)
 def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> Any:
-    """InfoNCE: ``loss = -1/M sum_i log softmax(scale query key')_i,labels[i]``; without labels key
-    i is the positive of query i, and further keys are negatives."""
     return _apply(losses.INFO_NCE, (query, key), labels, **options)
 
 
-@_documented(losses.NT_XENT, "Chen et al.: A Simple Framework for Contrastive Learning, 2020.")
+@losses.adapted(losses.nt_xent_loss, DOC)
 def nt_xent_loss(features: Any, **options: Any) -> Any:
-    """NT-Xent: 2B rows, i and i + B two views of one sample;
-    ``loss = -1/2B sum_i log softmax_{j != i}(scale z z')_i,partner(i)``."""
     return _apply(losses.NT_XENT, (features,), **options)
 
 
-@_documented(
-    losses.LIT, "Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022."
-)
+@losses.adapted(losses.lit_loss, DOC)
 def lit_loss(text: Any, image: Any, **options: Any) -> Any:
-    """LiT: the image tower is locked, its gradient is zero;
-    ``loss = -1/N sum_i log softmax(scale text image')_ii``."""
     return _apply(losses.LIT, (text, image), **options)
 
 
-@_documented(losses.SIGLIP, "Zhai et al.: Sigmoid Loss for Language Image Pre-Training, 2023.")
+@losses.adapted(losses.siglip_loss, DOC)
 def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
-    """SigLIP: ``loss = -1/N sum_ij log sigmoid(t_ij (scale <image_i, text_j> + bias))`` with
-    t_ij = 1 for i = j, else -1. `bias` is a number or a 0-d array, -10 if left out."""
     return _apply(losses.SIGLIP, (image, text), None, bias, **options)

@@ -171,6 +171,22 @@ def _documented(function: _F) -> _F:
     return function
 
 
+def adapted(like: Callable[..., Any], call: str) -> Callable[[_F], _F]:
+    """Document an adapter's function as the loss it stands for: that one's equation and source, and
+    how it is called, `call`, where ``{loss}`` and ``{arguments}`` are the loss's."""
+    equation, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
+    source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
+    given = inspect.signature(like).parameters.values()
+    arguments = ", ".join(p.name for p in given if p.default is p.empty)
+    told = inspect.cleandoc(call).format(loss=like.__name__, arguments=arguments)
+
+    def add(function: _F) -> _F:
+        function.__doc__ = f"{equation}\n\n{told}\n\nReferences\n----------\n{source}\n"
+        return function
+
+    return add
+
+
 @_documented
 def info_nce_loss(
     query: Array, key: Array, labels: Array | None = None, **options: Unpack[LossOptions]
