@@ -397,13 +397,14 @@ def _backend(request: Request) -> tuple[FoldBlock, Any, Callable[[Ring], Vectors
 
         return _folding(offload_gpu.backend), np, Vectors
     if arrays.on_gpu(request.problem.query):
-        from infonce.kernels import gpu
+        from infonce.kernels import gpu, gpu_ranks
 
         request.problem = gpu.wide(request.problem)
         ahead = None
         if request.gradients is not None:
             ahead = Gradients(want_key=False, add_query=True)
-        return functools.partial(gpu.fold_block, ahead=ahead), gpu.GPU.xp, gpu.VectorsOverRanks
+        fold = functools.partial(gpu_ranks.fold_block, ahead=ahead)
+        return fold, gpu.GPU.xp, gpu_ranks.VectorsOverRanks
     from infonce.kernels.cpu import CPU
 
     return _folding(CPU), CPU.xp, Vectors

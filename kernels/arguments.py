@@ -75,12 +75,9 @@ def matrix(array: Array | None, first: int = 0) -> Any:
     return struct(MATRIX, *matrix_fields(array, first))
 
 
-def scalar_fields(
-    value: Any, factor: float = 1.0, shift: int = 0
-) -> tuple[tuple[float, int, float, int], Array]:
-    """Fields of SCALAR, and what keeps its pointer valid, of `factor` (and what is at the address
-    `shift`) times a number or a 0-d device array."""
+def scalar_fields(value: Any) -> tuple[tuple[float, int, float, int], Array]:
+    """Fields of SCALAR for a number or a 0-d device array, and what keeps its pointer valid."""
     if isinstance(value, cupy.ndarray):
         wide = value.astype(np.float64, copy=False)
-        return (0.0, wide.data.ptr, factor, shift), wide
-    return (float(value), 0, factor, shift), None
+        return (0.0, wide.data.ptr, 1.0, 0), wide
+    return (float(value), 0, 1.0, 0), None

@@ -14,7 +14,7 @@ import infonce
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels import blocks, gpu, gpu_plan, problems
+    from infonce.kernels import blocks, gpu, gpu_plan, gpu_ranks, problems
 
 PRECISIONS = [
     ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),
@@ -167,7 +167,7 @@ def test_blocks_of_many_ranks(
             fresh = of_columns if statistics and columns is not None and not symmetric else None
             bad = cupy.zeros(m + 1)
             poison = problems.Poison(bad[:m], bad[m:]) if statistics or sigmoid else None
-            gpu.fold_block(problem, triangle, epilogue, gradients, poison, fresh)
+            gpu_ranks.fold_block(problem, triangle, epilogue, gradients, poison, fresh)
             made = [*vectors, dq, dk, *vars(of_rows).values(), *vars(of_columns).values(), bad]
             return [z.get() for z in made]
 
@@ -200,7 +200,7 @@ def statistics_block(m: int, n: int, poison: Any, fresh: bool, known: bool = Fal
     found = cupy.zeros(m + 1)
     stats = problems.Statistics(rows, columns, cupy.full(m, np.nan))
     bad = problems.Poison(found[:m], found[m:], known)
-    gpu.fold_block(problem, False, stats, None, bad, columns if fresh else None)
+    gpu_ranks.fold_block(problem, False, stats, None, bad, columns if fresh else None)
     return columns.max.get(), columns.sum.get(), np.isnan(found.get())
 
 
@@ -256,7 +256,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     dots, of_bias, losses = (cupy.asarray(rng.standard_normal(m)) for _ in range(3))
     gradients = problems.Gradients(dots=dots)
     found: list[list[Any]] = []
-    for kind in (gpu.VectorsOverRanks, blocks.Vectors):
+    for kind in (gpu_ranks.VectorsOverRanks, blocks.Vectors):
         steps = kind(one)
         made: list[Any] = []
         for upstream in (problem.upstream, 0.5 / m):
@@ -280,7 +280,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                 for of in (end.rows, end.columns):
                     made += [] if of is None else [of.loss, of.lse, of.lse2]
             loss_sum, scale_grad, bias_grad = steps.totals(given, losses, gradients, of_bias)
-            if kind is gpu.VectorsOverRanks:
+            if kind is gpu_ranks.VectorsOverRanks:
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
             made += [scale_grad, bias_grad]
         found.append([z.get() for z in made if z is not None])
