@@ -280,20 +280,21 @@ def operands(precision: str, device: Device) -> str:
 
 
 def lost(precision: str, width: int) -> float:
-    """What a sum of products of `width` bytes of each operand lacks, as a share of it.
+    """Relative truncation bias of a sum of products of `width` bytes of each operand.
 
     Hopper's tensor cores add 32 bytes of each at a time and then cut bits off, where rounding would
-    as often add some. So much is lost at each step, in units of 2^-24, as was measured: of like
-    terms up to a fifth more, of unlike ones less.
+    as often add some. Sums whose terms have one sign lose most, those of mixed signs least: the
+    figures, in units of 2^-24 a step, lie halfway between the two as they were measured
+    (benchmarks/NOTES.md).
     """
-    a_step = {"fp16x3": 0.65, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
+    a_step = {"fp16x3": 0.6, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
     return a_step.get(precision, 0.0) * 2.0**-24 * -(-width // 32)
 
 
 def cut_off(precision: str, width: int) -> float:
-    """What products of rows of `width` bytes (in each part) lose in a sweep, which adds those of
-    fp16x3 in sums of one slab."""
-    return lost(precision, min(width, SLAB) if precision == "fp16x3" else width)
+    """The same of a sweep's products of rows of `width` bytes (in each part). With fp16x3 it adds
+    sums of half a slab each, which lose little and nearly the same, whatever their signs."""
+    return lost(precision, min(width, SLAB // 2) if precision == "fp16x3" else width)
 
 
 def supported(precision: str, device: Device) -> bool:

@@ -83,6 +83,22 @@ def test_accuracy_of_a_batch(loss: str, dtype: str, precision: str, kind: str) -
                 raise AssertionError(f"at {temperature} to {grad_dtype}: {error}") from None
 
 
+@pytest.mark.parametrize("cosine", [0.3, 0.8])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_accuracy_where_rows_share_a_direction(loss: str, cosine: float) -> None:
+    """Embeddings that are not centred: the products that make gradients are long sums of terms of
+    one sign, and the gradient is what is left of them. Tensor cores truncate as they add."""
+    for rows in (1024, 1500):
+        query, key = pairs("partly aligned", rows, rows, 128, np.float64, 5)
+        common = np.ones(128) / 128**0.5
+        args = arguments(loss, *(
+            np.asarray((1 - cosine) ** 0.5 * z + cosine**0.5 * common, np.float32)
+            for z in (query, key)
+        ))  # fmt: skip
+        ref = judged(loss, args, scale=1 / 0.07)
+        check(run(loss, args, "fp32", 1 / 0.07), ref, args, "fp32", 1 / 0.07, averaged=True)
+
+
 @pytest.mark.parametrize(("dtype", "precision"), CASES[:6])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)

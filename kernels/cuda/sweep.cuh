@@ -23,7 +23,7 @@
 // the rows' high ones, a slab of high parts both; low times low would be lost in rounding.
 //
 // STREAMED (FP16X3): sums are taken in two levels, since tensor cores cut off bits when they add: over
-// the three products of a slab's two parts, the small ones first, then over slabs. Rows do not stay but
+// half a slab, the products with small parts first, then over slabs. Rows do not stay but
 // come along with keys, a part of 128 bytes of features of both a stage. Teams, a warpgroup each, do
 // not take turns: each has its 64 rows of every tile, and as they drift apart one has its epilogue, or
 // adds, while the other multiplies.
@@ -77,6 +77,7 @@
 // Barriers, besides one a warpgroup
 #define TURN (1 + WARPGROUPS)          // and the next, two a half: whose products come next
 #define NEW_PANEL (TURN + 2 * HALVES)  // all epilogues of the panel before have ended
+#define PANEL_WRITTEN (NEW_PANEL + 1)  // the first team's gradients of the panel are in memory
 #define SLAB_BYTES (TILE_COLUMNS * SLAB)
 #define STAGE_BYTES ((STREAMED ? 2 : 1) * SLAB_BYTES)  // keys, or rows and keys
 #define ROW_SLOTS (STREAMED ? 1 : 2)  // sums that a segment leaves for each row: a team each
@@ -233,11 +234,14 @@ __device__ __forceinline__ void release_tile(SweepShared<Epilogue>& s, u32 first
   for (int i = 0; i < SLABS; ++i) release(s, first + i, lane);
 }
 
-// x (+)= products of a slab of 64 rows and a slab of a tile, if not the `first`.
+#define SLAB_STEPS (SLAB / 32)  // products, of 32 bytes of each row
+
+// x (+)= products of a slab of 64 rows and a slab of a tile, if not the `first`; of some of its steps.
+template <int FIRST = 0, int END = SLAB_STEPS>
 __device__ __forceinline__ void multiply_slab(float (&x)[64], u32 a, u32 b, bool first) {
 #pragma unroll
-  for (int step = 0; step < SLAB / 32; ++step) {
-    const int add = !first || step > 0;
+  for (int step = FIRST; step < END; ++step) {
+    const int add = !first || step > FIRST;
 #if IS_FLOAT16
     wgmma_fp16(x, a + 2 * step, b + 2 * step, add);
 #else
@@ -285,20 +289,24 @@ __device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Ep
     const u32 rows = matrix_start(shared_address(s.k[first]) + lane.strip() * 64 * SLAB);
     const int part = STAGE_BYTES / 16;  // from the small one to the large one
     for (int p = 0; p < PARTS; ++p, place.next()) barrier_wait(s.full[place.stage], place.phase);
-    float y[64];
+    // What a sum loses grows with its length, and with how much its terms have one sign: large parts
+    // are summed half a slab at a time
+    float y[64], z[64];
     products_begin();
     multiply_slab(y, rows, keys + part, true);
     multiply_slab(y, rows + part, keys, false);
     products_commit();
-    multiply_slab(y, rows + part, keys + part, false);
+    multiply_slab<0, SLAB_STEPS / 2>(y, rows + part, keys + part, false);
+    multiply_slab<SLAB_STEPS / 2>(z, rows + part, keys + part, true);
     products_commit();
     products_wait<1>();
     release(s, first, lane);
     products_wait<0>();
     release(s, first + 1, lane);
     arrived(y);
+    arrived(z);
 #pragma unroll
-    for (int i = 0; i < 64; ++i) x[i] += y[i];
+    for (int i = 0; i < 64; ++i) x[i] += y[i] + z[i];
   }
 }
 

@@ -59,10 +59,14 @@ struct Narrow : OfLogits {
 
   __device__ __forceinline__ void end_tile(int) {}
 
-  // Team 0 writes, then team 1 adds.
+  // Team 0 writes, then team 1 adds. Team 1 waits at PANEL_WRITTEN so that it reads what team 0 has
+  // written; team 0 arrives there without waiting. Both use the barrier once a panel, and they meet at
+  // NEW_PANEL before its next use, so no arrival can count for another panel. Warps converge first: a
+  // barrier of a warp counts all its threads at once, and in front of it lanes have gone separate ways.
   __device__ __forceinline__ void end_panel(const Work& w) {
     arrived(sum);
-    if (lane.team == 1) sync_some(NEW_PANEL, 128 * WARPGROUPS);
+    __syncwarp();
+    if (lane.team == 1) sync_some(PANEL_WRITTEN, 128 * WARPGROUPS);
     const bool there = add || lane.team == 1;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -77,7 +81,8 @@ struct Narrow : OfLogits {
           if (column < columns) to[column] = sum[4 * j + 2 * h + e] + (there ? to[column] : 0);
         }
     }
-    if (lane.team == 0) sync_some(NEW_PANEL, 128 * WARPGROUPS);
+    __syncwarp();
+    if (lane.team == 0) arrive_some(PANEL_WRITTEN, 128 * WARPGROUPS);
   }
 };
 
