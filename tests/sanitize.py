@@ -27,9 +27,9 @@ LOSSES = {"info_nce": 2, "nt_xent": 1, "clip": 2, "lit": 2, "siglip": 2}  # feat
 OF_16_BITS = {"bf16": "bfloat16", "fp16": "float16"}
 # What calls on a device of compute capability 9.0 use, and what all others do
 KERNELS = ("default", "portable")
-# initcheck takes what a bulk tensor copy (TMA) has stored for memory that nobody has written: every
-# read of panels and of cuBLAS's results on Hopper, with or without padding, is an error to it. So it
-# sees the portable kernels alone, and not the kernel that reads what cuBLAS has written.
+# initcheck takes what a bulk tensor copy (TMA) has stored for memory that nobody has written: each
+# read of panels and of cuBLAS's results on Hopper, with or without padding, is an error to it. So
+# it sees the portable kernels alone, and not the kernel that reads what cuBLAS has written.
 CHECKED = [
     (tool, kernels) for tool in TOOLS for kernels in KERNELS
     if (tool, kernels) != ("initcheck", "default")
