@@ -1,13 +1,14 @@
 """What all tests share: a worker's share of the machine, hypothesis profiles, and a hint where the
 package is not installed."""
 
+# ruff: noqa: E402
+
 import os
 
-# Before NumPy and JAX are imported, which read this once. Two threads at least: with one, the folds
-# of the CPU would run in no thread of their own.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else 3/4 of the GPU's memory
-if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(2, (os.cpu_count() or 1) // workers)))
+# NumPy and JAX read these once, when they are imported.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 3/4 of the GPU
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads, to test threads
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import pytest
 from hypothesis import HealthCheck, settings
