@@ -1,8 +1,6 @@
 """What all tests share: a worker's share of the machine, hypothesis profiles, and a hint where the
 package is not installed."""
 
-# ruff: noqa: E402
-
 import os
 
 # NumPy and JAX read these once, when they are imported.
