@@ -84,8 +84,9 @@ def test_info():
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
 def test_info_without_cudas_libraries(monkeypatch, extra):
     """A GPU, and CuPy alone: the extra of that build brings what it loads."""
-    from infonce.cli import machine
     from infonce.distributed import transport
+
+    from infonce.cli import machine
 
     installed = {f"cupy-{extra}x": "14.0"}
     monkeypatch.setattr(machine, "versions", lambda *names: dict.fromkeys(names) | installed)
