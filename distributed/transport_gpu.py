@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,12 +26,11 @@ _abandoned: list[Any] = []  # host memory that the device may write to yet
 @functools.cache
 def nccl_missing() -> str | None:
     """Why NCCL cannot be used here; None if it can."""
-    try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in which CuPy says the same at length
         from cupy.cuda import nccl
-    except ImportError as error:
-        return f"{error} (pip install nvidia-nccl-cu13 or nvidia-nccl-cu12)"
-    if not getattr(nccl, "available", True):
-        return "CuPy finds no NCCL (pip install nvidia-nccl-cu13 or nvidia-nccl-cu12)"
+    if not nccl.available:
+        return "CuPy finds no NCCL (pip install 'infonce[cuda13]' or 'infonce[cuda12]')"
     return None
 
 

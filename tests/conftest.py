@@ -1,6 +1,12 @@
-"""What all tests share: hypothesis profiles, and a hint where the package is not installed."""
+"""What all tests share: a worker's share of the machine, hypothesis profiles, and a hint where the
+package is not installed."""
 
 import os
+
+# NumPy and JAX read these once, when they are imported.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 3/4 of the GPU
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads, to test threads
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -76,6 +76,29 @@ def test_info():
     assert report["versions"]["infonce"] == infonce.__version__
     assert report["backends"]["cpu"].startswith("available")
     assert report["workspace_bytes"] == 256 * 2**20
+    assert report["versions"]["ml_dtypes"] in printed
+    assert {"jax", "torch", "mpi4py"} <= report["optional"].keys()
+    assert list(report["cuda_libraries"]) == ["NVRTC", "cuBLAS", "NCCL"]
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
+def test_info_without_cudas_libraries(monkeypatch, extra):
+    """A GPU, and CuPy alone: the extra of that build brings what it loads."""
+    from infonce.distributed import transport
+
+    from infonce.cli import machine
+
+    installed = {f"cupy-{extra}x": "14.0"}
+    monkeypatch.setattr(machine, "versions", lambda *names: dict.fromkeys(names) | installed)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    monkeypatch.setitem(sys.modules, "infonce.distributed.transport_gpu", None)
+    monkeypatch.setattr(transport, "describe", lambda on_gpu: {})
+    monkeypatch.setattr(machine, "cuda", lambda: "available: a GPU")
+    report = json.loads(succeed("info", "--json"))
+    missing = f"missing: pip install 'infonce[{extra}]'"
+    assert set(report["cuda_libraries"].values()) == {missing}
+    assert [name for name in report["optional"] if name.startswith("cupy")] == list(installed)
+    assert missing in succeed("info")
 
 
 def test_info_survives_whatever_is_missing(monkeypatch):
@@ -89,5 +112,6 @@ def test_info_survives_whatever_is_missing(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("threadpoolctl.threadpool_info", list)
     printed = succeed("info")
-    assert "pip install 'infonce[safetensors]'" in printed
+    for extra in ("safetensors", "torch", "jax", "mpi", "cuda12", "cuda13"):
+        assert f"missing: pip install 'infonce[{extra}]'" in printed
     assert "unavailable" in printed

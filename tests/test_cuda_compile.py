@@ -82,7 +82,7 @@ SPILLS_EXTRAS = 1024
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("width", [16, 128, 1024, 1040, 2048])
+@pytest.mark.parametrize("width", [128, 1024, 1040, 2048])
 @pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_sweeps(name: str, precision: str, width: int) -> None:
@@ -92,7 +92,8 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
     option, budget = SWEEPS[name]
     if precision in config.PARTS:  # of each part; with many times the products, spills matter less
         width, budget = width // 2, 512
-    for extras, variant in ((False, 1), (False, 0), (True, 1)):
+    variants = ((False, 1), (False, 0), (True, 1)) if option else ((False, 1), (True, 1))
+    for extras, variant in variants:
         sweep = config.sweep(precision, width, DEVICES["sm_90a"], extras)
         assert sweep is not None
         panel = name != "lse"
@@ -112,7 +113,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("width", [16, 128, 256])
+@pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None:
     """dL/dx and the gathered gradient in registers; stages hold whole tiles."""
@@ -131,6 +132,13 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
         log = compiler.compile_for("sweep_narrow.cu", defines, "sm_90a", options)[1]
         assert "serialized" not in log
         assert spilled(log) <= SWEEPS["gradient"][1], (defines, log)
+
+
+@pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
+def test_short_rows_take_the_kernels_of_one_slab(precision: str) -> None:
+    """Which are compiled above."""
+    shapes = [config.sweep(precision, width, DEVICES["sm_90a"], False) for width in (2, 16, 128)]
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_which_rows_are_narrow() -> None:
@@ -202,8 +210,12 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("precision", ["FP64", "FP32", "BF16X3", "FP16X3", "FP16"])
-@pytest.mark.parametrize("file", ["rows.cu", "vectors.cu", "naive.cu"])
+@pytest.mark.parametrize(
+    ("file", "precision"),
+    [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
+    # whose code depends on the type of sums alone
+    + [(file, precision) for file in ("vectors.cu", "naive.cu") for precision in ("FP64", "FP32")],
+)
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     options = ("--ptxas-options=-v",)
     assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 32

@@ -36,6 +36,7 @@ def public(path: str) -> list[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: other workers may build at the same time."""
+    pytest.importorskip("sphinx")
     folder = tmp_path_factory.mktemp("copy")
     for part in ("docs", "notebooks"):
         shutil.copytree(ROOT / part, folder / part)

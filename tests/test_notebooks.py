@@ -4,27 +4,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 named = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def plots(notebook: nbformat.NotebookNode) -> list[str]:
+def plots(notebook: Any) -> list[str]:
     """The PNG pictures among the outputs."""
     outputs = (output for cell in code_cells(notebook) for output in cell.outputs)
     return [o.data["image/png"] for o in outputs if "image/png" in o.get("data", {})]
 
 
-def said(notebook: nbformat.NotebookNode) -> str:
+def said(notebook: Any) -> str:
     outputs = (output for cell in code_cells(notebook) for output in cell.outputs)
     return "".join(o.text for o in outputs if o.output_type == "stream")
 
@@ -52,9 +54,10 @@ def test_committed_with_its_plots(path: Path) -> None:
 @named
 @pytest.mark.filterwarnings("default")  # of the kernel's own machinery
 def test_runs(path: Path) -> None:
+    pytest.importorskip("ipykernel")
     notebook = nbformat.read(path, as_version=4)
     recorded = len(plots(notebook))
-    client = NotebookClient(
+    client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
     # beside other tests: threads of BLAS that wait for a core cost more than they bring

@@ -1,6 +1,9 @@
 """What is installed, and what importing it costs."""
 
 import importlib.metadata
+import json
+import os
+import re
 import statistics
 import subprocess
 import sys
@@ -8,6 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from command_line import succeed
+from packaging.requirements import Requirement
+from threadpoolctl import threadpool_info
 
 import infonce
 
@@ -43,16 +49,22 @@ def test_every_public_name_is_documented_and_typed() -> None:
     assert importlib.metadata.version("infonce") == infonce.__version__
 
 
-def test_wheel(tmp_path: Path) -> None:
-    """Kernels and distributed are installed inside infonce, never under their bare names."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools", minversion="64")
+    folder = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-         "--wheel-dir", str(tmp_path), str(ROOT)],
+         "--wheel-dir", str(folder), str(ROOT)],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("infonce-*.whl")
+    (found,) = folder.glob("infonce-*.whl")
+    return found
+
+
+def test_wheel(wheel: Path) -> None:
+    """Kernels and distributed are installed inside infonce, never under their bare names."""
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"infonce"}
@@ -64,3 +76,57 @@ def test_wheel(tmp_path: Path) -> None:
     for source in (ROOT / "kernels" / "cuda").glob("*.cu*"):
         assert f"infonce/kernels/cuda/{source.name}" in names
     assert any(name.endswith("licenses/LICENSE") or name.endswith("/LICENSE") for name in names)
+
+
+def extra(wheel: Path, name: str) -> dict[str, Requirement]:
+    """What `pip install infonce[name]` brings on Linux, beyond what all have."""
+    folder = f"infonce-{infonce.__version__}.dist-info"
+    built = importlib.metadata.PathDistribution(zipfile.Path(wheel) / folder)  # type: ignore[arg-type]
+    wanted = [Requirement(line) for line in built.requires or ()]
+    environment = {"extra": name, "platform_system": "Linux"}
+    return {r.name: r for r in wanted if r.marker and r.marker.evaluate(environment)}
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_extras_for_gpus_bring_all_that_is_loaded(wheel: Path, cuda: int) -> None:
+    """NVRTC, cuBLAS, the headers of CuPy's own kernels (cudart) and NCCL, all for CuPy's CUDA."""
+    brought = extra(wheel, f"cuda{cuda}")
+    assert set(brought) == {f"cupy-cuda{cuda}x", "cuda-toolkit", f"nvidia-nccl-cu{cuda}"}
+    toolkit = brought["cuda-toolkit"]
+    assert toolkit.extras == {"nvrtc", "cublas", "cudart"}
+    versions = [f"{major}.{minor}" for major in (11, 12, 13, 14) for minor in (0, 9)]
+    assert list(toolkit.specifier.filter(versions)) == [f"{cuda}.0", f"{cuda}.9"]
+
+
+def test_extras_that_info_names_bring_the_library(wheel: Path) -> None:
+    optional = json.loads(succeed("info", "--json", "--no-compile"))["optional"]
+    for library, state in optional.items():
+        (name,) = re.findall(r"^pip install 'infonce\[(\w+)\]'$", state["from"])
+        assert library in extra(wheel, name)
+
+
+def test_workers_share_the_machine() -> None:
+    """What tests/conftest.py sets is set before NumPy reads it."""
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        most = int(os.environ["OMP_NUM_THREADS"])
+        blas = [library for library in threadpool_info() if library["user_api"] == "blas"]
+        assert "OPENBLAS_NUM_THREADS" in os.environ or blas[0]["num_threads"] <= most
+
+
+def test_plugin_that_warns_of_workers(tmp_path: Path) -> None:
+    """pytest-benchmark, wherever it is installed: its warning must not end the session."""
+    (tmp_path / "benchmarking.py").write_text(
+        "import warnings\ndef pytest_configure(): warnings.warn('disabled under xdist')\n"
+    )
+    (tmp_path / "benchmarking-1.dist-info").mkdir()
+    about = {"METADATA": "Name: benchmarking\nVersion: 1\n",
+             "entry_points.txt": "[pytest11]\nbenchmark = benchmarking\n"}  # fmt: skip
+    for file, text in about.items():
+        (tmp_path / "benchmarking-1.dist-info" / file).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_schedules.py"],
+        capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -16,14 +16,15 @@ from ..kernels import compiler
 from . import machine
 from .common import human, stdout, to_json
 
-OPTIONAL = {  # library -> what brings it
-    "matplotlib": "pip install 'infonce[plot]'",
-    "scikit-learn": "pip install 'infonce[demo]'",
-    "safetensors": "pip install 'infonce[safetensors]'",
-    "mpi4py": "pip install 'infonce[mpi]'",
-    "cupy-cuda12x": "pip install 'infonce[cuda12]'",
-    "cupy-cuda13x": "pip install 'infonce[cuda13]'",
-    "torch": "pip install torch",
+CUPY = {"cupy-cuda13x": "cuda13", "cupy-cuda12x": "cuda12"}  # of which one can be installed
+OPTIONAL = {  # library -> the extra that brings it
+    "matplotlib": "plot",
+    "scikit-learn": "demo",
+    "safetensors": "safetensors",
+    "mpi4py": "mpi",
+    "torch": "torch",
+    "jax": "jax",
+    **CUPY,
 }
 
 
@@ -36,23 +37,22 @@ def info(as_json: bool, compiles: bool) -> None:
     """Versions, processor, GPU, backends, optional libraries and caches of this machine."""
     cuda = machine.cuda()
     on_gpu = cuda.startswith("available")
+    libraries = _cuda_libraries()
+    can_compile = on_gpu and libraries["NVRTC"].startswith("available")
     report = {
-        "versions": machine.versions("infonce", "numpy", "numba"),
+        "versions": machine.versions("infonce", "numpy", "numba", "ml_dtypes"),
         "cpu": machine.cpu(),
         "blas": machine.blas(),
         "environment": machine.environment(),
         "backends": {"cpu": _cpu(), "cuda": cuda},
-        "gpu": machine.gpu() if on_gpu else None,
-        "optional": {
-            name: {"version": version, "from": OPTIONAL[name]}
-            for name, version in machine.versions(*OPTIONAL).items()
-            if name in OPTIONAL
-        },
+        "gpu": machine.gpu() if can_compile else None,
+        "optional": _optional(),
+        "cuda_libraries": libraries,
         "transports": _transports(on_gpu),
         "workspace_bytes": checks.DEFAULTS["workspace"],
         "compiled_code": _cache(),
         "compiled_kernels": str(compiler.cache_directory()),
-        "compile_seconds": _compile_seconds() if on_gpu and compiles else {},
+        "compile_seconds": _compile_seconds() if can_compile and compiles else {},
     }
     if as_json:
         click.echo(to_json(report))
@@ -70,6 +70,8 @@ def info(as_json: bool, compiles: bool) -> None:
         table.add_row(f"backend {name}", state)
     for name, library in report["optional"].items():
         table.add_row(name, library["version"] or f"missing: {library['from']}")
+    for name, state in report["cuda_libraries"].items():
+        table.add_row(name, state)
     for name, state in report["transports"].items():
         table.add_row(f"ranks by {name}", state)
     table.add_row("workspace", f"{human(report['workspace_bytes'])} by default")
@@ -78,6 +80,56 @@ def info(as_json: bool, compiles: bool) -> None:
     for kernel, seconds in report["compile_seconds"].items():
         table.add_row("", f"{kernel}: {seconds:.1f} s at the first call")
     stdout().print(table)
+
+
+def _optional() -> dict[str, dict[str, str | None]]:
+    """Version of each optional library, and what brings it. Beside one build of CuPy the other is
+    not missing."""
+    found = machine.versions(*OPTIONAL)
+    has_cupy = any(found[build] for build in CUPY)
+    return {
+        name: {"version": found[name], "from": _install(extra)}
+        for name, extra in OPTIONAL.items()
+        if found[name] or not (has_cupy and name in CUPY)
+    }
+
+
+def _install(extra: str) -> str:
+    return f"pip install 'infonce[{extra}]'"
+
+
+def _cuda_libraries() -> dict[str, str]:
+    """Whether CUDA's libraries are found, by CuPy and therefore here. That needs no GPU."""
+
+    def nvrtc() -> str:
+        from cupy.cuda import nvrtc
+
+        return "available, " + ".".join(map(str, nvrtc.getVersion()))
+
+    def cublas() -> str:
+        from cupy.cuda import cublas  # noqa: F401  is linked to it
+
+        return "available"
+
+    def nccl() -> str:
+        from ..distributed.transport_gpu import nccl_missing
+
+        if why := nccl_missing():
+            raise ImportError(why)
+        from cupy.cuda import nccl
+
+        version = nccl.get_version()
+        return f"available, {version // 10000}.{version // 100 % 100}.{version % 100}"
+
+    found = machine.versions(*CUPY)
+    extra = next((CUPY[build] for build in CUPY if found[build]), "cuda13")
+    said = {}
+    for name, load in {"NVRTC": nvrtc, "cuBLAS": cublas, "NCCL": nccl}.items():
+        try:
+            said[name] = load()
+        except Exception:  # CuPy or the library is missing, or is of another version
+            said[name] = f"missing: {_install(extra)}"
+    return said
 
 
 def _compile_seconds() -> dict[str, float]:
