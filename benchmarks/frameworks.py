@@ -86,7 +86,7 @@ def small() -> list[dict[str, Any]]:
     z = F.normalize(torch.randn(256, 2048, device="cuda"), dim=1)
     array = cupy.from_dlpack(z)
     leaf = z.clone().requires_grad_()
-    loss = infonce.torch.InfoNCELoss(0.5)
+    loss = infonce.torch.NTXentLoss(temperature=0.5)
     positive = (torch.arange(256, device="cuda") + 128) % 256
 
     def module() -> None:
@@ -105,7 +105,9 @@ def small() -> list[dict[str, Any]]:
         F.cross_entropy(x, positive).backward()
 
     # torch's own way to have no Python in a step of fixed shapes
-    graphed_loss = torch.cuda.make_graphed_callables(infonce.torch.InfoNCELoss(0.5), (leaf,))
+    graphed_loss = torch.cuda.make_graphed_callables(
+        infonce.torch.NTXentLoss(temperature=0.5), (leaf,)
+    )
 
     def graphed() -> None:
         leaf.grad = None

@@ -31,7 +31,7 @@ except ImportError as error:
         f"jax {jax.__version__} has no jax.experimental.buffer_callback: pip install 'infonce[jax]'"
     ) from error
 
-from . import checks, dispatch, losses
+from . import checks, dispatch, losses, validation
 from .losses import Loss
 from .result import Metrics
 
@@ -216,54 +216,60 @@ def _apply(
 ) -> Any:
     for name, z in zip(kind.arguments, features, strict=True):
         if not isinstance(z, (jax.Array, np.ndarray)):
-            raise TypeError(f"{name}: expected a JAX array, got {type(z).__name__}")
+            raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
     for name in options:
         if name in dispatch.DEFAULTS and name not in OPTIONS:
             raise TypeError(
                 f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; beside "
                 f"scale, temperature, ids and metrics there are {', '.join(OPTIONS)}"
             )
-    numbers = {"scale": scale, "temperature": temperature, "bias": bias}
-    for name, value in numbers.items():
-        if isinstance(value, (jax.Array, np.ndarray)):
-            if value.shape != ():
-                raise ValueError(f"{name}: expected a number or 0-d array, got shape {value.shape}")
-            numbers[name] = 1.0  # its value is not looked at
-    given = {
-        "features": tuple(jnp.asarray(z) for z in features),
-        "labels": None if labels is None else jnp.asarray(labels),
-        "ids": _each(jnp.asarray, ids),
-        "grad_out": None,
-    }
-    _check(kind, given, numbers, {**options, "metrics": metrics})
+    numbers = {"scale": scale, "temperature": temperature, "ids": ids, "metrics": metrics}
+    _check(kind, features, labels, bias, {**options, **numbers})
     if temperature is not None:
         scale = 1.0 / temperature
     scale = kind.scale if scale is None else scale
     bias = kind.bias if bias is None else bias
-    double = any(z.dtype == jnp.float64 for z in given["features"])
-    given["scale"], given["bias"] = (
-        None if value is None else _floating(value, jnp.float64 if double else jnp.float32)
-        for value in (scale, bias)
-    )
+    features = tuple(jnp.asarray(z) for z in features)
+    dtype = jnp.float64 if any(z.dtype == jnp.float64 for z in features) else jnp.float32
+    given = {
+        "features": features,
+        "scale": _floating(scale, dtype),
+        "bias": None if bias is None else _floating(bias, dtype),
+        "labels": None if labels is None else jnp.asarray(labels),
+        "ids": _each(jnp.asarray, ids),
+        "grad_out": None,
+    }
     call = _Call(kind, tuple(sorted(options.items())), metrics)
     loss, found = _loss(call, given)
     return (loss, Metrics(**found)) if metrics else loss
 
 
 def _check(
-    kind: Loss, given: dict[str, Any], numbers: dict[str, Any], options: dict[str, Any]
+    kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any]
 ) -> None:
-    """All that shapes, dtypes and options tell, before the call is part of a program."""
-
-    def like(z: Any) -> Any:  # of the same shape and dtype, in no memory
-        return np.broadcast_to(np.zeros((), z.dtype), z.shape)
-
-    options = {**options, "wrt": (), "ids": _each(like, given["ids"])}
+    """All that can be told before the call is part of a program: shapes, dtypes, options, and the
+    values that are known already."""
+    options = {
+        **options,
+        "wrt": (),
+        "ids": _each(_known, options["ids"]),
+        **{name: _known(options[name], 1) for name in ("scale", "temperature")},
+    }
     if jax.default_backend() != "cpu" and options.get("precision") in checks.CHOICES["precision"]:
         del options["precision"]  # those of a GPU are not those of a CPU
-    bias = numbers.pop("bias")
-    labels = None if given["labels"] is None else like(given["labels"])
-    checks.check(kind, [*map(like, given["features"])], labels, bias, {**options, **numbers}, True)
+    stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
+    checks.check(kind, stand_ins, _known(labels), _known(bias), options, True)
+
+
+def _known(value: Any, otherwise: int = 0) -> Any:
+    """An array on the host if its values can be looked at without waiting for a device; else one of
+    its shape and dtype, in no memory. What is no array of JAX's, as it came."""
+    if not isinstance(value, jax.Array):
+        return value
+    traced = isinstance(value, jax.core.Tracer)
+    if traced or {device.platform for device in value.devices()} != {"cpu"}:
+        return np.broadcast_to(np.full((), otherwise, value.dtype), value.shape)
+    return np.asarray(value)
 
 
 def _each(function: Any, ids: Any) -> Any:
@@ -300,10 +306,11 @@ DOC = """
     Raises
     ------
     TypeError, ValueError
-        While tracing, naming the argument, what came and what was expected; also for a derivative
-        of the gradient, which there is not.
+        While tracing, naming the argument, what came and what was expected. TypeError also for
+        forward mode (`jax.jvp`, `jax.jacfwd`) and for a derivative of the gradient: there is none.
     jax.errors.JaxRuntimeError
-        With the same kind of message, for what only values tell (a label out of range, on a CPU).
+        For what only the running program knows: values of labels, scale and bias that `jit` has as
+        arguments (on a CPU), and whether the workspace suffices. The message is at its end.
 """
 
 

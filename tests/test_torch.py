@@ -6,47 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
+from torch_problems import DEVICES, LOSSES, call, features, formula  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
-
-LOSSES = ["clip", "info_nce", "lit", "nt_xent", "siglip"]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch sees no GPU"),
-        ],
-    ),
-]
-
-
-def features(loss: str, rows: int = 12, dim: int = 5, device: str = "cpu", **options: Any) -> Any:
-    generator = torch.Generator().manual_seed(rows)
-    options = {"dtype": torch.float64, "generator": generator, **options}
-    sides = [torch.randn(rows, dim, **options) for _ in range(1 if loss == "nt_xent" else 2)]
-    return [F.normalize(z, dim=1).to(device).requires_grad_() for z in sides]
-
-
-def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
-    x = scale * z[0] @ z[-1].T
-    n = len(x)
-    y = torch.arange(n, device=x.device)
-    if loss == "nt_xent":
-        x = x.masked_fill(torch.eye(n, dtype=torch.bool, device=x.device), -torch.inf)
-        return F.cross_entropy(x, (y + n // 2) % n)
-    if loss == "siglip":
-        t = 2 * torch.eye(n, dtype=x.dtype, device=x.device) - 1
-        return -F.logsigmoid(t * (x + bias)).sum() / n
-    if loss == "clip":
-        return (F.cross_entropy(x, y) + F.cross_entropy(x.T, y)) / 2
-    return F.cross_entropy(x, y)
-
-
-def call(loss: str, z: Any, **options: Any) -> Any:
-    return getattr(it, f"{loss}_loss")(*z, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -153,10 +116,59 @@ def test_what_needs_no_gradient_costs_none(monkeypatch: Any) -> None:
     assert text.grad is None
 
 
-def test_double_backward_says_no() -> None:
-    z = features("clip")
-    with pytest.raises(RuntimeError, match=r"create_graph: expected False.*differentiated again"):
-        torch.autograd.grad(it.clip_loss(*z, scale=2.0), z, create_graph=True)
+def test_scale_has_a_dtype_of_its_own() -> None:
+    image, text = features("siglip")
+    scale = torch.tensor([2.0], dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.tensor(-1.0, dtype=torch.float32, requires_grad=True)
+    got = it.siglip_loss(image, text, bias, scale=scale)
+    want = formula("siglip", [image, text], scale.double(), bias.double())
+    for g, w in zip(torch.autograd.grad(got, [scale, bias]),
+                    torch.autograd.grad(want, [scale, bias]), strict=True):  # fmt: skip
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_func_grad(loss: str, reduction: str, device: str) -> None:
+    """torch.func.grad and vjp, of features, scale and bias, as backward() has them."""
+    z = [side.detach() for side in features(loss, device=device)]
+    scale, bias = (torch.tensor(x, dtype=torch.float64, device=device) for x in (3.0, -2.0))
+    upstream = (
+        torch.arange(12.0, dtype=torch.float64, device=device) if reduction == "none" else 2.0
+    )
+    given = [*z, scale] + [bias] * (loss == "siglip")
+
+    def step(*given: Any) -> Any:
+        rest = {"scale": given[len(z)].exp(), "reduction": reduction}
+        rest |= {"bias": given[-1]} if loss == "siglip" else {}
+        return (upstream * call(loss, given[: len(z)], **rest)).sum()
+
+    leaves = [x.clone().requires_grad_() for x in given]
+    wanted = torch.autograd.grad(step(*leaves), leaves, allow_unused=True)
+    got = torch.func.grad(step, tuple(range(len(given))))(*given)
+    value, vjp = torch.func.vjp(step, *given)
+    torch.testing.assert_close(value, step(*given))
+    for g, v, w in zip(got, vjp(torch.ones_like(value)), wanted, strict=True):
+        w = torch.zeros_like(g) if w is None else w  # the locked tower
+        torch.testing.assert_close(g, w)
+        torch.testing.assert_close(v, w)
+
+
+def test_func_grad_of_labels_and_metrics() -> None:
+    """Labels that are computed inside of the transform, and auxiliary output."""
+    query, key = (z.detach() for z in features("info_nce"))
+
+    def step(query: Any) -> Any:
+        labels = (query.detach() @ key.T).argmax(1)
+        loss, metrics = it.info_nce_loss(query, key, labels, temperature=0.3, metrics=True)
+        return loss, metrics.row_rank
+
+    got, rank = torch.func.grad(step, has_aux=True)(query)
+    assert not rank.any()
+    leaf = query.clone().requires_grad_()
+    torch.testing.assert_close(got, torch.autograd.grad(step(leaf)[0], leaf)[0])
 
 
 def test_metrics() -> None:
@@ -188,14 +200,30 @@ def test_compile_in_one_graph(loss: str, device: str) -> None:
         torch.testing.assert_close(g, w)
 
 
+def test_compiled_calls_that_are_no_operator() -> None:
+    """What the operator does not take breaks the graph, and is right all the same."""
+    image, text = (z.detach() for z in features("clip"))
+
+    def loss(image: Any, **options: Any) -> Any:
+        return it.clip_loss(image, text, **{"temperature": 0.3, **options})
+
+    compiled = torch.compile(torch.func.grad(loss), backend="eager")
+    torch.testing.assert_close(compiled(image), torch.func.grad(loss)(image))
+    for options, match in (({"temperature": -1.0}, "^temperature: expected a positive number"),
+                           ({"scale": 1.0}, "^temperature, scale: expected one of them, got both"),
+                           ({"wrt": None}, "unexpected keyword argument 'wrt'")):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=match):
+            torch.compile(lambda z, o=options: loss(z, **o), backend="eager")(image)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_check(device: str) -> None:
-    from infonce.torch.functions import _operator
+    from infonce.torch.compiled import operator
 
     z = [t.detach().requires_grad_() for t in features("clip", device=device)]
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
     torch.library.opcheck(
-        _operator,
+        operator,
         ("clip", z[0], z[1], None, scale, None, False, "mean", "auto", "auto", 2**28,
          [True, False, True, True]),
     )  # fmt: skip
@@ -216,90 +244,14 @@ def test_autocast(device: str) -> None:
     assert torch.isfinite(layer.weight.grad).all()
 
 
-# --- modules and what they replace ----------------------------------------------------------------
-
-
-def test_modules() -> None:
-    z = features("nt_xent", 16)[0]
-    want = formula("nt_xent", [z], 2.0)
-    torch.testing.assert_close(it.InfoNCELoss()(z), want)
-    torch.testing.assert_close(it.NTXentLoss(0.5)(3 * z[:8], 2 * z[8:]), want)
-    image, text = features("clip", 16)
-    torch.testing.assert_close(
-        it.CLIPLoss()(image, text, torch.tensor(9.0)), formula("clip", [image, text], 9.0)
-    )
-    torch.testing.assert_close(
-        it.LiTLoss(0.1)(5 * text, image), formula("lit", [text, image], 10.0)
-    )
-    torch.testing.assert_close(
-        it.SigLIPLoss()(image, text, 9.0, -4.0), formula("siglip", [image, text], 9.0, -4.0)
-    )
-    assert "temperature=0.5" in repr(it.InfoNCELoss())
-
-
-def test_open_clip() -> None:
-    image, text = features("clip", 16)
-    scale = torch.tensor(2.0, dtype=torch.float64).exp()
-    out = it.ClipLoss()(image, text, scale, output_dict=True)
-    torch.testing.assert_close(out["contrastive_loss"], formula("clip", [image, text], scale))
-    bias = torch.tensor(-10.0, dtype=torch.float64)
-    # as published: -sum(logsigmoid(labels * logits)) / N
-    torch.testing.assert_close(
-        it.SigLipLoss()(image, text, scale, bias), formula("siglip", [image, text], scale, bias)
-    )
-    with pytest.raises(
-        ValueError, match="rank, world_size: expected 0 <= rank < world_size, got 2"
-    ):
-        it.ClipLoss(rank=2, world_size=2)
-    with pytest.raises(ValueError, match="use_horovod: expected False, got True"):
-        it.ClipLoss(use_horovod=True)
-    with pytest.raises(RuntimeError, match=r"group: expected torch\.distributed to be initialised"):
-        it.SigLipLoss(rank=0, world_size=2)(image, text, scale, bias)
-
-
-def test_memory_efficient_clip_and_inf_cl() -> None:
-    image, text = features("clip", 16)
-    torch.testing.assert_close(
-        it.MemoryEfficientCLIPLoss(temperature=0.1)(3 * image, 2 * text),
-        formula("clip", [image, text], 10.0),
-    )
-    torch.testing.assert_close(
-        it.MemoryEfficientLiTLoss(temperature=0.1, normalized_inputs=True)(text, image),
-        formula("lit", [text, image], 10.0),
-    )
-    torch.testing.assert_close(
-        it.cal_inf_loss(image, text, scale=6.0), formula("info_nce", [image, text], 6.0)
-    )
-
-
 def test_closed_forms() -> None:
     """2n collinear rows: log(2n - 1). Orthogonal pairs: known by hand."""
     rows = torch.ones(10, 4, dtype=torch.float64) / 2
-    assert it.InfoNCELoss()(rows).item() == pytest.approx(torch.log(torch.tensor(9.0)).item())
+    got = it.nt_xent_loss(rows, temperature=0.5)
+    assert got.item() == pytest.approx(torch.log(torch.tensor(9.0)).item())
     eye = torch.eye(6, dtype=torch.float64)
     want = torch.log1p(5 * torch.exp(torch.tensor(-2.0, dtype=torch.float64)))
     torch.testing.assert_close(it.clip_loss(eye, eye.clone(), scale=2.0), want)
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def test_errors() -> None:
-    image, text = features("clip")
-    with pytest.raises(
-        TypeError, match=r"image: expected a floating-point tensor, got torch\.int64"
-    ):
-        it.clip_loss(torch.ones(3, 2, dtype=torch.int64), text, scale=1.0)
-    with pytest.raises(TypeError, match="text: expected a tensor, got ndarray"):
-        it.clip_loss(image, text.detach().numpy(), scale=1.0)
-    with pytest.raises(ValueError, match=r"text: expected a tensor on cpu like image, got.*meta"):
-        it.clip_loss(image, text.to("meta"), scale=1.0)
-    with pytest.raises(ValueError, match="temperature, scale: expected one of them, got both"):
-        it.clip_loss(image, text, scale=1.0, temperature=1.0)
-    with pytest.raises(ValueError, match=r"scale: expected one number, got shape \(2,\)"):
-        it.clip_loss(image, text, scale=torch.ones(2))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'normalise'"):
-        it.clip_loss(image, text, scale=1.0, normalise=True)
 
 
 def test_import_alone_needs_no_torch() -> None:

@@ -14,6 +14,7 @@ from infonce.distributed import RankError
 from torch.nn.parallel import DistributedDataParallel
 
 import infonce.torch as it
+from infonce.torch import open_clip
 
 SIZES = [5, 9, 2]  # rows of each rank
 WIDTH = 6
@@ -51,7 +52,7 @@ def batches(size: int, steps: int = 4) -> list[list[Any]]:
 def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu") -> dict[str, Any]:
     """Losses and parameters after a few steps: on one of the ranks, or on all rows."""
     model: Any = Model().to(device)
-    kind = {"clip": it.ClipLoss, "siglip": it.SigLipLoss}[loss]
+    kind = {"clip": open_clip.ClipLoss, "siglip": open_clip.SigLipLoss}[loss]
     criterion = kind(rank=rank, world_size=size)
     if size > 1:
         model = DistributedDataParallel(model)

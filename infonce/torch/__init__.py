@@ -6,29 +6,21 @@
 
 Without copies: kernels read the tensors' memory and run on PyTorch's current stream, and nothing
 waits for the device.
+
+In the place of other projects' losses: `infonce.torch.open_clip`, `infonce.torch.inf_cl`,
+`infonce.torch.memory_efficient_clip` and `infonce.torch.infonce_cuda` have the names and the calls
+of theirs.
 """
 
-from .drop_in import (
-    ClipLoss,
-    MemoryEfficientCLIPLoss,
-    MemoryEfficientLiTLoss,
-    SigLipLoss,
-    cal_inf_loss,
-)
 from .functions import clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss
 from .modules import CLIPLoss, InfoNCELoss, LiTLoss, NTXentLoss, SigLIPLoss
 
 __all__ = [
     "CLIPLoss",
-    "ClipLoss",
     "InfoNCELoss",
     "LiTLoss",
-    "MemoryEfficientCLIPLoss",
-    "MemoryEfficientLiTLoss",
     "NTXentLoss",
     "SigLIPLoss",
-    "SigLipLoss",
-    "cal_inf_loss",
     "clip_loss",
     "info_nce_loss",
     "lit_loss",

@@ -1,0 +1,210 @@
+"""The losses as nodes of autograd's graph.
+
+Gradients are computed together with the loss where any are needed, in the pass that the loss takes
+anyway, and scaled by the upstream gradient when it comes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..losses import Loss
+from ..result import LossAndGrad, Metrics
+
+NOTHING: frozenset[str] = frozenset()
+AGAIN = "gradients of the losses of infonce cannot be differentiated again"
+FORWARD = (
+    "forward mode (torch.func.jvp, jacfwd, hessian) is not supported by the losses of infonce: use "
+    "backward() or torch.func.grad"
+)
+BATCHED = (
+    "torch.vmap (also in torch.func.jacrev, is_grads_batched) is not supported by the losses of "
+    "infonce: call them in a loop, batch by batch"
+)
+
+transformed = torch._C._are_functorch_transforms_active  # whether in torch.func.grad, vmap, ...
+_in_batches = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched makes
+
+
+def evaluate(
+    kind: Loss,
+    features: Sequence[Tensor],
+    labels: Tensor | None,
+    scale: Any,
+    bias: Any,
+    options: dict[str, Any],
+    wrt: frozenset[str],
+    **more: Any,
+) -> LossAndGrad:
+    """Loss and the gradients named in `wrt`, as tensors; those of features in torch's memory."""
+    given = {**options, **more, "scale": scale, "wrt": wrt}
+    made = {}
+    for name, z in zip(kind.arguments, features, strict=True):
+        if name in wrt:
+            made[name] = torch.empty_like(z, memory_format=torch.contiguous_format)
+    group = given.pop("group", None)
+    if group is None:
+        return dispatch.loss_and_grad(kind, features, labels, bias, given, made)
+    from . import process_group
+
+    return process_group.loss_and_grad(kind, features, labels, bias, group, {**given, "out": made})
+
+
+@functools.cache
+def wanted_of(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
+    """Names of the arguments that need a gradient, `needs` being those of (scale, bias, *features).
+
+    A locked tower gets none: its features are taken as constants.
+    """
+    names = ["scale", "bias", *kind.arguments]
+    return frozenset(
+        n for n, need in zip(names, needs, strict=True) if need and n not in kind.locked
+    )
+
+
+@dataclass(slots=True)
+class Call:
+    """What of a call autograd does not look at."""
+
+    kind: Loss
+    labels: Tensor | None
+    scale: Any  # of no use where it is a tensor, an input of autograd's
+    bias: Any
+    options: dict[str, Any]
+    with_metrics: bool
+    # found:
+    metrics: Metrics | None = None
+    wanted: frozenset[str] = NOTHING
+    grads: list[Tensor | None] | None = None  # until a backward pass takes them
+
+
+def apply(call: Call, features: Sequence[Tensor]) -> Tensor:
+    """The loss as a node of the graph."""
+    inputs = [value if isinstance(value, Tensor) else None for value in (call.scale, call.bias)]
+    if transformed():
+        return _Transformed.apply(call, call.labels, *inputs, *features)
+    return _Function.apply(call, *inputs, *features)
+
+
+def _computed(
+    call: Call, scale: Tensor | None, bias: Tensor | None, features: Sequence[Tensor],
+    wrt: frozenset[str], **more: Any,
+) -> LossAndGrad:  # fmt: skip
+    """What a call asks for."""
+    scale, bias = call.scale if scale is None else scale, call.bias if bias is None else bias
+    return evaluate(call.kind, features, call.labels, scale, bias, call.options, wrt, **more)
+
+
+def _of_inputs(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | None]:
+    """Gradients in the order of the inputs."""
+    return [getattr(grads, n) if n in wanted else None for n in ("scale", "bias", *kind.arguments)]
+
+
+class _Refuses(torch.autograd.Function):
+    """What the losses have no rule for, in words."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise RuntimeError(FORWARD)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
+        raise RuntimeError(BATCHED)
+
+
+class _Function(_Refuses):
+    """loss = f(scale, bias, *features)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, call: Call, scale: Tensor | None, bias: Tensor | None, *features: Tensor
+    ) -> Tensor:
+        wanted = wanted_of(call.kind, ctx.needs_input_grad[1:])
+        # Per-row losses have no single upstream gradient: theirs are computed when it is known
+        now = NOTHING if call.options.get("reduction") == "none" else wanted
+        result = _computed(call, scale, bias, features, now, metrics=call.with_metrics)
+        call.metrics, call.wanted = result.metrics, wanted
+        if now:
+            call.grads = _of_inputs(call.kind, result.grads, now)
+        if wanted:
+            ctx.call = call
+            ctx.save_for_backward(scale, bias, *features)
+        return result.loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"create_graph: expected False, got True: {AGAIN}")
+        if _in_batches(upstream):
+            raise RuntimeError(BATCHED)
+        call = ctx.call
+        grads, call.grads = call.grads, None
+        if grads is not None:
+            # The first backward pass takes the gradients that the forward pass has left, in place;
+            # another one (retain_graph) computes them again
+            for grad in grads:
+                if grad is not None:
+                    grad.mul_(upstream)
+        else:
+            scale, bias, *features = ctx.saved_tensors
+            result = _computed(call, scale, bias, features, call.wanted, grad_out=upstream)
+            grads = _of_inputs(call.kind, result.grads, call.wanted)
+        return None, *grads
+
+
+# --- torch.func -----------------------------------------------------------------------------------
+# Its transforms ask for functions that set their context up apart from computing, and for a
+# backward pass that is such a function itself. They take time that small batches notice, so they
+# serve the transforms alone; and as nobody knows yet what needs a gradient when the loss is
+# computed, gradients take a pass of their own.
+
+
+class _Transformed(_Refuses):
+    """loss = f(scale, bias, *features)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        call: Call, labels: Tensor | None, scale: Any, bias: Any, *features: Tensor
+    ) -> Tensor:
+        result = _computed(replace(call, labels=labels), scale, bias, features, NOTHING,
+                           metrics=call.with_metrics)  # fmt: skip
+        call.metrics = result.metrics
+        return result.loss
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        wanted = wanted_of(ctx.call.kind, ctx.needs_input_grad[2:])
+        return None, None, *_Gradients.apply(ctx.call, wanted, upstream, *ctx.saved_tensors)
+
+
+class _Gradients(_Refuses):
+    """Gradients of scale, bias and features."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        call: Call, wanted: frozenset[str], upstream: Tensor, labels: Tensor | None,
+        scale: Any, bias: Any, *features: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        call = replace(call, labels=labels)
+        result = _computed(call, scale, bias, features, wanted, grad_out=upstream)
+        return tuple(_of_inputs(call.kind, result.grads, wanted))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> NoReturn:
+        raise RuntimeError(AGAIN)

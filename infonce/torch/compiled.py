@@ -1,0 +1,119 @@
+"""The losses in compiled graphs: one operator, which `torch.compile` does not look into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, losses, validation
+from ..losses import Loss
+from .autograd import evaluate, transformed, wanted_of
+
+KINDS = {kind.name: kind for kind in (losses.CLIP, losses.INFO_NCE, losses.LIT, losses.NT_XENT,
+                                      losses.SIGLIP)}  # fmt: skip
+OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
+
+
+@torch.library.custom_op("infonce::loss_and_grad", mutates_args=())
+def operator(
+    kind: str,
+    query: Tensor,
+    key: Tensor | None,
+    labels: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    normalize: bool,
+    reduction: str,
+    method: str,
+    precision: str,
+    workspace: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, and gradients of scale, bias, query, key), those not needed empty."""
+    loss = KINDS[kind]
+    features = [query] if key is None else [query, key]
+    options = {"normalize": normalize, "reduction": reduction, "method": method,
+               "precision": precision, "workspace": workspace}  # fmt: skip
+    wanted = wanted_of(loss, tuple(needs[: 2 + len(features)]))
+    result = evaluate(loss, features, labels, scale, bias, options, wanted)
+    of = {name: getattr(result.grads, name) for name in wanted}
+    for name, value in (("scale", scale), ("bias", bias)):
+        if name in of and value is not None:
+            of[name] = of[name].to(value.dtype, copy=True).reshape(value.shape)
+    names = ["scale", "bias", *loss.arguments, *["key"] * (2 - len(features))]
+    empties = (query.new_empty(0) for _ in names)
+    parts = [of.get(name, empty) for name, empty in zip(names, empties, strict=True)]
+    return result.loss, parts[0], parts[1], parts[2], parts[3]
+
+
+@operator.register_fake
+def _shapes(
+    kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, normalize: bool,
+    reduction: str, method: str, precision: str, workspace: int, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    wanted = wanted_of(KINDS[kind], tuple(needs[: 3 if key is None else 4]))
+    double = torch.float64 in {query.dtype, query.dtype if key is None else key.dtype}
+    values = {"scale": scale, "bias": bias}
+    arguments = KINDS[kind].arguments
+    values.update(zip(arguments, (query, key), strict=False))
+    names = ["scale", "bias", *arguments, *["key"] * (2 - len(arguments))]
+    parts = [
+        torch.empty_like(values[n], memory_format=torch.contiguous_format)
+        if n in wanted
+        else query.new_empty(0)
+        for n in names
+    ]
+    return query.new_empty((), dtype=torch.float64 if double else torch.float32), *parts
+
+
+def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*output[1:])
+
+
+def _scaled(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
+    scale, bias, query, key = (
+        saved * upstream if saved.numel() else None for saved in ctx.saved_tensors
+    )
+    return None, query, key, None, scale, bias, None, None, None, None, None, None
+
+
+operator.register_autograd(_scaled, setup_context=_remember)
+
+
+def apply(
+    kind: Loss,
+    features: Sequence[Tensor],
+    labels: Tensor | None,
+    scale: Any,
+    temperature: Any,
+    bias: Any,
+    metrics: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    """The loss as a call of the operator."""
+    unknown = set(options) - set(OPTIONS)
+    if metrics or unknown or options.get("reduction") == "none" or transformed():
+        raise ValueError(
+            "in a compiled graph: expected no metrics, ids, reduction='none' nor torch.func "
+            f"(options are {', '.join(OPTIONS)})"
+        )
+    if not isinstance(scale, Tensor):
+        number = validation.scale(kind, temperature, scale)
+        scale = torch.tensor(number, dtype=torch.float64)
+    elif temperature is not None:
+        raise ValueError("temperature, scale: expected one of them, got both")
+    if kind.sigmoid and not isinstance(bias, Tensor):
+        number = validation.number("bias", kind.bias if bias is None else bias)
+        bias = torch.tensor(number, dtype=torch.float64)
+    settings = {**dispatch.DEFAULTS, **options}
+    key = None if kind.symmetric else features[1]
+    needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
+             for v in (scale, bias, features[0], key)]  # fmt: skip
+    return operator(
+        kind.name, features[0], key, labels, scale, bias, settings["normalize"],
+        settings["reduction"], settings["method"], settings["precision"], settings["workspace"],
+        needs,
+    )[0]  # fmt: skip
