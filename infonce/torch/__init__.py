@@ -8,6 +8,7 @@ Without copies: kernels read the tensors' memory and run on PyTorch's current st
 waits for the device.
 """
 
+from .._names import missing
 from .drop_in import (
     ClipLoss,
     MemoryEfficientCLIPLoss,
@@ -35,3 +36,4 @@ __all__ = [
     "nt_xent_loss",
     "siglip_loss",
 ]
+__getattr__ = missing(__name__, __all__)
