@@ -65,8 +65,13 @@ def flag(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected True or False, got {what(value)}")
 
 
+def is_integer(value: Any) -> bool:
+    """Of Python or NumPy; to both some are integers that are no numbers."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
+
+
 def workspace(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if not is_integer(value):
         raise TypeError(f"workspace: expected an integer number of bytes, got {what(value)}")
     if value <= 0:
         raise ValueError(f"workspace: expected a positive number of bytes, got {value}")
