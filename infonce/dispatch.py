@@ -21,11 +21,11 @@ def loss(
     kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
     """The loss alone."""
-    arrays.warn_of_lost_gradients(kind, given, bias, options)
     with arrays.on_stream_of(given[0]):
         features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
         with _device(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
+            arrays.warn_of_lost_gradients(kind, given, bias, options)
             return arrays.back(given[0])(_reduce(request, _solve(request)))
 
 
