@@ -4,6 +4,8 @@
 >>> out = distributed.clip_loss_and_grad(image, text, temperature=0.07)  # this rank's rows
 """
 
+from infonce._names import missing
+
 from .communicator import Communicator, RankError
 from .losses import (
     clip_loss,
@@ -32,3 +34,4 @@ __all__ = [
     "siglip_loss",
     "siglip_loss_and_grad",
 ]
+__getattr__ = missing(__name__, __all__)

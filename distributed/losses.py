@@ -17,7 +17,7 @@ import numpy as np
 from infonce.kernels.blocks import Backend, Solution, Vectors, fold_block, solve
 from infonce.kernels.problems import Array, Gradients, Problem
 
-from infonce import arrays, dispatch
+from infonce import arrays, dispatch, validation
 from infonce import losses as single
 from infonce.checks import Request, Shard, check
 
@@ -116,6 +116,8 @@ def _call(
         isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
     ):
         raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+    if not with_grad:
+        arrays.warn_of_lost_gradients(kind, given, bias, options)
     ranks = connect(ours["comm"])
     ranks.timeout = timeout
     call = _Call(kind, ranks, labels, bias, options, ours, with_grad)
@@ -151,7 +153,7 @@ class _Call:
         self.transport: transports.Transport | None = None
 
     def evaluate(self, given: Sequence[Any]) -> Any:
-        features, sizes = self.agree(lambda: _sized(given))
+        features, sizes = self.agree(lambda: _sized(self.kind, given))
         queries = Partition([of[0] for of in sizes])
         keys = Partition([of[-1] for of in sizes])
         with dispatch._device(features[0]):
@@ -188,20 +190,18 @@ class _Call:
             ("gradient_scale", ("global", "ddp")),
             ("transport", transports.CHOICES),
         ):
-            if ours[name] not in choices:
-                expected = ", ".join(f'"{c}"' for c in choices)
-                raise ValueError(f"{name}: expected one of {expected}, got {ours[name]!r}")
-        if options.get("method", "auto") in ("naive", "fused"):
-            raise ValueError(
-                f'method: expected "auto" or "tiled" over ranks, got {options["method"]!r}: the '
-                "logits of a batch over ranks are kept nowhere"
-            )
+            validation.choice(name, ours[name], choices)
         if not queries.total or not keys.total:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
             )
         shard = Shard(queries.total, keys.total)
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, shard)
+        if (method := request.problem.method) in ("naive", "fused"):
+            raise ValueError(
+                f'method: expected "auto" or "tiled" over ranks, got {method!r}: the logits of a '
+                "batch over ranks are kept nowhere"
+            )
         xp, m = arrays.namespace(features[0]), len(features[0])
         if request.problem.positives is None:
             start = queries.starts[self.ranks.rank]
@@ -357,9 +357,9 @@ class _Call:
         solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
 
 
-def _sized(given: Sequence[Any]) -> tuple[list[Array], list[int]]:
+def _sized(kind: single.Loss, given: Sequence[Any]) -> tuple[list[Array], list[int]]:
     """The arrays, and how many rows each has. (Of what is no matrix the checks will complain.)"""
-    features = [arrays.native(z) for z in given]
+    features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
     shapes = [tuple(getattr(z, "shape", ())) for z in features]
     return features, [s[0] if len(s) == 2 else 1 for s in shapes]
 

@@ -6,7 +6,10 @@
 >>> out.loss, out.grads.image, out.grads.text, out.grads.scale, out.lse
 """
 
+from typing import TYPE_CHECKING
+
 from . import schedules
+from ._names import missing
 from ._version import __version__
 from .capture import Captured, capture
 from .grad_cache import grad_cache
@@ -43,3 +46,6 @@ __all__ = [
     "siglip_loss",
     "siglip_loss_and_grad",
 ]
+
+if not TYPE_CHECKING:  # a type checker knows the names, and would believe any
+    __getattr__ = missing(__name__, __all__, ("distributed", "jax", "reference", "torch"))

@@ -8,10 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .losses import Loss
 
 Array = Any
 NOTHING = contextlib.nullcontext()
@@ -58,13 +62,43 @@ def namespace(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else _cupy()
 
 
-def native(array: Array) -> Array:
-    """The same memory as a NumPy or CuPy array; what is no array is returned as it came."""
-    if on_gpu(array) or isinstance(array, (np.ndarray, np.generic)):
+# of libraries that do not hand an array out; errors of a device have classes of their own
+REFUSALS = (TypeError, ValueError, AttributeError, BufferError, RuntimeError, NotImplementedError)
+
+
+def native(array: Array, name: str = "array") -> Array:
+    """The same memory as a NumPy or CuPy array; what is no array is returned as it came.
+
+    Subclasses of NumPy's are seen as plain arrays. TypeError, by `name`, for arrays that cannot be:
+    those with a mask, and those without memory that can be read.
+    """
+    if type(array) is np.ndarray or on_gpu(array) or isinstance(array, np.generic):
         return array
+    if isinstance(array, np.ndarray):
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name}: expected an array without a mask, got {type(array).__name__}: "
+                ".filled(value) makes one"
+            )
+        return np.asarray(array)
+    try:
+        return _viewed(array)
+    except REFUSALS as error:
+        if type(error) not in REFUSALS:
+            raise
+        reason = " ".join(str(error).split())
+        raise TypeError(
+            f"{name}: expected an array that can be read, got {type(array).__name__}: {reason}"
+        ) from None
+
+
+def _viewed(array: Array) -> Array:
+    """Another library's array."""
     if _loaded("torch", "Tensor", array):
         return _view_of_torch(array) if array.is_cuda else _from_torch(array)
     if _loaded("jax", "Array", array):
+        if isinstance(array, sys.modules["jax"].core.Tracer):
+            raise TypeError("infonce.jax has the losses for jit, grad and vmap")
         if {device.platform for device in array.devices()} == {"cpu"}:
             return np.asarray(array)
         return _cupy().from_dlpack(array)
@@ -136,6 +170,29 @@ def back(like: Array) -> Callable[[Array], Array]:
 
         return to_jax
     return lambda array: array
+
+
+_warned: set[str] = set()  # names of losses
+
+
+def warn_of_lost_gradients(
+    loss: Loss, given: Sequence[Array], bias: Any, options: Mapping[str, Any]
+) -> None:
+    """Once for each loss, at its caller's line: autograd will not know where its value is from."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(given[0], torch.Tensor) or loss.name in _warned:
+        return
+    named = dict(zip(loss.arguments, given, strict=True))
+    named.update(bias=bias, **{name: options.get(name) for name in ("scale", "temperature")})
+    lost = [n for n, z in named.items() if isinstance(z, torch.Tensor) and z.requires_grad]
+    if not lost or not torch.is_grad_enabled():
+        return
+    warnings.warn(
+        f"{loss.name}_loss: no gradient will reach {', '.join(lost)}, which autograd watches: use "
+        f"infonce.torch.{loss.name}_loss, or torch.no_grad() for the value alone",
+        stacklevel=4,  # this, dispatch, and the loss itself
+    )
+    _warned.add(loss.name)
 
 
 def on_stream_of(array: Array) -> Any:

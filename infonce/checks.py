@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
 GRAD_ONLY = {"wrt", "grad_dtype", "grad_out", "out", "metrics", "return_logits"}
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+FLAGS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
 CHOICES = {
     "reduction": ("mean", "sum", "none"),
     "method": ("auto", "naive", "fused", "tiled"),
@@ -202,17 +203,19 @@ def _kind(
             plain["wrt"] = frozenset(wrt)
         if not PLAIN.issuperset(map(type, plain.values())):
             return None
-    if type(bias) not in PLAIN:
-        bias = "array"
+    of_bias = type(bias)
+    if of_bias not in PLAIN:
+        bias = None
     kinds = []
     for z in arrays:
-        if isinstance(z, np.ndarray):
+        if type(z) is np.ndarray:
             kinds.append((z.shape, z.dtype, None))
         elif on_gpu(z):
             kinds.append((z.shape, z.dtype, z.device.id))
         else:
             return None
-    return loss, with_grad, labelled, shard, bias, (*options,), classes, *kinds, *plain.items()
+    names = (*options,)
+    return loss, with_grad, labelled, shard, bias, of_bias, names, classes, *kinds, *plain.items()
 
 
 def _settle(
@@ -241,13 +244,6 @@ def _settle(
     if o["offload"]:
         _offload(loss, o, query)
     compute = validation.precision(o["precision"], dtypes, on_host and not o["offload"])
-    workspace = o["workspace"]
-    if isinstance(workspace, bool) or not isinstance(workspace, (int, np.integer)):
-        raise TypeError(
-            f"workspace: expected an integer number of bytes, got {validation.what(workspace)}"
-        )
-    if workspace <= 0:
-        raise ValueError(f"workspace: expected a positive number of bytes, got {workspace}")
     if o["return_logits"] and o["method"] != "naive":
         raise ValueError(
             f'return_logits: expected method="naive", the one that keeps them, got '
@@ -255,7 +251,7 @@ def _settle(
         )
     if loss.sigmoid and o["metrics"]:
         raise ValueError("metrics: expected False for siglip, which ranks nothing, got True")
-    wrt = _wrt(loss, o["wrt"]) if with_grad else frozenset()
+    wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
     grad_dtype = validation.grad_dtype(o["grad_dtype"])
     return _Settled(
@@ -266,7 +262,7 @@ def _settle(
         normalize=bool(o["normalize"]),
         method=o["method"],
         compute=compute,
-        workspace=int(workspace),
+        workspace=validation.workspace(o["workspace"]),
         check_finite=bool(o["check_finite"]),
         wrt=wrt,
         new={
@@ -309,15 +305,16 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
         if name not in allowed:
             function = f"{loss.name}_loss{'_and_grad' * with_grad}()"
             near = difflib.get_close_matches(name, allowed, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            known = ", ".join(name for name in DEFAULTS if name in allowed)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {known}"
             if name in GRAD_ONLY:
-                hint = f" (it is one of {loss.name}_loss_and_grad())"
-            raise TypeError(f"{function}: unexpected keyword argument {name!r}{hint}")
+                hint = f"it is one of {loss.name}_loss_and_grad()"
+            raise TypeError(f"{function}: unexpected keyword argument {name!r} ({hint})")
     o = {**DEFAULTS, **options}
     for name, choices in CHOICES.items():
-        if o[name] not in choices:
-            expected = ", ".join(f'"{c}"' for c in choices)
-            raise ValueError(f"{name}: expected one of {expected}, got {o[name]!r}")
+        validation.choice(name, o[name], choices)
+    for name in FLAGS:
+        validation.flag(name, o[name])
     return o
 
 
@@ -340,19 +337,6 @@ def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, whole: Shard) 
             f"{last}: expected at least {whole.rows} rows, the positive of query i being key i "
             f"without labels, got {came}"
         )
-
-
-def _wrt(loss: Loss, wrt: Any) -> frozenset[str]:
-    possible = [name for name in loss.arguments if name not in loss.locked] + ["scale"]
-    if loss.sigmoid:
-        possible.append("bias")
-    if wrt is None:
-        return frozenset(possible)
-    names = [wrt] if isinstance(wrt, str) else list(wrt)
-    for name in names:
-        if name not in possible:
-            raise ValueError(f"wrt: expected names among {', '.join(possible)}, got {name!r}")
-    return frozenset(names)
 
 
 def _out(
@@ -381,7 +365,7 @@ def _out(
     for name, array in given.items():
         if name not in new:
             raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
-        buffers[name] = native(array)
+        buffers[name] = native(array, f"out[{name!r}]")
         validation.output(f"out[{name!r}]", buffers[name], features[name], settled.grad_dtype)
     made = {
         name: buffers[name] if name in buffers else xp.ndarray(*like) for name, like in new.items()

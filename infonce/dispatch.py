@@ -22,9 +22,10 @@ def loss(
 ) -> Array:
     """The loss alone."""
     with arrays.on_stream_of(given[0]):
-        features = [arrays.native(z) for z in given]
+        features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
         with _device(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
+            arrays.warn_of_lost_gradients(kind, given, bias, options)
             return arrays.back(given[0])(_reduce(request, _solve(request)))
 
 
@@ -38,7 +39,7 @@ def loss_and_grad(
 ) -> LossAndGrad:
     """The loss and whatever gradients were asked for; in `made`, where an adapter brings it."""
     with arrays.on_stream_of(given[0]):
-        features = [arrays.native(z) for z in given]
+        features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
         with _device(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=True, made=made)
             return _result(kind, request, _solve(request), arrays.back(given[0]))

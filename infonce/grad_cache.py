@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from . import validation
 from .result import LossAndGrad
 
 Encode = Callable[[Any], Any]  # chunk of inputs -> features [rows, D], no graph kept
@@ -63,8 +62,8 @@ def grad_cache(
     TypeError, ValueError
         For arguments that do not fit, before any work; and whatever the loss raises.
     """
-    if isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)):
-        raise TypeError(f"chunk: expected an integer, got {type(chunk).__name__} {chunk!r}")
+    if not validation.is_integer(chunk):
+        raise TypeError(f"chunk: expected an integer, got {validation.what(chunk)}")
     if chunk < 1:
         raise ValueError(f"chunk: expected at least 1, got {chunk}")
     if isinstance(inputs, Mapping) or not isinstance(inputs, (list, tuple)) or not inputs:

@@ -32,10 +32,12 @@ except ImportError as error:
     ) from error
 
 from . import checks, dispatch, losses, validation
+from ._names import missing
 from .losses import Loss
 from .result import Metrics
 
 __all__ = ["clip_loss", "info_nce_loss", "lit_loss", "nt_xent_loss", "siglip_loss"]
+__getattr__ = missing(__name__, __all__)
 
 OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
 

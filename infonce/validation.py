@@ -7,6 +7,8 @@ for it, waits for a device: what only a GPU knows of an array is left to its ker
 from __future__ import annotations
 
 import math
+import reprlib
+from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +38,67 @@ def same_device(loss: Loss, query: Array, key: Array) -> None:
         )
 
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 80
+
+
 def what(value: Any) -> str:
-    """A value as an error message names it."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{type(value).__name__} of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return f"{type(value).__name__} {value!r}"[:120]
+    """A value as an error message names it, in one line."""
+    kind, shape = type(value).__name__, getattr(value, "shape", None)
+    if isinstance(shape, tuple) and hasattr(value, "dtype"):
+        return f"{kind} of shape {tuple(shape)} and dtype {value.dtype}"
+    try:
+        shown = " ".join(SHORT.repr(value).split())
+    except ValueError:  # an integer of too many digits for Python
+        return kind
+    return shown if value is None or isinstance(value, str) else f"{kind} {shown}"[:120]
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        expected = ", ".join(f'"{c}"' for c in choices)
+        raise ValueError(f"{name}: expected one of {expected}, got {what(value)}")
+
+
+def flag(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {what(value)}")
+
+
+def is_integer(value: Any) -> bool:
+    """Of Python or NumPy; to both some are integers that are no numbers."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
+
+
+def workspace(value: Any) -> int:
+    if not is_integer(value):
+        raise TypeError(f"workspace: expected an integer number of bytes, got {what(value)}")
+    if value <= 0:
+        raise ValueError(f"workspace: expected a positive number of bytes, got {value}")
+    return int(value)
+
+
+def wrt(loss: Loss, given: Any) -> frozenset[str]:
+    possible = [name for name in loss.arguments if name not in loss.locked] + ["scale"]
+    if loss.sigmoid:
+        possible.append("bias")
+    if given is None:
+        return frozenset(possible)
+    expected = f"wrt: expected names among {', '.join(possible)}"
+    try:
+        names = [given] if isinstance(given, str) else list(given)
+    except TypeError:
+        raise TypeError(f"{expected}, got {what(given)}") from None
+    for name in names:
+        if not isinstance(name, str) or name not in possible:
+            raise ValueError(f"{expected}, got {what(name)}")
+    return frozenset(names)
 
 
 def features(name: str, z: Array, least: int) -> None:
     if not is_array(z):
-        raise TypeError(f"{name}: expected an array, got {what(z)}")
+        hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
+        raise TypeError(f"{name}: expected an array, got {what(z)}{hint}")
     if z.dtype.name not in FLOATS:
         raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
     if z.ndim != 2:
@@ -64,18 +117,38 @@ def finite(xp: Any, name: str, z: Array) -> None:
 
 def number(name: str, value: Any) -> Any:
     """A float; or a 0-d array on a GPU, which is not looked at: that would wait for the device."""
-    value = native(value)
+    value = native(value, name)
     if on_gpu(value) and value.ndim == 0:
         if value.dtype.name not in FLOATS:
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
         return value
-    if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
+    zero_d = isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0
+    if zero_d and value.dtype.kind not in "OMm":  # objects and times
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or 0-d array, got {what(value)}")
-    if not math.isfinite(value):
+    if not math.isfinite(value := real(name, value)):
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
-    return float(value)
+    return value
+
+
+def real(name: str, value: Any) -> float:
+    """A real number of any kind as a float."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number in float64, got {what(value)}") from None
+
+
+def listed(name: str, value: Any, expected: str) -> Array:
+    """An array, or what NumPy makes one of."""
+    value = native(value, name)
+    if is_array(value):
+        return value
+    try:
+        return np.asarray(value)
+    except Exception:  # whatever is in it says so in its own way
+        raise TypeError(f"{name}: expected {expected}, got {what(value)}") from None
 
 
 def scale(loss: Loss, temperature: Any, scale: Any) -> Any:
@@ -111,8 +184,7 @@ def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
 
 
 def integers(xp: Any, name: str, value: Any, n: int) -> Array:
-    value = native(value)
-    value = value if is_array(value) else np.asarray(value)
+    value = listed(name, value, "integers")
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
     if value.shape != (n,):
@@ -137,7 +209,8 @@ def positives(xp: Any, labels: Array | None, m: int, n: int) -> tuple[Array, Arr
 def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
     if ids is None:
         return None, None
-    if isinstance(ids, (tuple, list)) and len(ids) == 2 and all(np.ndim(i) == 1 for i in ids):
+    pair = isinstance(ids, (tuple, list)) and len(ids) == 2
+    if pair and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in ids):
         if loss.symmetric:
             raise ValueError(f"ids: expected one array for {loss.name}, got a pair")
         return integers(xp, "ids[0]", ids[0], m), integers(xp, "ids[1]", ids[1], n)
@@ -152,15 +225,15 @@ def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
 def upstream(xp: Any, grad_out: Any, reduction: str, m: int, share: float) -> Any:
     """d result / d loss_i: a number for all rows, or [M]; `share` of `grad_out`."""
     if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
-        return grad_out * share
-    value = native(grad_out)
-    value = value if is_array(value) else np.asarray(value)
+        return real("grad_out", grad_out) * share
+    expected = "a number or a float array"
+    value = listed("grad_out", grad_out, expected)
     if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
-        raise TypeError(f"grad_out: expected a number or a float array, got {what(grad_out)}")
-    expected = [(), (m,)] if reduction == "none" else [()]
-    if value.shape not in expected:
+        raise TypeError(f"grad_out: expected {expected}, got {what(grad_out)}")
+    shapes = [(), (m,)] if reduction == "none" else [()]
+    if value.shape not in shapes:
         raise ValueError(
-            f"grad_out: expected shape {' or '.join(map(str, expected))} with "
+            f"grad_out: expected shape {' or '.join(map(str, shapes))} with "
             f'reduction="{reduction}", got {value.shape}'
         )
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -174,7 +247,7 @@ def grad_dtype(given: Any) -> np.dtype[Any] | None:
         return None
     try:
         dtype: np.dtype[Any] = np.dtype(given)
-    except TypeError:
+    except Exception:  # SyntaxError, among others
         raise TypeError(f"grad_dtype: expected a dtype, got {what(given)}") from None
     if dtype.name not in FLOATS:
         raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {dtype}")
@@ -194,3 +267,17 @@ def output(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
         raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ValueError(f"{name}: expected a writeable array, got a read-only one")
+    if not array.flags.c_contiguous and overlaps(array):
+        raise ValueError(
+            f"{name}: expected elements that do not overlap, got strides {array.strides}"
+        )
+
+
+def overlaps(array: Array) -> bool:
+    """Whether elements may share memory: strides do not nest."""
+    extent = array.itemsize
+    for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if n > 1 and stride < extent:
+            return True
+        extent += stride * (n - 1)
+    return False

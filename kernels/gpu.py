@@ -287,11 +287,11 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             return solve(problem, gradients)
     if problem.method == "naive":
         return gpu_naive.solve(problems.spelled_out(problem, cupy), gradients)
+    fused = problem.method == "auto" and not problem.ranks and gpu_fused.pays(problem)
     if problem.method == "fused":
         gpu_fused.require(problem)
-    if not problem.ranks and (
-        problem.method == "fused" or (problem.method == "auto" and gpu_fused.pays(problem))
-    ):
+        fused = True
+    if fused:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     if gpu_plan.pays(problem, gradients):
         properties = device_properties(device.id)

@@ -50,7 +50,12 @@ def pays(problem: Problem) -> bool:
 
 
 def require(problem: Problem) -> None:
-    """ValueError where the logits do not fit the workspace."""
+    """ValueError where the logits do not fit the workspace, and where they are to be ranked."""
+    if problem.ranks:
+        raise ValueError(
+            'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
+            "with metrics=True"
+        )
     if not fits(problem):
         m, n, _ = problem.shape
         raise ValueError(

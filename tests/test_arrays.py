@@ -46,6 +46,91 @@ def test_torch_memory_is_shared(torch: Any) -> None:
         assert arrays.native(tensor).ctypes.data == tensor.data_ptr()
 
 
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Losses that have warned, as in a new process."""
+    names: set[str] = set()
+    monkeypatch.setattr(arrays, "_warned", names)
+    return names
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_gradient_that_gets_lost_is_told_once(torch: Any, loss: str, warned: set[str]) -> None:
+    args = arguments(loss, *pairs("random", 6, 6, 4, np.float32, 0))
+    tensors = [torch.from_numpy(z) for z in args]
+    watched = tensors[-1].clone().requires_grad_()
+    name = {"info_nce": "key", "nt_xent": "features", "lit": "image"}.get(loss, "text")
+    function = getattr(infonce, f"{loss}_loss")
+    want = function(*tensors, scale=2.0)
+    with torch.no_grad():
+        assert function(*tensors[:-1], watched, scale=2.0) == want
+    getattr(infonce, f"{loss}_loss_and_grad")(*tensors[:-1], watched, scale=2.0)
+    assert not warned
+    with pytest.warns(UserWarning, match=f"reach {name}, .*infonce.torch.{loss}_loss") as caught:
+        assert function(*tensors[:-1], watched, scale=2.0) == want
+        assert function(*tensors[:-1], watched, scale=2.0) == want
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("name", ["scale", "temperature", "bias"])
+def test_scalars_lose_their_gradients_too(torch: Any, name: str, warned: set[str]) -> None:
+    tensors = [torch.from_numpy(z) for z in pairs("random", 6, 6, 4, np.float32, 0)]
+    value = torch.tensor(2.0, requires_grad=True)
+    infonce.siglip_loss(*(z.numpy() for z in tensors), **{name: value})  # an array has no graph
+    with pytest.warns(UserWarning, match=f"no gradient will reach {name}, "):
+        infonce.siglip_loss(*tensors, **{name: value})
+
+
+def test_autograd_s_own_functions_lose_none(torch: Any, warned: set[str]) -> None:
+    import infonce.torch
+
+    image = torch.ones(6, 4, requires_grad=True)
+    scale = torch.tensor(2.0, requires_grad=True)
+    for reduction in ("mean", "none"):
+        infonce.torch.clip_loss(image, image, scale=scale, reduction=reduction).sum().backward()
+    assert not warned
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "conjugate", "negative", "float8", "traced"])
+def test_tensors_that_cannot_be_read(torch: Any, kind: str) -> None:
+    tensor = torch.ones(6, 4)
+    turned = torch.ones(6, 4, dtype=torch.complex64).conj()
+
+    def read(other: Any) -> Any:
+        return infonce.clip_loss(tensor, other, scale=1.0)
+
+    match = "^(text|image): expected an array that can be read, got Tensor: "
+    with pytest.raises(TypeError, match=match):
+        if kind == "traced":
+            torch.func.grad(read)(tensor)
+        elif kind == "float8":
+            read(tensor.to(torch.float8_e4m3fn))
+        else:
+            read({"sparse": tensor.to_sparse(), "meta": tensor.to("meta"), "conjugate": turned,
+                  "negative": turned.imag}[kind])  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", ["query", "key", "labels", "ids", "scale", "grad_out"])
+def test_traced_arrays_of_jax_name_the_adapter(argument: str) -> None:
+    jax = pytest.importorskip("jax")
+    given = {"query": np.eye(6, dtype="f"), "key": np.eye(6, dtype="f"), "scale": 2.0}
+    value = {"labels": np.arange(6.0), "ids": np.arange(6.0)}.get(argument, given.get(argument, 1.0))
+
+    def traced(z: Any) -> Any:
+        given_ = {**given, argument: z}
+        if argument == "grad_out":
+            return infonce.info_nce_loss_and_grad(**given_).loss
+        return infonce.info_nce_loss(**given_)
+
+    match = f"^{argument}: expected an array that can be read, got .*: infonce.jax has the losses"
+    value = jax.numpy.asarray(value)
+    for transformed in (jax.jit(traced), jax.grad(traced)):
+        with pytest.raises(TypeError, match=match):
+            transformed(value)
+    with pytest.raises(TypeError, match=match):
+        jax.vmap(traced)(value[None])
+
+
 def test_anything_with_dlpack() -> None:
     class Wrapped:
         def __init__(self, z: np.ndarray) -> None:

@@ -82,12 +82,14 @@ def test_metrics_and_labels() -> None:
     query, key = pairs("partly aligned", 50, 80, 8, np.float32, 3)
     labels = np.random.default_rng(0).permutation(80)[:50]
     for method in METHODS:
+        ranked = method != "fused"
         got = call("info_nce", cupy.asarray(query), cupy.asarray(key), cupy.asarray(labels),
-                   scale=6.0, method=method, metrics=True)  # fmt: skip
+                   scale=6.0, method=method, metrics=ranked)  # fmt: skip
         want = call("info_nce", query, key, labels, scale=6.0, metrics=True)
-        assert got.metrics is not None
+        assert (got.metrics is not None) == ranked
         assert want.metrics is not None
-        assert got.metrics.top(1) == want.metrics.top(1)
+        if got.metrics is not None:
+            assert got.metrics.top(1) == want.metrics.top(1)
         assert abs(float(got.loss) - float(want.loss)) < 1e-5
         wrong = cupy.asarray(np.where(labels == labels[3], 80, labels))
         rows = infonce.info_nce_loss(
@@ -95,6 +97,20 @@ def test_metrics_and_labels() -> None:
             reduction="none",
         )  # fmt: skip
         assert np.flatnonzero(np.isnan(rows.get())).tolist() == [3]
+
+
+def test_fused_counts_no_ranks() -> None:
+    image, text = map(cupy.asarray, pairs("random", 8, 8, 4, np.float32, 4))
+    with pytest.raises(ValueError, match=r'^method: "fused" counts no ranks on a GPU; expected'):
+        call("clip", image, text, scale=1.0, method="fused", metrics=True)
+
+
+def test_gradients_that_overlap_themselves_are_refused() -> None:
+    image, text = map(cupy.asarray, pairs("random", 6, 6, 4, np.float32, 4))
+    for out in (cupy.broadcast_to(cupy.zeros(4, np.float32), (6, 4)),
+                cupy.lib.stride_tricks.as_strided(cupy.zeros(100, np.float32), (6, 4), (12, 4))):
+        with pytest.raises(ValueError, match=r"out\['text'\]: expected elements that do not over"):
+            call("clip", image, text, scale=1.0, out={"text": out})
 
 
 def test_mixed_places() -> None:

@@ -49,6 +49,35 @@ def test_every_public_name_is_documented_and_typed() -> None:
     assert importlib.metadata.version("infonce") == infonce.__version__
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("info_nce", "info_nce_loss"), ("clip", "clip_loss"), ("InfoNCE", "info_nce_loss"),
+     ("ntxent_loss", "nt_xent_loss"), ("Metric", "Metrics"), ("torchh", "torch"), ("simclr", "")],
+)  # fmt: skip
+def test_a_name_that_is_not_there_tells_what_is(name: str, near: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(infonce, name)
+    said = str(caught.value)
+    assert said.startswith(f"module 'infonce' has no attribute {name!r}")
+    assert (f"(did you mean {near}" in said) == bool(near)
+    assert said.endswith("losses are clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss")
+
+
+@pytest.mark.parametrize("module", ["distributed", "jax", "torch"])
+def test_adapters_are_attributes(module: str) -> None:
+    pytest.importorskip({"distributed": "mpi4py"}.get(module, module))
+    code = (
+        "import infonce, sys\n"
+        f"loaded = 'infonce.{module}' in sys.modules\n"
+        f"function = infonce.{module}.clip_loss\n"
+        f"try: infonce.{module}.clip\n"
+        "except AttributeError as error: print(loaded, function.__name__, error)"
+    )
+    said = run(code)
+    assert said.startswith(f"False clip_loss module 'infonce.{module}' has no attribute 'clip' (did")
+    assert "clip_loss?)" in said
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools", minversion="64")

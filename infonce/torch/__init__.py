@@ -12,6 +12,7 @@ In the place of other projects' losses: `infonce.torch.open_clip`, `infonce.torc
 of theirs.
 """
 
+from .._names import missing
 from .functions import clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss
 from .modules import CLIPLoss, InfoNCELoss, LiTLoss, NTXentLoss, SigLIPLoss
 
@@ -27,3 +28,4 @@ __all__ = [
     "nt_xent_loss",
     "siglip_loss",
 ]
+__getattr__ = missing(__name__, __all__)
