@@ -114,7 +114,9 @@ def test_tensors_that_cannot_be_read(torch: Any, kind: str) -> None:
 def test_traced_arrays_of_jax_name_the_adapter(argument: str) -> None:
     jax = pytest.importorskip("jax")
     given = {"query": np.eye(6, dtype="f"), "key": np.eye(6, dtype="f"), "scale": 2.0}
-    value = {"labels": np.arange(6.0), "ids": np.arange(6.0)}.get(argument, given.get(argument, 1.0))
+    value = {"labels": np.arange(6.0), "ids": np.arange(6.0)}.get(
+        argument, given.get(argument, 1.0)
+    )
 
     def traced(z: Any) -> Any:
         given_ = {**given, argument: z}

@@ -197,7 +197,5 @@ def test_gradients_with_gaps_are_not(out: np.ndarray) -> None:
     for order in (out, out[::-1], out[:, ::-1]):
         infonce.clip_loss_and_grad(*Z, scale=1.0, out={"text": order})
         np.testing.assert_array_equal(order, want)
-    one = infonce.clip_loss_and_grad(
-        Z[0][:1], Z[1][:1], scale=1.0, out={"text": strided(0, 8)[:1]}
-    )
+    one = infonce.clip_loss_and_grad(Z[0][:1], Z[1][:1], scale=1.0, out={"text": strided(0, 8)[:1]})
     assert not one.grads.text.any()
