@@ -9,10 +9,12 @@ import click
 
 from .. import __version__
 from .bench import bench
+from .common import said
 from .demo import demo
 from .info import info
 from .loss import loss
 
+FAILED = 1  # at run time; 2 is for what cannot be worked with
 INTERRUPTED = 130  # what shells report for Ctrl-C: 128 + SIGINT
 
 
@@ -32,10 +34,11 @@ class _Commands(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
-        except click.ClickException as error:
-            message = " ".join(error.format_message().split())
-            click.echo(f"infonce: error: {message}", err=True)
-            sys.exit(2)
+        except (click.ClickException, MemoryError, OSError) as error:  # OSError: a full disk, say
+            refused = error if isinstance(error, click.ClickException) else None
+            message = refused.format_message() if refused else said(error)
+            click.echo(f"infonce: error: {' '.join(message.split())}", err=True)
+            sys.exit(refused.exit_code if refused else FAILED)
         sys.exit(code if isinstance(code, int) else 0)
 
 
