@@ -95,6 +95,9 @@ def test_inputs_are_not_overwritten(pair, tmp_path, monkeypatch):
     ):
         said = fail(*base, folder, *given)
         assert f"--grad-out: expected another folder, {source} is an input" in said
+    monkeypatch.undo()
+    succeed(*base, shards / "gradients", image, shards)  # is no shard
+    assert sorted(path.name for path in shards.iterdir()) == ["gradients", "part_0.npy"]
     (tmp_path / "out").mkdir()
     image.rename(tmp_path / "out" / "query.npy")
     labels = tmp_path / "out" / "query.npy"

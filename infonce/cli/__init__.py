@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -34,12 +34,16 @@ class _Commands(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
-        except (click.ClickException, MemoryError, OSError) as error:  # OSError: a full disk, say
-            refused = error if isinstance(error, click.ClickException) else None
-            message = refused.format_message() if refused else said(error)
-            click.echo(f"infonce: error: {' '.join(message.split())}", err=True)
-            sys.exit(refused.exit_code if refused else FAILED)
+        except click.ClickException as error:
+            _fail(error.format_message(), error.exit_code)
+        except (MemoryError, OSError) as error:  # a full disk behind stdout, say
+            _fail(said(error), FAILED)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"infonce: error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
 
 
 @click.group(

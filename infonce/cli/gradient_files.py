@@ -32,11 +32,11 @@ def check_gradient_files(
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(f"{place}: expected a folder that can be written to")
         files = [folder / name for name in (*(f"{name}.npy" for name in names), SCALARS)]
-        existing = [path for path in files if path.exists()]
+        existing = [path for path in (folder, *files) if path.exists()]
         for path in inputs:
-            if path.exists() and any(map(path.samefile, (place, *existing))):
+            if path.exists() and any(map(path.samefile, existing)):
                 raise FileExistsError(f"--grad-out: expected another folder, {path} is an input")
-        for path in existing:
+        for path in filter(Path.exists, files):
             if not path.is_file():
                 raise FileExistsError(f"{path}: expected a file or none")
             if not force:

@@ -157,9 +157,9 @@ def compare(
 
 def _reason(error: BaseException) -> str:
     said = " ".join(str(error).split())[:300]
-    package = PACKAGES.get((getattr(error, "name", None) or "").partition(".")[0])
-    if isinstance(error, ImportError) and package is not None:
-        return f"{said}: pip install {package}"
+    if isinstance(error, ModuleNotFoundError):
+        package = PACKAGES.get((error.name or "").partition(".")[0])
+        return f"{said}: pip install {package}" if package else said
     if isinstance(error, (ImportError, MemoryError, ValueError)) and said:
         return said
     return f"{type(error).__name__}: {said}".removesuffix(": ")
