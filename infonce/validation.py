@@ -7,8 +7,12 @@ for it, waits for a device: what only a GPU knows of an array is left to its ker
 from __future__ import annotations
 
 import math
+<<<<<<< HEAD
 import reprlib
 from collections.abc import Sequence
+=======
+from collections.abc import Iterator
+>>>>>>> cli
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -107,12 +111,16 @@ def features(name: str, z: Array, least: int) -> None:
         raise ValueError(f"{name}: expected at least one row and one feature, got shape {z.shape}")
 
 
-def finite(xp: Any, name: str, z: Array) -> None:
+def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
+    """Rows that hold NaN or infinity, in order."""
     for start in range(0, len(z), 4096):
         bad = ~xp.isfinite(z[start : start + 4096].astype(np.float64)).all(axis=1)
-        if bad.any():
-            row = start + int(bad.argmax())
-            raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
+        yield from (start + xp.flatnonzero(bad)).tolist()
+
+
+def finite(xp: Any, name: str, z: Array) -> None:
+    for row in rows_not_finite(xp, z):
+        raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
 
 
 def number(name: str, value: Any) -> Any:

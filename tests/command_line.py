@@ -5,6 +5,7 @@ from click.testing import CliRunner
 
 from infonce.cli import main
 
+M, D = 48, 12  # shape of the arrays of `pair`
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

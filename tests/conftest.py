@@ -8,6 +8,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads, to test threads
     os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -25,3 +26,17 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Paths of two float32 arrays [M, D], and the arrays: what commands read."""
+    from command_line import D, M
+
+    rng = np.random.default_rng(0)
+    image = rng.standard_normal((M, D)).astype(np.float32)
+    text = (image + rng.standard_normal((M, D))).astype(np.float32)
+    paths = tmp_path / "image.npy", tmp_path / "text.npy"
+    for path, z in zip(paths, (image, text), strict=True):
+        np.save(path, z)
+    return *paths, image, text

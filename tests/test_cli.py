@@ -1,6 +1,9 @@
 """The command line: help, demo and info."""
 
+import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 
@@ -8,6 +11,7 @@ import pytest
 from command_line import PNG, fail, succeed
 
 import infonce
+from infonce.cli import common
 
 # --- help ----------------------------------------------------------------------------------------
 
@@ -26,6 +30,53 @@ def test_module_is_the_command():
         [sys.executable, "-m", "infonce", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"infonce, version {infonce.__version__}\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a pseudo-terminal")
+@pytest.mark.parametrize("columns", [20, 80])
+def test_terminals_cut_no_number_short(columns):
+    """Rich would put an ellipsis into a table wider than the terminal."""
+    import pty
+
+    primary, secondary = pty.openpty()
+    bench = importlib.import_module("infonce.cli.bench")
+    row = {key: 0.125 for key in bench.COLUMNS} | {"size": 32768, "method": "products"}
+    row |= {"median_s": 123.4567, "min_s": 123.4567, "max_s": 124, "wall_s": None}
+    report = {
+        "settings": {"loss": "clip", "dtype": "float32", "dim": 8, "workspace_bytes": 1,
+                     "repeat": 1},
+        "results": [row], "device": "a machine", "blas": [], "environment": {},
+        "gemm": {"size": 2, "gflops": [1.0]},
+    }  # fmt: skip
+    for name in ("peak_bytes", "wall_s"):  # of the GPU
+        del row[name]
+    with os.fdopen(secondary, "w") as terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setenv("COLUMNS", str(columns))
+        bench._print(report)
+        terminal.flush()
+        printed = os.read(primary, 65536).decode()
+    os.close(primary)
+    assert "…" not in printed
+    assert "1.235e+05" in printed
+    if columns == 80:
+        table = printed.splitlines()[1:5]
+        assert max(map(len, (re.sub(r"\x1b\[\d+m", "", line) for line in table))) <= 80
+
+
+def test_output_that_nobody_reads():
+    """`infonce ... | head` and a closed stdout end without a traceback."""
+    command = [sys.executable, "-m", "infonce", "--help"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+    assert common.stdout().file is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        common.stdout().print("nowhere")
 
 
 # --- demo ----------------------------------------------------------------------------------------
@@ -55,7 +106,8 @@ def test_demo_is_refused_or_interrupted_whole(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     fail("demo", "--output", tmp_path / "file" / "demo.png")
     fail("demo", "--output", tmp_path)
-    fail("demo", "--temperature", 0, "--output", tmp_path / "demo.png")
+    said = fail("demo", "--temperature", 0, "--output", tmp_path / "demo.png")
+    assert "--temperature: expected at least 0.01, got 0.0" in said
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """`infonce bench`: contenders, rounds, what is said and recorded, and how records are rendered."""
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import PNG, close, fail, succeed
+from command_line import PNG, close, fail, run, succeed
 from gpu_problems import MISSING
 from judge import LOSSES, arguments, pairs
 
@@ -50,17 +51,95 @@ def test_bench(tmp_path, monkeypatch, kind):
 def test_bench_skips_and_says_why(monkeypatch):
     monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
     monkeypatch.setitem(sys.modules, "torch", None)
-    arguments = ("--sizes", 64, "--repeat", 1, "--methods", "fused,torch", "--workspace", "32KiB")
-    printed = succeed("bench", *arguments)
+    arguments = ("--sizes", 64, "--repeat", 1, "--workspace", "32KiB", "--methods")
+    printed = succeed("bench", *arguments, "fused,torch,numpy")
     assert "skipped 64 torch: import of torch halted" in printed
+    assert "pip install 'infonce[torch]'" in printed
     assert "skipped 64 fused: " in printed
+    result = run("bench", *arguments, "fused,torch")
+    assert result.exit_code == 1
+    assert "skipped 64 torch: " in result.stdout
+    assert result.stderr.startswith("infonce: error: nothing was measured")
+
+
+def test_what_is_missing_says_what_to_install():
+    for module, package in (
+        ("torch", "'infonce[torch]'"), ("open_clip.loss", "open_clip_torch"),
+        ("cut_cross_entropy", "cut-cross-entropy"), ("inf_cl", "inf_cl"),
+    ):  # fmt: skip
+        error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+        assert measure._reason(error) == f"No module named {module!r}: pip install {package}"
+    assert measure._reason(ImportError("this torch has no CUDA")) == "this torch has no CUDA"
+
+
+def test_bench_goes_on_where_inputs_have_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
+    record = tmp_path / "bench.json"
+    arguments = ("--repeat", 1, "--methods", "numpy,fused", "--output", record, "--sizes")
+    printed = succeed("bench", *arguments, f"32,{10**12}")
+    assert f"skipped {10**12} fused: needs" in printed
+    assert [row["size"] for row in json.loads(record.read_text())["results"]] == [
+        32, 32, 10**12, 10**12,
+    ]  # fmt: skip
+    result = run("bench", *arguments, 10**12)
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1024, 4096, 8192), (4096,), [1024 * 2**i for i in range(8)], (1000, 1200, 1500), ()]
+)
+def test_ticks_are_the_sizes(sizes):
+    figures = pytest.importorskip("matplotlib.figure")
+    rows = [
+        {"size": n, "method": method, "median_s": 1e-9 * n * n, "peak_bytes": n}
+        for n in sizes for method in ("fused", "naive")
+    ]  # fmt: skip
+    settings = {"loss": "clip", "dtype": "float32", "dim": 8}
+    report = {"settings": settings, "device": "a machine", "blas": [], "results": rows}
+    figure = importlib.import_module("infonce.cli.bench")._figure(figures, report)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        shown = [
+            (tick.get_loc(), tick.label1.get_text())
+            for minor in (False, True) for tick in
+            (axes.xaxis.get_minor_ticks() if minor else axes.xaxis.get_major_ticks())
+            if low <= tick.get_loc() <= high
+        ]  # fmt: skip
+        assert shown == [(n, str(n)) for n in sizes]
+
+
+def test_record_is_written_though_nobody_reads_the_table(tmp_path):
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "infonce", "bench", "--sizes", "32", "--repeat", "1",
+             "--methods", "numpy", "--output", tmp_path / "bench.json"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "infonce: error: No space left on device\n"
+    assert len(json.loads((tmp_path / "bench.json").read_text())["results"]) == 1
 
 
 def test_bench_options(tmp_path):
-    assert "even" in fail("bench", "--sizes", "7")
+    for bad in ("7", "abc", "0", "-1", "1e3", "64,", "", "1.5", "64 128"):
+        said = fail("bench", "--sizes", bad)
+        assert "'--sizes': expected even numbers of rows from 2, as in 1024,4096,8192" in said
+        assert f"got {bad.split(',')[-1]!r}" in said
+    assert "got 64 more than once" in fail("bench", "--sizes", "64,32,64")
+    assert "got numpy more than once" in fail("bench", "--methods", "numpy,fused,numpy")
     assert "got 'numba'" in fail("bench", "--methods", "numpy,numba")
-    fail("bench", "--output", tmp_path / "no" / "bench.json")
-    assert list(tmp_path.iterdir()) == []
+    folder = tmp_path / "no"
+    assert f"{folder}: expected a folder" in fail("bench", "--output", folder / "bench.json")
+    assert "expected a file name" in fail("bench", "--output", tmp_path)
+    twice = ("--output", tmp_path / "a", "--plot", tmp_path / "no" / ".." / "a")
+    folder.mkdir()
+    if importlib.util.find_spec("matplotlib"):
+        assert "--output, --plot: expected two files" in fail("bench", *twice)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.skipif(not MISSING, reason="there is a GPU")

@@ -1,39 +1,19 @@
 """`infonce loss`: values against the reference, and nothing half-written when it fails."""
 
-import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from command_line import close, fail, run, succeed
+from command_line import D, M, close, fail, run, succeed
 
-import infonce
 from infonce import reference
 from infonce.cli import common
 from infonce.cli.embeddings import open_embeddings
-
-M, D = 48, 12
-loss_command = importlib.import_module("infonce.cli.loss")
-
-
-@pytest.fixture
-def pair(tmp_path):
-    """Paths of two float32 arrays [M, D], and the arrays."""
-    rng = np.random.default_rng(0)
-    image = rng.standard_normal((M, D)).astype(np.float32)
-    text = (image + rng.standard_normal((M, D))).astype(np.float32)
-    paths = tmp_path / "image.npy", tmp_path / "text.npy"
-    for path, z in zip(paths, (image, text), strict=True):
-        np.save(path, z)
-    return *paths, image, text
-
 
 # --- values --------------------------------------------------------------------------------------
 
@@ -115,27 +95,103 @@ def test_table_says_what_json_says(pair):
     assert "method tiled" in words
 
 
-def test_not_finite_is_null_and_said(pair):
-    image, text, u, _ = pair
+def test_not_finite_is_null_and_fails(pair):
+    image, text, u, v = pair
     u[3, 4] = np.nan
+    u[17] = v[5, 0] = np.inf
     np.save(image, u)
+    np.save(text, v)
     result = run("loss", image, text, "--scale", 1, "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout)["value"]["total"] is None
-    assert "not finite" in result.stderr
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["value"]["total"] is None
+    assert report["retrieval"] is None  # NaN ranks nothing
+    assert result.stderr == (
+        f"infonce: error: the loss is nan: image ({image}) holds NaN or infinity in 2 of 48 rows: "
+        f"3, 17; text ({text}) holds NaN or infinity in 1 of 48 rows: 5\n"
+    )
     assert "row 3" in fail("loss", image, text, "--scale", 1, "--check-finite")
+
+
+def test_many_rows_not_finite_are_a_few_in_the_message(pair):
+    image, text, u, _ = pair
+    np.save(image, u * np.nan)
+    said = run("loss", image, text, "--scale", 1).stderr
+    assert said.endswith("in 48 of 48 rows: 0, 1, 2, 3, 4, ...\n")
+
+
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
+def test_overflow_is_no_fault_of_a_row(pair, method):
+    image, text, u, v = pair
+    for path, z in ((image, u), (text, v)):
+        np.save(path, z * np.float32(1e25))
+    result = run("loss", image, text, "--scale", 1, "--method", method)
+    assert result.exit_code == 1
+    assert "clip loss nan" in result.stdout
+    assert len(result.stderr.splitlines()) == 1  # none of NumPy's warnings
+    assert "features are finite, but products overflow float32" in result.stderr
+
+
+def unit(z):
+    return z / np.linalg.norm(z, axis=1, keepdims=True)
+
+
+def test_hint_at_normalize(pair):
+    image, text, u, v = pair
+    base = ("loss", image, text, "--scale", 1)
+    result = run(*base)
+    norms = np.linalg.norm(u, axis=1)
+    assert result.exit_code == 0
+    assert len(result.stderr.splitlines()) == 1
+    assert f"{norms.min():.3g} to {norms.max():.3g} in image ({image})" in result.stderr
+    assert f"in text ({text})" in result.stderr
+    assert "--normalize" in result.stderr
+    assert run(*base, "--json").stderr == result.stderr
+    assert run(*base, "--normalize").stderr == ""
+    assert run(*base, "--no-normalize").stderr == ""  # whoever asks for it knows
+    np.save(image, unit(u).astype(np.float16))
+    assert f"in image ({image})" not in run(*base).stderr
+    v = unit(v)
+    v[7] = 0  # such a row stays zero
+    np.save(text, v.astype(ml_dtypes.bfloat16))
+    assert run(*base).stderr == ""
+
+
+@pytest.mark.parametrize("kind", ["siglip", "info_nce", "clip"])
+def test_tables_have_no_empty_rows_or_columns(pair, kind):
+    base = ("loss", *pair[:2], "--loss", kind, "--scale", 3)
+    printed = succeed(*base)
+    assert ("retrieval" in printed) == (kind != "siglip")
+    assert ("log-sum-exp min" in printed) == (kind != "siglip")
+    assert ("columns" in printed.splitlines()[2]) == (kind == "clip")
+    assert "- │" not in printed
+    assert ("judges each pair by itself" in printed) == (kind == "siglip")
+    assert "retrieval" not in succeed(*base, "--no-metrics")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1048576", 2**20), ("64KiB", 2**16), ("256MiB", 2**28), ("1.5 gib", 3 * 2**29)],
-)
+    [
+        ("1048576", 2**20), ("64KiB", 2**16), ("256MiB", 2**28), ("1.5 gib", 3 * 2**29),
+        ("1TiB", 2**40), ("0.5 kB", 500), ("3MB", 3 * 10**6), ("2gb", 2 * 10**9), ("1TB", 10**12),
+        ("9007199254740993", 2**53 + 1), ("9" * 40, 10**40 - 1),
+    ],
+)  # fmt: skip
 def test_sizes(text, expected):
     assert common.Bytes().convert(text, None, None) == expected
 
 
-def test_bad_size(pair):
-    assert "got '3 apples'" in fail("loss", *pair[:2], "--scale", 1, "--workspace", "3 apples")
+def test_sizes_as_tables_show_them():
+    shown = [common.human(size) for size in (None, 1023, 1536, 2**30, 5 * 2**39)]
+    assert shown == ["unknown", "1023 B", "1.5 KiB", "1.0 GiB", "2.5 TiB"]
+
+
+@pytest.mark.parametrize("text", ["3 apples", "1.5.2GiB", "-1", "", "GiB", "1 G"])
+def test_bad_size(pair, text):
+    said = fail("loss", *pair[:2], "--scale", 1, "--workspace", text)
+    assert "'--workspace'" in said
+    assert "(B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)" in said
+    assert f"got {text!r}" in said
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -201,6 +257,11 @@ def bad_inputs(folder, u):
     np.savez(path("two.npz"), a=u, b=u)
     path("truncated.npz").write_bytes(path("two.npz").read_bytes()[:-40])
     path("bad.safetensors").write_bytes(b"\xff" * 60)
+    np.savez(path("pickle.npz"), np.array([{}], object), allow_pickle=True)
+    np.savez(path("many.npz"), **{f"a{i}": u for i in range(9)})
+    path("array.npz").write_bytes(data)
+    for name in ("table.csv", "tensor.pt", "array"):
+        path(name).write_bytes(b"1,2\n3,4\n")
     shards = {
         "width": {"s_0.npy": u, "s_1.npy": u[:, 1:]},
         "dtype": {"s_0.npy": u, "s_1.npy": u.astype(np.float64)},
@@ -219,12 +280,18 @@ def bad_inputs(folder, u):
         "magic.npy": "magic",
         "pickle.npy": "objects",
         "integers.npy": "got int64",
-        "flat.npy": "expected 2 dimensions",
+        "flat.npy": "flat.npy): expected 2 dimensions",
         "wide.npy": "expected width 24",
         "rows.npy": "expected 47 rows",
         "two.npz": "two.npz:KEY",
         "two.npz:c": "it has a, b",
         "truncated.npz": "not a whole .npz",
+        "pickle.npz": "pickle.npz: not a whole .npz file of numbers",
+        "many.npz": "got the arrays a0, a1, a2, a3, a4, ...",
+        "array.npz": "not a whole .npz",
+        "table.csv": "table.csv: expected a .npy, .npz or .safetensors file, or a folder",
+        "tensor.pt": "tensor.pt: expected a .npy, .npz or .safetensors file, or a folder",
+        "array": "array: expected a .npy, .npz or .safetensors file, or a folder",
         "bad.safetensors": "not a whole .safetensors",
         "missing.npy": "no such file",
         "width": "expected width 12 and dtype float32",
@@ -245,15 +312,47 @@ def test_bad_inputs(pair, tmp_path):
         assert not out.exists(), name
 
 
+def test_names_that_are_no_file(pair, tmp_path):
+    assert "got an empty name" in fail("loss", "", pair[1], "--scale", 1)
+    if os.name == "posix":
+        os.mkfifo(tmp_path / "pipe.npy")  # would wait for whoever writes to it
+        assert "pipe.npy: expected a file" in fail("loss", tmp_path / "pipe.npy", pair[1])
+    base = ("loss", *pair[:2], "--scale", 1, "--loss", "info_nce")
+    missing = tmp_path / "missing.npy"
+    for option in ("--labels", "--ids"):
+        said = fail(*base, option, missing)
+        assert said == f"infonce: error: {missing}: no such file or folder\n"
+
+
+def test_any_name_of_a_npy_file(pair, tmp_path):
+    pair[0].rename(tmp_path / "image.dat")
+    np.testing.assert_array_equal(open_embeddings(str(tmp_path / "image.dat")), pair[2])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of a POSIX system")
+def test_file_that_may_not_be_read(pair, monkeypatch):
+    def refused(path, *_, **__):
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", refused)  # root may read everything
+    said = fail("loss", *pair[:2], "--scale", 1)
+    assert said == f"infonce: error: {pair[0]}: Permission denied\n"
+
+
 def test_bad_options(pair, tmp_path):
     base = ("loss", *pair[:2])
-    assert "got both" in fail(*base, "--scale", 1, "--temperature", 1)
-    assert "got neither" in fail(*base)
-    assert "positive" in fail(*base, "--scale", 0)
+    assert "--temperature, --scale: expected one of them, got both" in fail(
+        *base, "--scale", 1, "--temperature", 1
+    )
+    assert "--temperature, --scale: expected one of them, got neither" in fail(*base)
+    assert "--scale: expected a positive" in fail(*base, "--scale", 0)
     assert "--labels is of info_nce" in fail(*base, "--scale", 1, "--labels", pair[0])
     assert "need --grad-out" in fail(*base, "--scale", 1, "--force")
     assert "No such option" in fail(*base, "--scael", 1)
-    assert "expected integers" in fail(*base, "--scale", 1, "--ids", pair[0])
+    assert f"--ids ({pair[0]}): expected integers" in fail(*base, "--scale", 1, "--ids", pair[0])
+    said = fail(*base, "--scale", 1, "--loss", "info_nce", "--labels", pair[0])
+    assert f"--labels ({pair[0]}): expected integers" in said
+    assert "error: --workspace" in fail(*base, "--scale", 1, "--workspace", "0")
     assert "workspace" in fail(*base, "--scale", 1, "--workspace", "4")
     fail("lose")
 
@@ -277,130 +376,6 @@ def test_missing_library_names_its_extra(pair, tmp_path, monkeypatch):
     assert "pip install 'infonce[demo]'" in fail("demo", "--output", tmp_path / "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'infonce[plot]'" in fail("bench", "--plot", tmp_path / "x.png")
-
-
-# --- gradients -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce"])
-def test_gradients_are_those_of_the_library(pair, tmp_path, kind):
-    image, text, u, v = pair
-    out = tmp_path / "out"
-    succeed("loss", image, text, "--loss", kind, "--scale", 2, "--grad-out", out)
-    arrays = (v, u) if kind == "lit" else (u, v)
-    function = getattr(infonce, f"{kind}_loss_and_grad")
-    grads = function(*arrays, scale=2.0, metrics=kind != "siglip").grads._asdict()
-    scalars = json.loads((out / "scalars.json").read_text())
-    expected = {"scalars.json"}
-    for name, grad in grads.items():
-        if grad is None:
-            continue
-        if grad.ndim:
-            expected.add(f"{name}.npy")
-            np.testing.assert_array_equal(np.load(out / f"{name}.npy"), grad)
-        else:
-            assert scalars.pop(name) == float(grad)
-    assert scalars == {}
-    assert {path.name for path in out.iterdir()} == expected
-
-
-def test_grad_dtype(pair, tmp_path):
-    image, text, u, v = pair
-    for z, path in ((u, image), (v, text)):
-        np.save(path, z.astype(np.float16))
-    base = ("loss", image, text, "--scale", 2, "--grad-out", tmp_path / "out")
-    succeed(*base)
-    assert np.load(tmp_path / "out" / "image.npy").dtype == np.float16
-    succeed(*base, "--force", "--grad-dtype", "float32")
-    assert np.load(tmp_path / "out" / "image.npy").dtype == np.float32
-
-
-@pytest.mark.parametrize("existing", ["text.npy", "scalars.json"])
-def test_nothing_is_overwritten_without_force(pair, tmp_path, existing):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / existing).write_text("precious")
-    base = ("loss", *pair[:2], "--scale", 2, "--grad-out", out)
-    assert "--force" in fail(*base)
-    assert [path.name for path in out.iterdir()] == [existing]
-    assert (out / existing).read_text() == "precious"
-    succeed(*base, "--force")
-    assert len(list(out.iterdir())) == 3
-
-
-def test_folder_that_cannot_be_written(pair, tmp_path, monkeypatch):
-    base = ("loss", *pair[:2], "--scale", 2, "--grad-out")
-    monkeypatch.setattr(infonce, "clip_loss_and_grad", None)  # refused before any work
-    said = fail(*base, pair[0] / "out")  # under a regular file: not even root can
-    assert "image.npy" in said
-    fail(*base, tmp_path / "no" / "such" / "parent")
-    fail(*base, pair[0])
-
-
-def test_disk_that_is_too_small(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(infonce, "clip_loss_and_grad", None)
-    usage = loss_command.shutil.disk_usage(tmp_path)._replace(free=2 * M * D * 4 - 1)
-    monkeypatch.setattr(loss_command.shutil, "disk_usage", lambda _: usage)
-    out = tmp_path / "out"
-    assert "are free" in fail("loss", *pair[:2], "--scale", 2, "--grad-out", out)
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (MemoryError, 2)])
-@pytest.mark.parametrize("existed", [False, True])
-def test_failure_leaves_nothing(pair, tmp_path, monkeypatch, error, code, existed):
-    out = tmp_path / "out"
-    if existed:
-        out.mkdir()
-    seen = []
-
-    def loss(*_, **options):
-        seen.extend(out.iterdir())
-        options["out"]["image"][...] = 1
-        raise error
-
-    monkeypatch.setattr(infonce, "clip_loss_and_grad", loss)
-    fail("loss", *pair[:2], "--scale", 2, "--grad-out", out, code=code)
-    assert len(seen) == 2  # temporary files, by then
-    assert out.exists() == existed
-    assert not existed or list(out.iterdir()) == []
-
-
-def test_failed_commit_leaves_nothing(pair, tmp_path, monkeypatch):
-    def full(_):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(loss_command, "_sync", full)
-    out = tmp_path / "out"
-    assert "No space left" in fail("loss", *pair[:2], "--scale", 2, "--grad-out", out)
-    assert not out.exists()
-
-
-@pytest.mark.skipif(os.name != "posix", reason="SIGINT as a terminal sends it")
-def test_ctrl_c(tmp_path):
-    """A real interrupt in the middle of real work."""
-    n, out = 60_000, tmp_path / "out"
-    np.lib.format.open_memmap(tmp_path / "z.npy", "w+", np.float16, (n, 256)).flush()
-    command = [sys.executable, "-m", "infonce", "loss", "z.npy", "z.npy", "--scale", "1"]
-    process = subprocess.Popen(
-        [*command, "--grad-out", "out"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not (out.exists() and len(list(out.iterdir())) == 2):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-    assert process.returncode == 130
-    assert said == "infonce: interrupted\n"
-    assert not out.exists()
 
 
 # --- memory --------------------------------------------------------------------------------------

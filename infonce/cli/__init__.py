@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from .. import __version__
 from .bench import bench
+from .common import said
 from .demo import demo
 from .info import info
 from .loss import loss
 
+FAILED = 1  # at run time; 2 is for what cannot be worked with
 INTERRUPTED = 130  # what shells report for Ctrl-C: 128 + SIGINT
 
 
@@ -33,10 +35,15 @@ class _Commands(click.Group):
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
         except click.ClickException as error:
-            message = " ".join(error.format_message().split())
-            click.echo(f"infonce: error: {message}", err=True)
-            sys.exit(2)
+            _fail(error.format_message(), error.exit_code)
+        except (MemoryError, OSError) as error:  # a full disk behind stdout, say
+            _fail(said(error), FAILED)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"infonce: error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
 
 
 @click.group(

@@ -7,10 +7,11 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from ..kernels.cpu_resources import SPARES
@@ -18,6 +19,7 @@ from . import contenders, machine, measure
 from .bench_gpu import METHODS as GPU_METHODS
 from .bench_gpu import Device
 from .common import (
+    UNITS_HELP,
     Bytes,
     check_destination,
     human,
@@ -37,6 +39,7 @@ from .measure import DTYPES, TEMPERATURE, Array, Bench, Case, Outcome, Run
 
 GEMM = 4096  # side of the matrix product that everything is compared with
 PAUSE = 0.15  # seconds, in which idle threads of the last contender's BLAS stop spinning
+SIZES = "1024,4096,8192"
 REFERENCE_ROWS = 2048  # errors are measured up to here: the reference keeps float64 matrices
 
 
@@ -55,6 +58,9 @@ class Host:
 
     def inputs(self, case: Case) -> list[list[Array]]:
         """One set: caches hold nothing of this size from call to call."""
+
+        wide = np.dtype(np.float64).itemsize * case.rows * case.dim
+        contenders.require(2 * wide * len(case.kind.arguments))
 
         def unit_rows() -> Array:
             z = self.rng.standard_normal((case.rows, case.dim))
@@ -122,7 +128,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """Values separated by commas."""
+    """Values separated by commas, each once."""
 
     name = "list"
 
@@ -131,25 +137,35 @@ class _List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
     def convert(self, value: Any, param: Any, ctx: Any) -> list[Any]:
         try:
-            return [self.item(part.strip()) for part in value.split(",")]
+            items = [self.item(part.strip()) for part in value.split(",")]
         except ValueError as error:
             self.fail(str(error))
+        for item in items:
+            if items.count(item) > 1:
+                self.fail(f"expected each once, got {item} more than once")
+        return items
 
 
 def _size(text: str) -> int:
-    size = int(text)
+    size = int(text) if text.isdecimal() else 0
     if size < 2 or size % 2:
-        raise ValueError(f"expected even numbers of rows, from 2, got {size}")
+        raise ValueError(
+            f"expected even numbers of rows from 2, as in {SIZES}, got {text!r} among them"
+        )
     return size
 
 
 @click.command()
 @click.option("--gpu", is_flag=True, help="On the current GPU instead of the CPU.")
-@click.option("--sizes", type=_List(_size), default="1024,4096,8192", help="Rows, a list.")
-@click.option("--dim", type=click.IntRange(1), default=256)
-@click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32")
-@click.option("--workspace", type=Bytes(), default="256MiB", help="For fused and tiled.")
+@click.option("--sizes", type=_List(_size), default=SIZES, help="Rows, a list.")
+@click.option("--dim", type=click.IntRange(1), default=256, help="Width of the features.")
+@click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip", help="Which loss.")
+@click.option(
+    "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Of the features."
+)
+@click.option(
+    "--workspace", type=Bytes(), default="256MiB", help=f"Of fused and tiled; {UNITS_HELP}."
+)
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Rounds that are timed.")
 @click.option("--methods", type=_List(str), help="A list; by default all there are.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write JSON; overwrites.")
@@ -166,7 +182,7 @@ def bench(
     output: Path | None,
     plot: Path | None,
 ) -> None:
-    """Time and memory of loss and gradient by different methods, side by side.
+    """Time and memory of loss and gradient, methods side by side.
 
     products are the matrix products alone that loss and gradient need, a yardstick. numpy and
     torch keep the full matrix of logits, as people write it, torch.compile the same compiled;
@@ -187,6 +203,8 @@ def bench(
     for path in (output, plot):
         if path is not None:
             check_destination(path)
+    if output is not None and plot is not None and output.resolve() == plot.resolve():
+        raise click.UsageError(f"--output, --plot: expected two files, got {output} twice")
     with one_line_errors():
         place: Bench = Device(dtype) if gpu else Host(dtype)
     results = []
@@ -201,13 +219,17 @@ def bench(
         "workspace_bytes": workspace, "repeat": repeat,
     }  # fmt: skip
     report = measure.report(place, settings, results)
-    _print(report)
-    if output is not None:
-        with one_line_errors(), written_whole(output) as temporary:
-            temporary.write_text(to_json(report) + "\n")
-    if plot is not None:
-        with one_line_errors(), written_whole(plot) as temporary:
-            _figure(figures, report).savefig(temporary, format="png", dpi=120)
+    try:  # first, as whoever reads the table may go away; the table whatever becomes of them
+        if output is not None:
+            with written_whole(output) as temporary:
+                temporary.write_text(to_json(report) + "\n")
+        if plot is not None:
+            with written_whole(plot) as temporary:
+                _figure(figures, report).savefig(temporary, format="png", dpi=120)
+    finally:
+        _print(report)
+    if all("skipped" in row for row in results):
+        raise click.ClickException("nothing was measured: every contender was skipped")
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # key of a row -> heading, format
@@ -231,20 +253,23 @@ def _print(report: dict[str, Any]) -> None:
     settings, rates = report["settings"], report["gemm"]["gflops"]
     table = Table(
         title=f"{settings['loss']} loss and gradient, {settings['dtype']}, width {settings['dim']}",
-        title_justify="left",
-    )
+        title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,  # in 80 columns
+    )  # fmt: skip
     measured = [dict(row) for row in report["results"] if "skipped" not in row]
     for row in measured:
         row["spread"] = (row["max_s"] - row["min_s"]) / row["median_s"]
     columns = [key for key in COLUMNS if any(key in row for row in measured)]
     for key in columns:
-        table.add_column(COLUMNS[key][0], justify="left" if key == "method" else "right")
+        heading = COLUMNS[key][0].replace(" ", "\n")
+        justify: Literal["left", "right"] = "left" if key == "method" else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     for row in measured:
         table.add_row(
             *("-" if row.get(key) is None else COLUMNS[key][1](row[key]) for key in columns)
         )
-    console = stdout()
-    console.print(table)
+    console = stdout(table)
+    if measured:
+        console.print(table)
     for row in report["results"]:
         if "skipped" in row:
             console.print(f"skipped {row['size']} {row['method']}: {row['skipped']}")
@@ -287,6 +312,9 @@ def _figure(figures: Any, report: dict[str, Any]) -> Any:
         memory.plot(size, [peak / 2**20 for peak in peaks], "o-", label=method)
     for axes, label in ((times, "time (s)"), (memory, "peak memory beyond inputs (MiB)")):
         axes.set(xlabel="rows in the batch", ylabel=label, xscale="log", yscale="log")
+        sizes = sorted({row["size"] for row in measured})
+        axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45 * (len(sizes) > 4))
+        axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3, which="both")
         if measured:
             axes.legend()

@@ -9,39 +9,56 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+PIPE_WIDTH = 140  # columns, where the output is no terminal
+BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {"B": 1, **BINARY, **DECIMAL}
+UNITS_HELP = f"{', '.join([*BINARY])}, or {', '.join([*DECIMAL])}"
+
+
+class Misuse(click.ClickException):
+    """What the user gave cannot be worked with; other ClickExceptions are failures of the work."""
+
+    exit_code = 2
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A number of bytes: `268435456`, `256MiB`, `1.5GiB`."""
+    """A number of bytes: `268435456`, `256MiB`, `1.5GiB`, `2TB`."""
 
     name = "size"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if isinstance(value, int):
             return value
+        factors = {unit.lower(): factor for unit, factor in UNITS.items()}
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].upper() not in UNITS:
-            self.fail(f"expected bytes, as in 1048576, 64KiB, 256MiB or 1.5GiB, got {value!r}")
-        return int(float(match[1]) * UNITS[match[2].upper()])
+        factor = factors.get(match[2].lower() or "b") if match else None
+        if match is None or factor is None:
+            self.fail(
+                f"expected a number of bytes, or one with a unit ({', '.join(UNITS)}), as in "
+                f"1.5GiB, got {value!r}"
+            )
+        return int(Fraction(match[1]) * factor)
 
 
 def human(size: float | None) -> str:
     """Bytes as a table shows them."""
     if size is None:
         return "unknown"
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
+    for unit, factor in reversed(BINARY.items()):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
     return f"{size:.0f} B"
 
 
@@ -51,24 +68,61 @@ def optional(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise click.ClickException(
+        raise Misuse(
             f"{name} cannot be imported ({error}): pip install 'infonce[{extra}]'"
         ) from error
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Around what fails by the user's input: the library's own message is the error."""
+def one_line_errors(
+    failure: type[click.ClickException] = Misuse, names: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Around what fails by the user's input: the library's own message is the error.
+
+    Memory that runs out is no misuse. `names` are what the command line calls the arguments that
+    a message begins with.
+    """
     try:
         yield
-    except (TypeError, ValueError, MemoryError, OSError) as error:
-        raise click.ClickException(str(error) or type(error).__name__) from error
+    except MemoryError as error:
+        raise click.ClickException(str(error) or "out of memory") from error
+    except (TypeError, ValueError, OSError) as error:
+        arguments, colon, rest = said(error).partition(": ")
+        known = [(names or {}).get(name, name) for name in arguments.split(", ")]
+        raise failure(", ".join(known) + colon + rest) from error
 
 
-def stdout() -> Console:
-    """Where tables go: brackets are no markup, and a pipe is wide enough for every column."""
-    width = None if sys.stdout.isatty() else 140
-    return Console(width=width, markup=False, highlight=False)
+def said(error: BaseException) -> str:
+    """The message of an error; that of the system with the file's name in front, as ours are."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Around work on temporary files: the system's errors name the `path` that they are for."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # the system's
+            error.filename = os.fspath(path)
+        raise
+
+
+def stdout(table: Table | None = None) -> Console:
+    """Where tables go: brackets are no markup, and a pipe is wide enough for every column.
+
+    A terminal too narrow for `table` gets lines too long for it, rather than numbers cut short.
+    """
+    console = Console(markup=False, highlight=False)
+    width = console.width if console.is_terminal else PIPE_WIDTH
+    if table is not None:
+        width = max(
+            width, console.measure(table, options=console.options.update_width(999)).minimum
+        )
+    console.width = width
+    return console
 
 
 @contextmanager
@@ -135,9 +189,15 @@ def check_destination(path: Path) -> None:
     """Refuse, before any work, a file that could not be written at its end."""
     with one_line_errors():
         if path.is_dir():
-            raise IsADirectoryError(f"{path}: expected a file name, got a directory")
+            raise IsADirectoryError(f"{path}: expected a file name, got a folder")
+        require_folder(path.parent)
         with written_whole(path, commit=False) as temporary:
             temporary.touch()
+
+
+def require_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path}: expected a folder that exists")
 
 
 @contextmanager
@@ -145,9 +205,10 @@ def written_whole(path: Path, commit: bool = True) -> Iterator[Path]:
     """A file beside `path` to write to; it replaces `path` at the end, or is removed on failure."""
     temporary = temporary_name(path)
     try:
-        yield temporary
-        if commit:
-            os.replace(temporary, path)
+        with errors_name(path):
+            yield temporary
+            if commit:
+                os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

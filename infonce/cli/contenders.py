@@ -11,6 +11,7 @@ import infonce
 
 from ..kernels.naive import PASSES, available_memory
 from ..losses import Loss
+from .common import human
 from .measure import Array, Case, Outcome, Run
 
 LIBRARY = ("naive", "fused", "tiled")
@@ -27,14 +28,19 @@ def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
         out = [np.empty_like(z) for z in case.gradients_of(features)]
         return lambda: _library(method, case, features, out)
     itemsize = max(4, features[0].dtype.itemsize)
-    needed, room = PASSES * case.rows**2 * itemsize, available_memory()
-    if room and needed > room:
-        raise MemoryError(f"needs {needed} bytes, of which {room} are free")
+    require(PASSES * case.rows**2 * itemsize)
     if method == "products":
         return _products(case, features)
     if method == "numpy":
         return lambda: _numpy(case.kind, features, case.scale)
     return _torch(case, features)
+
+
+def require(needed: int) -> None:
+    """Raise MemoryError where so many bytes cannot be had without swapping."""
+    room = available_memory()
+    if room and needed > room:
+        raise MemoryError(f"needs {human(needed)}, of which {human(room)} are free")
 
 
 def _library(method: str, case: Case, features: Sequence[Array], gradients: list[Array]) -> Outcome:

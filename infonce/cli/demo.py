@@ -103,15 +103,17 @@ class Run:
 
 
 @click.command()
-@click.option("--epochs", type=click.IntRange(1), default=300)
+@click.option("--epochs", type=click.IntRange(1), default=300, help="Passes over the images.")
 @click.option(
     "--batch", type=click.IntRange(2, IMAGES - HELD_OUT), default=479, help="Pairs a step."
 )
 @click.option("--dim", type=click.IntRange(1), default=64, help="Width of the embeddings.")
 @click.option("--temperature", type=float, default=0.1, help="Where the learnt one starts.")
-@click.option("--learn-scale/--fixed-scale", default=True)
-@click.option("--method", type=click.Choice(checks.CHOICES["method"]), default="auto")
-@click.option("--seed", type=click.IntRange(0), default=0)
+@click.option("--learn-scale/--fixed-scale", default=True, help="Learn the temperature too.")
+@click.option(
+    "--method", type=click.Choice(checks.CHOICES["method"]), default="auto", help="Of the loss."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of all that is random.")
 @click.option(
     "--output", type=click.Path(path_type=Path), default="infonce-demo.png",
     help="Picture of the loss and the held-out similarities; overwritten.",
@@ -126,7 +128,7 @@ def demo(
     seed: int,
     output: Path,
 ) -> None:
-    """Train on handwritten digits: which right half belongs to which left half?
+    """Train on handwritten digits: which halves belong together?
 
     Two encoders in NumPy see the left and the right half of 8x8 images as two modalities, and the
     CLIP loss brings halves of the same image together. Takes seconds on two cores.
@@ -135,19 +137,23 @@ def demo(
     figures = optional("matplotlib.figure", "demo")
     check_destination(output)
     if not 1 / LARGEST_SCALE <= temperature < np.inf:
-        raise click.UsageError(f"--temperature: expected at least {1 / LARGEST_SCALE}")
+        raise click.UsageError(
+            f"--temperature: expected at least {1 / LARGEST_SCALE}, got {temperature}"
+        )
     # products this small gain nothing from a second thread, and on a busy machine wait for it
     with one_line_errors(), threadpool_limits(1, user_api="blas"):
         run = train(
             datasets.load_digits(), epochs, batch, dim, 1 / temperature, learn_scale, method, seed
         )
-    _print(run, batch, dim, method)
     title = (
         f"CPU: {machine.describe_cpu(machine.cpu())}\n"
         f"batch {batch}, width {dim}, float32, {epochs} epochs, method {method}"
     )
-    with one_line_errors(), written_whole(output) as temporary:
-        _figure(figures, run, title).savefig(temporary, format="png", dpi=120)
+    try:  # first, as whoever reads the table may go away
+        with written_whole(output) as temporary:
+            _figure(figures, run, title).savefig(temporary, format="png", dpi=120)
+    finally:
+        _print(run, batch, dim, method)
     click.echo(f"wrote {output}")
 
 

@@ -1,4 +1,7 @@
-"""Embeddings from files: .npy, .npz, .safetensors, or a folder of .npy shards."""
+"""Embeddings from files: .npy, .npz, .safetensors, or a folder of .npy shards.
+
+Nothing that needs pickle is read.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import json
 import re
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from .common import one_line_errors, optional
+from .common import Misuse, one_line_errors, optional
 
+KNOWN = "a .npy, .npz or .safetensors file, or a folder of .npy shards"
+MAGIC = b"\x93NUMPY"
+SHOWN = 5  # names in a message
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 SAFETENSORS: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -29,53 +36,75 @@ def open_embeddings(source: str) -> Any:
     `source` is a path, or PATH:KEY for one array out of a .npz or .safetensors file. Raises
     click.ClickException, naming the file, for anything that is not there or not what it should be.
     """
-    path, key = _split(source)
+    path, key = split(source)
     with one_line_errors():
+        if not source:
+            raise ValueError(f"expected {KNOWN}, got an empty name")
         if path.is_dir():
             return _shards(path)
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file or folder")
+        _existing(path)
         if path.suffix == ".npz":
             return _npz(path, key)
         if path.suffix == ".safetensors":
             return _safetensors(path, key)
+        if path.suffix != ".npy" and not _begins(path, MAGIC):
+            raise ValueError(f"{source}: expected {KNOWN}")
         return open_npy(path)
 
 
 def open_npy(path: Path) -> Any:
     """A memory-mapped .npy file; two raw bytes an element are bfloat16, as ml_dtypes saves it."""
     with one_line_errors():
+        _existing(path)
         try:
-            array = np.lib.format.open_memmap(path, mode="r")  # takes no pickles
+            array = np.lib.format.open_memmap(path, mode="r")
         except ValueError as error:
             raise ValueError(f"{path}: not a whole .npy file of numbers: {error}") from error
         return array.view(BFLOAT16) if array.dtype == np.dtype("V2") else array
 
 
-def _split(source: str) -> tuple[Path, str | None]:
+def split(source: str) -> tuple[Path, str | None]:
+    """The path, and the array's name if one follows a colon."""
     path, colon, key = source.rpartition(":")
     if colon and path.endswith((".npz", ".safetensors")) and not Path(source).exists():
         return Path(path), key
     return Path(source), None
 
 
+def _existing(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file")
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
+
+
+def some(names: Sequence[object]) -> str:
+    """The first few of many names."""
+    return ", ".join(map(str, names[:SHOWN])) + ", ..." * (len(names) > SHOWN)
+
+
 def _pick(path: Path, keys: list[str], key: str | None) -> str:
     """The array that was asked for, or the only one."""
-    names = ", ".join(sorted(keys)) or "none"
+    names = some(sorted(keys)) or "none"
     if key is None and len(keys) != 1:
-        raise ValueError(f"{path}: expected one array or {path}:KEY, got the arrays {names}")
+        raise Misuse(f"{path}: expected one array or {path}:KEY, got the arrays {names}")
     if key is not None and key not in keys:
-        raise ValueError(f"{path}: no array {key!r}; it has {names}")
+        raise Misuse(f"{path}: no array {key!r}; it has {names}")
     return key or keys[0]
 
 
 def _npz(path: Path, key: str | None) -> Any:
     try:
         # np.load would leave a broken file open that it opened itself
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
             return archive[_pick(path, archive.files, key)]
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path}: not a whole .npz file: {error}") from error
+    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path}: not a whole .npz file of numbers: {error}") from error
 
 
 def _safetensors(path: Path, key: str | None) -> Any:
@@ -104,7 +133,7 @@ def _shards(folder: Path) -> Any:
         raise ValueError(f"{folder}: expected .npy shards in this folder, got none")
     series = sorted({re.sub(r"\d+", "#", path.name) for path in paths})
     if len(series) > 1:
-        raise ValueError(f"{folder}: expected one series of shards, got {', '.join(series)}")
+        raise ValueError(f"{folder}: expected one series of shards, got {some(series)}")
     shards = [open_npy(path) for path in paths]
     first = shards[0]
     for path, shard in zip(paths, shards, strict=True):

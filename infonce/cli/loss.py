@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 from rich.table import Table
 
 import infonce
@@ -20,6 +18,7 @@ import infonce
 from .. import checks, losses, validation
 from ..result import LossAndGrad
 from .common import (
+    UNITS_HELP,
     Bytes,
     human,
     one_line_errors,
@@ -28,22 +27,25 @@ from .common import (
     reset_peak,
     resident,
     stdout,
-    temporary_name,
     to_json,
 )
-from .embeddings import open_embeddings, open_npy
+from .embeddings import open_embeddings, open_npy, some, split
+from .gradient_files import GradientFiles, check_gradient_files
 
 LOSSES = {
     kind.name: kind
     for kind in (losses.CLIP, losses.LIT, losses.SIGLIP, losses.INFO_NCE, losses.NT_XENT)
 }
 PATH = click.Path(path_type=Path)
+SIDES = ("rows", "columns")
+NORMS = 0.95, 1.05  # of rows that count as normalized, in whatever precision
+SAMPLE = 256  # rows whose norm is looked at
 
 
 @click.command()
 @click.argument("image")
 @click.argument("text", required=False)
-@click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip")
+@click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip", help="Which loss.")
 @click.option("--temperature", type=float, help="Divides the dot products; or give --scale.")
 @click.option("--scale", type=float, help="Multiplies the dot products.")
 @click.option("--bias", type=float, help="Added to the logits (siglip; -10 by default).")
@@ -55,10 +57,16 @@ PATH = click.Path(path_type=Path)
     multiple=True,
     help="Pairs of equal ids are no negatives, .npy; twice for ids of rows and of columns.",
 )
-@click.option("--method", type=click.Choice(checks.CHOICES["method"]), default="auto")
-@click.option("--precision", type=click.Choice(checks.CHOICES["precision"]), default="auto")
 @click.option(
-    "--workspace", type=Bytes(), default="256MiB", help="Most temporary memory: KiB, MiB or GiB."
+    "--method", type=click.Choice(checks.CHOICES["method"]), default="auto",
+    help="naive keeps all logits in memory, fused and tiled at most the workspace.",
+)  # fmt: skip
+@click.option(
+    "--precision", type=click.Choice(checks.CHOICES["precision"]), default="auto",
+    help="Of the products; the CPU has fp64 and fp32.",
+)  # fmt: skip
+@click.option(
+    "--workspace", type=Bytes(), default="256MiB", help=f"Most temporary memory; {UNITS_HELP}."
 )
 @click.option("--check-finite", is_flag=True, help="Refuse NaN and infinity, naming the row.")
 @click.option("--metrics/--no-metrics", default=True, help="Retrieval and loss by direction.")
@@ -105,6 +113,12 @@ def loss(
     if grad_out is None and (force or grad_dtype):
         raise click.UsageError("--force and --grad-dtype need --grad-out")
 
+    if grad_out is not None:
+        files = [split(source)[0] for source in sources.values()]
+        files += [path for path in (labels, *ids) if path is not None]
+        with_grad = [name for name in chosen.arguments if name not in chosen.locked]
+        check_gradient_files(grad_out, with_grad, files, force)
+
     from ..kernels import cpu  # noqa: F401  the compiler's own memory is not the loss's
 
     measured = reset_peak()
@@ -119,14 +133,18 @@ def loss(
         options["ids"] = arrays[0] if len(ids) == 1 else tuple(arrays)
     options["metrics"] = metrics and not chosen.sigmoid
 
+    names = {name: f"{name} ({source})" for name, source in sources.items()}
+    names["labels"] = f"--labels ({labels})"
+    names |= {f"ids{f'[{i}]' * (len(ids) > 1)}": f"--ids ({path})" for i, path in enumerate(ids)}
     start = time.perf_counter()
     if grad_out is None:
-        result = _evaluate(chosen, features, wrt=(), **options)
+        result = _evaluate(chosen, features, names, wrt=(), **options)
     else:
-        with_grad = {name: z for name, z in features.items() if name not in chosen.locked}
-        with GradientFiles(grad_out, with_grad, grad_dtype, force) as files:
-            result = _evaluate(chosen, features, out=files.arrays, **options)
-            files.commit(_scalars(result))
+        with GradientFiles(
+            grad_out, {name: features[name] for name in with_grad}, grad_dtype
+        ) as gradients:
+            result = _evaluate(chosen, features, names, out=gradients.arrays, **options)
+            gradients.commit(_scalars(result))
     seconds = time.perf_counter() - start
 
     size = sum(z.nbytes for z in features.values())
@@ -157,8 +175,11 @@ def loss(
         click.echo(to_json(report))
     else:
         _print(report)
+    given = click.get_current_context().get_parameter_source("normalize")
     if not math.isfinite(result.loss):
-        click.echo("infonce: the loss is not finite; --check-finite says where", err=True)
+        raise click.ClickException(_why_not_finite(result.loss, features, names))
+    if given is ParameterSource.DEFAULT and (hint := _norms(features, names)):
+        click.echo(f"infonce: {hint}", err=True)
 
 
 def _sources(kind: losses.Loss, image: str, text: str | None) -> dict[str, str]:
@@ -174,12 +195,49 @@ def _sources(kind: losses.Loss, image: str, text: str | None) -> dict[str, str]:
     return {name: given[name] for name in kind.arguments}
 
 
-def _evaluate(kind: losses.Loss, features: Mapping[str, Any], **options: Any) -> LossAndGrad:
+def _evaluate(
+    kind: losses.Loss, features: Mapping[str, Any], names: Mapping[str, str], **options: Any
+) -> LossAndGrad:
+    """`names` are what messages call the arrays."""
     function = getattr(infonce, f"{kind.name}_loss_and_grad")
+    names = {**{name: f"--{name}" for name in options}, **names}
     # a loss that is not finite is said in one line, not in NumPy's warnings
-    with one_line_errors(), progress_bar() as progress:
+    quiet = np.errstate(over="ignore", invalid="ignore")
+    with one_line_errors(names=names), progress_bar() as progress, quiet:
         result: LossAndGrad = function(*features.values(), progress=progress, **options)
     return result
+
+
+def _why_not_finite(loss: Any, features: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """The rows at fault, or an overflow where there are none."""
+    found = {name: list(validation.rows_not_finite(np, z)) for name, z in features.items()}
+    said = [
+        f"{names[name]} holds NaN or infinity in {len(rows)} of {len(features[name])} rows: "
+        f"{some(rows)}"
+        for name, rows in found.items()
+        if rows
+    ]
+    if not said:
+        said = [
+            f"the features are finite, but products overflow {loss.dtype}: expected --normalize, a "
+            "smaller --scale or a larger --temperature"
+        ]
+    return f"the loss is {loss}: {'; '.join(said)}"
+
+
+def _norms(features: Mapping[str, Any], names: Mapping[str, str]) -> str | None:
+    """A hint, where rows are plainly not of unit norm (rows of zeros aside)."""
+    said = []
+    for name, z in features.items():
+        sample = z[:: -(-len(z) // SAMPLE)].astype(np.float64)
+        with np.errstate(over="ignore"):
+            norms = np.linalg.norm(sample, axis=1)
+        norms = norms[norms > 0]
+        if len(norms) and not NORMS[0] <= norms.min() <= norms.max() <= NORMS[1]:
+            said.append(f"{norms.min():.3g} to {norms.max():.3g} in {names[name]}")
+    if not said:
+        return None
+    return f"norms of rows are {', '.join(said)}, expected about 1: --normalize divides by them"
 
 
 def _scalars(result: LossAndGrad) -> dict[str, float]:
@@ -200,13 +258,13 @@ def _directions(result: LossAndGrad) -> dict[str, float | None]:
 
 
 def _retrieval(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
-    """Share of positives that are ranked first, and among the first five."""
-    if result.metrics is None:
+    """Share of positives that are ranked first, and among the first five; NaN ranks nothing."""
+    if result.metrics is None or not math.isfinite(result.loss):
         return None
     top1, top5 = result.metrics.top(1), result.metrics.top(5)
     return {
         side: {"top1": first, "top5": fifth}
-        for side, first, fifth in zip(("rows", "columns"), top1, top5, strict=True)
+        for side, first, fifth in zip(SIDES, top1, top5, strict=True)
         if first is not None and fifth is not None
     }
 
@@ -217,26 +275,30 @@ def _lse(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
     sides = result.lse if isinstance(result.lse, tuple) else (result.lse,)
     return {
         side: {"min": float(lse.min()), "mean": float(lse.mean()), "max": float(lse.max())}
-        for side, lse in zip(("rows", "columns"), sides, strict=False)
+        for side, lse in zip(SIDES, sides, strict=False)
     }
 
 
 def _print(report: Mapping[str, Any]) -> None:
-    value, retrieval = report["value"], report["retrieval"] or {}
-    table = Table(title=f"{report['loss']} loss {value['total']:.6g}", title_justify="left")
-    for heading in ("", "rows", "columns"):
-        table.add_column(heading, justify="right" if heading else "left")
-
-    def row(title: str, form: str, sides: Mapping[str, Any]) -> None:
-        cells = (sides.get(side) for side in ("rows", "columns"))
-        table.add_row(title, *("-" if cell is None else format(cell, form) for cell in cells))
-
-    row("mean(lse - positive)", ".6g", value)
-    for key, title in (("top1", "retrieval top-1"), ("top5", "retrieval top-5")):
-        row(title, ".2%", {side: values[key] for side, values in retrieval.items()})
+    value = report["value"]
+    title = f"{report['loss']} loss {value['total']:.6g}"
+    retrieval, lse = report["retrieval"] or {}, report["lse"] or {}
+    rows: list[tuple[str, str, Mapping[str, Any]]] = [("mean(lse - positive)", ".6g", value)]
+    for k in (1, 5):
+        shares = {side: values[f"top{k}"] for side, values in retrieval.items()}
+        rows.append((f"retrieval top-{k}", ".2%", shares))
     for key in ("min", "mean", "max"):
-        lse = report["lse"] or {}
-        row(f"log-sum-exp {key}", ".6g", {side: values[key] for side, values in lse.items()})
+        rows.append((f"log-sum-exp {key}", ".6g", {side: lse[side][key] for side in lse}))
+    # what a loss does not have, or was not asked for, has no place in the table
+    sides = [side for side in SIDES if any(cells.get(side) is not None for *_, cells in rows)]
+    table = Table(title=title, title_justify="left")
+    for heading in ("", *sides):
+        numbers = bool(heading)
+        table.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers)
+    for name, form, cells in rows:
+        if any(cells.get(side) is not None for side in sides):
+            shown = (cells.get(side) for side in sides)
+            table.add_row(name, *("-" if cell is None else format(cell, form) for cell in shown))
     facts = Table.grid(padding=(0, 2))
     for name, given in report["inputs"].items():
         shape = " x ".join(map(str, given["shape"]))
@@ -251,97 +313,11 @@ def _print(report: Mapping[str, Any]) -> None:
     facts.add_row("method", f"{report['method']}, precision {report['precision']}")
     if report["gradients"]:
         facts.add_row("gradients", report["gradients"])
-    console = stdout()
-    console.print(table)
+    console = stdout(table)
+    console.print(table if sides else title)
+    if LOSSES[report["loss"]].sigmoid:
+        console.print(
+            "A sigmoid loss judges each pair by itself: it has no softmax over rows or columns, so "
+            "no loss by direction, no log-sum-exp and no ranking."
+        )
     console.print(facts)
-
-
-class GradientFiles:
-    """Gradients of features as .npy files in a folder: all of them, or none.
-
-    Inside the `with`, `arrays` are memory-mapped temporary files beside the final ones; `commit`
-    moves them into place. Whatever was not committed is removed at the end.
-    """
-
-    def __init__(
-        self, folder: Path, features: Mapping[str, Any], dtype: str | None, force: bool
-    ) -> None:
-        self.folder = folder
-        self.arrays: dict[str, Any] = {}
-        self._features, self._dtype, self._force = features, dtype, force
-        self._made = False  # whether the folder is ours
-        self._temporary: dict[Path, Path] = {}  # final -> temporary
-
-    def __enter__(self) -> GradientFiles:
-        try:
-            with one_line_errors():
-                self._create()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def _create(self) -> None:
-        final = {name: self.folder / f"{name}.npy" for name in self._features}
-        for path in (*final.values(), self.folder / "scalars.json"):
-            if path.exists() and not self._force:
-                raise FileExistsError(f"{path} exists; --force overwrites it")
-        dtypes = {
-            name: np.dtype(self._dtype or z.dtype.newbyteorder("="))
-            for name, z in self._features.items()
-        }
-        needed = sum(z.size * dtypes[name].itemsize for name, z in self._features.items())
-        if not self.folder.exists():
-            self.folder.mkdir()
-            self._made = True
-        if not self.folder.is_dir():
-            raise NotADirectoryError(f"{self.folder}: expected a folder, got a file")
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise OSError(f"{self.folder}: gradients need {human(needed)}, {human(free)} are free")
-        for name, z in self._features.items():
-            temporary = self._temporary[final[name]] = temporary_name(final[name])
-            array = np.lib.format.open_memmap(temporary, "w+", dtypes[name], z.shape)
-            _reserve(temporary)
-            self.arrays[name] = array
-
-    def commit(self, scalars: Mapping[str, float]) -> None:
-        """Write `scalars` besides, and move everything into place once it is on disk."""
-        with one_line_errors():
-            path = self.folder / "scalars.json"
-            temporary = self._temporary[path] = temporary_name(path)
-            temporary.write_text(to_json(dict(scalars)) + "\n")
-            for array in self.arrays.values():
-                array.flush()
-            for temporary in self._temporary.values():
-                _sync(temporary)
-            for path, temporary in self._temporary.items():
-                os.replace(temporary, path)
-            self._made = False
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        self.arrays = {}
-        for temporary in self._temporary.values():
-            temporary.unlink(missing_ok=True)
-        if self._made:
-            self.folder.rmdir()
-
-
-def _reserve(path: Path) -> None:
-    """Take the file's blocks now: a full disk is an error here, and a crash (SIGBUS) later."""
-    if hasattr(os, "posix_fallocate"):
-        with path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -18,6 +18,12 @@ Array = Any
 Outcome = tuple[Any, list[Array]]  # loss, gradients of the features that get one
 Run = Callable[[], Outcome]
 TEMPERATURE = 0.07
+PACKAGES = {  # module that a contender needs -> what pip installs for it
+    "torch": "'infonce[torch]'",
+    "open_clip": "open_clip_torch",
+    "cut_cross_entropy": "cut-cross-entropy",
+    "inf_cl": "inf_cl",
+}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
 
@@ -106,8 +112,13 @@ def compare(
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> list[dict[str, Any]]:
     """One row of results for each method. They take turns, so that a slow minute hits them all."""
-    inputs = bench.inputs(case)
-    reference = bench.reference(case, inputs[0])
+    try:
+        inputs = bench.inputs(case)
+        reference = bench.reference(case, inputs[0])
+    except bench.refusals() as error:
+        bench.yardstick()  # which every record has
+        reason = _reason(error)
+        return [{"size": case.rows, "method": method, "skipped": reason} for method in methods]
     running: dict[str, Run] = {}
     rows: dict[str, dict[str, Any]] = {}
     for method in methods:
@@ -146,6 +157,9 @@ def compare(
 
 def _reason(error: BaseException) -> str:
     said = " ".join(str(error).split())[:300]
+    if isinstance(error, ModuleNotFoundError):
+        package = PACKAGES.get((error.name or "").partition(".")[0])
+        return f"{said}: pip install {package}" if package else said
     if isinstance(error, (ImportError, MemoryError, ValueError)) and said:
         return said
     return f"{type(error).__name__}: {said}".removesuffix(": ")

@@ -1,0 +1,185 @@
+"""`infonce loss --grad-out`: gradients as files, all of them or none."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from command_line import D, M, fail, run, succeed
+
+import infonce
+
+loss_command = importlib.import_module("infonce.cli.loss")
+gradient_files = importlib.import_module("infonce.cli.gradient_files")
+
+
+@pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce"])
+def test_gradients_are_those_of_the_library(pair, tmp_path, kind):
+    image, text, u, v = pair
+    out = tmp_path / "out"
+    succeed("loss", image, text, "--loss", kind, "--scale", 2, "--grad-out", out)
+    arrays = (v, u) if kind == "lit" else (u, v)
+    function = getattr(infonce, f"{kind}_loss_and_grad")
+    grads = function(*arrays, scale=2.0, metrics=kind != "siglip").grads._asdict()
+    scalars = json.loads((out / "scalars.json").read_text())
+    expected = {"scalars.json"}
+    for name, grad in grads.items():
+        if grad is None:
+            continue
+        if grad.ndim:
+            expected.add(f"{name}.npy")
+            np.testing.assert_array_equal(np.load(out / f"{name}.npy"), grad)
+        else:
+            assert scalars.pop(name) == float(grad)
+    assert scalars == {}
+    assert {path.name for path in out.iterdir()} == expected
+
+
+def test_grad_dtype(pair, tmp_path):
+    image, text, u, v = pair
+    for z, path in ((u, image), (v, text)):
+        np.save(path, z.astype(np.float16))
+    base = ("loss", image, text, "--scale", 2, "--grad-out", tmp_path / "out")
+    succeed(*base)
+    assert np.load(tmp_path / "out" / "image.npy").dtype == np.float16
+    succeed(*base, "--force", "--grad-dtype", "float32")
+    assert np.load(tmp_path / "out" / "image.npy").dtype == np.float32
+
+
+@pytest.mark.parametrize("existing", ["text.npy", "scalars.json"])
+def test_nothing_is_overwritten_without_force(pair, tmp_path, existing):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / existing).write_text("precious")
+    base = ("loss", *pair[:2], "--scale", 2, "--grad-out", out)
+    assert "--force" in fail(*base)
+    assert [path.name for path in out.iterdir()] == [existing]
+    assert (out / existing).read_text() == "precious"
+    succeed(*base, "--force")
+    assert len(list(out.iterdir())) == 3
+
+
+def test_folder_that_cannot_be_written(pair, tmp_path, monkeypatch):
+    base = ("loss", *pair[:2], "--scale", 2, "--grad-out")
+    monkeypatch.setattr(loss_command, "open_embeddings", None)  # refused before anything is read
+    said = fail(*base, pair[0] / "out")  # under a regular file: not even root can
+    assert "image.npy: expected a folder that exists" in said
+    parent = tmp_path / "no" / "such"
+    assert f"{parent}: expected a folder that exists" in fail(*base, parent / "parent")
+    assert "expected a folder, got a file" in fail(*base, pair[0])
+    (tmp_path / "out" / "text.npy").mkdir(parents=True)
+    assert "expected a file or none" in fail(*base, tmp_path / "out", "--force")
+    monkeypatch.setattr(gradient_files.os, "access", lambda *_: False)
+    assert f"{tmp_path}: expected a folder that can be" in fail(*base, tmp_path / "new")
+
+
+def test_inputs_are_not_overwritten(pair, tmp_path, monkeypatch):
+    image, text, u, _ = pair
+    monkeypatch.setattr(loss_command, "open_embeddings", None)  # refused before anything is read
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    np.save(shards / "part_0.npy", u)
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    np.savez(tmp_path / "text.npz", u=u)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    base = ("loss", "--scale", 2, "--loss", "info_nce", "--force", "--grad-out")
+    for folder, source, given in (
+        (tmp_path, image, (image, text, "--loss", "clip")),
+        (tmp_path / "link", text, (tmp_path / "text.npz:u", text, "--loss", "clip")),
+        (shards, shards, (image, shards)),
+    ):
+        said = fail(*base, folder, *given)
+        assert f"--grad-out: expected another folder, {source} is an input" in said
+    monkeypatch.undo()
+    succeed(*base, shards / "gradients", image, shards)  # is no shard
+    assert sorted(path.name for path in shards.iterdir()) == ["gradients", "part_0.npy"]
+    (tmp_path / "out").mkdir()
+    image.rename(tmp_path / "out" / "query.npy")
+    labels = tmp_path / "out" / "query.npy"
+    assert f"{labels} is an input" in fail(*base, labels.parent, text, text, "--labels", labels)
+    labels.rename(image)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_gradients_of_a_loss_that_is_not_finite_are_kept(pair, tmp_path):
+    image, text, u, _ = pair
+    u[3] = np.inf
+    np.save(image, u)
+    out = tmp_path / "out"
+    result = run("loss", image, text, "--scale", 2, "--grad-out", out)
+    assert result.exit_code == 1
+    assert str(out) in " ".join(result.stdout.split())
+    assert {path.name for path in out.iterdir()} == {"image.npy", "text.npy", "scalars.json"}
+    assert not np.isfinite(np.load(out / "text.npy")).all()
+
+
+def test_disk_that_is_too_small(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(infonce, "clip_loss_and_grad", None)
+    usage = gradient_files.shutil.disk_usage(tmp_path)._replace(free=2 * M * D * 4 - 1)
+    monkeypatch.setattr(gradient_files.shutil, "disk_usage", lambda _: usage)
+    out = tmp_path / "out"
+    assert "are free" in fail("loss", *pair[:2], "--scale", 2, "--grad-out", out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (MemoryError, 1)])
+@pytest.mark.parametrize("existed", [False, True])
+def test_failure_leaves_nothing(pair, tmp_path, monkeypatch, error, code, existed):
+    out = tmp_path / "out"
+    if existed:
+        out.mkdir()
+    seen = []
+
+    def loss(*_, **options):
+        seen.extend(out.iterdir())
+        options["out"]["image"][...] = 1
+        raise error
+
+    monkeypatch.setattr(infonce, "clip_loss_and_grad", loss)
+    fail("loss", *pair[:2], "--scale", 2, "--grad-out", out, code=code)
+    assert len(seen) == 2  # temporary files, by then
+    assert out.exists() == existed
+    assert not existed or list(out.iterdir()) == []
+
+
+def test_failed_commit_leaves_nothing(pair, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(gradient_files, "_sync", full)
+    out = tmp_path / "out"
+    said = fail("loss", *pair[:2], "--scale", 2, "--grad-out", out, code=1)
+    assert "No space left" in said
+    assert not out.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGINT as a terminal sends it")
+def test_ctrl_c(tmp_path):
+    """A real interrupt in the middle of real work."""
+    n, out = 60_000, tmp_path / "out"
+    np.lib.format.open_memmap(tmp_path / "z.npy", "w+", np.float16, (n, 256)).flush()
+    command = [sys.executable, "-m", "infonce", "loss", "z.npy", "z.npy", "--scale", "1"]
+    process = subprocess.Popen(
+        [*command, "--grad-out", "out"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (out.exists() and len(list(out.iterdir())) == 2):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert process.returncode == 130
+    assert said == "infonce: interrupted\n"
+    assert not out.exists()
