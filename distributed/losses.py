@@ -22,7 +22,8 @@ from infonce import losses as single
 from infonce.checks import Request, Shard, check
 
 from . import transport as transports
-from .communicator import TIMEOUT, Communicator, RankError, connect
+from .communicator import TIMEOUT, Communicator, RankError
+from .mpi import connect
 from .partition import Partition
 from .ring import FoldBlock, Ring
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import communicator, ring, transport
+from infonce.distributed import communicator, mpi, ring, transport
 from infonce.distributed.partition import Partition
 from infonce.kernels.problems import within
 
@@ -138,10 +138,10 @@ def test_partition() -> None:
 
 
 def test_messages_have_a_size_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "PIECE", 100)
+    monkeypatch.setattr(mpi, "PIECE", 100)
     array = np.arange(60.0).reshape(6, 10)
-    pieces = communicator._pieces(array)
+    pieces = mpi._pieces(array)
     assert [p.nbytes for p in pieces] == [100] * 4 + [80]
     pieces[1][:] = 0
     assert array.reshape(-1).view(np.uint8)[100:200].sum() == 0
-    assert communicator._pieces(array[:0]) == []
+    assert mpi._pieces(array[:0]) == []

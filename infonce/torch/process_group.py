@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicator import Pending, _gone, _identity
+from infonce.distributed.communicator import Pending
+from infonce.distributed.processes import _gone, _identity
 
 from ..losses import Loss
 from ..result import LossAndGrad
