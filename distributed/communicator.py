@@ -4,14 +4,16 @@ The ring asks little of a communicator (`Communicator`): small Python values fro
 shift of arrays to the next rank. mpi.py adapts mpi4py's communicators; anything else that
 subclasses `Communicator` can be passed as `comm` as it is.
 
-A rank that raises tells the others, which raise too. One that dies is noticed by the ranks of its
-host; one that just stops is named when the time is out. So nobody waits for ever.
+A rank that raises tells the others, which raise too; so does one that ends between calls. One that
+is killed is noticed by the ranks of its host; one that just stops is named when the time is out. So
+nobody waits for ever.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -104,3 +106,30 @@ class Communicator:
                 _yield()
             else:
                 time.sleep(min(1e-3, (now - began) / 100))  # late by at most a hundredth
+
+    def bounded(self, function: Callable[[], Any], library: str) -> Any:
+        """What `function` returns, which waits for ranks without end: it runs in a thread.
+        RankError as from `until`, and for an error of the `library` that it calls."""
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(function())
+            except BaseException as error:  # handed to the caller's thread
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self.until(lambda: not thread.is_alive())
+        if errors:
+            raise self.blame(errors[0], library) from errors[0]
+        return results[0]
+
+    def blame(self, error: BaseException, library: str) -> RankError:
+        """Whose fault an error of a library is: a connection breaks before its process is seen to
+        end."""
+        for _ in range(50):
+            self.listen()
+            time.sleep(0.02)
+        return RankError(f"rank {self.rank}: {library} says {error}")

@@ -374,8 +374,9 @@ def _one_gpu_each(
     offered: list[dict[str, str | None]], devices: list[Any], ranks: Communicator
 ) -> None:
     """NCCL wants a GPU a rank: withdraw its offer where two share one."""
-    hosts = [peer[0] for peer in getattr(ranks, "peers", [("",)] * ranks.size)]
-    places = list(zip(hosts, devices, strict=True))
+    peers = getattr(ranks, "peers", None)
+    machines = [process.machine for process in peers.processes] if peers else [""] * ranks.size
+    places = list(zip(machines, devices, strict=True))
     for r, place in enumerate(places):
         if place in places[:r]:
             other = places.index(place)

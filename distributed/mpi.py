@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import pickle
 import sys
 import threading
@@ -14,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from .communicator import Array, Communicator, Pending, RankError
-from .processes import _gone, _identity
+from .processes import Peers, identity
 
-FAILED, WAITING = "failed", "waiting"
+FAILED, ENDED, WAITING = "failed", "ended", "waiting"
 PIECE = 2**30  # bytes of one message
 SHORT = 2040  # bytes of most values that all ranks exchange
 CONTROL_TAG = 7
@@ -41,10 +42,7 @@ _attribute: Any = None  # MPI's key under which a communicator keeps its adapter
 
 
 def connect(comm: Any = None) -> Communicator:
-    """`comm` as the ring wants it: None (all ranks), an mpi4py communicator, or a Communicator.
-
-    Collective for an mpi4py communicator that was not used before.
-    """
+    """`comm` as the ring wants it: None (all ranks), an mpi4py communicator, or a Communicator."""
     global _attribute
     if isinstance(comm, Communicator):
         return comm
@@ -69,29 +67,37 @@ def connect(comm: Any = None) -> Communicator:
 class MPIRanks(Communicator):
     """An mpi4py communicator, duplicated: nothing here meets the caller's own messages.
 
+    The first exchange duplicates it, and waits for the others no longer than any other exchange.
     Of mpi4py it uses Idup, Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
     """
 
     def __init__(self, MPI: Any, comm: Any) -> None:
-        self.MPI = MPI
+        self.MPI, self._comm = MPI, comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.broken: str | None = None
-        self.peers: list[Any] = []
+        self.peers = Peers()
         self.call = 0
+        self._process = os.getpid()
+        self._data: Any = None
         self._control: Any = None
+        self._ended: dict[int, tuple[int, str]] = {}  # rank -> its last call, why it makes no more
         self._waiting: dict[int, int] = {}  # rank -> call in which it last said that it waits
         self._sent: list[Any] = []  # control messages under way
         self._active: list[_Shift] = []
         self._work = threading.Condition()
         self._worker: threading.Thread | None = None
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._data = self._duplicate(comm)
-        self._control = self._duplicate(comm)
-        self.peers = self.allgather(_identity())
+        atexit.register(self._leave)
 
-    def _duplicate(self, comm: Any) -> Any:
-        duplicate, request = comm.Idup()
-        self.until(request.Test)
+    def _meet(self) -> None:
+        """The first exchange."""
+        self._data = self._duplicate()
+        self._control = self._duplicate()
+        self.peers = Peers(self.allgather(identity()))
+
+    def _duplicate(self) -> Any:
+        duplicate, request = self._comm.Idup()
+        self._complete(request, duplicate)
         duplicate.Set_errhandler(self.MPI.ERRORS_RETURN)  # mpi4py raises them
         return duplicate
 
@@ -100,6 +106,10 @@ class MPIRanks(Communicator):
     def allgather(self, value: Any) -> list[Any]:
         if self.size == 1:
             return [value]
+        if self.broken:
+            raise RankError(f"this communicator is out of step: {self.broken}")
+        if self._data is None:
+            self._meet()
         self.call += 1
         message = pickle.dumps(value)
         size = len(message)
@@ -110,18 +120,21 @@ class MPIRanks(Communicator):
             own[:8] = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
             own[8 : 8 + size] = np.frombuffer(message[:room], np.uint8)
             everyone = np.zeros((self.size, 8 + room), np.uint8)
-            self._collective(own, everyone)
+            self._complete(self._data.Iallgather(own, everyone), own, everyone)
             sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in everyone]
             longest = max(sizes)
         return [
             pickle.loads(row[8 : 8 + n].tobytes()) for row, n in zip(everyone, sizes, strict=True)
         ]
 
-    def _collective(self, send: Array, receive: Array) -> None:
-        if self.broken:
-            raise RankError(f"this communicator is out of step: {self.broken}")
-        request = self._data.Iallgather(send, receive)
-        self.until(lambda: bool(self._checked(request.Test)))
+    def _complete(self, request: Any, *used: Any) -> None:
+        """Wait for a collective that uses these. Given up, it leaves the ranks out of step."""
+        try:
+            self.until(lambda: bool(self._checked(request.Test)))
+        except BaseException as error:
+            _abandoned.append((request, used))
+            self.fail(error)
+            raise
 
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
@@ -169,27 +182,22 @@ class MPIRanks(Communicator):
         try:
             return call()
         except self.MPI.Exception as error:
-            raise self.blame(error) from None
-
-    def blame(self, error: BaseException) -> RankError:
-        """Whose fault an error of MPI is: a connection breaks before its process is seen to end."""
-        for _ in range(50):
-            self.listen()
-            time.sleep(0.02)
-        return RankError(f"rank {self.rank}: MPI says {error}")
+            raise self.blame(error, "MPI") from None
 
     # -- signs of life
 
     def listen(self) -> None:
         if self._control is None:
             return
-        with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone, as will be seen
-            self._hear()
-        for r, peer in enumerate(self.peers):
-            if r != self.rank and _gone(peer):
-                with contextlib.suppress(self.MPI.Exception):  # it may have left a message
-                    self._hear()
-                raise RankError(f"rank {r} (process {peer[2]} on {peer[0]}) is gone")
+        gone = self.peers.gone()
+        with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone
+            self._hear()  # after that look: it may have left a message
+        for r, (last, why) in self._ended.items():
+            gone.pop(r, None)
+            if self.call > last:
+                raise RankError(why)
+        for what in gone.values():
+            raise RankError(what)
 
     def _hear(self) -> None:
         status = self.MPI.Status()
@@ -200,25 +208,34 @@ class MPIRanks(Communicator):
             what, call, text = pickle.loads(message)
             if what == FAILED:
                 raise RankError(text)
-            self._waiting[source] = call
+            if what == ENDED:
+                self._ended[source] = call, text
+            else:
+                self._waiting[source] = call
 
     def _tell(self, what: str, text: str = "") -> None:
+        """Send every other rank a message, as far as they can be reached."""
+        if self._control is None:
+            return
         message = bytearray(pickle.dumps((what, self.call, text)))
         for r in range(self.size):
             if r != self.rank:
-                request = self._control.Isend([message, self.MPI.BYTE], r, CONTROL_TAG)
-                self._sent.append((request, message))
-        self._sent = [s for s in self._sent if not s[0].Test()]
+                with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone
+                    request = self._control.Isend([message, self.MPI.BYTE], r, CONTROL_TAG)
+                    self._sent.append((request, message))
+        with contextlib.suppress(self.MPI.Exception):
+            self._sent = [s for s in self._sent if not s[0].Test()]
 
     def overdue(self) -> None:
-        if self._control is not None:
-            self._tell(WAITING)
+        self._tell(WAITING)
 
     def silent(self) -> str:
         quiet = [
             f"rank {r}" for r in range(self.size)
             if r != self.rank and self._waiting.get(r) != self.call
         ]  # fmt: skip
+        if self._control is None and len(quiet) > 1:
+            return "another rank"  # nobody has heard of anybody yet
         return ", ".join(quiet) if quiet else "ranks that wait too"
 
     def fail(self, error: BaseException) -> None:
@@ -226,23 +243,29 @@ class MPIRanks(Communicator):
             return
         self.broken = str(error)
         if not isinstance(error, RankError):
-            what = f"{type(error).__name__}: {error}".rstrip(": ")
-            self.broken = f"rank {self.rank} failed: {what}"
+            self.broken = f"rank {self.rank} failed: {_in_words(error)}"
         with self._work:
             left, self._active = self._active, []
         _abandoned.extend(left)
-        with contextlib.suppress(self.MPI.Exception):  # there may be nobody left to tell
-            self._tell(FAILED, self.broken)
-        atexit.register(self._leave)
+        self._tell(FAILED, self.broken)
 
     def _leave(self) -> None:
-        """At the end of a process whose ranks are out of step: finish together, or end them all."""
+        """At the end of the process: tell ranks that may call yet. Where they are out of step,
+        finish together, or end them all."""
+        if self.size == 1 or self.MPI.Is_finalized() or os.getpid() != self._process:
+            return
+        if not self.broken:
+            error = getattr(sys, "last_value", None)  # that nobody caught
+            why = f"rank {self.rank} has ended"
+            self._tell(ENDED, why if error is None else f"{why}: {_in_words(error)}")
+            return
         try:
-            request, patience = self._control.Ibarrier(), time.monotonic() + 5.0
+            request = None if self._control is None else self._control.Ibarrier()
+            patience = time.monotonic() + 5.0
             while time.monotonic() < patience:
-                if request.Test():
+                if request is not None and request.Test():
                     return
-                if any(_gone(p) for r, p in enumerate(self.peers) if r != self.rank):
+                if self._ended or self.peers.gone():
                     time.sleep(2.0)  # let the others say their error
                     break
                 time.sleep(0.01)
@@ -250,10 +273,14 @@ class MPIRanks(Communicator):
             pass
         sys.stdout.flush()
         sys.stderr.flush()
-        self._control.Abort(1)
+        (self._control or self._comm).Abort(1)
 
 
-_abandoned: list[Any] = []  # shifts that will never complete: their buffers must outlive them
+_abandoned: list[Any] = []  # what will never complete: its buffers must outlive it
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 class _Shift:
@@ -287,7 +314,7 @@ class _Shift:
             raise
         self.ranks.waited += time.perf_counter() - began
         if self.error is not None:
-            raise self.ranks.blame(self.error)
+            raise self.ranks.blame(self.error, "MPI")
 
 
 def _pieces(array: Array) -> list[Array]:
