@@ -84,7 +84,7 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
 
     def connect() -> None:
         threads.append(threading.get_ident())
-        connected.wait()
+        connected.wait(5)
 
     nccl: Any = object.__new__(gpu.NCCL)
     nccl.__dict__.update(
