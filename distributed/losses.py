@@ -42,7 +42,8 @@ transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
     How arrays travel. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
     and a GPU of its own, then MPI that says it is CUDA-aware, then pinned host memory.
 timeout : float or None, default 300
-    Seconds to wait for other ranks before `RankError` names those that are silent. None: for ever.
+    Seconds to wait for other ranks, in the first call as in any other, before `RankError` names
+    those that are silent. None: for ever.
 gradient_scale : {"global", "ddp"}
     "global": gradients of the mean over all rows of all ranks (sum them over ranks). "ddp": the
     feature gradients times the number of ranks, for frameworks that average parameters' gradients
@@ -51,8 +52,8 @@ gradient_scale : {"global", "ddp"}
 """
 RAISES = """
 RankError
-    A rank raised, died, or did not take part within `timeout`. The communicator is then out of
-    step; at the end of the process its ranks are ended together.
+    A rank raised, ended, died, or did not take part within `timeout`. The communicator is then out
+    of step; at the end of the process its ranks are ended together.
 """
 BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
 
