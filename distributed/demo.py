@@ -22,7 +22,8 @@ from infonce.cli import common
 from infonce.cli.demo import HELD_OUT, LEARNING_RATE, WEIGHT_DECAY, Adam, Encoder
 
 from . import losses as distributed
-from .communicator import Communicator, connect
+from .communicator import TIMEOUT, Communicator
+from .mpi import connect
 
 Array = Any
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -37,7 +38,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 @click.option("--steps", type=click.IntRange(1), default=None, help="Steps, or timed repeats.")
 @click.option("--transport", default="auto", show_default=True)
 @click.option("--workspace", type=common.Bytes(), default="256MiB", show_default=True)
-@click.option("--timeout", type=float, default=300.0, show_default=True)
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=TIMEOUT,
+              show_default=True, help="Seconds to wait for other ranks.")  # fmt: skip
 @click.option("--output", type=click.Path(path_type=Path), help="Also write what was timed: JSON.")
 def main(
     gpu: bool, offload: bool, batch: int | None, dim: int | None, dtype: str | None,
@@ -48,6 +50,7 @@ def main(
         ranks = connect()
     except ImportError as error:
         raise click.ClickException(str(error)) from error
+    ranks.timeout = timeout
     if gpu:
         cupy = common.optional("cupy", "cuda13")
         cupy.cuda.Device(ranks.rank % cupy.cuda.runtime.getDeviceCount()).use()

@@ -22,7 +22,8 @@ from infonce import losses as single
 from infonce.checks import Request, Shard, check
 
 from . import transport as transports
-from .communicator import TIMEOUT, Communicator, RankError, connect
+from .communicator import TIMEOUT, Communicator, RankError
+from .mpi import connect
 from .partition import Partition
 from .ring import FoldBlock, Ring
 
@@ -41,7 +42,8 @@ transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
     How arrays travel. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
     and a GPU of its own, then MPI that says it is CUDA-aware, then pinned host memory.
 timeout : float or None, default 300
-    Seconds to wait for other ranks before `RankError` names those that are silent. None: for ever.
+    Seconds to wait for other ranks, in the first call as in any other, before `RankError` names
+    those that are silent. None: for ever.
 gradient_scale : {"global", "ddp"}
     "global": gradients of the mean over all rows of all ranks (sum them over ranks). "ddp": the
     feature gradients times the number of ranks, for frameworks that average parameters' gradients
@@ -50,8 +52,8 @@ gradient_scale : {"global", "ddp"}
 """
 RAISES = """
 RankError
-    A rank raised, died, or did not take part within `timeout`. The communicator is then out of
-    step; at the end of the process its ranks are ended together.
+    A rank raised, ended, died, or did not take part within `timeout`. The communicator is then out
+    of step; at the end of the process its ranks are ended together.
 """
 BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
 
@@ -373,8 +375,9 @@ def _one_gpu_each(
     offered: list[dict[str, str | None]], devices: list[Any], ranks: Communicator
 ) -> None:
     """NCCL wants a GPU a rank: withdraw its offer where two share one."""
-    hosts = [peer[0] for peer in getattr(ranks, "peers", [("",)] * ranks.size)]
-    places = list(zip(hosts, devices, strict=True))
+    peers = getattr(ranks, "peers", None)
+    machines = [process.machine for process in peers.processes] if peers else [""] * ranks.size
+    places = list(zip(machines, devices, strict=True))
     for r, place in enumerate(places):
         if place in places[:r]:
             other = places.index(place)

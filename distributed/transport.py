@@ -77,7 +77,7 @@ def cuda_aware() -> bool | None:
 
 @functools.cache
 def _library_says() -> bool | None:
-    from .communicator import load_mpi
+    from .mpi import load_mpi
 
     try:
         query = ctypes.CDLL(load_mpi().__file__).MPIX_Query_cuda_support
@@ -103,7 +103,7 @@ def offers(on_gpu: bool) -> dict[str, str | None]:
 def describe(on_gpu: bool) -> dict[str, str]:
     """Each transport: what it uses, or why it is not to be had here. For a process without ranks:
     MPI is not initialised."""
-    from .communicator import load_mpi
+    from .mpi import load_mpi
 
     try:
         import mpi4py

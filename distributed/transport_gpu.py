@@ -4,7 +4,6 @@ and `wait` orders what the current stream gets next after it; the products betwe
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import cupy
 import cupyx
 import numpy as np
 
-from .communicator import Array, Communicator, Pending, RankError
+from .communicator import Array, Communicator, Pending
 from .transport import Transport
 
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype travels as its bytes
@@ -122,14 +121,20 @@ class NCCL(_Base):
         self.nccl = nccl
         identity = nccl.get_unique_id() if ranks.rank == 0 else None
         identity = ranks.allgather(identity)[0]
-        device = cupy.cuda.Device()
+        self.device = cupy.cuda.Device()
+        self.linked: set[tuple[int, bool, bool]] = set()  # shifts whose ranks are connected
+        self.communicator = self._bounded(
+            lambda: nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
+        )
 
-        def start() -> Any:
-            with device:
-                return nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
+    def _bounded(self, function: Callable[[], Any]) -> Any:
+        """What NCCL does when it has waited for other ranks, however long."""
 
-        # it waits for all ranks, however long: not in this thread
-        self.communicator = _bounded(start, ranks)
+        def on_device() -> Any:
+            with self.device:
+                return function()
+
+        return self.ranks.bounded(on_device, "NCCL")
 
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
@@ -140,13 +145,21 @@ class NCCL(_Base):
         receive = [a for a in receive if a.nbytes]
         self.begin()
         began = self.timer(self.stream)
+        link = distance, bool(send), bool(receive)
+        if link in self.linked:
+            self._queue(send, right, receive, left)
+        else:  # NCCL connects two ranks when they first meet
+            self._bounded(lambda: self._queue(send, right, receive, left))
+            self.linked.add(link)
+        return _Queued(self, began)
+
+    def _queue(self, send: list[Array], right: int, receive: list[Array], left: int) -> None:
         self.nccl.groupStart()
         for array in send:
             self.communicator.send(array.data.ptr, array.nbytes, BYTES, right, self.stream.ptr)
         for array in receive:
             self.communicator.recv(array.data.ptr, array.nbytes, BYTES, left, self.stream.ptr)
         self.nccl.groupEnd()
-        return _Queued(self, began)
 
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
@@ -167,24 +180,6 @@ class _Queued:
         stream.wait_event(self.event)
         if self.transport.timers is not None and self.began is not None:
             self.transport.timers.append((self.began, self.event, before, timer(stream)))
-
-
-def _bounded(function: Callable[[], Any], ranks: Communicator) -> Any:
-    """Run what may never return; RankError if it does not."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:  # handed to the caller's thread
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    ranks.until(lambda: not thread.is_alive())
-    if isinstance(outcome[0], BaseException):
-        raise RankError(f"rank {ranks.rank}: NCCL: {outcome[0]}") from outcome[0]
-    return outcome[0]
 
 
 class CudaAware(_Base):

@@ -7,12 +7,8 @@ for it, waits for a device: what only a GPU knows of an array is left to its ker
 from __future__ import annotations
 
 import math
-<<<<<<< HEAD
 import reprlib
-from collections.abc import Sequence
-=======
-from collections.abc import Iterator
->>>>>>> cli
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 

@@ -3,6 +3,7 @@
 Rank 0 leads: hypothesis runs there, and every example is sent to all ranks, which report back.
 """
 
+import importlib
 import itertools
 import os
 import signal
@@ -432,8 +433,28 @@ def mismatch() -> None:
     say("mismatch")
 
 
+def first(where: str, timeout: str) -> None:
+    """Rank 1 does not make the first call on a communicator; how long do the others wait?"""
+    say("process", os.getpid())
+    x, comm = np.ones((4, 3)), None
+    if where == "another":
+        distributed.clip_loss(x, x, scale=1.0, timeout=60)
+        comm = COMM.Dup()
+    demo = importlib.import_module("infonce.distributed.demo") if where == "demo" else None
+    if RANK == 1:
+        time.sleep(60)
+    began = time.monotonic()
+    try:
+        if demo is not None:
+            demo.main(["--batch", "60", "--timeout", timeout], standalone_mode=False)
+        distributed.clip_loss(x, x, scale=1.0, timeout=float(timeout), comm=comm)
+    except Exception as error:
+        say(f"rank {RANK} after {time.monotonic() - began:.1f} s: {error}")
+        raise
+
+
 def trouble(what: str, timeout: str, place: str = "host") -> None:
-    """Rank 1 gets into trouble in the middle of the third call; what do the others say?"""
+    """Rank 1 gets into trouble before the third call, or in its middle; what do the others say?"""
     say("process", os.getpid())
     x = np.random.default_rng(RANK).standard_normal((200, 16))
     if place == "gpu":
@@ -458,21 +479,28 @@ def trouble(what: str, timeout: str, place: str = "host") -> None:
             say("now")
             time.sleep(60)
 
-    try:
-        for calls in range(4):
-            began = time.monotonic()
+    for calls in range(4):
+        if RANK == 1 and calls == 2:
+            if what == "killed before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif what == "raises before":
+                raise OSError("no more of this")
+            elif what == "exits before":
+                sys.exit()
+        began = time.monotonic()
+        try:
             distributed.clip_loss_and_grad(
                 x, x, scale=1.0, timeout=float(timeout), progress=progress
             )
-            say("rank", RANK, "call", calls)
-    except BaseException as error:
-        passed = time.monotonic() - began
-        say(f"rank {RANK} after {passed:.1f} s: {type(error).__name__}: {error}")
-        try:  # the ranks are out of step now
-            distributed.clip_loss(x, x, scale=1.0)
-        except distributed.RankError as second:
-            say(f"rank {RANK} then: {second}")
-        raise
+        except BaseException as error:
+            passed = time.monotonic() - began
+            say(f"rank {RANK} after {passed:.1f} s: {type(error).__name__}: {error}")
+            try:  # the ranks are out of step now
+                distributed.clip_loss(x, x, scale=1.0)
+            except distributed.RankError as second:
+                say(f"rank {RANK} then: {second}")
+            raise
+        say("rank", RANK, "call", calls)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,9 @@ SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
         ("killed", r"rank 1 \(process \d+ on .*\) is gone"),
         ("raises", "rank 1 failed: OSError: no more of this"),
         ("interrupted", "rank 1 failed: KeyboardInterrupt"),
+        ("killed before", r"rank 1 \(process \d+ on .*\) is gone"),
+        ("raises before", "rank 1 has ended: OSError: no more of this"),
+        ("exits before", "rank 1 has ended"),
     ],
 )
 def test_rank_in_trouble(what: str, words: str) -> None:
@@ -139,6 +142,17 @@ def test_rank_in_trouble(what: str, words: str) -> None:
         assert error is not None, said
         assert float(error[1]) < 10, said
         assert f"rank {rank} then: this communicator is out of step" in said
+
+
+@pytest.mark.parametrize("where", ["world", "another", "demo"])
+def test_first_call_is_bounded(where: str) -> None:
+    """By the timeout of that call."""
+    status, said = run(3, "first", where, "2", shell=SHELL, limit=40)
+    assert status != 0
+    for rank in (0, 2):
+        error = re.search(rf"rank {rank} after ([\d.]+) s: rank {rank} waited 2 s for", said)
+        assert error is not None, said
+        assert 2 <= float(error[1]) < 3, said
 
 
 def test_rank_that_stops() -> None:

@@ -90,4 +90,10 @@ def test_ranks_that_disagree_or_die(tmp_path: Path) -> None:
     (said,) = start("failures", 2, tmp_path)
     assert "width: expected the same on all ranks, got 3 on rank 0 and 4 on rank 1" in said["width"]
     assert "after" not in said  # they are still in step
-    assert said["died"].startswith("rank 1 (process") or "gloo says" in said["died"]
+    assert said["died"].startswith("rank 1 (process")
+
+
+def test_first_call_is_bounded(tmp_path: Path) -> None:
+    waited, _ = start("late", 2, tmp_path)
+    assert "rank 0 waited 2 s" in waited["said"]
+    assert 2 <= waited["after"] < 3

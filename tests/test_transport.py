@@ -1,8 +1,12 @@
 """Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
 
+import contextlib
 import gc
 import itertools
+import subprocess
 import sys
+import threading
+import time
 import types
 import weakref
 from collections.abc import Sequence
@@ -10,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import communicator, ring, transport
+from infonce.distributed import communicator, mpi, processes, ring, transport
 from infonce.distributed.partition import Partition
 from infonce.kernels.problems import within
 
@@ -60,6 +64,102 @@ def test_waiting_is_bounded() -> None:
     ranks.timeout = 0.05
     with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s for another rank"):
         ranks.until(lambda: False)
+
+
+def test_what_a_library_does_is_bounded() -> None:
+    ranks, main = Alone(), threading.get_ident()
+    assert ranks.bounded(threading.get_ident, "gloo") != main
+    ranks.timeout = 0.05
+    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s"):
+        ranks.bounded(threading.Event().wait, "gloo")
+    with pytest.raises(distributed.RankError, match="rank 0: gloo says '1'"):
+        ranks.bounded(lambda: {}["1"], "gloo")
+
+
+def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It connects two ranks in their first shift, which waits for the other rank."""
+    gpu = pytest.importorskip("infonce.distributed.transport_gpu")
+    monkeypatch.setattr(gpu, "_Queued", lambda *arguments: None)
+    connected, threads = threading.Event(), []
+
+    def connect() -> None:
+        threads.append(threading.get_ident())
+        connected.wait(5)
+
+    nccl: Any = object.__new__(gpu.NCCL)
+    nccl.__dict__.update(
+        ranks=Alone(), linked=set(), device=contextlib.nullcontext(), begin=lambda: None,
+        timer=lambda stream: None, stream=types.SimpleNamespace(ptr=0),
+        nccl=types.SimpleNamespace(groupStart=lambda: None, groupEnd=connect),
+        communicator=types.SimpleNamespace(send=lambda *of: None, recv=lambda *of: None),
+    )  # fmt: skip
+    array: Any = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=0))
+    nccl.ranks.timeout = 0.05
+    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0\.05 s"):
+        nccl.shift([array], [array])
+    connected.set()
+    nccl.ranks.timeout = 10.0
+    for distance in (1, 1, 2, 1):
+        nccl.shift([array], [array], distance)
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [False, False, True, False, True]
+
+
+def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen are those of this machine and process namespace; numbers are used again."""
+    me = processes.identity()
+    if not me.started:
+        pytest.skip("the system does not tell when processes started")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        started = processes._started(child.pid)
+        peer = me._replace(number=child.pid, started=started)
+        known = [
+            me, peer, peer._replace(machine="another"), peer._replace(space="pid:[1]"),
+            peer._replace(started="1"), peer._replace(host="another name of this machine"),
+        ]  # fmt: skip
+        peers = processes.Peers(known)
+        assert peers.gone() == {}
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "_started", lambda process: "1")  # another process by now
+            assert list(peers.gone()) == [1, 5]
+        child.kill()
+        patience = time.monotonic() + 10  # a process that nobody has waited for is gone too
+        while not (gone := peers.gone()) and time.monotonic() < patience:
+            time.sleep(0.01)
+        assert gone[1] == f"rank 1 (process {child.pid} on {me.host}) is gone"
+        assert child.returncode is None
+        assert list(gone) == [1, 5]
+    assert list(peers.gone()) == [1, 5]
+    assert processes.Peers(known).gone() == {}  # never seen alive
+
+
+def test_process_of_which_nothing_can_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever cannot look sees no one end."""
+    if not processes.identity().started:
+        pytest.skip("the system does not tell when processes started")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        started = processes._started(child.pid)
+        peers = processes.Peers([processes.identity()._replace(number=child.pid, started=started)])
+        assert list(peers.watched) == [0]
+
+        def fails(path: str) -> Any:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(processes, "open", fails, raising=False)
+        assert peers.gone() == {}
+        child.kill()
+
+
+def test_rank_that_ended_is_missed_by_later_calls() -> None:
+    ranks: Any = object.__new__(mpi.MPIRanks)
+    ranks.MPI, ranks._control = types.SimpleNamespace(Exception=OSError), object()
+    ranks._hear, ranks._ended = lambda: None, {1: (3, "rank 1 has ended")}
+    ranks.peers = types.SimpleNamespace(gone=lambda: {1: "rank 1 is gone"})
+    ranks.call = 3  # its last: it has done its part
+    ranks.listen()
+    ranks.call = 4
+    with pytest.raises(distributed.RankError, match="rank 1 has ended"):
+        ranks.listen()
 
 
 def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +238,10 @@ def test_partition() -> None:
 
 
 def test_messages_have_a_size_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "PIECE", 100)
+    monkeypatch.setattr(mpi, "PIECE", 100)
     array = np.arange(60.0).reshape(6, 10)
-    pieces = communicator._pieces(array)
+    pieces = mpi._pieces(array)
     assert [p.nbytes for p in pieces] == [100] * 4 + [80]
     pieces[1][:] = 0
     assert array.reshape(-1).view(np.uint8)[100:200].sum() == 0
-    assert communicator._pieces(array[:0]) == []
+    assert mpi._pieces(array[:0]) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,20 @@ def failures(rank: int, size: int) -> dict[str, Any]:
     return said
 
 
+def late(rank: int, size: int) -> dict[str, Any]:
+    """What the first call says where another rank makes none."""
+    z, began = torch.ones(4, 3), time.monotonic()
+    said = ""
+    try:
+        if rank == 1:
+            time.sleep(10)
+        else:
+            it.clip_loss(z, z, scale=1.0, group=dist.group.WORLD, timeout=2)
+    except RankError as error:
+        said = str(error)
+    return {"said": said, "after": time.monotonic() - began}
+
+
 def main(case: str, rank: int, size: int, folder: Path, device: str = "cpu") -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -127,10 +142,10 @@ def main(case: str, rank: int, size: int, folder: Path, device: str = "cpu") -> 
     if case in ("clip", "siglip"):
         out = train(case, rank, size, size, device)
     else:
-        out = {"functions": functions, "failures": failures}[case](rank, size)
+        out = {"functions": functions, "failures": failures, "late": late}[case](rank, size)
     torch.save(out, folder / f"{rank}.pt")
-    if case == "failures":
-        os._exit(0)  # the other rank is gone: nobody to say goodbye to
+    if case in ("failures", "late"):
+        os._exit(0)  # the ranks are out of step: nobody to say goodbye to
     dist.destroy_process_group()
 
 

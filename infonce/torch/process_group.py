@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import datetime
 import pickle
-import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicator import Pending, _gone, _identity
+from infonce.distributed.communicator import Pending
+from infonce.distributed.processes import Peers, identity
 
 from ..losses import Loss
 from ..result import LossAndGrad
@@ -29,7 +29,7 @@ _known: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary
 
 
 def connect(group: Any = None) -> ProcessGroup:
-    """The ranks of a process group; of all processes if None. Collective on first use."""
+    """The ranks of a process group; of all processes if None."""
     if isinstance(group, ProcessGroup):
         return group
     if not dist.is_available():
@@ -48,21 +48,32 @@ def connect(group: Any = None) -> ProcessGroup:
 
 
 class ProcessGroup(Communicator):
-    """A process group, duplicated: nothing here meets the caller's own messages."""
+    """A process group, duplicated: nothing here meets the caller's own messages.
+
+    The first exchange duplicates it, and waits for the others no longer than any other exchange.
+    """
 
     def __init__(self, group: Any) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        members = dist.get_process_group_ranks(group)
-        # its own limit is never met: waiting is bounded here
-        self._group = dist.new_group(
-            members, datetime.timedelta(days=7), "gloo", use_local_synchronization=True
-        )
-        self._members = members
+        self._members = dist.get_process_group_ranks(group)
+        self._group: Any = None
         self.broken: str | None = None
-        self.peers: list[Any] = []
-        self.peers = self.allgather(_identity())
+        self.peers = Peers()
+
+    def _meet(self) -> None:
+        """The first exchange."""
+        never = datetime.timedelta(days=7)  # gloo's own limit: waiting is bounded here
+        self._group = self.bounded(
+            lambda: dist.new_group(self._members, never, "gloo", use_local_synchronization=True),
+            "gloo",
+        )
+        self.peers = Peers(self.allgather(identity()))
 
     def allgather(self, value: Any) -> list[Any]:
+        if self.broken:
+            raise RankError(f"this process group is out of step: {self.broken}")
+        if self._group is None:
+            self._meet()
         message = np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)
         sizes = self._gathered(torch.tensor([len(message)]))
         longest = max(int(size) for size in sizes)
@@ -75,10 +86,8 @@ class ProcessGroup(Communicator):
         ]
 
     def _gathered(self, own: Any) -> list[Any]:
-        if self.broken:
-            raise RankError(f"this process group is out of step: {self.broken}")
         everyone = [torch.empty_like(own) for _ in range(self.size)]
-        self._bounded(lambda: dist.all_gather(everyone, own, self._group))
+        self.bounded(lambda: dist.all_gather(everyone, own, self._group), "gloo")
         return everyone
 
     def shift(
@@ -98,33 +107,16 @@ class ProcessGroup(Communicator):
         ]
         return _Shift(self, works)
 
-    def _bounded(self, function: Callable[[], Any]) -> None:
-        """Run what waits for others without end, and wait for it no longer than allowed."""
-        outcome: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                function()
-            except BaseException as error:  # handed to the caller's thread
-                outcome.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        self.until(lambda: not thread.is_alive())
-        if outcome:
-            self.listen()
-            raise RankError(f"rank {self.rank}: gloo says {outcome[0]}") from outcome[0]
-
     def listen(self) -> None:
-        for r, peer in enumerate(self.peers):
-            if r != self.rank and _gone(peer):
-                raise RankError(f"rank {r} (process {peer[2]} on {peer[0]}) is gone")
+        for what in self.peers.gone().values():
+            raise RankError(what)
 
     def fail(self, error: BaseException) -> None:
         """Others see the connection end."""
         if not self.broken:
             self.broken = str(error)
-            dist.destroy_process_group(self._group)
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
 
 
 def loss_and_grad(
@@ -149,7 +141,7 @@ class _Shift:
         self.ranks, self.works = ranks, works
 
     def wait(self) -> None:
-        self.ranks._bounded(lambda: [work.wait() for work in self.works])
+        self.ranks.bounded(lambda: [work.wait() for work in self.works], "gloo")
 
 
 def _bytes(array: Array) -> Any:

@@ -1,0 +1,325 @@
+"""mpi4py's communicators, as the ring wants them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .communicator import Array, Communicator, Pending, RankError
+from .processes import Peers, identity
+
+FAILED, ENDED, WAITING = "failed", "ended", "waiting"
+PIECE = 2**30  # bytes of one message
+SHORT = 2040  # bytes of most values that all ranks exchange
+CONTROL_TAG = 7
+
+
+def load_mpi() -> Any:
+    """mpi4py's MPI, or what to install."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ImportError(f"mpi4py cannot be imported ({error}): pip install 'infonce[mpi]'") from (
+            None
+        )
+    except RuntimeError as error:  # mpi4py is there, a library is not
+        raise ImportError(
+            f"mpi4py finds no MPI library ({error}): pip install 'infonce[mpi]' brings one"
+        ) from None
+    return MPI
+
+
+_attribute: Any = None  # MPI's key under which a communicator keeps its adapter
+
+
+def connect(comm: Any = None) -> Communicator:
+    """`comm` as the ring wants it: None (all ranks), an mpi4py communicator, or a Communicator."""
+    global _attribute
+    if isinstance(comm, Communicator):
+        return comm
+    if comm is not None and "mpi4py" not in sys.modules:
+        raise TypeError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
+    MPI = load_mpi()
+    comm = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
+    if comm == MPI.COMM_NULL or comm.Is_inter():
+        raise ValueError("comm: expected an intra-communicator that this rank is part of")
+    if _attribute is None:
+        _attribute = MPI.Comm.Create_keyval()
+    ranks = comm.Get_attr(_attribute)
+    if ranks is None:
+        ranks = MPIRanks(MPI, comm)
+        comm.Set_attr(_attribute, ranks)
+    adapter: Communicator = ranks
+    return adapter
+
+
+class MPIRanks(Communicator):
+    """An mpi4py communicator, duplicated: nothing here meets the caller's own messages.
+
+    The first exchange duplicates it, and waits for the others no longer than any other exchange.
+    Of mpi4py it uses Idup, Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
+    """
+
+    def __init__(self, MPI: Any, comm: Any) -> None:
+        self.MPI, self._comm = MPI, comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.broken: str | None = None
+        self.peers = Peers()
+        self.call = 0
+        self._process = os.getpid()
+        self._data: Any = None
+        self._control: Any = None
+        self._ended: dict[int, tuple[int, str]] = {}  # rank -> its last call, why it makes no more
+        self._waiting: dict[int, int] = {}  # rank -> call in which it last said that it waits
+        self._sent: list[Any] = []  # control messages under way
+        self._active: list[_Shift] = []
+        self._work = threading.Condition()
+        self._worker: threading.Thread | None = None
+        self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        atexit.register(self._leave)
+
+    def _meet(self) -> None:
+        """The first exchange."""
+        self._data = self._duplicate()
+        self._control = self._duplicate()
+        self.peers = Peers(self.allgather(identity()))
+
+    def _duplicate(self) -> Any:
+        duplicate, request = self._comm.Idup()
+        self._complete(request, duplicate)
+        duplicate.Set_errhandler(self.MPI.ERRORS_RETURN)  # mpi4py raises them
+        return duplicate
+
+    # -- data
+
+    def allgather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        if self.broken:
+            raise RankError(f"this communicator is out of step: {self.broken}")
+        if self._data is None:
+            self._meet()
+        self.call += 1
+        message = pickle.dumps(value)
+        size = len(message)
+        room, longest = 0, SHORT
+        while longest > room:  # once, or where a message is long, twice
+            room = longest
+            own = np.zeros(8 + room, np.uint8)
+            own[:8] = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
+            own[8 : 8 + size] = np.frombuffer(message[:room], np.uint8)
+            everyone = np.zeros((self.size, 8 + room), np.uint8)
+            self._complete(self._data.Iallgather(own, everyone), own, everyone)
+            sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in everyone]
+            longest = max(sizes)
+        return [
+            pickle.loads(row[8 : 8 + n].tobytes()) for row, n in zip(everyone, sizes, strict=True)
+        ]
+
+    def _complete(self, request: Any, *used: Any) -> None:
+        """Wait for a collective that uses these. Given up, it leaves the ranks out of step."""
+        try:
+            self.until(lambda: bool(self._checked(request.Test)))
+        except BaseException as error:
+            _abandoned.append((request, used))
+            self.fail(error)
+            raise
+
+    def shift(
+        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
+    ) -> Pending:  # fmt: skip
+        left, right = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+        byte = self.MPI.BYTE
+        requests = [
+            self._data.Irecv([piece, byte], left, tag)
+            for tag, array in enumerate(receive)
+            for piece in _pieces(array)
+        ]
+        requests += [
+            self._data.Isend([piece, byte], right, tag)
+            for tag, array in enumerate(send)
+            for piece in _pieces(array)
+        ]
+        shift = _Shift(self, requests, (list(send), list(receive)))
+        if self._threads and requests:
+            self._advance_in_background(shift)
+        return shift
+
+    def _advance_in_background(self, shift: _Shift) -> None:
+        """MPI moves large messages only while it is called: a thread does that during products."""
+        with self._work:
+            self._active.append(shift)
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._advance, daemon=True)
+                self._worker.start()
+            self._work.notify()
+
+    def _advance(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._active)
+                active = list(self._active)
+            for shift in active:
+                if shift.done():
+                    with self._work:
+                        if shift in self._active:
+                            self._active.remove(shift)
+            time.sleep(1e-3)
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
+        """An MPI call; its error as one of the ranks."""
+        try:
+            return call()
+        except self.MPI.Exception as error:
+            raise self.blame(error, "MPI") from None
+
+    # -- signs of life
+
+    def listen(self) -> None:
+        if self._control is None:
+            return
+        gone = self.peers.gone()
+        with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone
+            self._hear()  # after that look: it may have left a message
+        for r, (last, why) in self._ended.items():
+            gone.pop(r, None)
+            if self.call > last:
+                raise RankError(why)
+        for what in gone.values():
+            raise RankError(what)
+
+    def _hear(self) -> None:
+        status = self.MPI.Status()
+        while self._control.Iprobe(tag=CONTROL_TAG, status=status):
+            message = bytearray(status.Get_count(self.MPI.BYTE))
+            source = status.Get_source()
+            self._control.Recv([message, self.MPI.BYTE], source, CONTROL_TAG)
+            what, call, text = pickle.loads(message)
+            if what == FAILED:
+                raise RankError(text)
+            if what == ENDED:
+                self._ended[source] = call, text
+            else:
+                self._waiting[source] = call
+
+    def _tell(self, what: str, text: str = "") -> None:
+        """Send every other rank a message, as far as they can be reached."""
+        if self._control is None:
+            return
+        message = bytearray(pickle.dumps((what, self.call, text)))
+        for r in range(self.size):
+            if r != self.rank:
+                with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone
+                    request = self._control.Isend([message, self.MPI.BYTE], r, CONTROL_TAG)
+                    self._sent.append((request, message))
+        with contextlib.suppress(self.MPI.Exception):
+            self._sent = [s for s in self._sent if not s[0].Test()]
+
+    def overdue(self) -> None:
+        self._tell(WAITING)
+
+    def silent(self) -> str:
+        quiet = [
+            f"rank {r}" for r in range(self.size)
+            if r != self.rank and self._waiting.get(r) != self.call
+        ]  # fmt: skip
+        if self._control is None and len(quiet) > 1:
+            return "another rank"  # nobody has heard of anybody yet
+        return ", ".join(quiet) if quiet else "ranks that wait too"
+
+    def fail(self, error: BaseException) -> None:
+        if self.broken or self.size == 1:
+            return
+        self.broken = str(error)
+        if not isinstance(error, RankError):
+            self.broken = f"rank {self.rank} failed: {_in_words(error)}"
+        with self._work:
+            left, self._active = self._active, []
+        _abandoned.extend(left)
+        self._tell(FAILED, self.broken)
+
+    def _leave(self) -> None:
+        """At the end of the process: tell ranks that may call yet. Where they are out of step,
+        finish together, or end them all."""
+        if self.size == 1 or self.MPI.Is_finalized() or os.getpid() != self._process:
+            return
+        if not self.broken:
+            error = getattr(sys, "last_value", None)  # that nobody caught
+            why = f"rank {self.rank} has ended"
+            self._tell(ENDED, why if error is None else f"{why}: {_in_words(error)}")
+            return
+        try:
+            request = None if self._control is None else self._control.Ibarrier()
+            patience = time.monotonic() + 5.0
+            while time.monotonic() < patience:
+                if request is not None and request.Test():
+                    return
+                if self._ended or self.peers.gone():
+                    time.sleep(2.0)  # let the others say their error
+                    break
+                time.sleep(0.01)
+        except self.MPI.Exception:
+            pass
+        sys.stdout.flush()
+        sys.stderr.flush()
+        (self._control or self._comm).Abort(1)
+
+
+_abandoned: list[Any] = []  # what will never complete: its buffers must outlive it
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+class _Shift:
+    """Requests of one shift; the background thread and the caller both look at them."""
+
+    def __init__(self, ranks: MPIRanks, requests: list[Any], buffers: Any) -> None:
+        self.ranks, self.requests, self.buffers = ranks, requests, buffers
+        self.finished = not requests
+        self.error: BaseException | None = None
+        self.began = time.perf_counter()
+        self.lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether it is complete, or failed."""
+        with self.lock:
+            if not self.finished:
+                try:
+                    self.finished = self.ranks.MPI.Request.Testall(self.requests)
+                except self.ranks.MPI.Exception as error:
+                    self.error, self.finished = error, True
+                if self.finished:
+                    self.ranks.moving += time.perf_counter() - self.began
+        return self.finished
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        try:
+            self.ranks.until(self.done)
+        except BaseException:
+            _abandoned.append(self)
+            raise
+        self.ranks.waited += time.perf_counter() - began
+        if self.error is not None:
+            raise self.ranks.blame(self.error, "MPI")
+
+
+def _pieces(array: Array) -> list[Array]:
+    """The bytes of a contiguous array, in messages of a size that every library takes."""
+    if array.nbytes == 0:
+        return []
+    flat = array.reshape(-1).view(np.uint8)
+    return [flat[i : i + PIECE] for i in range(0, flat.size, PIECE)]
