@@ -17,7 +17,18 @@ import numpy as np
 from .cpu_folds import Fold, Worker
 from .cpu_operands import Side, inverse_norms, not_finite
 from .cpu_resources import BLAS, SPARES, Turns, in_threads, thread_count
-from .problems import Array, Epilogue, Gradients, Grid, Problem, SoftmaxGradient, Statistics, cut
+from .problems import (
+    Array,
+    Epilogue,
+    Gradients,
+    Grid,
+    Problem,
+    SoftmaxGradient,
+    Statistics,
+    cut,
+    few,
+    too_small,
+)
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 TILE = 2048, 1216  # rows x columns; rows of a power of 2 bytes would share cache sets
@@ -75,8 +86,11 @@ class CPU:
         gathered = 0 if self.query_in_place else bm * d
         return int(elements + (self.gradients is not None) * (gathered + max(bm, bn) * d))
 
+    def _bytes_of_one(self, d: int, bm: int, bn: int) -> int:
+        return self.worker_elements(d, bm, bn) * self.dtype.itemsize
+
     def _worker_bytes(self, d: int, bm: int, bn: int) -> int:
-        return int(self.threads * self.worker_elements(d, bm, bn) * self.dtype.itemsize)
+        return self.threads * self._bytes_of_one(d, bm, bn)
 
     def _gathers(self, problem: Problem, gradients: Gradients) -> bool:
         """Whether dQ can be gathered where it is handed out."""
@@ -102,16 +116,17 @@ class CPU:
             bm //= 2
         if problem.symmetric:
             bn = bm
-        # smaller tiles are slower but need less
+        # smaller tiles are slower but need less, and so do fewer threads
         room = problem.workspace - self.accumulators * d * self.dtype.itemsize
-        while self._worker_bytes(d, bm, bn) > room and bm * bn > 1:
-            bm, bn = max(1, bm // 2), max(1, bn // 2)
-        smallest = 2 * self._worker_bytes(d, 1, 1)
-        if smallest > problem.workspace:
-            raise ValueError(
-                f"workspace: expected at least {smallest} bytes for features of width {d}, "
-                f"got {problem.workspace}"
-            )
+        while self._worker_bytes(d, bm, bn) > room:
+            smaller = max(1, bm // 2), max(1, bn // 2)
+            if smaller == (bm, bn) or not few(m, n, *smaller):
+                break
+            bm, bn = smaller
+        self.threads = min(self.threads, max(1, room // self._bytes_of_one(d, bm, bn)))
+        if self._worker_bytes(d, bm, bn) > room:
+            least = self._bytes_of_one(d, bm, bn) * (2 if self.accumulators else 1)
+            raise ValueError(too_small(problem.shape, least, problem.workspace))
         return Grid(cut(m, bm), cut(n, bn), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
@@ -164,11 +179,10 @@ class CPU:
 
         def work(report: Callable[[], None]) -> None:
             worker = None
-            with np.errstate(invalid="ignore"):  # NaN in, NaN out
-                for i in panels:  # next() on a range iterator is atomic
-                    a = len(grid.rows) - 1 - i if backwards else i
-                    worker = worker or Worker(run, a)
-                    worker.panel(a, report)
+            for i in panels:  # next() on a range iterator is atomic
+                a = len(grid.rows) - 1 - i if backwards else i
+                worker = worker or Worker(run, a)
+                worker.panel(a, report)
             if worker is None:
                 return
             if backwards and worker.holds is not None:
