@@ -57,6 +57,7 @@ class CPU:
         self.gradients = gradients
         self.query_in_place = gradients is not None and self._gathers(problem, gradients)
         self.accumulators = self._accumulator_rows(problem, gradients)
+        self.tile = self._tile(problem)
 
     def _side(self, problem: Problem, features: Array) -> Side:
         norms = inverse_norms(features) if problem.normalize else None
@@ -86,11 +87,8 @@ class CPU:
         gathered = 0 if self.query_in_place else bm * d
         return int(elements + (self.gradients is not None) * (gathered + max(bm, bn) * d))
 
-    def _bytes_of_one(self, d: int, bm: int, bn: int) -> int:
-        return self.worker_elements(d, bm, bn) * self.dtype.itemsize
-
     def _worker_bytes(self, d: int, bm: int, bn: int) -> int:
-        return self.threads * self._bytes_of_one(d, bm, bn)
+        return int(self.threads * self.worker_elements(d, bm, bn) * self.dtype.itemsize)
 
     def _gathers(self, problem: Problem, gradients: Gradients) -> bool:
         """Whether dQ can be gathered where it is handed out."""
@@ -109,24 +107,34 @@ class CPU:
         n, d = out.shape
         return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
-    def grid(self, problem: Problem, triangle: bool) -> Grid:
+    def _tile(self, problem: Problem) -> tuple[int, int]:
+        """Rows and columns of a tile. Smaller ones are slower but need less, and so do threads that
+        are fewer."""
         m, n, d = problem.shape
         bm, bn = (SQUARE, SQUARE) if problem.symmetric else TILE
         while bm > 16 and self.threads > 1 and 2 * bm * self.threads > m:  # two panels a thread
             bm //= 2
         if problem.symmetric:
             bn = bm
-        # smaller tiles are slower but need less, and so do fewer threads
-        room = problem.workspace - self.accumulators * d * self.dtype.itemsize
+        bm, bn = max(1, min(bm, m)), max(1, min(bn, n))
+        gathered = self.accumulators * d * self.dtype.itemsize
+        room = problem.workspace - gathered
         while self._worker_bytes(d, bm, bn) > room:
             smaller = max(1, bm // 2), max(1, bn // 2)
             if smaller == (bm, bn) or not few(m, n, *smaller):
                 break
             bm, bn = smaller
-        self.threads = min(self.threads, max(1, room // self._bytes_of_one(d, bm, bn)))
-        if self._worker_bytes(d, bm, bn) > room:
-            least = self._bytes_of_one(d, bm, bn) * (2 if self.accumulators else 1)
+        one = self.worker_elements(d, bm, bn) * self.dtype.itemsize
+        if one > room:
+            rows = 0 if not gathered else m if problem.symmetric else n
+            least = one + min(one, rows * d * self.dtype.itemsize)
             raise ValueError(too_small(problem.shape, least, problem.workspace))
+        self.threads = min(self.threads, room // one)
+        return bm, bn
+
+    def grid(self, problem: Problem, triangle: bool) -> Grid:
+        m, n, _ = problem.shape
+        bm, bn = self.tile
         return Grid(cut(m, bm), cut(n, bn), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
