@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from infonce.kernels.blocks import Backend, Solution, Vectors, fold_block, solve
-from infonce.kernels.problems import Array, Gradients, Problem
+from infonce.kernels.problems import SILENT, Array, Gradients, Problem
 
 from infonce import arrays, dispatch, validation
 from infonce import losses as single
@@ -124,7 +124,7 @@ def _call(
     ranks.timeout = timeout
     call = _Call(kind, ranks, labels, bias, options, ours, with_grad)
     try:
-        with arrays.on_stream_of(given[0]):
+        with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
             return call.evaluate(given)
     except _Agreed as agreed:
         raise agreed.error from None
@@ -161,7 +161,10 @@ class _Call:
         with dispatch._device(features[0]):
             request, everyone = self.agree(lambda: self.check(features, queries, keys))
             self.compare(everyone)
-            return self.solve(request, given[0], queries, keys)
+            try:
+                return self.solve(request, given[0], queries, keys)
+            except MemoryError as error:
+                dispatch.raise_with_advice(error, request.problem)
 
     # -- before any work
 

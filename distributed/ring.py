@@ -235,8 +235,8 @@ class Ring:
         """dQ stays, dK travels."""
         xp, d = self.xp, problem.shape[2]
         first_factor = len(own)
-        if isinstance(epilogue, SoftmaxGradient) and epilogue.column_lse is not None:
-            own += [epilogue.column_lse, epilogue.column_factor, epilogue.positive]
+        if isinstance(epilogue, SoftmaxGradient) and epilogue.column_height is not None:
+            own += [epilogue.column_height, epilogue.column_factor, epilogue.positive]
         dq = gradients.query
         if dq is not None:
             if dq.dtype != self.real:
@@ -249,8 +249,10 @@ class Ring:
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
             if isinstance(part, SoftmaxGradient) and len(arrays) > first_factor:
-                lse, factor, positive = arrays[first_factor:]
-                part = changed(part, column_lse=lse, column_factor=factor, column_positive=positive)
+                height, factor, positive = arrays[first_factor:]
+                part = changed(
+                    part, column_height=height, column_factor=factor, column_positive=positive
+                )
             key = sums[0] if sums else None
             mine = changed(
                 gradients, query=dq, key=key, want_key=key is not None, dots=dots,

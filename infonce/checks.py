@@ -138,7 +138,7 @@ def check(
         raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
     scale = settled.scale
     if scale is None:  # an array: its value may be another each time
-        scale = validation.scale(loss, get("temperature"), get("scale"))
+        scale = validation.scale(loss, get("temperature"), get("scale"), settled.compute)
     an_array = loss.sigmoid and settled.bias is None
     bias = validation.number("bias", bias) if an_array else settled.bias
     query, key = arrays[0], arrays[-1]
@@ -236,7 +236,6 @@ def _settle(
     validation.same_device(loss, query, key)
     whole = shard or Shard(len(query), len(key))
     _shapes(loss, query, key, labelled, whole)
-    scale = validation.scale(loss, o["temperature"], o["scale"])
     if loss.sigmoid:
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
@@ -244,6 +243,7 @@ def _settle(
     if o["offload"]:
         _offload(loss, o, query)
     compute = validation.precision(o["precision"], dtypes, on_host and not o["offload"])
+    scale = validation.scale(loss, o["temperature"], o["scale"], compute)
     if o["return_logits"] and o["method"] != "naive":
         raise ValueError(
             f'return_logits: expected method="naive", the one that keeps them, got '

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
 
 from . import arrays
 from .checks import DEFAULTS, Request, check
 from .kernels.blocks import Solution, solve
-from .kernels.problems import LN_2, Array
+from .kernels.problems import LN_2, SILENT, Array, Problem
 from .result import LossAndGrad, Metrics
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ def loss(
     kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
     """The loss alone."""
-    with arrays.on_stream_of(given[0]):
+    with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
         features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
         with _device(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
@@ -38,7 +40,7 @@ def loss_and_grad(
     made: dict[str, Any] | None = None,
 ) -> LossAndGrad:
     """The loss and whatever gradients were asked for; in `made`, where an adapter brings it."""
-    with arrays.on_stream_of(given[0]):
+    with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
         features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
         with _device(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=True, made=made)
@@ -89,6 +91,24 @@ def _device(array: Array) -> Any:
 
 
 def _solve(request: Request) -> Solution:
+    try:
+        return _backends_solution(request)
+    except MemoryError as error:
+        raise_with_advice(error, request.problem)
+
+
+def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
+    """The same error, which says what to do besides."""
+    naive = problem.method == "naive"
+    advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
+    told = f"{error}; use {advice}"
+    if arrays.on_gpu(problem.query):
+        error.args = (told,)
+        raise error
+    raise MemoryError(told) from error  # NumPy's kind has its own words
+
+
+def _backends_solution(request: Request) -> Solution:
     # imported here: `import infonce` waits for no compiler
     problem, gradients = request.problem, request.gradients
     if request.offload:

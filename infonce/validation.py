@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import native, on_gpu
-from .kernels.problems import Array
+from .kernels.problems import SCALES, Array
 
 if TYPE_CHECKING:
     from .losses import Loss
@@ -155,7 +155,9 @@ def listed(name: str, value: Any, expected: str) -> Array:
         raise TypeError(f"{name}: expected {expected}, got {what(value)}") from None
 
 
-def scale(loss: Loss, temperature: Any, scale: Any) -> Any:
+def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
+    """The scale, within the range of the dtype that computes; an array on a GPU is not looked at:
+    out of range it makes the loss NaN."""
     if temperature is not None and scale is not None:
         raise ValueError("temperature, scale: expected one of them, got both")
     if temperature is None and scale is None:
@@ -168,10 +170,16 @@ def scale(loss: Loss, temperature: Any, scale: Any) -> Any:
         return value if temperature is None else 1.0 / value.astype(np.float64)
     if value <= 0:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
-    value = value if temperature is None else 1.0 / value
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected a number with a finite reciprocal, got {given!r}")
-    return value
+    wide = compute == "fp64"
+    low, high = SCALES["fp64" if wide else "fp32"]
+    if temperature is not None:
+        low, high = 1.0 / high, 1.0 / low
+    if not low <= value <= high:
+        raise ValueError(
+            f"{name}: expected a number in [{low!r}, {high!r}] for products in "
+            f"float{64 if wide else 32}, got {given!r}"
+        )
+    return value if temperature is None else 1.0 / value
 
 
 def precision(precision: str, dtypes: set[str], on_host: bool) -> str:

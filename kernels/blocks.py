@@ -18,6 +18,10 @@ its positive logit, the loss is ``softplus(n_i - p_i)`` and the gradient at the 
 ``-sigmoid(n_i - p_i)``. Nothing cancels: a loss of 1e-30 has all its digits, it is never negative,
 and P - 1 is exact where P rounds to 1.
 
+**Exponents are differences of logits, never of a logit and a log-sum-exp.** Beyond 2^53 a logit has
+no digits for what a log-sum-exp is above it. So probabilities are 2^(x2 - h) divided by
+sum_j 2^(x2_ij - h), h being the largest logit: whatever the logits, none exceeds 1.
+
 Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware computes.
 """
 
@@ -105,10 +109,9 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
     if gradients is not None and gradients.dots is None:
         m, n, _ = problem.shape
         gradients = replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
-    with np.errstate(invalid="ignore"):  # NaN in, NaN out
-        if problem.bias is not None:
-            return _solve_sigmoid(problem, backend, vectors, gradients)
-        return _solve_softmax(problem, backend, vectors, gradients)
+    if problem.bias is not None:
+        return _solve_sigmoid(problem, backend, vectors, gradients)
+    return _solve_softmax(problem, backend, vectors, gradients)
 
 
 def fold_block(
@@ -144,10 +147,10 @@ def _solve_softmax(
     end = vectors.conclude(problem, stats, grid.triangle, gradients is not None)
     rows, columns = end.rows, end.columns
     if gradients is not None and not online:
-        column_lse2, b = (None, None) if columns is None else (columns.lse2, end.column_factor)
+        height, b = (None, None) if columns is None else (columns.height, end.column_factor)
         if problem.symmetric:  # G + G': the columns are the rows
-            column_lse2, b = rows.lse2, end.row_factor
-        epilogue = SoftmaxGradient(rows.lse2, end.row_factor, column_lse2, b, end.at_positive)
+            height, b = rows.height, end.row_factor
+        epilogue = SoftmaxGradient(rows.height, end.row_factor, height, b, end.at_positive)
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
     loss, scale_grad, _ = vectors.totals(problem, end.losses, gradients)
     return Solution(
@@ -162,8 +165,9 @@ class Direction:
 
     loss: Array  # softplus(n - p): log-sum-exp of the negatives against the positive
     lse: Array  # log-sum-exp, the positive included
-    lse2: Array  # the same in base 2
     share: Array  # sigmoid(n - p): what the negatives hold of the softmax
+    height: Array  # of `SoftmaxGradient`
+    at_height: Any  # 2^(height - log-sum-exp): what a logit of that height holds of the softmax
 
 
 @dataclass
@@ -205,6 +209,7 @@ class Vectors:
         losses = problem.row_weight * rows.loss + backend.poison(problem)
         a = problem.upstream * (problem.row_weight * problem.scale)
         at_positive = a * rows.share
+        row_factor = a * rows.at_height
         columns = b = None
         if problem.symmetric:
             if gradient:  # over ranks, others have to be asked
@@ -214,7 +219,8 @@ class Vectors:
             losses = losses + problem.column_weight * columns.loss
             b = problem.upstream * (problem.column_weight * problem.scale)
             at_positive = at_positive + b * columns.share
-        return Conclusion(losses, rows, columns, a, b, -at_positive)
+            b = b * columns.at_height
+        return Conclusion(losses, rows, columns, row_factor, b, -at_positive)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         """The problem spelled out, and the sigmoid fold's beginning."""
@@ -248,12 +254,16 @@ def ranks_of(stats: Statistics, problem: Problem) -> Ranks:
 
 
 def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
+    """From the (max, sum) of the negatives and the positive's logit, base 2."""
     if hasattr(xp, "conclude"):  # a GPU has one kernel for all
-        return Direction(*xp.conclude(sums.max, sums.sum, positive))
-    negatives = sums.log2(xp)
-    gap = negatives - positive
-    lse2 = xp.logaddexp2(negatives, positive)
-    return Direction(softplus2(xp, gap), LN_2 * lse2, lse2, sigmoid2(xp, gap))
+        return Direction(*xp.conclude(sums.max, sums.sum, positive), 1.0)
+    gap = (sums.max - positive) + xp.log2(sums.sum)
+    top = xp.maximum(sums.max, positive)
+    total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
+    lse2 = top + xp.log2(total)
+    # columns may have the maximum of more than their own logits: a total below 1
+    height, at_height = xp.minimum(top, lse2), 1.0 / xp.maximum(total, 1.0)
+    return Direction(softplus2(xp, gap), LN_2 * lse2, sigmoid2(xp, gap), height, at_height)
 
 
 def mirrored(xp: Any, positive: Array, positives: Array) -> Array:

@@ -17,7 +17,18 @@ import numpy as np
 from .cpu_folds import Fold, Worker
 from .cpu_operands import Side, inverse_norms, not_finite
 from .cpu_resources import BLAS, SPARES, Turns, in_threads, thread_count
-from .problems import Array, Epilogue, Gradients, Grid, Problem, SoftmaxGradient, Statistics, cut
+from .problems import (
+    Array,
+    Epilogue,
+    Gradients,
+    Grid,
+    Problem,
+    SoftmaxGradient,
+    Statistics,
+    cut,
+    few,
+    too_small,
+)
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 TILE = 2048, 1216  # rows x columns; rows of a power of 2 bytes would share cache sets
@@ -46,6 +57,7 @@ class CPU:
         self.gradients = gradients
         self.query_in_place = gradients is not None and self._gathers(problem, gradients)
         self.accumulators = self._accumulator_rows(problem, gradients)
+        self.tile = self._tile(problem)
 
     def _side(self, problem: Problem, features: Array) -> Side:
         norms = inverse_norms(features) if problem.normalize else None
@@ -95,23 +107,34 @@ class CPU:
         n, d = out.shape
         return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
-    def grid(self, problem: Problem, triangle: bool) -> Grid:
+    def _tile(self, problem: Problem) -> tuple[int, int]:
+        """Rows and columns of a tile. Smaller ones are slower but need less, and so do threads that
+        are fewer."""
         m, n, d = problem.shape
         bm, bn = (SQUARE, SQUARE) if problem.symmetric else TILE
         while bm > 16 and self.threads > 1 and 2 * bm * self.threads > m:  # two panels a thread
             bm //= 2
         if problem.symmetric:
             bn = bm
-        # smaller tiles are slower but need less
-        room = problem.workspace - self.accumulators * d * self.dtype.itemsize
-        while self._worker_bytes(d, bm, bn) > room and bm * bn > 1:
-            bm, bn = max(1, bm // 2), max(1, bn // 2)
-        smallest = 2 * self._worker_bytes(d, 1, 1)
-        if smallest > problem.workspace:
-            raise ValueError(
-                f"workspace: expected at least {smallest} bytes for features of width {d}, "
-                f"got {problem.workspace}"
-            )
+        bm, bn = max(1, min(bm, m)), max(1, min(bn, n))
+        gathered = self.accumulators * d * self.dtype.itemsize
+        room = problem.workspace - gathered
+        while self._worker_bytes(d, bm, bn) > room:
+            smaller = max(1, bm // 2), max(1, bn // 2)
+            if smaller == (bm, bn) or not few(m, n, *smaller):
+                break
+            bm, bn = smaller
+        one = self.worker_elements(d, bm, bn) * self.dtype.itemsize
+        if one > room:
+            rows = 0 if not gathered else m if problem.symmetric else n
+            least = one + min(one, rows * d * self.dtype.itemsize)
+            raise ValueError(too_small(problem.shape, least, problem.workspace))
+        self.threads = min(self.threads, room // one)
+        return bm, bn
+
+    def grid(self, problem: Problem, triangle: bool) -> Grid:
+        m, n, _ = problem.shape
+        bm, bn = self.tile
         return Grid(cut(m, bm), cut(n, bn), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
@@ -164,11 +187,10 @@ class CPU:
 
         def work(report: Callable[[], None]) -> None:
             worker = None
-            with np.errstate(invalid="ignore"):  # NaN in, NaN out
-                for i in panels:  # next() on a range iterator is atomic
-                    a = len(grid.rows) - 1 - i if backwards else i
-                    worker = worker or Worker(run, a)
-                    worker.panel(a, report)
+            for i in panels:  # next() on a range iterator is atomic
+                a = len(grid.rows) - 1 - i if backwards else i
+                worker = worker or Worker(run, a)
+                worker.panel(a, report)
             if worker is None:
                 return
             if backwards and worker.holds is not None:

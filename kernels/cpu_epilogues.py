@@ -371,8 +371,8 @@ def softmax_gradient_two_sided(x, c, height, a, column_height, b):  # type: igno
 
 @compiled
 def online_softmax(x, c, row_max, row_sum, rescale):  # type: ignore[no-untyped-def]
-    """x <- 2^(c x - row_max) with the running maximum; rescale[i] = 2^(old - new) for what was
-    summed before."""
+    """x <- 2^(c (x - row_max)) with the running maximum of products; rescale[i] = 2^(c (old - new))
+    for what was summed before."""
     wide_vectors()
     scale = x.dtype.type(c)
     for i in range(x.shape[0]):
@@ -381,16 +381,15 @@ def online_softmax(x, c, row_max, row_sum, rescale):  # type: ignore[no-untyped-
         for j in range(row.size):
             high = fmax(high, row[j])
         rescale[i] = 1
-        if np.float64(c) * np.float64(high) > row_max[i]:
+        if high > row_max[i]:
             old = row_max[i]
-            row_max[i] = np.float64(c) * np.float64(high)
-            rescale[i] = 2.0 ** (old - row_max[i])
+            row_max[i] = high
+            rescale[i] = 2.0 ** (c * (old - row_max[i]))
             row_sum[i] *= rescale[i]
         if row_max[i] == -np.inf:
             row[:] = 0
             continue
-        h = x.dtype.type(row_max[i] / c)
-        # the maximum came from a float, so h is that float again, up to one rounding
+        h = x.dtype.type(row_max[i])  # it came from such a number
         total = x.dtype.type(0)
         for j in range(row.size):
             e = exp2(scale * (row[j] - h))

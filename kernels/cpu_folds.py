@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import cpu_epilogues as tile
+from .blocks import conclude
 from .cpu_operands import Side
 from .cpu_resources import SPARES, Cancelled, Turns
 from .problems import (
@@ -23,11 +24,15 @@ from .problems import (
     Sigmoid,
     SoftmaxGradient,
     Statistics,
+    Sums,
     cut,
 )
 
 if TYPE_CHECKING:
     from .cpu import CPU
+
+EXACT = 2.0**40  # logits below this have digits after the point, in float64
+ROUNDING = 2.0**-10  # what factors make up for at most, in base 2
 
 
 class Fold:
@@ -102,28 +107,38 @@ class Fold:
     def _factors(self, epilogue: SoftmaxGradient) -> None:
         """Heights in units of raw products; what their rounding leaves goes into the factors."""
         dtype = self.cpu.dtype
-
-        def height(lse: Array) -> Array:
-            return np.where(np.isfinite(lse), lse / self.c, 0.0).astype(dtype)
-
-        self.height = height(epilogue.row_lse)
-        rest = self.c * self.height.astype(np.float64)
-        self.a = (epilogue.row_factor * np.exp2(rest - epilogue.row_lse)).astype(dtype)
         self.at_positive = epilogue.positive.astype(dtype)
+        self.height, self.a, rest = self._height(epilogue.row_height, epilogue.row_factor)
         self.shared = False
-        if epilogue.column_lse is None or epilogue.column_factor is None:
+        if epilogue.column_height is None or epilogue.column_factor is None:
             return
-        lse = epilogue.column_lse
-        # One exponential serves both directions while no column's terms vanish below a row's height
-        middle = 0.5 * (rest.max() + lse.min())
-        self.shared = bool(rest.max() - lse.min() < 40 and rest.max() - rest.min() < 80)
+        high, low, least = rest.max(), rest.min(), epilogue.column_height.min()
+        # One exponential serves both directions while no column's terms vanish below a row's
+        # height, and heights have digits for their differences
+        self.shared = bool(
+            high - least < 40 and high - low < 80 and max(abs(high), abs(low)) < EXACT
+        )
         if self.shared:
+            middle = 0.5 * (high + least)
             self.u = np.exp2(rest - middle).astype(dtype)
-            self.v = (epilogue.column_factor * np.exp2(middle - lse)).astype(dtype)
+            of_columns = np.exp2(middle - epilogue.column_height)
+            self.v = (epilogue.column_factor * of_columns).astype(dtype)
         else:
-            self.column_height = height(lse)
-            rest = self.c * self.column_height.astype(np.float64)
-            self.b = (epilogue.column_factor * np.exp2(rest - lse)).astype(dtype)
+            self.column_height, self.b, _ = self._height(
+                epilogue.column_height, epilogue.column_factor
+            )
+
+    def _height(self, height: Array, factor: Array) -> tuple[Array, Array, Array]:
+        """Heights as raw products and factors, in the compute dtype; and these heights in base 2.
+
+        The largest logit is c times a product. In float32 the division finds that very product. In
+        float64 it may miss by a rounding: the next number up is not below it, so that no exponent
+        c (x - height) is above 0, and the factor makes up for what is a rounding, but not for more.
+        """
+        h = np.nextafter(height / self.c, np.inf).astype(self.cpu.dtype)
+        rest = self.c * h.astype(np.float64)
+        made_up = np.exp2(np.minimum(rest - height, ROUNDING))
+        return h, (factor * made_up).astype(self.cpu.dtype), rest
 
     def _positive_logits(self) -> Array:
         """[M] positives' base-2 logits ahead of the fold, for what has to compare with them."""
@@ -285,7 +300,7 @@ class Worker:
         """Apply the fold's epilogue; returns what is left to do in the column block's turn."""
         fold, epilogue = self.fold, self.fold.epilogue
         if isinstance(epilogue, SoftmaxGradient):
-            if epilogue.column_lse is None:
+            if epilogue.column_height is None:
                 tile.softmax_gradient(x, fold.c, fold.height[rows], fold.a[rows])
             elif fold.shared:
                 tile.softmax_gradient_shared(
@@ -392,13 +407,14 @@ class Worker:
         )
 
     def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
-        """sum_j 2^(x2 - max) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
+        """sum_j 2^(c (x - max)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
         problem, cpu = self.fold.problem, self.fold.cpu
-        log2_sum = stats.rows.log2(np)[rows]
-        lse = np.logaddexp2(log2_sum, stats.positive[rows])
+        maximum, positive = stats.rows.max[rows], stats.positive[rows]
+        maximum *= self.fold.c  # of products until now
+        end = conclude(np, Sums(maximum, stats.rows.sum[rows]), positive)
         a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
-        maximum = np.where(np.isneginf(stats.rows.max[rows]), lse, stats.rows.max[rows])
-        np.multiply(g, (a * np.exp2(maximum - lse))[:, None], out=g, casting="same_kind")
-        rest = -a * np.exp2(log2_sum - lse)
+        of_sum = a * end.at_height * np.exp2(maximum - end.height)
+        np.multiply(g, of_sum[:, None], out=g, casting="same_kind")
         positives = cpu.key.take(problem.positives[rows])
-        g += np.multiply(positives, rest[:, None], out=positives, casting="same_kind")
+        at_positive = -a * end.share
+        g += np.multiply(positives, at_positive[:, None], out=positives, casting="same_kind")

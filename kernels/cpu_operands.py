@@ -70,5 +70,4 @@ def inverse_norms(features: Array) -> Array:
     for rows in cut(len(features), 1024):
         block = features[rows].astype(np.float64)
         squares[rows] = np.einsum("id,id->i", block, block)
-    with np.errstate(divide="ignore"):
-        return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
+    return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))

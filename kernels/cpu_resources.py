@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from .problems import Array
+from .problems import SILENT, Array
 
 # --- threads --------------------------------------------------------------------------------------
 
@@ -147,7 +147,8 @@ def in_threads(
 
     def guarded() -> None:
         try:
-            work(lambda: None)
+            with np.errstate(**SILENT):
+                work(lambda: None)
         except BaseException:
             turns.cancel()  # nobody waits for a panel that will not come
             raise

@@ -42,7 +42,7 @@ LOST_BY_PRODUCTS = 1.4
 
 _PANEL = np.dtype([("data", "u8"), ("stride", "i8"), ("part", "i8")])
 _FACTORS = pointers("row_height a u column_height v shared")
-_FACTOR_SOURCES = pointers("row_lse a at_positive column_lse b column_positive")
+_FACTOR_SOURCES = pointers("row_height a at_positive column_height b column_positive")
 _FACTOR_TARGETS = pointers("row_height a u column_height v")
 _POSITIVES = np.dtype(
     [("gradient", "u8"), ("partner", "u8"), ("start", "u8"), ("by_partner", "i8"),
@@ -234,10 +234,10 @@ class SoftmaxFold(GradientFold):
         m, n, _ = problem.shape
         given = [
             None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
-            for v in (epilogue.row_lse, epilogue.row_factor, epilogue.positive,
-                      epilogue.column_lse, epilogue.column_factor, epilogue.column_positive)
+            for v in (epilogue.row_height, epilogue.row_factor, epilogue.positive,
+                      epilogue.column_height, epilogue.column_factor, epilogue.column_positive)
         ]  # fmt: skip
-        self.two_sided = epilogue.column_lse is not None
+        self.two_sided = epilogue.column_height is not None
         sources = struct(_FACTOR_SOURCES, *map(address, given))
         self.find_ranges(sources, m, n)
         self.at_positive = given[2]

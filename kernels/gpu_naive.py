@@ -38,7 +38,7 @@ def _require(m: int, n: int, d: int, item: int) -> None:
     if needed > free:
         raise MemoryError(
             f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes on the GPU, of '
-            f'which {free} are free; use method="tiled"'
+            f"which {free} are free"
         )
 
 

@@ -66,7 +66,7 @@ class VectorsOverRanks(blocks.Vectors):
         found = self.plan(_conclude, one_sided, sums, self.ring.poisoned).get
         rows, columns = (
             blocks.Direction(
-                found(f"{side}_loss"), found(f"{side}_lse"), found(f"{side}_lse2"), None
+                found(f"{side}_loss"), found(f"{side}_lse"), None, found(f"{side}_height"), 1.0
             )
             for side in ("row", "column")
         )
@@ -124,7 +124,7 @@ def _conclude(
     }  # fmt: skip
     for side, of in (("row", end.rows), ("column", end.columns)):
         if of is not None:
-            found |= {f"{side}_loss": of.loss, f"{side}_lse": of.lse, f"{side}_lse2": of.lse2}
+            found |= {f"{side}_loss": of.loss, f"{side}_lse": of.lse, f"{side}_height": of.height}
     return found
 
 

@@ -51,7 +51,7 @@ _within = cupy.ElementwiseKernel(
 # blocks.conclude, formula by formula. (CuPy has a logaddexp2, which loses small losses.)
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 positive",
-    "float64 loss, float64 lse, float64 lse2, float64 share",
+    "float64 loss, float64 lse, float64 share, float64 lse2",
     """
     const double ln_2 = 0.6931471805599453, log2_e = 1.4426950408889634;
     const double negatives = max + log2(sum), gap = negatives - positive;
@@ -161,8 +161,8 @@ class Vectors(blocks.Vectors):
         gpu.vector_kernel("conclude", m, concluding)
         share = None  # of nobody's interest from here on
         return blocks.Conclusion(
-            losses, blocks.Direction(row_loss, lses[0], row_lse2, share),
-            blocks.Direction(column_loss, lses[1], column_lse2, share) if two_sided else None,
+            losses, blocks.Direction(row_loss, lses[0], share, row_lse2, 1.0),
+            blocks.Direction(column_loss, lses[1], share, column_lse2, 1.0) if two_sided else None,
             a, b, at_positive,
         )  # fmt: skip
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from .problems import least_side, too_small
+
 BLOCK_M = 128
 SLAB = 128  # bytes of a row in one stage of the pipeline: kernels/cuda/product.cuh
 RESERVED_SHARED = 1024  # by the system, for each block
@@ -392,10 +394,18 @@ def cut(
     dK is gathered in up to half of the workspace. Where it would take more than a quarter, its
     destination lends what it can, if that makes all of it fit; blocks do not straddle the border.
 
-    `square`: the same ranges for rows and columns (symmetric losses). ValueError if not even a
-    single logit fits.
+    `square`: the same ranges for rows and columns (symmetric losses). ValueError if not even blocks
+    fit that are `few`.
     """
     m, n, d = shape
+    side = least_side(m, n)
+    # one of the sizes that `_largest` finds
+    side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
+    least = needs.block(min(side, m), min(side, n), d, block_n)
+    if needs.key_accumulator:
+        least = 2 * max(least, min(side, n) * needs.accumulator_row(d))
+    if workspace < least:
+        raise ValueError(too_small(shape, least, workspace))
     row = needs.accumulator_row(d)
     most = max(1, workspace // 2 // row)
     key_rows, lent = min(n, most) if needs.key_accumulator else 0, 0
@@ -410,12 +420,6 @@ def cut(
     def fits(rows: int, columns: int) -> bool:
         return needs.block(rows, columns, d, block_n) <= room
 
-    if not fits(1, 1):
-        least = needs.block(1, 1, d, block_n) + row * needs.key_accumulator
-        raise ValueError(
-            f"workspace: expected at least {2 * least} bytes for features of width {d}, "
-            f"got {workspace}"
-        )
     if needs.sweep is not None and needs.gradient and not square:
         # As many rows as panels run at once, or half, if columns are not too few for the products
         for share in (1, 2):

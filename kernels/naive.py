@@ -26,7 +26,6 @@ def available_memory() -> int:
         return 0
 
 
-@np.errstate(invalid="ignore", divide="ignore", over="ignore")
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of `problem` from the full matrix of logits."""
     problem = spelled_out(problem, np)
@@ -36,7 +35,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if room and needed > room:
         raise MemoryError(
             f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes, of which {room} '
-            'are free; use method="tiled"'
+            "are free"
         )
     u, norms = _rows(problem.query, problem.normalize, dtype)
     v, key_norms = (u, norms) if problem.symmetric else _rows(problem.key, problem.normalize, dtype)
@@ -93,30 +92,22 @@ def _softmax(
 ) -> tuple[Solution, Array]:
     """Per-row losses, log-sum-exps and dL/dx. Positives are kept out of the sums, and put back:
     softplus(LSE of the negatives - positive) loses no digits of a small loss."""
-    upstream = problem.upstream
     x[at_positive] = -np.inf
-    rows, row_negatives = _log_sum_exp(x, 1)
-    gap = row_negatives - positive
-    row_losses = np.logaddexp(0.0, gap)
+    top, row_losses, row_lse, g, at_row = _direction(x, positive, 1)
+    a = problem.row_weight * problem.upstream
+    g *= a[:, None].astype(x.dtype)
+    at_row *= -a
+    stats = Statistics(Sums(LOG2_E * top, None), None, LOG2_E * positive)
     losses = problem.row_weight * row_losses
-    row_lse = np.logaddexp(row_negatives, positive)
-    stats = Statistics(rows, None, LOG2_E * positive)
     solution = Solution(losses, row_lse, None, stats, (row_losses, None))
-    a = problem.row_weight * upstream
-    g = np.exp(x - row_lse[:, None].astype(x.dtype)) * a[:, None].astype(x.dtype)
-    g_positive = -a * np.exp(gap - np.logaddexp(0.0, gap))
     if problem.two_sided:
-        _, column_negatives = _log_sum_exp(x, 0)
-        gap = column_negatives - positive
-        column_lse = np.logaddexp(column_negatives, positive)
-        column_losses = np.logaddexp(0.0, gap)
+        _, column_losses, solution.column_lse, p, at_column = _direction(x, positive, 0)
         solution.losses = losses + problem.column_weight * column_losses
         solution.directions = row_losses, column_losses
-        solution.column_lse = column_lse
-        b = problem.column_weight * upstream
-        g += np.exp(x - column_lse[None, :].astype(x.dtype)) * b[None, :].astype(x.dtype)
-        g_positive -= b * np.exp(gap - np.logaddexp(0.0, gap))
-    g[at_positive] = g_positive
+        b = problem.column_weight * problem.upstream
+        g += p * b[None, :].astype(x.dtype)
+        at_row -= b * at_column
+    g[at_positive] = at_row
     if problem.ranks:
         above = x > positive[:, None].astype(x.dtype)
         stats.row_rank = stats.column_rank = above.sum(axis=1)
@@ -128,12 +119,20 @@ def _softmax(
     return solution, g + g.T if problem.symmetric else g
 
 
-def _log_sum_exp(x: Array, axis: int) -> tuple[Sums, Array]:
-    """(max, sum) in base 2, and their logarithm in natural units; -inf where all is excluded."""
-    top = x.max(axis=axis)
-    safe = np.where(np.isneginf(top), 0, top)
-    total = np.exp(x - np.expand_dims(safe, axis)).sum(axis=axis, dtype=np.float64)
-    return Sums(LOG2_E * top.astype(np.float64), total), safe + np.log(total)
+def _direction(x: Array, positive: Array, axis: int) -> tuple[Array, Array, Array, Array, Array]:
+    """Along one axis of the negatives' logits: maxima, losses, log-sum-exps, probabilities, and what
+    the negatives together hold. Exponents are differences of logits, of the largest from others."""
+    top = x.max(axis=axis).astype(np.float64)
+    shift = np.where(np.isneginf(top), 0, top).astype(x.dtype)
+    p = np.exp(x - np.expand_dims(shift, axis))
+    total = p.sum(axis=axis, dtype=np.float64)
+    gap = (top - positive) + np.log(total)
+    losses = np.logaddexp(0.0, gap)
+    highest = np.maximum(top, positive)
+    of_top = np.exp(top - highest)
+    total = total * of_top + np.exp(positive - highest)  # of all, as multiples of the highest
+    p *= np.expand_dims((of_top / total).astype(x.dtype), axis)
+    return top, losses, highest + np.log(total), p, np.exp(gap - losses)
 
 
 def _sigmoid(

@@ -38,6 +38,8 @@ from .problems import (
     Statistics,
     Sums,
     cut,
+    least_side,
+    too_small,
     within,
 )
 
@@ -85,12 +87,9 @@ class Offload:
         item = max(problem.query.dtype.itemsize, problem.key.dtype.itemsize)
         # one panel stays, two stream; gradients of either, a block's share, and as they are stored
         row = d * (4 * item + 3 * self.real.itemsize)
-        most = problem.workspace // 2 // row
-        if most < 1:
-            raise ValueError(
-                f"workspace: expected at least {2 * row} bytes for features of width {d}, "
-                f"got {problem.workspace}"
-            )
+        most, least = problem.workspace // 2 // row, least_side(m, n)
+        if most < least:
+            raise ValueError(too_small(problem.shape, 2 * row * least, problem.workspace))
         most = most // PANEL * PANEL or most
         return int(min(most, max(m, n, 1)))
 
@@ -283,14 +282,14 @@ def _part(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
             part.column_rank = epilogue.column_rank[columns]
         return part
     if isinstance(epilogue, SoftmaxGradient):
-        lse, factor, positive = (
-            epilogue.column_lse, epilogue.column_factor, epilogue.column_positive,
+        height, factor, positive = (
+            epilogue.column_height, epilogue.column_factor, epilogue.column_positive,
         )  # fmt: skip
-        if lse is not None and factor is not None:  # square: key j belongs to query j
+        if height is not None and factor is not None:  # square: key j belongs to query j
             positive = (epilogue.positive if positive is None else positive)[columns]
-            lse, factor = lse[columns], factor[columns]
+            height, factor = height[columns], factor[columns]
         return SoftmaxGradient(
-            epilogue.row_lse[rows], epilogue.row_factor[rows], lse, factor,
+            epilogue.row_height[rows], epilogue.row_factor[rows], height, factor,
             epilogue.positive[rows], positive,
         )  # fmt: skip
     assert isinstance(epilogue, Sigmoid)

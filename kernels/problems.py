@@ -6,6 +6,7 @@ Losses differ by this alone (`Problem`); what is done about it is in `blocks`. E
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,6 +19,12 @@ Progress = Callable[[str, int, int], None]  # (phase, blocks done, blocks in all
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+# Scales in float32 and float64. From the largest on, rounding alone changes the logits of unit rows by
+# 1, and no digit of a probability is right. The least leave half of all exponents to what they are
+# multiplied by: probabilities, weights of rows, upstream gradients.
+SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
+# For np.errstate, in every thread: what is out of range comes out as infinity or NaN, not a warning
+SILENT: Any = {"all": "ignore"}
 
 
 @dataclass(eq=False)  # not frozen: that triples the time to make one, which small batches notice
@@ -106,6 +113,30 @@ def cut(end: int, step: int, start: int = 0) -> list[slice]:
     return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
+def few(m: int, n: int, rows: int, columns: int) -> bool:
+    """Whether there are at most two blocks of rows x columns for each row and column of a square
+    matrix of as many logits: what a block costs beside its logits then grows as vectors do."""
+    blocks = -(-m // rows) * -(-n // columns)
+    return blocks * blocks <= 16 * max(1, m * n)
+
+
+def least_side(m: int, n: int) -> int:
+    """The least side of square blocks that are `few`."""
+    side = max(1, math.isqrt(math.isqrt(m * n)) // 2)
+    while not few(m, n, side, side):
+        side += 1
+    return side
+
+
+def too_small(shape: tuple[int, int, int], least: int, workspace: int) -> str:
+    """What to tell of a workspace in which blocks are not `few`."""
+    m, n, d = shape
+    return (
+        f"workspace: expected at least {least} bytes for {m} x {n} logits and features of width "
+        f"{d}, got {workspace}"
+    )
+
+
 def changed(part: T, /, **values: Any) -> T:
     """`dataclasses.replace` in a tenth of the time: for what every block makes anew."""
     new = object.__new__(part.__class__)
@@ -137,11 +168,6 @@ class Sums:
     def clear(self) -> None:
         """Nothing is folded in yet."""
         self.max[:], self.sum[:] = -np.inf, 0.0
-
-    def log2(self, xp: Any) -> Array:
-        """log2 of the sum of 2^x2; -inf where nothing was folded in."""
-        with np.errstate(divide="ignore"):
-            return self.max + xp.log2(self.sum)
 
     def merge(self, other: Sums, xp: Any) -> None:
         """Fold `other` in."""
@@ -185,11 +211,14 @@ class Ranks:
 
 @dataclass
 class SoftmaxGradient:
-    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - R_i) + b_j 2^(x2_ij - C_j) off the positives."""
+    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - h_i) + b_j 2^(x2_ij - h'_j) off the positives.
 
-    row_lse: Array  # R [M], base 2, positives included
-    row_factor: Array  # a [M], with `scale` folded in
-    column_lse: Array | None  # C [N]
+    A height is at least the largest logit of its row or column, and no more than what the
+    log-sum-exp is above it; factors hold the rest of the log-sum-exp."""
+
+    row_height: Array  # h [M], base 2
+    row_factor: Array  # a [M], with `scale` and 2^(h - log-sum-exp) folded in
+    column_height: Array | None  # h' [N]
     column_factor: Array | None  # b [N]
     positive: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
     column_positive: Array | None = None  # [N]: the same by column, where it is no row of these

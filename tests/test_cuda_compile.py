@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from infonce.kernels import compiler
 from infonce.kernels import launch_config as config
+from infonce.kernels.problems import few
 
 try:
     from cupy.cuda import nvrtc
@@ -281,13 +282,23 @@ def test_blocks_fit_the_workspace(
     for key_accumulator, lends in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
         needs = config.Needs(precision, True, True, True, True, True, key_accumulator, lends=lends)
         for square in {False, m == n}:
-            cut = config.cut(shape, needs, workspace, 128, square)
+            size = workspace
+            try:
+                cut = config.cut(shape, needs, size, 128, square)
+            except ValueError as refused:  # with the least that is not
+                assert m == 10**6
+                size = int(str(refused).split("at least ")[1].split()[0])
+                assert workspace < size < 2**26
+                cut = config.cut(shape, needs, size, 128, square)
+                with pytest.raises(ValueError, match=rf"at least {size} bytes .* got {size - 1}"):
+                    config.cut(shape, needs, size - 1, 128, square)
+            assert few(m, n, cut.rows, cut.columns)
             assert 1 <= cut.rows <= m
             assert 1 <= cut.columns <= n
             assert not square or cut.rows == cut.columns
             used = needs.block(cut.rows, cut.columns, d, 128)
             used += (cut.key_rows - cut.lent) * needs.accumulator_row(d)
-            assert used == needs.size(cut, d, 128) <= workspace
+            assert used == needs.size(cut, d, 128) <= size
             assert (cut.key_rows > 0) == key_accumulator
             assert cut.lent * lends <= cut.key_rows
             assert not cut.lent or cut.key_rows == n

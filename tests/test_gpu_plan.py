@@ -278,7 +278,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                 assert (end.columns is None) == (loss != "clip")
                 made += [end.losses, end.row_factor, end.column_factor, end.at_positive]
                 for of in (end.rows, end.columns):
-                    made += [] if of is None else [of.loss, of.lse, of.lse2]
+                    made += [] if of is None else [of.loss, of.lse, of.height]
             loss_sum, scale_grad, bias_grad = steps.totals(given, losses, gradients, of_bias)
             if kind is gpu_ranks.VectorsOverRanks:
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11

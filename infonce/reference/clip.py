@@ -7,6 +7,7 @@ from . import common
 from .common import Gradients, Ids, Reference
 
 
+@common.silent
 def clip(
     image: ArrayLike,
     text: ArrayLike,

@@ -1,6 +1,8 @@
 """What the reference losses have in common: the result, row norms and the softmax of a row."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -9,6 +11,20 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Ids = ArrayLike | tuple[ArrayLike, ArrayLike]
 Gradients = dict[str, Array | float | None]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def silent(function: _Function) -> _Function:
+    """What is out of range comes out as infinity or NaN, and not as a warning."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return function(*args, **options)
+
+    return cast(_Function, call)
 
 
 class Reference(NamedTuple):
@@ -49,6 +65,7 @@ def row_weights(weights: ArrayLike | None, rows: int) -> Array:
     return np.full(rows, 1.0 / rows) if weights is None else np.asarray(weights, np.float64)
 
 
+@silent
 def normalize(z: Array) -> tuple[Array, Array]:
     """Divide each row by its L2 norm.
 
@@ -64,10 +81,10 @@ def normalize(z: Array) -> tuple[Array, Array]:
         ``|z_i|``. Its square is formed on the way, so it must lie within 1e-150 ... 1e150.
     """
     norm = np.sqrt(np.sum(z * z, axis=1, keepdims=True))
-    with np.errstate(invalid="ignore"):
-        return z / norm, norm
+    return z / norm, norm
 
 
+@silent
 def normalize_backward(g: Array, u: Array, norm: Array) -> Array:
     """Gradient with respect to z from the gradient `g` with respect to ``u = z / |z|``.
 
@@ -105,13 +122,20 @@ def duplicates(ids: Ids | None, positive: Mask) -> Mask:
     return equal & ~positive
 
 
-def log_sum_exp(x: Array, axis: int) -> Array:
-    """``log sum exp x`` along `axis`: -inf where every element is -inf or there is none."""
+def sum_exp(x: Array, axis: int) -> tuple[Array, Array]:
+    """(peak, sum) with ``sum exp x = sum exp(peak)`` along `axis`, the peak being the largest element;
+    0 where every element is -inf or there is none, with a sum of 0."""
     peak = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
     # -inf - -inf would be NaN; any finite shift leaves a sum of zeros.
     peak = np.where(np.isneginf(peak), 0.0, peak)
-    with np.errstate(divide="ignore"):
-        lse: Array = np.log(np.sum(np.exp(x - peak), axis=axis)) + np.squeeze(peak, axis=axis)
+    return np.squeeze(peak, axis=axis), np.sum(np.exp(x - peak), axis=axis)
+
+
+@silent
+def log_sum_exp(x: Array, axis: int) -> Array:
+    """``log sum exp x`` along `axis`: -inf where every element is -inf or there is none."""
+    peak, total = sum_exp(x, axis)
+    lse: Array = np.log(total) + peak
     return lse
 
 
@@ -166,12 +190,15 @@ def softmax_loss(logits: Array, positive: Mask, excluded: Mask) -> tuple[Array, 
 
     where nothing cancels: the rounding of the logits is a relative error of the result, however
     small that is. A row without negatives has n_i = -inf, hence loss 0 and slope 0.
+
+    Logits above 2^53 have no digits for what a log-sum-exp is above the largest of them. So r_i and
+    n_i are kept as their peak and a sum, and peaks are subtracted first: ``p_ij`` never exceeds 1.
     """
     x_positive = logits[positive]
     kept = np.where(excluded, -np.inf, logits)
-    lse = log_sum_exp(kept, axis=1)
-    n = log_sum_exp(np.where(positive, -np.inf, kept), axis=1)
-    losses = softplus(n - x_positive)
-    slope = np.exp(kept - lse[:, None])
-    slope[positive] = -sigmoid(n - x_positive)
-    return losses, lse, slope
+    peak, total = sum_exp(kept, axis=1)
+    negative_peak, negative_total = sum_exp(np.where(positive, -np.inf, kept), axis=1)
+    gap = (negative_peak - x_positive) + np.log(negative_total)  # n - x_iy
+    slope = np.exp(kept - peak[:, None]) / total[:, None]
+    slope[positive] = -sigmoid(gap)
+    return softplus(gap), np.log(total) + peak, slope

@@ -7,6 +7,7 @@ from . import common
 from .common import Gradients, Reference
 
 
+@common.silent
 def nt_xent(
     features: ArrayLike,
     *,

@@ -15,6 +15,7 @@ from .autograd import evaluate, transformed, wanted_of
 KINDS = {kind.name: kind for kind in (losses.CLIP, losses.INFO_NCE, losses.LIT, losses.NT_XENT,
                                       losses.SIGLIP)}  # fmt: skip
 OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
+WIDEST = "fp64"  # range of scales, until the call itself knows its precision
 
 
 @torch.library.custom_op("infonce::loss_and_grad", mutates_args=())
@@ -101,7 +102,7 @@ def apply(
             f"(options are {', '.join(OPTIONS)})"
         )
     if not isinstance(scale, Tensor):
-        number = validation.scale(kind, temperature, scale)
+        number = validation.scale(kind, temperature, scale, WIDEST)
         scale = torch.tensor(number, dtype=torch.float64)
     elif temperature is not None:
         raise ValueError("temperature, scale: expected one of them, got both")

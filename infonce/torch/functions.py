@@ -47,7 +47,7 @@ def _apply(
         if scale is not None:
             raise ValueError("temperature, scale: expected one of them, got both")
         if not (torch.compiler.is_compiling() or autograd.transformed() or temperature.is_cuda):
-            validation.scale(kind, temperature, None)
+            validation.scale(kind, temperature, None, compiled.WIDEST)
         temperature, scale = None, 1.0 / temperature
     if torch.compiler.is_compiling():
         return compiled.apply(kind, features, labels, scale, temperature, bias, metrics, options)
