@@ -173,9 +173,9 @@ def test_masks_are_refused(argument: str, value: Any, method: str) -> None:
     for mask in (False, True):
         masked = np.ma.masked_array(value, mask=mask)
         infonce.info_nce_loss_and_grad(**{**given, argument: value})  # settled
-        with pytest.raises(TypeError, match=rf"^{argument}: expected .* mask, .*filled\(value\)"):
+        with pytest.raises(TypeError, match=rf"^{argument}: expected .*Masked.* \.filled\("):
             infonce.info_nce_loss_and_grad(**{**given, argument: masked})
-    with pytest.raises(TypeError, match=r"^out\['key'\]: expected an array without a mask"):
+    with pytest.raises(TypeError, match=r"^out\['key'\]: expected .*Masked.* \.filled\("):
         infonce.info_nce_loss_and_grad(*Z, scale=1.0, out={"key": np.ma.empty((6, 4))})
 
 
