@@ -107,8 +107,10 @@ def test_fused_counts_no_ranks() -> None:
 
 def test_gradients_that_overlap_themselves_are_refused() -> None:
     image, text = map(cupy.asarray, pairs("random", 6, 6, 4, np.float32, 4))
-    for out in (cupy.broadcast_to(cupy.zeros(4, np.float32), (6, 4)),
-                cupy.lib.stride_tricks.as_strided(cupy.zeros(100, np.float32), (6, 4), (12, 4))):
+    for out in (
+        cupy.broadcast_to(cupy.zeros(4, np.float32), (6, 4)),
+        cupy.lib.stride_tricks.as_strided(cupy.zeros(100, np.float32), (6, 4), (12, 4)),
+    ):
         with pytest.raises(ValueError, match=r"out\['text'\]: expected elements that do not over"):
             call("clip", image, text, scale=1.0, out={"text": out})
 

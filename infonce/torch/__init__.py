@@ -8,6 +8,8 @@ Without copies: kernels read the tensors' memory and run on PyTorch's current st
 waits for the device.
 """
 
+from typing import TYPE_CHECKING
+
 from .._names import missing
 from .drop_in import (
     ClipLoss,
@@ -36,4 +38,6 @@ __all__ = [
     "nt_xent_loss",
     "siglip_loss",
 ]
-__getattr__ = missing(__name__, __all__)
+
+if not TYPE_CHECKING:
+    __getattr__ = missing(__name__, __all__)
