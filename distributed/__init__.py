@@ -4,6 +4,8 @@
 >>> out = distributed.clip_loss_and_grad(image, text, temperature=0.07)  # this rank's rows
 """
 
+from typing import TYPE_CHECKING
+
 from infonce._names import missing
 
 from .communicator import Communicator, RankError
@@ -34,4 +36,6 @@ __all__ = [
     "siglip_loss",
     "siglip_loss_and_grad",
 ]
-__getattr__ = missing(__name__, __all__)
+
+if not TYPE_CHECKING:
+    __getattr__ = missing(__name__, __all__)

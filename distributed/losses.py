@@ -118,14 +118,12 @@ def _call(
         isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
     ):
         raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
-    if not with_grad:
-        arrays.warn_of_lost_gradients(kind, given, bias, options)
     ranks = connect(ours["comm"])
     ranks.timeout = timeout
     call = _Call(kind, ranks, labels, bias, options, ours, with_grad)
     try:
         with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
-            return call.evaluate(given)
+            result = call.evaluate(given)
     except _Agreed as agreed:
         raise agreed.error from None
     except BaseException as error:
@@ -133,6 +131,9 @@ def _call(
             call.transport.close()
         ranks.fail(error)
         raise
+    if not with_grad:
+        arrays.warn_of_lost_gradients(kind, given, bias, options)
+    return result
 
 
 class _Agreed(Exception):

@@ -47,5 +47,5 @@ __all__ = [
     "siglip_loss_and_grad",
 ]
 
-if not TYPE_CHECKING:  # a type checker knows the names, and would believe any
+if not TYPE_CHECKING:  # type checkers know the names; with this they would believe any
     __getattr__ = missing(__name__, __all__, ("distributed", "jax", "reference", "torch"))

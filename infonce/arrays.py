@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,13 +75,6 @@ def native(array: Array, name: str = "array") -> Array:
     """
     if type(array) is np.ndarray or on_gpu(array) or isinstance(array, np.generic):
         return array
-    if isinstance(array, np.ndarray):
-        if isinstance(array, np.ma.MaskedArray):
-            raise TypeError(
-                f"{name}: expected an array without a mask, got {type(array).__name__}: "
-                ".filled(value) makes one"
-            )
-        return np.asarray(array)
     try:
         return _viewed(array)
     except REFUSALS as error:
@@ -93,7 +87,11 @@ def native(array: Array, name: str = "array") -> Array:
 
 
 def _viewed(array: Array) -> Array:
-    """Another library's array."""
+    """Another library's array, or a subclass of NumPy's."""
+    if isinstance(array, np.ndarray):
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(".filled(value) makes one without a mask")
+        return np.asarray(array)
     if _loaded("torch", "Tensor", array):
         return _view_of_torch(array) if array.is_cuda else _from_torch(array)
     if _loaded("jax", "Array", array):
@@ -180,15 +178,15 @@ def warn_of_lost_gradients(
 ) -> None:
     """Once for each loss, at its caller's line: autograd will not know where its value is from."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(given[0], torch.Tensor) or loss.name in _warned:
+    if torch is None or not torch.is_grad_enabled() or not isinstance(given[0], torch.Tensor):
         return
-    named = dict(zip(loss.arguments, given, strict=True))
-    named.update(bias=bias, **{name: options.get(name) for name in ("scale", "temperature")})
-    lost = [n for n, z in named.items() if isinstance(z, torch.Tensor) and z.requires_grad]
-    if not lost or not torch.is_grad_enabled():
+    values = (*given, bias, options.get("scale"), options.get("temperature"))
+    watched = [getattr(value, "requires_grad", False) is True for value in values]
+    if True not in watched or loss.name in _warned:
         return
+    names = itertools.compress((*loss.arguments, "bias", "scale", "temperature"), watched)
     warnings.warn(
-        f"{loss.name}_loss: no gradient will reach {', '.join(lost)}, which autograd watches: use "
+        f"{loss.name}_loss: no gradient will reach {', '.join(names)}, which autograd watches: use "
         f"infonce.torch.{loss.name}_loss, or torch.no_grad() for the value alone",
         stacklevel=4,  # this, dispatch, and the loss itself
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,8 @@ from .losses import Loss
 from .result import Metrics
 
 __all__ = ["clip_loss", "info_nce_loss", "lit_loss", "nt_xent_loss", "siglip_loss"]
-__getattr__ = missing(__name__, __all__)
+if not TYPE_CHECKING:
+    __getattr__ = missing(__name__, __all__)
 
 OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
 

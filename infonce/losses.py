@@ -95,15 +95,16 @@ grad_dtype : dtype, optional
 grad_out : float or array, default 1
     Upstream gradient of the loss: a number, or [M] with ``reduction="none"``.
 out : mapping or sequence of arrays, optional
-    Preallocated feature gradients, by name or in the order of the arguments; any strides.
+    Preallocated feature gradients, by name or in argument order; any strides without overlap.
 metrics : bool, default False
-    Also count how positives rank: see `infonce.Metrics`.
+    Also count how positives rank: see `infonce.Metrics`. (On a GPU "fused" does not.)
 return_logits : bool, default False
     Also return the logits; ``method="naive"`` only.
 """
 ERRORS_DOC = """
 TypeError, ValueError
-    Before any work, naming the argument, what came and what was expected.
+    Before any work, naming the argument, what came and what was expected. Masked arrays are
+    refused; other subclasses of NumPy's arrays are taken as arrays.
 MemoryError
     The logits of ``method="naive"`` do not fit: use "tiled".
 """

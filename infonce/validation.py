@@ -74,7 +74,7 @@ def workspace(value: Any) -> int:
     if not is_integer(value):
         raise TypeError(f"workspace: expected an integer number of bytes, got {what(value)}")
     if value <= 0:
-        raise ValueError(f"workspace: expected a positive number of bytes, got {value}")
+        raise ValueError(f"workspace: expected a positive number of bytes, got {what(value)}")
     return int(value)
 
 
@@ -141,7 +141,8 @@ def real(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name}: expected a number in float64, got {what(value)}") from None
+        came = what(value)
+        raise ValueError(f"{name}: expected a number that fits float64, got {came}") from None
 
 
 def listed(name: str, value: Any, expected: str) -> Array:

@@ -51,7 +51,7 @@ TWINS: list[list[Any]] = [  # equal, and of one hash
 ]
 ODD: list[Any] = [
     *(value for twins in TWINS for value in twins),
-    None, -1, 2**31, 10**30, 10**400, 10**5000, 2.5, -2.5, float("nan"), float("inf"), 1j,
+    None, -1, 2**31, 10**30, 10**400, 10**5000, -(10**5000), 2.5, -2.5, np.nan, np.inf, 1j,
     np.float16(3), np.longdouble(2), np.complex64(1), np.datetime64(3, "s"), np.timedelta64(3, "s"),
     fractions.Fraction(10**400, 3), decimal.Decimal(3), "", "x", "False", "1GiB", b"tiled",
     b"image", [], [1], [1, 2], [[1], [1, 2]], [None], [[]], (None, np.arange(6)), {}, {"image": 1},
@@ -173,9 +173,9 @@ def test_masks_are_refused(argument: str, value: Any, method: str) -> None:
     for mask in (False, True):
         masked = np.ma.masked_array(value, mask=mask)
         infonce.info_nce_loss_and_grad(**{**given, argument: value})  # settled
-        with pytest.raises(TypeError, match=rf"^{argument}: expected .* mask, .*filled\(value\)"):
+        with pytest.raises(TypeError, match=rf"^{argument}: expected .*Masked.* \.filled\("):
             infonce.info_nce_loss_and_grad(**{**given, argument: masked})
-    with pytest.raises(TypeError, match=r"^out\['key'\]: expected an array without a mask"):
+    with pytest.raises(TypeError, match=r"^out\['key'\]: expected .*Masked.* \.filled\("):
         infonce.info_nce_loss_and_grad(*Z, scale=1.0, out={"key": np.ma.empty((6, 4))})
 
 
@@ -197,5 +197,5 @@ def test_gradients_with_gaps_are_not(out: np.ndarray) -> None:
     for order in (out, out[::-1], out[:, ::-1]):
         infonce.clip_loss_and_grad(*Z, scale=1.0, out={"text": order})
         np.testing.assert_array_equal(order, want)
-    one = infonce.clip_loss_and_grad(Z[0][:1], Z[1][:1], scale=1.0, out={"text": strided(0, 8)[:1]})
-    assert not one.grads.text.any()
+    row = {"text": strided(0, 8)[:1]}
+    assert infonce.clip_loss_and_grad(Z[0][:1], Z[1][:1], scale=1.0, out=row).loss == 0

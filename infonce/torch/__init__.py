@@ -12,6 +12,8 @@ In the place of other projects' losses: `infonce.torch.open_clip`, `infonce.torc
 of theirs.
 """
 
+from typing import TYPE_CHECKING
+
 from .._names import missing
 from .functions import clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss
 from .modules import CLIPLoss, InfoNCELoss, LiTLoss, NTXentLoss, SigLIPLoss
@@ -28,4 +30,6 @@ __all__ = [
     "nt_xent_loss",
     "siglip_loss",
 ]
-__getattr__ = missing(__name__, __all__)
+
+if not TYPE_CHECKING:
+    __getattr__ = missing(__name__, __all__)
