@@ -53,13 +53,9 @@ def _apply(
         return compiled.apply(kind, features, labels, scale, temperature, bias, metrics, options)
     if temperature is not None:
         options["temperature"] = temperature
-    if torch.is_grad_enabled() or autograd.transformed():
-        call = autograd.Call(kind, labels, scale, bias, options, metrics)
-        loss = autograd.apply(call, features)
-        return (loss, call.metrics) if metrics else loss
-    result = autograd.evaluate(kind, features, labels, scale, bias, options, autograd.NOTHING,
-                               metrics=metrics)  # fmt: skip
-    return (result.loss, result.metrics) if metrics else result.loss
+    call = autograd.Call(kind, labels, scale, bias, options, metrics)
+    loss = autograd.apply(call, features)
+    return (loss, call.metrics) if metrics else loss
 
 
 def _check(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
