@@ -93,12 +93,12 @@ class Call:
 
 def apply(call: Call, features: Sequence[Tensor]) -> Tensor:
     """The loss: as a node of the graph, where there is one. Metrics are left in `call`."""
-    inputs = [value if isinstance(value, Tensor) else None for value in (call.scale, call.bias)]
+    scale, bias = (x if isinstance(x, Tensor) else None for x in (call.scale, call.bias))
     if transformed():
-        return _Transformed.apply(call, call.labels, *inputs, *features)
+        return _Transformed.apply(call, call.labels, scale, bias, *features)
     if torch.is_grad_enabled():
-        return _Function.apply(call, *inputs, *features)
-    result = _computed(call, *inputs, features, NOTHING, metrics=call.with_metrics)
+        return _Function.apply(call, scale, bias, *features)
+    result = _computed(call, scale, bias, features, NOTHING, metrics=call.with_metrics)
     call.metrics = result.metrics
     return result.loss
 

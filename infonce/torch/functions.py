@@ -110,7 +110,8 @@ DOC = """
     TypeError, ValueError
         Before any work, naming the argument, what came and what was expected.
     RuntimeError
-        On a second derivative: gradients are not differentiable again.
+        For derivatives that there are none of: second ones, forward mode, batches of `torch.vmap`.
+        `torch.func.grad` and `vjp` work.
 """
 
 
