@@ -200,6 +200,7 @@ def test_compile_in_one_graph(loss: str, device: str) -> None:
         torch.testing.assert_close(g, w)
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")  # the compiler does
 def test_compiled_calls_that_are_no_operator() -> None:
     """What the operator does not take breaks the graph, and is right all the same."""
     image, text = (z.detach() for z in features("clip"))
@@ -207,6 +208,8 @@ def test_compiled_calls_that_are_no_operator() -> None:
     def loss(image: Any, **options: Any) -> Any:
         return it.clip_loss(image, text, **{"temperature": 0.3, **options})
 
+    rows = torch.compile(lambda z: loss(z, reduction="none"), backend="eager")
+    torch.testing.assert_close(rows(image), loss(image, reduction="none"))
     compiled = torch.compile(torch.func.grad(loss), backend="eager")
     torch.testing.assert_close(compiled(image), torch.func.grad(loss)(image))
     for options, match in (({"temperature": -1.0}, "^temperature: expected a positive number"),

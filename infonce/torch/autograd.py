@@ -6,7 +6,6 @@ anyway, and scaled by the upstream gradient when it comes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -31,6 +30,9 @@ BATCHED = (
 
 transformed = torch._C._are_functorch_transforms_active  # whether in torch.func.grad, vmap, ...
 _in_batches = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched makes
+# What compiles the functions that are called where torch.compile has broken a graph; else None.
+# There is nothing to compile in the losses, and it fails in Numba's own functions.
+_watched = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def evaluate(
@@ -57,16 +59,20 @@ def evaluate(
     return process_group.loss_and_grad(kind, features, labels, bias, group, {**given, "out": made})
 
 
-@functools.cache
+_wanted: dict[tuple[Loss, tuple[bool, ...]], frozenset[str]] = {}
+
+
 def wanted_of(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
     """Names of the arguments that need a gradient, `needs` being those of (scale, bias, *features).
 
     A locked tower gets none: its features are taken as constants.
     """
-    names = ["scale", "bias", *kind.arguments]
-    return frozenset(
-        n for n, need in zip(names, needs, strict=True) if need and n not in kind.locked
-    )
+    found = _wanted.get((kind, needs))
+    if found is None:
+        names = zip(("scale", "bias", *kind.arguments), needs, strict=True)
+        found = frozenset(name for name, need in names if need and name not in kind.locked)
+        _wanted[kind, needs] = found
+    return found
 
 
 @dataclass(slots=True)
@@ -86,11 +92,15 @@ class Call:
 
 
 def apply(call: Call, features: Sequence[Tensor]) -> Tensor:
-    """The loss as a node of the graph."""
-    inputs = [value if isinstance(value, Tensor) else None for value in (call.scale, call.bias)]
+    """The loss: as a node of the graph, where there is one. Metrics are left in `call`."""
+    scale, bias = (x if isinstance(x, Tensor) else None for x in (call.scale, call.bias))
     if transformed():
-        return _Transformed.apply(call, call.labels, *inputs, *features)
-    return _Function.apply(call, *inputs, *features)
+        return _Transformed.apply(call, call.labels, scale, bias, *features)
+    if torch.is_grad_enabled():
+        return _Function.apply(call, scale, bias, *features)
+    result = _computed(call, scale, bias, features, NOTHING, metrics=call.with_metrics)
+    call.metrics = result.metrics
+    return result.loss
 
 
 def _computed(
@@ -99,7 +109,9 @@ def _computed(
 ) -> LossAndGrad:  # fmt: skip
     """What a call asks for."""
     scale, bias = call.scale if scale is None else scale, call.bias if bias is None else bias
-    return evaluate(call.kind, features, call.labels, scale, bias, call.options, wrt, **more)
+    watched = torch.compiler.is_compiling() or _watched()
+    run = torch.compiler.disable(evaluate) if watched else evaluate
+    return run(call.kind, features, call.labels, scale, bias, call.options, wrt, **more)
 
 
 def _of_inputs(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | None]:

@@ -53,13 +53,9 @@ def _apply(
         return compiled.apply(kind, features, labels, scale, temperature, bias, metrics, options)
     if temperature is not None:
         options["temperature"] = temperature
-    if torch.is_grad_enabled() or autograd.transformed():
-        call = autograd.Call(kind, labels, scale, bias, options, metrics)
-        loss = autograd.apply(call, features)
-        return (loss, call.metrics) if metrics else loss
-    result = autograd.evaluate(kind, features, labels, scale, bias, options, autograd.NOTHING,
-                               metrics=metrics)  # fmt: skip
-    return (result.loss, result.metrics) if metrics else result.loss
+    call = autograd.Call(kind, labels, scale, bias, options, metrics)
+    loss = autograd.apply(call, features)
+    return (loss, call.metrics) if metrics else loss
 
 
 def _check(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
@@ -114,7 +110,8 @@ DOC = """
     TypeError, ValueError
         Before any work, naming the argument, what came and what was expected.
     RuntimeError
-        On a second derivative: gradients are not differentiable again.
+        For derivatives that there are none of: second ones, forward mode, batches of `torch.vmap`.
+        `torch.func.grad` and `vjp` work.
 """
 
 
