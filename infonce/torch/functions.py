@@ -233,7 +233,10 @@ def _apply(
     if temperature is not None:
         if scale is not None:
             raise ValueError("temperature, scale: expected one of them, got both")
-        scale = 1.0 / temperature
+        if isinstance(temperature, Tensor) or torch.compiler.is_compiling():
+            scale = 1.0 / temperature
+        else:  # checked under the name that it came by
+            options["temperature"] = temperature
     for name, value in (("scale", scale), ("bias", bias)):
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"{name}: expected one number, got shape {tuple(value.shape)}")
