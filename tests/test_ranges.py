@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels import cpu
 from infonce.kernels import cpu_epilogues as tile
-from infonce.kernels.problems import SCALES, few
+from infonce.kernels.problems import SCALES, few, least_side
 from judge import (
     DTYPES,
     GRAD_BOUND,
@@ -48,7 +48,7 @@ def hot(dtype: Any, size: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
 
 # --- scales ---------------------------------------------------------------------------------------
 
-RUNGS = [*range(-320, -20, 20), *range(-20, 20), *range(20, 321, 20)]
+RUNGS = [*range(-320, -20, 20), *range(-20, 20), *range(20, 301, 20), 308]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
@@ -269,8 +269,9 @@ def test_a_workspace_is_refused_with_the_least(
 
 def test_what_few_blocks_are() -> None:
     for m, n in ((1, 1), (1, 10**6), (1500, 1500), (10**6, 10**6), (7, 0)):
-        side = max(1, math.isqrt(math.isqrt(m * n)))
+        side = least_side(m, n)
         assert few(m, n, side, side)
+        assert side == 1 or not few(m, n, side - 1, side - 1)
     assert few(100, 100, 5, 5)
     assert not few(100, 100, 4, 5)  # 500 blocks
     assert not few(1, 100, 1, 1)  # 100, of a 10 x 10 matrix that has 20 rows and columns
@@ -346,7 +347,7 @@ def test_anything_is_a_value_or_an_error_of_ours(
             assert re.match(r"(scale|temperature|workspace|method): ", str(error)), error
             return
     assert out.loss.shape == ((len(args[0]),) if reduction == "none" else ())
-    bounded = all(np.isfinite(z.astype(np.float32)).all() for z in args) and 1e-3 < size < 1e3
+    bounded = 1e-3 < size < 1e3
     if bounded and abs(scale) < 1e5 and 1e-5 < abs(scale) and abs(bias) < 1e5:
         assert np.isfinite(out.loss).all()
 
