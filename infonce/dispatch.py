@@ -100,7 +100,7 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
     """The same error, which says what to do besides."""
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
-    told = f"{error}; use {advice}"
+    told = f"{str(error).rstrip('.')}; use {advice}"
     if arrays.on_gpu(problem.query):
         error.args = (told,)
         raise error

@@ -30,8 +30,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from .problems import (
     LN_2,
     Array,
@@ -256,7 +254,8 @@ def ranks_of(stats: Statistics, problem: Problem) -> Ranks:
 def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
     """From the (max, sum) of the negatives and the positive's logit, base 2."""
     if hasattr(xp, "conclude"):  # a GPU has one kernel for all
-        return Direction(*xp.conclude(sums.max, sums.sum, positive), 1.0)
+        loss, lse, share, lse2 = xp.conclude(sums.max, sums.sum, positive)
+        return Direction(loss, lse, share, lse2, 1.0)
     gap = (sums.max - positive) + xp.log2(sums.sum)
     top = xp.maximum(sums.max, positive)
     total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)

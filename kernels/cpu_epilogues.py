@@ -102,8 +102,8 @@ _L8 = tuple(float.fromhex(v) for v in (
 # low end of the exponent, where 2^x is still a normal number; 1.5 * 2^mantissa_bits + bias
 _LOW4, _MAGIC4, _ONE4, _TWO4 = _F4(-126), _F4(12582912 + 127), _F4(1), _F4(2)
 _LOW8, _MAGIC8 = -1022.0, 6755399441055744.0 + 1023.0
-# Probabilities below 2^least are 0, which `exponent_bits` has for 2^none. Times a factor they would be
-# subnormal, and products take a hundred times as long over such numbers.
+# Probabilities below 2^least are 0, which is what `exponent_bits` makes of `none`. Times a factor
+# they would be subnormal, and products take a hundred times as long over such numbers.
 _LEAST4, _NONE4 = _F4(-100), _F4(-127)
 _LEAST8, _NONE8 = -900.0, -1023.0
 

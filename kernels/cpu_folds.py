@@ -115,7 +115,8 @@ class Fold:
         high, low, least = rest.max(), rest.min(), epilogue.column_height.min()
         # One exponential serves both directions while no column's terms vanish below a row's
         # height, and heights have digits for their differences
-        self.shared = bool(high - least < 40 and high - low < 80 and max(abs(high), abs(low)) < EXACT)
+        close = high - least < 40 and high - low < 80
+        self.shared = bool(close and max(abs(high), abs(low)) < EXACT)
         if self.shared:
             middle = 0.5 * (high + least)
             self.u = np.exp2(rest - middle).astype(dtype)

@@ -19,9 +19,9 @@ Progress = Callable[[str, int, int], None]  # (phase, blocks done, blocks in all
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# Scales in float32 and float64. From the largest on, rounding alone changes the logits of unit rows by
-# 1, and no digit of a probability is right. The least leave half of all exponents to what they are
-# multiplied by: probabilities, weights of rows, upstream gradients.
+# Scales in float32 and float64. From the largest on, rounding alone changes the logits of unit rows
+# by 1, and no digit of a probability is right. The least leave half of all exponents to what they
+# are multiplied by: probabilities, weights of rows, upstream gradients.
 SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
 # For np.errstate, in every thread: what is out of range comes out as infinity or NaN, not a warning
 SILENT: Any = {"all": "ignore"}
