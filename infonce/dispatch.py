@@ -101,10 +101,13 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
     """The same error, which says what to do besides."""
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
-    told = f"{error}; use {advice}"
+    told = f"{str(error).rstrip('.')}; use {advice}"
     if arrays.on_gpu(problem.query):
         error.args = (told,)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # or frames and traceback would hold each other, and the call's memory
     raise MemoryError(told) from error  # NumPy's kind has its own words
 
 

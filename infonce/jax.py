@@ -33,6 +33,7 @@ except ImportError as error:
 
 from . import checks, dispatch, losses, validation
 from ._names import missing
+from .kernels.problems import SILENT
 from .losses import Loss
 from .result import Metrics
 
@@ -132,9 +133,10 @@ def _fill(call: _Call, out: dict[str, Any], given: dict[str, Any]) -> None:
         {**options, "metrics": call.metrics}, direct,
     )  # fmt: skip
     out["loss"][...] = result.loss
-    for name in call.wrt:
-        if name not in direct:
-            out[name][...] = getattr(result.grads, name)
+    with np.errstate(**SILENT):
+        for name in call.wrt:
+            if name not in direct:
+                out[name][...] = getattr(result.grads, name)
     for name, array in out["metrics"].items():
         if array is not None:
             array[...] = getattr(result.metrics, name)

@@ -53,7 +53,10 @@ class GradOptions(LossOptions, total=False):
 
 LOSS_OPTIONS_DOC = """
 temperature, scale : float or 0-d array
-    One of them; ``scale = 1 / temperature`` multiplies the dot products.
+    One of them; ``scale = 1 / temperature`` multiplies the dot products. ValueError for a scale
+    outside of [2^-511, 2^53] where float64 computes, [2^-63, 2^24] where float32 or less does (a
+    temperature below 1.1e-16, 6e-8): there rounding alone changes the logits of unit rows by 1. A
+    0-d array on a GPU is not looked at: its loss is NaN instead.
 ids : integer array [N], or pair of them ([M] for rows, [N] for columns), optional
     Pairs of equal ids that are not positives are left out: duplicates are no negatives.
 normalize : bool, default False
@@ -74,7 +77,8 @@ precision : {"auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"}
     Of products and exponentials. "auto" follows the inputs: fp64 for float64, else fp32 accuracy
     for float32, and float32 accumulation of exact 16-bit products. The CPU has fp64 and fp32.
 workspace : int, default 256 MiB
-    Ceiling on temporary memory in bytes, for "fused" and "tiled".
+    Ceiling on temporary memory in bytes, for "fused" and "tiled". ValueError, with the least that
+    will do, where it would cut the M x N logits into more than 4 sqrt(M N) blocks.
 offload : bool, default False
     Features and gradients stay in host memory (NumPy, also memory-mapped or pinned), and are
     computed on the current GPU, a panel of rows at a time: for batches larger than its memory.
@@ -106,7 +110,7 @@ TypeError, ValueError
     Before any work, naming the argument, what came and what was expected. Masked arrays are
     refused; other subclasses of NumPy's arrays are taken as arrays.
 MemoryError
-    The logits of ``method="naive"`` do not fit: use "tiled".
+    The logits of ``method="naive"`` do not fit: use "tiled"; or the workspace does not: use less.
 """
 
 

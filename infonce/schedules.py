@@ -61,7 +61,12 @@ def cosine(period: float, low: float = 0.1, high: float = 1.0) -> Callable[[floa
     )
     if low > high:
         raise ValueError(f"low: expected at most high = {high}, got {low}")
-    return lambda step: low + (high - low) * (1 + math.cos(2 * math.pi * step / period)) / 2
+
+    def temperature(step: float) -> float:
+        turn = step % period / period
+        return low + (high - low) * ((1 + math.cos(2 * math.pi * turn)) / 2)
+
+    return temperature
 
 
 def log_scale(temperature: float = 0.07) -> float:

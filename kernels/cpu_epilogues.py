@@ -102,22 +102,33 @@ _L8 = tuple(float.fromhex(v) for v in (
 # low end of the exponent, where 2^x is still a normal number; 1.5 * 2^mantissa_bits + bias
 _LOW4, _MAGIC4, _ONE4, _TWO4 = _F4(-126), _F4(12582912 + 127), _F4(1), _F4(2)
 _LOW8, _MAGIC8 = -1022.0, 6755399441055744.0 + 1023.0
+# Probabilities below 2^least are 0, which is what `exponent_bits` makes of `none`. Times a factor
+# they would be subnormal, and products take a hundred times as long over such numbers.
+_LEAST4, _NONE4 = _F4(-100), _F4(-127)
+_LEAST8, _NONE8 = -900.0, -1023.0
+
+
+def power(y: Any) -> Any:
+    """2^y for low <= y <= 1 or so; 0 for `none`."""
 
 
 def exp2(x: Any) -> Any:
     """2^x for x <= 1 or so; below the range of normal numbers, the smallest normal number."""
 
 
+def probability(x: Any) -> Any:
+    """2^x for x <= 0, but for rounding; 0 below 2^least."""
+
+
 def log1p(e: Any) -> Any:
     """log(1 + e) for 0 <= e <= 1, to relative accuracy."""
 
 
-@overload(exp2, jit_options={"fastmath": FAST})
-def _exp2(x: Any) -> Any:
-    if x == types.float32:
+@overload(power, jit_options={"fastmath": FAST})
+def _power(y: Any) -> Any:
+    if y == types.float32:
 
-        def single(x: Any) -> Any:
-            y = _LOW4 if x < _LOW4 else x  # this way round a NaN stays
+        def single(y: Any) -> Any:
             k = rint(y)
             t = y - k
             p = ((((_E4[5] * t + _E4[4]) * t + _E4[3]) * t + _E4[2]) * t + _E4[1]) * t + _E4[0]
@@ -125,8 +136,7 @@ def _exp2(x: Any) -> Any:
 
         return single
 
-    def double(x: Any) -> Any:
-        y = _LOW8 if x < _LOW8 else x
+    def double(y: Any) -> Any:
         k = rint(y)
         t = y - k
         p = ((((_E8[10] * t + _E8[9]) * t + _E8[8]) * t + _E8[7]) * t + _E8[6]) * t + _E8[5]
@@ -134,6 +144,30 @@ def _exp2(x: Any) -> Any:
         return (p * t + 1.0) * exponent_bits(k + _MAGIC8)
 
     return double
+
+
+@overload(exp2, jit_options={"fastmath": FAST})
+def _exp2(x: Any) -> Any:
+    low = _LOW4 if x == types.float32 else _LOW8
+
+    def normal(x: Any) -> Any:
+        return power(low if x < low else x)  # this way round a NaN stays
+
+    return normal
+
+
+@overload(probability, jit_options={"fastmath": FAST})
+def _probability(x: Any) -> Any:
+    least, none = (_LEAST4, _NONE4) if x == types.float32 else (_LEAST8, _NONE8)
+
+    def single(x: Any) -> Any:
+        return power(none if x < least else x)
+
+    def double(x: Any) -> Any:
+        y = none if x < least else x
+        return power(0.0 if y > 0.0 else y)  # heights may be a rounding too low
+
+    return single if x == types.float32 else double
 
 
 @overload(log1p, jit_options={"fastmath": FAST})
@@ -342,7 +376,7 @@ def softmax_gradient(x, c, height, a):  # type: ignore[no-untyped-def]
     for i in range(x.shape[0]):
         row, h, ai = x[i], height[i], a[i]
         for j in range(row.size):
-            row[j] = ai * exp2(scale * (row[j] - h))
+            row[j] = ai * probability(scale * (row[j] - h))
 
 
 @compiled
@@ -353,7 +387,7 @@ def softmax_gradient_shared(x, c, height, a, u, v):  # type: ignore[no-untyped-d
     for i in range(x.shape[0]):
         row, h, ai, ui = x[i], height[i], a[i], u[i]
         for j in range(row.size):
-            row[j] = exp2(scale * (row[j] - h)) * (ai + ui * v[j])
+            row[j] = probability(scale * (row[j] - h)) * (ai + ui * v[j])
 
 
 @compiled
@@ -364,7 +398,7 @@ def softmax_gradient_two_sided(x, c, height, a, column_height, b):  # type: igno
     for i in range(x.shape[0]):
         row, h, ai = x[i], height[i], a[i]
         for j in range(row.size):
-            row[j] = ai * exp2(scale * (row[j] - h)) + b[j] * exp2(
+            row[j] = ai * probability(scale * (row[j] - h)) + b[j] * probability(
                 scale * (row[j] - column_height[j])
             )
 
@@ -392,7 +426,7 @@ def online_softmax(x, c, row_max, row_sum, rescale):  # type: ignore[no-untyped-
         h = x.dtype.type(row_max[i])  # it came from such a number
         total = x.dtype.type(0)
         for j in range(row.size):
-            e = exp2(scale * (row[j] - h))
+            e = probability(scale * (row[j] - h))
             row[j] = e
             total += e
         row_sum[i] += total

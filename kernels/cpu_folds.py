@@ -115,9 +115,8 @@ class Fold:
         high, low, least = rest.max(), rest.min(), epilogue.column_height.min()
         # One exponential serves both directions while no column's terms vanish below a row's
         # height, and heights have digits for their differences
-        self.shared = bool(
-            high - least < 40 and high - low < 80 and max(abs(high), abs(low)) < EXACT
-        )
+        close = high - least < 40 and high - low < 80
+        self.shared = bool(close and max(abs(high), abs(low)) < EXACT)
         if self.shared:
             middle = 0.5 * (high + least)
             self.u = np.exp2(rest - middle).astype(dtype)
@@ -131,11 +130,14 @@ class Fold:
     def _height(self, height: Array, factor: Array) -> tuple[Array, Array, Array]:
         """Heights as raw products and factors, in the compute dtype; and these heights in base 2.
 
-        The largest logit is c times a product. In float32 the division finds that very product. In
-        float64 it may miss by a rounding: the next number up is not below it, so that no exponent
-        c (x - height) is above 0, and the factor makes up for what is a rounding, but not for more.
+        The largest logit is c times a product, rounded. In float32 the division finds that product
+        again; in float64 it may find its neighbour: then the smaller, as exponents above 0 are 0
+        there. A log-sum-exp is no such multiple: factors make up for what is a rounding, and not
+        for more.
         """
-        h = np.nextafter(height / self.c, np.inf).astype(self.cpu.dtype)
+        h = height / self.c
+        smaller = np.nextafter(h, -np.inf)
+        h = np.where(self.c * smaller >= height, smaller, h).astype(self.cpu.dtype)
         rest = self.c * h.astype(np.float64)
         made_up = np.exp2(np.minimum(rest - height, ROUNDING))
         return h, (factor * made_up).astype(self.cpu.dtype), rest

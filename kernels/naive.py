@@ -121,7 +121,7 @@ def _softmax(
 
 def _direction(x: Array, positive: Array, axis: int) -> tuple[Array, Array, Array, Array, Array]:
     """Along one axis of the negatives' logits: maxima, losses, log-sum-exps, probabilities, and
-    what the negatives together hold. Exponents are differences of a logit and the largest."""
+    their sums. Exponents are differences of logits, the largest from others."""
     top = x.max(axis=axis).astype(np.float64)
     shift = np.where(np.isneginf(top), 0, top).astype(x.dtype)
     p = np.exp(x - np.expand_dims(shift, axis))

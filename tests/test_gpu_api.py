@@ -4,7 +4,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from judge import LOSSES, arguments, assert_grad, judged, pairs
+from gpu_problems import dtype_of
+from infonce.kernels.problems import SCALES
+from judge import (
+    LOSSES,
+    arguments,
+    assert_grad,
+    assert_loss,
+    judged,
+    largest_logit,
+    pairs,
+)
 from test_gpu import MISSING
 
 import infonce
@@ -47,6 +57,52 @@ def test_scalars_on_the_device(loss: str) -> None:
         got = call(loss, *args, **option)
         assert abs(float(got.loss - want.loss)) <= 1e-5 * float(want.loss)
         cupy.testing.assert_allclose(got.grads[0], want.grads[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
+    """A number out of range is refused; of an array, which is not looked at, the loss is NaN.
+    Within, results are right to the rounding of the logits, and probabilities sum to 1."""
+    least, most = SCALES["fp64" if dtype == "float64" else "fp32"]
+    host = arguments(loss, *pairs("random", 150, 150, 64, dtype_of(dtype), 3))
+    args = [cupy.asarray(z) for z in host]
+    function = getattr(infonce, f"{loss}_loss")
+    for scale in (0.0, -1.0, 0.99 * least, 1.01 * most, np.inf, np.nan):
+        with pytest.raises(ValueError, match="scale: expected"):
+            function(*args, scale=scale, method=method)
+        assert bool(cupy.isnan(function(*args, scale=cupy.array(scale), method=method)))
+        with np.errstate(divide="ignore"):
+            temperature = cupy.array(1.0 / np.float64(scale))
+        out = call(loss, *args, temperature=temperature, method=method)
+        assert bool(cupy.isnan(out.loss))
+    for scale in (least, 1e-3, 1e3, 0.01 * most, most):
+        ref = judged(loss, host, scale=scale)
+        for given in (scale, cupy.array(scale)):
+            out = call(loss, *args, scale=given, method=method, grad_dtype=np.float64)
+            logit = largest_logit(scale, host[0], host[-1])
+            assert_loss(float(out.loss), ref.loss, dtype, logit)
+            pairs_each = 150 if loss == "siglip" else 1
+            for name, want in ref.grads.items():
+                if isinstance(want, np.ndarray):
+                    got = getattr(out.grads, name).get()
+                    assert np.linalg.norm(got) <= 5 * scale * pairs_each
+                    assert_grad(got, want, dtype, logit, np.linalg.norm(want) + scale * pairs_each)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_least_workspace(loss: str) -> None:
+    args = arguments(loss, *pairs("partly aligned", 700, 700, 40, np.float32, 0))
+    given = [cupy.asarray(z) for z in args]
+    with pytest.raises(ValueError, match="workspace: expected at least") as refused:
+        call(loss, *given, scale=5.0, method="tiled", workspace=1)
+    least = int(str(refused.value).split("at least ")[1].split()[0])
+    want = call(loss, *given, scale=5.0, method="tiled")
+    got = call(loss, *given, scale=5.0, method="tiled", workspace=least)
+    assert abs(float(got.loss - want.loss)) <= 1e-6 * float(want.loss)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        call(loss, *given, scale=5.0, method="tiled", workspace=least // 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -156,16 +212,18 @@ def test_no_memory_left(method: str) -> None:
     z = [cupy.asarray(a) for a in pairs("random", 600, 600, 64, np.float32, 1)]
     want = call("clip", *z, scale=5.0, method=method)
     pool = cupy.cuda.MemoryPool()
-    failed = 0
+    failed: list[str] = []
     for limit in range(2**14, 2**23, 2**17):
         pool.set_limit(size=limit)
         with cupy.cuda.using_allocator(pool.malloc):
             try:
                 call("clip", *z, scale=5.0, method=method)
-            except cupy.cuda.memory.OutOfMemoryError:
-                failed += 1
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                failed.append(str(error))
         assert pool.used_bytes() == 0
-    assert failed > 3
+    assert len(failed) > 3
+    advice = 'method="tiled"' if method == "naive" else "a workspace below"
+    assert all(f"; use {advice}" in told for told in failed)
     again = call("clip", *z, scale=5.0, method=method)
     assert float(again.loss) == float(want.loss)
     assert bool((again.grads.image == want.grads.image).all())

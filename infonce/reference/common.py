@@ -123,8 +123,8 @@ def duplicates(ids: Ids | None, positive: Mask) -> Mask:
 
 
 def sum_exp(x: Array, axis: int) -> tuple[Array, Array]:
-    """(peak, sum) with ``sum exp x = sum exp(peak)`` along `axis`, the peak being the largest
-    element; 0 where every element is -inf or there is none, with a sum of 0."""
+    """The largest element along `axis`, ``peak``, and ``sum exp(x - peak)``; both are 0 where every
+    element is -inf or there is none."""
     peak = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
     # -inf - -inf would be NaN; any finite shift leaves a sum of zeros.
     peak = np.where(np.isneginf(peak), 0.0, peak)

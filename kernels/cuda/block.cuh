@@ -25,7 +25,7 @@ struct Block {
   const i64* key_ids;    // [columns]
   i64 symmetric;         // i = j is excluded
   i64 triangle;          // only tiles on and above the diagonal
-  Scalar scale;
+  Scale scale;
 };
 
 // Elements of P: the type of the products' operands.

@@ -50,6 +50,17 @@ struct Scalar {
   __device__ double get() const { return bare() * factor * (shift ? *shift : 1); }
 };
 
+// The scale of the logits. One that only the device knows has not been checked: NaN out of range
+// (problems.SCALES), which makes the loss NaN.
+struct Scale : Scalar {
+  __device__ double bare() const {
+    const double s = Scalar::bare(), least = sizeof(Real) == 8 ? 0x1p-511 : 0x1p-63,
+                 most = sizeof(Real) == 8 ? 0x1p53 : 0x1p24;
+    return s >= least && s <= most ? s : NAN_;
+  }
+  __device__ double get() const { return bare() * factor * (shift ? *shift : 1); }
+};
+
 // Element types of the caller's arrays.
 #define DTYPE_FLOAT64 0
 #define DTYPE_FLOAT32 1

@@ -41,7 +41,8 @@ __device__ __forceinline__ const Element* address(const Matrix& z, i64 row, i64 
 struct Fused {
   Matrix q, k, dq, dk;  // dq, dk: data null where not wanted
   i64 m, n, d;
-  Scalar scale, bias;
+  Scale scale;
+  Scalar bias;
   double row_weight, column_weight;
   double row_share;           // weight of a row in the reduced loss
   double upstream;            // of all rows, unless each has its own

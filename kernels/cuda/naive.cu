@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64
 
 // One block a tile of X.
 extern "C" __global__ void __launch_bounds__(THREADS)
-similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_constant__ Scalar scale,
+similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_constant__ Scale scale,
            const __grid_constant__ Pairs pairs, Real* x) {
   const i64 across = (n + TILE - 1) / TILE;
   const i64 i0 = blockIdx.x / across * TILE, j0 = blockIdx.x % across * TILE;
@@ -134,7 +134,7 @@ similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_const
 #define BOTH 2
 extern "C" __global__ void __launch_bounds__(THREADS)
 feature_gradient(const Real* g, const Real* z, i64 m, i64 n, i64 d, i64 which,
-                 const __grid_constant__ Scalar scale, Real* out) {
+                 const __grid_constant__ Scale scale, Real* out) {
   const i64 rows = which == COLUMNS ? n : m, across = (d + TILE - 1) / TILE;
   const i64 i0 = blockIdx.x / across * TILE, j0 = blockIdx.x % across * TILE;
   const auto features = [=](i64 j, i64 k) { return z[k * d + j]; };

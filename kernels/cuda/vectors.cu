@@ -48,7 +48,7 @@ __device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, 
 // which columns' pairs a sweep has left (sweep_lse.cu), of its blocks, with 2^strips slots each.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
-            const __grid_constant__ Scalar scale, double* max, double* sum, const u32* marks,
+            const __grid_constant__ Scale scale, double* max, double* sum, const u32* marks,
             i64 strips) {
   __shared__ Sum parts[MERGE_PARTS][32];
   __shared__ int met[MOST_SWEEPERS], count;  // blocks that have left pairs of this tile
@@ -149,7 +149,7 @@ struct Concluding {
   const double* upstream;
   const double *bad, *any;  // NaN for a row that is not finite (or null); for any
   double row_weight, column_weight;
-  Scalar scale;
+  Scale scale;
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // results
   double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *a, *b, *at_positive;
@@ -210,7 +210,7 @@ __device__ __forceinline__ double add_up(const double* x, i64 n) {
 // scale; null: 0.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double share, const double* dots, i64 count, double halves,
-       const double* of_bias, const __grid_constant__ Scalar scale, void* out, i64 is_float) {
+       const double* of_bias, const __grid_constant__ Scale scale, void* out, i64 is_float) {
   const double sums[3] = {share * add_up(losses, m), add_up(dots, count) / (halves * scale.bare()),
                           add_up(of_bias, m) / scale.bare()};
   if (threadIdx.x) return;
@@ -262,7 +262,7 @@ __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
 // `wanted` once more: such rows get new heights, and what was gathered under the old ones, sums and
 // the gradient `acc` [n, acc_stride] (null: nothing yet), is brought to these. One block a panel.
 extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
-check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scalar scale,
+check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scale scale,
               Real* height, double* sum, Real* acc, i64 acc_stride, i64 d, int* wanted) {
   __shared__ Real factor[PANEL_ROWS];
   const i64 first = blockIdx.x * (i64)PANEL_ROWS, i = first + threadIdx.x;
@@ -309,7 +309,7 @@ add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted)
 extern "C" __global__ void end_online(const Real* height, const __grid_constant__ Sums rows,
                                       const double* positive, const double* upstream,
                                       const Real* factor, i64 n, double row_weight,
-                                      const __grid_constant__ Scalar scale, double* unit,
+                                      const __grid_constant__ Scale scale, double* unit,
                                       double* at_positive) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -395,7 +395,7 @@ __device__ __forceinline__ double height(double lse, double c, bool scaled, Real
 }
 
 extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 m, i64 n,
-                                   const __grid_constant__ Scalar scale, const Ranges* ranges,
+                                   const __grid_constant__ Scale scale, const Ranges* ranges,
                                    const __grid_constant__ FactorTargets out, i64 scaled) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   const double c = scale.get() * LOG2_E, per_unit = 1 / ranges->unit;
@@ -416,7 +416,7 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
 
 // The sigmoid fold's beginning: upstream with the scale folded in, sums of nothing, no positives yet.
 extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
-                                         const __grid_constant__ Scalar scale, double* row_factor,
+                                         const __grid_constant__ Scale scale, double* row_factor,
                                          double* losses, double* bias_grad, double* positive,
                                          const __grid_constant__ Spelling spelling, double* any) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -458,7 +458,7 @@ extern "C" __global__ void per_unit(const double* x, i64 n, const Ranges* ranges
 
 // Base-2 logits back to the products that they came from, bit for bit.
 extern "C" __global__ void to_products(const double* logits, i64 n,
-                                       const __grid_constant__ Scalar scale, Real* out) {
+                                       const __grid_constant__ Scale scale, Real* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < n) out[i] = (Real)(logits[i] / (scale.get() * LOG2_E));
 }
