@@ -3,13 +3,12 @@ package is not installed."""
 
 import os
 
-# NumPy and JAX read these once, when they are imported.
+# JAX reads this once, when it is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 3/4 of the GPU
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads, to test threads
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import numpy as np
 import pytest
+import threadpoolctl
 from hypothesis import HealthCheck, settings
 
 try:
@@ -18,6 +17,11 @@ except ImportError as error:
     raise pytest.UsageError(
         f"infonce is not installed ({error}): run  python -m pip install -e '.[test]'  first"
     ) from None
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads, to test threads
+    os.environ.setdefault("OMP_NUM_THREADS", "2")  # of processes that tests start
+    # and of this one, where a plugin of pytest's may have imported NumPy already
+    threadpoolctl.threadpool_limits(int(os.environ["OMP_NUM_THREADS"]))
 
 pytest.register_assert_rewrite("command_line", "gpu_problems", "reference_problems")
 

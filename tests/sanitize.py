@@ -29,12 +29,11 @@ OF_16_BITS = {"bf16": "bfloat16", "fp16": "float16"}
 KERNELS = ("default", "portable")
 # initcheck takes what a bulk tensor copy (TMA) has stored for memory that nobody has written: each
 # read of panels and of cuBLAS's results on Hopper, with or without padding, is an error to it. So
-# it sees the portable kernels alone, and not the kernel that reads what cuBLAS has written.
+# it sees the portable kernels alone, with rows of an odd length, which cuBLAS cannot copy that way.
 CHECKED = [
     (tool, kernels) for tool in TOOLS for kernels in KERNELS
     if (tool, kernels) != ("initcheck", "default")
 ]  # fmt: skip
-OPTIONS = {"initcheck": ["--kernel-name-exclude", "kernel_name=finish"]}
 
 
 def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any]]]:
@@ -53,7 +52,7 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
                 dtype = OF_16_BITS.get(precision, "float64" if precision == "fp64" else "float32")
                 plain = {"method": "tiled"}
                 yield loss, dtype, precision, rows, d, plain
-                if d != 72:
+                if d != 129:
                     continue
                 yield loss, dtype, precision, rows, d, plain | {"normalize": True, "ids": True}
                 yield loss, dtype, precision, rows, d, plain | {"workspace": 2**18}
@@ -70,7 +69,7 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
     yield "clip", "float32", "auto", 300, 40, {"offload": True, "workspace": 2**20}
 
 
-def sweep(kernels: str, part: int, parts: int) -> None:
+def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
     """Every `parts`-th call, each with finite results; prints which kernels they launched."""
     import cupy
     import ml_dtypes  # noqa: F401  names bfloat16 for NumPy
@@ -81,6 +80,8 @@ def sweep(kernels: str, part: int, parts: int) -> None:
 
     rng = np.random.default_rng(0)
     for loss, dtype, precision, rows, d, given in islice(calls(kernels), part, None, parts):
+        if tool == "initcheck" and given.get("method") in ("tiled", None) and d % 2 == 0:
+            continue
         options = dict(given)
         z = [(rng.standard_normal((rows, d)) / d**0.5).astype(dtype) for _ in range(LOSSES[loss])]
         if not options.get("offload"):
@@ -113,13 +114,11 @@ def names() -> set[str]:
 def checked(tool: str, kernels: str, part: int, parts: int) -> dict[str, Any]:
     """One tool over every `parts`-th call."""
     environment = os.environ | {"INFONCE_KERNELS": kernels}
-    tool_and_options = [
-        "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *OPTIONS.get(tool, []),
-    ]  # fmt: skip
-    sweep_of_part = [sys.executable, __file__, "--sweep", kernels, str(part), str(parts)]
+    sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    sweep_of_part = [sys.executable, __file__, "--sweep", tool, kernels, str(part), str(parts)]
     start = time.perf_counter()
     done = subprocess.run(
-        [*tool_and_options, *sweep_of_part], env=environment, text=True, check=False,
+        [*sanitizer, *sweep_of_part], env=environment, text=True, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     launched = re.search(r"^kernels: (.*)$", done.stdout, re.M)
@@ -141,11 +140,11 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time (default 4)")
     parser.add_argument("--output", type=Path, help="write a record of the run (JSON)")
-    parser.add_argument("--sweep", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--sweep", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.sweep:
-        kernels, part, parts = arguments.sweep
-        sweep(kernels, int(part), int(parts))
+        tool, kernels, part, parts = arguments.sweep
+        sweep(tool, kernels, int(part), int(parts))
         return 0
     runs, launched, clean = [], set(), True
     with ThreadPoolExecutor(arguments.jobs) as pool:
