@@ -102,13 +102,7 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
     told = f"{str(error).rstrip('.')}; use {advice}"
-    if arrays.on_gpu(problem.query):
-        error.args = (told,)
-        try:
-            raise error
-        finally:
-            del error  # or frames and traceback would hold each other, and the call's memory
-    raise MemoryError(told) from error  # NumPy's kind has its own words
+    raise MemoryError(told) from error  # NumPy's and CuPy's kinds have their own words
 
 
 def _backends_solution(request: Request) -> Solution:

@@ -385,6 +385,17 @@ class Cut:
     lent: int = 0
 
 
+def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
+    """Bytes for the least blocks that are `few`, of a size that `_largest` finds."""
+    m, n, d = shape
+    side = least_side(m, n)
+    side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
+    least = needs.block(min(side, m), min(side, n), d, block_n)
+    if needs.key_accumulator:
+        least = 2 * max(least, min(side, n) * needs.accumulator_row(d))
+    return least
+
+
 @lru_cache(1024)
 def cut(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
@@ -394,18 +405,9 @@ def cut(
     dK is gathered in up to half of the workspace. Where it would take more than a quarter, its
     destination lends what it can, if that makes all of it fit; blocks do not straddle the border.
 
-    `square`: the same ranges for rows and columns (symmetric losses). ValueError if not even blocks
-    fit that are `few`.
+    `square`: the same ranges for rows and columns (symmetric losses).
     """
     m, n, d = shape
-    side = least_side(m, n)
-    # one of the sizes that `_largest` finds
-    side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
-    least = needs.block(min(side, m), min(side, n), d, block_n)
-    if needs.key_accumulator:
-        least = 2 * max(least, min(side, n) * needs.accumulator_row(d))
-    if workspace < least:
-        raise ValueError(too_small(shape, least, workspace))
     row = needs.accumulator_row(d)
     most = max(1, workspace // 2 // row)
     key_rows, lent = min(n, most) if needs.key_accumulator else 0, 0
@@ -440,8 +442,11 @@ def cuts(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
 ) -> tuple[Cut, Cut, int]:
     """How the log-sum-exp fold is cut and, with its panels in smaller blocks, the gradient fold;
-    and the bytes that serve both."""
+    and the bytes that serve both. ValueError if not even blocks fit that are `few`."""
     folds = needs.of_statistics, needs.of_gradient
+    least = max(least_workspace(shape, of, block_n) for of in folds)
+    if workspace < least:
+        raise ValueError(too_small(shape, least, workspace))
     first, second = (cut(shape, of, workspace, block_n, square) for of in folds)
     sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
     return first, second, max(sizes)

@@ -87,7 +87,7 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
     ("clip", (Q, K), {"workspace": 1.5}, TypeError, ["workspace", "integer", "1.5"]),
     ("clip", (Q, K), {"workspace": "1GiB"}, TypeError, ["workspace", "integer", "'1GiB'"]),
     ("clip", (Q, K), {"workspace": np.nan}, TypeError, ["workspace", "integer", "nan"]),
-    ("clip", (Q, K), {"workspace": np.timedelta64(9)}, TypeError, ["workspace", "timedelta64"]),
+    ("clip", (Q, K), {"workspace": np.timedelta64(9, "s")}, TypeError, ["workspace", "timedelta"]),
     ("clip", (Q, K), {"workspace": 0}, ValueError, ["workspace", "positive", "0"]),
     ("clip", (Q, K), {"workspace": 8, "method": "tiled"}, ValueError, ["workspace", "at least"]),
     ("clip", (Q, K), {"workspace": 400, "method": "fused"}, ValueError,

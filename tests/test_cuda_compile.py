@@ -273,6 +273,20 @@ def test_device_with_too_little_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (10**6, 10**6, 512)])
+def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: str) -> None:
+    """That of both folds, whichever needs more."""
+    for key_accumulator in (False, True):
+        needs = config.Needs(precision, True, True, True, True, True, key_accumulator)
+        with pytest.raises(ValueError, match="workspace: expected at least") as refused:
+            config.cuts(shape, needs, 1, 128, False)
+        least = int(str(refused.value).split("at least ")[1].split()[0])
+        assert config.cuts(shape, needs, least, 128, False)[2] <= least
+        with pytest.raises(ValueError, match=rf"at least {least} bytes .* got {least - 1}"):
+            config.cuts(shape, needs, least - 1, 128, False)
+
+
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (5000, 5000, 129), (10**6, 10**6, 512)])
 @pytest.mark.parametrize("workspace", [2**20, 2**24, 2**28])
 def test_blocks_fit_the_workspace(
@@ -282,16 +296,9 @@ def test_blocks_fit_the_workspace(
     for key_accumulator, lends in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
         needs = config.Needs(precision, True, True, True, True, True, key_accumulator, lends=lends)
         for square in {False, m == n}:
-            size = workspace
-            try:
-                cut = config.cut(shape, needs, size, 128, square)
-            except ValueError as refused:  # with the least that is not
-                assert m == 10**6
-                size = int(str(refused).split("at least ")[1].split()[0])
-                assert workspace < size < 2**26
-                cut = config.cut(shape, needs, size, 128, square)
-                with pytest.raises(ValueError, match=rf"at least {size} bytes .* got {size - 1}"):
-                    config.cut(shape, needs, size - 1, 128, square)
+            size = max(workspace, config.least_workspace(shape, needs, 128))
+            assert size == workspace or (m == 10**6 and size < 2**26)
+            cut = config.cut(shape, needs, size, 128, square)
             assert few(m, n, cut.rows, cut.columns)
             assert 1 <= cut.rows <= m
             assert 1 <= cut.columns <= n
