@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from infonce.kernels.blocks import Backend, Solution, Vectors, fold_block, solve
-from infonce.kernels.problems import SILENT, Array, Gradients, Problem
+from infonce.kernels.problem import SILENT, Array, Gradients, Problem
+from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
 
 from infonce import arrays, dispatch, validation
 from infonce import losses as single
@@ -400,11 +400,12 @@ def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlo
 def _backend(request: Request) -> tuple[FoldBlock, Any, Callable[[Ring], Vectors]]:
     """What folds blocks, and for vectors of length M or N their namespace and mathematics."""
     if request.offload:
-        from infonce.kernels import offload_gpu
+        from infonce.kernels.offload import copies as offload_gpu
 
         return _folding(offload_gpu.backend), np, Vectors
     if arrays.on_gpu(request.problem.query):
-        from infonce.kernels import gpu, gpu_ranks
+        from infonce.kernels.gpu import shard as gpu_ranks
+        from infonce.kernels.gpu.tiled import backend as gpu
 
         request.problem = gpu.wide(request.problem)
         ahead = None
@@ -412,7 +413,7 @@ def _backend(request: Request) -> tuple[FoldBlock, Any, Callable[[Ring], Vectors
             ahead = Gradients(want_key=False, add_query=True)
         fold = functools.partial(gpu_ranks.fold_block, ahead=ahead)
         return fold, gpu.GPU.xp, gpu_ranks.VectorsOverRanks
-    from infonce.kernels.cpu import CPU
+    from infonce.kernels.cpu.backend import CPU
 
     return _folding(CPU), CPU.xp, Vectors
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from infonce.kernels.blocks import Vectors, mirrored, ranks_of
-from infonce.kernels.problems import (
+from infonce.kernels.problem import (
     Array,
     Epilogue,
     Gradients,
@@ -40,6 +39,7 @@ from infonce.kernels.problems import (
     changed,
     within,
 )
+from infonce.kernels.solve import Vectors, mirrored, ranks_of
 
 from .communicator import Communicator
 from .partition import Partition
@@ -69,7 +69,7 @@ Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays,
 
 
 class Ring:
-    """Blocks of one problem over the ranks: see `infonce.kernels.blocks.Backend`.
+    """Blocks of one problem over the ranks: see `infonce.kernels.solve.Backend`.
 
     `problem` has this rank's rows and keys, and positives that count the keys of all ranks.
     """

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import validation
 from .arrays import gpu_missing, namespace, native, on_gpu
-from .kernels.problems import Array, Gradients, Problem
+from .kernels.problem import Array, Gradients, Problem
 
 if TYPE_CHECKING:
     from .losses import Loss

@@ -9,8 +9,8 @@ import numpy as np
 
 from . import arrays
 from .checks import DEFAULTS, Request, check
-from .kernels.blocks import Solution, solve
-from .kernels.problems import LN_2, SILENT, Array, Problem
+from .kernels.problem import LN_2, SILENT, Array, Problem
+from .kernels.solve import Solution, solve
 from .result import LossAndGrad, Metrics
 
 if TYPE_CHECKING:
@@ -109,18 +109,18 @@ def _backends_solution(request: Request) -> Solution:
     # imported here: `import infonce` waits for no compiler
     problem, gradients = request.problem, request.gradients
     if request.offload:
-        from .kernels import offload_gpu
+        from .kernels.offload import copies as offload_gpu
 
         return solve(problem, offload_gpu.backend(problem, gradients), gradients)
     if arrays.on_gpu(problem.query):
-        from .kernels import gpu
+        from .kernels.gpu.tiled import backend as gpu
 
         return gpu.solve(problem, gradients)
     if problem.method == "naive":
-        from .kernels import naive
+        from .kernels.cpu import naive
 
         return naive.solve(problem, gradients)
-    from .kernels.cpu import CPU
+    from .kernels.cpu.backend import CPU
 
     return solve(problem, CPU(problem, gradients), gradients)
 

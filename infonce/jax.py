@@ -33,7 +33,7 @@ except ImportError as error:
 
 from . import checks, dispatch, losses, validation
 from ._names import missing
-from .kernels.problems import SILENT
+from .kernels.problem import SILENT
 from .losses import Loss
 from .result import Metrics
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import native, on_gpu
-from .kernels.problems import SCALES, Array
+from .kernels.problem import SCALES, Array
 
 if TYPE_CHECKING:
     from .losses import Loss

@@ -1,1 +1,1 @@
-"""Backends and the folds over blocks they share: see `infonce.kernels.blocks`."""
+"""Backends and the folds over blocks they share: see `infonce.kernels.solve`."""

@@ -12,7 +12,7 @@ import threadpoolctl
 from hypothesis import HealthCheck, settings
 
 try:
-    from infonce.kernels import blocks  # noqa: F401  (only an installed infonce has its kernels)
+    from infonce.kernels import solve as blocks  # noqa: F401  (only an installed infonce has its kernels)
 except ImportError as error:
     raise pytest.UsageError(
         f"infonce is not installed ({error}): run  python -m pip install -e '.[test]'  first"

@@ -5,7 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from infonce.kernels.problems import Gradients, Problem
+from infonce.kernels.problem import Gradients, Problem
 from judge import (
     cancelling,
     largest_logit,
@@ -32,7 +32,7 @@ MISSING = _missing()
 gpu_only = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 if not MISSING:
     import cupy
-    from infonce.kernels import gpu
+    from infonce.kernels.gpu.tiled import backend as gpu
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # (dtype of the features, precision)

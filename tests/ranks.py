@@ -18,8 +18,8 @@ import pytest
 from bad_calls import bad_calls
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import CPU
-from infonce.kernels.problems import Problem
+from infonce.kernels.cpu.backend import CPU
+from infonce.kernels.problem import Problem
 from mpi4py import MPI
 
 import infonce
@@ -325,8 +325,8 @@ def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16
 def offload(place: str) -> None:
     """Shards in host memory, computed on a device: a GPU, or what stands for one."""
     from infonce.distributed import losses as calls
-    from infonce.kernels.blocks import Vectors
-    from infonce.kernels.offload import Offload
+    from infonce.kernels.offload.backend import Offload
+    from infonce.kernels.solve import Vectors
     from test_offload import Host, close, room
 
     d, options = 30, {"scale": 9.0, "normalize": True, "workspace": room(16, 30)}

@@ -74,7 +74,7 @@ def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
     import cupy
     import ml_dtypes  # noqa: F401  names bfloat16 for NumPy
     import numpy as np
-    from infonce.kernels import compiler
+    from infonce.kernels.gpu.device import compiler
 
     import infonce
 
@@ -103,7 +103,7 @@ def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
 
 def names() -> set[str]:
     """Every kernel there is, by its source."""
-    from infonce.kernels import compiler
+    from infonce.kernels.gpu.device import compiler
 
     text = "".join(path.read_text() for path in compiler.SOURCES.rglob("*.cu"))
     heads = re.findall(r'extern "C" __global__ void\b(.*?)\{', text, re.S)

@@ -144,8 +144,8 @@ def test_message(
 def test_fused_counts_no_ranks_on_a_gpu() -> None:
     """On the CPU it does: each tile's logits are there to be counted."""
     pytest.importorskip("cupy")
-    from infonce.kernels import gpu_fused
-    from infonce.kernels.problems import Problem
+    from infonce.kernels.gpu import fused as gpu_fused
+    from infonce.kernels.problem import Problem
 
     gpu_fused.require(Problem(Q, K, 1.0, 1.0))
     with pytest.raises(ValueError, match=r'^method: "fused" .* expected .*"tiled".* metrics=True'):
@@ -172,7 +172,7 @@ def test_check_finite_names_the_first_bad_row() -> None:
 
 
 def test_naive_that_does_not_fit_names_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from infonce.kernels import naive
+    from infonce.kernels.cpu import naive
 
     monkeypatch.setattr(naive, "available_memory", lambda: 1000)
     with pytest.raises(MemoryError, match=r'6 x 6 logits.*"tiled"'):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels import cpu, cpu_resources
-from infonce.kernels import cpu_epilogues as tile
+from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.cpu import tile_ops as tile
+from infonce.kernels.cpu import workers as cpu_resources
 from judge import LOSSES, arguments, judged, pairs
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -100,7 +101,7 @@ def test_threads_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_process_has_threads_of_its_own() -> None:
     code = (
         "import os, numpy as np, infonce\n"
-        "from infonce.kernels import cpu\n"
+        "from infonce.kernels.cpu import backend as cpu\n"
         "cpu.THREADING_PAYS = 0\n"
         "a, b = np.random.default_rng(0).standard_normal((2, 600, 16))\n"
         "want = infonce.clip_loss(a, b, scale=0.3)\n"

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from infonce.kernels import compiler
-from infonce.kernels import launch_config as config
-from infonce.kernels.problems import few
+from infonce.kernels.gpu.config import launch as config
+from infonce.kernels.gpu.device import compiler
+from infonce.kernels.problem import few
 
 try:
     from cupy.cuda import nvrtc

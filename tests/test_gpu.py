@@ -36,8 +36,9 @@ from judge import (
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels import gpu, gpu_gradients
-    from infonce.kernels.gpu_operands import Accumulator
+    from infonce.kernels.gpu.tiled import backend as gpu
+    from infonce.kernels.gpu.tiled import gradient as gpu_gradients
+    from infonce.kernels.gpu.tiled.operands import Accumulator
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CASES)

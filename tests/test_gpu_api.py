@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import dtype_of
-from infonce.kernels.problems import SCALES
+from infonce.kernels.problem import SCALES
 from judge import (
     LOSSES,
     arguments,
@@ -230,7 +230,7 @@ def test_no_memory_left(method: str) -> None:
 
 
 def test_a_kernel_that_does_not_compile(tmp_path: Any, monkeypatch: Any) -> None:
-    from infonce.kernels import compiler
+    from infonce.kernels.gpu.device import compiler
 
     z = [cupy.asarray(a) for a in pairs("random", 20, 20, 8, np.float32, 1)]
     want = call("clip", *z, scale=5.0, method="naive")

@@ -14,7 +14,11 @@ import infonce
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels import blocks, gpu, gpu_plan, gpu_ranks, problems
+    from infonce.kernels import problem as problems
+    from infonce.kernels import solve as blocks
+    from infonce.kernels.gpu import plan as gpu_plan
+    from infonce.kernels.gpu import shard as gpu_ranks
+    from infonce.kernels.gpu.tiled import backend as gpu
 
 PRECISIONS = [
     ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),

@@ -18,8 +18,8 @@ from gpu_problems import (
     host,
     run,
 )
-from infonce.kernels import launch_config as config
-from infonce.kernels.problems import LN_2
+from infonce.kernels.gpu.config import launch as config
+from infonce.kernels.problem import LN_2
 from judge import (
     KINDS,
     LOSSES,
@@ -31,7 +31,8 @@ from judge import (
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels import gpu, gpu_gradients
+    from infonce.kernels.gpu.tiled import backend as gpu
+    from infonce.kernels.gpu.tiled import gradient as gpu_gradients
 
 
 SWEEPS = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from infonce.kernels import cpu
+from infonce.kernels.cpu import backend as cpu
 from judge import (
     DTYPES,
     KINDS,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels import offload
-from infonce.kernels.blocks import solve
-from infonce.kernels.cpu import CPU
-from infonce.kernels.problems import SILENT
+from infonce.kernels.cpu.backend import CPU
+from infonce.kernels.offload import backend as offload
+from infonce.kernels.problem import SILENT
+from infonce.kernels.solve import solve
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce

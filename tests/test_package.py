@@ -103,12 +103,13 @@ def test_wheel(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"infonce"}
     for wanted in (
-        "infonce/py.typed", "infonce/kernels/blocks.py", "infonce/distributed/__init__.py",
+        "infonce/py.typed", "infonce/kernels/solve.py", "infonce/distributed/__init__.py",
         "infonce/reference/clip.py", "infonce/cli.py",
     ):  # fmt: skip
         assert wanted in names or wanted.replace(".py", "/__init__.py") in names
-    for source in (ROOT / "kernels" / "cuda").glob("*.cu*"):
-        assert f"infonce/kernels/cuda/{source.name}" in names
+    for source in (ROOT / "kernels").rglob("*.*"):
+        if source.suffix in (".py", ".cu", ".cuh"):
+            assert f"infonce/{source.relative_to(ROOT)}" in names
     assert any(name.endswith("licenses/LICENSE") or name.endswith("/LICENSE") for name in names)
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels import cpu
-from infonce.kernels import cpu_epilogues as tile
-from infonce.kernels.problems import SCALES, few, least_side
+from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.cpu import tile_ops as tile
+from infonce.kernels.problem import SCALES, few, least_side
 from judge import (
     DTYPES,
     GRAD_BOUND,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from infonce.distributed import communicator, mpi, processes, ring, transport
 from infonce.distributed.partition import Partition
-from infonce.kernels.problems import within
+from infonce.kernels.problem import within
 
 import infonce
 from infonce import distributed

@@ -14,7 +14,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from ..kernels.cpu_resources import SPARES
+from ..kernels.cpu.workers import SPARES
 from . import contenders, machine, measure
 from .bench_gpu import METHODS as GPU_METHODS
 from .bench_gpu import Device

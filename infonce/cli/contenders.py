@@ -9,7 +9,7 @@ import numpy as np
 
 import infonce
 
-from ..kernels.naive import PASSES, available_memory
+from ..kernels.cpu.naive import PASSES, available_memory
 from ..losses import Loss
 from .common import human
 from .measure import Array, Case, Outcome, Run

@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from .. import checks, losses
-from ..kernels import compiler
+from ..kernels.gpu.device import compiler
 from . import machine
 from .common import human, stdout, to_json
 
@@ -161,8 +161,8 @@ def _compile_seconds() -> dict[str, float]:
 
 def _cpu() -> str:
     try:
-        from ..kernels.cpu import CPU  # noqa: F401  Numba may be missing
-        from ..kernels.cpu_resources import thread_count
+        from ..kernels.cpu.backend import CPU  # noqa: F401  Numba may be missing
+        from ..kernels.cpu.workers import thread_count
 
         return f"available, {thread_count()} threads"
     except (ImportError, ValueError) as error:
@@ -180,7 +180,7 @@ def _transports(on_gpu: bool) -> dict[str, str]:
 def _cache() -> str:
     """Folder in which Numba keeps compiled code."""
     try:
-        from ..kernels.cpu_epilogues import row_statistics
+        from ..kernels.cpu.tile_ops import row_statistics
 
         return str(row_statistics.stats.cache_path)
     except (ImportError, RuntimeError) as error:

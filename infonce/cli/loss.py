@@ -119,7 +119,7 @@ def loss(
         with_grad = [name for name in chosen.arguments if name not in chosen.locked]
         check_gradient_files(grad_out, with_grad, files, force)
 
-    from ..kernels import cpu  # noqa: F401  the compiler's own memory is not the loss's
+    from ..kernels.cpu import backend as cpu  # noqa: F401  the compiler's own memory is not the loss's
 
     measured = reset_peak()
     before = resident()

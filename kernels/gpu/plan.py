@@ -22,11 +22,11 @@ import cupy
 import numpy as np
 from cupy.cuda import driver, runtime
 
-from . import launch_config as config
-from .cublas import gemm_ex
-from .gpu_queue import Queue
-from .problems import Array, Gradients, Poison, Problem, Sigmoid, SoftmaxGradient, Statistics, Sums
-from .tensor_map import SIZE, tensor_map
+from ..problem import Array, Gradients, Poison, Problem, Sigmoid, SoftmaxGradient, Statistics, Sums
+from .config import launch as config
+from .device.cublas import gemm_ex
+from .device.launches import Queue
+from .device.tensor_map import SIZE, tensor_map
 
 # Addresses and a scale that stand for those of a call. As numbers they are signalling NaNs: nothing
 # else that a kernel gets looks like them, and arithmetic with the scale would show

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from . import launch_config as config
-from . import problems
-from .arguments import SCALAR, address, struct
-from .gpu_operands import Operand, Side
-from .problems import LN_2, Array, Grid, Problem, Ranks, Statistics
+from ... import problem as problems
+from ...problem import LN_2, Array, Grid, Problem, Ranks, Statistics
+from ..config import launch as config
+from ..device.abi import SCALAR, address, struct
+from .operands import Operand, Side
 
 if TYPE_CHECKING:
-    from .gpu import GPU
+    from .backend import GPU
 
 # --- structures that kernels take, as kernels/cuda declares them ----------------------------------
 

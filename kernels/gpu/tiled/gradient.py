@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from . import launch_config as config
-from . import problems
-from .arguments import MATRIX, SCALAR, address, matrix, matrix_fields, pointers, struct
-from .gpu_folds import Fold
-from .gpu_operands import Accumulator, Operand
-from .gpu_vectors import SUMS
-from .problems import Array, Gradients, Grid, OnlineSoftmax, Problem, Sigmoid, SoftmaxGradient
-from .tensor_map import SIZE
+from ... import problem as problems
+from ...problem import Array, Gradients, Grid, OnlineSoftmax, Problem, Sigmoid, SoftmaxGradient
+from ..config import launch as config
+from ..device.abi import MATRIX, SCALAR, address, matrix, matrix_fields, pointers, struct
+from ..device.tensor_map import SIZE
+from ..vectors import SUMS
+from .fold import Fold
+from .operands import Accumulator, Operand
 
 if TYPE_CHECKING:
-    from .gpu import GPU
+    from .backend import GPU
 
 # Panels are written in units that bring their largest element near this: float16 has no range.
 # (Times 4: factors of normalised rows, below 2 each)

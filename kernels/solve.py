@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .problems import (
+from .problem import (
     LN_2,
     Array,
     Epilogue,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from . import cpu_epilogues as tile
-from .problems import Array, cut
+from ..problem import Array, cut
+from . import tile_ops as tile
 
 
 @dataclass

@@ -14,10 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .cpu_folds import Fold, Worker
-from .cpu_operands import Side, inverse_norms, not_finite
-from .cpu_resources import BLAS, SPARES, Turns, in_threads, thread_count
-from .problems import (
+from ..problem import (
     Array,
     Epilogue,
     Gradients,
@@ -29,6 +26,9 @@ from .problems import (
     few,
     too_small,
 )
+from .fold import Fold, Worker
+from .operands import Side, inverse_norms, not_finite
+from .workers import BLAS, SPARES, Turns, in_threads, thread_count
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 TILE = 2048, 1216  # rows x columns; rows of a power of 2 bytes would share cache sets
@@ -37,7 +37,7 @@ THREADING_PAYS = 2**26  # multiply-adds below which a second thread costs more t
 
 
 class CPU:
-    """Blocks of one problem on the CPU: see `infonce.kernels.blocks.Backend`."""
+    """Blocks of one problem on the CPU: see `infonce.kernels.solve.Backend`."""
 
     xp = np
     online = True

@@ -1,4 +1,4 @@
-"""The GPU for `infonce.kernels.offload`: panels of host memory on their way to it."""
+"""The GPU for `infonce.kernels.offload.backend`: panels of host memory on their way to it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import cupy
 import cupyx
 import numpy as np
 
-from .gpu import GPU
-from .offload import Offload
-from .problems import Array, Gradients, Problem, cut
+from ..gpu.tiled.backend import GPU
+from ..problem import Array, Gradients, Problem, cut
+from .backend import Offload
 
 COPIERS = 4  # threads that fill pinned memory: one alone is slower than the bus
 PINNED = 1  # CUDA's name for host memory that the device can read
@@ -46,7 +46,7 @@ def _pinned(array: Array) -> bool:
 
 
 class Device:
-    """The current GPU: see `infonce.kernels.offload.Device`."""
+    """The current GPU: see `infonce.kernels.offload.backend.Device`."""
 
     xp = cupy
     backend = GPU

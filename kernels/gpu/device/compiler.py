@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-SOURCES = Path(__file__).parent / "cuda"
+SOURCES = Path(__file__).parents[2] / "cuda"
 OPTIONS = ("--std=c++17", "-default-device", "-ftz=true", "-prec-div=true", "-prec-sqrt=true")
 Defines = Mapping[str, int | str]
 

@@ -10,11 +10,11 @@ from typing import Any
 import cupy
 import numpy as np
 
-from . import compiler
-from .arguments import NO_MATRIX, address, matrix_fields, scalar_fields, whole_strides
-from .blocks import Solution
-from .launch_config import Device
-from .problems import Array, Gradients, Problem
+from ..problem import Array, Gradients, Problem
+from ..solve import Solution
+from .config.launch import Device
+from .device import compiler
+from .device.abi import NO_MATRIX, address, matrix_fields, scalar_fields, whole_strides
 
 THREADS = 256
 TILE = 64  # rows and columns of a tile

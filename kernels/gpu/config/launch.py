@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from .problems import least_side, too_small
+from ...problem import least_side, too_small
 
 BLOCK_M = 128
 SLAB = 128  # bytes of a row in one stage of the pipeline: kernels/cuda/product.cuh

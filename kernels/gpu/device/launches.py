@@ -6,8 +6,8 @@ from typing import Any
 
 import cupy
 
+from ...problem import Array
 from .cublas import gemm_ex
-from .problems import Array
 from .tensor_map import tensor_map
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import Solution
-from .problems import LOG2_E, Array, Gradients, Problem, Statistics, Sums, spelled_out
+from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, spelled_out
+from ..solve import Solution
 
 PASSES = 4  # M x N arrays alive at once, at most
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from .problems import SILENT, Array
+from ..problem import SILENT, Array
 
 # --- threads --------------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from . import launch_config as config
-from .arguments import address, matrix
-from .problems import Array
+from ...problem import Array
+from ..config import launch as config
+from ..device.abi import address, matrix
 
 if TYPE_CHECKING:
-    from .gpu import GPU
+    from .backend import GPU
 
 DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
           "fp16": "float16"}  # fmt: skip

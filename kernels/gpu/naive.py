@@ -7,10 +7,10 @@ from typing import Any
 import cupy
 import numpy as np
 
-from . import compiler
-from .arguments import SCALAR, address, matrix, scalar_fields, struct, whole_strides
-from .blocks import Solution
-from .problems import LOG2_E, Array, Gradients, Problem, Statistics, Sums
+from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums
+from ..solve import Solution
+from .device import compiler
+from .device.abi import SCALAR, address, matrix, scalar_fields, struct, whole_strides
 
 THREADS = 256
 TILE = 32  # rows and columns of a product's tile

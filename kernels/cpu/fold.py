@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import cpu_epilogues as tile
-from .blocks import conclude
-from .cpu_operands import Side
-from .cpu_resources import SPARES, Cancelled, Turns
-from .problems import (
+from ..problem import (
     LOG2_E,
     Array,
     Epilogue,
@@ -27,9 +23,13 @@ from .problems import (
     Sums,
     cut,
 )
+from ..solve import conclude
+from . import tile_ops as tile
+from .operands import Side
+from .workers import SPARES, Cancelled, Turns
 
 if TYPE_CHECKING:
-    from .cpu import CPU
+    from .backend import CPU
 
 EXACT = 2.0**40  # logits below this have digits after the point, in float64
 ROUNDING = 2.0**-10  # what factors make up for at most, in base 2

@@ -16,16 +16,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from . import blocks, compiler, gpu_fused, gpu_naive, gpu_plan, problems
-from . import launch_config as config
-from .arguments import SCALAR, address, matrix, scalar_fields, struct
-from .blocks import Solution
-from .gpu_folds import RanksFold, StatisticsFold
-from .gpu_gradients import NarrowFold, OnlineFold, SigmoidFold, SoftmaxFold
-from .gpu_operands import Scratch, Side, in_place, lends
-from .gpu_queue import Queue
-from .gpu_vectors import Namespace, Vectors
-from .problems import (
+from ... import problem as problems
+from ... import solve as blocks
+from ...problem import (
     Array,
     Epilogue,
     Gradients,
@@ -37,6 +30,18 @@ from .problems import (
     SoftmaxGradient,
     Statistics,
 )
+from ...solve import Solution
+from .. import fused as gpu_fused
+from .. import naive as gpu_naive
+from .. import plan as gpu_plan
+from ..config import launch as config
+from ..device import compiler
+from ..device.abi import SCALAR, address, matrix, scalar_fields, struct
+from ..device.launches import Queue
+from ..vectors import Namespace, Vectors
+from .fold import RanksFold, StatisticsFold
+from .gradient import NarrowFold, OnlineFold, SigmoidFold, SoftmaxFold
+from .operands import Scratch, Side, in_place, lends
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 # One pass takes elements 2^(x - height) with a height that need not be the maximum (heights.cuh):
@@ -63,7 +68,7 @@ def device_properties(index: int) -> config.Device:
 
 
 class GPU:
-    """Blocks of one problem on the current device: see `infonce.kernels.blocks.Backend`.
+    """Blocks of one problem on the current device: see `infonce.kernels.solve.Backend`.
 
     `ahead`: what another backend will gather later, of blocks like these. Both then take workspaces
     of one size, and the pool that memory comes from holds one of them, not two.

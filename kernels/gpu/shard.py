@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from . import blocks, gpu_plan, problems
-from .gpu import GPU, device_properties, wide
-from .gpu_queue import Queue
-from .problems import Array, Epilogue, Gradients, Poison, Problem, Statistics, Sums
+from .. import problem as problems
+from .. import solve as blocks
+from ..problem import Array, Epilogue, Gradients, Poison, Problem, Statistics, Sums
+from . import plan as gpu_plan
+from .device.launches import Queue
+from .tiled.backend import GPU, device_properties, wide
 
 
 def fold_block(

@@ -25,8 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .blocks import Backend, ranks_of
-from .problems import (
+from ..problem import (
     Array,
     Epilogue,
     Gradients,
@@ -42,6 +41,7 @@ from .problems import (
     too_small,
     within,
 )
+from ..solve import Backend, ranks_of
 
 PANEL = 128  # rows of a panel are a multiple of this, where there are as many
 
@@ -70,7 +70,7 @@ class Device(Protocol):
 
 
 class Offload:
-    """Blocks of one problem between host and device: see `infonce.kernels.blocks.Backend`."""
+    """Blocks of one problem between host and device: see `infonce.kernels.solve.Backend`."""
 
     xp = np
     online = False

@@ -11,7 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from .problems import Array
+from ...problem import Array
 
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}
 SCALAR = np.dtype([("value", "f8"), ("pointer", "u8"), ("factor", "f8"), ("shift", "u8")])

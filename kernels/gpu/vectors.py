@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from . import blocks, problems
-from .arguments import SCALAR, address, pointers, struct
-from .problems import Array, Gradients, Problem, Sigmoid, Statistics
+from .. import problem as problems
+from .. import solve as blocks
+from ..problem import Array, Gradients, Problem, Sigmoid, Statistics
+from .device.abi import SCALAR, address, pointers, struct
 
 if TYPE_CHECKING:
-    from .gpu import GPU
+    from .tiled.backend import GPU
 
 SUMS = pointers("max sum")
 _CONCLUDING = np.dtype(

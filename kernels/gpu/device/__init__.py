@@ -1,0 +1,1 @@
+"""What talks to a GPU: launches, structures, compilation, libraries. It knows no loss."""

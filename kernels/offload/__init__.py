@@ -1,0 +1,1 @@
+"""Features and gradients in host memory, logits on a device."""
