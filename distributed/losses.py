@@ -285,7 +285,7 @@ class _Call:
     # -- the work
 
     def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
-        fold, xp, vectors = _backend(request)
+        fold, vectors = _backend(request)
         problem, gradients, ranks = request.problem, request.gradients, self.ranks
         assert self.transport is not None
         ddp = ranks.size if self.ours["gradient_scale"] == "ddp" else 1
@@ -293,10 +293,8 @@ class _Call:
             problem.upstream = problem.upstream * ddp
         if gradients is not None:
             rows = len(problem.query) if gradients.want_query else keys.largest
-            gradients.dots = xp.zeros(rows)
-        ring = Ring(
-            problem, keys, ranks, self.transport, fold, xp, self.labels is not None, vectors
-        )
+            gradients.dots = vectors.xp.zeros(rows)
+        ring = Ring(problem, keys, ranks, self.transport, fold, self.labels is not None, vectors)
         if self.kind.symmetric and self.labels is not None:
             self.check_pairs(ring, request, queries)
         solution = solve(problem, ring, gradients)
@@ -397,25 +395,24 @@ def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlo
     )
 
 
-def _backend(request: Request) -> tuple[FoldBlock, Any, Callable[[Ring], Vectors]]:
-    """What folds blocks, and for vectors of length M or N their namespace and mathematics."""
+def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
+    """What folds blocks, and the mathematics on vectors of length M or N."""
     if request.offload:
         from infonce.kernels.offload import copies as offload_gpu
 
-        return _folding(offload_gpu.backend), np, Vectors
+        return _folding(offload_gpu.backend), Vectors(np)
     if arrays.on_gpu(request.problem.query):
-        from infonce.kernels.gpu import shard as gpu_ranks
-        from infonce.kernels.gpu.tiled import backend as gpu
+        from infonce.kernels.gpu import select, shard
 
-        request.problem = gpu.wide(request.problem)
+        request.problem = select.wide(request.problem)
         ahead = None
         if request.gradients is not None:
             ahead = Gradients(want_key=False, add_query=True)
-        fold = functools.partial(gpu_ranks.fold_block, ahead=ahead)
-        return fold, gpu.GPU.xp, gpu_ranks.VectorsOverRanks
+        fold = functools.partial(shard.fold_block, ahead=ahead)
+        return fold, shard.VectorsOverRanks()
     from infonce.kernels.cpu.backend import CPU
 
-    return _folding(CPU), CPU.xp, Vectors
+    return _folding(CPU), Vectors(np)
 
 
 info_nce_loss = _over_ranks(single.info_nce_loss, single.INFO_NCE, False)

@@ -17,7 +17,6 @@ gradients, is the workspace, half of it again, and dQ in float32 where gradients
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,6 @@ from infonce.kernels.problem import (
     Statistics,
     Sums,
     changed,
-    within,
 )
 from infonce.kernels.solve import Vectors, mirrored, ranks_of
 
@@ -46,7 +44,7 @@ from .partition import Partition
 from .transport import Transport
 
 Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
-# `blocks.fold_block` on a backend
+# `solve.fold_block` on a backend
 FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None, Poison | None, Sums | None], None]
 
 
@@ -83,13 +81,13 @@ class Ring:
         ranks: Communicator,
         transport: Transport,
         fold_block: FoldBlock,
-        xp: Any,
         labelled: bool,
-        vectors: Callable[[Ring], Vectors] = Vectors,
+        vectors: Vectors,
     ) -> None:
         self.keys, self.ranks, self.transport = keys, ranks, transport
         self.fold_block = fold_block
-        self.xp, self.labelled, self.symmetric = xp, labelled, problem.symmetric
+        self.vectors, self.labelled, self.symmetric = vectors, labelled, problem.symmetric
+        self.xp = xp = vectors.xp
         # whether the positives of a rank's rows are its own keys: where rows and keys come in pairs
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
@@ -99,7 +97,6 @@ class Ring:
         self.poisoned = Poison(self.not_finite[:m], self.not_finite[m:])
         self.pieces = self._pieces(problem)
         self.local: dict[bool, Array] = {}  # positives, where they are own keys: by `apart`
-        self.vectors = vectors(weakref.proxy(self))  # no cycle: a call's memory is freed with it
 
     def _pieces(self, problem: Problem) -> int:
         """In how many pieces shards go round."""
@@ -107,7 +104,7 @@ class Ring:
         room = max(1, problem.workspace // 2 // row)
         return int(max(1, -(-self.keys.largest // room)))
 
-    # -- what blocks.solve asks for
+    # -- what solve.solve asks for
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
@@ -128,7 +125,7 @@ class Ring:
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             if len(keys):
-                local = within(xp, positives, keys.rows)
+                local = self.vectors.within(positives, keys.rows)
                 out[:] = xp.where(local < 0, out, arrays[0][xp.maximum(local, 0)])
 
         self.circulate([xp.ascontiguousarray(of_keys)], visit)
@@ -179,7 +176,7 @@ class Ring:
                 sums[2][:] = self._by_keys(problem, keys, stats.positive)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
-            Sums(*sums[:2]).merge(Sums(*arrived[:2]), xp)
+            self.vectors.merge(Sums(*sums[:2]), Sums(*arrived[:2]))
             for mine, theirs in zip(sums[2:], arrived[2:], strict=True):
                 mine[:] = xp.where(xp.isnan(mine), theirs, mine)
 
@@ -199,7 +196,7 @@ class Ring:
         """What this rank's rows have, in the order of their positives among these keys; NaN for
         keys that are no row's positive."""
         xp, n = self.xp, len(keys)
-        local = within(xp, problem.positives, keys.rows)
+        local = self.vectors.within(problem.positives, keys.rows)
         out = xp.full(n + 1, xp.nan)
         out[xp.where(local < 0, n, local)] = of_rows
         return out[:n]
@@ -324,7 +321,7 @@ class Ring:
         same = self.own_positives and (apart or keys.whole)
         if same and apart in self.local:
             return self.local[apart]
-        local = within(self.xp, problem.positives, keys.rows)
+        local = self.vectors.within(problem.positives, keys.rows)
         if same:
             self.local[apart] = local
         return local

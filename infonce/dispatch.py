@@ -113,9 +113,9 @@ def _backends_solution(request: Request) -> Solution:
 
         return solve(problem, offload_gpu.backend(problem, gradients), gradients)
     if arrays.on_gpu(problem.query):
-        from .kernels.gpu.tiled import backend as gpu
+        from .kernels.gpu import select
 
-        return gpu.solve(problem, gradients)
+        return select.solve(problem, gradients)
     if problem.method == "naive":
         from .kernels.cpu import naive
 

@@ -144,14 +144,6 @@ def changed(part: T, /, **values: Any) -> T:
     return new
 
 
-def within(xp: Any, positives: Array, keys: slice) -> Array:
-    """Positives counted from the first of these keys; -1 for those that are not among them."""
-    if hasattr(xp, "within"):  # a GPU has one kernel for all
-        return xp.within(positives, keys.start, keys.stop)
-    inside = (positives >= keys.start) & (positives < keys.stop)
-    return xp.where(inside, positives - keys.start, -1)
-
-
 @dataclass
 class Sums:
     """Running (max, sum) of 2^x2 for every row or column of one side: the LSE fold's state."""
@@ -159,26 +151,9 @@ class Sums:
     max: Array  # [n] float64, identity -inf
     sum: Array  # [n] float64, identity 0: sum_j 2^(x2_j - max)
 
-    @classmethod
-    def identity(cls, xp: Any, n: int) -> Sums:
-        if hasattr(xp, "empty_sums"):  # a GPU has one kernel for both
-            return cls(*xp.empty_sums(n))
-        return cls(xp.full(n, -xp.inf), xp.zeros(n))
-
     def clear(self) -> None:
         """Nothing is folded in yet."""
         self.max[:], self.sum[:] = -np.inf, 0.0
-
-    def merge(self, other: Sums, xp: Any) -> None:
-        """Fold `other` in."""
-        if hasattr(xp, "merge_sums"):  # as above
-            xp.merge_sums(other.max, other.sum, self.max, self.sum)
-            return
-        top = xp.maximum(self.max, other.max)
-        finite = xp.where(xp.isneginf(top), 0.0, top)  # two empty sums: no difference of infinities
-        self.sum[:] = self.sum * xp.exp2(self.max - finite)
-        self.sum += other.sum * xp.exp2(other.max - finite)
-        self.max[:] = top
 
 
 # --- epilogues: what becomes of a block's logits --------------------------------------------------

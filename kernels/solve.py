@@ -52,8 +52,12 @@ from .problem import (
 class Backend(Protocol):
     """What the CPU, a GPU, or a ring of ranks supplies to the folds."""
 
-    xp: Any  # numpy or cupy: mathematics on vectors of length M or N
     online: bool  # whether it folds `OnlineSoftmax`
+
+    @property
+    def vectors(self) -> Vectors:
+        """The mathematics on vectors of length M or N."""
+        ...
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         """The blocks of the whole logit matrix."""
@@ -103,7 +107,7 @@ class Solution:
 
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of `problem`: the one path every loss and backend takes."""
-    vectors: Vectors = getattr(backend, "vectors", None) or Vectors(backend)
+    vectors = backend.vectors
     if gradients is not None and gradients.dots is None:
         m, n, _ = problem.shape
         gradients = replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
@@ -142,7 +146,7 @@ def _solve_softmax(
     else:
         backend.fold(problem, grid, stats, None)
 
-    end = vectors.conclude(problem, stats, grid.triangle, gradients is not None)
+    end = vectors.conclude(problem, stats, grid.triangle, gradients is not None, backend)
     rows, columns = end.rows, end.columns
     if gradients is not None and not online:
         height, b = (None, None) if columns is None else (columns.height, end.column_factor)
@@ -181,29 +185,70 @@ class Conclusion:
 
 
 class Vectors:
-    """The mathematics on vectors of length M and N. (A GPU has one kernel for each step.)"""
+    """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+
+    # -- what folds over blocks, ranks and panels share
+
+    def identity(self, n: int) -> Sums:
+        """Sums in which nothing is folded yet."""
+        return Sums(self.xp.full(n, -self.xp.inf), self.xp.zeros(n))
+
+    def merge(self, sums: Sums, other: Sums) -> None:
+        """Fold `other` into `sums`."""
+        xp = self.xp
+        top = xp.maximum(sums.max, other.max)
+        finite = xp.where(xp.isneginf(top), 0.0, top)  # two empty sums: no difference of infinities
+        sums.sum[:] = sums.sum * xp.exp2(sums.max - finite)
+        sums.sum += other.sum * xp.exp2(other.max - finite)
+        sums.max[:] = top
+
+    def within(self, positives: Array, keys: slice) -> Array:
+        """Positives counted from the first of these keys; -1 for those that are not among them."""
+        inside = (positives >= keys.start) & (positives < keys.stop)
+        return self.xp.where(inside, positives - keys.start, -1)
+
+    def direction(self, sums: Sums, positive: Array) -> Direction:
+        """What follows for one side from its sums and the positives' logits."""
+        return conclude(self.xp, sums, positive)
+
+    # -- the steps of a call
 
     def dots(self, n: int) -> Array:
         """Memory for `Gradients.dots`."""
-        return self.backend.xp.zeros(n)
+        return self.xp.zeros(n)
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         """The problem spelled out, and the LSE fold's identity."""
-        problem = spelled_out(problem, self.backend.xp)
-        return problem, _statistics(problem, self.backend)
+        problem, xp = spelled_out(problem, self.xp), self.xp
+        m, n, _ = problem.shape
+        rows = self.identity(m)
+        # columns tell of rows their sums alone: metrics want true maxima, and meet all pairs
+        columns = rows if problem.symmetric and not problem.ranks else None
+        if problem.two_sided:
+            columns = self.identity(n)
+        stats = Statistics(rows, columns, xp.full(m, xp.nan))
+        if problem.ranks:
+            stats.row_rank = xp.zeros(m, xp.int64)
+            if problem.two_sided:
+                stats.column_rank = xp.zeros(n, xp.int64)
+        return problem, stats
 
     def conclude(
-        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool
+        self,
+        problem: Problem,
+        stats: Statistics,
+        triangle: bool,
+        gradient: bool,
+        backend: Backend,
     ) -> Conclusion:
         """Losses and, for a `gradient`, its factors; in a `triangle` each pair was met once."""
-        backend = self.backend
-        xp = backend.xp
+        xp = self.xp
         if triangle:
             stats.positive = mirrored(xp, stats.positive, problem.positives)
-        rows = conclude(xp, stats.rows, stats.positive)
+        rows = self.direction(stats.rows, stats.positive)
         losses = problem.row_weight * rows.loss + backend.poison(problem)
         a = problem.upstream * (problem.row_weight * problem.scale)
         at_positive = a * rows.share
@@ -213,7 +258,7 @@ class Vectors:
             if gradient:  # over ranks, others have to be asked
                 at_positive = at_positive + backend.of_positives(problem, at_positive)
         elif problem.two_sided and stats.columns is not None:  # square: key i belongs to query i
-            columns = conclude(xp, stats.columns, stats.positive)
+            columns = self.direction(stats.columns, stats.positive)
             losses = losses + problem.column_weight * columns.loss
             b = problem.upstream * (problem.column_weight * problem.scale)
             at_positive = at_positive + b * columns.share
@@ -222,14 +267,14 @@ class Vectors:
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         """The problem spelled out, and the sigmoid fold's beginning."""
-        xp, m = self.backend.xp, problem.shape[0]
+        xp, m = self.xp, problem.shape[0]
         problem = spelled_out(problem, xp)
         row_factor = problem.upstream * problem.scale
         return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), xp.full(m, xp.nan))
 
-    def poisoned(self, problem: Problem, losses: Array) -> Array:
+    def poisoned(self, problem: Problem, losses: Array, backend: Backend) -> Array:
         """Losses, and NaN for rows whose loss depends on a feature that is not finite."""
-        return losses + self.backend.poison(problem)
+        return losses + backend.poison(problem)
 
     def totals(
         self, problem: Problem, losses: Array, gradients: Gradients | None,
@@ -253,9 +298,6 @@ def ranks_of(stats: Statistics, problem: Problem) -> Ranks:
 
 def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
     """From the (max, sum) of the negatives and the positive's logit, base 2."""
-    if hasattr(xp, "conclude"):  # a GPU has one kernel for all
-        loss, lse, share, lse2 = xp.conclude(sums.max, sums.sum, positive)
-        return Direction(loss, lse, share, height=lse2, at_height=1.0)
     gap = (sums.max - positive) + xp.log2(sums.sum)
     top = xp.maximum(sums.max, positive)
     total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
@@ -269,23 +311,6 @@ def mirrored(xp: Any, positive: Array, positives: Array) -> Array:
     """Positives' logits of all rows, where a triangle met each pair once: from its lower row."""
     met = (positives > xp.arange(len(positives))) | (positives < 0)
     return xp.where(met, positive, positive[positives])
-
-
-def _statistics(problem: Problem, backend: Backend) -> Statistics:
-    """The LSE fold's identity for this problem."""
-    xp = backend.xp
-    m, n, _ = problem.shape
-    rows = Sums.identity(xp, m)
-    # what columns tell of rows is their sums alone: metrics want true maxima, and meet all pairs
-    columns = rows if problem.symmetric and not problem.ranks else None
-    if problem.two_sided:
-        columns = Sums.identity(xp, n)
-    stats = Statistics(rows, columns, xp.full(m, xp.nan))
-    if problem.ranks:
-        stats.row_rank = xp.zeros(m, xp.int64)
-        if problem.two_sided:
-            stats.column_rank = xp.zeros(n, xp.int64)
-    return stats
 
 
 def _gradient_fold(
@@ -324,7 +349,7 @@ def _solve_sigmoid(
         backend.fold(problem, backend.grid(problem, False), epilogue, None)
     else:
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
-    losses = vectors.poisoned(problem, epilogue.losses)
+    losses = vectors.poisoned(problem, epilogue.losses, backend)
     loss, scale_grad, bias_grad = vectors.totals(problem, losses, gradients, epilogue.bias_grad)
     return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)
 

@@ -32,7 +32,7 @@ MISSING = _missing()
 gpu_only = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 if not MISSING:
     import cupy
-    from infonce.kernels.gpu.tiled import backend as gpu
+    from infonce.kernels.gpu import select as gpu
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # (dtype of the features, precision)

@@ -338,7 +338,7 @@ def offload(place: str) -> None:
         spread |= {"offload": True, "workspace": room(64, d)}
     else:
         folding = calls._folding(lambda *of: Offload(*of, Host()))
-        calls._backend = lambda request: (folding, np, Vectors)
+        calls._backend = lambda request: (folding, Vectors(np))
     key = np.random.default_rng(0).standard_normal((150, d))
     query = key + np.random.default_rng(1).standard_normal((150, d))
     rows = shards(150, 4)[RANK]

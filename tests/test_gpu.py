@@ -36,7 +36,7 @@ from judge import (
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels.gpu.tiled import backend as gpu
+    from infonce.kernels.gpu.tiled import context
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
     from infonce.kernels.gpu.tiled.operands import Accumulator
 
@@ -307,7 +307,7 @@ def test_destinations_lend_memory(
             patch.setattr(gpu_gradients, "Accumulator", recorded)
             lent = run(loss, args, precision, 10.0, outs=outs, **options)
             assert sum(acc.before is not None for acc in made) == 1
-            patch.setattr(gpu, "lends", lambda out, real: 0)
+            patch.setattr(context, "lends", lambda out, real: 0)
             made.clear()
             plain = run(loss, args, precision, 10.0, **options)
             assert not any(acc.before is not None for acc in made)

@@ -15,10 +15,9 @@ pytestmark = gpu_only
 if not MISSING:
     import cupy
     from infonce.kernels import problem as problems
-    from infonce.kernels import solve as blocks
     from infonce.kernels.gpu import plan as gpu_plan
     from infonce.kernels.gpu import shard as gpu_ranks
-    from infonce.kernels.gpu.tiled import backend as gpu
+    from infonce.kernels.gpu.vectors import ElementwiseVectors
 
 PRECISIONS = [
     ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),
@@ -197,10 +196,11 @@ def statistics_block(m: int, n: int, poison: Any, fresh: bool, known: bool = Fal
         query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
         positives=cupy.full(m, -1), column_weight=0.5, part=True, apart=True, compute="bf16",
     )  # fmt: skip
-    rows = problems.Sums.identity(gpu.GPU.xp, m)
+    vectors = ElementwiseVectors()
+    rows = vectors.identity(m)
     columns = problems.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan))
     if not fresh:
-        columns = problems.Sums.identity(gpu.GPU.xp, n)
+        columns = vectors.identity(n)
     found = cupy.zeros(m + 1)
     stats = problems.Statistics(rows, columns, cupy.full(m, np.nan))
     bad = problems.Poison(found[:m], found[m:], known)
@@ -246,7 +246,6 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     )  # fmt: skip
 
     class Ring:
-        xp = gpu.GPU.xp
         poisoned = problems.Poison(cupy.zeros(m), cupy.zeros(1))
 
         def poison(self, problem: Any) -> Any:
@@ -260,8 +259,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     dots, of_bias, losses = (cupy.asarray(rng.standard_normal(m)) for _ in range(3))
     gradients = problems.Gradients(dots=dots)
     found: list[list[Any]] = []
-    for kind in (gpu_ranks.VectorsOverRanks, blocks.Vectors):
-        steps = kind(one)
+    for steps in (gpu_ranks.VectorsOverRanks(), ElementwiseVectors()):
         made: list[Any] = []
         for upstream in (problem.upstream, 0.5 / m):
             given = problems.changed(problem, upstream=upstream)
@@ -278,13 +276,13 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                     assert not stats.columns.sum.any()
                     stats.columns.max[:] = stats.rows.sum
                     stats.columns.sum[:] = stats.positive
-                end = steps.conclude(spelled, stats, False, True)
+                end = steps.conclude(spelled, stats, False, True, one)
                 assert (end.columns is None) == (loss != "clip")
                 made += [end.losses, end.row_factor, end.column_factor, end.at_positive]
                 for of in (end.rows, end.columns):
                     made += [] if of is None else [of.loss, of.lse, of.height]
             loss_sum, scale_grad, bias_grad = steps.totals(given, losses, gradients, of_bias)
-            if kind is gpu_ranks.VectorsOverRanks:
+            if isinstance(steps, gpu_ranks.VectorsOverRanks):
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
             made += [scale_grad, bias_grad]
         found.append([z.get() for z in made if z is not None])

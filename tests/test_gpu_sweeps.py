@@ -31,7 +31,8 @@ from judge import (
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels.gpu.tiled import backend as gpu
+    from infonce.kernels.gpu.device import launcher
+    from infonce.kernels.gpu.tiled import context
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
 
 
@@ -111,10 +112,10 @@ def test_few_multiprocessors(
     loss: str, dtype: str, precision: str, d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many panels for each block of threads, as in a large batch."""
-    device = gpu.device_properties(cupy.cuda.runtime.getDevice())
+    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     for multiprocessors, n in ((2, 700), (6, 1500), (8, 1281)):
         few = replace(device, multiprocessors=multiprocessors)
-        monkeypatch.setattr(gpu, "device_properties", lambda index, few=few: few)
+        monkeypatch.setattr(context, "device_properties", lambda index, few=few: few)
         args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), n))
         ref = judged(loss, args, scale=30.0)
         for workspace in (2**28, 2**22):
@@ -129,7 +130,7 @@ def test_narrow_rows(
 ) -> None:
     """NT-Xent whose dL/dx stays in registers: widths of one and two slabs, sizes around the panels'
     edges, few and many panels for each block of threads, blocks of keys added to, ids."""
-    device = gpu.device_properties(cupy.cuda.runtime.getDevice())
+    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     if device.capability != "90":
         pytest.skip("for Hopper")
     folds: list[int] = []
@@ -143,7 +144,7 @@ def test_narrow_rows(
     cases = itertools.product((1, 8, 63, 64, 65, 127, 128), ((2, 130), (3, 257), (8, 1281)))
     for i, (d, (multiprocessors, n)) in enumerate(cases):
         few = replace(device, multiprocessors=multiprocessors)
-        monkeypatch.setattr(gpu, "device_properties", lambda index, few=few: few)
+        monkeypatch.setattr(context, "device_properties", lambda index, few=few: few)
         (z,) = arguments("nt_xent", *pairs(KINDS[i % 4], n, n, d, dtype_of(dtype), i))
         ids = np.random.default_rng(i).integers(0, n // 2, 2 * n) if i % 3 == 0 else None
         options: Any = {"normalize": normalize, "ids": ids}
@@ -236,7 +237,7 @@ ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
 @pytest.fixture
 def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Of every block folded in one pass, the panels that were swept twice."""
-    device = gpu.device_properties(cupy.cuda.runtime.getDevice())
+    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     if device.capability != "90":
         pytest.skip("for Hopper")
     swept: list[list[int]] = []

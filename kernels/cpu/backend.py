@@ -26,6 +26,7 @@ from ..problem import (
     few,
     too_small,
 )
+from ..solve import Vectors
 from .fold import Fold, Worker
 from .operands import Side, inverse_norms, not_finite
 from .workers import BLAS, SPARES, Turns, in_threads, thread_count
@@ -39,7 +40,7 @@ THREADING_PAYS = 2**26  # multiply-adds below which a second thread costs more t
 class CPU:
     """Blocks of one problem on the CPU: see `infonce.kernels.solve.Backend`."""
 
-    xp = np
+    vectors = Vectors(np)
     online = True
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:

@@ -11,8 +11,11 @@ from .. import problem as problems
 from .. import solve as blocks
 from ..problem import Array, Epilogue, Gradients, Poison, Problem, Statistics, Sums
 from . import plan as gpu_plan
+from .device.launcher import device_properties
 from .device.launches import Queue
-from .tiled.backend import GPU, device_properties, wide
+from .select import wide
+from .tiled.backend import GPU
+from .vectors import ElementwiseVectors
 
 
 def fold_block(
@@ -36,16 +39,12 @@ def _fold_block(
         gpu.vectors.clear(fresh)
     blocks.fold_block(gpu, problem, triangle, epilogue, gradients)
     if poison is not None:  # what queries say is written once, keys add theirs
-        gpu.not_finite(problem, poison.all, poison.rows, poison.known)
+        gpu.context.not_finite(problem, poison.all, poison.rows, poison.known)
     return {}
 
 
-class VectorsOverRanks(blocks.Vectors):
-    """`blocks.Vectors` of a ring, a plan a step."""
-
-    def __init__(self, ring: Any) -> None:
-        super().__init__(ring)
-        self.ring = ring
+class VectorsOverRanks(ElementwiseVectors):
+    """`solve.Vectors` of a ring, a plan a step."""
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         if not self.known(problem) or problem.ranks:
@@ -59,13 +58,13 @@ class VectorsOverRanks(blocks.Vectors):
         return replace(problem, upstream=upstream), Statistics(rows, columns, made["positive"])
 
     def conclude(
-        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool
+        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool, backend: Any
     ) -> blocks.Conclusion:
         if not self.known(problem):
-            return super().conclude(problem, stats, triangle, gradient)
+            return super().conclude(problem, stats, triangle, gradient, backend)
         sums = Statistics(stats.rows, stats.columns, stats.positive)
         one_sided = problems.changed(problem, symmetric=False)  # partners may be on other ranks
-        found = self.plan(_conclude, one_sided, sums, self.ring.poisoned).get
+        found = self.plan(_conclude, one_sided, sums, backend.poisoned).get
         rows, columns = (
             blocks.Direction(
                 found(f"{side}_loss"), found(f"{side}_lse"), None, found(f"{side}_height"), 1.0
@@ -74,7 +73,7 @@ class VectorsOverRanks(blocks.Vectors):
         )
         at_positive = found("at_positive")
         if problem.symmetric and gradient:
-            at_positive = at_positive + self.backend.of_positives(problem, at_positive)
+            at_positive = at_positive + backend.of_positives(problem, at_positive)
         return blocks.Conclusion(
             found("losses"), rows, columns if problem.two_sided else None, found("a"), found("b"),
             at_positive,
@@ -119,7 +118,7 @@ def _conclude(
     problem: Problem, stats: Statistics, poison: Poison, queue: Queue
 ) -> dict[str, Array | None]:
     gpu = GPU(problem, queue=queue)
-    end = gpu.vectors.conclude(problem, stats, False, True, poison)
+    end = gpu.vectors.conclude(problem, stats, False, True, None, poison)
     found: dict[str, Array | None] = {
         "losses": end.losses, "a": end.row_factor, "b": end.column_factor,
         "at_positive": end.at_positive,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy
 import numpy as np
@@ -12,12 +11,9 @@ import numpy as np
 from .. import problem as problems
 from .. import solve as blocks
 from ..problem import Array, Gradients, Problem, Sigmoid, Statistics
-from .device.abi import SCALAR, address, pointers, struct
+from .device.abi import SCALAR, SUMS, address, pointers, struct
+from .tiled.context import Context
 
-if TYPE_CHECKING:
-    from .tiled.backend import GPU
-
-SUMS = pointers("max sum")
 _CONCLUDING = np.dtype(
     [("rows", SUMS), ("columns", SUMS),
      ("vectors", pointers("positive positives upstream bad any")),
@@ -66,29 +62,34 @@ _conclude = cupy.ElementwiseKernel(
 )  # fmt: skip
 
 
-class Namespace:
-    """CuPy, as far as the mathematics on vectors uses it."""
+class ElementwiseVectors(blocks.Vectors):
+    """`solve.Vectors` on CuPy's arrays, what folds merge in one kernel a step."""
 
-    conclude = staticmethod(_conclude)
-    merge_sums = staticmethod(_merge_sums)
-    within = staticmethod(_within)
+    def __init__(self) -> None:
+        super().__init__(cupy)
 
-    @staticmethod
-    def empty_sums(n: int) -> Any:
-        return _empty_sums(size=n)
+    def identity(self, n: int) -> problems.Sums:
+        return problems.Sums(*_empty_sums(size=n))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(cupy, name)
+    def merge(self, sums: problems.Sums, other: problems.Sums) -> None:
+        _merge_sums(other.max, other.sum, sums.max, sums.sum)
+
+    def within(self, positives: Array, keys: slice) -> Array:
+        return _within(positives, keys.start, keys.stop)
+
+    def direction(self, sums: problems.Sums, positive: Array) -> blocks.Direction:
+        loss, lse, share, lse2 = _conclude(sums.max, sums.sum, positive)
+        return blocks.Direction(loss, lse, share, height=lse2, at_height=1.0)
 
 
-class Vectors(blocks.Vectors):
-    """`blocks.Vectors` in a kernel a step."""
+class TiledVectors(ElementwiseVectors):
+    """The steps of a whole call in a kernel each: kernels/cuda/vectors.cu."""
 
-    def __init__(self, gpu: GPU, features: Array) -> None:
-        super().__init__(weakref.proxy(gpu))
-        self.gpu: GPU = weakref.proxy(gpu)
+    def __init__(self, context: Context, features: Array) -> None:
+        super().__init__()
+        self.context, self.launcher = context, context.launcher
         # results are float64 for float64 features, else float32; the caller converts what differs
-        self.double = features.dtype == np.float64 or gpu.precision == "fp64"
+        self.double = features.dtype == np.float64 or context.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.found = cupy.empty(1)
 
@@ -121,7 +122,7 @@ class Vectors(blocks.Vectors):
         positive = memory[2 * m : 3 * m]
         problem, spelling = self.spell_out(problem)
         of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
-        self.gpu.vector_kernel(
+        self.launcher.vector_kernel(
             "begin", max(m, n), struct(SUMS, address(rows.max), address(rows.sum)),
             struct(SUMS, *of_columns), positive, m, n, spelling, self.found,
         )  # fmt: skip
@@ -133,17 +134,17 @@ class Vectors(blocks.Vectors):
         n = len(sums.max)
         nothing, spelling = struct(SUMS, 0, 0), struct(_SPELLING, 0, 0, 0.0, 0)
         to = struct(SUMS, address(sums.max), address(sums.sum))
-        self.gpu.vector_kernel("begin", n, nothing, to, 0, 0, n, spelling, 0)
+        self.launcher.vector_kernel("begin", n, nothing, to, 0, 0, n, spelling, 0)
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        poison: problems.Poison | None = None,
+        backend: blocks.Backend | None, poison: problems.Poison | None = None,
     ) -> blocks.Conclusion:  # fmt: skip
         """With `poison` features have been looked at."""
-        gpu, m = self.gpu, problem.shape[0]
+        context, m = self.context, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None
         if poison is None:
-            poison = problems.Poison(gpu.not_finite(problem, self.found), self.found)
+            poison = problems.Poison(context.not_finite(problem, self.found), self.found)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
         losses, row_loss, row_lse2, a, at_positive = out[:5]
@@ -155,11 +156,11 @@ class Vectors(blocks.Vectors):
             address(columns.max), address(columns.sum),
             address(stats.positive), address(problem.positives), address(problem.upstream),
             address(poison.rows), address(poison.all),
-            problem.row_weight, problem.column_weight, *gpu.scale, m, problem.symmetric,
+            problem.row_weight, problem.column_weight, *context.scale, m, problem.symmetric,
             triangle, two_sided, not self.double, *map(address, results),
             address(lses), address(lses, 1),
         )  # fmt: skip
-        gpu.vector_kernel("conclude", m, concluding)
+        self.launcher.vector_kernel("conclude", m, concluding)
         share = None  # of nobody's interest from here on
         return blocks.Conclusion(
             losses, blocks.Direction(row_loss, lses[0], share, row_lse2, 1.0),
@@ -171,15 +172,15 @@ class Vectors(blocks.Vectors):
         m = problem.shape[0]
         memory = cupy.empty((4, m))
         problem, spelling = self.spell_out(problem)
-        self.gpu.vector_kernel(
-            "begin_sigmoid", m, m, problem.upstream, self.gpu.scale_struct, *memory, spelling,
+        self.launcher.vector_kernel(
+            "begin_sigmoid", m, m, problem.upstream, self.context.scale_struct, *memory, spelling,
             self.found,
         )  # fmt: skip
         return problem, Sigmoid(*memory)
 
-    def poisoned(self, problem: Problem, losses: Array) -> Array:
-        bad, m = self.gpu.not_finite(problem, self.found), len(losses)
-        self.gpu.vector_kernel("poison", m, m, losses, address(bad), self.found)
+    def poisoned(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
+        bad, m = self.context.not_finite(problem, self.found), len(losses)
+        self.launcher.vector_kernel("poison", m, m, losses, address(bad), self.found)
         return losses
 
     def totals(
@@ -189,12 +190,12 @@ class Vectors(blocks.Vectors):
         out = cupy.empty(3, self.out)
         dots = None if gradients is None else gradients.dots
         of_bias = None if gradients is None else of_bias
-        kernel = self.gpu.kernel("vectors.cu", "totals")
+        kernel = self.launcher.kernel("vectors.cu", "totals")
         arguments = (
             losses, len(losses), problem.row_share or 0.0, address(dots),
             0 if dots is None else len(dots),
             2.0 if problem.symmetric else 1.0,  # every pair stands twice in <dZ, z>
-            address(of_bias), self.gpu.scale_struct, out, int(not self.double),
+            address(of_bias), self.context.scale_struct, out, int(not self.double),
         )  # fmt: skip
         kernel((1,), (1024,), arguments)
         return (

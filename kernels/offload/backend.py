@@ -39,9 +39,8 @@ from ..problem import (
     cut,
     least_side,
     too_small,
-    within,
 )
-from ..solve import Backend, ranks_of
+from ..solve import Backend, Vectors, ranks_of
 
 PANEL = 128  # rows of a panel are a multiple of this, where there are as many
 
@@ -72,7 +71,7 @@ class Device(Protocol):
 class Offload:
     """Blocks of one problem between host and device: see `infonce.kernels.solve.Backend`."""
 
-    xp = np
+    vectors = Vectors(np)
     online = False
 
     def __init__(self, problem: Problem, gradients: Gradients | None, device: Device) -> None:
@@ -139,6 +138,7 @@ class _Fold:
 
     def __init__(self, offload: Offload, problem: Problem, grid: Grid, epilogue: Epilogue) -> None:
         self.offload, self.device, self.grid = offload, offload.device, grid
+        self.vectors = Vectors(self.device.xp)
         self.problem, self.of_host = problem, epilogue
         put = self.device.put
         # vectors, for all blocks
@@ -211,7 +211,7 @@ class _Fold:
             problem,
             query=q,
             key=q if symmetric else k,
-            positives=within(xp, self.positives[rows], columns),
+            positives=self.vectors.within(self.positives[rows], columns),
             query_ids=None if self.ids[0] is None else self.ids[0][rows],
             key_ids=None if self.ids[1] is None else self.ids[1][columns],
             symmetric=symmetric,

@@ -24,6 +24,9 @@ def pointers(names: str) -> np.dtype[Any]:
     return np.dtype([(name, "u8") for name in names.split()])
 
 
+SUMS = pointers("max sum")
+
+
 @cache
 def dtype_code(dtype: Any) -> int:
     return DTYPES[dtype.name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy
 import numpy as np
@@ -11,10 +11,8 @@ from ... import problem as problems
 from ...problem import LN_2, Array, Grid, Problem, Ranks, Statistics
 from ..config import launch as config
 from ..device.abi import SCALAR, address, struct
+from .context import Context
 from .operands import Operand, Side
-
-if TYPE_CHECKING:
-    from .backend import GPU
 
 # --- structures that kernels take, as kernels/cuda declares them ----------------------------------
 
@@ -32,25 +30,26 @@ _BLOCK = np.dtype(
 class Fold:
     """One visit of every block of a grid. What happens to a block is the subclasses'."""
 
-    def __init__(self, gpu: GPU, problem: Problem, grid: Grid, phase: str) -> None:
-        self.gpu, self.problem, self.grid, self.phase = gpu, problem, grid, phase
+    def __init__(self, context: Context, problem: Problem, grid: Grid, phase: str) -> None:
+        self.context, self.launcher = context, context.launcher
+        self.problem, self.grid, self.phase = problem, grid, phase
         self.rows = max(r.stop - r.start for r in grid.rows)
         self.columns = max(c.stop - c.start for c in grid.columns)
-        self.tile: config.Tile | config.Sweep = gpu.sweep or gpu.tile
-        self.scale = gpu.logit_scale  # from here on features can be staged
-        gpu.scratch.reset()
-        self.query_buffer = gpu.query.buffer(self.rows)
-        self.key_buffer = gpu.key.buffer(self.columns)
+        self.tile: config.Tile | config.Sweep = context.sweep or context.tile
+        self.scale = context.logit_scale  # from here on features can be staged
+        context.scratch.reset()
+        self.query_buffer = context.query.buffer(self.rows, context.scratch)
+        self.key_buffer = context.key.buffer(self.columns, context.scratch)
         self.staged: slice | None = None  # keys that are in the buffer
 
     def run(self) -> None:
         done, total = 0, len(self.grid)
         for a, rows in enumerate(self.grid.rows):
-            self.q = self.gpu.query.block(rows, self.query_buffer)
+            self.q = self.context.query.block(rows, self.query_buffer)
             for b in self.grid.visits(a):
                 columns = self.grid.columns[b]
                 if self.staged != columns:
-                    self.k = self.gpu.key.block(columns, self.key_buffer)
+                    self.k = self.context.key.block(columns, self.key_buffer)
                     self.staged = columns
                 self.block(rows, columns, a, b)
                 done += 1
@@ -76,42 +75,42 @@ class Fold:
         triangle: bool = False, segments: int = 0, **defines: int,
     ) -> None:  # fmt: skip
         """Run a kernel over one block: a tile each, or a sweep in `segments` or as many as suit."""
-        gpu, problem, q, k = self.gpu, self.problem, self.q, self.k
-        item = gpu.item
+        context, problem, q, k = self.context, self.problem, self.q, self.k
+        item = context.item
         row_tiles = -(-q.rows // self.tile.panel_rows)
         column_tiles = -(-k.rows // self.tile.block_n)
         block = struct(
             _BLOCK,
             q.data, q.stride * item, q.part * item, q.rows, q.factor,
             k.data, k.stride * item, k.part * item, k.rows, k.factor,
-            gpu.width, rows.start, columns.start, row_tiles, column_tiles,
+            context.width, rows.start, columns.start, row_tiles, column_tiles,
             address(problem.positives, rows.start),
             address(problem.query_ids, rows.start), address(problem.key_ids, columns.start),
             problem.symmetric, triangle, *self.scale,
         )  # fmt: skip
         if isinstance(self.tile, config.Tile):
             grid = row_tiles * column_tiles
-            kernel, shared = gpu.tiled_kernel(name, **defines), self.tile.shared
+            kernel, shared = context.tiled_kernel(name, **defines), self.tile.shared
             arguments = (block, *arguments)
         else:
             grid = self.tile.blocks(q.rows, k.rows, triangle)
             segments = segments or self.tile.segments(q.rows, k.rows, triangle)
             panel = name != "lse"
             shared = self.tile.shared(panel)
-            kernel = gpu.sweep_kernel(
+            kernel = context.sweep_kernel(
                 self.tile, name, panel, IDS=int(problem.query_ids is not None),
                 FACTORS=int(problem.normalize), **defines,
             )  # fmt: skip
 
             def described(z: Operand, side: Side, box: int) -> Any:
-                width = gpu.parts * side.padded * item
-                return gpu.queue.tensor_map(
-                    z.data, z.rows, width, z.stride * item, box, gpu.precision
+                width = context.parts * side.padded * item
+                return self.launcher.queue.tensor_map(
+                    z.data, z.rows, width, z.stride * item, box, context.precision
                 )
 
             arguments = (
-                described(q, gpu.query, self.tile.query_box),
-                described(k, gpu.key, self.tile.key_box), block, segments, *arguments,
+                described(q, context.query, self.tile.query_box),
+                described(k, context.key, self.tile.key_box), block, segments, *arguments,
             )  # fmt: skip
             if panel and not self.tile.narrow:
                 arguments = (*arguments, self.panel_map(q.rows))
@@ -122,12 +121,12 @@ class Fold:
 
 
 class StatisticsFold(Fold):
-    def __init__(self, gpu: GPU, problem: Problem, grid: Grid, stats: Statistics) -> None:
-        super().__init__(gpu, problem, grid, stats.phase)
+    def __init__(self, context: Context, problem: Problem, grid: Grid, stats: Statistics) -> None:
+        super().__init__(context, problem, grid, stats.phase)
         self.stats = stats
 
         def pairs(n: int) -> Array:
-            return gpu.scratch.take((n, 2), gpu.real)
+            return context.scratch.take((n, 2), context.real)
 
         self.row_pairs = pairs(self.tile.row_sums(self.rows, self.columns))
         self.column_pairs = self.marks = None
@@ -170,7 +169,7 @@ class StatisticsFold(Fold):
         wide = isinstance(self.tile, config.Sweep) and self.tile.wide
         # Tiles leave raw products, sweeps base-2 logits
         scale = self.scale if isinstance(self.tile, config.Tile) else (LN_2, 0, 1.0, 0)
-        self.gpu.vector_kernel(
+        self.launcher.vector_kernel(
             "merge_pairs", n, pairs, slots, n, n,
             struct(SCALAR, *scale), address(sums.max, of.start), address(sums.sum, of.start),
             address(marks), 0 if wide else 1, threads=4,
@@ -180,9 +179,9 @@ class StatisticsFold(Fold):
 class RanksFold(Fold):
     """Counts against the positives' logits, which the statistics have found."""
 
-    def __init__(self, gpu: GPU, problem: Problem, grid: Grid, ranks: Ranks) -> None:
-        super().__init__(gpu, problem, grid, ranks.phase)
-        self.ranks, self.tile = ranks, gpu.tile
+    def __init__(self, context: Context, problem: Problem, grid: Grid, ranks: Ranks) -> None:
+        super().__init__(context, problem, grid, ranks.phase)
+        self.ranks, self.tile = ranks, context.tile
         self.by_row = self.products(ranks.positive)
         self.by_column = None
         if ranks.column_rank is not None:
@@ -190,9 +189,9 @@ class RanksFold(Fold):
 
     def products(self, positive: Array) -> Array:
         """Logits as the raw products that the kernel compares them with."""
-        gpu, n = self.gpu, len(positive)
-        out = cupy.empty(n, gpu.real)
-        gpu.vector_kernel("to_products", n, positive, n, gpu.logit_scale_struct, out)
+        context, n = self.context, len(positive)
+        out = cupy.empty(n, context.real)
+        self.launcher.vector_kernel("to_products", n, positive, n, context.logit_scale_struct, out)
         return out
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:

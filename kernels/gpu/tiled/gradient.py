@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy
 import numpy as np
@@ -12,14 +12,11 @@ import numpy as np
 from ... import problem as problems
 from ...problem import Array, Gradients, Grid, OnlineSoftmax, Problem, Sigmoid, SoftmaxGradient
 from ..config import launch as config
-from ..device.abi import MATRIX, SCALAR, address, matrix, matrix_fields, pointers, struct
+from ..device.abi import MATRIX, SCALAR, SUMS, address, matrix, matrix_fields, pointers, struct
 from ..device.tensor_map import SIZE
-from ..vectors import SUMS
+from .context import Context
 from .fold import Fold
 from .operands import Accumulator, Operand
-
-if TYPE_CHECKING:
-    from .backend import GPU
 
 # Panels are written in units that bring their largest element near this: float16 has no range.
 # (Times 4: factors of normalised rows, below 2 each)
@@ -63,9 +60,10 @@ class GradientFold(Fold):
     """Panels of dL/dx, and the products that make dQ and dK of them."""
 
     def __init__(
-        self, gpu: GPU, problem: Problem, grid: Grid, phase: str, gradients: Gradients | None
-    ) -> None:
-        super().__init__(gpu, problem, grid, phase)
+        self, context: Context, problem: Problem, grid: Grid, phase: str,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        super().__init__(context, problem, grid, phase)
         self.gradients = gradients
         self.unit, self.unit_step = cupy.empty(3), 0  # struct Ranges, or one unit a row
         self.at_positive: Array = None  # [M] dL/dx at positives, with `scale` folded in
@@ -78,23 +76,24 @@ class GradientFold(Fold):
         if gradients is None:
             return
         # elements from row to row of the panel, and from part to part of a row
-        self.panel_part = config.panel_stride(self.columns, gpu.precision)
-        self.stride = gpu.parts * self.panel_part
-        if gpu.needs.gradient:
-            self.panel = gpu.scratch.take((gpu.needs.panel(self.rows, self.columns, d),))
+        self.panel_part = config.panel_stride(self.columns, context.precision)
+        self.stride = context.parts * self.panel_part
+        if context.needs.gradient:
+            self.panel = context.scratch.take((context.needs.panel(self.rows, self.columns, d),))
         if problem.symmetric and self.by_columns:  # rows gather what columns bring, and the reverse
             self.of_rows = self.of_columns = self.accumulator(
-                gradients.query, gpu.query_in_place, slice(0, problem.shape[0]), d, gpu.cut.lent
-            )
+                gradients.query, context.query_in_place, slice(0, problem.shape[0]), d,
+                context.cut.lent,
+            )  # fmt: skip
             return
         if self.by_rows:
             self.of_rows = self.accumulator(
-                gradients.query, gpu.query_in_place, slice(0, self.rows), d
+                gradients.query, context.query_in_place, slice(0, self.rows), d
             )
         if self.by_columns:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
             self.of_columns = self.accumulator(
-                gradients.key, gpu.key_in_place, keys, d, gpu.cut.lent
+                gradients.key, context.key_in_place, keys, d, context.cut.lent
             )
 
     def accumulator(
@@ -104,9 +103,9 @@ class GradientFold(Fold):
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
         before = None
         if lent:
-            before = Accumulator(cupy.ndarray((lent, d), self.gpu.real, out.data), d, 0)
+            before = Accumulator(cupy.ndarray((lent, d), self.context.real, out.data), d, 0)
         first = rows.start + lent
-        made = self.gpu.scratch.take((rows.stop - first, d), self.gpu.real)
+        made = self.context.scratch.take((rows.stop - first, d), self.context.real)
         return Accumulator(made, d, first, before)
 
     @property
@@ -119,10 +118,10 @@ class GradientFold(Fold):
         """The panel as a sweep writes it: 16 rows of 128 bytes at a time."""
         if self.gradients is None:
             return np.zeros(SIZE, np.uint8).view(f"V{SIZE}")
-        item = self.gpu.item
-        return self.gpu.queue.tensor_map(
+        item = self.context.item
+        return self.launcher.queue.tensor_map(
             self.panel.data.ptr, rows, self.stride * item, self.stride * item, 16,
-            self.gpu.precision,
+            self.context.precision,
         )  # fmt: skip
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
@@ -131,7 +130,7 @@ class GradientFold(Fold):
         d = self.problem.shape[2]
         if self.of_rows is not None:
             of = self.of_rows
-            if not self.symmetric_sweep and not self.gpu.query_in_place:
+            if not self.symmetric_sweep and not self.context.query_in_place:
                 of.first = rows.start  # the panel's own rows are all that it holds
             first = b == self.grid.visits(a)[0] and not (self.symmetric_sweep and a > 0)
             self.product(OP_N, d, q.rows, k.rows, k, of, rows.start, first)
@@ -148,9 +147,9 @@ class GradientFold(Fold):
     ) -> None:  # fmt: skip
         """out[row : row + n] (+)= P z or P' z. cuBLAS counts columns first: there all this is
         the transpose, out' = z' P'."""
-        precision, item, real = self.gpu.precision, self.gpu.item, self.gpu.real
+        precision, item, real = self.context.precision, self.context.item, self.context.real
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
-        for panel_part, z_part in PRODUCTS[self.gpu.parts]:
+        for panel_part, z_part in PRODUCTS[self.context.parts]:
             large = panel_part == z_part == 0
             longest = LONGEST_SUM.get(precision, k) if large else k
             unit = 1 / LOW_UNITS.get(precision, 1.0) if panel_part else 1.0
@@ -159,7 +158,7 @@ class GradientFold(Fold):
                 terms = min(longest, k - start)
                 if large and precision in LONGEST_SUM:
                     unit = 1 + LOST_BY_PRODUCTS * config.lost(precision, terms * item)
-                self.gpu.queue.gemm(
+                self.launcher.queue.gemm(
                     OP_N, op, d, n, terms, _number(unit, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
                     self.panel.data.ptr + at * item, given, self.stride,
@@ -187,31 +186,31 @@ class GradientFold(Fold):
                 to = out[rows]
                 passing = cupy.ndarray(to.shape, to.dtype, self.panel.data)
                 self.finish(acc, rows, passing, rows.start)
-                self.gpu.queue.copy(to.data, passing.data, to.nbytes)
+                self.launcher.queue.copy(to.data, passing.data, to.nbytes)
         self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
 
     def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
         """Rows' gradients are complete: positives, units, normalisation, destination, which begins
         with row `first`."""
-        gpu, problem, gradients = self.gpu, self.problem, self.gradients
+        context, problem, gradients = self.context, self.problem, self.gradients
         assert gradients is not None
         n, d = rows.stop - rows.start, problem.shape[2]
         if acc is self.of_rows:
-            side, other, dots, add = gpu.query, gpu.key, gradients.dots, gradients.add_query
+            side, other, dots, add = context.query, context.key, gradients.dots, gradients.add_query
             partners = address(problem.positives), 0, 0
         else:
-            side, other, add = gpu.key, gpu.query, False
+            side, other, add = context.key, context.query, False
             dots = None if gradients.want_query else gradients.dots
             partners = 0, 0, 1
-            if not gpu.square:
-                order, start = gpu.queries_of_keys(problem)
+            if not context.square:
+                order, start = context.queries_of_keys(problem)
                 partners = address(order), address(start), 1
         positives = struct(
             _POSITIVES, address(self.at_positive), *partners, *matrix_fields(other.features),
             address(other.factor), address(other.exponent),
         )  # fmt: skip
         warps = -(-n // 2) if d <= NARROW_ROW else n
-        gpu.rows_kernel(
+        self.launcher.rows_kernel(
             "finish", warps, acc.pointer(rows.start), acc.stride, rows.start, n, d,
             matrix(side.features),
             address(side.factor), address(side.exponent), positives, self.unit, self.unit_step,
@@ -220,17 +219,17 @@ class GradientFold(Fold):
 
     def find_ranges(self, sources: Any, m: int, n: int) -> None:
         """The unit in which panels are written, and whether one exponential serves both sides."""
-        largest = LARGEST_ELEMENT.get(self.gpu.precision, 1.0)
-        kernel = self.gpu.kernel("vectors.cu", "ranges")
+        largest = LARGEST_ELEMENT.get(self.context.precision, 1.0)
+        kernel = self.launcher.kernel("vectors.cu", "ranges")
         kernel((1,), (1024,), (sources, m, n, largest, self.unit))
 
 
 class SoftmaxFold(GradientFold):
     def __init__(
-        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: SoftmaxGradient,
+        self, context: Context, problem: Problem, grid: Grid, epilogue: SoftmaxGradient,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(gpu, problem, grid, epilogue.phase, gradients)
+        super().__init__(context, problem, grid, epilogue.phase, gradients)
         m, n, _ = problem.shape
         given = [
             None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
@@ -241,17 +240,17 @@ class SoftmaxFold(GradientFold):
         sources = struct(_FACTOR_SOURCES, *map(address, given))
         self.find_ranges(sources, m, n)
         self.at_positive = given[2]
-        self.by_row = cupy.empty((3, m), gpu.real)  # height, a, u
-        self.by_column = cupy.empty((2, n), gpu.real) if self.two_sided else None  # height, v
+        self.by_row = cupy.empty((3, m), context.real)  # height, a, u
+        self.by_column = cupy.empty((2, n), context.real) if self.two_sided else None  # height, v
         targets = [address(v) for v in self.by_row]
         targets += [0, 0] if self.by_column is None else [address(v) for v in self.by_column]
-        gpu.vector_kernel(
-            "factors", max(m, n), sources, m, n, gpu.logit_scale_struct, self.unit,
+        self.launcher.vector_kernel(
+            "factors", max(m, n), sources, m, n, context.logit_scale_struct, self.unit,
             struct(_FACTOR_TARGETS, *targets), int(isinstance(self.tile, config.Sweep)),
         )  # fmt: skip
 
     def factors(self, rows: slice, columns: slice) -> Any:
-        item = self.gpu.real.itemsize
+        item = self.context.real.itemsize
         of_rows = [address(v) + rows.start * item for v in self.by_row]
         of_columns = [0, 0]
         if self.by_column is not None:
@@ -269,17 +268,17 @@ class NarrowFold(SoftmaxFold):
     row gathers its own gradient."""
 
     def __init__(
-        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: SoftmaxGradient,
+        self, context: Context, problem: Problem, grid: Grid, epilogue: SoftmaxGradient,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(gpu, problem, grid, epilogue, gradients)
-        assert gpu.narrow is not None
-        self.tile = gpu.narrow
+        super().__init__(context, problem, grid, epilogue, gradients)
+        assert context.narrow is not None
+        self.tile = context.narrow
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         of = self.of_rows
         assert of is not None
-        if not self.gpu.query_in_place:
+        if not self.context.query_in_place:
             of.first = rows.start  # the block's own rows are all that it holds
         arguments = (
             self.factors(rows, columns), of.pointer(rows.start), of.stride,
@@ -292,19 +291,20 @@ class OnlineFold(GradientFold):
     """Sums of 2^(x2 - height), and the same times keys, under heights that follow the logits."""
 
     def __init__(
-        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: OnlineSoftmax,
+        self, context: Context, problem: Problem, grid: Grid, epilogue: OnlineSoftmax,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(gpu, problem, grid, epilogue.phase, gradients)
-        assert gpu.sweep is not None
-        self.epilogue, self.sweep = epilogue, gpu.sweep
+        super().__init__(context, problem, grid, epilogue.phase, gradients)
+        assert context.sweep is not None
+        self.epilogue, self.sweep = epilogue, context.sweep
         m = problem.shape[0]
         # At 0 unit rows need no other height while their largest logit is within +-40 or so
-        self.heights = gpu.queue.zeros(m, gpu.real)
+        self.heights = self.launcher.queue.zeros(m, context.real)
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)  # panels, once more
         self.unit, self.unit_step = cupy.empty(m), 1
         self.at_positive = cupy.empty(m)
-        self.pairs = gpu.scratch.take((gpu.sweep.row_sums(self.rows, self.columns), 2), gpu.real)
+        sums = context.sweep.row_sums(self.rows, self.columns)
+        self.pairs = context.scratch.take((sums, 2), context.real)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
@@ -325,7 +325,7 @@ class OnlineFold(GradientFold):
             acc, acc_stride = self.of_rows.pointer(start), self.of_rows.stride
         slots = sweep(0, self.sweep.segments(n, self.k.rows))
         self.panels_kernel(
-            "check_heights", n, self.pairs, slots, n, self.gpu.logit_scale_struct, heights,
+            "check_heights", n, self.pairs, slots, n, self.context.logit_scale_struct, heights,
             sum_of_rows, acc, acc_stride, d, self.wanted,
         )  # fmt: skip
         # Panels whose heights were no good: mostly none, or a few that all multiprocessors share
@@ -335,17 +335,17 @@ class OnlineFold(GradientFold):
 
     def panels_kernel(self, name: str, n: int, *arguments: Any) -> None:
         """A block a panel of rows, four threads a row."""
-        kernel = self.gpu.kernel("vectors.cu", name)
+        kernel = self.launcher.kernel("vectors.cu", name)
         kernel((-(-n // config.BLOCK_M),), (4 * config.BLOCK_M,), arguments)
 
     def end_rows(self, rows: slice) -> None:
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
-        self.gpu.vector_kernel(
+        self.launcher.vector_kernel(
             "end_online", n, address(self.heights, start),
             struct(SUMS, address(sums.max, start), address(sums.sum, start)),
             address(self.epilogue.positive, start), address(self.problem.upstream, start),
-            address(self.gpu.query.factor, start), n,
-            float(self.problem.row_weight), self.gpu.logit_scale_struct,
+            address(self.context.query.factor, start), n,
+            float(self.problem.row_weight), self.context.logit_scale_struct,
             address(self.unit, start), address(self.at_positive, start),
         )  # fmt: skip
         super().end_rows(rows)
@@ -353,30 +353,32 @@ class OnlineFold(GradientFold):
 
 class SigmoidFold(GradientFold):
     def __init__(
-        self, gpu: GPU, problem: Problem, grid: Grid, epilogue: Sigmoid,
+        self, context: Context, problem: Problem, grid: Grid, epilogue: Sigmoid,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(gpu, problem, grid, epilogue.phase, gradients)
+        super().__init__(context, problem, grid, epilogue.phase, gradients)
         self.epilogue = epilogue
         m, n, _ = problem.shape
         factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
         self.find_ranges(struct(_FACTOR_SOURCES, 0, address(factor), 0, 0, 0, 0), m, n)
         self.factor, self.at_positive = factor, cupy.empty(m)
-        self.row_factor = cupy.empty(m, gpu.real)
-        gpu.vector_kernel("per_unit", m, factor, m, self.unit, self.row_factor)
-        self.sums = gpu.scratch.take((self.tile.row_sums(self.rows, self.columns), 2), gpu.real)
+        self.row_factor = cupy.empty(m, context.real)
+        self.launcher.vector_kernel("per_unit", m, factor, m, self.unit, self.row_factor)
+        self.sums = context.scratch.take(
+            (self.tile.row_sums(self.rows, self.columns), 2), context.real
+        )
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
-        gpu, epilogue, n = self.gpu, self.epilogue, rows.stop - rows.start
+        context, epilogue, n = self.context, self.epilogue, rows.stop - rows.start
         arguments = (
-            struct(SCALAR, *gpu.bias), address(self.row_factor, rows.start),
+            struct(SCALAR, *context.bias), address(self.row_factor, rows.start),
             address(epilogue.positive, rows.start), self.sums, n,
             self.panel_struct,
         )  # fmt: skip
         panel = int(self.gradients is not None)
         self.launch("sigmoid", rows, columns, arguments, PANEL=panel)
         slots = self.tile.row_slots(n, self.k.rows)
-        gpu.vector_kernel(
+        self.launcher.vector_kernel(
             "add_pairs", n, self.sums, slots, n, n,
             self.unit, address(epilogue.losses, rows.start),
             address(epilogue.bias_grad, rows.start),
@@ -386,10 +388,10 @@ class SigmoidFold(GradientFold):
 
     def end_rows(self, rows: slice) -> None:
         start, n = rows.start, rows.stop - rows.start
-        self.gpu.vector_kernel(
+        self.launcher.vector_kernel(
             "sigmoid_positives", n, address(self.epilogue.positive, start),
             address(self.factor, start), address(self.problem.positives, start), n,
-            struct(SCALAR, *self.gpu.bias), address(self.at_positive, start),
+            struct(SCALAR, *self.context.bias), address(self.at_positive, start),
             address(self.epilogue.losses, start), address(self.epilogue.bias_grad, start),
         )  # fmt: skip
         super().end_rows(rows)

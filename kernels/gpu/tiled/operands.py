@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy
 import numpy as np
@@ -12,9 +11,7 @@ import numpy as np
 from ...problem import Array
 from ..config import launch as config
 from ..device.abi import address, matrix
-
-if TYPE_CHECKING:
-    from .backend import GPU
+from ..device.launcher import Launcher
 
 DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
           "fp16": "float16"}  # fmt: skip
@@ -61,37 +58,38 @@ class Operand:
 class Side:
     """One side's features: where they lie, or staged a block at a time in the operands' format."""
 
-    def __init__(self, gpu: GPU, features: Array, normalize: bool) -> None:
+    def __init__(
+        self, launcher: Launcher, features: Array, normalize: bool, real: np.dtype[Any]
+    ) -> None:
         item = features.dtype.itemsize
         if any(s % item for s in features.strides):
             features = cupy.ascontiguousarray(features)
-        # no cycle: all this is freed when a call ends, not when the garbage collector comes
-        self.gpu, self.features = weakref.proxy(gpu), features
+        self.launcher, self.features = launcher, features
         self.factor = self.exponent = None
         self.shift = 0  # address of the power of two that features are divided by; 0: as they are
         n, d = features.shape
         self.direct = (
             not normalize
-            and DIRECT.get(gpu.precision) == features.dtype.name
+            and DIRECT.get(launcher.precision) == features.dtype.name
             and (features.strides[1] == item or d == 1)
             and d * item % 16 == 0
             and features.strides[0] % 16 == 0
             and features.strides[0] >= d * item
             and features.data.ptr % 16 == 0
         )
-        self.padded = d if self.direct else config.padded(d, gpu.precision)
+        self.padded = d if self.direct else config.padded(d, launcher.precision)
         if normalize:
-            self.factor = cupy.empty(n, gpu.real)
+            self.factor = cupy.empty(n, real)
             self.exponent = cupy.empty(n, np.int32)
-            gpu.rows_kernel("row_norms", n, matrix(features), n, d,
+            launcher.rows_kernel("row_norms", n, matrix(features), n, d,
                             self.factor, self.exponent)  # fmt: skip
 
-    def buffer(self, rows: int) -> Array:
+    def buffer(self, rows: int, scratch: Scratch) -> Array:
         """Room for staging `rows` rows; None where they are read in place."""
         if self.direct:
             return None
-        size = rows * self.padded * config.OPERAND_BYTES[self.gpu.precision]
-        return self.gpu.scratch.take((size,))
+        size = rows * self.padded * config.OPERAND_BYTES[self.launcher.precision]
+        return scratch.take((size,))
 
     def block(self, rows: slice, buffer: Array | None) -> Operand:
         """Rows `rows`, in place or staged into `buffer`."""
@@ -99,9 +97,9 @@ class Side:
         if buffer is None:
             stride = self.features.strides[0] // self.features.dtype.itemsize
             return Operand(address(self.features, rows.start), stride, 0, n, factor)
-        parts = config.PARTS.get(self.gpu.precision, 1)
+        parts = config.PARTS.get(self.launcher.precision, 1)
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
-        self.gpu.rows_kernel(
+        self.launcher.rows_kernel(
             "stage", n, matrix(self.features, rows.start), n,
             self.features.shape[1], address(self.exponent, rows.start), self.shift, buffer,
             stride, part,

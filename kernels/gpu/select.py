@@ -1,0 +1,58 @@
+"""Which of naive, fused, planned and tiled a call takes on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cupy
+import numpy as np
+
+from .. import problem as problems
+from .. import solve as blocks
+from ..problem import Array, Gradients, Problem
+from ..solve import Solution
+from . import fused as gpu_fused
+from . import naive as gpu_naive
+from . import plan as gpu_plan
+from .device.launcher import device_properties
+from .device.launches import Queue
+from .tiled.backend import GPU
+
+
+def solve(problem: Problem, gradients: Gradients | None) -> Solution:
+    """Loss and gradients of a problem whose arrays are on one device, on its current stream."""
+    device = problem.query.device
+    if device.id != cupy.cuda.runtime.getDevice():
+        with device:
+            return solve(problem, gradients)
+    if problem.method == "naive":
+        return gpu_naive.solve(problems.spelled_out(problem, cupy), gradients)
+    fused = problem.method == "auto" and not problem.ranks and gpu_fused.pays(problem)
+    if problem.method == "fused":
+        gpu_fused.require(problem)
+        fused = True
+    if fused:
+        return gpu_fused.solve(problem, gradients, device_properties(device.id))
+    if gpu_plan.pays(problem, gradients):
+        properties = device_properties(device.id)
+        return Solution(**gpu_plan.call(_solve, properties, wide(problem), gradients))
+    return blocks.solve(problem, GPU(problem, gradients), gradients)
+
+
+def wide(problem: Problem) -> Problem:
+    """Numbers on the device as kernels read them."""
+    made = {
+        name: value.astype(np.float64)
+        for name, value in (("scale", problem.scale), ("bias", problem.bias))
+        if isinstance(value, cupy.ndarray) and value.dtype != np.float64
+    }
+    return replace(problem, **made) if made else problem
+
+
+def _solve(problem: Problem, gradients: Gradients | None, queue: Queue) -> dict[str, Array | None]:
+    found = blocks.solve(problem, GPU(problem, gradients, queue=queue), gradients)
+    return {
+        "losses": found.losses if found.loss is None else None, "loss": found.loss,
+        "row_lse": found.row_lse, "column_lse": found.column_lse,
+        "scale_grad": found.scale_grad, "bias_grad": found.bias_grad,
+    }  # fmt: skip
