@@ -40,6 +40,8 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
          lambda: clip(x.astype(int) if odd else x)),
         ("rank 1: scale: expected a positive number", "ValueError",
          lambda: clip(scale=-1 if odd else 1.0)),
+        ("rank 1: temperature: expected a number in [1.1102230246251565e-16, got 1e-39",
+         "ValueError", lambda: clip(scale=None, temperature=1e-39 if odd else 1.0)),
         ("unexpected keyword argument 'tempreature'", "TypeError", lambda: clip(tempreature=1.0)),
         ("method \"tiled\" over ranks 'naive'", "ValueError", lambda: clip(method="naive")),
         ("metrics True on rank 1", "ValueError", lambda: clip(metrics=odd)),

@@ -389,6 +389,33 @@ def not_finite() -> None:
     say("not finite")
 
 
+def ends() -> None:
+    """Logits and upstream gradients at the ends of their range: as one process has it, silently."""
+    rows = shards(12, 5)[RANK]
+    for dtype in ("float32", "float64"):
+        one = (np.eye(4)[np.arange(12) % 4]).astype(dtype)  # products are exact, many are ties
+        for loss in ("info_nce", "clip", "lit", "siglip"):
+            for size in (2.0**-10, 1.0, 2.0**20, 2.0**60):
+                z = [one * np.asarray(size, dtype), one[::-1] * np.asarray(size, dtype)]
+                local = [a[rows] for a in z]
+                for scale in (1e-9, 1.0, 1.5e7):
+                    want = getattr(infonce, f"{loss}_loss_and_grad")(*z, scale=scale)
+                    got = getattr(distributed, f"{loss}_loss_and_grad")(
+                        *local, scale=scale, timeout=60
+                    )
+                    where = f"{loss} {dtype} {size} {scale}"
+                    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6, err_msg=where)
+                    for g, w in zip(got.grads[:2], want.grads[:2], strict=True):
+                        if w is not None:
+                            largest = np.abs(w).max()
+                            error = np.abs(g / largest - w[rows] / largest).max(initial=0)
+                            assert error <= 1e-5, where
+                    getattr(distributed, f"{loss}_loss_and_grad")(
+                        *local, scale=scale, grad_out=1e300, grad_dtype=np.float16, timeout=60
+                    )
+    say("ends")
+
+
 def memory() -> None:
     """No rank allocates more than the model says, which is less than shards that travel whole."""
     import tracemalloc

@@ -97,6 +97,13 @@ def test_not_finite(ranks: int) -> None:
     assert said.count("not finite") == ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ends_of_ranges(ranks: int) -> None:
+    status, said = run(ranks, "ends")
+    assert status == 0, said
+    assert said.count("ends") == ranks
+
+
 def test_memory_of_a_rank() -> None:
     status, said = run(3, "memory")
     assert status == 0, said
