@@ -19,6 +19,13 @@ from infonce.cli import measure
 loss_command = importlib.import_module("infonce.cli.loss")
 
 
+@pytest.fixture
+def peers(monkeypatch):
+    """Other projects' losses: a script, no part of the package."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("peers")
+
+
 @pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce", "nt_xent"])
 def test_bench(tmp_path, monkeypatch, kind):
     pytest.importorskip("matplotlib")
@@ -62,7 +69,7 @@ def test_bench_skips_and_says_why(monkeypatch):
     assert result.stderr.startswith("infonce: error: nothing was measured")
 
 
-def test_what_is_missing_says_what_to_install():
+def test_what_is_missing_says_what_to_install(peers):
     for module, package in (
         ("torch", "'infonce[torch]'"), ("open_clip.loss", "open_clip_torch"),
         ("cut_cross_entropy", "cut-cross-entropy"), ("inf_cl", "inf_cl"),
@@ -180,6 +187,23 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
             assert row["gradient_error"] < bound, row
             assert row["loss_error"] < bound, row
     assert plot.read_bytes().startswith(PNG)
+
+
+def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch):
+    bench_gpu = importlib.import_module("infonce.cli.bench_gpu")
+    assert not set(peers.PEERS) & set(bench_gpu.METHODS)
+    assert peers.Device.methods == (*bench_gpu.METHODS, *peers.PEERS)
+    for name in ("release", "of_torch", "by_autograd", "peer"):
+        where = bench_gpu.Device if name == "release" else peers
+        monkeypatch.setattr(where, name, lambda *given, name=name: (name, *given[-2:]))
+    monkeypatch.setattr(bench_gpu.contenders_gpu, "contender", lambda *given: given)
+    place = object.__new__(peers.Device)  # its constructor wants a GPU
+    clip, lit = (measure.Case(loss_command.LOSSES[name], 4, 3) for name in ("clip", "lit"))
+    assert place.contender("torch", lit, []) == ("torch", lit, [])
+    want = ("by_autograd", ("of_torch", clip, []), ("peer", "open_clip", 4))
+    assert place.contender("open_clip", clip, []) == want
+    with pytest.raises(ValueError, match="open_clip has no lit"):
+        place.contender("open_clip", lit, [])
 
 
 @pytest.mark.gpu
