@@ -21,11 +21,11 @@ from typing import Any
 
 import cupy
 import numpy as np
+from peers import PEERS, Device
 
 import infonce
 from infonce.cli import bench_gpu, measure
 from infonce.cli.common import to_json, written_whole
-from infonce.cli.contenders_gpu import PEERS
 from infonce.cli.loss import LOSSES
 from infonce.cli.measure import Case
 
@@ -130,7 +130,7 @@ def smaller(section: Section) -> Section:
     return replace(section, cases=tuple(dict.fromkeys(cases)), goals=())
 
 
-def run(name: str, section: Section, place: bench_gpu.Device, rounds: int) -> list[dict[str, Any]]:
+def run(name: str, section: Section, place: Device, rounds: int) -> list[dict[str, Any]]:
     """A section's rows, printed as they come."""
     rows = []
     for i, c in enumerate(section.cases):
@@ -176,7 +176,7 @@ def line(row: dict[str, Any]) -> str:
     return about + ", ".join(parts)
 
 
-def sampled(place: bench_gpu.Device, c: Case, rows: int = 256) -> dict[str, float]:
+def sampled(place: Device, c: Case, rows: int = 256) -> dict[str, float]:
     """Errors of CLIP's log-sum-exps and gradients in some rows, for a batch beyond float64's
     reach. The log-sum-exps of the other side, which these rows' gradients depend on, are taken as
     they came: the next rows are theirs."""
@@ -214,7 +214,7 @@ def main() -> None:
     if unknown := set(chosen) - set(SECTIONS):
         parser.error(f"--only: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
     rounds = 2 if options.quick else options.rounds
-    place = bench_gpu.Device("bfloat16")
+    place = Device("bfloat16")
     workspace = SECTIONS["clip"].cases[0].workspace
     settings = {
         "temperature": measure.TEMPERATURE, "workspace_bytes": workspace, "rounds": rounds,

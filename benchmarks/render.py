@@ -1,14 +1,21 @@
-"""Render the recorded results as tables of README.md.
+"""Render the recorded results as tables and plots of the documentation.
 
-    python benchmarks/render.py [--check]
+    python benchmarks/render.py [--check] [PAGE ...]
 
-Every `<!-- results:NAME begin -->` ... `<!-- results:NAME end -->` in the README is filled from
-benchmarks/results/NAME.json, an object with `device`, `versions`, `commit`, `date`, optionally
-`settings` and `environment`, and `results`: one object a row, whose keys are the columns. The end
-of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_error` relative. Results of
-benchmarks/gpu.py become tables with a column for each contender, and a plot beside their file if
-matplotlib is installed. `--check` writes nothing and exits with 1 if the README is not what would
-be written.
+A page has marks, `<!-- KIND:NAME begin -->` ... `<!-- KIND:NAME end -->`. What is between them is
+filled from benchmarks/results/NAME.json, an object with `device`, `versions`, `commit`, `date`,
+optionally `settings` and `environment`, and `results`: one object a row, whose keys are the
+columns. The end of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_error` relative.
+
+| kind | table |
+|---|---|
+| `results` | all rows; of benchmarks/gpu.py's records, a column for each contender |
+| `peers` | a few cases of benchmarks/gpu.py's record, beside the best of the other projects |
+| `goals` | the cases with a goal, and whether it was reached |
+
+Records of benchmarks/gpu.py have plots too, drawn where matplotlib is installed: NAME.png (useful
+TFLOP/s, all contenders) and NAME-peers.png (time and memory). `--check` writes nothing and exits
+with 1 if a page is not what would be written.
 """
 
 from __future__ import annotations
@@ -23,15 +30,20 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+PAGES = [HERE.parent / "README.md", HERE.parent / "docs" / "results.md", HERE / "NOTES.md"]
 MARKED = re.compile(
-    r"(?P<begin><!-- results:(?P<name>[\w.-]+) begin -->\n).*?"
-    r"(?P<end><!-- results:(?P=name) end -->)",
+    r"(?P<begin><!-- (?P<kind>results|peers|goals):(?P<name>[\w.-]+) begin -->\n).*?"
+    r"(?P<end><!-- (?P=kind):(?P=name) end -->)",
     re.DOTALL,
 )
 
 
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
 UNITS: dict[str, tuple[str, Callable[[float], str]]] = {  # end of a key -> heading's end, format
-    "_s": (" (ms)", lambda x: f"{1e3 * x:.3g}" if x < 1 else f"{1e3 * x:.0f}"),
+    "_s": (" (ms)", _ms),
     "_bytes": (" (MiB)", lambda x: f"{x / 2**20:.1f}"),
     "_share": (" share", lambda x: f"{x:.0%}"),
     "_error": (" error", lambda x: f"{x:.0e}"),
@@ -82,6 +94,13 @@ def provenance(record: Mapping[str, Any]) -> list[str]:
 
 LIBRARY = "auto"  # the method that stands for this library as it is called
 CEILING = "products"
+OTHERS = ("panels", "torch", "torch.compile", "open_clip", "cut_cross_entropy", "inf_cl",
+          "memory_efficient_clip")  # what is not this library's  # fmt: skip
+SELECTED = (  # cases of the `peers` table
+    "clip bfloat16 8192 x 512", "clip bfloat16 32768 x 512", "clip bfloat16 65536 x 512",
+    "clip float32 16384 x 512, fp32", "lit bfloat16 65536 x 512", "siglip bfloat16 65536 x 512",
+    "nt_xent bfloat16 65536 x 128", "nt_xent float32 256 x 2048",
+)  # fmt: skip
 NAMES = {LIBRARY: "infonce", CEILING: "bare products"}
 WIDTH = 512  # of the features whose results are drawn
 Row = Mapping[str, Any]
@@ -89,10 +108,6 @@ Row = Mapping[str, Any]
 
 def side_by_side(record: Mapping[str, Any]) -> str:
     """One line for each case, one column for each contender, in tables by kind."""
-    tables: dict[str, dict[str, dict[str, Row]]] = {}
-    for row in record["results"]:
-        case = tables.setdefault(row["table"], {}).setdefault(_case(row), {})
-        case.setdefault(row["method"], row)  # of two sections, the first counts
     lines = [
         *provenance(record),
         f"cuBLAS's bf16 product of {record['gemm']['size']} rows: {_ceiling(record):.0f} TFLOP/s.",
@@ -100,15 +115,62 @@ def side_by_side(record: Mapping[str, Any]) -> str:
         "Median milliseconds (Python and waiting included), MiB beyond inputs and gradients;",
         "errors of loss and gradient, relative to float64 on the same inputs.",
     ]
-    for title, cases in tables.items():
+    for title, cases in _cases(record).items():
         methods = list(dict.fromkeys(method for rows in cases.values() for method in rows))
-        titles = [title, "goal", "of the bare products", "TFLOP/s"]
+        titles = [title, "of the bare products", "TFLOP/s"]
         lines += ["", _line([*titles, *(NAMES.get(method, method) for method in methods)])]
         lines.append("|---" * (len(titles) + len(methods)) + "|")
         lines += [
             _line([name, *_standing(rows), *(_measured(rows.get(method)) for method in methods)])
             for name, rows in cases.items()
         ]
+    return "\n".join(lines) + "\n"
+
+
+def _cases(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Row]]]:
+    """Title of a table -> case -> method -> its result."""
+    tables: dict[str, dict[str, dict[str, Row]]] = {}
+    for row in record["results"]:
+        case = tables.setdefault(row["table"], {}).setdefault(_case(row), {})
+        case.setdefault(row["method"], row)  # of two sections, the first counts
+    return tables
+
+
+def _all_cases(record: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
+    return {case: rows for table in _cases(record).values() for case, rows in table.items()}
+
+
+def peers(record: Mapping[str, Any]) -> str:
+    """A few cases: this library, the bare products, and the best of the others."""
+    headings = ["loss and gradient", *NAMES.values(), "fastest other", "other of least memory"]
+    lines = [_line(headings), "|---" * len(headings) + "|"]
+    cases = _all_cases(record)
+    for case in SELECTED:
+        if case not in cases:
+            continue
+        rows = {method: row for method, row in cases[case].items() if "median_s" in row}
+        others = [rows[method] for method in OTHERS if method in rows]
+        best = (min(others, key=lambda row: row[of]) for of in ("median_s", "peak_bytes"))
+        cells = [_brief(rows[method]) if method in rows else "-" for method in NAMES]
+        cells += [f"{row['method']}: {_brief(row)}" for row in best] if others else ["-", "-"]
+        lines.append(_line([case, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _brief(row: Row) -> str:
+    """Time and memory."""
+    return f"{_ms(row['median_s'])} ms, {row['peak_bytes'] / 2**20:.0f} MiB"
+
+
+def goals(record: Mapping[str, Any]) -> str:
+    """Cases with a goal, in milliseconds."""
+    lines = [_line(["case", "goal (ms)", "measured (ms)", ""]), "|---|---|---|---|"]
+    for case, rows in _all_cases(record).items():
+        row = rows.get(LIBRARY, {})
+        if "median_s" in row and "goal_s" in row:
+            goal, time = row["goal_s"], row[row["timed"]]
+            verdict = "reached" if time <= goal else "missed"
+            lines.append(_line([case, _ms(goal), _ms(time), verdict]))
     return "\n".join(lines) + "\n"
 
 
@@ -123,17 +185,13 @@ def _case(row: Row) -> str:
     return f"{row['loss']} {row['dtype']} {row['size']} x {row['dim']}{precision}{alone}"
 
 
-def _standing(rows: Mapping[str, Row]) -> tuple[str, str, str]:
-    """This library's goal, its time over that of the bare products, and its useful rate."""
+def _standing(rows: Mapping[str, Row]) -> tuple[str, str]:
+    """This library's time over that of the bare products, and its useful rate."""
     row = rows.get(LIBRARY, {})
     if "median_s" not in row:
-        return "-", "-", "-"
-    goal = "-"
-    if "goal_s" in row:
-        verdict = "reached" if row[row["timed"]] <= row["goal_s"] else "missed"
-        goal = f"{1e3 * row['goal_s']:.3g} {verdict}"
+        return "-", "-"
     share = f"{row['of_products_share']:.2f}" if "of_products_share" in row else "-"
-    return goal, share, f"{row['gflops'] / 1e3:.3g}"
+    return share, f"{row['gflops'] / 1e3:.3g}"
 
 
 def _measured(row: Row | None) -> str:
@@ -142,12 +200,12 @@ def _measured(row: Row | None) -> str:
         return ""
     if "median_s" not in row:
         return "-"
-    wall = f" ({1e3 * row['wall_s']:.3g})" if "wall_s" in row else ""
+    wall = f" ({_ms(row['wall_s'])})" if "wall_s" in row else ""
     errors = [f"{row[key]:.0e}" for key in ("loss_error", "gradient_error") if key in row]
     below = f"<br>{', '.join(errors)}" if errors else ""
     peak = row["peak_bytes"]
     memory = "" if peak is None else f", {peak / 2**20:.0f} MiB"
-    return f"{1e3 * row['median_s']:.3g}{wall}{memory}{below}"
+    return f"{_ms(row['median_s'])}{wall}{memory}{below}"
 
 
 def drawn(row: Row) -> bool:
@@ -156,73 +214,108 @@ def drawn(row: Row) -> bool:
     return kind == ("clip", "bfloat16", WIDTH, True) and "median_s" in row
 
 
-def roofline(record: Mapping[str, Any], path: Path) -> None:
-    """Plot useful TFLOP/s of CLIP against the batch, beside what cuBLAS reaches."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in record["results"] if drawn(row)]
-    sizes = sorted({row["size"] for row in rows})
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.subplots()
-    label = f"cuBLAS, product of {record['gemm']['size']} rows"
-    axes.axhline(_ceiling(record), color="gray", linestyle=":", label=label)
+def _curves(
+    axes: Any, rows: Iterable[Row], of: str, factor: float, wanted: Callable[[str], bool]
+) -> None:
+    """One line for each contender: `of` against the batch."""
+    rows = [row for row in rows if wanted(row["method"]) and row.get(of) is not None]
     for method in sorted({row["method"] for row in rows}, key=lambda m: (m not in NAMES, m)):
         points: dict[int, float] = {}
         for row in rows:  # of two sections, the first counts
             if row["method"] == method:
-                points.setdefault(row["size"], row["gflops"] / 1e3)
+                points.setdefault(row["size"], row[of] * factor)
         style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")
         line = zip(*sorted(points.items()), strict=True)
         axes.plot(*line, style, label=NAMES.get(method, method))
-    axes.set(
-        xscale="log", xlabel="rows in the batch", ylabel="useful TFLOP/s", ylim=(0, None),
-        title=f"CLIP loss and gradient, bfloat16, width {WIDTH}, on {record['device']}",
-    )  # fmt: skip
+    sizes = sorted({row["size"] for row in rows})
+    axes.set(xscale="log", xlabel="rows in the batch")
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
+
+
+def roofline(record: Mapping[str, Any], path: Path) -> None:
+    """Plot useful TFLOP/s of CLIP against the batch, beside what cuBLAS reaches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    label = f"cuBLAS, product of {record['gemm']['size']} rows"
+    axes.axhline(_ceiling(record), color="gray", linestyle=":", label=label)
+    _curves(axes, filter(drawn, record["results"]), "gflops", 1e-3, lambda method: True)
+    axes.set(
+        ylabel="useful TFLOP/s", ylim=(0, None),
+        title=f"CLIP loss and gradient, bfloat16, width {WIDTH}, on {record['device']}",
+    )  # fmt: skip
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
+
+
+def time_and_memory(record: Mapping[str, Any], path: Path) -> None:
+    """Plot time and memory of CLIP against the batch, beside the other projects."""
+    from matplotlib.figure import Figure
+
+    shown = (*NAMES, *OTHERS)
+    rows = [row for row in record["results"] if drawn(row)]
+    compared = {row["size"] for row in rows if row["method"] in OTHERS}
+    rows = [row for row in rows if row["size"] in compared]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _curves(left, rows, "median_s", 1e3, lambda method: method in shown)
+    _curves(right, rows, "peak_bytes", 2**-20, lambda method: method in shown)
+    left.set(yscale="log", ylabel="milliseconds")
+    right.set(yscale="log", ylabel="MiB beyond inputs and gradients")
+    title = f"CLIP loss and gradient, bfloat16, width {WIDTH}, on {record['device']}"
+    figure.suptitle(title, fontsize="medium")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path, dpi=100)
 
 
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def render(readme: str, results: Path) -> str:
-    """The README with every marked table replaced; OSError if a marker's file is missing."""
+KINDS = {"results": table, "peers": peers, "goals": goals}
+
+
+def render(page: str, results: Path) -> str:
+    """The page with every marked table replaced; OSError if a mark's file is missing."""
 
     def fill(match: re.Match[str]) -> str:
         record = json.loads((results / f"{match['name']}.json").read_text())
-        return f"{match['begin']}{table(record)}{match['end']}"
+        return f"{match['begin']}{KINDS[match['kind']](record)}{match['end']}"
 
-    return MARKED.sub(fill, readme)
+    return MARKED.sub(fill, page)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="only say whether README is stale")
-    parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
+    parser.add_argument("--check", action="store_true", help="only say which pages are stale")
     parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("pages", type=Path, nargs="*", default=PAGES, metavar="PAGE")
     arguments = parser.parse_args()
-    before = arguments.readme.read_text()
-    after = render(before, arguments.results)
-    if arguments.check and before != after:
-        print(f"{arguments.readme} is stale: run python benchmarks/render.py", file=sys.stderr)
-        return 1
-    if not arguments.check:
-        arguments.readme.write_text(after)
-        for match in MARKED.finditer(after):
-            draw(arguments.results, match["name"])
-    return 0
+    stale = False
+    for page in arguments.pages:
+        before = page.read_text()
+        after = render(before, arguments.results)
+        if not arguments.check:
+            page.write_text(after)
+        elif before != after:
+            print(f"{page} is stale: run python benchmarks/render.py", file=sys.stderr)
+            stale = True
+        if not arguments.check:
+            for name in {match["name"] for match in MARKED.finditer(after)}:
+                draw(arguments.results, name)
+    return int(stale)
 
 
 def draw(results: Path, name: str) -> None:
-    """The plot of a record that has one to draw."""
+    """The plots of a record that has some to draw."""
     record = json.loads((results / f"{name}.json").read_text())
     if any(map(drawn, record["results"])):
         try:
             roofline(record, results / f"{name}.png")
+            time_and_memory(record, results / f"{name}-peers.png")
         except ImportError as error:
             print(f"{name}.png is not drawn: {error}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""`infonce bench`: contenders, rounds, what is said and recorded, and how records are rendered."""
+"""`infonce bench`: contenders, rounds, what is said and recorded."""
 
 import importlib
 import importlib.util
@@ -17,6 +17,13 @@ from infonce import reference
 from infonce.cli import measure
 
 loss_command = importlib.import_module("infonce.cli.loss")
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Other projects' losses: a script, no part of the package."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("peers")
 
 
 @pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce", "nt_xent"])
@@ -62,7 +69,7 @@ def test_bench_skips_and_says_why(monkeypatch):
     assert result.stderr.startswith("infonce: error: nothing was measured")
 
 
-def test_what_is_missing_says_what_to_install():
+def test_what_is_missing_says_what_to_install(peers):
     for module, package in (
         ("torch", "'infonce[torch]'"), ("open_clip.loss", "open_clip_torch"),
         ("cut_cross_entropy", "cut-cross-entropy"), ("inf_cl", "inf_cl"),
@@ -182,6 +189,23 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
     assert plot.read_bytes().startswith(PNG)
 
 
+def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch):
+    bench_gpu = importlib.import_module("infonce.cli.bench_gpu")
+    assert not set(peers.PEERS) & set(bench_gpu.METHODS)
+    assert peers.Device.methods == (*bench_gpu.METHODS, *peers.PEERS)
+    for name in ("release", "of_torch", "by_autograd", "peer"):
+        where = bench_gpu.Device if name == "release" else peers
+        monkeypatch.setattr(where, name, lambda *given, name=name: (name, *given[-2:]))
+    monkeypatch.setattr(bench_gpu.contenders_gpu, "contender", lambda *given: given)
+    place = object.__new__(peers.Device)  # its constructor wants a GPU
+    clip, lit = (measure.Case(loss_command.LOSSES[name], 4, 3) for name in ("clip", "lit"))
+    assert place.contender("torch", lit, []) == ("torch", lit, [])
+    want = ("by_autograd", ("of_torch", clip, []), ("peer", "open_clip", 4))
+    assert place.contender("open_clip", clip, []) == want
+    with pytest.raises(ValueError, match="open_clip has no lit"):
+        place.contender("open_clip", lit, [])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
@@ -276,82 +300,3 @@ def test_bench_prints_the_environment(monkeypatch):
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     printed = succeed("bench", "--sizes", 32, "--repeat", 1, "--methods", "numpy")
     assert "OPENBLAS_CORETYPE=Haswell" in printed
-
-
-# --- recorded results ----------------------------------------------------------------------------
-
-
-def test_render(tmp_path):
-    script = Path(__file__).parents[1] / "benchmarks" / "render.py"
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results:a begin -->\nold\n<!-- results:a end -->\nafter\n")
-    record = {
-        "device": "a machine", "versions": {"numpy": "2", "torch": None}, "commit": "abc",
-        "date": "today", "settings": {"dim": 8},
-        "results": [
-            {"method": "x", "median_s": 0.0125, "peak_bytes": 3 * 2**20, "seconds": [1]},
-            {"method": "y", "gemm_share": 0.5, "loss_error": 2e-7, "gflops": 123.456},
-        ],
-    }  # fmt: skip
-    (tmp_path / "a.json").write_text(json.dumps(record))
-
-    def render(*arguments):
-        command = [sys.executable, script, "--readme", readme, "--results", tmp_path, *arguments]
-        return subprocess.run(command, capture_output=True, check=False).returncode
-
-    assert render("--check") == 1
-    assert "old" in readme.read_text()
-    assert render() == 0
-    assert readme.read_text() == (
-        "before\n<!-- results:a begin -->\n"
-        "a machine; numpy 2; commit abc; today.\nSettings: dim 8.\n\n"
-        "| method | median (ms) | peak (MiB) | gemm share | loss error | gflops |\n"
-        "|---|---|---|---|---|---|\n"
-        "| x | 12.5 | 3.0 | - | - | - |\n"
-        "| y | - | - | 50% | 2e-07 | 123.5 |\n"
-        "<!-- results:a end -->\nafter\n"
-    )
-    assert render("--check") == 0
-
-
-def test_render_of_contenders_side_by_side(tmp_path):
-    pytest.importorskip("matplotlib")
-    script = Path(__file__).parents[1] / "benchmarks" / "render.py"
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- results:gpu begin -->\n<!-- results:gpu end -->\n")
-
-    def row(size, method, **measured):
-        kind = {"section": "clip", "table": "Half", "loss": "clip", "dtype": "bfloat16"}
-        about = {"precision": "auto", "gradient": True, "dim": 512, "size": size}
-        return {**kind, **about, "method": method, **measured}
-
-    record = {
-        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"numpy": "2"},
-        "commit": "abc", "date": "today", "settings": {}, "environment": {},
-        "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
-        "results": [
-            row(8, "auto", median_s=2e-3, wall_s=3e-3, gflops=5e5, peak_bytes=2**21, goal_s=2.5e-3,
-                timed="wall_s", of_products_share=0.5, loss_error=1e-7, gradient_error=2e-3),
-            row(8, "products", median_s=4e-3, gflops=2.5e5, peak_bytes=0, of_products_share=1.0),
-            row(8, "torch", skipped="no memory"),
-            row(16, "auto", median_s=8e-3, gflops=5e5, peak_bytes=2**22, goal_s=9e-3,
-                timed="median_s"),
-        ],
-    }  # fmt: skip
-    (tmp_path / "gpu.json").write_text(json.dumps(record))
-    command = [sys.executable, script, "--readme", readme, "--results", tmp_path]
-    subprocess.run(command, check=True)
-    lines = readme.read_text().splitlines()
-    assert "a GPU, driver 1.2, CUDA 3.4; numpy 2; commit abc; today." in lines
-    assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
-    assert (
-        "| Half | goal | of the bare products | TFLOP/s | infonce | bare products | torch |"
-        in lines
-    )
-    assert (
-        "| clip bfloat16 8 x 512 | 2.5 missed | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 "
-        "| 4, 0 MiB | - |"
-    ) in lines
-    assert "| clip bfloat16 16 x 512 | 9 reached | - | 500 | 8, 4 MiB |  |  |" in lines
-    assert (tmp_path / "gpu.png").read_bytes().startswith(PNG)
-    subprocess.run([*command, "--check"], check=True)

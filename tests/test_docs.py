@@ -1,6 +1,8 @@
-"""The documentation: builds without a warning, has every public name, and its examples run."""
+"""The documentation: builds without a warning, has every public name, points at code that is there,
+and its examples run; how records become its tables."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -9,9 +11,14 @@ import zlib
 from pathlib import Path
 
 import pytest
+from command_line import PNG
+
+from infonce import arrays
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+RENDER = ROOT / "benchmarks" / "render.py"
 MODULES = {  # name -> where its __all__ is
     "infonce": "infonce/__init__.py",
     "infonce.distributed": "distributed/__init__.py",
@@ -40,7 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: other workers may build at the same time."""
     pytest.importorskip("sphinx")
     folder = tmp_path_factory.mktemp("copy")
-    for part in ("docs", "notebooks"):
+    for part in ("docs", "notebooks", "benchmarks/results"):
         shutil.copytree(ROOT / part, folder / part)
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", "site"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
@@ -89,6 +96,71 @@ def test_needs_no_network(site: Path) -> None:
             assert not found or 'rel="canonical"' in tag, f"{page.name}: {tag}"
 
 
+# --- the README -----------------------------------------------------------------------------------
+
+
+def test_readme_is_short_and_has_both_commands() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 200
+    for mark in ("demo", "test"):  # .ci/run looks for the second like this
+        after = text.partition(f"<!-- {mark} command -->\n```\n")[2]
+        assert after.startswith("python3 -m venv .venv && .venv/bin/python -m pip install -q -e ")
+
+
+@pytest.mark.parametrize("needed", ["numpy", "cupy", "torch", "jax"])
+def test_readme_examples_run(needed: str) -> None:
+    (example,) = (e for e in examples("../README.md") if e.startswith(f"import {needed}"))
+    code = compile(example, "README.md", "exec")
+    pytest.importorskip(needed)
+    if needed == "cupy" and arrays.gpu_missing():
+        pytest.skip("no GPU")
+    exec(code, {})
+
+
+# --- what pages say of the code -------------------------------------------------------------------
+
+
+PAGES = [README, ROOT / "benchmarks" / "NOTES.md", *sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_paths_are_there(page: Path) -> None:
+    folders = "infonce|kernels|distributed|benchmarks|tests|notebooks|docs"
+    named = re.findall(rf"(?<!}})`((?:{folders})/[\w./-]*)`", page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def defined(path: Path) -> set[str]:
+    """Functions, classes, their methods and constants of a file; of CUDA C++, all names."""
+    if path.suffix != ".py":
+        return set(re.findall(r"\w+", path.read_text()))
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            names |= {ast.unparse(target) for target in node.targets}
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{f.name}" for f in node.body if isinstance(f, ast.FunctionDef)}
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+    return names
+
+
+def test_index_of_the_code() -> None:
+    """ "question | functions, file; functions, file": each is defined there."""
+    index = (DOCS / "kernels.md").read_text().partition("\n## Where is what\n")[2]
+    rows = [line.strip("|").split(" | ") for line in index.splitlines() if line.startswith("| ")]
+    assert len(rows) > 15
+    for question, answer in rows[1:]:
+        for place in answer.split(";"):
+            *names, path = re.findall(r"`([^`]+)`", place)
+            missing = {name.strip("()") for name in names} - defined(ROOT / path)
+            assert names, question
+            assert not missing, f"{question}: not in {path}"
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+
 def examples(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
 
@@ -106,3 +178,89 @@ def test_examples_are_python(page: str) -> None:
     assert examples(page)
     for example in examples(page):
         compile(example, page, "exec")
+
+
+# --- recorded results -----------------------------------------------------------------------------
+
+
+def test_render(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results:a begin -->\nold\n<!-- results:a end -->\nafter\n")
+    record = {
+        "device": "a machine", "versions": {"numpy": "2", "torch": None}, "commit": "abc",
+        "date": "today", "settings": {"dim": 8},
+        "results": [
+            {"method": "x", "median_s": 0.0125, "peak_bytes": 3 * 2**20, "seconds": [1]},
+            {"method": "y", "gemm_share": 0.5, "loss_error": 2e-7, "gflops": 123.456},
+        ],
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(record))
+
+    def render(*arguments: str) -> int:
+        command = [sys.executable, RENDER, readme, "--results", tmp_path, *arguments]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+    assert render("--check") == 1
+    assert "old" in readme.read_text()
+    assert render() == 0
+    assert readme.read_text() == (
+        "before\n<!-- results:a begin -->\n"
+        "a machine; numpy 2; commit abc; today.\nSettings: dim 8.\n\n"
+        "| method | median (ms) | peak (MiB) | gemm share | loss error | gflops |\n"
+        "|---|---|---|---|---|---|\n"
+        "| x | 12.5 | 3.0 | - | - | - |\n"
+        "| y | - | - | 50% | 2e-07 | 123.5 |\n"
+        "<!-- results:a end -->\nafter\n"
+    )
+    assert render("--check") == 0
+
+
+def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    readme = tmp_path / "README.md"
+    kinds = ("results", "peers", "goals")
+    marks = (f"<!-- {kind}:gpu begin -->\n<!-- {kind}:gpu end -->\n" for kind in kinds)
+    readme.write_text("".join(marks))
+
+    def row(size: int, method: str, **measured: object) -> dict[str, object]:
+        kind = {"section": "clip", "table": "Half", "loss": "clip", "dtype": "bfloat16"}
+        about = {"precision": "auto", "gradient": True, "dim": 512, "size": size}
+        return {**kind, **about, "method": method, **measured}
+
+    record = {
+        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"numpy": "2"},
+        "commit": "abc", "date": "today", "settings": {}, "environment": {},
+        "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
+        "results": [
+            row(8, "auto", median_s=2e-3, wall_s=3e-3, gflops=5e5, peak_bytes=2**21, goal_s=2.5e-3,
+                timed="wall_s", of_products_share=0.5, loss_error=1e-7, gradient_error=2e-3),
+            row(8, "products", median_s=4e-3, gflops=2.5e5, peak_bytes=0, of_products_share=1.0),
+            row(8, "torch", skipped="no memory"),
+            row(16, "auto", median_s=8e-3, gflops=5e5, peak_bytes=2**22, goal_s=9e-3,
+                timed="median_s"),
+            row(8192, "auto", median_s=1e-3, gflops=9e5, peak_bytes=2**20),
+            row(8192, "captured", median_s=1e-4, gflops=9e5, peak_bytes=None),
+            row(8192, "torch", median_s=2e-3, gflops=1e5, peak_bytes=9 * 2**20),
+            row(8192, "panels", median_s=3e-3, gflops=1e5, peak_bytes=2**22),
+        ],
+    }  # fmt: skip
+    (tmp_path / "gpu.json").write_text(json.dumps(record))
+    command = [sys.executable, RENDER, readme, "--results", tmp_path]
+    subprocess.run(command, check=True)
+    lines = readme.read_text().splitlines()
+    methods = "infonce | bare products | torch | captured | panels"
+    assert "a GPU, driver 1.2, CUDA 3.4; numpy 2; commit abc; today." in lines
+    assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
+    assert (
+        "| clip bfloat16 8 x 512 | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 | 4, 0 MiB | - |  |  |"
+    ) in lines
+    assert f"| Half | of the bare products | TFLOP/s | {methods} |" in lines
+    assert "| clip bfloat16 16 x 512 | - | 500 | 8, 4 MiB |  |  |  |  |" in lines
+    assert "| clip bfloat16 8 x 512 | 2.5 | 3 | missed |" in lines
+    assert "| clip bfloat16 16 x 512 | 9 | 8 | reached |" in lines
+    assert (
+        "| clip bfloat16 8192 x 512 | 1 ms, 1 MiB | - | torch: 2 ms, 9 MiB | panels: 3 ms, 4 MiB |"
+    ) in lines
+    for plot in ("gpu.png", "gpu-peers.png"):
+        assert (tmp_path / plot).read_bytes().startswith(PNG)
+    subprocess.run([*command, "--check"], check=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import contenders_gpu, machine
-from .contenders_gpu import METHODS, PEERS, by_panels, product
+from .contenders_gpu import METHODS, by_panels, product
 from .measure import DTYPES, Array, Case, Outcome, Run
 
 GEMM = 8192  # side of the matrix product that everything is compared with
@@ -133,11 +133,10 @@ class Device:
 
     def describe(self) -> dict[str, Any]:
         gpu = machine.gpu()
-        peers = ("open_clip_torch", "cut_cross_entropy", "inf_cl")
         return {
             "device": gpu["model"],
             "versions": machine.versions(
-                "infonce", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", *peers
+                "infonce", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton"
             ),
             "gpu": gpu,
             "gemm": {"size": GEMM, "gflops": self.rates},
@@ -161,4 +160,4 @@ def _peak(cupy: Any) -> Any:
     return Peak()
 
 
-__all__ = ["METHODS", "PEERS", "Device"]
+__all__ = ["METHODS", "Device"]

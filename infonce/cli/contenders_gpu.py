@@ -15,10 +15,9 @@ import numpy as np
 import infonce
 
 from .contenders import LIBRARY, positives, torch_loss
-from .measure import TEMPERATURE, Array, Case, Outcome, Run
+from .measure import Array, Case, Outcome, Run
 
 METHODS = ("products", *LIBRARY, "captured", "panels", "torch", "torch.compile")
-PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip")  # of clip alone
 PANEL = 4096  # rows of a panel
 PRECISION = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # cuBLAS's numbers for types of elements and for arithmetics
@@ -35,20 +34,13 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
         return _library(method, case, inputs)
     if method == "products":
         return _products(case, inputs)
+    tensors = of_torch(case, inputs)
     import torch
 
-    if not torch.cuda.is_available():
-        raise ImportError("this torch has no CUDA")
-    torch.set_float32_matmul_precision("high" if case.precision == "tf32" else "highest")
-    tensors = [[torch.from_dlpack(z) for z in features] for features in inputs]
     if method == "panels":
         wide = torch.float64 if case.dtype == "float64" else torch.float32
         turns = itertools.cycle(tensors)
         return lambda: by_panels(case, next(turns), wide)
-    if method in PEERS:
-        if case.kind.name != "clip":
-            raise ValueError(f"{method} has no {case.kind.name}")
-        return _autograd(case, tensors, peer(method, case.rows))
     y = torch.as_tensor(positives(case.kind, case.rows), device="cuda")
 
     def whole(query: Any, key: Any, scale: Any) -> Any:
@@ -57,7 +49,7 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
     if method == "torch.compile":
         torch._dynamo.reset()  # or it would generalise over sizes, at the cost of speed
         whole = torch.compile(whole, dynamic=False)
-    return _autograd(case, tensors, whole)
+    return by_autograd(case, tensors, whole)
 
 
 def _library(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
@@ -133,7 +125,17 @@ def product(
     )  # fmt: skip
 
 
-def _autograd(
+def of_torch(case: Case, inputs: Sequence[Sequence[Array]]) -> list[list[Any]]:
+    """The inputs as torch's tensors, with its products in the case's precision."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError("this torch has no CUDA")
+    torch.set_float32_matmul_precision("high" if case.precision == "tf32" else "highest")
+    return [[torch.from_dlpack(z) for z in features] for features in inputs]
+
+
+def by_autograd(
     case: Case, inputs: Sequence[Sequence[Any]], loss: Callable[[Any, Any, Any], Any]
 ) -> Run:
     """torch's gradients of `loss(query, key, scale)`."""
@@ -158,39 +160,6 @@ def _autograd(
         return value.detach(), list(torch.autograd.grad(value, wanted, allow_unused=True)[:-1])
 
     return run if case.gradient else alone
-
-
-def peer(name: str, rows: int) -> Callable[[Any, Any, Any], Any]:
-    """Another project's CLIP loss of (image, text, scale), called as its documentation has it."""
-    import torch
-
-    y = torch.arange(rows, device="cuda")
-    if name == "open_clip":
-        from open_clip.loss import ClipLoss
-
-        function: Callable[[Any, Any, Any], Any] = ClipLoss()
-        return function
-    if name == "cut_cross_entropy":
-        from cut_cross_entropy import linear_cross_entropy
-
-        def both_ways(image: Any, text: Any, scale: Any) -> Any:
-            exact = {"filter_eps": None}  # its filter of gradients is made for vocabularies
-            rows = linear_cross_entropy(scale * image, text, y, **exact)
-            return (rows + linear_cross_entropy(scale * text, image, y, **exact)) / 2
-
-        return both_ways
-    if name == "inf_cl":
-        from inf_cl import cal_flash_loss
-
-        def flash(image: Any, text: Any, scale: Any) -> Any:
-            rows = cal_flash_loss(image, text, y, scale).mean()
-            return (rows + cal_flash_loss(text, image, y, scale).mean()) / 2
-
-        return flash
-    from clip_loss import MemoryEfficientCLIPLoss
-
-    fixed = MemoryEfficientCLIPLoss(temperature=TEMPERATURE, normalized_inputs=True)
-    return lambda image, text, _: fixed(image, text)
 
 
 def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:

@@ -18,12 +18,9 @@ Array = Any
 Outcome = tuple[Any, list[Array]]  # loss, gradients of the features that get one
 Run = Callable[[], Outcome]
 TEMPERATURE = 0.07
-PACKAGES = {  # module that a contender needs -> what pip installs for it
-    "torch": "'infonce[torch]'",
-    "open_clip": "open_clip_torch",
-    "cut_cross_entropy": "cut-cross-entropy",
-    "inf_cl": "inf_cl",
-}
+PACKAGES = {
+    "torch": "'infonce[torch]'"
+}  # module that a contender needs -> what pip installs for it
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
 
