@@ -151,14 +151,14 @@ class GPU:
 
     def tiled_kernel(self, name: str, **defines: int) -> Any:
         return self.kernel(
-            f"{name}.cu", name, self.tile.shared,
+            f"tiled/{name}.cu", name, self.tile.shared,
             BLOCK_N=self.tile.block_n, STAGES=self.tile.stages, LEVELS=self.tile.levels,
             MIN_BLOCKS=self.tile.min_blocks, **defines,
         )  # fmt: skip
 
     def sweep_kernel(self, shape: config.Sweep, name: str, panel: bool, **defines: int) -> Any:
         return self.kernel(
-            f"sweep_{name}.cu", f"sweep_{name}", shape.shared(panel),
+            f"sm90/sweep_{name}.cu", f"sweep_{name}", shape.shared(panel),
             SLABS=shape.slabs, STAGES=shape.stages(panel), WIDE=int(shape.wide),
             NARROW=int(shape.narrow), SHARED=shape.shared(panel), **defines,
         )  # fmt: skip

@@ -14,7 +14,7 @@
 // Positives weigh most, and their rounding would not average out: what they add to a gradient is
 // one row times one number, added in full precision when the products are complete. Features that stand for unit rows (factors f) get
 // P_ij f_i f_j, so that both products use the features as they are.
-#include "tile.cuh"
+#include "tiled/tile.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1

@@ -1,6 +1,6 @@
 // Pairwise sigmoid as a sweep (sweep.cuh): what sigmoid.cu computes, at the speed of the tensor cores.
-#include "sweep_logits.cuh"
-#include "sweep_panel.cuh"
+#include "sm90/sweep_logits.cuh"
+#include "sm90/sweep_panel.cuh"
 
 #ifndef PANEL
 #define PANEL 1

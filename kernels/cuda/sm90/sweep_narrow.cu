@@ -1,7 +1,7 @@
 // Gradient fold of narrow rows as a sweep (sweep.cuh, NARROW): P = dL/dx never leaves the registers.
 // dQ (+)= P K, in the panels' unit, comes of it at once: with rows this short, writing P and reading it
 // twice would take longer than the products.
-#include "sweep_gradient.cuh"
+#include "sm90/sweep_gradient.cuh"
 
 #define WIDTH (64 * SLABS)  // of rows, in elements
 

@@ -2,7 +2,7 @@
 //
 // The references are those very products, so nothing that ties with itself is counted. Counts are
 // integers: atomic additions give the same result in any order.
-#include "tile.cuh"
+#include "tiled/tile.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1

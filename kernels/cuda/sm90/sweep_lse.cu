@@ -18,7 +18,7 @@
 // once more with heights of their own. Fast almost always, right always.
 //
 // MAXIMA: heights of the rows' own in every tile, and they are the maxima, which are wanted too.
-#include "sweep_logits.cuh"
+#include "sm90/sweep_logits.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1

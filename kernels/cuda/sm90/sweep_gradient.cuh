@@ -3,7 +3,7 @@
 // Heights here are c R / c = R rounded, so that c x_ij - R_i is one instruction (Factors of
 // vectors.cu with `scaled`).
 #pragma once
-#include "sweep_logits.cuh"
+#include "sm90/sweep_logits.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1

@@ -1,7 +1,7 @@
 // Which logits of a sweep's tile count: what a thread knows of its rows and columns, positives, padding,
 // the diagonal, equal ids.
 #pragma once
-#include "sweep.cuh"
+#include "sm90/sweep.cuh"
 
 // What a thread knows of its two rows, and a warpgroup of its columns.
 struct Rows {

@@ -10,7 +10,7 @@
 // the strip's maximum. A column far below its rows' maxima can lose everything that way. That is
 // seen in its sum, and the strip's columns are then summed again with maxima of their own: fast
 // almost always, right always.
-#include "tile.cuh"
+#include "tiled/tile.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1

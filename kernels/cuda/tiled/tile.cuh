@@ -1,6 +1,6 @@
 // One tile of logits: which one a block has, and which of its pairs do not count.
 #pragma once
-#include "product.cuh"
+#include "tiled/product.cuh"
 
 struct Tile {
   i64 m, n;         // which tile

@@ -1,7 +1,7 @@
 // Gradient fold as a sweep (sweep.cuh): the panel of P = dL/dx that gradient.cu computes, from the
 // same factors, at the speed of the tensor cores.
-#include "sweep_gradient.cuh"
-#include "sweep_panel.cuh"
+#include "sm90/sweep_gradient.cuh"
+#include "sm90/sweep_panel.cuh"
 
 struct Gradient : OfLogits {
   struct Group {

@@ -9,7 +9,7 @@
 // kernel in a fixed order. With PANEL, P is written for the matrix products that make dQ and dK of
 // it. Positives' logits are recorded: what follows from them is computed in float64 for each row, and
 // added in full precision when sums and products are complete.
-#include "tile.cuh"
+#include "tiled/tile.cuh"
 
 #ifndef PANEL
 #define PANEL 1

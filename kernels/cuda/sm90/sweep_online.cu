@@ -8,8 +8,8 @@
 // Where the sum came to be too large little by little, the largest product may lie in a tile before;
 // but there it was within the bounds, and what is found is high enough for those.
 #include "heights.cuh"
-#include "sweep_logits.cuh"
-#include "sweep_panel.cuh"
+#include "sm90/sweep_logits.cuh"
+#include "sm90/sweep_panel.cuh"
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;

@@ -1,7 +1,7 @@
 // Products of fused.cu: steps from global to shared memory, the groups of threads that share a tile,
 // and where their results meet.
 #pragma once
-#include "fused.cuh"
+#include "fused/fused.cuh"
 
 struct Chunks {
   alignas(16) Real q[TILE][CHUNK_STRIDE], k[TILE][CHUNK_STRIDE];

@@ -1,6 +1,6 @@
 // Panels of dL/dx, as sweeps write them.
 #pragma once
-#include "sweep.cuh"
+#include "sm90/sweep.cuh"
 
 // A warp's strip of a tile of the panel, 16 rows: written 128 bytes of them at a time to shared memory,
 // from which the copy engine takes them. Shared memory is the busiest part of the chip here, and this

@@ -1,0 +1,104 @@
+// One pass: rows' sums against heights that are given (heights.cuh).
+#pragma once
+#include "heights.cuh"
+#include "vectors/sums.cuh"
+
+#define PANEL_ROWS 128  // of a sweep, and of a block of threads here
+#define PANEL_PARTS 4   // threads that share a row
+#define PANEL_THREADS (PANEL_PARTS * PANEL_ROWS)
+
+// What a row's slots hold together.
+struct Found {
+  double sum;
+  Real high, most;  // the largest product, if it was looked for; the largest of the slots' sums
+
+  __device__ __forceinline__ void add(const Found& f) {
+    sum += f.sum;
+    high = max_(high, f.high);
+    most = max_(most, f.most);
+  }
+};
+
+// By all threads of a block, always in the same order; the first PANEL_ROWS have the result.
+__device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
+  __shared__ Found parts[PANEL_PARTS][PANEL_ROWS];
+  const int row = threadIdx.x % PANEL_ROWS, part = threadIdx.x / PANEL_ROWS;
+  const i64 i = blockIdx.x * (i64)PANEL_ROWS + row;
+  Found all = {0, (Real)-INFINITY_, 0};
+  if (i < n)
+#pragma unroll 4
+    for (i64 s = part; s < slots; s += PANEL_PARTS) {
+      const Real2 pair = pairs[s * n + i];
+      all.add(Found{(double)pair.y, pair.x, pair.y});
+    }
+  parts[part][row] = all;
+  __syncthreads();  // all parts are there
+  if (part == 0)
+#pragma unroll
+    for (int p = 1; p < PANEL_PARTS; ++p) all.add(parts[p][row]);
+  return all;
+}
+
+// A panel of rows within the bounds: sums gain what the slots hold. One with a row outside of them is
+// `wanted` once more: such rows get new heights, and what was gathered under the old ones, sums and
+// the gradient `acc` [n, acc_stride] (null: nothing yet), is brought to these. One block a panel.
+extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
+check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scale scale,
+              Real* height, double* sum, Real* acc, i64 acc_stride, i64 d, int* wanted) {
+  __shared__ Real factor[PANEL_ROWS];
+  const i64 first = blockIdx.x * (i64)PANEL_ROWS, i = first + threadIdx.x;
+  const Found f = find(pairs, slots, n);
+  const bool mine = threadIdx.x < PANEL_ROWS && i < n;
+  bool outside = false;
+  if (mine)
+    outside = f.most > SHARERS * MOST || (sum[i] + f.sum < LEAST && f.high > (Real)-INFINITY_);
+  const bool again = __syncthreads_or(outside);
+  if (threadIdx.x == 0) wanted[blockIdx.x] = again;
+  if (!again) {
+    if (mine) sum[i] += f.sum;
+    return;
+  }
+  if (threadIdx.x < PANEL_ROWS) factor[threadIdx.x] = 1;
+  if (outside) {
+    const Real now = (Real)(scale.get() * LOG2_E) * f.high;
+    if (sum[i] > 0) {
+      const Real by = exp2_(height[i] - now);
+      factor[threadIdx.x] = by;
+      sum[i] *= by;
+    }
+    height[i] = now;
+  }
+  if (!acc) return;
+  __syncthreads();  // all factors are there
+  for (int row = threadIdx.x / 32; row < PANEL_ROWS; row += PANEL_THREADS / 32)
+    if (factor[row] != 1)
+      for (i64 k = threadIdx.x % 32; k < d; k += 32)
+        acc[(first + row) * acc_stride + k] *= factor[row];
+}
+
+// The sums of panels that were swept once more.
+extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
+add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted) {
+  if (!wanted[blockIdx.x]) return;
+  const i64 i = blockIdx.x * (i64)PANEL_ROWS + threadIdx.x;
+  const Found f = find(pairs, slots, n);
+  if (threadIdx.x < PANEL_ROWS && i < n) sum[i] += f.sum;
+}
+
+// Rows have met all columns: their maxima, as the sums are against them; the unit of their gradients,
+// a 2^(height - log-sum-exp), with the row's own factor where normalised; dL/dx at the positive.
+extern "C" __global__ void end_online(const Real* height, const __grid_constant__ Sums rows,
+                                      const double* positive, const double* upstream,
+                                      const Real* factor, i64 n, double row_weight,
+                                      const __grid_constant__ Scale scale, double* unit,
+                                      double* at_positive) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const double c = scale.get() * LOG2_E;
+  rows.max[i] = (double)height[i] * (c / (double)(Real)c);  // c is rounded in the logits
+  const Direction row(rows, i, positive[i]);
+  const double a = upstream[i] * (row_weight * scale.bare());
+  unit[i] = rows.sum[i] == 0 ? 0 : a * exp2(rows.max[i] - row.lse2) * (factor ? factor[i] : 1);
+  at_positive[i] = -(a * row.share);
+}
+
