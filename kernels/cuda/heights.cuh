@@ -7,6 +7,7 @@
 #pragma once
 #include "common.cuh"
 
-#define MOST ((Real)1.8446744073709552e19)    // 2^64, of a thread's terms
-#define LEAST ((Real)8.673617379884035e-19)  // 2^-60, of all of a row's terms so far
-#define SHARERS 4                            // threads that share a row
+constexpr Real MAX_REFERENCED_SUM = (Real)0x1p64;   // of a thread's terms
+constexpr Real MIN_REFERENCED_SUM = (Real)0x1p-60;  // of all of a row's terms so far
+constexpr int SHARERS = 4;  // threads that share a row
+constexpr int ONLINE_PANEL_ROWS = 128;  // that are swept again together

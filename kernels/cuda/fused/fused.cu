@@ -34,10 +34,10 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
   Real g[8][8] = {};
 
   // This thread's share of a step: P along its rows, features along theirs
-  constexpr int P_WIDTH = KEYS ? TILE : CHUNK, P_STEP = FUSED_THREADS / P_WIDTH;
-  constexpr int Z_STEP = FUSED_THREADS / TILE;
+  constexpr int P_WIDTH = KEYS ? FUSED_TILE : CHUNK, P_STEP = FUSED_THREADS / P_WIDTH;
+  constexpr int Z_STEP = FUSED_THREADS / FUSED_TILE;
   const int p_row = threadIdx.x / P_WIDTH, p_column = threadIdx.x % P_WIDTH;
-  const int z_row = threadIdx.x / TILE, z_column = threadIdx.x % TILE;
+  const int z_row = threadIdx.x / FUSED_TILE, z_column = threadIdx.x % FUSED_TILE;
   Real p[SHARE];
   Element z[SHARE];
   const auto fetch_step = [&](i64 o0) {
@@ -62,29 +62,29 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
     __syncthreads();  // as in logits_tile
     if (o0 + CHUNK < others) fetch_step(o0 + CHUNK);
 #pragma unroll
-    for (int o = 0; o < DEPTH; o += WIDE) {
+    for (int o = 0; o < DEPTH; o += VECTOR_WIDTH) {
       Vector ps[8];
 #pragma unroll
       for (int h = 0; h < 8; ++h)
         ps[h].bits = *(const uint4*)&s.p[at.r + 8 * h][at.group * DEPTH + o];
 #pragma unroll
-      for (int w = 0; w < WIDE; ++w)
+      for (int w = 0; w < VECTOR_WIDTH; ++w)
 #pragma unroll
-        for (int v = 0; v < 8; v += WIDE) {
+        for (int v = 0; v < 8; v += VECTOR_WIDTH) {
           Vector zs;
           zs.bits = *(const uint4*)&s.z[at.group * DEPTH + o + w][column_of<true>(at.c, v)];
 #pragma unroll
-          for (int e = 0; e < WIDE; ++e)
+          for (int e = 0; e < VECTOR_WIDTH; ++e)
 #pragma unroll
             for (int h = 0; h < 8; ++h) g[h][v + e] += ps[h].z[w] * zs.z[e];
         }
     }
   }
   add_groups<true>(g, at, shared.sums);
-  for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
-    const i64 row = row0 + t / TILE, k = k0 + t % TILE;
+  for (int t = threadIdx.x; t < FUSED_TILE * FUSED_TILE; t += FUSED_THREADS) {
+    const i64 row = row0 + t / FUSED_TILE, k = k0 + t % FUSED_TILE;
     if (row >= rows || k >= f.d) continue;
-    double value = total(shared.sums, t / TILE, t % TILE);
+    double value = total(shared.sums, t / FUSED_TILE, t % FUSED_TILE);
     if (own_inverse) {  // dz = (dU - u <dU, u>) / |z|
       const double dot = KEYS ? f.column_dot[row] : f.row_dot[row];
       const double u = (double)number(*address(own, row, k)) * own_inverse[row];
@@ -106,7 +106,7 @@ __device__ double sum_of(const T* v, i64 n) {
 extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
 fused(const __grid_constant__ Fused f) {
   __shared__ Shared shared;
-  __shared__ double memory[WARPS];
+  __shared__ double memory[FUSED_WARPS];
   u32 target = 0;
   const auto inspect_all = [&] {
     inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad, memory);
@@ -117,12 +117,13 @@ fused(const __grid_constant__ Fused f) {
     grid_barrier(f.barrier, target);
   }
 
-  const i64 down = (f.m + TILE - 1) / TILE, across = (f.n + TILE - 1) / TILE;
+  const i64 down = (f.m + FUSED_TILE - 1) / FUSED_TILE;
+  const i64 across = (f.n + FUSED_TILE - 1) / FUSED_TILE;
   const i64 tiles = SYMMETRIC ? across * (across + 1) / 2 : down * across;
   for (i64 t = blockIdx.x; t < tiles * f.parts; t += gridDim.x) {
     i64 row, column;
     tile_of(f, t % tiles, across, row, column);
-    logits_tile(f, row * TILE, column * TILE, t / tiles, shared);
+    logits_tile(f, row * FUSED_TILE, column * FUSED_TILE, t / tiles, shared);
   }
   if (!NORMALIZE) inspect_all();  // by now the features are in the cache
   grid_barrier(f.barrier, target);
@@ -156,15 +157,15 @@ fused(const __grid_constant__ Fused f) {
       column_dots(f, memory);
       grid_barrier(f.barrier, target);
     }
-    const i64 wide = (f.d + TILE - 1) / TILE;
+    const i64 wide = (f.d + FUSED_TILE - 1) / FUSED_TILE;
     const i64 of_queries = f.dq.data ? down * wide : 0;
     const i64 of_keys = !SYMMETRIC && f.dk.data ? across * wide : 0;
     for (i64 t = blockIdx.x; t < of_queries + of_keys; t += gridDim.x) {
       if (SYMMETRIC || t < of_queries)
-        gradient_tile<0>(f, t / wide * TILE, t % wide * TILE, shared);
+        gradient_tile<0>(f, t / wide * FUSED_TILE, t % wide * FUSED_TILE, shared);
       else
-        gradient_tile<1>(f, (t - of_queries) / wide * TILE, (t - of_queries) % wide * TILE,
-                         shared);
+        gradient_tile<1>(f, (t - of_queries) / wide * FUSED_TILE,
+                         (t - of_queries) % wide * FUSED_TILE, shared);
     }
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
       const double dots = sum_of(f.row_dot, f.m), sums = sum_of(f.row_sum, f.m);

@@ -2,15 +2,14 @@
 #pragma once
 #include "common.cuh"
 
-#define FUSED_THREADS 256
-#define WARPS (FUSED_THREADS / 32)
-#define LOW ((Real)-INFINITY_)
-#define WIDE (16 / (int)sizeof(Real))      // numbers in 16 bytes
-#define TILE 64                            // rows and columns of a tile
-#define CHUNK (128 / (int)sizeof(Real))    // of a row, in one step of a product
-#define MOST_PARTS 16                      // into which the features are cut
-#define CHUNK_STRIDE (CHUNK + WIDE)        // eight rows lie in different banks
-#define SHARE (TILE * CHUNK / FUSED_THREADS)  // of a thread, when a chunk is fetched
+constexpr int FUSED_THREADS = 256;
+constexpr int FUSED_WARPS = FUSED_THREADS / 32;
+constexpr int VECTOR_WIDTH = 16 / (int)sizeof(Real);  // numbers in 16 bytes
+constexpr int FUSED_TILE = 64;  // rows and columns of a tile
+constexpr int CHUNK = 128 / (int)sizeof(Real);  // of a row, in one step of a product
+constexpr int MAX_FEATURE_PARTS = 16;  // into which the features are cut
+constexpr int CHUNK_STRIDE = CHUNK + VECTOR_WIDTH;  // eight rows lie in different banks
+constexpr int SHARE = FUSED_TILE * CHUNK / FUSED_THREADS;  // of a thread, when a chunk is fetched
 
 // A kernel for each kind of problem (-DSYMMETRIC=1 and so on): such a short launch would spend its
 // time on fetching instructions that it skips.
@@ -64,7 +63,7 @@ struct Fused {
 
 union Vector {
   uint4 bits;
-  Real z[WIDE];
+  Real z[VECTOR_WIDTH];
 };
 
 // All blocks of the grid have come here, and see what the others wrote before.
@@ -103,7 +102,7 @@ struct Team {
   i64 row, step;     // this team's first row, and how far the next one is
   int lane, lanes;   // which of its threads this is
   int index;         // of the team in its block
-  double* memory;    // [WARPS], shared
+  double* memory;    // [FUSED_WARPS], shared
 
   __device__ Team(i64 rows, double* memory) : memory(memory) {
     lanes = FUSED_THREADS;

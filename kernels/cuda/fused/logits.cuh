@@ -58,7 +58,7 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
     __syncthreads();
     if (k0 + CHUNK < end) fetch_step(k0 + CHUNK);
 #pragma unroll
-    for (int w = 0; w < DEPTH; w += WIDE) {
+    for (int w = 0; w < DEPTH; w += VECTOR_WIDTH) {
       Vector a[8];
 #pragma unroll
       for (int h = 0; h < 8; ++h)
@@ -68,21 +68,21 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
         Vector b;
         b.bits = *(const uint4*)&s.k[column_of<false>(at.c, v)][at.group * DEPTH + w];
 #pragma unroll
-        for (int e = 0; e < WIDE; ++e)
+        for (int e = 0; e < VECTOR_WIDTH; ++e)
 #pragma unroll
           for (int h = 0; h < 8; ++h) x[h][v] += a[h].z[e] * b.z[e];
       }
     }
   }
   add_groups<false>(x, at, shared.sums);
-  for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
-    const i64 i = row0 + t / TILE, j = column0 + t % TILE;
-    if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t / TILE, t % TILE);
+  for (int t = threadIdx.x; t < FUSED_TILE * FUSED_TILE; t += FUSED_THREADS) {
+    const i64 i = row0 + t / FUSED_TILE, j = column0 + t % FUSED_TILE;
+    if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t / FUSED_TILE, t % FUSED_TILE);
   }
   if (SYMMETRIC && row0 != column0)  // the same tile on the other side of the diagonal
-    for (int t = threadIdx.x; t < TILE * TILE; t += FUSED_THREADS) {
-      const i64 i = column0 + t / TILE, j = row0 + t % TILE;
-      if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t % TILE, t / TILE);
+    for (int t = threadIdx.x; t < FUSED_TILE * FUSED_TILE; t += FUSED_THREADS) {
+      const i64 i = column0 + t / FUSED_TILE, j = row0 + t % FUSED_TILE;
+      if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t % FUSED_TILE, t / FUSED_TILE);
     }
   __syncthreads();  // shared memory is free for the next tile
 }
@@ -103,11 +103,11 @@ __device__ void add_parts(const Fused& f, double* memory) {
   for (i64 i = team.row; i < f.m; i += team.step)
     for (i64 j = team.lane; j < f.n; j += team.lanes) {
       Real* x = f.x + i * f.n + j;
-      Real part[MOST_PARTS];  // all on their way at once
+      Real part[MAX_FEATURE_PARTS];  // all on their way at once
 #pragma unroll
-      for (int p = 0; p < MOST_PARTS; ++p) part[p] = p < f.parts ? x[p * size] : 0;
+      for (int p = 0; p < MAX_FEATURE_PARTS; ++p) part[p] = p < f.parts ? x[p * size] : 0;
 #pragma unroll
-      for (int p = 1; p < MOST_PARTS; ++p) part[0] += part[p];
+      for (int p = 1; p < MAX_FEATURE_PARTS; ++p) part[0] += part[p];
       *x = part[0];
     }
   team.sync();  // one thread reads the positive's logit, which another has summed

@@ -44,8 +44,8 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
 
 // A block takes 32 columns at a time; its warps take rows in turn.
 __device__ void column_log_sum_exp(const Fused& f, double scale) {
-  __shared__ Real tops[WARPS][32];
-  __shared__ double sums[WARPS][32];
+  __shared__ Real tops[FUSED_WARPS][32];
+  __shared__ double sums[FUSED_WARPS][32];
   const double c2 = scale * LOG2_E;
   const Real c = (Real)c2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -54,24 +54,24 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
     Real top = LOW;
     if (j < f.n)
 #pragma unroll 4
-      for (i64 i = warp; i < f.m; i += WARPS)
+      for (i64 i = warp; i < f.m; i += FUSED_WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
     tops[warp][lane] = top;
     __syncthreads();  // all warps' maxima are there
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) top = max_(top, tops[w][lane]);
+    for (int w = 0; w < FUSED_WARPS; ++w) top = max_(top, tops[w][lane]);
     const Real shift = top == LOW ? 0 : top;
     double sum = 0;
     if (j < f.n)
 #pragma unroll 4
-      for (i64 i = warp; i < f.m; i += WARPS)
+      for (i64 i = warp; i < f.m; i += FUSED_WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
     __syncthreads();  // all warps' sums are there, and nobody reads maxima any more
     if (warp == 0 && j < f.n) {
       sum = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum += sums[w][lane];
+      for (int w = 0; w < FUSED_WARPS; ++w) sum += sums[w][lane];
       conclude(c2, top, sum, f.x[j * f.n + j], upstream_of(f, j) * f.column_weight * scale,
                f.column_gap + j, f.column_lse + j, f.column_height + j, f.column_factor + j);
     }

@@ -105,7 +105,7 @@ __device__ __forceinline__ void release_tile(SweepShared<Epilogue>& s, u32 first
   for (int i = 0; i < SLABS; ++i) release(s, first + i, lane);
 }
 
-#define SLAB_STEPS (SLAB / 32)  // products, of 32 bytes of each row
+constexpr int SLAB_STEPS = SLAB / 32;  // products, of 32 bytes of each row
 
 // x (+)= products of a slab of 64 rows and a slab of a tile, if not the `first`; of some of its steps.
 template <int FIRST = 0, int END = SLAB_STEPS>

@@ -5,8 +5,7 @@
 #ifndef NARROW
 #define NARROW 0
 #endif
-#define PANEL_ROWS (NARROW ? 64 : 128)
-#define TILE_COLUMNS 128
+constexpr int PANEL_ROWS = NARROW ? 64 : 128;
 #ifndef SLABS
 #define SLABS 8  // of a row: ceil(width / SLAB), for each part
 #endif
@@ -25,22 +24,22 @@
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif
-#define BLOCKS (WIDE ? 2 : 1)  // that share a panel
+constexpr int BLOCKS = WIDE ? 2 : 1;  // that share a panel
 #define STREAMED (PRECISION == FP16X3)  // rows do not stay
-#define STRIPS (PANEL_ROWS / 64 / BLOCKS)  // of 64 rows, that a block has of its panel
-#define HALVES (STREAMED ? 1 : STRIPS)  // warpgroups of a team
-#define WARPGROUPS (2 * HALVES)
-#define OWN_ROWS (PANEL_ROWS / BLOCKS)
-#define SLICES 8  // of 16 columns: what epilogues do at once
-#define SWEEP_THREADS (128 * WARPGROUPS + 128)
+constexpr int STRIPS = PANEL_ROWS / 64 / BLOCKS;  // of 64 rows, that a block has of its panel
+constexpr int HALVES = STREAMED ? 1 : STRIPS;  // warpgroups of a team
+constexpr int WARPGROUPS = 2 * HALVES;
+constexpr int OWN_ROWS = PANEL_ROWS / BLOCKS;
+constexpr int SLICES = 8;  // of 16 columns: what epilogues do at once
+constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;
 // Barriers, besides one a warpgroup
-#define TURN (1 + WARPGROUPS)          // and the next, two a half: whose products come next
-#define NEW_PANEL (TURN + 2 * HALVES)  // all epilogues of the panel before have ended
-#define PANEL_WRITTEN (NEW_PANEL + 1)  // the first team's gradients of the panel are in memory
-#define SLAB_BYTES (TILE_COLUMNS * SLAB)
-#define STAGE_BYTES ((STREAMED ? 2 : 1) * SLAB_BYTES)  // keys, or rows and keys
-#define ROW_SLOTS (STREAMED ? 1 : 2)  // sums that a segment leaves for each row: a team each
-#define SLAB_ELEMENTS (SLAB / 2)
+constexpr int TURN = 1 + WARPGROUPS;  // and the next, two a half: whose products come next
+constexpr int NEW_PANEL = TURN + 2 * HALVES;  // all epilogues of the panel before have ended
+constexpr int PANEL_WRITTEN = NEW_PANEL + 1;  // the first team's gradients of the panel are in memory
+constexpr int SLAB_BYTES = TILE_COLUMNS * SLAB;
+constexpr int STAGE_BYTES = (STREAMED ? 2 : 1) * SLAB_BYTES;  // keys, or rows and keys
+constexpr int ROW_SLOTS = STREAMED ? 1 : 2;  // sums that a segment leaves for each row: a team each
+constexpr int SLAB_ELEMENTS = SLAB / 2;
 
 // A panel of rows, and the tiles of columns that it meets in one go: first .. last, which in a
 // triangle go on from the last tile to tile 0.

@@ -30,9 +30,9 @@
 
 // A row's sum in a tile may be this: sums over all strips and panels stay below 2^127. What a row or a
 // column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
-#define MOST 1.2089258196146292e24f
-#define ENOUGH 8.271806125530277e-25f
-#define APART 32  // heights, in powers of 2
+constexpr float MAX_TILE_SUM = 0x1p80f;
+constexpr float MIN_EXACT_SUM = 0x1p-80f;
+constexpr int REFERENCE_STEP = 32;  // between reference exponents
 #ifndef MARKS
 #define MARKS 1024  // tiles that the lanes of a warp can remember, 32 or less each
 #endif
@@ -113,7 +113,7 @@ struct Lse {
     const float shift[2] = {height, height};
     float sum[2];
     bool good = sums<false>(x, shift, nullptr, height, sum);
-    if (__any_sync(ALL_LANES, !good || sum[0] > MOST || sum[1] > MOST)) return false;
+    if (__any_sync(ALL_LANES, !good || sum[0] > MAX_TILE_SUM || sum[1] > MAX_TILE_SUM)) return false;
     if (steady) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) row_sum[h] += sum[h];
@@ -124,7 +124,7 @@ struct Lse {
     for (int h = 0; h < 2; ++h) {
       max[h] = height;
       add(max[h], sum[h], row_max[h], row_sum[h]);
-      if (max[h] == height && sum[h] < ENOUGH && row(h) < b.q.rows) good = false;
+      if (max[h] == height && sum[h] < MIN_EXACT_SUM && row(h) < b.q.rows) good = false;
     }
     if (__any_sync(ALL_LANES, !good)) return false;
 #pragma unroll
@@ -159,7 +159,7 @@ struct Lse {
 
   // For terms up to x: there is more room above than the largest needs.
   __device__ __forceinline__ float height_for(float x) const {
-    return APART * (rintf(x * c / APART) - 1);
+    return REFERENCE_STEP * (rintf(x * c / REFERENCE_STEP) - 1);
   }
 
   // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN.
@@ -181,8 +181,8 @@ struct Lse {
       }
       if (!COLUMNS) continue;
       float2 pair = make_float2(top, join_columns(eight, lane.lane, Plus()));
-      if (pair.y < ENOUGH) good = false;
-      if (OWN && __any_sync(ALL_LANES, pair.y < ENOUGH)) pair = own_heights(x, s);
+      if (pair.y < MIN_EXACT_SUM) good = false;
+      if (OWN && __any_sync(ALL_LANES, pair.y < MIN_EXACT_SUM)) pair = own_heights(x, s);
       group.strips[lane.warp][32 * s + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2] = pair;
     }
     return good;

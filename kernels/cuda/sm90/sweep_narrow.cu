@@ -3,7 +3,7 @@
 // twice would take longer than the products.
 #include "sm90/sweep_gradient.cuh"
 
-#define WIDTH (64 * SLABS)  // of rows, in elements
+constexpr int WIDTH = 64 * SLABS;  // of rows, in elements
 
 struct Narrow : OfLogits {
   struct Group {};

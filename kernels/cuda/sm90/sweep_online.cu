@@ -11,6 +11,8 @@
 #include "sm90/sweep_logits.cuh"
 #include "sm90/sweep_panel.cuh"
 
+static_assert(PANEL_ROWS == ONLINE_PANEL_ROWS, "check_heights tells which panels are wanted");
+
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;
   struct Team {
@@ -52,7 +54,7 @@ struct Online {
       sum[h] = inside ? 0 : 1;  // padding is within the bounds
       high[h] = LOW;
       // With terms from before, a row may have none in this block
-      if (inside && before[row(h)] == 0) least = LEAST;
+      if (inside && before[row(h)] == 0) least = MIN_REFERENCED_SUM;
     }
   }
 
@@ -79,7 +81,7 @@ struct Online {
     }
     sum[0] += of_tile[0];
     sum[1] += of_tile[1];
-    const bool good = fmaxf(sum[0], sum[1]) <= MOST && fminf(sum[0], sum[1]) >= least;
+    const bool good = fmaxf(sum[0], sum[1]) <= MAX_REFERENCED_SUM && fminf(sum[0], sum[1]) >= least;
     if (__all_sync(ALL_LANES, good)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) high[h] = fmaxf(high[h], largest(x, h));

@@ -5,7 +5,8 @@
 // A warp's strip of a tile of the panel, 16 rows: written 128 bytes of them at a time to shared memory,
 // from which the copy engine takes them. Shared memory is the busiest part of the chip here, and this
 // is the way that passes it least often.
-#define PIECE 64  // columns
+constexpr int PIECE = 64;  // columns
+
 struct PanelStrip {
   struct Shared {
     alignas(16) Element piece[4][16 * PIECE];  // one a warp; boxes, as in SweepShared

@@ -8,9 +8,10 @@
 
 // Most tiles have no logit near 0: with all of them, in base 2, below this, series take the place of
 // divisions, to e^5; below the other, in 16 bits, to e^2, which is good to 3e-7.
-#define CALM -5.0f
-#define CALMER -10.0f
-#define HAS_CALMER (PARTS == 1)
+constexpr float CALM = -5.0f;
+constexpr float CALMER = -10.0f;
+constexpr bool HAS_CALMER = PARTS == 1;
+
 enum { ANY, CALM_TILE, CALMER_TILE };
 
 struct SigmoidLoss {
@@ -67,7 +68,7 @@ struct SigmoidLoss {
     else slices<ANY>(x, t);
   }
 
-  template <int TILE>
+  template <int RANGE>
   __device__ __forceinline__ void slices(float (&x)[64], int t) {
     const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
 #pragma unroll
@@ -76,11 +77,11 @@ struct SigmoidLoss {
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
         const float z = fmaf(c, x[i], bias);
-        if (TILE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
+        if (RANGE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
           const float e = exp2_(z), ea = e * a[h];
           of_tile[h].x = fmaf(fmaf(e, -0.5f, 1.0f), e, of_tile[h].x);
           x[i] = fmaf(-e, ea, ea);
-        } else if (TILE == CALM_TILE) {
+        } else if (RANGE == CALM_TILE) {
           const float e = exp2_(z);
           float log1p = fmaf(e, 0.2f, -0.25f), g = e - 1;
           log1p = fmaf(log1p, e, 1.0f / 3);

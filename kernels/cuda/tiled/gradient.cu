@@ -33,21 +33,21 @@ struct FactorsShared {
 
 __device__ __forceinline__ void fetch(FactorsShared& s, const Factors& f, const Block& b,
                                       const Tile& t) {
-  for (int r = threadIdx.x; r < BLOCK_M; r += THREADS) {
+  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
     const bool inside = t.row + r < b.q.rows;
     s.row_height[r] = inside ? f.row_height[t.row + r] : 0;
     s.a[r] = inside ? f.a[t.row + r] : 0;
     if (COLUMNS) s.u[r] = inside ? f.u[t.row + r] : 0;
   }
   if (!COLUMNS) return;
-  for (int c = threadIdx.x; c < BLOCK_N; c += THREADS) {
+  for (int c = threadIdx.x; c < BLOCK_N; c += TILED_THREADS) {
     const bool inside = t.column + c < b.k.rows;
     s.column_height[c] = inside ? f.column_height[t.column + c] : 0;
     s.v[c] = inside ? f.v[t.column + c] : 0;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 gradient(const __grid_constant__ Block block, const __grid_constant__ Factors factors,
          const __grid_constant__ Panel panel) {
   extern __shared__ __align__(128) char stages[];

@@ -17,7 +17,7 @@
 #pragma once
 #include "block.cuh"
 
-#define BLOCK_M 128
+constexpr int BLOCK_M = 128;
 #ifndef BLOCK_N
 #define BLOCK_N 128
 #endif
@@ -30,13 +30,13 @@
 #ifndef LEVELS
 #define LEVELS 2
 #endif
-#define PASSES (PARTS == 2 ? 3 : 1)  // over parts 1 0, 0 1, 0 0
-#define PROMOTE (PRECISION == FP32 ? 1 : 2)  // slabs summed before they are added to the rest
-#define WARPS_M (BLOCK_M / 64)
-#define WARPS_N (BLOCK_N / 32)
-#define THREADS (WARPS_M * WARPS_N * 32)
-#define STAGE_BYTES ((BLOCK_M + BLOCK_N) * SLAB)
-#define PRODUCT_BYTES (STAGES * STAGE_BYTES)
+constexpr int PASSES = PARTS == 2 ? 3 : 1;  // over parts 1 0, 0 1, 0 0
+constexpr int PROMOTE = PRECISION == FP32 ? 1 : 2;  // slabs summed before they are added to the rest
+constexpr int WARPS_M = BLOCK_M / 64;
+constexpr int WARPS_N = BLOCK_N / 32;
+constexpr int TILED_THREADS = WARPS_M * WARPS_N * 32;
+constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * SLAB;
+constexpr int PRODUCT_BYTES = STAGES * STAGE_BYTES;
 
 struct Position {  // where this thread's products are in the tile
   int lane, g, t, warp_m, warp_n;
@@ -68,12 +68,12 @@ __device__ __forceinline__ void load_slab(char* to, const Operand& z, i64 first,
   const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
   const bool in_row = offset + chunk * 16 < width;
   const char* from = z.data + (first + row) * z.stride + part + offset + chunk * 16;
-  to += at_chunk(row, chunk);  // THREADS / 8 is a multiple of 8: further rows keep the pattern
+  to += at_chunk(row, chunk);  // TILED_THREADS / 8 is a multiple of 8: further rows keep the pattern
 #pragma unroll
-  for (int r = 0; r < ROWS; r += THREADS / 8) {
+  for (int r = 0; r < ROWS; r += TILED_THREADS / 8) {
     const bool inside = in_row && first + row + r < z.rows;
     copy16(to + r * SLAB, inside ? from : z.data, inside ? 16 : 0);
-    from += THREADS / 8 * z.stride;
+    from += TILED_THREADS / 8 * z.stride;
   }
 }
 
@@ -146,10 +146,10 @@ __device__ __forceinline__ void multiply_slab(float (&d)[8][8], const char* stag
 
 __device__ __forceinline__ void multiply_slab(Real (&d)[8][8], const char* stage,
                                               const Position& p) {
-  constexpr int WIDE = 16 / sizeof(Real);
+  constexpr int VECTOR_WIDTH = 16 / sizeof(Real);
   union Vector {
     uint4 bits;
-    Real z[WIDE];
+    Real z[VECTOR_WIDTH];
   };
 #pragma unroll 1
   for (int chunk = 0; chunk < SLAB / 16; ++chunk) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ void multiply_slab(Real (&d)[8][8], const char* stage
       Vector a;
       a.bits = *(const uint4*)(stage + at_chunk(p.row(i), chunk));
 #pragma unroll
-      for (int e = 0; e < WIDE; ++e)
+      for (int e = 0; e < VECTOR_WIDTH; ++e)
 #pragma unroll
         for (int j = 0; j < 8; ++j) d[i][j] += a.z[e] * b[j].z[e];
     }

@@ -8,7 +8,7 @@
 #define COLUMNS 1
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 ranks(const __grid_constant__ Block block, const Real* row_reference, const Real* column_reference,
       u64* row_rank, u64* column_rank) {
   extern __shared__ __align__(128) char stages[];

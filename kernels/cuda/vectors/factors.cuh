@@ -15,8 +15,9 @@ struct FactorSources {
   const double* column_positive;            // [N] or null: at the columns' own positives
 };
 
-#define RANGE_THREADS 1024
-constexpr double LEAST_FACTOR = 0x1p-60;  // as a share of the largest: with factors / unit beyond this, float32 would overflow
+constexpr int RANGE_THREADS = 1024;
+// The unit of P is at least this share of the largest factor: beyond 2^60 units float32 overflows.
+constexpr double MIN_FACTOR = 0x1p-60;
 
 // One block: M + N numbers are read once. A panel's elements are bounded by what its row and its
 // column hold together, and each of these by the gradient at its positive; without log-sum-exps
@@ -32,7 +33,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
       high = fmax(high, f.row_lse[i]);
       low = fmin(low, f.row_lse[i]);
     }
-    bound = fmax(bound, fabs(f.a[i]) * (f.at_positive ? LEAST_FACTOR : 1));
+    bound = fmax(bound, fabs(f.a[i]) * (f.at_positive ? MIN_FACTOR : 1));
     if (f.at_positive) bound = fmax(bound, 2 * fabs(f.at_positive[i]));
   }
   if (f.column_lse)

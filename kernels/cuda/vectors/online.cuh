@@ -3,9 +3,8 @@
 #include "heights.cuh"
 #include "vectors/sums.cuh"
 
-#define PANEL_ROWS 128  // of a sweep, and of a block of threads here
-#define PANEL_PARTS 4   // threads that share a row
-#define PANEL_THREADS (PANEL_PARTS * PANEL_ROWS)
+constexpr int PANEL_ROW_THREADS = 4;  // threads that share a row
+constexpr int PANEL_THREADS = PANEL_ROW_THREADS * ONLINE_PANEL_ROWS;
 
 // What a row's slots hold together.
 struct Found {
@@ -19,15 +18,15 @@ struct Found {
   }
 };
 
-// By all threads of a block, always in the same order; the first PANEL_ROWS have the result.
+// By all threads of a block, always in the same order; the first ONLINE_PANEL_ROWS have the result.
 __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
-  __shared__ Found parts[PANEL_PARTS][PANEL_ROWS];
-  const int row = threadIdx.x % PANEL_ROWS, part = threadIdx.x / PANEL_ROWS;
-  const i64 i = blockIdx.x * (i64)PANEL_ROWS + row;
+  __shared__ Found parts[PANEL_ROW_THREADS][ONLINE_PANEL_ROWS];
+  const int row = threadIdx.x % ONLINE_PANEL_ROWS, part = threadIdx.x / ONLINE_PANEL_ROWS;
+  const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + row;
   Found all = {0, (Real)-INFINITY_, 0};
   if (i < n)
 #pragma unroll 4
-    for (i64 s = part; s < slots; s += PANEL_PARTS) {
+    for (i64 s = part; s < slots; s += PANEL_ROW_THREADS) {
       const Real2 pair = pairs[s * n + i];
       all.add(Found{(double)pair.y, pair.x, pair.y});
     }
@@ -35,7 +34,7 @@ __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
   __syncthreads();  // all parts are there
   if (part == 0)
 #pragma unroll
-    for (int p = 1; p < PANEL_PARTS; ++p) all.add(parts[p][row]);
+    for (int p = 1; p < PANEL_ROW_THREADS; ++p) all.add(parts[p][row]);
   return all;
 }
 
@@ -45,20 +44,21 @@ __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
 extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
 check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scale scale,
               Real* height, double* sum, Real* acc, i64 acc_stride, i64 d, int* wanted) {
-  __shared__ Real factor[PANEL_ROWS];
-  const i64 first = blockIdx.x * (i64)PANEL_ROWS, i = first + threadIdx.x;
+  __shared__ Real factor[ONLINE_PANEL_ROWS];
+  const i64 first = blockIdx.x * (i64)ONLINE_PANEL_ROWS, i = first + threadIdx.x;
   const Found f = find(pairs, slots, n);
-  const bool mine = threadIdx.x < PANEL_ROWS && i < n;
+  const bool mine = threadIdx.x < ONLINE_PANEL_ROWS && i < n;
   bool outside = false;
   if (mine)
-    outside = f.most > SHARERS * MOST || (sum[i] + f.sum < LEAST && f.high > (Real)-INFINITY_);
+    outside = f.most > SHARERS * MAX_REFERENCED_SUM ||
+              (sum[i] + f.sum < MIN_REFERENCED_SUM && f.high > (Real)-INFINITY_);
   const bool again = __syncthreads_or(outside);
   if (threadIdx.x == 0) wanted[blockIdx.x] = again;
   if (!again) {
     if (mine) sum[i] += f.sum;
     return;
   }
-  if (threadIdx.x < PANEL_ROWS) factor[threadIdx.x] = 1;
+  if (threadIdx.x < ONLINE_PANEL_ROWS) factor[threadIdx.x] = 1;
   if (outside) {
     const Real now = (Real)(scale.get() * LOG2_E) * f.high;
     if (sum[i] > 0) {
@@ -70,7 +70,7 @@ check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scal
   }
   if (!acc) return;
   __syncthreads();  // all factors are there
-  for (int row = threadIdx.x / 32; row < PANEL_ROWS; row += PANEL_THREADS / 32)
+  for (int row = threadIdx.x / 32; row < ONLINE_PANEL_ROWS; row += PANEL_THREADS / 32)
     if (factor[row] != 1)
       for (i64 k = threadIdx.x % 32; k < d; k += 32)
         acc[(first + row) * acc_stride + k] *= factor[row];
@@ -80,9 +80,9 @@ check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scal
 extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
 add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted) {
   if (!wanted[blockIdx.x]) return;
-  const i64 i = blockIdx.x * (i64)PANEL_ROWS + threadIdx.x;
+  const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + threadIdx.x;
   const Found f = find(pairs, slots, n);
-  if (threadIdx.x < PANEL_ROWS && i < n) sum[i] += f.sum;
+  if (threadIdx.x < ONLINE_PANEL_ROWS && i < n) sum[i] += f.sum;
 }
 
 // Rows have met all columns: their maxima, as the sums are against them; the unit of their gradients,

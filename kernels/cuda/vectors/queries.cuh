@@ -1,4 +1,4 @@
-// Which queries belong to a key: the inverse of `positives`, where -1 is a query that belongs to none of these keys.
+// Which queries belong to a key: the inverse of `positives`. A query with -1 belongs to none of these keys.
 #pragma once
 #include "common.cuh"
 

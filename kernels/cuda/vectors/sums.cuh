@@ -1,13 +1,13 @@
-// Sums of rows and columns: how those of tiles are merged, and what a row's loss is once they are complete.
+// Sums of rows and columns: how those of tiles are merged, and what a row's loss is once they are
+// complete.
 #pragma once
 #include "common.cuh"
 
 // --- sums of tiles -----------------------------------------------------------------------------------------
 
-#define MERGE_THREADS 128
-#define MERGE_PARTS 4  // threads that share a row
-#define TILE_COLUMNS 128  // of a sweep
-#define MOST_SWEEPERS 512  // blocks of one
+constexpr int MERGE_THREADS = 128;
+constexpr int MERGE_ROW_THREADS = 4;  // threads that share a row
+constexpr int MAX_SWEEP_BLOCKS = 512;
 
 struct Sum {
   double max, sum;  // of 2^x, base 2
@@ -45,14 +45,14 @@ __device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, 
 
 // (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. Pairs hold raw
 // products, or with `scale` ln 2 logits in base 2, and their sums; what is gathered is float64 in
-// base 2. A block has 32 rows, whose slots it deals to MERGE_PARTS threads each. `marks` (or null) tell
-// which columns' pairs a sweep has left (sweep_lse.cu), of its blocks, with 2^strips slots each.
+// base 2. A block has 32 rows, whose slots it deals to MERGE_ROW_THREADS threads each. `marks`
+// (or null) tell which columns' pairs a sweep has left (sweep_lse.cu), of its blocks, with 2^strips slots each.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, double* max, double* sum, const u32* marks,
             i64 strips) {
-  __shared__ Sum parts[MERGE_PARTS][32];
-  __shared__ int met[MOST_SWEEPERS], count;  // blocks that have left pairs of this tile
+  __shared__ Sum parts[MERGE_ROW_THREADS][32];
+  __shared__ int met[MAX_SWEEP_BLOCKS], count;  // blocks that have left pairs of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
   const i64 i = blockIdx.x * (i64)32 + lane;
   if (marks) {
@@ -67,7 +67,7 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   Sum mine = {-INFINITY_, 0};
   if (i < n) {
 #pragma unroll 4
-    for (i64 s = part; s < slots; s += MERGE_PARTS) {
+    for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
       const i64 slot = marks ? ((i64)met[s >> strips] << strips) + (s & strips) : s;
       const Real2 pair = pairs[slot * stride + i];
       mine = merge(mine, Sum{c * (double)pair.x, (double)pair.y});
@@ -78,7 +78,7 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   if (part != 0 || i >= n) return;
   Sum total = {max[i], sum[i]};
 #pragma unroll
-  for (int p = 0; p < MERGE_PARTS; ++p) total = merge(total, parts[p][lane]);
+  for (int p = 0; p < MERGE_ROW_THREADS; ++p) total = merge(total, parts[p][lane]);
   max[i] = total.max;
   sum[i] = total.sum;
 }
@@ -195,7 +195,7 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   f.at_positive[i] = -at_positive;
 }
 
-#define TOTALS_THREADS 1024
+constexpr int TOTALS_THREADS = 1024;
 
 // The sum of x (null: 0), by all threads of the only block; the first has it.
 __device__ __forceinline__ double add_up(const double* x, i64 n) {
