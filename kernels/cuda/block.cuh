@@ -2,7 +2,7 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int SLAB = 128;  // bytes of a row that a stage of a pipeline holds
+constexpr int K_SLICE = 128;  // bytes of a row that a stage of a pipeline holds
 // One side of the products: rows of `width` bytes, 16-byte aligned.
 struct Operand {
   const char* data;
@@ -55,7 +55,7 @@ __device__ __forceinline__ u32 round_pair(float& x0, float& x1) {
 }
 #endif
 
-struct Panel {
+struct GradientPanel {
   Element* data;  // [rows, stride]
   i64 stride;     // elements, a multiple of 8
   i64 part;       // elements of a row that belong to one part (bf16x3, fp16x3)

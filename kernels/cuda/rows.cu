@@ -99,11 +99,12 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
   exponent[row] = e;
 }
 
-// `any` becomes NaN if a feature of one of n keys is not finite (they all write the same), and
+// `any_key_not_finite` becomes NaN if a feature of one of n keys is not finite (they all write the
+// same), and
 // out[row] is 0, or NaN if one of that of m queries is not.
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
-                                      double* out, double* any) {
+                                      double* out, double* any_key_not_finite) {
   const bool of_query = warp_row() >= n;
   const i64 row = of_query ? warp_row() - n : warp_row();
   if (of_query && row >= m) return;
@@ -118,7 +119,7 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   const bool bad = __any_sync(ALL_LANES, sum != 0);
   if (threadIdx.x % 32) return;
   if (of_query) out[row] = bad ? NAN_ : 0;
-  else if (bad) *any = NAN_;
+  else if (bad) *any_key_not_finite = NAN_;
 }
 
 // The bits of the largest finite size among n rows' features; `found` starts as 0.

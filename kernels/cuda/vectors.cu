@@ -1,4 +1,4 @@
-// Kernels on vectors of length M or N, between the kernels on tiles: compiled together, a thread a number.
+// Kernels on vectors of length M or N, between the kernels on tiles. They are compiled together.
 //
 //     vectors/sums.cuh      merge_pairs, add_pairs, begin, conclude, totals
 //     vectors/online.cuh    check_heights, add_wanted, end_online

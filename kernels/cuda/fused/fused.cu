@@ -57,7 +57,8 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
       const int t = p_row + e * P_STEP;
       if (KEYS) s.p[p_column][t] = p[e];
       else s.p[t][p_column] = p[e];
-      s.z[z_row + e * Z_STEP][z_column] = feature<Z_STEP>(z, e, at_most_tile(others - o0 - z_row), inverse);
+      s.z[z_row + e * Z_STEP][z_column] =
+          feature<Z_STEP>(z, e, at_most_tile(others - o0 - z_row), inverse);
     }
     __syncthreads();  // as in logits_tile
     if (o0 + CHUNK < others) fetch_step(o0 + CHUNK);

@@ -57,7 +57,7 @@ struct Fused {
   double *row_dot, *column_dot, *row_sum;
   Real *losses, *row_lse, *column_lse;           // out
   Real *loss, *scale_grad, *bias_grad;           // out
-  Real *row_height, *row_factor, *column_height, *column_factor;
+  Real *row_reference, *row_factor, *column_reference, *column_factor;
   u32* barrier;  // [2], zeros before and after
 };
 
@@ -115,7 +115,7 @@ struct Team {
   }
   __device__ void sync() const {
     if (lanes == 32) __syncwarp();
-    else sync_some(1 + index, lanes);
+    else named_barrier_sync(1 + index, lanes);
   }
   __device__ double sum(double x) const {
     return reduce(x, [](double a, double b) { return a + b; });

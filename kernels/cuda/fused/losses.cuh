@@ -6,7 +6,7 @@
 
 // What follows from the log-sum-exp of a row's negatives (max, sum) and its positive's product.
 __device__ __noinline__ void conclude(double c, double max, double sum, double positive,
-                                         double weight, double* gap, Real* lse, Real* height,
+                                         double weight, double* gap, Real* lse, Real* reference,
                                          Real* factor) {
   const double n = sum > 0 || sum != sum ? c * max + log2(sum) : -INFINITY_, p = c * positive;
   *gap = n - p;
@@ -14,7 +14,7 @@ __device__ __noinline__ void conclude(double c, double max, double sum, double p
   *lse = (Real)(LN_2 * both);
   const double exact = both / c;
   const Real h = isfinite(exact) ? (Real)exact : 0;
-  *height = h;
+  *reference = h;
   *factor = (Real)(weight * exp2(c * (double)h - both));
 }
 
@@ -38,7 +38,7 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
     sum = team.sum(sum);
     if (team.lane == 0)
       conclude(c2, top, sum, x[y], upstream_of(f, i) * f.row_weight * scale, f.row_gap + i,
-               f.row_lse + i, f.row_height + i, f.row_factor + i);
+               f.row_lse + i, f.row_reference + i, f.row_factor + i);
   }
 }
 
@@ -73,7 +73,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
 #pragma unroll
       for (int w = 0; w < FUSED_WARPS; ++w) sum += sums[w][lane];
       conclude(c2, top, sum, f.x[j * f.n + j], upstream_of(f, j) * f.column_weight * scale,
-               f.column_gap + j, f.column_lse + j, f.column_height + j, f.column_factor + j);
+               f.column_gap + j, f.column_lse + j, f.column_reference + j, f.column_factor + j);
     }
     __syncthreads();  // sums have been read before the next columns overwrite them
   }
@@ -93,8 +93,8 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
     sigmoid_parts(e, share, log1p);
     return (z < 0 ? e * share : share) * f.row_factor[i];
   }
-  Real p = f.row_factor[i] * exp2_(s.c * (x - f.row_height[i]));
-  if (SYMMETRIC || TWO_SIDED) p += f.column_factor[j] * exp2_(s.c * (x - f.column_height[j]));
+  Real p = f.row_factor[i] * exp2_(s.c * (x - f.row_reference[i]));
+  if (SYMMETRIC || TWO_SIDED) p += f.column_factor[j] * exp2_(s.c * (x - f.column_reference[j]));
   return p;
 }
 

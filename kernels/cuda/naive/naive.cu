@@ -12,6 +12,8 @@
 // A row has a block, whose threads walk along it side by side; sums are taken in one fixed order.
 // Positives are kept out of the sums: with n the log-sum-exp of the negatives and p the positive's
 // logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). No digit of a small loss is lost.
+//
+// The whole matrix is in memory here. The kernels of tiled/ keep a tile of it in registers instead.
 #include "common.cuh"
 
 constexpr int NAIVE_THREADS = 256;

@@ -6,7 +6,7 @@
 #define PANEL 1
 #endif
 
-// Most tiles have no logit near 0: with all of them, in base 2, below this, series take the place of
+// Most tiles have no logit near 0: with all of them, in base 2, below this, series take the pipe of
 // divisions, to e^5; below the other, in 16 bits, to e^2, which is good to 3e-7.
 constexpr float CALM = -5.0f;
 constexpr float CALMER = -10.0f;
@@ -16,21 +16,21 @@ enum { ANY, CALM_TILE, CALMER_TILE };
 
 struct SigmoidLoss {
   static constexpr bool SUMS = false, PUBLISHES = false;
-  struct Team {
+  struct ConsumerShared {
     Columns columns;
   };
-  struct Group {
-    PanelStrip::Shared strips;
+  struct WarpgroupShared {
+    GradientPanelStrip::Shared strips;
   };
 
   const Block& b;
   const Lane& lane;
-  Team& team;
+  ConsumerShared& consumer;
   const float* row_factor;
   double* positive;
   float2* row_sums;
   i64 row_stride;
-  PanelStrip out;
+  GradientPanelStrip out;
   double scale;
   float c, bias;  // in base 2
 
@@ -51,10 +51,10 @@ struct SigmoidLoss {
     }
   }
 
-  __device__ __forceinline__ void publish(int t) { team.columns.publish(b, t, lane); }
+  __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](int half, float value) {
       positive[lane.row_of(work.panel, half)] = scale * (double)value;
     });
 #pragma unroll
@@ -100,7 +100,7 @@ struct SigmoidLoss {
         }
         of_tile[h].y += x[i];
 #if FACTORS
-        x[i] *= rows.factor[h] * team.columns.factor[column_of(i, lane)];
+        x[i] *= rows.factor[h] * consumer.columns.factor[column_of(i, lane)];
 #endif
       }
       if (PANEL) out.store(x, s, row, t * TILE_COLUMNS, b, lane);
@@ -139,14 +139,14 @@ __cluster_dims__(BLOCKS, 1, 1)
 sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
               const __grid_constant__ Block block, i64 segments,
               const __grid_constant__ Scalar bias, const float* row_factor, double* positive,
-              float2* row_sums, i64 row_stride, const __grid_constant__ Panel panel,
+              float2* row_sums, i64 row_stride, const __grid_constant__ GradientPanel panel,
               const __grid_constant__ TensorMap panel_map) {
   SweepShared<SigmoidLoss>& shared = sweep_shared<SigmoidLoss>();
   const Lane lane;
   const double scale = block.scale.get();
-  SigmoidLoss::Group& group = shared.group[lane.warpgroup % WARPGROUPS];
-  SigmoidLoss loss{block, lane, shared.team[lane.team & 1], row_factor, positive, row_sums,
-                   row_stride, PanelStrip(panel_map, panel, group.strips, lane), scale,
+  SigmoidLoss::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
+  SigmoidLoss loss{block, lane, shared.consumer[lane.consumer & 1], row_factor, positive, row_sums,
+                   row_stride, GradientPanelStrip(panel_map, panel, group.strips, lane), scale,
                    (float)(scale * LOG2_E), (float)(bias.get() * LOG2_E)};
   sweep(shared, q, k, block, (int)segments, loss, lane);
 }

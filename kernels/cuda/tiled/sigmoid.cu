@@ -22,7 +22,7 @@ struct RowSums {
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias_of,
         const Real* row_factor, double* positive, Real2* row_sums, i64 row_stride,
-        const __grid_constant__ Panel panel) {
+        const __grid_constant__ GradientPanel panel) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   __shared__ Real a[BLOCK_M];
@@ -73,5 +73,5 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
   }
   if (!PANEL) return;
   apply_factors(x, shared, block, p);
-  store_panel(x, panel, block, tile, p);
+  store_gradient_panel(x, panel, block, tile, p);
 }

@@ -13,10 +13,10 @@ __device__ __forceinline__ Tile locate(const Block& b) {
   constexpr i64 ROW_TILES = 16;
   const i64 per_group = ROW_TILES * b.column_tiles;
   const i64 group = blockIdx.x / per_group, rest = blockIdx.x % per_group;
-  const i64 left = b.row_tiles - group * ROW_TILES, height = left < ROW_TILES ? left : ROW_TILES;
+  const i64 left = b.row_tiles - group * ROW_TILES, rows_here = left < ROW_TILES ? left : ROW_TILES;
   Tile t;
-  t.m = group * ROW_TILES + rest % height;
-  t.n = rest / height;
+  t.m = group * ROW_TILES + rest % rows_here;
+  t.n = rest / rows_here;
   t.row = t.m * BLOCK_M;
   t.column = t.n * BLOCK_N;
   return t;
@@ -75,7 +75,8 @@ __device__ __forceinline__ void at_positives(Real (&x)[8][8], const TileShared& 
   }
 }
 
-// Everything that is no pair: padding, i = j where symmetric, equal ids. Padding can thus enter no maximum and no sum.
+// Everything that is no pair becomes `low`: padding, i = j where symmetric, equal ids. It thus enters
+// no maximum and no sum.
 __device__ __forceinline__ void exclude(Real (&x)[8][8], const TileShared& s, const Block& b,
                                         const Tile& t, const Position& p, Real low = LOW) {
   if (b.query_ids) {
@@ -138,8 +139,9 @@ __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[4], i64
 #endif
 
 // Write the tile; `x` is ruined.
-__device__ __forceinline__ void store_panel(Real (&x)[8][8], const Panel& out, const Block& b,
-                                            const Tile& t, const Position& p) {
+__device__ __forceinline__ void store_gradient_panel(Real (&x)[8][8], const GradientPanel& out,
+                                                     const Block& b, const Tile& t,
+                                                     const Position& p) {
   // padding up to the stride, or to the next part, may be written
   const i64 columns = (PARTS > 1 ? out.part : out.stride) - t.column;
 #pragma unroll

@@ -62,13 +62,13 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
 }
 
 struct FactorTargets {
-  Real *row_height, *a, *u;  // [M]
-  Real *column_height, *v;   // [N]
+  Real *row_reference, *a, *u;  // [M]
+  Real *column_reference, *v;   // [N]
 };
 
 // A log-sum-exp as kernels take it off the logits, in the products' precision: h = lse / c, or with
 // `scaled` lse as c x comes out, c being rounded there. Returns what is thus taken off.
-__device__ __forceinline__ double height(double lse, double c, bool scaled, Real& h) {
+__device__ __forceinline__ double reference(double lse, double c, bool scaled, Real& h) {
   const double rounded = (double)(Real)c, exact = scaled ? lse * (rounded / c) : lse / c;
   h = isfinite(exact) ? (Real)exact : 0;
   return scaled ? (double)h * (c / rounded) : c * (double)h;
@@ -81,15 +81,15 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
   const double c = scale.get() * LOG2_E, per_unit = 1 / ranges->unit;
   if (i < m) {
     Real h;
-    const double rest = height(f.row_lse[i], c, scaled, h);
-    out.row_height[i] = h;
+    const double rest = reference(f.row_lse[i], c, scaled, h);
+    out.row_reference[i] = h;
     out.a[i] = (Real)(f.a[i] * exp2(rest - f.row_lse[i]) * per_unit);
     if (f.column_lse) out.u[i] = ranges->shared ? (Real)exp2(rest - ranges->middle) : 0;
   }
   if (f.column_lse && i < n) {
     Real h;
-    const double lse = f.column_lse[i], rest = height(lse, c, scaled, h);
-    out.column_height[i] = h;
+    const double lse = f.column_lse[i], rest = reference(lse, c, scaled, h);
+    out.column_reference[i] = h;
     out.v[i] = (Real)(f.b[i] * exp2((ranges->shared ? ranges->middle : rest) - lse) * per_unit);
   }
 }

@@ -1,6 +1,6 @@
-// One pass: rows' sums against heights that are given (heights.cuh).
+// One pass: rows' sums against reference exponents that are given (reference_exponents.cuh).
 #pragma once
-#include "heights.cuh"
+#include "reference_exponents.cuh"
 #include "vectors/sums.cuh"
 
 constexpr int PANEL_ROW_THREADS = 4;  // threads that share a row
@@ -38,12 +38,13 @@ __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
   return all;
 }
 
-// A panel of rows within the bounds: sums gain what the slots hold. One with a row outside of them is
-// `wanted` once more: such rows get new heights, and what was gathered under the old ones, sums and
-// the gradient `acc` [n, acc_stride] (null: nothing yet), is brought to these. One block a panel.
+// Checks the reference exponents of a query panel, one block a panel. If all rows are within the
+// bounds, their sums gain what the slots hold. Else the panel is `wanted` once more: rows outside the
+// bounds get new reference exponents, and what was gathered against the old ones, sums and the
+// gradient `acc` [n, acc_stride] (null: nothing yet), is scaled to the new ones.
 extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
 check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scale scale,
-              Real* height, double* sum, Real* acc, i64 acc_stride, i64 d, int* wanted) {
+              Real* reference, double* sum, Real* acc, i64 acc_stride, i64 d, int* wanted) {
   __shared__ Real factor[ONLINE_PANEL_ROWS];
   const i64 first = blockIdx.x * (i64)ONLINE_PANEL_ROWS, i = first + threadIdx.x;
   const Found f = find(pairs, slots, n);
@@ -62,11 +63,11 @@ check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scal
   if (outside) {
     const Real now = (Real)(scale.get() * LOG2_E) * f.high;
     if (sum[i] > 0) {
-      const Real by = exp2_(height[i] - now);
+      const Real by = exp2_(reference[i] - now);
       factor[threadIdx.x] = by;
       sum[i] *= by;
     }
-    height[i] = now;
+    reference[i] = now;
   }
   if (!acc) return;
   __syncthreads();  // all factors are there
@@ -86,8 +87,8 @@ add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted)
 }
 
 // Rows have met all columns: their maxima, as the sums are against them; the unit of their gradients,
-// a 2^(height - log-sum-exp), with the row's own factor where normalised; dL/dx at the positive.
-extern "C" __global__ void end_online(const Real* height, const __grid_constant__ Sums rows,
+// a 2^(reference - log-sum-exp), with the row's own factor where normalised; dL/dx at the positive.
+extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive, const double* upstream,
                                       const Real* factor, i64 n, double row_weight,
                                       const __grid_constant__ Scale scale, double* unit,
@@ -95,7 +96,7 @@ extern "C" __global__ void end_online(const Real* height, const __grid_constant_
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
   const double c = scale.get() * LOG2_E;
-  rows.max[i] = (double)height[i] * (c / (double)(Real)c);  // c is rounded in the logits
+  rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
   const Direction row(rows, i, positive[i]);
   const double a = upstream[i] * (row_weight * scale.bare());
   unit[i] = rows.sum[i] == 0 ? 0 : a * exp2(rows.max[i] - row.lse2) * (factor ? factor[i] : 1);

@@ -1,4 +1,5 @@
-// Which queries belong to a key: the inverse of `positives`. A query with -1 belongs to none of these keys.
+// Which queries belong to a key: the inverse of `positives`. A query with -1 belongs to none of the
+// keys.
 #pragma once
 #include "common.cuh"
 

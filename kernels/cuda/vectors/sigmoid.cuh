@@ -6,9 +6,10 @@
 extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
                                          const __grid_constant__ Scale scale, double* row_factor,
                                          double* losses, double* bias_grad, double* positive,
-                                         const __grid_constant__ Spelling spelling, double* any) {
+                                         const __grid_constant__ Spelling spelling,
+                                         double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i == 0) *any = 0;
+  if (i == 0) *any_key_not_finite = 0;
   if (i >= m) return;
   spelling.write(i, m);
   row_factor[i] = upstream[i] * scale.bare();
@@ -17,9 +18,10 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
 }
 
 // Losses of rows that depend on a feature that is not finite become NaN (conclude does so itself).
-extern "C" __global__ void poison(i64 m, double* losses, const double* bad, const double* any) {
+extern "C" __global__ void poison(i64 m, double* losses, const double* bad,
+                                  const double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < m) losses[i] += *any + (bad ? bad[i] : 0);
+  if (i < m) losses[i] += *any_key_not_finite + (bad ? bad[i] : 0);
 }
 
 // From positives' logits without the bias: out = -a sigmoid(-z), and what positives add to the sums

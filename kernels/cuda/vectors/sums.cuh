@@ -46,7 +46,8 @@ __device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, 
 // (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. Pairs hold raw
 // products, or with `scale` ln 2 logits in base 2, and their sums; what is gathered is float64 in
 // base 2. A block has 32 rows, whose slots it deals to MERGE_ROW_THREADS threads each. `marks`
-// (or null) tell which columns' pairs a sweep has left (sweep_lse.cu), of its blocks, with 2^strips slots each.
+// (or null) tell which columns' pairs the blocks of a sweep have written (sweep_lse.cu); a block has
+// 2^strips slots.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, double* max, double* sum, const u32* marks,
@@ -117,17 +118,19 @@ struct Sums {
   double *max, *sum;
 };
 
-// The fold's identity: sums (-inf, 0), no positives yet. Columns may have none (null), as `any`.
+// The fold's identity: sums (-inf, 0), no positives yet. Columns may have none (null), and
+// `any_key_not_finite` may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  const __grid_constant__ Sums columns, double* positive, i64 m,
-                                 i64 n, const __grid_constant__ Spelling spelling, double* any) {
+                                 i64 n, const __grid_constant__ Spelling spelling,
+                                 double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) {
     rows.max[i] = -INFINITY_, rows.sum[i] = 0, positive[i] = NAN_;
     spelling.write(i, m);
   }
   if (columns.max && i < n) columns.max[i] = -INFINITY_, columns.sum[i] = 0;
-  if (any && i == 0) *any = 0;
+  if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
 }
 
 // What follows for one row, or column, from its sums over the negatives and its positive.
@@ -148,7 +151,8 @@ struct Concluding {
   double* positive;
   const i64* positives;
   const double* upstream;
-  const double *bad, *any;  // NaN for a row that is not finite (or null); for any
+  const double* bad;                 // NaN for a row that is not finite, else 0; or null
+  const double* any_key_not_finite;  // NaN or 0
   double row_weight, column_weight;
   Scale scale;
   i64 m, symmetric, triangle, two_sided, lse_is_float;
@@ -187,7 +191,7 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
     f.column_lse2[i] = column.lse2;
     put_lse(f, f.column_lse, i, column.lse2);
   }
-  f.losses[i] = loss + *f.any + (f.bad ? f.bad[i] : 0);
+  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
   f.row_loss[i] = row.loss;
   f.row_lse2[i] = row.lse2;
   put_lse(f, f.row_lse, i, row.lse2);
