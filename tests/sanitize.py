@@ -105,7 +105,7 @@ def names() -> set[str]:
     """Every kernel there is, by its source."""
     from infonce.kernels.gpu.device import compiler
 
-    text = "".join(path.read_text() for path in compiler.SOURCES.rglob("*.cu"))
+    text = "".join(path.read_text() for path in compiler.SOURCES.rglob("*.cu*"))
     heads = re.findall(r'extern "C" __global__ void\b(.*?)\{', text, re.S)
     called = (re.findall(r"\b(\w+)\s*\(", head) for head in heads)
     return {next(n for n in found if n != "sizeof" and n[0] != "_") for found in called}

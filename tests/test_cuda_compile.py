@@ -64,7 +64,7 @@ def compile_within_budget(
         "PRECISION": precision.upper(), "BLOCK_N": tile.block_n, "STAGES": tile.stages,
         "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks, TILED[name]: option,
     }  # fmt: skip
-    code, log = compiler.compile_for(f"{name}.cu", defines, arch, ("--ptxas-options=-v",))
+    code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, ("--ptxas-options=-v",))
     assert code
     budget = 24
     if precision == "fp64":
@@ -107,7 +107,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
-        log = compiler.compile_for(f"sweep_{name}.cu", defines, "sm_90a", options)[1]
+        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]
         assert "serialized" not in log  # products that wait for each other
         assert spilled(log) <= (SPILLS_EXTRAS if extras else budget), (defines, log)
 
@@ -130,7 +130,7 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
             "FACTORS": int(extras), "COLUMNS": columns,
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
-        log = compiler.compile_for("sweep_narrow.cu", defines, "sm_90a", options)[1]
+        log = compiler.compile_for("sm90/sweep_narrow.cu", defines, "sm_90a", options)[1]
         assert "serialized" not in log
         assert spilled(log) <= SWEEPS["gradient"][1], (defines, log)
 
@@ -215,7 +215,7 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
     ("file", "precision"),
     [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
     # whose code depends on the type of sums alone
-    + [(file, precision) for file in ("vectors.cu", "naive.cu") for precision in ("FP64", "FP32")],
+    + [(f, precision) for f in ("vectors.cu", "naive/naive.cu") for precision in ("FP64", "FP32")],
 )
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     options = ("--ptxas-options=-v",)
@@ -229,7 +229,7 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
 def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
     kinds = {name: int(name == kind) for name in ("SYMMETRIC", "TWO_SIDED", "SIGMOID")}
     defines = {"PRECISION": precision, "DTYPE": f"DTYPE_{dtype}", "NORMALIZE": 1, "IDS": 1, **kinds}
-    log = compiler.compile_for("fused.cu", defines, arch, ("--ptxas-options=-v",))[1]
+    log = compiler.compile_for("fused/fused.cu", defines, arch, ("--ptxas-options=-v",))[1]
     assert spilled(log) <= (64 if precision == "FP32" else 512)
 
 
@@ -245,7 +245,7 @@ def test_errors_name_file_and_line(tmp_path, monkeypatch) -> None:  # type: igno
 
 
 def test_headers_are_part_of_the_source() -> None:
-    text = compiler.flatten("lse.cu")
+    text = compiler.flatten("tiled/lse.cu")
     assert text.count('#line 1 "ptx.cuh"') == 1
     assert not re.search(r'^\s*#\s*include\s+"', text, re.MULTILINE)
 

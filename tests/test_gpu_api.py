@@ -1,5 +1,6 @@
 """The public functions on arrays of a GPU: same answers, same kind of array, same errors."""
 
+import shutil
 from typing import Any
 
 import numpy as np
@@ -235,16 +236,15 @@ def test_a_kernel_that_does_not_compile(tmp_path: Any, monkeypatch: Any) -> None
     z = [cupy.asarray(a) for a in pairs("random", 20, 20, 8, np.float32, 1)]
     want = call("clip", *z, scale=5.0, method="naive")
     with monkeypatch.context() as broken:
-        for file in compiler.SOURCES.iterdir():
-            text = file.read_text(encoding="utf-8")
-            if file.name == "naive.cu":
-                text += "\nthis is no kernel;\n"
-            (tmp_path / file.name).write_text(text, encoding="utf-8")
-        line = (tmp_path / "naive.cu").read_text(encoding="utf-8").count("\n")
+        shutil.copytree(compiler.SOURCES, tmp_path, dirs_exist_ok=True)
+        source = tmp_path / "naive" / "naive.cu"
+        text = source.read_text(encoding="utf-8") + "\nthis is no kernel;\n"
+        source.write_text(text, encoding="utf-8")
+        line = text.count("\n")
         broken.setattr(compiler, "SOURCES", tmp_path)
         broken.setattr(compiler, "_functions", {})
         broken.setattr(compiler, "_modules", {})
-        with pytest.raises(RuntimeError, match=rf"naive.cu\({line}\)"):
+        with pytest.raises(RuntimeError, match=rf"naive/naive.cu\({line}\)"):
             call("clip", *z, scale=5.0, method="naive")
     assert float(call("clip", *z, scale=5.0, method="naive").loss) == float(want.loss)
 

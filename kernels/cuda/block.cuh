@@ -2,7 +2,7 @@
 #pragma once
 #include "common.cuh"
 
-#define SLAB 128  // bytes of a row that a stage of a pipeline holds
+constexpr int K_SLICE = 128;  // bytes of a row that a stage of a pipeline holds
 // One side of the products: rows of `width` bytes, 16-byte aligned.
 struct Operand {
   const char* data;
@@ -11,8 +11,6 @@ struct Operand {
   i64 rows;
   const Real* factor;  // [rows] or null: x_ij is multiplied by both sides' factors
 };
-
-#define LOW ((Real)-INFINITY_)  // an excluded pair's logit
 
 // The block of the logit matrix that one launch covers, and the data of its loss.
 struct Block {
@@ -57,7 +55,7 @@ __device__ __forceinline__ u32 round_pair(float& x0, float& x1) {
 }
 #endif
 
-struct Panel {
+struct GradientPanel {
   Element* data;  // [rows, stride]
   i64 stride;     // elements, a multiple of 8
   i64 part;       // elements of a row that belong to one part (bf16x3, fp16x3)

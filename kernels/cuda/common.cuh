@@ -14,9 +14,10 @@
 #define PRECISION FP32
 #endif
 
-// Operands are sums of so many 16-bit numbers, the larger first; they lie one after another in a row.
+// An operand's number is a sum of so many 16-bit numbers, its parts. A row holds all features' large
+// parts, and then their small ones.
 #define PARTS (PRECISION == BF16X3 || PRECISION == FP16X3 ? 2 : 1)
-#define IS_FLOAT16 (PRECISION == FP16 || PRECISION == FP16X3)  // which are float16
+#define IS_FLOAT16 (PRECISION == FP16 || PRECISION == FP16X3)  // parts are float16
 
 #if PRECISION == FP64
 typedef double Real;
@@ -26,12 +27,15 @@ typedef float Real;
 typedef float2 Real2;
 #endif
 
-#define LOG2_E 1.4426950408889634
-#define LN_2 0.6931471805599453
+constexpr double LOG2_E = 1.4426950408889634;
+constexpr double LN_2 = 0.6931471805599453;
+// Macros: without <limits>, NVRTC has no constant expression for these.
 #define INFINITY_ __longlong_as_double(0x7ff0000000000000LL)
 #define NAN_ __longlong_as_double(0x7ff8000000000000LL)
-#define ALL_LANES 0xffffffffu
-#define LOW_UNITS 2048  // in which a panel's low parts are float16: it has few small numbers
+#define LOW ((Real)-INFINITY_)  // the logit of an excluded pair
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr int LOW_UNITS = 2048;  // low parts of a float16 panel are multiplied by this: no underflow
+constexpr int TILE_COLUMNS = 128;  // of a sweep
 
 __device__ __forceinline__ Real2 real2(Real x, Real y) {
   Real2 r;

@@ -11,13 +11,13 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 
 // --- between threads --------------------------------------------------------------------------------
 
-// A barrier for some of a block's warps, `threads` in all. Barrier 0 is __syncthreads.
-__device__ __forceinline__ void sync_some(int barrier, int threads) {
+// A named barrier for some of a block's warps, `threads` in all. Barrier 0 is __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Count for such a barrier without waiting.
-__device__ __forceinline__ void arrive_some(int barrier, int threads) {
+// Arrive at a named barrier without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
@@ -97,7 +97,7 @@ __device__ __forceinline__ u32 to_fp16x2(float low, float high) {
 // --- copies from global to shared memory -------------------------------------------------------------
 
 // 16 bytes, of which the last 16 - bytes are zeros; asynchronous where the chip can.
-__device__ __forceinline__ void copy16(void* to, const void* from, u32 bytes) {
+__device__ __forceinline__ void cp_async_16(void* to, const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
@@ -105,14 +105,14 @@ __device__ __forceinline__ void copy16(void* to, const void* from, u32 bytes) {
   *(uint4*)to = bytes ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
 #endif
 }
-__device__ __forceinline__ void copies_commit() {
+__device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 // All but the last N groups of this thread's copies have arrived.
 template <int N>
-__device__ __forceinline__ void copies_wait() {
+__device__ __forceinline__ void cp_async_wait() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
@@ -122,7 +122,7 @@ __device__ __forceinline__ void copies_wait() {
 
 // Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8 and receives, of
 // each, the four bytes at row l / 4, column l % 4.
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row))
                : "memory");
@@ -130,7 +130,7 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
 
 #if __CUDA_ARCH__ >= 900
 // Four 8 x 16-byte matrices the other way: lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices(void* row, u32 r0, u32 r1, u32 r2, u32 r3) {
+__device__ __forceinline__ void stmatrix_x4(void* row, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(shared_address(row)), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
@@ -151,7 +151,7 @@ MMA(mma_tf32, "m16n8k8.row.col.f32.tf32.tf32.f32")
 #endif
 #undef MMA
 
-// --- Hopper: barriers in shared memory, bulk copies, products of a warpgroup -------------------------
+// --- Hopper: mbarriers, TMA, wgmma ------------------------------------------------------------------
 //
 // These exist on compute capability 9.0 alone. A barrier counts arrivals and bytes; a waiter names
 // the parity of the phase that it waits for. Copies and products are asynchronous.
@@ -165,8 +165,8 @@ __device__ __forceinline__ void barrier_init(u64& barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
-// Barriers are set up: other blocks of the cluster and the copy engine may use them.
-__device__ __forceinline__ void barriers_ready() {
+// mbarriers are initialised: other blocks of the cluster and TMA may use them.
+__device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_wait(u64& barrier, u32 parity) {
@@ -202,8 +202,9 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// Start copying a box of a matrix, from column x and row y on; zeros lie outside the matrix.
-__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, u64& barrier, int x,
+// Start loading a TMA box of a matrix, from column x and row y on. Elements outside the matrix are
+// zeros.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, u64& barrier, int x,
                                          int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -211,7 +212,7 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, u64& ba
       "r"(shared_address(&barrier)) : "memory");
 }
 // The same into several blocks of the cluster, one a bit of `blocks`.
-__device__ __forceinline__ void copy_box_to(void* to, const TensorMap& map, u64& barrier, int x,
+__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap& map, u64& barrier, int x,
                                             int y, unsigned short blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -219,56 +220,60 @@ __device__ __forceinline__ void copy_box_to(void* to, const TensorMap& map, u64&
       "r"(x), "r"(y), "r"(shared_address(&barrier)), "h"(blocks) : "memory");
 }
 
-// What was written to shared memory is seen by the copy engine.
-__device__ __forceinline__ void written_for_copies() {
+// TMA sees what this thread has written to shared memory.
+__device__ __forceinline__ void fence_before_tma_store() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Start copying a box to a matrix; what lies outside it is left out.
-__device__ __forceinline__ void store_box(const TensorMap& map, const void* from, int x, int y) {
+// Start a TMA store of a box to a matrix. Elements outside the matrix are not written.
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
                "cp.async.bulk.commit_group;"
                ::"l"(&map), "r"(x), "r"(y), "r"(shared_address(from)) : "memory");
 }
-// All that this thread has started to store has been read.
-__device__ __forceinline__ void stores_read() {
+// TMA has read the shared memory of all stores that this thread started: it may be overwritten.
+__device__ __forceinline__ void tma_stores_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Take registers for this warpgroup, or give them up.
+// Raise or lower the number of registers of each thread of this warpgroup (setmaxnreg).
 template <int N>
-__device__ __forceinline__ void more_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N>
-__device__ __forceinline__ void fewer_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// Where rows of 128 bytes begin in shared memory, as products take it; a copy of a box with 128-byte
-// swizzle has left them there, eight rows (1024 bytes) apart from eight to eight. Further bytes of the
-// rows are further on by 1 for each 16.
-__device__ __forceinline__ u32 matrix_start(u32 address) { return (address & 0x3ffff) >> 4 | 1 << 16; }
-#define MATRIX_FORM "0x40000040"  // of the descriptor's upper half: 128-byte swizzle, eight rows apart
-// The same memory as the other operand's columns: boxes of 64 columns are `apart` bytes from each
-// other. Further 16 rows are further on by 128.
-__device__ __forceinline__ u32 matrix_across(u32 address, u32 apart) {
-  return (address & 0x3ffff) >> 4 | apart >> 4 << 16;
+// Lower half of wgmma's shared memory descriptor of rows of 128 bytes, as a TMA box with 128-byte
+// swizzle leaves them: groups of eight rows are 1024 bytes apart. Adding 1 moves on by 16 bytes along
+// the rows.
+__device__ __forceinline__ u32 shared_descriptor(u32 address) {
+  return (address & 0x3ffff) >> 4 | 1 << 16;
 }
-// Registers and shared memory are ready for the products that follow.
-__device__ __forceinline__ void products_begin() {
+// Upper half: 128-byte swizzle, 1024 bytes between groups of eight rows
+#define DESCRIPTOR_HIGH "0x40000040"
+// The same memory read as a transposed operand. Boxes of 64 columns are `distance` bytes from each
+// other. Adding 128 moves on by 16 rows.
+__device__ __forceinline__ u32 transposed_descriptor(u32 address, u32 distance) {
+  return (address & 0x3ffff) >> 4 | distance >> 4 << 16;
+}
+// wgmma.fence: registers and shared memory are ready for the products that follow.
+__device__ __forceinline__ void warpgroup_arrive() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void products_commit() {
+__device__ __forceinline__ void warpgroup_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// All but the last N groups of products are done.
+// All but the last N committed groups of products are done.
 template <int N>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// The compiler does not know when products arrive: nothing may be read earlier than here.
+// A fence on the accumulators. The compiler does not know when wgmma writes them: it must not move
+// their use before this point.
 template <int N>
-__device__ __forceinline__ void arrived(float (&x)[N]) {
+__device__ __forceinline__ void fence_accumulators(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
@@ -283,7 +288,7 @@ __device__ __forceinline__ void arrived(float (&x)[N]) {
   __device__ __forceinline__ void name(float (&x)[64], u32 a, u32 b, int add) {                  \
     asm volatile(                                                                                \
         "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %66, 0;\n"                        \
-        "mov.b64 a, {%64, " MATRIX_FORM "};\nmov.b64 b, {%65, " MATRIX_FORM "};\n"               \
+        "mov.b64 a, {%64, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%65, " DESCRIPTOR_HIGH "};\n"               \
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                             \
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"   \
         "%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"   \
@@ -297,11 +302,11 @@ WGMMA(wgmma_fp16, "f16")
 #undef WGMMA
 
 // x += a b for 64 rows of a, 16 columns of them in registers as two m64 x 8 products leave them, and
-// 16 rows of b, whose further 64 columns lie as far on as `matrix_across` says.
+// 16 rows of b, whose further 64 columns are found by `transposed_descriptor`.
 #define WGMMA_ROWS(name, type)                                                                   \
   __device__ __forceinline__ void name(float (&x)[64], const u32 (&a)[4], u32 b) {               \
     asm volatile(                                                                                \
-        "{\n.reg .b64 b;\nmov.b64 b, {%68, " MATRIX_FORM "};\n"                                  \
+        "{\n.reg .b64 b;\nmov.b64 b, {%68, " DESCRIPTOR_HIGH "};\n"                                  \
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                             \
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"   \
         "%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"   \
@@ -312,7 +317,7 @@ WGMMA(wgmma_fp16, "f16")
   }                                                                                              \
   __device__ __forceinline__ void name(float (&x)[32], const u32 (&a)[4], u32 b) {               \
     asm volatile(                                                                                \
-        "{\n.reg .b64 b;\nmov.b64 b, {%36, " MATRIX_FORM "};\n"                                  \
+        "{\n.reg .b64 b;\nmov.b64 b, {%36, " DESCRIPTOR_HIGH "};\n"                                  \
         "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                              \
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"   \
         "%23,%24,%25,%26,%27,%28,%29,%30,%31},"                                                  \

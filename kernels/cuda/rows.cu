@@ -10,14 +10,14 @@
 // A row of zeros has no direction: it stays zero (f = 0), with zero gradient.
 #include "common.cuh"
 
-#define ROWS_THREADS 256
+constexpr int ROWS_THREADS = 256;
 
 __device__ __forceinline__ i64 warp_row() {
   return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / 32;
 }
 
-// Half a warp is enough for a row of so many features: twice as many are under way.
-#define NARROW 128
+// Half a warp takes a row of up to so many features: twice as many rows are under way.
+constexpr int HALF_WARP_ROW = 128;
 __device__ __forceinline__ double lanes_sum(double x, int lanes) {
   const u32 these = lanes == 32 ? ALL_LANES : 0xffffu << (threadIdx.x & 16);
   if (lanes == 32) x += __shfl_xor_sync(ALL_LANES, x, 16);
@@ -27,40 +27,40 @@ __device__ __forceinline__ double lanes_sum(double x, int lanes) {
 }
 
 // Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
-#define GROUP 8
+constexpr int LANE_FEATURES = 8;
 template <class T>
-__device__ __forceinline__ void get_group(T (&x)[GROUP], const Matrix& z, i64 row, i64 column,
+__device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column,
                                           i64 n) {
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   const char* from = z.data + at * size;
-  const bool whole = n >= GROUP && z.column_stride == 1 && (u64)from % 16 == 0;
+  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)from % 16 == 0;
   if (whole && size == 2) {
     const uint4 words = *(const uint4*)from;
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) {
+    for (int i = 0; i < LANE_FEATURES; ++i) {
       const unsigned short half = (unsigned short)(w[i / 2] >> i % 2 * 16);
       x[i] = z.dtype == DTYPE_BFLOAT16 ? from_bf16(half) : from_fp16(half);
     }
   } else if (whole && size == 4) {
 #pragma unroll
-    for (int i = 0; i < GROUP; i += 4) {
+    for (int i = 0; i < LANE_FEATURES; i += 4) {
       const float4 four = *(const float4*)(from + i * 4);
       x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) x[i] = i < n ? (T)z.get(row, column + i) : (T)0;
+    for (int i = 0; i < LANE_FEATURES; ++i) x[i] = i < n ? (T)z.get(row, column + i) : (T)0;
   }
 }
 template <class T>
-__device__ __forceinline__ void set_group(const T (&x)[GROUP], const Matrix& z, i64 row,
+__device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Matrix& z, i64 row,
                                           i64 column, i64 n) {
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   char* to = z.data + at * size;
-  const bool whole = n >= GROUP && z.column_stride == 1 && (u64)to % 16 == 0;
+  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 16 == 0;
   if (whole && size == 2) {
     u32 w[4];
 #pragma unroll
@@ -71,12 +71,12 @@ __device__ __forceinline__ void set_group(const T (&x)[GROUP], const Matrix& z, 
     *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
   } else if (whole && size == 4) {
 #pragma unroll
-    for (int i = 0; i < GROUP; i += 4)
+    for (int i = 0; i < LANE_FEATURES; i += 4)
       *(float4*)(to + i * 4) = make_float4((float)x[i], (float)x[i + 1], (float)x[i + 2],
                                            (float)x[i + 3]);
   } else {
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i)
+    for (int i = 0; i < LANE_FEATURES; ++i)
       if (i < n) z.set(row, column + i, x[i]);
   }
 }
@@ -99,26 +99,27 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
   exponent[row] = e;
 }
 
-// `any` becomes NaN if a feature of one of n keys is not finite (they all write the same), and
+// `any_key_not_finite` becomes NaN if a feature of one of n keys is not finite (they all write the
+// same), and
 // out[row] is 0, or NaN if one of that of m queries is not.
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
-                                      double* out, double* any) {
+                                      double* out, double* any_key_not_finite) {
   const bool of_query = warp_row() >= n;
   const i64 row = of_query ? warp_row() - n : warp_row();
   if (of_query && row >= m) return;
   const Matrix& z = of_query ? queries : keys;
   float sum = 0;  // 0 times what is not finite is NaN
-  for (i64 k = threadIdx.x % 32 * GROUP; k < d; k += 32 * GROUP) {
-    Real x[GROUP];
+  for (i64 k = threadIdx.x % 32 * LANE_FEATURES; k < d; k += 32 * LANE_FEATURES) {
+    Real x[LANE_FEATURES];
     get_group(x, z, row, k, d - k);
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) sum += (float)(x[i] * 0);
+    for (int i = 0; i < LANE_FEATURES; ++i) sum += (float)(x[i] * 0);
   }
   const bool bad = __any_sync(ALL_LANES, sum != 0);
   if (threadIdx.x % 32) return;
   if (of_query) out[row] = bad ? NAN_ : 0;
-  else if (bad) *any = NAN_;
+  else if (bad) *any_key_not_finite = NAN_;
 }
 
 // The bits of the largest finite size among n rows' features; `found` starts as 0.
@@ -126,11 +127,11 @@ extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n,
   const i64 row = warp_row();
   if (row >= n) return;
   u32 largest = 0;  // sizes are in the order of their bits
-  for (i64 k = threadIdx.x % 32 * GROUP; k < d; k += 32 * GROUP) {
-    float x[GROUP];
+  for (i64 k = threadIdx.x % 32 * LANE_FEATURES; k < d; k += 32 * LANE_FEATURES) {
+    float x[LANE_FEATURES];
     get_group(x, z, row, k, d - k);
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) {
+    for (int i = 0; i < LANE_FEATURES; ++i) {
       const u32 size = __float_as_uint(fabsf(x[i]));
       if (size < 0x7f800000) largest = max(largest, size);
     }
@@ -143,11 +144,11 @@ extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n,
 // Powers of two by which features are divided to lie below float16's largest number, but not far: of
 // queries, of keys, and what products are then to be multiplied by. `largest` as they were found; 0:
 // features are taken as they are.
-#define HIGHEST 14
+constexpr int FP16_EXPONENT = 14;
 extern "C" __global__ void find_shifts(const u32* of_queries, const u32* of_keys, double* shifts) {
   const u32 largest[2] = {*of_queries, *of_keys};
   for (int side = 0; side < 2; ++side) {
-    const int exponent = ilogb((double)__uint_as_float(largest[side])) - HIGHEST;
+    const int exponent = ilogb((double)__uint_as_float(largest[side])) - FP16_EXPONENT;
     shifts[side] = largest[side] ? ldexp(1.0, exponent) : 1;
   }
   shifts[2] = shifts[0] * shifts[1];
@@ -162,18 +163,19 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
   if (row >= n) return;
   const double by = shift ? 1 / *shift : 1;
 #if PRECISION >= BF16X3  // elements have 16 bits, and eight of them fill 16 bytes
-  for (i64 k = threadIdx.x % 32 * GROUP; k < (PARTS > 1 ? part : stride); k += 32 * GROUP) {
-    double whole[GROUP];
-    float x[GROUP];
+  const i64 elements = PARTS > 1 ? part : stride;
+  for (i64 k = threadIdx.x % 32 * LANE_FEATURES; k < elements; k += 32 * LANE_FEATURES) {
+    double whole[LANE_FEATURES];
+    float x[LANE_FEATURES];
     get_group(whole, z, row, k, d - k);
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i)
+    for (int i = 0; i < LANE_FEATURES; ++i)
       x[i] = (float)(exponent ? ldexp(whole[i], -exponent[row]) : whole[i] * by);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
-      u32 w[GROUP / 2];
+      u32 w[LANE_FEATURES / 2];
 #pragma unroll
-      for (int i = 0; i < GROUP / 2; ++i) {
+      for (int i = 0; i < LANE_FEATURES / 2; ++i) {
         float &low = x[2 * i], &high = x[2 * i + 1];
         w[i] = IS_FLOAT16 ? to_fp16x2(low, high) : to_bf16x2(low, high);
         const unsigned short first = (unsigned short)w[i], second = (unsigned short)(w[i] >> 16);
@@ -211,7 +213,7 @@ struct Positives {
 
   // Add what positives add to the gradient of row `row`, features column ...
   template <class T>
-  __device__ __forceinline__ void add(T (&g)[GROUP], i64 row, i64 column, i64 n,
+  __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
     const i64 first = start ? start[row] : row, end = start ? start[row + 1] : row + 1;
     for (i64 s = first; s < end; ++s) {
@@ -219,10 +221,10 @@ struct Positives {
       if (other < 0) continue;
       double weight = gradient[by_partner ? other : row];
       if (factor) weight *= own_factor * factor[other];
-      T x[GROUP];
+      T x[LANE_FEATURES];
       get_group(x, z, other, column, n);
 #pragma unroll
-      for (int i = 0; i < GROUP; ++i)
+      for (int i = 0; i < LANE_FEATURES; ++i)
         g[i] += (T)weight * (factor ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
     }
   }
@@ -231,36 +233,37 @@ struct Positives {
 // A row's gradient in the making, and what it came from.
 template <class T>
 struct Finished {
-  T g[GROUP], x[GROUP];  // gradient without the part along the row; the row, near unit length
+  T g[LANE_FEATURES];  // the gradient, without its part along the row
+  T x[LANE_FEATURES];  // the row, near unit length
 
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
                                       const Matrix& z, i64 row, i64 column, i64 d, double factor,
                                       int exponent, bool with_row = true) {
     const i64 n = d - column;
-    const bool whole = sizeof(Real) == 4 && n >= GROUP && (u64)(sum + column) % 16 == 0;
+    const bool whole = sizeof(Real) == 4 && n >= LANE_FEATURES && (u64)(sum + column) % 16 == 0;
     if (whole) {
 #pragma unroll
-      for (int i = 0; i < GROUP; i += 4) {
+      for (int i = 0; i < LANE_FEATURES; i += 4) {
         const float4 four = *(const float4*)(sum + column + i);
         g[i] = four.x, g[i + 1] = four.y, g[i + 2] = four.z, g[i + 3] = four.w;
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < GROUP; ++i) g[i] = i < n ? sum[column + i] : 0;
+      for (int i = 0; i < LANE_FEATURES; ++i) g[i] = i < n ? sum[column + i] : 0;
     }
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) g[i] = g[i] * fabs(root) * root;
+    for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;
     positives.add(g, row, column, n, factor);
     if (!with_row) return;
     get_group(x, z, row, column, n);
     if (exponent)
 #pragma unroll
-      for (int i = 0; i < GROUP; ++i) x[i] = (T)ldexp((double)x[i], -exponent);
+      for (int i = 0; i < LANE_FEATURES; ++i) x[i] = (T)ldexp((double)x[i], -exponent);
   }
   __device__ __forceinline__ double dot() const {
     T sum = 0;
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) sum += g[i] * x[i];
+    for (int i = 0; i < LANE_FEATURES; ++i) sum += g[i] * x[i];
     return sum;
   }
 };
@@ -281,7 +284,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const double* unit, i64 unit_step, const double* shift,
                                   double* dots,
                                   const __grid_constant__ Matrix out, i64 add) {
-  const int lanes = d <= NARROW ? 16 : 32, lane = threadIdx.x % lanes;
+  const int lanes = d <= HALF_WARP_ROW ? 16 : 32, lane = threadIdx.x % lanes;
   const i64 of_these = (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
   if (of_these >= n) return;
   const Real* sum = acc + of_these * acc_stride;
@@ -291,15 +294,15 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   if (!factor) {  // all at once, in the products' precision
     const Real root = (Real)root_of_unit;
 #pragma unroll 1
-    for (i64 k = lane * GROUP; k < d; k += lanes * GROUP) {
+    for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
       Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
       if (dots) dot += f.dot();
       if (!out.data) continue;
       if (add) {
-        Real before[GROUP];
+        Real before[LANE_FEATURES];
         get_group(before, out, row, k, d - k);
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) f.g[i] += before[i];
+        for (int i = 0; i < LANE_FEATURES; ++i) f.g[i] += before[i];
       }
       set_group(f.g, out, row, k, d - k);
     }
@@ -309,18 +312,18 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   }
   const int e = exponent[row];
   const double f = factor[row], root = root_of_unit;
-  for (i64 k = lane * GROUP; k < d; k += lanes * GROUP)
+  for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
     dot += Finished<double>(sum, root, positives, z, row, k, d, f, e).dot();
   dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
   const double along = f * f * dot;
-  for (i64 k = lane * GROUP; k < d; k += lanes * GROUP) {
+  for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
     Finished<double> row_of(sum, root, positives, z, row, k, d, f, e);
-    double before[GROUP] = {0, 0, 0, 0, 0, 0, 0, 0};
+    double before[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (add) get_group(before, out, row, k, d - k);
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i)
+    for (int i = 0; i < LANE_FEATURES; ++i)
       row_of.g[i] = ldexp(row_of.g[i] - along * row_of.x[i], -e) + before[i];
     set_group(row_of.g, out, row, k, d - k);
   }

@@ -120,7 +120,7 @@ def _launch(
         column_dot, row_sum, *of_rows, *of_columns,
     )  # fmt: skip
     kernel = compiler.function(
-        cupy.cuda.Device(device), "fused.cu", "fused", 0,
+        cupy.cuda.Device(device), "fused/fused.cu", "fused", 0,
         PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
         SYMMETRIC=int(symmetric), TWO_SIDED=int(two_sided), SIGMOID=int(sigmoid),
         NORMALIZE=int(normalize), IDS=int(ids),

@@ -54,7 +54,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
     def launch(name: str, blocks: int, *arguments: Any) -> None:
         precision = "FP64" if real.itemsize == 8 else "FP32"
-        kernel = compiler.function(device, "naive.cu", name, PRECISION=precision)
+        kernel = compiler.function(device, "naive/naive.cu", name, PRECISION=precision)
         kernel((blocks,), (THREADS,), arguments)
 
     def tiles(rows: int, columns: int) -> int:

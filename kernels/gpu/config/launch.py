@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from ...problem import least_side, too_small
 
 BLOCK_M = 128
-SLAB = 128  # bytes of a row in one stage of the pipeline: kernels/cuda/product.cuh
+SLAB = 128  # bytes of a row in one stage of the pipeline: kernels/cuda/block.cuh
 RESERVED_SHARED = 1024  # by the system, for each block
 LONG_SUM = 1024  # products from which sums are taken in two levels
 # "portable": the kernels that every card has, on those too that have better ones
@@ -112,7 +112,7 @@ def tile(precision: str, d: int, device: Device) -> Tile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Shape of the persistent kernels for Hopper (kernels/cuda/sweep.cuh), in place of tiles."""
+    """Shape of the persistent kernels for Hopper (kernels/cuda/sm90/sweep.cuh), not of tiles."""
 
     slabs: int  # of a row
     wide: bool  # a cluster of two blocks shares a panel of rows

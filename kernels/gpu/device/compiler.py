@@ -1,8 +1,9 @@
 """From `.cu` files to functions on a device, compiled at run time by NVRTC.
 
-Sources are real files. `#include "x.cuh"` is replaced by that file's text, with `#line` directives,
-so that one string is all there is to compile: its digest is the key of the cache on disk, which
-therefore sees headers too, and an error still names the file and line it is in.
+Sources are real files, named by their path in `kernels/cuda`: "tiled/lse.cu". So are headers:
+`#include "tiled/tile.cuh"` is replaced by that file's text, with `#line` directives, so that one
+string is all there is to compile: its digest is the key of the cache on disk, which therefore sees
+headers too, and an error still names the file and line it is in.
 """
 
 from __future__ import annotations

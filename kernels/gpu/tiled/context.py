@@ -16,8 +16,8 @@ from ..device.launcher import Launcher, device_properties
 from ..device.launches import Queue
 from .operands import Scratch, Side, in_place, lends
 
-# One pass takes elements 2^(x - height) with a height that need not be the maximum (heights.cuh):
-# this wants the exponents of float32, which float16 has not
+# One pass takes elements 2^(x - height) with a height that need not be the maximum: see
+# kernels/cuda/reference_exponents.cuh. Float32 has the exponents for this, float16 has not
 ONE_PASS = ("bf16x3", "bf16")
 
 
@@ -96,14 +96,14 @@ class Context:
 
     def tiled_kernel(self, name: str, **defines: int) -> Any:
         return self.launcher.kernel(
-            f"{name}.cu", name, self.tile.shared,
+            f"tiled/{name}.cu", name, self.tile.shared,
             BLOCK_N=self.tile.block_n, STAGES=self.tile.stages, LEVELS=self.tile.levels,
             MIN_BLOCKS=self.tile.min_blocks, **defines,
         )  # fmt: skip
 
     def sweep_kernel(self, shape: config.Sweep, name: str, panel: bool, **defines: int) -> Any:
         return self.launcher.kernel(
-            f"sweep_{name}.cu", f"sweep_{name}", shape.shared(panel),
+            f"sm90/sweep_{name}.cu", f"sweep_{name}", shape.shared(panel),
             SLABS=shape.slabs, STAGES=shape.stages(panel), WIDE=int(shape.wide),
             NARROW=int(shape.narrow), SHARED=shape.shared(panel), **defines,
         )  # fmt: skip

@@ -134,7 +134,7 @@ class StatisticsFold(Fold):
             self.column_pairs = pairs(self.tile.column_sums(self.rows, self.columns))
             if isinstance(self.tile, config.Sweep):
                 blocks_of_threads = 2 * self.tile.workers
-                assert blocks_of_threads <= 512  # MOST_SWEEPERS of vectors.cu
+                assert blocks_of_threads <= 512  # MAX_SWEEP_BLOCKS of vectors.cu
                 self.marks = cupy.empty((blocks_of_threads, 32), np.uint32)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:

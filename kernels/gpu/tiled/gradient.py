@@ -46,7 +46,7 @@ _POSITIVES = np.dtype(
      ("z", MATRIX), ("factor", "u8"), ("exponent", "u8")]
 )  # fmt: skip
 _RANGES_SHARED = 16  # offset of Ranges::shared
-NARROW_ROW = 128  # features of rows that share a warp, two by two: NARROW of rows.cu
+NARROW_ROW = 128  # features of rows that share a warp, two by two: HALF_WARP_ROW of rows.cu
 
 
 @cache  # all of them: plans keep where they are

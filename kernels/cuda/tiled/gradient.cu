@@ -12,44 +12,44 @@
 //     P_ij = e a_i + 2^(c (x_ij - h'_j)) v_j                    whatever the range of R and C
 //
 // Positives weigh most, and their rounding would not average out: what they add to a gradient is
-// one row times one number, added in full precision when the products are complete. Features that stand for unit rows (factors f) get
-// P_ij f_i f_j, so that both products use the features as they are.
-#include "tile.cuh"
+// one row times one number, added in full precision when the products are complete. Features that
+// stand for unit rows (factors f) get P_ij f_i f_j, so that both products use the features as they are.
+#include "tiled/tile.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
 #endif
 
 struct Factors {
-  const Real *row_height, *a, *u;  // [rows]
-  const Real *column_height, *v;   // [columns]
+  const Real *row_reference, *a, *u;  // [rows]
+  const Real *column_reference, *v;   // [columns]
   const i64* shared;
 };
 
 struct FactorsShared {
-  Real row_height[BLOCK_M], a[BLOCK_M], u[BLOCK_M];
-  Real column_height[BLOCK_N], v[BLOCK_N];
+  Real row_reference[BLOCK_M], a[BLOCK_M], u[BLOCK_M];
+  Real column_reference[BLOCK_N], v[BLOCK_N];
 };
 
 __device__ __forceinline__ void fetch(FactorsShared& s, const Factors& f, const Block& b,
                                       const Tile& t) {
-  for (int r = threadIdx.x; r < BLOCK_M; r += THREADS) {
+  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
     const bool inside = t.row + r < b.q.rows;
-    s.row_height[r] = inside ? f.row_height[t.row + r] : 0;
+    s.row_reference[r] = inside ? f.row_reference[t.row + r] : 0;
     s.a[r] = inside ? f.a[t.row + r] : 0;
     if (COLUMNS) s.u[r] = inside ? f.u[t.row + r] : 0;
   }
   if (!COLUMNS) return;
-  for (int c = threadIdx.x; c < BLOCK_N; c += THREADS) {
+  for (int c = threadIdx.x; c < BLOCK_N; c += TILED_THREADS) {
     const bool inside = t.column + c < b.k.rows;
-    s.column_height[c] = inside ? f.column_height[t.column + c] : 0;
+    s.column_reference[c] = inside ? f.column_reference[t.column + c] : 0;
     s.v[c] = inside ? f.v[t.column + c] : 0;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 gradient(const __grid_constant__ Block block, const __grid_constant__ Factors factors,
-         const __grid_constant__ Panel panel) {
+         const __grid_constant__ GradientPanel panel) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   __shared__ FactorsShared f;
@@ -68,17 +68,17 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int r = p.row(i);
-    const Real height = f.row_height[r], a = f.a[r], u = COLUMNS ? f.u[r] : 0;
+    const Real reference = f.row_reference[r], a = f.a[r], u = COLUMNS ? f.u[r] : 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int k = p.column(j);
-      const Real e = exp2_(c * (x[i][j] - height));
+      const Real e = exp2_(c * (x[i][j] - reference));
       if (!COLUMNS) x[i][j] = e * a;
       else if (one_exponential) x[i][j] = e * (a + u * f.v[k]);
-      else x[i][j] = e * a + exp2_(c * (x[i][j] - f.column_height[k])) * f.v[k];
+      else x[i][j] = e * a + exp2_(c * (x[i][j] - f.column_reference[k])) * f.v[k];
     }
   }
   if (has_positives) at_positives(x, shared, p, [](int, Real) { return (Real)0; });
   apply_factors(x, shared, block, p);
-  store_panel(x, panel, block, tile, p);
+  store_gradient_panel(x, panel, block, tile, p);
 }

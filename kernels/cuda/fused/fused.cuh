@@ -2,15 +2,14 @@
 #pragma once
 #include "common.cuh"
 
-#define FUSED_THREADS 256
-#define WARPS (FUSED_THREADS / 32)
-#define LOW ((Real)-INFINITY_)
-#define WIDE (16 / (int)sizeof(Real))      // numbers in 16 bytes
-#define TILE 64                            // rows and columns of a tile
-#define CHUNK (128 / (int)sizeof(Real))    // of a row, in one step of a product
-#define MOST_PARTS 16                      // into which the features are cut
-#define CHUNK_STRIDE (CHUNK + WIDE)        // eight rows lie in different banks
-#define SHARE (TILE * CHUNK / FUSED_THREADS)  // of a thread, when a chunk is fetched
+constexpr int FUSED_THREADS = 256;
+constexpr int FUSED_WARPS = FUSED_THREADS / 32;
+constexpr int VECTOR_WIDTH = 16 / (int)sizeof(Real);  // numbers in 16 bytes
+constexpr int FUSED_TILE = 64;  // rows and columns of a tile
+constexpr int CHUNK = 128 / (int)sizeof(Real);  // of a row, in one step of a product
+constexpr int MAX_FEATURE_PARTS = 16;  // into which the features are cut
+constexpr int CHUNK_STRIDE = CHUNK + VECTOR_WIDTH;  // eight rows lie in different banks
+constexpr int SHARE = FUSED_TILE * CHUNK / FUSED_THREADS;  // of a thread, when a chunk is fetched
 
 // A kernel for each kind of problem (-DSYMMETRIC=1 and so on): such a short launch would spend its
 // time on fetching instructions that it skips.
@@ -58,13 +57,13 @@ struct Fused {
   double *row_dot, *column_dot, *row_sum;
   Real *losses, *row_lse, *column_lse;           // out
   Real *loss, *scale_grad, *bias_grad;           // out
-  Real *row_height, *row_factor, *column_height, *column_factor;
+  Real *row_reference, *row_factor, *column_reference, *column_factor;
   u32* barrier;  // [2], zeros before and after
 };
 
 union Vector {
   uint4 bits;
-  Real z[WIDE];
+  Real z[VECTOR_WIDTH];
 };
 
 // All blocks of the grid have come here, and see what the others wrote before.
@@ -103,7 +102,7 @@ struct Team {
   i64 row, step;     // this team's first row, and how far the next one is
   int lane, lanes;   // which of its threads this is
   int index;         // of the team in its block
-  double* memory;    // [WARPS], shared
+  double* memory;    // [FUSED_WARPS], shared
 
   __device__ Team(i64 rows, double* memory) : memory(memory) {
     lanes = FUSED_THREADS;
@@ -116,7 +115,7 @@ struct Team {
   }
   __device__ void sync() const {
     if (lanes == 32) __syncwarp();
-    else sync_some(1 + index, lanes);
+    else named_barrier_sync(1 + index, lanes);
   }
   __device__ double sum(double x) const {
     return reduce(x, [](double a, double b) { return a + b; });

@@ -1,40 +1,43 @@
-// One-sided losses in one pass, as a sweep (sweep.cuh): the panel of e_ij = 2^(c x_ij - height_i) and
+// One-sided losses in one pass, as a sweep (sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i) and
 // the rows' sums of it. With E K gathered in float32, that is all that dQ takes: the log-sum-exps,
 // known at the end, are a factor a row.
 //
-// Heights are given (heights.cuh), so there is no maximum to find. A sum that leaves its bounds tells
-// that the height was no good. It does so for the rest of the panel, whose tiles are then searched for
-// their maxima: the caller sets new heights and has the panels concerned, `wanted`, swept once more.
+// Reference exponents r_i are given (reference_exponents.cuh), so there is no maximum to find. A sum
+// that leaves its bounds tells that r_i does not serve. From there on, the tiles of the query panel are
+// searched for their maxima. The caller sets new reference exponents, and has such panels (`wanted`)
+// swept once more.
 // Where the sum came to be too large little by little, the largest product may lie in a tile before;
 // but there it was within the bounds, and what is found is high enough for those.
-#include "heights.cuh"
-#include "sweep_logits.cuh"
-#include "sweep_panel.cuh"
+#include "reference_exponents.cuh"
+#include "sm90/sweep_logits.cuh"
+#include "sm90/sweep_panel.cuh"
+
+static_assert(PANEL_ROWS == ONLINE_PANEL_ROWS, "check_heights tells which panels are wanted");
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;
-  struct Team {
+  struct ConsumerShared {
     Columns columns;
   };
-  struct Group {
-    PanelStrip::Shared strips;
+  struct WarpgroupShared {
+    GradientPanelStrip::Shared strips;
   };
 
   const Block& b;
   const Lane& lane;
-  Team& team;
-  const float* heights;
+  ConsumerShared& consumer;
+  const float* references;
   const double* before;  // rows' sums over the blocks before
   double* positive;
   float2* row_pairs;  // [slots, row_stride]
   i64 row_stride;
-  PanelStrip out;
+  GradientPanelStrip out;
   double scale;
   float c;
 
   Work work;
   Rows rows;
-  float height[2], least;
+  float reference[2], least;
   float sum[2], high[2];  // so far; this thread's, of four that share a row
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
@@ -48,18 +51,18 @@ struct Online {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool inside = row(h) < b.q.rows;
-      height[h] = inside ? heights[row(h)] : 0;
+      reference[h] = inside ? references[row(h)] : 0;
       sum[h] = inside ? 0 : 1;  // padding is within the bounds
       high[h] = LOW;
       // With terms from before, a row may have none in this block
-      if (inside && before[row(h)] == 0) least = LEAST;
+      if (inside && before[row(h)] == 0) least = MIN_REFERENCED_SUM;
     }
   }
 
-  __device__ __forceinline__ void publish(int t) { team.columns.publish(b, t, lane); }
+  __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](int half, float value) {
       positive[row(half)] = scale * (double)value;
     });
     const int first_row = work.panel * PANEL_ROWS + lane.row() - lane.g;
@@ -69,17 +72,17 @@ struct Online {
 #pragma unroll
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
-        e[i] = exp2_(fmaf(x[i], c, -height[h]));
+        e[i] = exp2_(fmaf(x[i], c, -reference[h]));
         of_tile[h] += e[i];
 #if FACTORS
-        e[i] *= team.columns.factor[column_of(i, lane)];  // the row's is taken at the end
+        e[i] *= consumer.columns.factor[column_of(i, lane)];  // the row's is taken at the end
 #endif
       }
       out.store(e, s, first_row, t * TILE_COLUMNS, b, lane);
     }
     sum[0] += of_tile[0];
     sum[1] += of_tile[1];
-    const bool good = fmaxf(sum[0], sum[1]) <= MOST && fminf(sum[0], sum[1]) >= least;
+    const bool good = fmaxf(sum[0], sum[1]) <= MAX_REFERENCED_SUM && fminf(sum[0], sum[1]) >= least;
     if (__all_sync(ALL_LANES, good)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) high[h] = fmaxf(high[h], largest(x, h));
@@ -103,22 +106,23 @@ struct Online {
   }
 };
 
-// positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where it was
-// looked for; sum). `wanted` [panels], or null: all are.
+// positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where
+// it was looked for; sum). `wanted` [panels], or null: all are.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-             const __grid_constant__ Block block, i64 segments, const float* heights,
+             const __grid_constant__ Block block, i64 segments, const float* references,
              const double* before, double* positive, float2* row_pairs, i64 row_stride,
-             const int* wanted, const __grid_constant__ Panel panel,
+             const int* wanted, const __grid_constant__ GradientPanel panel,
              const __grid_constant__ TensorMap panel_map) {
   SweepShared<Online>& shared = sweep_shared<Online>();
   const Lane lane;
-  Online::Group& group = shared.group[lane.warpgroup % WARPGROUPS];
+  Online::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   const double scale = block.scale.get() * LOG2_E;
-  Online online{block, lane, shared.team[lane.team & 1], heights, before, positive, row_pairs,
-                row_stride, PanelStrip(panel_map, panel, group.strips, lane), scale, (float)scale};
+  Online online{block, lane, shared.consumer[lane.consumer & 1], references, before, positive,
+                row_pairs, row_stride, GradientPanelStrip(panel_map, panel, group.strips, lane), scale,
+                (float)scale};
   sweep(shared, q, k, block, (int)segments, online, lane, wanted);
 }

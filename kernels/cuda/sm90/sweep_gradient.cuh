@@ -1,37 +1,37 @@
 // dL/dx of a sweep's tiles (sweep.cuh), from the factors that gradient.cu takes too.
 //
-// Heights here are c R / c = R rounded, so that c x_ij - R_i is one instruction (Factors of
+// Reference exponents here are c R / c = R rounded, so that c x_ij - R_i is one instruction (Factors of
 // vectors.cu with `scaled`).
 #pragma once
-#include "sweep_logits.cuh"
+#include "sm90/sweep_logits.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
 #endif
 
 struct Factors {
-  const float *row_height, *a, *u;  // [rows]
-  const float *column_height, *v;   // [columns]
+  const float *row_reference, *a, *u;  // [rows]
+  const float *column_reference, *v;   // [columns]
   const i64* shared;
 };
 
 struct OfLogits {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;
-  struct Team {
+  struct ConsumerShared {
     Columns columns;
     // The columns of a thread's slice lie beside each other
-    alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], height[COLUMNS ? TILE_COLUMNS : 4];
+    alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], reference[COLUMNS ? TILE_COLUMNS : 4];
   };
   const Block& b;
   const Lane& lane;
-  Team& team;
+  ConsumerShared& consumer;
   const Factors& factors;
   float c;
   bool one_exponential;
 
   Work work;
   Rows rows;
-  float height[2], a[2], u[2];
+  float reference[2], a[2], u[2];
 
   __device__ __forceinline__ void begin_panel(const Work& w) {
     work = w;
@@ -40,22 +40,22 @@ struct OfLogits {
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.row_of(w.panel, h);
       const bool inside = row < b.q.rows;
-      height[h] = inside ? factors.row_height[row] : 0;
+      reference[h] = inside ? factors.row_reference[row] : 0;
       a[h] = inside ? factors.a[row] : 0;
       u[h] = COLUMNS && inside ? factors.u[row] : 0;
     }
   }
 
   __device__ __forceinline__ void publish(int t) {
-    team.columns.publish(b, t, lane);
+    consumer.columns.publish(b, t, lane);
     if (!COLUMNS) return;
     const int i = lane.thread % 16;  // of a slice: 8 j + 2 t + e -> 4 t + 2 j + e
     const int to = lane.thread - i + i % 8 / 2 * 4 + i / 8 * 2 + i % 2;
     const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
     const bool inside = at < b.k.rows;
-    if (lane.half == 0) team.v[to] = inside ? factors.v[at] : 0;
+    if (lane.half == 0) consumer.v[to] = inside ? factors.v[at] : 0;
     if (lane.half == HALVES - 1 && !one_exponential)
-      team.height[to] = inside ? factors.column_height[at] : 0;
+      consumer.reference[to] = inside ? factors.column_reference[at] : 0;
   }
 
   // This thread's four columns of a slice.
@@ -74,12 +74,12 @@ struct OfLogits {
       const float2 own = j % 2 ? make_float2(owns.z, owns.w) : make_float2(owns.x, owns.y);
       float2 f = make_float2(1, 1);
 #if FACTORS
-      f = *(const float2*)&team.columns.factor[8 * j + 2 * lane.t];
+      f = *(const float2*)&consumer.columns.factor[8 * j + 2 * lane.t];
 #endif
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float &x0 = x[4 * j + 2 * h], &x1 = x[4 * j + 2 * h + 1];
-        const float e0 = exp2_(fmaf(x0, c, -height[h])), e1 = exp2_(fmaf(x1, c, -height[h]));
+        const float e0 = exp2_(fmaf(x0, c, -reference[h])), e1 = exp2_(fmaf(x1, c, -reference[h]));
         if (!COLUMNS) {
           x0 = e0 * a[h];
           x1 = e1 * a[h];

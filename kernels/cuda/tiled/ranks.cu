@@ -1,15 +1,15 @@
-// How many logits of a row (and with COLUMNS of a column) exceed a reference, its positive's.
+// How many logits of a row (and with COLUMNS of a column) exceed a threshold, its positive's.
 //
-// The references are those very products, so nothing that ties with itself is counted. Counts are
+// The thresholds are those very products, so nothing that ties with itself is counted. Counts are
 // integers: atomic additions give the same result in any order.
-#include "tile.cuh"
+#include "tiled/tile.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-ranks(const __grid_constant__ Block block, const Real* row_reference, const Real* column_reference,
+extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
+ranks(const __grid_constant__ Block block, const Real* row_threshold, const Real* column_threshold,
       u64* row_rank, u64* column_rank) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
@@ -26,10 +26,10 @@ ranks(const __grid_constant__ Block block, const Real* row_reference, const Real
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const i64 row = tile.row + p.row(i);
-    const Real bar = row < block.q.rows ? row_reference[row] : 0;
+    const Real threshold = row < block.q.rows ? row_threshold[row] : 0;
     int count = 0;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) count += x[i][j] > bar;
+    for (int j = 0; j < 8; ++j) count += x[i][j] > threshold;
     count += __shfl_xor_sync(ALL_LANES, count, 1);
     count += __shfl_xor_sync(ALL_LANES, count, 2);
     if (p.t == 0 && count) atomicAdd(row_rank + row, (u64)count);
@@ -38,10 +38,10 @@ ranks(const __grid_constant__ Block block, const Real* row_reference, const Real
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const i64 column = tile.column + p.column(j);
-    const Real bar = column < block.k.rows ? column_reference[column] : 0;
+    const Real threshold = column < block.k.rows ? column_threshold[column] : 0;
     int count = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) count += x[i][j] > bar;
+    for (int i = 0; i < 8; ++i) count += x[i][j] > threshold;
     count += __shfl_xor_sync(ALL_LANES, count, 4);
     count += __shfl_xor_sync(ALL_LANES, count, 8);
     count += __shfl_xor_sync(ALL_LANES, count, 16);

@@ -1,6 +1,6 @@
 // One tile of logits: which one a block has, and which of its pairs do not count.
 #pragma once
-#include "product.cuh"
+#include "tiled/product.cuh"
 
 struct Tile {
   i64 m, n;         // which tile
@@ -10,13 +10,13 @@ struct Tile {
 // Neighbouring thread blocks take tiles from the same few row panels, so that both operands' rows
 // are in the L2 cache when several want them.
 __device__ __forceinline__ Tile locate(const Block& b) {
-  const i64 GROUP = 16;
-  const i64 per_group = GROUP * b.column_tiles;
+  constexpr i64 ROW_TILES = 16;
+  const i64 per_group = ROW_TILES * b.column_tiles;
   const i64 group = blockIdx.x / per_group, rest = blockIdx.x % per_group;
-  const i64 left = b.row_tiles - group * GROUP, height = left < GROUP ? left : GROUP;
+  const i64 left = b.row_tiles - group * ROW_TILES, rows_here = left < ROW_TILES ? left : ROW_TILES;
   Tile t;
-  t.m = group * GROUP + rest % height;
-  t.n = rest / height;
+  t.m = group * ROW_TILES + rest % rows_here;
+  t.n = rest / rows_here;
   t.row = t.m * BLOCK_M;
   t.column = t.n * BLOCK_N;
   return t;
@@ -32,7 +32,7 @@ struct TileShared {
 // Fetch what the epilogue will need, ahead of the product. True if the tile has positives.
 __device__ __forceinline__ bool prepare(TileShared& s, const Block& b, const Tile& t) {
   bool any = false;
-  for (int r = threadIdx.x; r < BLOCK_M; r += THREADS) {
+  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
     const i64 row = t.row + r;
     const bool inside = row < b.q.rows;
     i64 at = inside ? b.positives[row] - b.first_column - t.column : -1;
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool prepare(TileShared& s, const Block& b, const Til
     if (b.query_ids) s.row_id[r] = inside ? b.query_ids[row] : 0;
     if (b.q.factor) s.row_factor[r] = inside ? b.q.factor[row] : 0;
   }
-  for (int c = threadIdx.x; c < BLOCK_N; c += THREADS) {
+  for (int c = threadIdx.x; c < BLOCK_N; c += TILED_THREADS) {
     const i64 column = t.column + c;
     const bool inside = column < b.k.rows;
     if (b.key_ids) s.column_id[c] = inside ? b.key_ids[column] : 0;
@@ -75,7 +75,8 @@ __device__ __forceinline__ void at_positives(Real (&x)[8][8], const TileShared& 
   }
 }
 
-// Everything that is no pair: padding, i = j where symmetric, equal ids. Padding can thus enter no maximum and no sum.
+// Everything that is no pair becomes `low`: padding, i = j where symmetric, equal ids. It thus enters
+// no maximum and no sum.
 __device__ __forceinline__ void exclude(Real (&x)[8][8], const TileShared& s, const Block& b,
                                         const Tile& t, const Position& p, Real low = LOW) {
   if (b.query_ids) {
@@ -138,8 +139,9 @@ __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[4], i64
 #endif
 
 // Write the tile; `x` is ruined.
-__device__ __forceinline__ void store_panel(Real (&x)[8][8], const Panel& out, const Block& b,
-                                            const Tile& t, const Position& p) {
+__device__ __forceinline__ void store_gradient_panel(Real (&x)[8][8], const GradientPanel& out,
+                                                     const Block& b, const Tile& t,
+                                                     const Position& p) {
   // padding up to the stride, or to the next part, may be written
   const i64 columns = (PARTS > 1 ? out.part : out.stride) - t.column;
 #pragma unroll

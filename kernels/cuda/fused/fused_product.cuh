@@ -1,10 +1,10 @@
 // Products of fused.cu: steps from global to shared memory, the groups of threads that share a tile,
 // and where their results meet.
 #pragma once
-#include "fused.cuh"
+#include "fused/fused.cuh"
 
 struct Chunks {
-  alignas(16) Real q[TILE][CHUNK_STRIDE], k[TILE][CHUNK_STRIDE];
+  alignas(16) Real q[FUSED_TILE][CHUNK_STRIDE], k[FUSED_TILE][CHUNK_STRIDE];
 };
 
 // This thread's share of the next step, on its way from global memory: elements STEP rows apart of
@@ -16,7 +16,9 @@ __device__ __forceinline__ void fetch(T (&to)[SHARE], const T* from, i64 stride,
   for (int s = 0; s < SHARE; ++s, from += step) to[s] = s * STEP < rows ? *from : T(0);
 }
 // How many rows there are, as far as a tile is concerned.
-__device__ __forceinline__ int at_most_tile(i64 rows) { return rows < TILE ? (int)rows : TILE; }
+__device__ __forceinline__ int at_most_tile(i64 rows) {
+  return rows < FUSED_TILE ? (int)rows : FUSED_TILE;
+}
 // The same as numbers, of unit norm where `inverse` (of this thread's first row) is given.
 template <int STEP>
 __device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, int rows,
@@ -26,34 +28,35 @@ __device__ __forceinline__ Real feature(const Element (&z)[SHARE], int s, int ro
 }
 
 // The groups of threads that share the depth of a product, and a thread's 8 x 8 results.
-#define GROUP 64
-#define GROUPS (FUSED_THREADS / GROUP)
-#define DEPTH (CHUNK / GROUPS)  // of a step, for each group
+constexpr int GROUP_THREADS = 64;
+constexpr int GROUPS = FUSED_THREADS / GROUP_THREADS;
+constexpr int DEPTH = CHUNK / GROUPS;  // of a step, for each group
+
 struct Place {
   int group, r, c;  // rows r + 8 h
 };
 __device__ __forceinline__ Place place() {
-  const int at = threadIdx.x % GROUP;
-  return {(int)threadIdx.x / GROUP, at / 8, at % 8};
+  const int at = threadIdx.x % GROUP_THREADS;
+  return {(int)threadIdx.x / GROUP_THREADS, at / 8, at % 8};
 }
 // Column v of this thread's eight: single ones, or (ALONG) as many as fit 16 bytes together.
 template <bool ALONG>
 __device__ __forceinline__ int column_of(int c, int v) {
-  return ALONG ? (c + v / WIDE * 8) * WIDE + v % WIDE : c + 8 * v;
+  return ALONG ? (c + v / VECTOR_WIDTH * 8) * VECTOR_WIDTH + v % VECTOR_WIDTH : c + 8 * v;
 }
 
-typedef Real Tile[TILE][TILE + WIDE];
-#define SUMS (PRECISION == FP64 ? 1 : 2)  // tiles that have room in shared memory
+typedef Real SumTile[FUSED_TILE][FUSED_TILE + VECTOR_WIDTH];
+constexpr int SUM_TILES = PRECISION == FP64 ? 1 : 2;  // tiles that have room in shared memory
 
 // All groups' results to sums in `tiles`.
 template <bool ALONG>
 __device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& at,
-                                           Tile (&tiles)[SUMS]) {
-  constexpr int TOGETHER = ALONG ? WIDE : 1;
-  Tile& tile = tiles[at.group % SUMS];
-  for (int round = 0; round < GROUPS / SUMS; ++round) {
+                                           SumTile (&tiles)[SUM_TILES]) {
+  constexpr int TOGETHER = ALONG ? VECTOR_WIDTH : 1;
+  SumTile& tile = tiles[at.group % SUM_TILES];
+  for (int round = 0; round < GROUPS / SUM_TILES; ++round) {
     __syncthreads();  // tiles are free, and then the last round's sums are there
-    if (at.group / SUMS != round) continue;
+    if (at.group / SUM_TILES != round) continue;
 #pragma unroll
     for (int h = 0; h < 8; ++h)
 #pragma unroll
@@ -72,17 +75,18 @@ __device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& a
   }
   __syncthreads();
 }
-__device__ __forceinline__ Real total(const Tile (&tiles)[SUMS], int row, int column) {
-  return SUMS == 1 ? tiles[0][row][column] : tiles[0][row][column] + tiles[SUMS - 1][row][column];
+__device__ __forceinline__ Real total(const SumTile (&tiles)[SUM_TILES], int row, int column) {
+  const Real first = tiles[0][row][column];
+  return SUM_TILES == 1 ? first : first + tiles[SUM_TILES - 1][row][column];
 }
 
 struct Product {
-  alignas(16) Real p[TILE][CHUNK_STRIDE];  // P, own rows x others
-  alignas(16) Real z[CHUNK][TILE];         // the others' features
+  alignas(16) Real p[FUSED_TILE][CHUNK_STRIDE];  // P, own rows x others
+  alignas(16) Real z[CHUNK][FUSED_TILE];         // the others' features
 };
 
 union Shared {
   Chunks chunks[2];
   Product products[2];
-  Tile sums[SUMS];
+  SumTile sums[SUM_TILES];
 };

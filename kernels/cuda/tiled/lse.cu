@@ -10,14 +10,14 @@
 // the strip's maximum. A column far below its rows' maxima can lose everything that way. That is
 // seen in its sum, and the strip's columns are then summed again with maxima of their own: fast
 // almost always, right always.
-#include "tile.cuh"
+#include "tiled/tile.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
 #endif
 
-// What was lost is below 64 * 2^-126: nothing beside a sum of 2^-80.
-#define ENOUGH ((Real)8.271806125530277e-25)
+// What underflow takes from a sum is below 64 * 2^-126: nothing beside a sum of 2^-80.
+constexpr Real MIN_EXACT_SUM = (Real)0x1p-80;
 
 struct Pairs {
   Real2 of_row[WARPS_N][BLOCK_M], of_column[WARPS_M][BLOCK_N];
@@ -79,13 +79,13 @@ __device__ __forceinline__ void strip_statistics(Real (&x)[8][8], Real c, Pairs&
   }
   if (!COLUMNS) return;
   Real2 pair = real2(top, join_columns(of_column, p.lane, Plus()));
-  if (__any_sync(ALL_LANES, pair.y < ENOUGH)) pair = own_maxima(x, c, p.g);
+  if (__any_sync(ALL_LANES, pair.y < MIN_EXACT_SUM)) pair = own_maxima(x, c, p.g);
   out.of_column[p.warp_m][p.column(p.g)] = pair;
 }
 
 // row_pairs [column tiles, row_stride], column_pairs [row tiles, column_stride]. In a triangle both
 // are the same array: row r of tile row a fills slots b >= a as a row and a' < a as a column.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64 row_stride,
     Real2* column_pairs, i64 column_stride) {
   extern __shared__ __align__(128) char stages[];
@@ -111,7 +111,7 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64
   strip_statistics(x, c, pairs, p);
   __syncthreads();  // all strips' pairs are there before they are merged
 
-  for (int r = threadIdx.x; r < BLOCK_M; r += THREADS) {
+  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
     if (tile.row + r >= block.q.rows) break;
     Real2 pair = pairs.of_row[0][r];
 #pragma unroll
@@ -120,7 +120,7 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64
   }
   // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
   if (!COLUMNS || (block.triangle && tile.m == tile.n)) return;
-  for (int j = threadIdx.x; j < BLOCK_N; j += THREADS) {
+  for (int j = threadIdx.x; j < BLOCK_N; j += TILED_THREADS) {
     if (tile.column + j >= block.k.rows) break;
     Real2 pair = pairs.of_column[0][j];
 #pragma unroll

@@ -1,24 +1,25 @@
-// Panels of dL/dx, as sweeps write them.
+// Gradient panels, dL/dx, as sweeps write them.
 #pragma once
-#include "sweep.cuh"
+#include "sm90/sweep.cuh"
 
-// A warp's strip of a tile of the panel, 16 rows: written 128 bytes of them at a time to shared memory,
-// from which the copy engine takes them. Shared memory is the busiest part of the chip here, and this
-// is the way that passes it least often.
-#define PIECE 64  // columns
-struct PanelStrip {
+// A warp's strip of a tile of the gradient panel, 16 rows: written to shared memory 128 bytes of each
+// row at a time, and from there by TMA stores. Shared memory is the
+// busiest part of the chip here, and this way passes it least often.
+constexpr int PIECE = 64;  // columns
+
+struct GradientPanelStrip {
   struct Shared {
-    alignas(16) Element piece[4][16 * PIECE];  // one a warp; boxes, as in SweepShared
+    alignas(16) Element piece[4][16 * PIECE];  // one a warp; TMA boxes, as in SweepShared
   };
   const TensorMap& map;
-  const Panel& panel;
+  const GradientPanel& panel;
   Element* piece;
   int put;  // where in it this lane's eight elements go
 
-  __device__ __forceinline__ PanelStrip(const TensorMap& map, const Panel& panel, Shared& shared,
-                                        const Lane& lane)
+  __device__ __forceinline__ GradientPanelStrip(const TensorMap& map, const GradientPanel& panel,
+                                                Shared& shared, const Lane& lane)
       : map(map), panel(panel), piece(shared.piece[lane.warp]) {
-    const int row = lane.lane % 16;  // a box with 128-byte swizzle, as matrix_start has it
+    const int row = lane.lane % 16;  // a box with 128-byte swizzle, as shared_descriptor has it
     put = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;
   }
   // Slice s of the strip from row `row` and column `column` of the panel on.
@@ -40,7 +41,7 @@ struct PanelStrip {
   }
   // What the piece held before has been read.
   __device__ __forceinline__ void piece_read(const Lane& lane) const {
-    if (lane.lane == 0) stores_read();
+    if (lane.lane == 0) tma_stores_wait();
     __syncwarp();
   }
   // A slice into the piece; x becomes what rounding has left, the next part.
@@ -48,14 +49,14 @@ struct PanelStrip {
     u32 w[4];  // rows above and below of the first eight columns, then of the others
 #pragma unroll
     for (int i = 0; i < 4; ++i) w[i] = round_pair(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
-    store_matrices(piece + (put ^ 16 * s % PIECE), w[0], w[1], w[2], w[3]);
+    stmatrix_x4(piece + (put ^ 16 * s % PIECE), w[0], w[1], w[2], w[3]);
   }
   __device__ __forceinline__ void send(int row, int column, const Lane& lane) const {
-    written_for_copies();
+    fence_before_tma_store();
     __syncwarp();
-    if (lane.lane == 0) store_box(map, piece, column, row);
+    if (lane.lane == 0) tma_store(map, piece, column, row);
   }
   __device__ __forceinline__ void end(const Lane& lane) const {
-    if (lane.lane == 0) stores_read();  // before the memory goes
+    if (lane.lane == 0) tma_stores_wait();  // before the memory goes
   }
 };

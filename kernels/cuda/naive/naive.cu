@@ -12,10 +12,12 @@
 // A row has a block, whose threads walk along it side by side; sums are taken in one fixed order.
 // Positives are kept out of the sums: with n the log-sum-exp of the negatives and p the positive's
 // logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). No digit of a small loss is lost.
+//
+// The whole matrix is in memory here. The kernels of tiled/ keep a tile of it in registers instead.
 #include "common.cuh"
 
-#define THREADS 256
-#define TILE 32  // rows and columns of a product's tile
+constexpr int NAIVE_THREADS = 256;
+constexpr int NAIVE_TILE = 32;  // rows and columns of a product's tile
 
 // Which pairs count.
 struct Pairs {
@@ -33,23 +35,23 @@ __device__ __forceinline__ double logistic(double x) { return exp(x - softplus(x
 __device__ __forceinline__ Real exp_(Real x) { return exp2_(x * (Real)LOG2_E); }
 
 __device__ __forceinline__ double block_sum(double x) {
-  __shared__ double memory[THREADS / 32];
-  return block_reduce<THREADS>(x, memory, [](double a, double b) { return a + b; });
+  __shared__ double memory[NAIVE_THREADS / 32];
+  return block_reduce<NAIVE_THREADS>(x, memory, [](double a, double b) { return a + b; });
 }
 __device__ __forceinline__ double block_max(double x) {
-  __shared__ double memory[THREADS / 32];
-  return block_reduce<THREADS>(x, memory, [](double a, double b) { return b > a ? b : a; });
+  __shared__ double memory[NAIVE_THREADS / 32];
+  return block_reduce<NAIVE_THREADS>(x, memory, [](double a, double b) { return b > a ? b : a; });
 }
 
 // --- features ---------------------------------------------------------------------------------------------
 
 // One block a row. bad[row] is NaN where a feature is not finite, else 0.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, double* inverse,
           double* bad) {
   const i64 row = blockIdx.x;
   double squares = 0, nothing = 0;
-  for (i64 k = threadIdx.x; k < d; k += THREADS) {
+  for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) {
     const double x = z.get(row, k);
     squares += x * x;
     nothing += x * 0.0;
@@ -62,21 +64,21 @@ unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, doubl
     inverse[row] = factor;
     bad[row] = nothing;
   }
-  for (i64 k = threadIdx.x; k < d; k += THREADS) u[row * d + k] = (Real)(z.get(row, k) * factor);
+  for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) u[row * d + k] = (Real)(z.get(row, k) * factor);
 }
 
 // One block a row: dz = (g - u <g, u>) / |z|.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 to_features(const Real* g, const Real* u, i64 d, i64 normalize, const double* inverse,
             const __grid_constant__ Matrix out) {
   const i64 row = blockIdx.x;
   double dot = 0;
   if (normalize) {
-    for (i64 k = threadIdx.x; k < d; k += THREADS)
+    for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS)
       dot += (double)g[row * d + k] * (double)u[row * d + k];
     dot = block_sum(dot);
   }
-  for (i64 k = threadIdx.x; k < d; k += THREADS)
+  for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS)
     out.set(row, k, ((double)g[row * d + k] - dot * (double)u[row * d + k]) * inverse[row]);
 }
 
@@ -87,12 +89,13 @@ to_features(const Real* g, const Real* u, i64 d, i64 normalize, const double* in
 template <bool A_ALONG, bool B_ALONG, class A, class B>
 __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64 j0, i64 columns,
                                          i64 depth, A a, B b) {
-  __shared__ Real as[TILE][TILE + 1], bs[TILE][TILE + 1];  // + 1: a column lies in 32 banks
-  const int x = threadIdx.x % TILE, y = threadIdx.x / TILE;
-  for (i64 k0 = 0; k0 < depth; k0 += TILE) {
+  // One more column: the elements of a column lie in 32 banks
+  __shared__ Real as[NAIVE_TILE][NAIVE_TILE + 1], bs[NAIVE_TILE][NAIVE_TILE + 1];
+  const int x = threadIdx.x % NAIVE_TILE, y = threadIdx.x / NAIVE_TILE;
+  for (i64 k0 = 0; k0 < depth; k0 += NAIVE_TILE) {
     __syncthreads();  // the last tiles have been used
 #pragma unroll
-    for (int h = 0; h < TILE; h += THREADS / TILE) {
+    for (int h = 0; h < NAIVE_TILE; h += NAIVE_THREADS / NAIVE_TILE) {
       const int ai = A_ALONG ? y + h : x, ak = A_ALONG ? x : y + h;
       const int bj = B_ALONG ? y + h : x, bk = B_ALONG ? x : y + h;
       as[ai][ak] = i0 + ai < rows && k0 + ak < depth ? a(i0 + ai, k0 + ak) : 0;
@@ -101,7 +104,7 @@ __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64
     __syncthreads();  // these are complete
     Real part[4] = {};
 #pragma unroll
-    for (int k = 0; k < TILE; ++k)
+    for (int k = 0; k < NAIVE_TILE; ++k)
 #pragma unroll
       for (int h = 0; h < 4; ++h) part[h] += as[y + 8 * h][k] * bs[x][k];
 #pragma unroll
@@ -110,45 +113,43 @@ __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64
 }
 
 // One block a tile of X.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_constant__ Scale scale,
            const __grid_constant__ Pairs pairs, Real* x) {
-  const i64 across = (n + TILE - 1) / TILE;
-  const i64 i0 = blockIdx.x / across * TILE, j0 = blockIdx.x % across * TILE;
+  const i64 across = (n + NAIVE_TILE - 1) / NAIVE_TILE;
+  const i64 i0 = blockIdx.x / across * NAIVE_TILE, j0 = blockIdx.x % across * NAIVE_TILE;
   double sum[4] = {};
   multiply<true, true>(sum, i0, m, j0, n, d, [=](i64 i, i64 k) { return u[i * d + k]; },
                        [=](i64 j, i64 k) { return v[j * d + k]; });
-  const i64 j = j0 + threadIdx.x % TILE;
+  const i64 j = j0 + threadIdx.x % NAIVE_TILE;
 #pragma unroll
   for (int h = 0; h < 4; ++h) {
-    const i64 i = i0 + threadIdx.x / TILE + 8 * h;
+    const i64 i = i0 + threadIdx.x / NAIVE_TILE + 8 * h;
     if (i < m && j < n)
       x[i * n + j] = pairs.excluded(i, j) ? (Real)-INFINITY_ : (Real)(scale.get() * sum[h]);
   }
 }
 
-// One block a tile of out [rows, d]. ROWS: sum_j G_ij v_j; COLUMNS: sum_i G_ij u_i; BOTH: of one set
-// of rows, sum_j (G_ij + G_ji) u_j.
-#define ROWS 0
-#define COLUMNS 1
-#define BOTH 2
-extern "C" __global__ void __launch_bounds__(THREADS)
+// One block a tile of out [rows, d]. OF_ROWS: sum_j G_ij v_j; OF_COLUMNS: sum_i G_ij u_i; OF_BOTH:
+// of one set of rows, sum_j (G_ij + G_ji) u_j.
+enum { OF_ROWS, OF_COLUMNS, OF_BOTH };
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 feature_gradient(const Real* g, const Real* z, i64 m, i64 n, i64 d, i64 which,
                  const __grid_constant__ Scale scale, Real* out) {
-  const i64 rows = which == COLUMNS ? n : m, across = (d + TILE - 1) / TILE;
-  const i64 i0 = blockIdx.x / across * TILE, j0 = blockIdx.x % across * TILE;
+  const i64 rows = which == OF_COLUMNS ? n : m, across = (d + NAIVE_TILE - 1) / NAIVE_TILE;
+  const i64 i0 = blockIdx.x / across * NAIVE_TILE, j0 = blockIdx.x % across * NAIVE_TILE;
   const auto features = [=](i64 j, i64 k) { return z[k * d + j]; };
   double sum[4] = {};
-  if (which != COLUMNS)
+  if (which != OF_COLUMNS)
     multiply<true, false>(sum, i0, rows, j0, d, n, [=](i64 i, i64 k) { return g[i * n + k]; },
                           features);
-  if (which != ROWS)
+  if (which != OF_ROWS)
     multiply<false, false>(sum, i0, rows, j0, d, m, [=](i64 i, i64 k) { return g[k * n + i]; },
                            features);
-  const i64 j = j0 + threadIdx.x % TILE;
+  const i64 j = j0 + threadIdx.x % NAIVE_TILE;
 #pragma unroll
   for (int h = 0; h < 4; ++h) {
-    const i64 i = i0 + threadIdx.x / TILE + 8 * h;
+    const i64 i = i0 + threadIdx.x / NAIVE_TILE + 8 * h;
     if (i < rows && j < d) out[i * d + j] = (Real)(scale.get() * sum[h]);
   }
 }
@@ -162,13 +163,13 @@ struct Side {
 };
 
 // One block a row.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
            const __grid_constant__ Side side, double* positive) {
   const i64 i = blockIdx.x, y = pairs.positives[i];
   const Real *row = x + i * n, p = row[y];
   double top = -INFINITY_, above = 0;
-  for (i64 j = threadIdx.x; j < n; j += THREADS)
+  for (i64 j = threadIdx.x; j < n; j += NAIVE_THREADS)
     if (j != y) {
       top = max_(row[j], (Real)top);
       above += row[j] > p;
@@ -176,7 +177,7 @@ row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
   top = block_max(top);
   above = block_sum(above);
   double sum = 0;
-  for (i64 j = threadIdx.x; j < n; j += THREADS)
+  for (i64 j = threadIdx.x; j < n; j += NAIVE_THREADS)
     if (j != y && row[j] != (Real)-INFINITY_) sum += exp_(row[j] - (Real)top);
   sum = block_sum(sum);
   if (threadIdx.x != 0) return;
@@ -191,9 +192,9 @@ row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
 
 // One block 32 columns: each warp reads along rows, so that 32 neighbours come at a time. Key j is
 // the positive of query j.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
-  __shared__ double memory[THREADS / 32][33];
+  __shared__ double memory[NAIVE_THREADS / 32][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const i64 j = blockIdx.x * 32 + lane;
   const bool inside = j < n;
@@ -201,21 +202,21 @@ column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
     memory[warp][lane] = value;
     __syncthreads();  // all warps' values are there
     value = memory[0][lane];
-    for (int w = 1; w < THREADS / 32; ++w) value = join(value, memory[w][lane]);
+    for (int w = 1; w < NAIVE_THREADS / 32; ++w) value = join(value, memory[w][lane]);
     __syncthreads();  // and have been read
     return value;
   };
   const auto add = [](double a, double b) { return a + b; };
   const Real p = inside ? x[j * n + j] : 0;
   double top = -INFINITY_, above = 0, sum = 0;
-  for (i64 i = warp; inside && i < m; i += THREADS / 32)
+  for (i64 i = warp; inside && i < m; i += NAIVE_THREADS / 32)
     if (i != j) {
       top = max_(x[i * n + j], (Real)top);
       above += x[i * n + j] > p;
     }
   top = over_warps(top, [](double a, double b) { return b > a ? b : a; });
   above = over_warps(above, add);
-  for (i64 i = warp; inside && i < m; i += THREADS / 32)
+  for (i64 i = warp; inside && i < m; i += NAIVE_THREADS / 32)
     if (i != j && x[i * n + j] != (Real)-INFINITY_) sum += exp_(x[i * n + j] - (Real)top);
   sum = over_warps(sum, add);
   if (warp != 0 || !inside) return;
@@ -228,12 +229,12 @@ column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
 
 // One block a row: softplus(x + b) for pairs that should not match, softplus(-x - b) for the one
 // that should.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
                const __grid_constant__ Scalar bias, double* loss) {
   const i64 i = blockIdx.x, y = pairs.positives[i];
   double sum = 0;
-  for (i64 j = threadIdx.x; j < n; j += THREADS) {
+  for (i64 j = threadIdx.x; j < n; j += NAIVE_THREADS) {
     const double z = (double)x[i * n + j] + bias.get();
     sum += j == y ? softplus(-z) : x[i * n + j] == (Real)-INFINITY_ ? 0.0 : softplus(z);
   }
@@ -242,7 +243,7 @@ sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
 }
 
 // One block a row. dots[i] = sum_j G_ij x_ij, sums[i] = sum_j G_ij.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
                const double* upstream, double row_weight, double column_weight,
                const double* row_lse, const double* row_gap, const double* column_lse,
@@ -250,7 +251,7 @@ logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
                double* dots, double* sums) {
   const i64 i = blockIdx.x, y = pairs.positives[i];
   double dot = 0, total = 0;
-  for (i64 j = threadIdx.x; j < n; j += THREADS) {
+  for (i64 j = threadIdx.x; j < n; j += NAIVE_THREADS) {
     const Real logit = x[i * n + j];
     double value;
     if (logit == (Real)-INFINITY_) {  // an excluded pair

@@ -1,28 +1,28 @@
 // Gradient fold as a sweep (sweep.cuh): the panel of P = dL/dx that gradient.cu computes, from the
 // same factors, at the speed of the tensor cores.
-#include "sweep_gradient.cuh"
-#include "sweep_panel.cuh"
+#include "sm90/sweep_gradient.cuh"
+#include "sm90/sweep_panel.cuh"
 
 struct Gradient : OfLogits {
-  struct Group {
-    PanelStrip::Shared strips;
+  struct WarpgroupShared {
+    GradientPanelStrip::Shared strips;
   };
 
-  PanelStrip out;
+  GradientPanelStrip out;
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, team.columns, b, work.panel, t, lane, [](int, float) {});
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](int, float) {});
     if (one_exponential) write<true>(x, t);
     else write<false>(x, t);
   }
   template <bool ONE>
   __device__ __forceinline__ void write(float (&x)[64], int t) {
     const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
-    float4 v = of_slice(team.v, 0);
+    float4 v = of_slice(consumer.v, 0);
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-      values<ONE>(x, s, v, of_slice(team.height, ONE ? -1 : s));
-      if (s + 1 < SLICES) v = of_slice(team.v, s + 1);  // ahead of the stores, which take long
+      values<ONE>(x, s, v, of_slice(consumer.reference, ONE ? -1 : s));
+      if (s + 1 < SLICES) v = of_slice(consumer.v, s + 1);  // ahead of the stores, which take long
       out.store(x, s, row, t * TILE_COLUMNS, b, lane);
     }
   }
@@ -36,13 +36,13 @@ __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                const __grid_constant__ Block block, i64 segments,
-               const __grid_constant__ Factors factors, const __grid_constant__ Panel panel,
+               const __grid_constant__ Factors factors, const __grid_constant__ GradientPanel panel,
                const __grid_constant__ TensorMap panel_map) {
   SweepShared<Gradient>& shared = sweep_shared<Gradient>();
   const Lane lane;
-  Gradient::Group& group = shared.group[lane.warpgroup % WARPGROUPS];
-  Gradient gradient{{block, lane, shared.team[lane.team & 1], factors,
+  Gradient::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
+  Gradient gradient{{block, lane, shared.consumer[lane.consumer & 1], factors,
                      (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.shared},
-                    PanelStrip(panel_map, panel, group.strips, lane)};
+                    GradientPanelStrip(panel_map, panel, group.strips, lane)};
   sweep(shared, q, k, block, (int)segments, gradient, lane);
 }

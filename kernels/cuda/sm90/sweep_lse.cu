@@ -1,24 +1,25 @@
-// Log-sum-exp fold as a sweep (sweep.cuh): what lse.cu computes, at the speed of the tensor cores.
+// Log-sum-exp fold as a sweep (sweep.cuh): what tiled/lse.cu computes, at the speed of the tensor cores.
 //
-// A panel's rows keep a running (height, sum 2^(c x - height)) in registers, c = scale log2 e, and
-// leave one pair a segment and team. A tile's columns are summed over the warpgroup's 64 rows, in
-// strips of 16 rows a warp, and merged into the pair that this block keeps for the column and the half
-// of its panels in memory: whatever the number of rows, there are two pairs a column and block. Which
-// tiles' pairs are there, lanes remember, a bit a tile, and leave for those who merge them.
+// A row keeps a running (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference
+// exponent r. It leaves one such pair a segment and consumer. A tile's columns are summed over the
+// warpgroup's 64 rows, in strips of 16 rows a warp. They are merged into a pair in memory that this
+// block keeps for the column and the strip of 64 rows: whatever the number of rows, there are two
+// pairs a column and block. Each lane keeps a bitmask of the tiles whose pairs the block has written,
+// for the kernel that merges them.
 //
-// One exponential a logit serves both directions, e_ij = 2^(c x_ij - height), and sums of rows and of
-// columns are just that: a height is one for all 16 rows of a strip. It need not be anybody's maximum.
-// As long as each sum is far from float32's ends nothing is lost but terms that are nothing beside it,
-// and c x - height is no less exact than c x. So a height is a multiple of 32, 0 at first, and is the
-// same for almost all strips and tiles: then what is summed so far is just added to.
+// One exponential a logit serves both directions: e_ij = 2^(c x_ij - r) is added to the row's sum and
+// to the column's, since all 16 rows of a strip share r. It need not be the maximum of anything. As
+// long as each sum is far from float32's ends, only terms are lost that are nothing beside it, and
+// c x - r is no less exact than c x. So r is a multiple of 32, 0 at first, and the same for almost all
+// strips and tiles. While it is the same, new terms are simply added.
 //
-// A row's sum that comes out large, or a row's or a column's that is so small that it may have lost
-// terms, says that the height was bad: then the tile is summed again with heights of the rows' own,
-// the highest of which is the strip's from there on. Columns that are too small even so are summed
-// once more with heights of their own. Fast almost always, right always.
+// A row's sum may come out large, or a row's or a column's sum so small that it may have lost terms.
+// Then r does not serve, and the tile is summed again with a reference exponent for each row. The
+// highest of them is the strip's from there on. Columns that are too small even so are summed once
+// more with reference exponents of their own. This is fast almost always, and right always.
 //
-// MAXIMA: heights of the rows' own in every tile, and they are the maxima, which are wanted too.
-#include "sweep_logits.cuh"
+// MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
+#include "sm90/sweep_logits.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
@@ -30,39 +31,39 @@
 
 // A row's sum in a tile may be this: sums over all strips and panels stay below 2^127. What a row or a
 // column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
-#define MOST 1.2089258196146292e24f
-#define ENOUGH 8.271806125530277e-25f
-#define APART 32  // heights, in powers of 2
+constexpr float MAX_TILE_SUM = 0x1p80f;
+constexpr float MIN_EXACT_SUM = 0x1p-80f;
+constexpr int REFERENCE_STEP = 32;  // between reference exponents
 #ifndef MARKS
-#define MARKS 1024  // tiles that the lanes of a warp can remember, 32 or less each
+#define MARKS 1024  // tiles in a warp's bitmask: up to 32 a lane
 #endif
 
 struct Lse {
   static constexpr bool SUMS = COLUMNS, PUBLISHES = false;
-  struct Team {
+  struct ConsumerShared {
     Columns columns;
   };
-  struct Group {
+  struct WarpgroupShared {
     float2 strips[COLUMNS ? 4 : 1][COLUMNS ? TILE_COLUMNS : 1];  // a strip's (max, sum) of columns
   };
 
   const Block& b;
   const Lane& lane;
-  Team& team;
-  Group& group;
+  ConsumerShared& consumer;
+  WarpgroupShared& group;
   double* positive;
   float2* row_pairs;  // [slots, row_stride]
   i64 row_stride;
   float2* column_pairs;  // of this warpgroup, from this thread's column of tile 0 on
   u32* marks;            // [blocks, 32]
   float c;
-  u32 met;  // bit i of lane l: tile 32 l + i has its column pairs; all, if there are too many
+  u32 met;  // bit i of lane l: tile 32 l + i has column pairs; all bits, if there are too many tiles
 
   Work work;
   Rows rows;
-  float row_max[2], row_sum[2];  // height and sum so far; sums are this thread's, of four a row
-  float height;                  // of the strip, base 2
-  bool steady;                   // it is the height of all rows' sums
+  float row_max[2], row_sum[2];  // reference exponent and sum so far; four threads share a row's sum
+  float reference;               // reference exponent of the strip
+  bool steady;                   // it is that of all rows' sums
   float2 column_pair;            // of this thread's column, of all panels so far
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
@@ -78,7 +79,7 @@ struct Lse {
   }
 
   __device__ __forceinline__ void publish(int t) {
-    team.columns.publish(b, t, lane);
+    consumer.columns.publish(b, t, lane);
     if (!COLUMNS) return;
     // While the last products run, in time for end_tile
     column_pair = make_float2(LOW, 0);
@@ -86,13 +87,13 @@ struct Lse {
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](int half, float value) {
       const double logit = b.scale.get() * LOG2_E * (double)value;
       positive[row(half)] = logit;
       // In a triangle the pair is met once, and its other row is this column
       if (b.triangle) positive[b.positives[row(half)] - b.first_column] = logit;
     });
-    if (MAXIMA || !sum_together(x)) sum_apart(x);
+    if (MAXIMA || !sum_with_shared_reference(x)) sum_with_own_references(x);
   }
 
   // Of this thread's column.
@@ -108,12 +109,12 @@ struct Lse {
     met |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
   }
 
-  // Sums under the strip's height; false, and nothing has changed, if it was no good.
-  __device__ __forceinline__ bool sum_together(const float (&x)[64]) {
-    const float shift[2] = {height, height};
+  // Sums against the strip's reference exponent. False, and nothing has changed, if it does not serve.
+  __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64]) {
+    const float shift[2] = {reference, reference};
     float sum[2];
-    bool good = sums<false>(x, shift, nullptr, height, sum);
-    if (__any_sync(ALL_LANES, !good || sum[0] > MOST || sum[1] > MOST)) return false;
+    bool good = sums<false>(x, shift, nullptr, reference, sum);
+    if (__any_sync(ALL_LANES, !good || sum[0] > MAX_TILE_SUM || sum[1] > MAX_TILE_SUM)) return false;
     if (steady) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) row_sum[h] += sum[h];
@@ -122,26 +123,26 @@ struct Lse {
     float max[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      max[h] = height;
+      max[h] = reference;
       add(max[h], sum[h], row_max[h], row_sum[h]);
-      if (max[h] == height && sum[h] < ENOUGH && row(h) < b.q.rows) good = false;
+      if (max[h] == reference && sum[h] < MIN_EXACT_SUM && row(h) < b.q.rows) good = false;
     }
     if (__any_sync(ALL_LANES, !good)) return false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_max[h] = max[h], row_sum[h] = sum[h];
-    steady = __all_sync(ALL_LANES, max[0] == height && max[1] == height);
+    steady = __all_sync(ALL_LANES, max[0] == reference && max[1] == reference);
     return true;
   }
 
-  // Sums under heights of the rows' own.
-  __device__ __forceinline__ void sum_apart(const float (&x)[64]) {
+  // Sums against a reference exponent of each row.
+  __device__ __forceinline__ void sum_with_own_references(const float (&x)[64]) {
     float own[2], shift[2], weight[2], sum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float high = largest(x, h);
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 2));
-      own[h] = MAXIMA ? c * high : height_for(high);
+      own[h] = MAXIMA ? c * high : reference_for(high);
       shift[h] = own[h] == LOW ? 0 : own[h];  // 2^(-inf - 0) adds nothing
     }
     float top = fmaxf(own[0], own[1]);
@@ -154,12 +155,12 @@ struct Lse {
 #pragma unroll
     for (int h = 0; h < 2; ++h) add(row_max[h], row_sum[h], own[h], sum[h]);
     steady = false;
-    if (fabsf(top) < (float)INFINITY_) height = top;
+    if (fabsf(top) < (float)INFINITY_) reference = top;
   }
 
   // For terms up to x: there is more room above than the largest needs.
-  __device__ __forceinline__ float height_for(float x) const {
-    return APART * (rintf(x * c / APART) - 1);
+  __device__ __forceinline__ float reference_for(float x) const {
+    return REFERENCE_STEP * (rintf(x * c / REFERENCE_STEP) - 1);
   }
 
   // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN.
@@ -181,22 +182,22 @@ struct Lse {
       }
       if (!COLUMNS) continue;
       float2 pair = make_float2(top, join_columns(eight, lane.lane, Plus()));
-      if (pair.y < ENOUGH) good = false;
-      if (OWN && __any_sync(ALL_LANES, pair.y < ENOUGH)) pair = own_heights(x, s);
+      if (pair.y < MIN_EXACT_SUM) good = false;
+      if (OWN && __any_sync(ALL_LANES, pair.y < MIN_EXACT_SUM)) pair = own_references(x, s);
       group.strips[lane.warp][32 * s + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2] = pair;
     }
     return good;
   }
 
-  // 32 columns with heights of their own.
-  __device__ __forceinline__ float2 own_heights(const float (&x)[64], int s) {
+  // 32 columns, each with a reference exponent of its own.
+  __device__ __forceinline__ float2 own_references(const float (&x)[64], int s) {
     float v[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 16 * s + k / 2 * 4 + k % 2;
       v[k] = fmaxf(x[i], x[i + 2]);
     }
-    const float own = height_for(join_columns(v, lane.lane, Larger()));
+    const float own = reference_for(join_columns(v, lane.lane, Larger()));
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 16 * s + k / 2 * 4 + k % 2;
@@ -213,7 +214,7 @@ struct Lse {
     return sum * half * half;
   }
 
-  // (height, sum) + (height, sum); nothing has height -inf.
+  // (r, sum) + (r, sum); an empty sum has r = -inf.
   __device__ __forceinline__ static void add(float& max, float& sum, float other_max,
                                              float other_sum) {
     if (max != other_max) {
@@ -249,7 +250,7 @@ struct Lse {
 
   __device__ __forceinline__ void end_panel(const Work& w) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {  // threads that share a row have one height
+    for (int h = 0; h < 2; ++h) {  // threads that share a row have one reference exponent
       float all = row_sum[h];
       all += __shfl_xor_sync(ALL_LANES, all, 1);
       all += __shfl_xor_sync(ALL_LANES, all, 2);
@@ -289,7 +290,7 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
           i64 row_stride, float2* column_pairs, i64 column_stride, u32* marks) {
   SweepShared<Lse>& shared = sweep_shared<Lse>();
   const Lane lane;
-  Lse lse{block, lane, shared.team[lane.team & 1],
+  Lse lse{block, lane, shared.consumer[lane.consumer & 1],
           shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs, row_stride,
           column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + lane.thread,
           marks,

@@ -1,7 +1,6 @@
-// Which logits of a sweep's tile count: what a thread knows of its rows and columns, positives, padding,
-// the diagonal, equal ids.
+// Which logits of a sweep's tile count. Positives, padding, the diagonal and equal ids do not.
 #pragma once
-#include "sweep.cuh"
+#include "sm90/sweep.cuh"
 
 // What a thread knows of its two rows, and a warpgroup of its columns.
 struct Rows {
@@ -42,7 +41,7 @@ struct Columns {  // of a tile, in shared memory
 #if FACTORS
   alignas(8) float factor[TILE_COLUMNS];
 #endif
-  // By one of the team's warpgroups.
+  // By one of the consumer's warpgroups.
   __device__ __forceinline__ void publish(const Block& b, i64 tile, const Lane& lane) {
     if (lane.half != 0) return;
     const i64 column = tile * TILE_COLUMNS + lane.thread;

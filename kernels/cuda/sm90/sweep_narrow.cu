@@ -1,19 +1,19 @@
-// Gradient fold of narrow rows as a sweep (sweep.cuh, NARROW): P = dL/dx never leaves the registers.
-// dQ (+)= P K, in the panels' unit, comes of it at once: with rows this short, writing P and reading it
-// twice would take longer than the products.
-#include "sweep_gradient.cuh"
+// Gradient fold of narrow rows as a sweep (sweep.cuh, NARROW). P = dL/dx never leaves the registers:
+// dQ += P K is accumulated at once, in the gradient panels' unit. With rows this short, writing P and
+// reading it twice would take longer than the products.
+#include "sm90/sweep_gradient.cuh"
 
-#define WIDTH (64 * SLABS)  // of rows, in elements
+constexpr int WIDTH = 64 * K_SLICES;  // of rows, in elements
 
 struct Narrow : OfLogits {
-  struct Group {};
+  struct WarpgroupShared {};
 
   float* out;  // [rows, stride]
   i64 stride;
   int columns;    // of the features
   bool add;       // to what is there
 
-  u32 p[SLICES][4];      // of this team's last tile, as products take it
+  u32 p[SLICES][4];      // of this consumer's last tile, as products take it
   float sum[WIDTH / 2];  // of its tiles so far
 
   __device__ __forceinline__ void begin_panel(const Work& w) {
@@ -23,7 +23,7 @@ struct Narrow : OfLogits {
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, team.columns, b, work.panel, t, lane, [](int, float) {});
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](int, float) {});
     if (one_exponential) round<true>(x);
     else round<false>(x);
   }
@@ -31,7 +31,7 @@ struct Narrow : OfLogits {
   __device__ __forceinline__ void round(float (&x)[64]) {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-      values<ONE>(x, s, of_slice(team.v, s), of_slice(team.height, ONE ? -1 : s));
+      values<ONE>(x, s, of_slice(consumer.v, s), of_slice(consumer.reference, ONE ? -1 : s));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #if IS_FLOAT16
@@ -44,30 +44,30 @@ struct Narrow : OfLogits {
 
   // Start sum += p times the tile's keys.
   __device__ __forceinline__ void gather(u32 keys) {
-    products_begin();
+    warpgroup_arrive();
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-      const u32 b = matrix_across(keys, SLAB_BYTES) + s * (16 * SLAB / 16);
+      const u32 b = transposed_descriptor(keys, K_SLICE_TILE_BYTES) + s * (16 * K_SLICE / 16);
 #if IS_FLOAT16
       wgmma_rows_fp16(sum, p[s], b);
 #else
       wgmma_rows_bf16(sum, p[s], b);
 #endif
     }
-    products_commit();
+    warpgroup_commit();
   }
 
   __device__ __forceinline__ void end_tile(int) {}
 
-  // Team 0 writes, then team 1 adds. Team 1 waits at PANEL_WRITTEN so that it reads what team 0 has
-  // written; team 0 arrives there without waiting. Both use the barrier once a panel, and they meet at
-  // NEW_PANEL before its next use, so no arrival can count for another panel. Warps converge first: a
-  // barrier of a warp counts all its threads at once, and in front of it lanes have gone separate ways.
+  // Consumer 0 writes, then consumer 1 adds. Consumer 1 waits at PANEL_WRITTEN until consumer 0 has
+  // written; consumer 0 arrives there without waiting. Each uses the barrier once a panel, and they
+  // meet at NEW_PANEL before its next use, so no arrival counts for another panel. Warps converge
+  // first: bar.sync and bar.arrive count all threads of a warp at once, and lanes diverge before them.
   __device__ __forceinline__ void end_panel(const Work& w) {
-    arrived(sum);
+    fence_accumulators(sum);
     __syncwarp();
-    if (lane.team == 1) sync_some(PANEL_WRITTEN, 128 * WARPGROUPS);
-    const bool there = add || lane.team == 1;
+    if (lane.consumer == 1) named_barrier_sync(PANEL_WRITTEN, 128 * WARPGROUPS);
+    const bool there = add || lane.consumer == 1;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.row_of(w.panel, h);
@@ -82,7 +82,7 @@ struct Narrow : OfLogits {
         }
     }
     __syncwarp();
-    if (lane.team == 0) arrive_some(PANEL_WRITTEN, 128 * WARPGROUPS);
+    if (lane.consumer == 0) named_barrier_arrive(PANEL_WRITTEN, 128 * WARPGROUPS);
   }
 };
 
@@ -90,10 +90,10 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 sweep_narrow(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
              const __grid_constant__ Block block, i64 segments,
              const __grid_constant__ Factors factors, float* out, i64 stride, i64 columns, i64 add) {
-  static_assert(STAGES % SLABS == 0, "slabs of a tile lie beside each other");
+  static_assert(STAGES % K_SLICES == 0, "K-slices of a tile lie beside each other");
   SweepShared<Narrow>& shared = sweep_shared<Narrow>();
   const Lane lane;
-  Narrow narrow{{block, lane, shared.team[lane.team & 1], factors,
+  Narrow narrow{{block, lane, shared.consumer[lane.consumer & 1], factors,
                  (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.shared},
                 out, stride, (int)columns, add != 0};
   sweep(shared, q, k, block, (int)segments, narrow, lane);

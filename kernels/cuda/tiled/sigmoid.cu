@@ -9,7 +9,7 @@
 // kernel in a fixed order. With PANEL, P is written for the matrix products that make dQ and dK of
 // it. Positives' logits are recorded: what follows from them is computed in float64 for each row, and
 // added in full precision when sums and products are complete.
-#include "tile.cuh"
+#include "tiled/tile.cuh"
 
 #ifndef PANEL
 #define PANEL 1
@@ -19,16 +19,16 @@ struct RowSums {
   Real2 of_row[WARPS_N][BLOCK_M];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias_of,
         const Real* row_factor, double* positive, Real2* row_sums, i64 row_stride,
-        const __grid_constant__ Panel panel) {
+        const __grid_constant__ GradientPanel panel) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   __shared__ Real a[BLOCK_M];
   const Tile tile = locate(block);
   const Position p;
-  for (int r = threadIdx.x; r < BLOCK_M; r += THREADS)
+  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS)
     a[r] = tile.row + r < block.q.rows ? row_factor[tile.row + r] : 0;
   const bool has_positives = prepare(shared, block, tile);  // ends with a barrier: a is there too
 
@@ -63,7 +63,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     if (p.t == 0) sums.of_row[p.warp_n][p.row(i)] = real2(loss, total);
   }
   __syncthreads();  // all strips' sums are there before they are added
-  for (int r = threadIdx.x; r < BLOCK_M; r += THREADS) {
+  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
     if (tile.row + r >= block.q.rows) break;
     Real2 pair = sums.of_row[0][r];
 #pragma unroll
@@ -73,5 +73,5 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
   }
   if (!PANEL) return;
   apply_factors(x, shared, block, p);
-  store_panel(x, panel, block, tile, p);
+  store_gradient_panel(x, panel, block, tile, p);
 }

@@ -1,35 +1,36 @@
 // Pairwise sigmoid as a sweep (sweep.cuh): what sigmoid.cu computes, at the speed of the tensor cores.
-#include "sweep_logits.cuh"
-#include "sweep_panel.cuh"
+#include "sm90/sweep_logits.cuh"
+#include "sm90/sweep_panel.cuh"
 
 #ifndef PANEL
 #define PANEL 1
 #endif
 
-// Most tiles have no logit near 0: with all of them, in base 2, below this, series take the place of
+// Most tiles have no logit near 0: with all of them, in base 2, below this, series take the pipe of
 // divisions, to e^5; below the other, in 16 bits, to e^2, which is good to 3e-7.
-#define CALM -5.0f
-#define CALMER -10.0f
-#define HAS_CALMER (PARTS == 1)
+constexpr float CALM = -5.0f;
+constexpr float CALMER = -10.0f;
+constexpr bool HAS_CALMER = PARTS == 1;
+
 enum { ANY, CALM_TILE, CALMER_TILE };
 
 struct SigmoidLoss {
   static constexpr bool SUMS = false, PUBLISHES = false;
-  struct Team {
+  struct ConsumerShared {
     Columns columns;
   };
-  struct Group {
-    PanelStrip::Shared strips;
+  struct WarpgroupShared {
+    GradientPanelStrip::Shared strips;
   };
 
   const Block& b;
   const Lane& lane;
-  Team& team;
+  ConsumerShared& consumer;
   const float* row_factor;
   double* positive;
   float2* row_sums;
   i64 row_stride;
-  PanelStrip out;
+  GradientPanelStrip out;
   double scale;
   float c, bias;  // in base 2
 
@@ -50,10 +51,10 @@ struct SigmoidLoss {
     }
   }
 
-  __device__ __forceinline__ void publish(int t) { team.columns.publish(b, t, lane); }
+  __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, team.columns, b, work.panel, t, lane, [&](int half, float value) {
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](int half, float value) {
       positive[lane.row_of(work.panel, half)] = scale * (double)value;
     });
 #pragma unroll
@@ -67,7 +68,7 @@ struct SigmoidLoss {
     else slices<ANY>(x, t);
   }
 
-  template <int TILE>
+  template <int RANGE>
   __device__ __forceinline__ void slices(float (&x)[64], int t) {
     const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
 #pragma unroll
@@ -76,11 +77,11 @@ struct SigmoidLoss {
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
         const float z = fmaf(c, x[i], bias);
-        if (TILE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
+        if (RANGE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
           const float e = exp2_(z), ea = e * a[h];
           of_tile[h].x = fmaf(fmaf(e, -0.5f, 1.0f), e, of_tile[h].x);
           x[i] = fmaf(-e, ea, ea);
-        } else if (TILE == CALM_TILE) {
+        } else if (RANGE == CALM_TILE) {
           const float e = exp2_(z);
           float log1p = fmaf(e, 0.2f, -0.25f), g = e - 1;
           log1p = fmaf(log1p, e, 1.0f / 3);
@@ -99,7 +100,7 @@ struct SigmoidLoss {
         }
         of_tile[h].y += x[i];
 #if FACTORS
-        x[i] *= rows.factor[h] * team.columns.factor[column_of(i, lane)];
+        x[i] *= rows.factor[h] * consumer.columns.factor[column_of(i, lane)];
 #endif
       }
       if (PANEL) out.store(x, s, row, t * TILE_COLUMNS, b, lane);
@@ -138,14 +139,14 @@ __cluster_dims__(BLOCKS, 1, 1)
 sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
               const __grid_constant__ Block block, i64 segments,
               const __grid_constant__ Scalar bias, const float* row_factor, double* positive,
-              float2* row_sums, i64 row_stride, const __grid_constant__ Panel panel,
+              float2* row_sums, i64 row_stride, const __grid_constant__ GradientPanel panel,
               const __grid_constant__ TensorMap panel_map) {
   SweepShared<SigmoidLoss>& shared = sweep_shared<SigmoidLoss>();
   const Lane lane;
   const double scale = block.scale.get();
-  SigmoidLoss::Group& group = shared.group[lane.warpgroup % WARPGROUPS];
-  SigmoidLoss loss{block, lane, shared.team[lane.team & 1], row_factor, positive, row_sums,
-                   row_stride, PanelStrip(panel_map, panel, group.strips, lane), scale,
+  SigmoidLoss::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
+  SigmoidLoss loss{block, lane, shared.consumer[lane.consumer & 1], row_factor, positive, row_sums,
+                   row_stride, GradientPanelStrip(panel_map, panel, group.strips, lane), scale,
                    (float)(scale * LOG2_E), (float)(bias.get() * LOG2_E)};
   sweep(shared, q, k, block, (int)segments, loss, lane);
 }

@@ -1,0 +1,184 @@
+// Loss and gradient of a small or medium batch in one cooperative launch.
+//
+// The logits are computed once, x_ij = q_i . k_j, and stay in the workspace (and the L2 cache). All
+// blocks go through the same phases, with a barrier over the grid between them:
+//
+//     0  norms; which rows have features that are not finite
+//     1  x, by tiles of 64 x 64 (one triangle of them where x is symmetric), and by parts of the
+//        features where tiles alone are too few
+//     2  per row and per column: log-sum-exp n of the negatives, gap n - p to the positive's logit
+//     3  per row: loss = softplus(gap), P = dL/dx, sum_j P_ij x_ij
+//     4  dQ = P K and dK = P' Q, by tiles of 64 rows x 64 features; sums over all rows, in a fixed
+//        order
+//
+// In a product, four groups of 64 threads share the steps' depth; a thread has 8 x 8 results of the
+// tile. Sixteen numbers from shared memory serve 64 multiply-adds: fewer, and reading would take
+// longer than computing.
+//
+// Formulas are those of lse.cu, gradient.cu and sigmoid.cu, in float32 (float64) throughout.
+#include "fused/logits.cuh"
+#include "fused/losses.cuh"
+
+// --- phase 4 -----------------------------------------------------------------------------------------------
+
+// 64 rows x 64 features of dQ (KEYS 0) or dK (KEYS 1).
+template <int KEYS>
+__device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) {
+  const Matrix& own = KEYS ? f.k : f.q;
+  const Matrix& other = KEYS ? f.q : f.k;
+  const Matrix& out = KEYS ? f.dk : f.dq;
+  const double* own_inverse = NORMALIZE ? (KEYS ? f.column_inverse : f.row_inverse) : nullptr;
+  const i64 rows = KEYS ? f.n : f.m, others = KEYS ? f.m : f.n;
+  const Real* panel = f.x + f.m * f.n;
+  const Place at = place();
+  Real g[8][8] = {};
+
+  // This thread's share of a step: P along its rows, features along theirs
+  constexpr int P_WIDTH = KEYS ? FUSED_TILE : CHUNK, P_STEP = FUSED_THREADS / P_WIDTH;
+  constexpr int Z_STEP = FUSED_THREADS / FUSED_TILE;
+  const int p_row = threadIdx.x / P_WIDTH, p_column = threadIdx.x % P_WIDTH;
+  const int z_row = threadIdx.x / FUSED_TILE, z_column = threadIdx.x % FUSED_TILE;
+  Real p[SHARE];
+  Element z[SHARE];
+  const auto fetch_step = [&](i64 o0) {
+    const i64 i = (KEYS ? o0 : row0) + p_row, j = (KEYS ? row0 : o0) + p_column;
+    fetch<P_STEP>(p, panel + i * f.n + j, f.n, j < f.n ? at_most_tile(f.m - i) : 0);
+    fetch<Z_STEP>(z, address(other, o0 + z_row, k0 + z_column), other.row_stride,
+                  k0 + z_column < f.d ? at_most_tile(others - o0 - z_row) : 0);
+  };
+  fetch_step(0);
+  int buffer = 0;
+  for (i64 o0 = 0; o0 < others; o0 += CHUNK, buffer ^= 1) {
+    Product& s = shared.products[buffer];
+    const double* inverse = nullptr;
+    if (NORMALIZE) inverse = (KEYS ? f.row_inverse : f.column_inverse) + o0 + z_row;
+#pragma unroll
+    for (int e = 0; e < SHARE; ++e) {
+      const int t = p_row + e * P_STEP;
+      if (KEYS) s.p[p_column][t] = p[e];
+      else s.p[t][p_column] = p[e];
+      s.z[z_row + e * Z_STEP][z_column] =
+          feature<Z_STEP>(z, e, at_most_tile(others - o0 - z_row), inverse);
+    }
+    __syncthreads();  // as in logits_tile
+    if (o0 + CHUNK < others) fetch_step(o0 + CHUNK);
+#pragma unroll
+    for (int o = 0; o < DEPTH; o += VECTOR_WIDTH) {
+      Vector ps[8];
+#pragma unroll
+      for (int h = 0; h < 8; ++h)
+        ps[h].bits = *(const uint4*)&s.p[at.r + 8 * h][at.group * DEPTH + o];
+#pragma unroll
+      for (int w = 0; w < VECTOR_WIDTH; ++w)
+#pragma unroll
+        for (int v = 0; v < 8; v += VECTOR_WIDTH) {
+          Vector zs;
+          zs.bits = *(const uint4*)&s.z[at.group * DEPTH + o + w][column_of<true>(at.c, v)];
+#pragma unroll
+          for (int e = 0; e < VECTOR_WIDTH; ++e)
+#pragma unroll
+            for (int h = 0; h < 8; ++h) g[h][v + e] += ps[h].z[w] * zs.z[e];
+        }
+    }
+  }
+  add_groups<true>(g, at, shared.sums);
+  for (int t = threadIdx.x; t < FUSED_TILE * FUSED_TILE; t += FUSED_THREADS) {
+    const i64 row = row0 + t / FUSED_TILE, k = k0 + t % FUSED_TILE;
+    if (row >= rows || k >= f.d) continue;
+    double value = total(shared.sums, t / FUSED_TILE, t % FUSED_TILE);
+    if (own_inverse) {  // dz = (dU - u <dU, u>) / |z|
+      const double dot = KEYS ? f.column_dot[row] : f.row_dot[row];
+      const double u = (double)number(*address(own, row, k)) * own_inverse[row];
+      value = (value - u * dot) * own_inverse[row];
+    }
+    out.set(row, k, value);
+  }
+  __syncthreads();  // shared memory is free for the next tile
+}
+
+// Sum of v[0 .. n), by one warp.
+template <class T>
+__device__ double sum_of(const T* v, i64 n) {
+  double sum = 0;
+  for (i64 i = threadIdx.x % 32; i < n; i += 32) sum += v[i];
+  return warp_sum(sum);
+}
+
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS)
+fused(const __grid_constant__ Fused f) {
+  __shared__ Shared shared;
+  __shared__ double memory[FUSED_WARPS];
+  u32 target = 0;
+  const auto inspect_all = [&] {
+    inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad, memory);
+    if (!SYMMETRIC) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
+  };
+  if (NORMALIZE) {
+    inspect_all();
+    grid_barrier(f.barrier, target);
+  }
+
+  const i64 down = (f.m + FUSED_TILE - 1) / FUSED_TILE;
+  const i64 across = (f.n + FUSED_TILE - 1) / FUSED_TILE;
+  const i64 tiles = SYMMETRIC ? across * (across + 1) / 2 : down * across;
+  for (i64 t = blockIdx.x; t < tiles * f.parts; t += gridDim.x) {
+    i64 row, column;
+    tile_of(f, t % tiles, across, row, column);
+    logits_tile(f, row * FUSED_TILE, column * FUSED_TILE, t / tiles, shared);
+  }
+  if (!NORMALIZE) inspect_all();  // by now the features are in the cache
+  grid_barrier(f.barrier, target);
+
+  const double scale = f.scale.get(), bias = f.bias.get();
+  const Slope s = {(Real)(scale * LOG2_E), (Real)scale, (Real)bias};
+  if (f.parts > 1) {
+    add_parts(f, memory);
+    if (TWO_SIDED) grid_barrier(f.barrier, target);
+  }
+  const Team team(f.m, memory);
+  if (SIGMOID) {
+    for (i64 i = team.row; i < f.m; i += team.step)
+      if (team.lane == 0) f.row_factor[i] = (Real)(upstream_of(f, i) * scale);
+  } else {
+    row_log_sum_exp(f, scale, memory);
+    if (TWO_SIDED) column_log_sum_exp(f, scale);
+  }
+  // Where other rows' log-sum-exps count, those have to be there; a row's own team knows its own
+  if (SYMMETRIC || TWO_SIDED) grid_barrier(f.barrier, target);
+  else team.sync();
+
+  rows_of_losses(f, s, scale, bias, memory);
+  grid_barrier(f.barrier, target);
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
+    const double loss = sum_of(f.losses, f.m);
+    if (threadIdx.x == 0) *f.loss = (Real)(f.row_share * loss);
+  }
+  if (f.gradient) {
+    if (NORMALIZE && f.dk.data) {
+      column_dots(f, memory);
+      grid_barrier(f.barrier, target);
+    }
+    const i64 wide = (f.d + FUSED_TILE - 1) / FUSED_TILE;
+    const i64 of_queries = f.dq.data ? down * wide : 0;
+    const i64 of_keys = !SYMMETRIC && f.dk.data ? across * wide : 0;
+    for (i64 t = blockIdx.x; t < of_queries + of_keys; t += gridDim.x) {
+      if (SYMMETRIC || t < of_queries)
+        gradient_tile<0>(f, t / wide * FUSED_TILE, t % wide * FUSED_TILE, shared);
+      else
+        gradient_tile<1>(f, (t - of_queries) / wide * FUSED_TILE,
+                         (t - of_queries) % wide * FUSED_TILE, shared);
+    }
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
+      const double dots = sum_of(f.row_dot, f.m), sums = sum_of(f.row_sum, f.m);
+      if (threadIdx.x == 0) {
+        *f.scale_grad = (Real)(dots / ((SYMMETRIC ? 2 : 1) * scale));
+        *f.bias_grad = (Real)(sums / scale);
+      }
+    }
+  }
+  // The last block to leave puts the barrier back for the next launch on this stream
+  if (threadIdx.x == 0 && atomicAdd(f.barrier + 1, 1) == gridDim.x - 1) {
+    f.barrier[0] = 0;
+    f.barrier[1] = 0;
+  }
+}

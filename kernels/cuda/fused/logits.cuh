@@ -1,0 +1,114 @@
+// Phases 0 and 1 of fused.cu: norms, and the logits by tiles.
+#pragma once
+#include "fused/fused_product.cuh"
+
+// --- phase 0 -----------------------------------------------------------------------------------------------
+
+__device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, double* bad,
+                        double* memory) {
+  const Team team(rows, memory);
+  for (i64 row = team.row; row < rows; row += team.step) {
+    double squares = 0, nothing = 0;
+#pragma unroll 8
+    for (i64 k = team.lane; k < d; k += team.lanes) {
+      const double x = number(*address(z, row, k));
+      squares += x * x;
+      nothing += x * 0.0;
+    }
+    squares = team.sum(squares);
+    nothing = team.sum(nothing);
+    if (team.lane == 0) {
+      inverse[row] = squares == 0 ? 0 : 1 / sqrt(squares);
+      bad[row] = nothing;
+    }
+  }
+}
+
+// --- phase 1 -----------------------------------------------------------------------------------------------
+
+__device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d,
+                            Shared& shared) {
+  const i64 each = (f.d + f.parts * CHUNK - 1) / (f.parts * CHUNK) * CHUNK;
+  const i64 begin = part_of_d * each, end = begin + each < f.d ? begin + each : f.d;
+  Real* out = f.x + part_of_d * f.m * f.n;
+  constexpr int STEP = FUSED_THREADS / CHUNK;
+  const int row = threadIdx.x / CHUNK, column = threadIdx.x % CHUNK;
+  const int qs = at_most_tile(f.m - row0 - row);  // rows from this thread's first on
+  const int ks = at_most_tile(f.n - column0 - row);
+  const double* qi = NORMALIZE ? f.row_inverse + row0 + row : nullptr;
+  const double* ki = NORMALIZE ? f.column_inverse + column0 + row : nullptr;
+  const Place at = place();
+  Element q[SHARE], k[SHARE];
+  const auto fetch_step = [&](i64 k0) {
+    const bool inside = k0 + column < end;
+    fetch<STEP>(q, address(f.q, row0 + row, k0 + column), f.q.row_stride, inside ? qs : 0);
+    fetch<STEP>(k, address(f.k, column0 + row, k0 + column), f.k.row_stride, inside ? ks : 0);
+  };
+  fetch_step(begin);
+  Real x[8][8] = {};
+  int buffer = 0;
+  for (i64 k0 = begin; k0 < end; k0 += CHUNK, buffer ^= 1) {
+    Chunks& s = shared.chunks[buffer];
+#pragma unroll
+    for (int e = 0; e < SHARE; ++e) {
+      s.q[row + e * STEP][column] = feature<STEP>(q, e, qs, qi);
+      s.k[row + e * STEP][column] = feature<STEP>(k, e, ks, ki);
+    }
+    // The chunk is complete; and whoever comes here has done with the other buffer, refilled next
+    __syncthreads();
+    if (k0 + CHUNK < end) fetch_step(k0 + CHUNK);
+#pragma unroll
+    for (int w = 0; w < DEPTH; w += VECTOR_WIDTH) {
+      Vector a[8];
+#pragma unroll
+      for (int h = 0; h < 8; ++h)
+        a[h].bits = *(const uint4*)&s.q[at.r + 8 * h][at.group * DEPTH + w];
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        Vector b;
+        b.bits = *(const uint4*)&s.k[column_of<false>(at.c, v)][at.group * DEPTH + w];
+#pragma unroll
+        for (int e = 0; e < VECTOR_WIDTH; ++e)
+#pragma unroll
+          for (int h = 0; h < 8; ++h) x[h][v] += a[h].z[e] * b.z[e];
+      }
+    }
+  }
+  add_groups<false>(x, at, shared.sums);
+  for (int t = threadIdx.x; t < FUSED_TILE * FUSED_TILE; t += FUSED_THREADS) {
+    const i64 i = row0 + t / FUSED_TILE, j = column0 + t % FUSED_TILE;
+    if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t / FUSED_TILE, t % FUSED_TILE);
+  }
+  if (SYMMETRIC && row0 != column0)  // the same tile on the other side of the diagonal
+    for (int t = threadIdx.x; t < FUSED_TILE * FUSED_TILE; t += FUSED_THREADS) {
+      const i64 i = column0 + t / FUSED_TILE, j = row0 + t % FUSED_TILE;
+      if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t % FUSED_TILE, t / FUSED_TILE);
+    }
+  __syncthreads();  // shared memory is free for the next tile
+}
+
+// Tile t of the logits: row by row; where x is symmetric, those on the diagonal and beyond.
+__device__ __forceinline__ void tile_of(const Fused& f, i64 t, i64 across, i64& row, i64& column) {
+  row = SYMMETRIC ? 0 : t / across;
+  column = SYMMETRIC ? t : t % across;
+  if (SYMMETRIC)
+    for (; column >= across; column += ++row) column -= across;
+}
+
+// Parts of logits to their sum. A team takes the rows that it will read again in phase 2, so that
+// no barrier is needed for rows.
+__device__ void add_parts(const Fused& f, double* memory) {
+  const i64 size = f.m * f.n;
+  const Team team(f.m, memory);
+  for (i64 i = team.row; i < f.m; i += team.step)
+    for (i64 j = team.lane; j < f.n; j += team.lanes) {
+      Real* x = f.x + i * f.n + j;
+      Real part[MAX_FEATURE_PARTS];  // all on their way at once
+#pragma unroll
+      for (int p = 0; p < MAX_FEATURE_PARTS; ++p) part[p] = p < f.parts ? x[p * size] : 0;
+#pragma unroll
+      for (int p = 1; p < MAX_FEATURE_PARTS; ++p) part[0] += part[p];
+      *x = part[0];
+    }
+  team.sync();  // one thread reads the positive's logit, which another has summed
+}

@@ -1,0 +1,171 @@
+// Phases 2 and 3 of fused.cu: log-sum-exps, then losses and dL/dx, a row at a time.
+#pragma once
+#include "fused/fused.cuh"
+
+// --- phase 2 -----------------------------------------------------------------------------------------------
+
+// What follows from the log-sum-exp of a row's negatives (max, sum) and its positive's product.
+__device__ __noinline__ void conclude(double c, double max, double sum, double positive,
+                                         double weight, double* gap, Real* lse, Real* reference,
+                                         Real* factor) {
+  const double n = sum > 0 || sum != sum ? c * max + log2(sum) : -INFINITY_, p = c * positive;
+  *gap = n - p;
+  const double both = p + softplus2(n - p);
+  *lse = (Real)(LN_2 * both);
+  const double exact = both / c;
+  const Real h = isfinite(exact) ? (Real)exact : 0;
+  *reference = h;
+  *factor = (Real)(weight * exp2(c * (double)h - both));
+}
+
+__device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
+  const double c2 = scale * LOG2_E;
+  const Real c = (Real)c2;
+  const Team team(f.m, memory);
+  for (i64 i = team.row; i < f.m; i += team.step) {
+    const Real* x = f.x + i * f.n;
+    const i64 y = positive_of(f, i);
+    Real top = LOW;
+#pragma unroll 4
+    for (i64 j = team.lane; j < f.n; j += team.lanes)
+      if (j != y && !excluded(f, i, j)) top = max_(top, x[j]);
+    top = (Real)team.max(top);
+    const Real shift = top == LOW ? 0 : top;
+    double sum = 0;
+#pragma unroll 4
+    for (i64 j = team.lane; j < f.n; j += team.lanes)
+      if (j != y && !excluded(f, i, j)) sum += exp2_(c * (x[j] - shift));
+    sum = team.sum(sum);
+    if (team.lane == 0)
+      conclude(c2, top, sum, x[y], upstream_of(f, i) * f.row_weight * scale, f.row_gap + i,
+               f.row_lse + i, f.row_reference + i, f.row_factor + i);
+  }
+}
+
+// A block takes 32 columns at a time; its warps take rows in turn.
+__device__ void column_log_sum_exp(const Fused& f, double scale) {
+  __shared__ Real tops[FUSED_WARPS][32];
+  __shared__ double sums[FUSED_WARPS][32];
+  const double c2 = scale * LOG2_E;
+  const Real c = (Real)c2;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (i64 j0 = blockIdx.x * 32; j0 < f.n; j0 += gridDim.x * 32) {
+    const i64 j = j0 + lane;
+    Real top = LOW;
+    if (j < f.n)
+#pragma unroll 4
+      for (i64 i = warp; i < f.m; i += FUSED_WARPS)
+        if (j != positive_of(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
+    tops[warp][lane] = top;
+    __syncthreads();  // all warps' maxima are there
+#pragma unroll
+    for (int w = 0; w < FUSED_WARPS; ++w) top = max_(top, tops[w][lane]);
+    const Real shift = top == LOW ? 0 : top;
+    double sum = 0;
+    if (j < f.n)
+#pragma unroll 4
+      for (i64 i = warp; i < f.m; i += FUSED_WARPS)
+        if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
+    sums[warp][lane] = sum;
+    __syncthreads();  // all warps' sums are there, and nobody reads maxima any more
+    if (warp == 0 && j < f.n) {
+      sum = 0;
+#pragma unroll
+      for (int w = 0; w < FUSED_WARPS; ++w) sum += sums[w][lane];
+      conclude(c2, top, sum, f.x[j * f.n + j], upstream_of(f, j) * f.column_weight * scale,
+               f.column_gap + j, f.column_lse + j, f.column_reference + j, f.column_factor + j);
+    }
+    __syncthreads();  // sums have been read before the next columns overwrite them
+  }
+}
+
+// --- dL/dx --------------------------------------------------------------------------------------------------
+
+struct Slope {
+  Real c, scale, bias;
+};
+
+// dL/dx_ij of a negative, with `scale` folded in.
+__device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64 j, Real x) {
+  if (SIGMOID) {
+    const Real z = s.scale * x + s.bias, e = exp2_(-fabs(z) * (Real)LOG2_E);
+    Real share, log1p;
+    sigmoid_parts(e, share, log1p);
+    return (z < 0 ? e * share : share) * f.row_factor[i];
+  }
+  Real p = f.row_factor[i] * exp2_(s.c * (x - f.row_reference[i]));
+  if (SYMMETRIC || TWO_SIDED) p += f.column_factor[j] * exp2_(s.c * (x - f.column_reference[j]));
+  return p;
+}
+
+// --- phase 3 -----------------------------------------------------------------------------------------------
+
+__device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,
+                               double* memory) {
+  const Team team(f.m, memory);
+  for (i64 i = team.row; i < f.m; i += team.step) {
+    const Real* x = f.x + i * f.n;
+    const i64 y = positive_of(f, i);
+    double bad = 0;
+    for (i64 j = team.lane; j < f.n; j += team.lanes) bad += f.column_bad[j];
+    bad = team.sum(bad) + f.row_bad[i];
+
+    double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
+    if (SIGMOID) {
+      const double z = scale * (double)x[y] + bias, e = exp(-fabs(z));
+      here = -upstream_of(f, i) * scale * (z >= 0 ? e : 1.0) / (1.0 + e);
+      for (i64 j = team.lane; j < f.n; j += team.lanes) {
+        if (j == y || excluded(f, i, j)) continue;
+        const Real t = s.scale * x[j] + s.bias;
+        Real share, log1p;
+        sigmoid_parts(exp2_(-fabs(t) * (Real)LOG2_E), share, log1p);
+        loss += max_(t, 0) + log1p;
+      }
+      loss = team.sum(loss) + fmax(-z, 0.0) + log1p(e);
+    } else {
+      const double gap = f.row_gap[i];
+      loss = f.row_weight * LN_2 * softplus2(gap);
+      here = -upstream_of(f, i) * f.row_weight * scale * sigmoid2(gap);
+      if (TWO_SIDED) {
+        const double other = f.column_gap[i];
+        loss += f.column_weight * LN_2 * softplus2(other);
+        here -= upstream_of(f, i) * f.column_weight * scale * sigmoid2(other);
+      }
+      if (SYMMETRIC) {  // the pair counts for both its rows
+        const double other = f.row_gap[y];
+        here -= upstream_of(f, y) * f.row_weight * scale * sigmoid2(other);
+      }
+    }
+    if (team.lane == 0) f.losses[i] = (Real)(loss + bad);
+    if (!f.gradient) continue;
+    Real* out = f.x + (f.m + i) * f.n;
+    for (i64 j = team.lane; j < f.n; j += team.lanes) {
+      const Real p = j == y ? (Real)here : excluded(f, i, j) ? 0 : slope(f, s, i, j, x[j]);
+      out[j] = p;
+      if (j == y || p == 0) continue;
+      dot += (double)p * (double)x[j];
+      total += p;
+    }
+    dot = team.sum(dot) + here * (double)x[y];
+    total = team.sum(total) + here;
+    if (team.lane == 0) {
+      f.row_dot[i] = dot;
+      f.row_sum[i] = total;
+    }
+  }
+}
+
+// sum_i P_ij x_ij for the columns' normalisation.
+__device__ void column_dots(const Fused& f, double* memory) {
+  const Team team(f.n, memory);
+  for (i64 j = team.row; j < f.n; j += team.step) {
+    double dot = 0;
+#pragma unroll 4
+    for (i64 i = team.lane; i < f.m; i += team.lanes) {
+      const Real p = f.x[(f.m + i) * f.n + j];
+      if (p != 0) dot += (double)p * (double)f.x[i * f.n + j];
+    }
+    dot = team.sum(dot);
+    if (team.lane == 0) f.column_dot[j] = dot;
+  }
+}

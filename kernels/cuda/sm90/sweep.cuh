@@ -1,0 +1,325 @@
+// A sweep over a block of logits on Hopper: the main loop of sweep_lse.cu, sweep_gradient.cu,
+// sweep_online.cu, sweep_sigmoid.cu and sweep_narrow.cu.
+//
+//              key tiles, 128 rows of K each, streamed one K-slice (64 elements of D) at a time
+//             +----+----+----+----+----+----+- - -
+//   128 rows  |  0 |  1 |  2 |  3 |  4 |  5 |          a query panel: its rows of Q stay in shared
+//    of Q     +----+----+----+----+----+----+- - -     memory while all key tiles pass by
+//
+//   consumer 0      products of tile 0 | epilogue of tile 0 | products of tile 2 | epilogue of tile 2
+//   consumer 1                         | products of tile 1 | epilogue of tile 1 | products of tile 3
+//   producer warp   loads K-slices by TMA into a ring of STAGES, as stages become empty
+//
+// What this adds to the tiles of tiled/product.cuh: wgmma in place of mma.sync, TMA in place of
+// cp.async, a warp of its own for loading, and epilogues that run while the other consumer multiplies.
+//
+// The grid is persistent: one block of threads a multiprocessor, which takes one query panel after
+// another. A consumer is two warpgroups, each with 64 of the panel's rows. The two consumers
+// ping-pong: while one has the tensor cores, the other has the epilogue of its last tile. Exponentials
+// cost no time of their own as long as an epilogue is shorter than the products of a tile.
+//
+// WIDE: 128 rows do not fit in shared memory. A cluster of two blocks shares a query panel, each with
+// 64 of its rows. Every K-slice of keys is fetched once for both: each block multicasts half of it. A
+// consumer is one warpgroup.
+//
+// BF16X3: a row holds its features' high parts, then their low parts. A K-slice of the keys' low parts
+// meets the rows' high parts. A K-slice of the keys' high parts meets both. Low times low would be lost
+// in rounding.
+//
+// STREAMED (FP16X3): sums are taken in two levels, because tensor cores truncate when they add. The
+// first level is half a K-slice, with the products of small parts first; the second level adds
+// K-slices. Rows of Q do not stay: a stage holds a K-slice of rows and one of keys. A consumer is one
+// warpgroup, and consumers do not ping-pong. Each has its 64 rows of every tile; as they drift apart,
+// one has its epilogue, or adds, while the other multiplies.
+//
+// NARROW (rows of up to 256 bytes): dL/dx of a tile is multiplied with the tile's keys at once, and
+// dQ is accumulated in registers (sweep_narrow.cu). A query panel is 64 rows, and a consumer one
+// warpgroup. In its turn a consumer issues two products: dL/dx of its last tile times those keys, and
+// the logits of its next tile. A tile's keys stay in their stages until both are done.
+//
+// The epilogue says what becomes of logits:
+//     begin_panel(work)     a new query panel
+//     publish(tile)         writes what the consumer needs of the tile's columns to shared memory
+//     tile(x, tile)         the logits are complete, and what was published can be read
+//     end_tile(tile)        after a barrier of the warpgroup, if the epilogue SUMS columns
+//     end_panel(work)
+//     end()                 if the epilogue SUMS columns
+#pragma once
+#include "sm90/sweep_layout.cuh"
+
+// --- the producer warp ---------------------------------------------------------------------------------
+
+template <class Epilogue>
+__device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMap& q,
+                                        const TensorMap& k, const Block& b, int segments,
+                                        const int* wanted) {
+  const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
+  const u32 rank = WIDE ? cluster_rank() : 0;
+  PipelineState pipe;
+  u32 panels = 0;
+  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
+    const Work w = get_work(b, segments, item, wanted);
+    if (wanted && !wanted[w.panel]) continue;
+    const int row = w.panel * PANEL_ROWS + rank * OWN_ROWS;
+#if !STREAMED
+    barrier_wait(s.panel_empty, (panels & 1) ^ 1);
+    barrier_expect(s.panel_full, sizeof s.q);
+    for (int i = 0; i < K_SLICES; ++i)
+      tma_load(s.q[i], q, s.panel_full, i * K_SLICE_ELEMENTS, row);
+#endif
+    for (int t = w.first; t < w.last; ++t) {
+      const int column = (t < tiles ? t : t - tiles) * TILE_COLUMNS;
+      for (int i = 0; i < K_SLICES; ++i, pipe.next()) {
+        u64& full = s.full[pipe.stage];
+        char* stage = s.k[pipe.stage];
+        barrier_wait(s.empty[pipe.stage], pipe.phase ^ 1);
+        barrier_expect(full, STAGE_BYTES);
+        const int feature = k_slice_number(i) * K_SLICE_ELEMENTS;
+#if STREAMED
+        tma_load(stage, q, full, feature, row);
+        tma_load(stage + K_SLICE_TILE_BYTES, k, full, feature, column);
+#elif WIDE
+        const int half = TILE_COLUMNS / 2;
+        tma_load_multicast(stage + rank * half * K_SLICE, k, full, feature, column + rank * half, 3);
+#else
+        tma_load(stage, k, full, feature, column);
+#endif
+      }
+    }
+    ++panels;
+  }
+}
+
+// --- a consumer warpgroup -----------------------------------------------------------------------------------------
+
+// This warp has read the stage: the producers of all blocks that filled it are told.
+template <class Epilogue>
+__device__ __forceinline__ void release_stage(SweepShared<Epilogue>& s, u32 stage,
+                                              const Lane& lane) {
+#if WIDE
+  if (lane.lane < BLOCKS) barrier_arrive_at(s.empty[stage], lane.lane);
+#else
+  if (lane.lane == 0) barrier_arrive(s.empty[stage]);
+#endif
+}
+
+// The same for all stages of a tile, which lie beside each other.
+template <class Epilogue>
+__device__ __forceinline__ void release_stages_of_tile(SweepShared<Epilogue>& s, u32 first,
+                                                       const Lane& lane) {
+#pragma unroll
+  for (int i = 0; i < K_SLICES; ++i) release_stage(s, first + i, lane);
+}
+
+constexpr int K_SLICE_STEPS = K_SLICE / 32;  // a wgmma takes 32 bytes of each row
+
+// x += products of a K-slice of 64 rows with a K-slice of a key tile, steps FIRST .. END of it. The
+// `first` K-slice of a tile overwrites x.
+template <int FIRST = 0, int END = K_SLICE_STEPS>
+__device__ __forceinline__ void multiply_k_slice(float (&x)[64], u32 a, u32 b, bool first) {
+#pragma unroll
+  for (int step = FIRST; step < END; ++step) {
+    const int add = !first || step > FIRST;
+#if IS_FLOAT16
+    wgmma_fp16(x, a + 2 * step, b + 2 * step, add);
+#else
+    wgmma_bf16(x, a + 2 * step, b + 2 * step, add);
+#endif
+  }
+}
+
+// x = products of the 64 rows at `rows` in shared memory with a key tile. The last K-slice's products
+// are still in flight on return. Each stage is waited for, and released when its products are done.
+template <class Epilogue>
+__device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilogue>& s, u32 rows,
+                                               PipelineState& pipe, const Lane& lane) {
+  u32 before = 0;
+#pragma unroll
+  for (int i = 0; i < K_SLICES; ++i) {
+    barrier_wait(s.full[pipe.stage], pipe.phase);
+    const int slice_distance = OWN_ROWS * K_SLICE / 16;  // between K-slices of the rows
+    const u32 a = rows + i % (K_SLICES / PARTS) * slice_distance;
+    const u32 b = shared_descriptor(shared_address(s.k[pipe.stage]));
+    warpgroup_arrive();
+    if (i >= K_SLICES / PARTS) multiply_k_slice(x, a + K_SLICES / PARTS * slice_distance, b, false);
+    multiply_k_slice(x, a, b, i == 0);
+    warpgroup_commit();
+    if (i > 0 && !NARROW) {
+      warpgroup_wait<1>();  // the products of the K-slice before are done
+      release_stage(s, before, lane);
+    }
+    before = pipe.stage;
+    pipe.next();
+  }
+}
+
+#if STREAMED
+// x = products of this warpgroup's 64 rows with a tile's.
+template <class Epilogue>
+__device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Epilogue>& s,
+                                                  PipelineState& pipe, const Lane& lane) {
+  static_assert(STAGES % PARTS == 0, "parts of the same features lie beside each other");
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i] = 0;
+#pragma unroll 1
+  for (int slice = 0; slice < K_SLICES / PARTS; ++slice) {
+    const u32 first = pipe.stage;
+    const u32 keys = shared_descriptor(shared_address(s.k[first]) + K_SLICE_TILE_BYTES);
+    const u32 rows = shared_descriptor(shared_address(s.k[first]) + lane.strip() * 64 * K_SLICE);
+    const int part = STAGE_BYTES / 16;  // from the small one to the large one
+    for (int p = 0; p < PARTS; ++p, pipe.next()) barrier_wait(s.full[pipe.stage], pipe.phase);
+    // The relative truncation bias grows with the length of a sum, and with how much its terms have
+    // one sign: products of large parts are summed half a K-slice at a time
+    float y[64], z[64];
+    warpgroup_arrive();
+    multiply_k_slice(y, rows, keys + part, true);
+    multiply_k_slice(y, rows + part, keys, false);
+    warpgroup_commit();
+    multiply_k_slice<0, K_SLICE_STEPS / 2>(y, rows + part, keys + part, false);
+    multiply_k_slice<K_SLICE_STEPS / 2>(z, rows + part, keys + part, true);
+    warpgroup_commit();
+    warpgroup_wait<1>();
+    release_stage(s, first, lane);
+    warpgroup_wait<0>();
+    release_stage(s, first + 1, lane);
+    fence_accumulators(y);
+    fence_accumulators(z);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] += y[i] + z[i];
+  }
+}
+
+template <class Epilogue>
+__device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b, int segments,
+                                        Epilogue& epilogue, const Lane& lane, const int* wanted) {
+  const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
+  PipelineState pipe;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Work w = get_work(b, segments, item, wanted);
+    if (wanted && !wanted[w.panel]) continue;
+    epilogue.begin_panel(w);
+    for (int t = w.first; t < w.last; ++t) {
+      const int tile = t < tiles ? t : t - tiles;
+      float x[64];
+      streamed_products(x, s, pipe, lane);
+      lane.sync_warpgroup();  // nobody reads the last tile's columns
+      epilogue.publish(tile);
+      lane.sync_warpgroup();
+      epilogue.tile(x, tile);
+      if (Epilogue::SUMS) lane.sync_warpgroup();
+      epilogue.end_tile(tile);
+    }
+    epilogue.end_panel(w);
+  }
+}
+#else
+template <class Epilogue>
+__device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b, int segments,
+                                        Epilogue& epilogue, const Lane& lane, const int* wanted) {
+  const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
+  const u32 rows = shared_descriptor(shared_address(s.q) + lane.half * 64 * K_SLICE);
+  PipelineState pipe;
+  u32 panels = 0;
+  // The two warpgroups of a consumer are in step if they share published columns, or if the ring is too
+  // short for one to run ahead of the other. Else each half of the panel has a ping-pong of its own:
+  // one half's products fill the time in which both consumers of the other half have epilogues.
+  constexpr bool IN_STEP = Epilogue::PUBLISHES || IDS || FACTORS || 2 * K_SLICES >= STAGES;
+  const int ping_pong = PING_PONG + (IN_STEP ? 0 : 2 * lane.half);
+  const int sharers = 2 * 128 * (IN_STEP ? HALVES : 1);
+  bool mine = lane.consumer == 0;  // a consumer takes every other tile, over all panels
+  int held = -1;                   // first stage of this consumer's last tile, while its keys are needed
+  if (!mine) named_barrier_arrive(ping_pong, sharers);  // consumer 0 begins
+  for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
+    const Work w = get_work(b, segments, item, wanted);
+    if (wanted && !wanted[w.panel]) continue;
+    if (panels > 0) named_barrier_sync(NEW_PANEL, 128 * WARPGROUPS);  // why: see NEW_PANEL
+    epilogue.begin_panel(w);
+    barrier_wait(s.panel_full, panels & 1);
+    for (int t = w.first; t < w.last; ++t, mine = !mine) {
+      // The producer may load new rows after each consumer's last products of the panel
+      const bool last = t + 2 >= w.last;
+      if (!mine) {
+        pipe.skip_tile();
+        if (last && t == w.first && t + 1 == w.last && lane.lane == 0)
+          barrier_arrive(s.panel_empty);
+        continue;
+      }
+      const int tile = t < tiles ? t : t - tiles;
+      float x[64];
+      named_barrier_sync(ping_pong + lane.consumer, sharers);
+      const int first = pipe.stage;
+#if NARROW
+      if (held >= 0) epilogue.gather(shared_address(s.k[held]));
+#endif
+      issue_products(x, s, rows, pipe, lane);
+      // The other consumer may issue its products: they run after these
+      named_barrier_arrive(ping_pong + (lane.consumer ^ 1), sharers);
+      // All of this consumer met at its ping-pong barrier, so nobody reads the last tile's columns
+      epilogue.publish(tile);
+      warpgroup_wait<0>();
+      if (!NARROW) release_stage(s, pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1, lane);
+      else if (held >= 0) release_stages_of_tile(s, held, lane);
+      held = first;
+      if (last && lane.lane == 0) barrier_arrive(s.panel_empty);
+      fence_accumulators(x);
+      if (Epilogue::PUBLISHES || IDS || FACTORS) lane.sync_consumer();  // all columns are published
+      epilogue.tile(x, tile);
+      if (Epilogue::SUMS) lane.sync_warpgroup();  // sums of all warps are there
+      epilogue.end_tile(tile);
+    }
+#if NARROW
+    if (held >= 0) {
+      epilogue.gather(shared_address(s.k[held]));
+      warpgroup_wait<0>();
+      release_stages_of_tile(s, held, lane);
+      held = -1;
+    }
+#endif
+    epilogue.end_panel(w);
+    ++panels;
+  }
+}
+#endif
+
+template <class Epilogue>
+__device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
+  static_assert(sizeof(SweepShared<Epilogue>) <= SHARED, "a launch gives less shared memory");
+  extern __shared__ __align__(1024) char memory[];
+  return *(SweepShared<Epilogue>*)memory;
+}
+
+// All of a kernel but its epilogue, over the query panels that are `wanted` [panels] (null: all).
+template <class Epilogue>
+__device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap& q,
+                                      const TensorMap& k, const Block& b, int segments,
+                                      Epilogue& epilogue, const Lane& lane,
+                                      const int* wanted = nullptr) {
+  if (wanted) {  // mostly no panel is: such a kernel ends at once
+    const int items = (int)b.row_tiles * segments, step = gridDim.x / BLOCKS;
+    bool any = false;
+    for (int item = blockIdx.x / BLOCKS + threadIdx.x * step; item < items;
+         item += SWEEP_THREADS * step)
+      any |= wanted[item / segments] != 0;
+    if (!__syncthreads_or(any)) return;
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(s.full[i], 1);
+      barrier_init(s.empty[i], NARROW ? 4 : 8);  // warps of a consumer, in all blocks of the cluster
+    }
+    barrier_init(s.panel_full, 1);
+    barrier_init(s.panel_empty, 4 * WARPGROUPS);
+    fence_barrier_init();
+  }
+  if (WIDE) cluster_sync();
+  else __syncthreads();
+  if (lane.warpgroup < WARPGROUPS) {
+    warpgroup_reg_alloc<HALVES == 1 ? 232 : 112>();
+    consume(s, b, segments, epilogue, lane, wanted);
+    if constexpr (Epilogue::SUMS) epilogue.end();
+  } else {
+    warpgroup_reg_dealloc<HALVES == 1 ? 40 : 32>();
+    if (lane.thread == 0) produce(s, q, k, b, segments, wanted);
+  }
+  if (WIDE) cluster_sync();  // no block ends while another may arrive at its barriers
+}

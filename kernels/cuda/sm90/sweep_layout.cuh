@@ -1,0 +1,148 @@
+// The layout of a sweep (sweep.cuh): sizes, barriers, shared memory, and which thread has which rows.
+#pragma once
+#include "block.cuh"
+
+#ifndef NARROW
+#define NARROW 0
+#endif
+#ifndef SLABS
+#define SLABS 8  // K-slices of a row: ceil(width / K_SLICE), for each part
+#endif
+#ifndef STAGES
+#define STAGES 5
+#endif
+#ifndef WIDE
+#define WIDE 0
+#endif
+#ifndef IDS
+#define IDS 0
+#endif
+#ifndef FACTORS
+#define FACTORS 0
+#endif
+#ifndef SHARED
+#define SHARED 232448  // bytes that a launch gives
+#endif
+constexpr int K_SLICES = SLABS;
+constexpr int PANEL_ROWS = NARROW ? 64 : 128;  // of a query panel
+constexpr int BLOCKS = WIDE ? 2 : 1;  // of a cluster, which share a query panel
+#define STREAMED (PRECISION == FP16X3)  // rows of Q come with the keys
+constexpr int STRIPS = PANEL_ROWS / 64 / BLOCKS;  // of 64 rows, that a block has of its query panel
+constexpr int HALVES = STREAMED ? 1 : STRIPS;  // warpgroups of a consumer, 64 rows each
+constexpr int WARPGROUPS = 2 * HALVES;
+constexpr int OWN_ROWS = PANEL_ROWS / BLOCKS;
+constexpr int SLICES = 8;  // of a tile, 16 columns each: what epilogues do at once
+constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;
+
+// Named barriers. Numbers 1 .. WARPGROUPS belong to a warpgroup each.
+//
+// PING_PONG + c: consumer c waits here for its turn at the tensor cores. The other consumer arrives,
+// without waiting, when it has issued its products. If warpgroups are not in step, each half of the
+// panel has two such barriers, PING_PONG + 2 half + c.
+//
+// NEW_PANEL: all consumer warpgroups have ended the last panel. Tiles alternate between consumers over
+// all panels, so in a new panel a consumer may get a key tile that the other one had before. It then
+// reads the column pairs that the other one wrote: both keep them at one place in `column_pairs`, one
+// for each strip of 64 rows (sweep_lse.cu). NEW_PANEL also separates two uses of PANEL_WRITTEN.
+//
+// PANEL_WRITTEN: consumer 0 has written its gradients of the panel, to which consumer 1 adds its own
+// (sweep_narrow.cu).
+constexpr int PING_PONG = 1 + WARPGROUPS;
+constexpr int NEW_PANEL = PING_PONG + 2 * HALVES;
+constexpr int PANEL_WRITTEN = NEW_PANEL + 1;
+
+constexpr int K_SLICE_TILE_BYTES = TILE_COLUMNS * K_SLICE;
+constexpr int STAGE_BYTES = (STREAMED ? 2 : 1) * K_SLICE_TILE_BYTES;  // keys, or rows and keys
+constexpr int ROW_SLOTS = STREAMED ? 1 : 2;  // sums that a segment leaves for each row, one a consumer
+constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
+
+// A query panel, and the key tiles that it meets in one segment: first .. last. In a triangle they go
+// on from the last tile to tile 0.
+struct Work {
+  int panel, segment, first, last;
+};
+
+// In a triangle a panel meets the tiles from the diagonal on and half way round, so that each pair of
+// panels meets once and all panels have the same work. Of panels of which only some are wanted, the
+// segments go to different blocks of threads.
+__device__ __forceinline__ Work get_work(const Block& b, int segments, int item, bool some) {
+  const int panels = (int)b.row_tiles, tiles = (int)b.column_tiles;
+  Work w;
+  w.panel = some ? item / segments : item % panels;
+  w.segment = some ? item % segments : item / panels;
+  int start = 0, count = tiles;
+  if (b.triangle) {
+    start = w.panel;
+    count = tiles / 2 + (tiles % 2 || w.panel < tiles / 2);
+  }
+  w.first = start + (int)((i64)count * w.segment / segments);
+  w.last = start + (int)((i64)count * (w.segment + 1) / segments);
+  return w;
+}
+
+template <class Epilogue>
+struct SweepShared {  // TMA boxes begin at multiples of 1024 bytes, as all sizes before them are
+#if !STREAMED
+  alignas(16) char q[K_SLICES][OWN_ROWS * K_SLICE];
+#endif
+  alignas(16) char k[STAGES][STAGE_BYTES];
+  typename Epilogue::WarpgroupShared group[WARPGROUPS];  // what a warpgroup writes of a tile
+  typename Epilogue::ConsumerShared consumer[2];         // the columns of a consumer's tile
+  alignas(8) u64 full[STAGES], empty[STAGES];            // a stage is full; a stage may be filled
+  u64 panel_full, panel_empty;
+};
+
+// A number that is the same in the whole warp. The shuffle keeps the compiler from computing it again
+// at every use.
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(ALL_LANES, x, 0); }
+
+// Which products a thread has.
+struct Lane {
+  int warpgroup, consumer, half, thread, warp, lane, g, t;
+  __device__ Lane() {
+    warpgroup = of_warp(threadIdx.x / 128);
+    consumer = warpgroup / HALVES;
+    half = warpgroup % HALVES;
+    thread = threadIdx.x % 128;
+    lane = threadIdx.x % 32;
+    // Reading threadIdx takes long: the compiler must not read it again
+    asm volatile("" : "+r"(thread), "+r"(lane));
+    warp = thread / 32;
+    g = lane / 4;
+    t = lane % 4;
+  }
+  // Which 64 of the block's rows are this warpgroup's.
+  __device__ int strip() const { return STREAMED ? consumer : half; }
+  // Which of a segment's ROW_SLOTS sums is this consumer's.
+  __device__ int slot() const { return STREAMED ? 0 : consumer; }
+  // The first of this thread's two rows in the panel; the other is eight below.
+  __device__ int row() const {
+    return (WIDE ? (int)cluster_rank() : strip()) * 64 + warp * 16 + g;
+  }
+  // The first or the second of them, in the block.
+  __device__ i64 row_of(int panel, int h) const { return (i64)panel * PANEL_ROWS + row() + 8 * h; }
+  __device__ void sync_warpgroup() const { named_barrier_sync(1 + warpgroup, 128); }
+  // The barrier of the consumer's first warpgroup serves: PING_PONG lies between its two uses.
+  __device__ void sync_consumer() const { named_barrier_sync(1 + consumer * HALVES, 128 * HALVES); }
+};
+
+// Stage and phase of the pipeline: where the next K-slice is in the ring of stages, and the parity of
+// the phase in which it gets there.
+struct PipelineState {
+  u32 stage = 0, phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ void skip_tile() {
+    stage += K_SLICES % STAGES;
+    phase ^= K_SLICES / STAGES & 1;
+    if (stage >= STAGES) stage -= STAGES, phase ^= 1;
+  }
+};
+
+// Which K-slice is loaded as number i. Small parts come first, and are summed first: those of all
+// features, or (STREAMED) those of the same 64 features.
+__device__ __forceinline__ int k_slice_number(int i) {
+  if (STREAMED) return (PARTS - 1 - i % PARTS) * (K_SLICES / PARTS) + i / PARTS;
+  return (i + K_SLICES - K_SLICES / PARTS) % K_SLICES;
+}

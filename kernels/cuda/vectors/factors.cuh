@@ -1,0 +1,108 @@
+// Factors of the gradient: numbers a row and a column, from which the panels of dL/dx are computed.
+#pragma once
+#include "common.cuh"
+
+// What the factors' ranges decide.
+struct Ranges {
+  double unit;    // in which P is written
+  double middle;  // of the log-sum-exps
+  i64 shared;     // one exponential serves both directions
+};
+
+struct FactorSources {
+  const double *row_lse, *a, *at_positive;  // [M]
+  const double *column_lse, *b;             // [N] or null
+  const double* column_positive;            // [N] or null: at the columns' own positives
+};
+
+constexpr int RANGE_THREADS = 1024;
+// The unit of P is at least this share of the largest factor: beyond 2^60 units float32 overflows.
+constexpr double MIN_FACTOR = 0x1p-60;
+
+// One block: M + N numbers are read once. A panel's elements are bounded by what its row and its
+// column hold together, and each of these by the gradient at its positive; without log-sum-exps
+// (sigmoid), by the factors.
+extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
+ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_element,
+       Ranges* out) {
+  __shared__ double parts[4][RANGE_THREADS];
+  double high = -INFINITY_, low = INFINITY_, least = INFINITY_, bound = 0;
+#pragma unroll 4  // as in `totals`
+  for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) {
+    if (f.row_lse) {
+      high = fmax(high, f.row_lse[i]);
+      low = fmin(low, f.row_lse[i]);
+    }
+    bound = fmax(bound, fabs(f.a[i]) * (f.at_positive ? MIN_FACTOR : 1));
+    if (f.at_positive) bound = fmax(bound, 2 * fabs(f.at_positive[i]));
+  }
+  if (f.column_lse)
+#pragma unroll 4
+    for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) {
+      least = fmin(least, f.column_lse[j]);
+      if (f.column_positive) bound = fmax(bound, 2 * fabs(f.column_positive[j]));
+    }
+  const int t = threadIdx.x;
+  parts[0][t] = high, parts[1][t] = low, parts[2][t] = least, parts[3][t] = bound;
+  for (int half = RANGE_THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();  // the upper half is written before it is folded into the lower
+    if (t < half) {
+      parts[0][t] = fmax(parts[0][t], parts[0][t + half]);
+      parts[1][t] = fmin(parts[1][t], parts[1][t + half]);
+      parts[2][t] = fmin(parts[2][t], parts[2][t + half]);
+      parts[3][t] = fmax(parts[3][t], parts[3][t + half]);
+    }
+  }
+  if (t != 0) return;
+  bound = parts[3][0];
+  const bool usable = bound > 1e-300 && bound < INFINITY_;
+  out->unit = usable ? bound / largest_element : 1.0;
+  out->middle = 0.5 * (parts[0][0] + parts[2][0]);
+  out->shared = f.column_lse && parts[0][0] - parts[2][0] < 40 && parts[0][0] - parts[1][0] < 80;
+}
+
+struct FactorTargets {
+  Real *row_reference, *a, *u;  // [M]
+  Real *column_reference, *v;   // [N]
+};
+
+// A log-sum-exp as kernels take it off the logits, in the products' precision: h = lse / c, or with
+// `scaled` lse as c x comes out, c being rounded there. Returns what is thus taken off.
+__device__ __forceinline__ double reference(double lse, double c, bool scaled, Real& h) {
+  const double rounded = (double)(Real)c, exact = scaled ? lse * (rounded / c) : lse / c;
+  h = isfinite(exact) ? (Real)exact : 0;
+  return scaled ? (double)h * (c / rounded) : c * (double)h;
+}
+
+extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 m, i64 n,
+                                   const __grid_constant__ Scale scale, const Ranges* ranges,
+                                   const __grid_constant__ FactorTargets out, i64 scaled) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  const double c = scale.get() * LOG2_E, per_unit = 1 / ranges->unit;
+  if (i < m) {
+    Real h;
+    const double rest = reference(f.row_lse[i], c, scaled, h);
+    out.row_reference[i] = h;
+    out.a[i] = (Real)(f.a[i] * exp2(rest - f.row_lse[i]) * per_unit);
+    if (f.column_lse) out.u[i] = ranges->shared ? (Real)exp2(rest - ranges->middle) : 0;
+  }
+  if (f.column_lse && i < n) {
+    Real h;
+    const double lse = f.column_lse[i], rest = reference(lse, c, scaled, h);
+    out.column_reference[i] = h;
+    out.v[i] = (Real)(f.b[i] * exp2((ranges->shared ? ranges->middle : rest) - lse) * per_unit);
+  }
+}
+
+// out = x / unit, rounded: the sigmoid's factors.
+extern "C" __global__ void per_unit(const double* x, i64 n, const Ranges* ranges, Real* out) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < n) out[i] = (Real)(x[i] / ranges->unit);
+}
+
+// Base-2 logits back to the products that they came from, bit for bit.
+extern "C" __global__ void to_products(const double* logits, i64 n,
+                                       const __grid_constant__ Scale scale, Real* out) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < n) out[i] = (Real)(logits[i] / (scale.get() * LOG2_E));
+}

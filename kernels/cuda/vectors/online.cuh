@@ -1,0 +1,105 @@
+// One pass: rows' sums against reference exponents that are given (reference_exponents.cuh).
+#pragma once
+#include "reference_exponents.cuh"
+#include "vectors/sums.cuh"
+
+constexpr int PANEL_ROW_THREADS = 4;  // threads that share a row
+constexpr int PANEL_THREADS = PANEL_ROW_THREADS * ONLINE_PANEL_ROWS;
+
+// What a row's slots hold together.
+struct Found {
+  double sum;
+  Real high, most;  // the largest product, if it was looked for; the largest of the slots' sums
+
+  __device__ __forceinline__ void add(const Found& f) {
+    sum += f.sum;
+    high = max_(high, f.high);
+    most = max_(most, f.most);
+  }
+};
+
+// By all threads of a block, always in the same order; the first ONLINE_PANEL_ROWS have the result.
+__device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
+  __shared__ Found parts[PANEL_ROW_THREADS][ONLINE_PANEL_ROWS];
+  const int row = threadIdx.x % ONLINE_PANEL_ROWS, part = threadIdx.x / ONLINE_PANEL_ROWS;
+  const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + row;
+  Found all = {0, (Real)-INFINITY_, 0};
+  if (i < n)
+#pragma unroll 4
+    for (i64 s = part; s < slots; s += PANEL_ROW_THREADS) {
+      const Real2 pair = pairs[s * n + i];
+      all.add(Found{(double)pair.y, pair.x, pair.y});
+    }
+  parts[part][row] = all;
+  __syncthreads();  // all parts are there
+  if (part == 0)
+#pragma unroll
+    for (int p = 1; p < PANEL_ROW_THREADS; ++p) all.add(parts[p][row]);
+  return all;
+}
+
+// Checks the reference exponents of a query panel, one block a panel. If all rows are within the
+// bounds, their sums gain what the slots hold. Else the panel is `wanted` once more: rows outside the
+// bounds get new reference exponents, and what was gathered against the old ones, sums and the
+// gradient `acc` [n, acc_stride] (null: nothing yet), is scaled to the new ones.
+extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
+check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scale scale,
+              Real* reference, double* sum, Real* acc, i64 acc_stride, i64 d, int* wanted) {
+  __shared__ Real factor[ONLINE_PANEL_ROWS];
+  const i64 first = blockIdx.x * (i64)ONLINE_PANEL_ROWS, i = first + threadIdx.x;
+  const Found f = find(pairs, slots, n);
+  const bool mine = threadIdx.x < ONLINE_PANEL_ROWS && i < n;
+  bool outside = false;
+  if (mine)
+    outside = f.most > SHARERS * MAX_REFERENCED_SUM ||
+              (sum[i] + f.sum < MIN_REFERENCED_SUM && f.high > (Real)-INFINITY_);
+  const bool again = __syncthreads_or(outside);
+  if (threadIdx.x == 0) wanted[blockIdx.x] = again;
+  if (!again) {
+    if (mine) sum[i] += f.sum;
+    return;
+  }
+  if (threadIdx.x < ONLINE_PANEL_ROWS) factor[threadIdx.x] = 1;
+  if (outside) {
+    const Real now = (Real)(scale.get() * LOG2_E) * f.high;
+    if (sum[i] > 0) {
+      const Real by = exp2_(reference[i] - now);
+      factor[threadIdx.x] = by;
+      sum[i] *= by;
+    }
+    reference[i] = now;
+  }
+  if (!acc) return;
+  __syncthreads();  // all factors are there
+  for (int row = threadIdx.x / 32; row < ONLINE_PANEL_ROWS; row += PANEL_THREADS / 32)
+    if (factor[row] != 1)
+      for (i64 k = threadIdx.x % 32; k < d; k += 32)
+        acc[(first + row) * acc_stride + k] *= factor[row];
+}
+
+// The sums of panels that were swept once more.
+extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
+add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted) {
+  if (!wanted[blockIdx.x]) return;
+  const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + threadIdx.x;
+  const Found f = find(pairs, slots, n);
+  if (threadIdx.x < ONLINE_PANEL_ROWS && i < n) sum[i] += f.sum;
+}
+
+// Rows have met all columns: their maxima, as the sums are against them; the unit of their gradients,
+// a 2^(reference - log-sum-exp), with the row's own factor where normalised; dL/dx at the positive.
+extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
+                                      const double* positive, const double* upstream,
+                                      const Real* factor, i64 n, double row_weight,
+                                      const __grid_constant__ Scale scale, double* unit,
+                                      double* at_positive) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const double c = scale.get() * LOG2_E;
+  rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
+  const Direction row(rows, i, positive[i]);
+  const double a = upstream[i] * (row_weight * scale.bare());
+  unit[i] = rows.sum[i] == 0 ? 0 : a * exp2(rows.max[i] - row.lse2) * (factor ? factor[i] : 1);
+  at_positive[i] = -(a * row.share);
+}
+

@@ -1,0 +1,41 @@
+// The pairwise sigmoid's beginning and end, which are not log-sum-exps.
+#pragma once
+#include "vectors/sums.cuh"
+
+// The sigmoid fold's beginning: upstream with the scale folded in, sums of nothing, no positives yet.
+extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
+                                         const __grid_constant__ Scale scale, double* row_factor,
+                                         double* losses, double* bias_grad, double* positive,
+                                         const __grid_constant__ Spelling spelling,
+                                         double* any_key_not_finite) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i == 0) *any_key_not_finite = 0;
+  if (i >= m) return;
+  spelling.write(i, m);
+  row_factor[i] = upstream[i] * scale.bare();
+  losses[i] = bias_grad[i] = 0;
+  positive[i] = NAN_;
+}
+
+// Losses of rows that depend on a feature that is not finite become NaN (conclude does so itself).
+extern "C" __global__ void poison(i64 m, double* losses, const double* bad,
+                                  const double* any_key_not_finite) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < m) losses[i] += *any_key_not_finite + (bad ? bad[i] : 0);
+}
+
+// From positives' logits without the bias: out = -a sigmoid(-z), and what positives add to the sums
+// over the negatives. Rows whose positive is not among these keys have none.
+extern "C" __global__ void sigmoid_positives(const double* logits, const double* a,
+                                             const i64* positives, i64 n,
+                                             const __grid_constant__ Scalar bias, double* out,
+                                             double* losses, double* bias_grad) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  out[i] = 0;
+  if (positives[i] < 0) return;
+  const double z = logits[i] + bias.get(), e = exp(-fabs(z));
+  out[i] = -a[i] * (z >= 0 ? e : 1.0) / (1.0 + e);
+  losses[i] += fmax(-z, 0.0) + log1p(e);
+  bias_grad[i] += out[i];
+}

@@ -1,0 +1,227 @@
+// Sums of rows and columns: how those of tiles are merged, and what a row's loss is once they are
+// complete.
+#pragma once
+#include "common.cuh"
+
+// --- sums of tiles -----------------------------------------------------------------------------------------
+
+constexpr int MERGE_THREADS = 128;
+constexpr int MERGE_ROW_THREADS = 4;  // threads that share a row
+constexpr int MAX_SWEEP_BLOCKS = 512;
+
+struct Sum {
+  double max, sum;  // of 2^x, base 2
+};
+
+// A part (-inf, 0) is empty; two empty parts make no difference of infinities. A NaN sum stays.
+// Sweeps' sums may be as large as 2^127, and as small: the factor has to reach further than a float.
+__device__ __forceinline__ Sum merge(Sum a, Sum b) {
+  if (b.max > a.max) {
+    const Sum t = a;
+    a = b;
+    b = t;
+  }
+  if (b.max != a.max) {
+    const double half = exp2_((Real)(0.5 * (b.max - a.max)));
+    b.sum *= half * half;
+  }
+  a.sum += b.sum;
+  return a;
+}
+
+// Which of a sweep's blocks have met a tile, in their order; returns how many. By a warp.
+__device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, int lane, int* met) {
+  int found = 0;
+#pragma unroll 8
+  for (int first = 0; first < blocks; first += 32) {
+    const int block = first + lane;
+    const bool here = block < blocks && marks[block * 32 + tile / 32 % 32] >> tile % 32 & 1;
+    const u32 all = __ballot_sync(ALL_LANES, here);
+    if (here) met[found + __popc(all & ((1u << lane) - 1))] = block;
+    found += __popc(all);
+  }
+  return found;
+}
+
+// (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. Pairs hold raw
+// products, or with `scale` ln 2 logits in base 2, and their sums; what is gathered is float64 in
+// base 2. A block has 32 rows, whose slots it deals to MERGE_ROW_THREADS threads each. `marks`
+// (or null) tell which columns' pairs the blocks of a sweep have written (sweep_lse.cu); a block has
+// 2^strips slots.
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
+merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
+            const __grid_constant__ Scale scale, double* max, double* sum, const u32* marks,
+            i64 strips) {
+  __shared__ Sum parts[MERGE_ROW_THREADS][32];
+  __shared__ int met[MAX_SWEEP_BLOCKS], count;  // blocks that have left pairs of this tile
+  const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
+  const i64 i = blockIdx.x * (i64)32 + lane;
+  if (marks) {
+    if (part == 0) {
+      const int found = find_met(marks, (int)(slots >> strips), i / TILE_COLUMNS, lane, met);
+      if (lane == 0) count = found;
+    }
+    __syncthreads();  // the list is there
+    slots = (i64)count << strips;
+  }
+  const double c = scale.get() * LOG2_E;
+  Sum mine = {-INFINITY_, 0};
+  if (i < n) {
+#pragma unroll 4
+    for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
+      const i64 slot = marks ? ((i64)met[s >> strips] << strips) + (s & strips) : s;
+      const Real2 pair = pairs[slot * stride + i];
+      mine = merge(mine, Sum{c * (double)pair.x, (double)pair.y});
+    }
+  }
+  parts[part][lane] = mine;
+  __syncthreads();  // all parts are there
+  if (part != 0 || i >= n) return;
+  Sum total = {max[i], sum[i]};
+#pragma unroll
+  for (int p = 0; p < MERGE_ROW_THREADS; ++p) total = merge(total, parts[p][lane]);
+  max[i] = total.max;
+  sum[i] = total.sum;
+}
+
+// a[i] += sum over slots of pairs.x, b[i] += unit * that of pairs.y
+extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
+                                     const double* unit, double* a, double* b) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  double x = 0, y = 0;
+#pragma unroll 4
+  for (i64 s = 0; s < slots; ++s) {
+    const Real2 pair = pairs[s * stride + i];
+    x += pair.x;
+    y += pair.y;
+  }
+  a[i] += x;
+  b[i] += *unit * y;
+}
+
+// --- before and after the log-sum-exps -------------------------------------------------------------------
+
+// problems.spelled_out: positives by the loss's rule, what is upstream of each row. (Null: given.)
+struct Spelling {
+  i64* positives;
+  double *upstream, value;
+  i64 symmetric;
+
+  __device__ __forceinline__ void write(i64 i, i64 m) const {
+    if (positives) positives[i] = symmetric ? (i + m / 2) % m : i;
+    if (upstream) upstream[i] = value;
+  }
+};
+
+struct Sums {
+  double *max, *sum;
+};
+
+// The fold's identity: sums (-inf, 0), no positives yet. Columns may have none (null), and
+// `any_key_not_finite` may be null.
+extern "C" __global__ void begin(const __grid_constant__ Sums rows,
+                                 const __grid_constant__ Sums columns, double* positive, i64 m,
+                                 i64 n, const __grid_constant__ Spelling spelling,
+                                 double* any_key_not_finite) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < m) {
+    rows.max[i] = -INFINITY_, rows.sum[i] = 0, positive[i] = NAN_;
+    spelling.write(i, m);
+  }
+  if (columns.max && i < n) columns.max[i] = -INFINITY_, columns.sum[i] = 0;
+  if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
+}
+
+// What follows for one row, or column, from its sums over the negatives and its positive.
+struct Direction {
+  double loss, lse2, share;  // natural units, base 2, what the negatives hold of the softmax
+  __device__ __forceinline__ Direction(const Sums& s, i64 i, double positive) {
+    const double negatives = s.max[i] + log2(s.sum[i]), gap = negatives - positive;
+    const double softplus = fmax(gap, 0.0) + log1p(exp2(-fabs(gap))) * LOG2_E;
+    const bool usable = gap == gap;
+    loss = LN_2 * (usable ? softplus : gap);
+    lse2 = usable ? positive + softplus : gap;
+    share = isinf(gap) ? gap > 0 : exp2(gap - softplus);
+  }
+};
+
+struct Concluding {
+  Sums rows, columns;
+  double* positive;
+  const i64* positives;
+  const double* upstream;
+  const double* bad;                 // NaN for a row that is not finite, else 0; or null
+  const double* any_key_not_finite;  // NaN or 0
+  double row_weight, column_weight;
+  Scale scale;
+  i64 m, symmetric, triangle, two_sided, lse_is_float;
+  // results
+  double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *a, *b, *at_positive;
+  void *row_lse, *column_lse;
+};
+
+__device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, double lse2) {
+  if (f.lse_is_float) ((float*)to)[i] = (float)(LN_2 * lse2);
+  else ((double*)to)[i] = LN_2 * lse2;
+}
+
+// blocks.Vectors.conclude, a row a thread.
+extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= f.m) return;
+  const double scale = f.scale.bare(), upstream = f.upstream[i];
+  const i64 partner = f.positives[i];
+  double positive = f.positive[i];
+  // A triangle met the pair once, from its lower row
+  if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
+  const Direction row(f.rows, i, positive);
+  const double a = upstream * (f.row_weight * scale);
+  double loss = f.row_weight * row.loss, at_positive = a * row.share;
+  if (f.symmetric && partner >= 0)
+    at_positive += f.upstream[partner] * (f.row_weight * scale) *
+                   Direction(f.rows, partner, positive).share;
+  if (f.two_sided) {
+    const Direction column(f.columns, i, positive);
+    const double b = upstream * (f.column_weight * scale);
+    loss += f.column_weight * column.loss;
+    at_positive += b * column.share;
+    f.b[i] = b;
+    f.column_loss[i] = column.loss;
+    f.column_lse2[i] = column.lse2;
+    put_lse(f, f.column_lse, i, column.lse2);
+  }
+  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
+  f.row_loss[i] = row.loss;
+  f.row_lse2[i] = row.lse2;
+  put_lse(f, f.row_lse, i, row.lse2);
+  f.a[i] = a;
+  f.at_positive[i] = -at_positive;
+}
+
+constexpr int TOTALS_THREADS = 1024;
+
+// The sum of x (null: 0), by all threads of the only block; the first has it.
+__device__ __forceinline__ double add_up(const double* x, i64 n) {
+  __shared__ double memory[TOTALS_THREADS / 32];
+  double sum = 0;
+  if (x)
+#pragma unroll 8  // one multiprocessor has to have much under way
+    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += x[i];
+  return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
+}
+
+// out[0] = share * sum of losses, out[1] = sum of dots / (halves scale), out[2] = sum of of_bias /
+// scale; null: 0.
+extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
+totals(const double* losses, i64 m, double share, const double* dots, i64 count, double halves,
+       const double* of_bias, const __grid_constant__ Scale scale, void* out, i64 is_float) {
+  const double sums[3] = {share * add_up(losses, m), add_up(dots, count) / (halves * scale.bare()),
+                          add_up(of_bias, m) / scale.bare()};
+  if (threadIdx.x) return;
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    if (is_float) ((float*)out)[i] = (float)sums[i];
+    else ((double*)out)[i] = sums[i];
+}
+
