@@ -45,8 +45,7 @@ from .operands import Scratch, Side, in_place, lends
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 # One pass takes elements 2^(x - height) with a height that need not be the maximum: see
-# kernels/cuda/reference_exponents.cuh. Float32 has the exponents for this,
-# float16 has not
+# kernels/cuda/reference_exponents.cuh. Float32 has the exponents for this, float16 has not
 ONE_PASS = ("bf16x3", "bf16")
 
 
