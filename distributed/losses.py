@@ -23,7 +23,7 @@ from infonce.checks import Request, Shard, check
 from infonce.spec import Loss
 
 from . import transport as transports
-from .communicator import TIMEOUT, Communicator, RankError
+from .communicator import TIMEOUT, Communicator, RankError, Transport
 from .mpi import connect
 from .partition import Partition
 from .ring import FoldBlock, Ring
@@ -152,7 +152,7 @@ class _Call:
     ) -> None:  # fmt: skip
         self.kind, self.ranks, self.labels, self.bias = kind, ranks, labels, bias
         self.options, self.ours, self.with_grad = options, ours, with_grad
-        self.transport: transports.Transport | None = None
+        self.transport: Transport | None = None
 
     def evaluate(self, given: Sequence[Any]) -> Any:
         features, sizes = self.agree(lambda: _sized(self.kind, given))

@@ -17,7 +17,6 @@ gradients, is the workspace, half of it again, and dQ in float32 where gradients
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +40,8 @@ from infonce.kernels.problem import (
 )
 from infonce.kernels.solve import Vectors, mirrored, ranks_of
 
-from .communicator import Communicator
+from .communicator import Communicator, Transport
 from .partition import Partition
-from .transport import Transport
 
 Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
 # `blocks.fold_block` on a backend
@@ -99,7 +97,7 @@ class Ring:
         self.poisoned = Poison(self.not_finite[:m], self.not_finite[m:])
         self.pieces = self._pieces(problem)
         self.local: dict[bool, Array] = {}  # positives, where they are own keys: by `apart`
-        self.vectors = vectors(weakref.proxy(self))  # no cycle: a call's memory is freed with it
+        self.make_vectors = vectors
 
     def _pieces(self, problem: Problem) -> int:
         """In how many pieces shards go round."""
@@ -108,6 +106,12 @@ class Ring:
         return int(max(1, -(-self.keys.largest // room)))
 
     # -- what blocks.solve asks for
+
+    @property
+    def vectors(self) -> Vectors:
+        """Made when asked for, which is once a call. A ring that kept them would be in a cycle with
+        them, and its memory would wait for the garbage collector."""
+        return self.make_vectors(self)
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
