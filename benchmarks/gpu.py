@@ -26,8 +26,8 @@ from peers import PEERS, Device
 import infonce
 from infonce.cli import bench_gpu, measure
 from infonce.cli.common import to_json, written_whole
-from infonce.cli.loss import LOSSES
 from infonce.cli.measure import Case
+from infonce.spec import LOSSES
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TORCH = ("torch", "torch.compile")

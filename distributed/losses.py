@@ -17,12 +17,13 @@ import numpy as np
 from infonce.kernels.problem import SILENT, Array, Gradients, Problem
 from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
 
-from infonce import arrays, dispatch, validation
+from infonce import arrays, dispatch, spec, validation
 from infonce import losses as single
 from infonce.checks import Request, Shard, check
+from infonce.spec import Loss
 
 from . import transport as transports
-from .communicator import TIMEOUT, Communicator, RankError
+from .communicator import TIMEOUT, Communicator, RankError, Transport
 from .mpi import connect
 from .partition import Partition
 from .ring import FoldBlock, Ring
@@ -58,9 +59,7 @@ RankError
 BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
 
 
-def _over_ranks(
-    function: Callable[..., Any], kind: single.Loss, with_grad: bool
-) -> Callable[..., Any]:
+def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Callable[..., Any]:
     """The function of `infonce` over ranks: the same signature and documentation, plus `comm`."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
@@ -109,7 +108,7 @@ def _over_ranks(
 
 
 def _call(
-    kind: single.Loss, given: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
+    kind: Loss, given: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
     with_grad: bool,
 ) -> Any:  # fmt: skip
     ours = {name: options.pop(name, default) for name, default in OPTIONS.items()}
@@ -148,12 +147,12 @@ class _Call:
     """One evaluation, seen from one rank."""
 
     def __init__(
-        self, kind: single.Loss, ranks: Communicator, labels: Any, bias: Any,
+        self, kind: Loss, ranks: Communicator, labels: Any, bias: Any,
         options: Mapping[str, Any], ours: Mapping[str, Any], with_grad: bool,
     ) -> None:  # fmt: skip
         self.kind, self.ranks, self.labels, self.bias = kind, ranks, labels, bias
         self.options, self.ours, self.with_grad = options, ours, with_grad
-        self.transport: transports.Transport | None = None
+        self.transport: Transport | None = None
 
     def evaluate(self, given: Sequence[Any]) -> Any:
         features, sizes = self.agree(lambda: _sized(self.kind, given))
@@ -361,7 +360,7 @@ class _Call:
         solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
 
 
-def _sized(kind: single.Loss, given: Sequence[Any]) -> tuple[list[Array], list[int]]:
+def _sized(kind: Loss, given: Sequence[Any]) -> tuple[list[Array], list[int]]:
     """The arrays, and how many rows each has. (Of what is no matrix the checks will complain.)"""
     features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
     shapes = [tuple(getattr(z, "shape", ())) for z in features]
@@ -415,13 +414,13 @@ def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
     return _folding(CPU), Vectors(np)
 
 
-info_nce_loss = _over_ranks(single.info_nce_loss, single.INFO_NCE, False)
-info_nce_loss_and_grad = _over_ranks(single.info_nce_loss_and_grad, single.INFO_NCE, True)
-nt_xent_loss = _over_ranks(single.nt_xent_loss, single.NT_XENT, False)
-nt_xent_loss_and_grad = _over_ranks(single.nt_xent_loss_and_grad, single.NT_XENT, True)
-clip_loss = _over_ranks(single.clip_loss, single.CLIP, False)
-clip_loss_and_grad = _over_ranks(single.clip_loss_and_grad, single.CLIP, True)
-lit_loss = _over_ranks(single.lit_loss, single.LIT, False)
-lit_loss_and_grad = _over_ranks(single.lit_loss_and_grad, single.LIT, True)
-siglip_loss = _over_ranks(single.siglip_loss, single.SIGLIP, False)
-siglip_loss_and_grad = _over_ranks(single.siglip_loss_and_grad, single.SIGLIP, True)
+info_nce_loss = _over_ranks(single.info_nce_loss, spec.INFO_NCE, False)
+info_nce_loss_and_grad = _over_ranks(single.info_nce_loss_and_grad, spec.INFO_NCE, True)
+nt_xent_loss = _over_ranks(single.nt_xent_loss, spec.NT_XENT, False)
+nt_xent_loss_and_grad = _over_ranks(single.nt_xent_loss_and_grad, spec.NT_XENT, True)
+clip_loss = _over_ranks(single.clip_loss, spec.CLIP, False)
+clip_loss_and_grad = _over_ranks(single.clip_loss_and_grad, spec.CLIP, True)
+lit_loss = _over_ranks(single.lit_loss, spec.LIT, False)
+lit_loss_and_grad = _over_ranks(single.lit_loss_and_grad, spec.LIT, True)
+siglip_loss = _over_ranks(single.siglip_loss, spec.SIGLIP, False)
+siglip_loss_and_grad = _over_ranks(single.siglip_loss_and_grad, spec.SIGLIP, True)

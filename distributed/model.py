@@ -23,8 +23,8 @@ import click
 import numpy as np
 from rich.table import Table
 
-from infonce.checks import DEFAULTS
 from infonce.cli import common
+from infonce.spec import DEFAULTS
 
 
 @dataclass(frozen=True)

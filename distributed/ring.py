@@ -39,9 +39,8 @@ from infonce.kernels.problem import (
 )
 from infonce.kernels.solve import Vectors, mirrored, ranks_of
 
-from .communicator import Communicator
+from .communicator import Communicator, Transport
 from .partition import Partition
-from .transport import Transport
 
 Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
 # `solve.fold_block` on a backend

@@ -17,32 +17,10 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from typing import Protocol
 
-from .communicator import Array, Communicator, Pending
+from .communicator import Array, Communicator, Pending, Transport
 
 CHOICES = ("auto", "mpi", "nccl", "cuda-aware", "staged")
-
-
-class Transport(Protocol):
-    """A way to the next rank."""
-
-    name: str
-
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        """Start sending arrays to the rank `distance` further on, and receiving as many."""
-        ...
-
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        """0-d float64 arrays, when all that was queued on the device is done; RankError if it
-        cannot be."""
-        ...
-
-    def close(self) -> None:
-        """Give up what is under way."""
-        ...
 
 
 class Host:

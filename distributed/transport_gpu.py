@@ -12,8 +12,7 @@ import cupy
 import cupyx
 import numpy as np
 
-from .communicator import Array, Communicator, Pending
-from .transport import Transport
+from .communicator import Array, Communicator, Pending, Transport
 
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype travels as its bytes
 MOST_NUMBERS = 8  # that are read at once

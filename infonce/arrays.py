@@ -11,12 +11,11 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .losses import Loss
+from .spec import Loss
 
 Array = Any
 NOTHING = contextlib.nullcontext()

@@ -8,45 +8,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import validation
 from .arrays import gpu_missing, namespace, native, on_gpu
 from .kernels.problem import Array, Gradients, Problem
+from .spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 
-if TYPE_CHECKING:
-    from .losses import Loss
-
-DEFAULTS: dict[str, Any] = {
-    "temperature": None,
-    "scale": None,
-    "ids": None,
-    "normalize": False,
-    "reduction": "mean",
-    "method": "auto",
-    "precision": "auto",
-    "workspace": 256 * 2**20,
-    "offload": False,
-    "check_finite": False,
-    "progress": None,
-    "wrt": None,
-    "grad_dtype": None,
-    "grad_out": 1.0,
-    "out": None,
-    "metrics": False,
-    "return_logits": False,
-}
-GRAD_ONLY = {"wrt", "grad_dtype", "grad_out", "out", "metrics", "return_logits"}
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
-FLAGS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
-CHOICES = {
-    "reduction": ("mean", "sum", "none"),
-    "method": ("auto", "naive", "fused", "tiled"),
-    "precision": ("auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"),
-}
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from . import arrays
-from .checks import DEFAULTS, Request, check
+from .checks import Request, check
 from .kernels.problem import LN_2, SILENT, Array, Problem
 from .kernels.solve import Solution, solve
 from .result import LossAndGrad, Metrics
-
-if TYPE_CHECKING:
-    from .losses import Loss
-
-__all__ = ["DEFAULTS", "loss", "loss_and_grad"]
+from .spec import Loss
 
 
 def loss(

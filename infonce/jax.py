@@ -31,11 +31,11 @@ except ImportError as error:
         f"jax {jax.__version__} has no jax.experimental.buffer_callback: pip install 'infonce[jax]'"
     ) from error
 
-from . import checks, dispatch, losses, validation
+from . import checks, dispatch, losses, spec, validation
 from ._names import missing
 from .kernels.problem import SILENT
-from .losses import Loss
 from .result import Metrics
+from .spec import Loss
 
 __all__ = ["clip_loss", "info_nce_loss", "lit_loss", "nt_xent_loss", "siglip_loss"]
 if not TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _apply(
         if not isinstance(z, (jax.Array, np.ndarray)):
             raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
     for name in options:
-        if name in dispatch.DEFAULTS and name not in OPTIONS:
+        if name in spec.DEFAULTS and name not in OPTIONS:
             raise TypeError(
                 f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; beside "
                 f"scale, temperature, ids and metrics there are {', '.join(OPTIONS)}"
@@ -260,7 +260,7 @@ def _check(
         "ids": _each(_known, options["ids"]),
         **{name: _known(options[name], 1) for name in ("scale", "temperature")},
     }
-    if jax.default_backend() != "cpu" and options.get("precision") in checks.CHOICES["precision"]:
+    if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
         del options["precision"]  # those of a GPU are not those of a CPU
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     checks.check(kind, stand_ins, _known(labels), _known(bias), options, True)
@@ -321,24 +321,24 @@ DOC = """
 
 @losses.adapted(losses.clip_loss, DOC)
 def clip_loss(image: Any, text: Any, **options: Any) -> Any:
-    return _apply(losses.CLIP, (image, text), **options)
+    return _apply(spec.CLIP, (image, text), **options)
 
 
 @losses.adapted(losses.info_nce_loss, DOC)
 def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> Any:
-    return _apply(losses.INFO_NCE, (query, key), labels, **options)
+    return _apply(spec.INFO_NCE, (query, key), labels, **options)
 
 
 @losses.adapted(losses.nt_xent_loss, DOC)
 def nt_xent_loss(features: Any, **options: Any) -> Any:
-    return _apply(losses.NT_XENT, (features,), **options)
+    return _apply(spec.NT_XENT, (features,), **options)
 
 
 @losses.adapted(losses.lit_loss, DOC)
 def lit_loss(text: Any, image: Any, **options: Any) -> Any:
-    return _apply(losses.LIT, (text, image), **options)
+    return _apply(spec.LIT, (text, image), **options)
 
 
 @losses.adapted(losses.siglip_loss, DOC)
 def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
-    return _apply(losses.SIGLIP, (image, text), None, bias, **options)
+    return _apply(spec.SIGLIP, (image, text), None, bias, **options)

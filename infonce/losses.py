@@ -1,55 +1,18 @@
 """The losses: one documented pair of functions each.
 
 `X_loss` returns the loss, `X_loss_and_grad` the loss, its gradients and the log-sum-exps. Both take
-the same keywords; they are listed once, in `LossOptions` and `GradOptions`, and printed in the help
-of every function.
+the same keywords, which `infonce.spec` lists and the help of every function prints.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_type_hints
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack, get_type_hints
 
 from . import dispatch
-from .result import (
-    Array,
-    FeaturesGrads,
-    ImageTextGrads,
-    LossAndGrad,
-    QueryKeyGrads,
-    SigmoidGrads,
-    TextImageGrads,
-)
-
-
-class LossOptions(TypedDict, total=False):
-    """Keywords that every loss takes."""
-
-    temperature: Any
-    scale: Any
-    ids: Any
-    normalize: bool
-    reduction: Literal["mean", "sum", "none"]
-    method: Literal["auto", "naive", "fused", "tiled"]
-    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"]
-    workspace: int
-    offload: bool
-    check_finite: bool
-    progress: Callable[[str, int, int], None] | None
-
-
-class GradOptions(LossOptions, total=False):
-    """Keywords that the functions with gradients take besides."""
-
-    wrt: Sequence[str] | None
-    grad_dtype: Any
-    grad_out: Any
-    out: Any
-    metrics: bool
-    return_logits: bool
-
+from .result import Array, LossAndGrad
+from .spec import CLIP, DEFAULTS, INFO_NCE, LIT, NT_XENT, SIGLIP, GradOptions, LossOptions
 
 LOSS_OPTIONS_DOC = """
 temperature, scale : float or 0-d array
@@ -114,33 +77,6 @@ MemoryError
 """
 
 
-@dataclass(frozen=True, eq=False)
-class Loss:
-    """The data by which losses differ."""
-
-    name: str
-    arguments: tuple[str, ...]  # feature arrays, rows of the logit matrix first
-    grads: type
-    row_weight: float = 1.0
-    column_weight: float = 0.0
-    symmetric: bool = False
-    square: bool = False  # as many keys as queries
-    locked: tuple[str, ...] = ()  # arguments that never get a gradient
-    sigmoid: bool = False
-    scale: float | None = None  # default
-    bias: float | None = None
-
-
-INFO_NCE = Loss("info_nce", ("query", "key"), QueryKeyGrads)
-NT_XENT = Loss("nt_xent", ("features",), FeaturesGrads, symmetric=True)
-CLIP = Loss(
-    "clip", ("image", "text"), ImageTextGrads, row_weight=0.5, column_weight=0.5, square=True
-)
-LIT = Loss("lit", ("text", "image"), TextImageGrads, square=True, locked=("image",))
-SIGLIP = Loss(
-    "siglip", ("image", "text"), SigmoidGrads, square=True, sigmoid=True, scale=10.0, bias=-10.0
-)
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -168,7 +104,7 @@ def _documented(function: _F) -> _F:
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     named = {p.name for p in parameters}
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=dispatch.DEFAULTS[name])
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name])
         for name in options
         if name not in named
     ]

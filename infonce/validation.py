@@ -10,15 +10,13 @@ import math
 import reprlib
 from collections.abc import Iterator, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .arrays import native, on_gpu
 from .kernels.problem import SCALES, Array
-
-if TYPE_CHECKING:
-    from .losses import Loss
+from .spec import Loss
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 

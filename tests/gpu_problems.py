@@ -13,7 +13,7 @@ from judge import (
     viewed,
 )
 
-from infonce import losses
+from infonce.spec import LOSSES
 
 
 def _missing() -> str:
@@ -82,8 +82,7 @@ def evaluate(
     gradient: bool = True, ranks: bool = False, method: str = "tiled",
 ) -> tuple[Any, dict[str, Any], Any]:  # fmt: skip
     """Solution, gradients and upstream of loss `name`, the way dispatch gets them."""
-    kind = {"info_nce": losses.INFO_NCE, "nt_xent": losses.NT_XENT, "clip": losses.CLIP,
-            "lit": losses.LIT, "siglip": losses.SIGLIP}[name]  # fmt: skip
+    kind = LOSSES[name]
     arrays = [z if isinstance(z, cupy.ndarray) else device_view(z, view) for z in args]
     query, key = arrays[0], arrays[-1]
     m, n = len(query), len(key)

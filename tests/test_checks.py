@@ -7,7 +7,7 @@ import pytest
 from judge import LOSSES, arguments, pairs
 
 import infonce
-from infonce import checks
+from infonce import checks, spec
 
 Q = np.random.default_rng(0).standard_normal((6, 4))
 K = np.random.default_rng(1).standard_normal((6, 4))
@@ -78,7 +78,7 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
     ("clip", (Q, K), {"method": np.array(["tiled", "auto"])}, ValueError, ["method", "ndarray"]),
     ("clip", (Q, K), {"precision": 3}, ValueError, ["precision", '"fp32"', "int 3"]),
     *(("clip", (Q, K), {flag: odd}, TypeError, [f"{flag}: expected True or False, got", came])
-      for flag in checks.FLAGS
+      for flag in spec.FLAGS
       for odd, came in (("False", "'False'"), (None, "None"), (1, "int 1"),
                         (np.array([True, False]), "(2,) and dtype bool"))),
     ("clip", (Q, K), {"method": "fast"}, ValueError, ["method", '"tiled"', "'fast'"]),

@@ -14,7 +14,7 @@ from judge import judged  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.jax as ij  # noqa: E402
-from infonce import checks  # noqa: E402
+from infonce import spec  # noqa: E402
 
 LOSSES = ["clip", "info_nce", "lit", "nt_xent", "siglip"]
 
@@ -237,7 +237,7 @@ def test_bad_calls_are_those_of_arrays(
     """While JAX traces, but for a workspace that the computation finds too small."""
     options = {"scale": 2.0, **options}
     taken = {"scale", "temperature", "ids", "metrics", *ij.OPTIONS}
-    if checks.DEFAULTS.keys() & options.keys() - taken:
+    if spec.DEFAULTS.keys() & options.keys() - taken:
         error, words = TypeError, ["unexpected keyword argument"]
     function = functools.partial(getattr(ij, f"{loss}_loss"), **options)
     with jax.enable_x64(True):

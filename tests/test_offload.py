@@ -17,7 +17,7 @@ from infonce.kernels.solve import solve
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
-from infonce import checks, losses
+from infonce import checks, spec
 from infonce.dispatch import _result
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -46,7 +46,7 @@ class Host:
 
 def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Any, Host]:
     """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
-    kind = getattr(losses, loss.upper())
+    kind = spec.LOSSES[loss]
     with np.errstate(**SILENT):
         request = checks.check(kind, args, labels, None, options, with_grad=True)
         device = Host()

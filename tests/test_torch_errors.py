@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch_problems import MODULES, features  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
-from infonce import checks  # noqa: E402
+from infonce import spec  # noqa: E402
 
 
 @pytest.mark.parametrize("as_module", [False, True])
@@ -21,7 +21,7 @@ def test_bad_calls_are_those_of_arrays(
     as_module: bool,
 ) -> None:  # fmt: skip
     options = {"scale": 2.0, **options}
-    if refused := checks.GRAD_ONLY - {"metrics"} & options.keys():
+    if refused := spec.GRAD_ONLY - {"metrics"} & options.keys():
         error, words = TypeError, ["unexpected keyword argument", min(refused)]
     given = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in args]
     for z in given:

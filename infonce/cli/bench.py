@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 
 from ..kernels.cpu.workers import SPARES
+from ..spec import LOSSES
 from . import contenders, machine, measure
 from .bench_gpu import METHODS as GPU_METHODS
 from .bench_gpu import Device
@@ -34,7 +35,6 @@ from .common import (
     to_json,
     written_whole,
 )
-from .loss import LOSSES
 from .measure import DTYPES, TEMPERATURE, Array, Bench, Case, Outcome, Run
 
 GEMM = 4096  # side of the matrix product that everything is compared with

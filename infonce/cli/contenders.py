@@ -10,7 +10,7 @@ import numpy as np
 import infonce
 
 from ..kernels.cpu.naive import PASSES, available_memory
-from ..losses import Loss
+from ..spec import Loss
 from .common import human
 from .measure import Array, Case, Outcome, Run
 

@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 import infonce
 
-from .. import checks
+from .. import spec
 from . import machine
 from .common import (
     check_destination,
@@ -111,7 +111,7 @@ class Run:
 @click.option("--temperature", type=float, default=0.1, help="Where the learnt one starts.")
 @click.option("--learn-scale/--fixed-scale", default=True, help="Learn the temperature too.")
 @click.option(
-    "--method", type=click.Choice(checks.CHOICES["method"]), default="auto", help="Of the loss."
+    "--method", type=click.Choice(spec.CHOICES["method"]), default="auto", help="Of the loss."
 )
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of all that is random.")
 @click.option(

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from rich.table import Table
 
-from .. import checks, losses
+from .. import losses, spec
 from ..kernels.gpu.device import compiler
 from . import machine
 from .common import human, stdout, to_json
@@ -49,7 +49,7 @@ def info(as_json: bool, compiles: bool) -> None:
         "optional": _optional(),
         "cuda_libraries": libraries,
         "transports": _transports(on_gpu),
-        "workspace_bytes": checks.DEFAULTS["workspace"],
+        "workspace_bytes": spec.DEFAULTS["workspace"],
         "compiled_code": _cache(),
         "compiled_kernels": str(compiler.cache_directory()),
         "compile_seconds": _compile_seconds() if can_compile and compiles else {},

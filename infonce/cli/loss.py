@@ -15,8 +15,9 @@ from rich.table import Table
 
 import infonce
 
-from .. import checks, losses, validation
+from .. import validation
 from ..result import LossAndGrad
+from ..spec import CHOICES, LOSSES, Loss
 from .common import (
     UNITS_HELP,
     Bytes,
@@ -32,10 +33,6 @@ from .common import (
 from .embeddings import open_embeddings, open_npy, some, split
 from .gradient_files import GradientFiles, check_gradient_files
 
-LOSSES = {
-    kind.name: kind
-    for kind in (losses.CLIP, losses.LIT, losses.SIGLIP, losses.INFO_NCE, losses.NT_XENT)
-}
 PATH = click.Path(path_type=Path)
 SIDES = ("rows", "columns")
 NORMS = 0.95, 1.05  # of rows that count as normalized, in whatever precision
@@ -58,11 +55,11 @@ SAMPLE = 256  # rows whose norm is looked at
     help="Pairs of equal ids are no negatives, .npy; twice for ids of rows and of columns.",
 )
 @click.option(
-    "--method", type=click.Choice(checks.CHOICES["method"]), default="auto",
+    "--method", type=click.Choice(CHOICES["method"]), default="auto",
     help="naive keeps all logits in memory, fused and tiled at most the workspace.",
 )  # fmt: skip
 @click.option(
-    "--precision", type=click.Choice(checks.CHOICES["precision"]), default="auto",
+    "--precision", type=click.Choice(CHOICES["precision"]), default="auto",
     help="Of the products; the CPU has fp64 and fp32.",
 )  # fmt: skip
 @click.option(
@@ -182,7 +179,7 @@ def loss(
         click.echo(f"infonce: {hint}", err=True)
 
 
-def _sources(kind: losses.Loss, image: str, text: str | None) -> dict[str, str]:
+def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
     """Argument name -> source, in the order of the loss's arguments."""
     if (text is None) != (len(kind.arguments) == 1):
         raise click.UsageError(
@@ -196,7 +193,7 @@ def _sources(kind: losses.Loss, image: str, text: str | None) -> dict[str, str]:
 
 
 def _evaluate(
-    kind: losses.Loss, features: Mapping[str, Any], names: Mapping[str, str], **options: Any
+    kind: Loss, features: Mapping[str, Any], names: Mapping[str, str], **options: Any
 ) -> LossAndGrad:
     """`names` are what messages call the arrays."""
     function = getattr(infonce, f"{kind.name}_loss_and_grad")

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import native
-from ..losses import Loss
+from ..spec import Loss
 from . import machine
 
 Array = Any

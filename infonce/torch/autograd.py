@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..losses import Loss
 from ..result import LossAndGrad, Metrics
+from ..spec import Loss
 
 NOTHING: frozenset[str] = frozenset()
 AGAIN = "gradients of the losses of infonce cannot be differentiated again"

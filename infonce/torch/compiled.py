@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dispatch, losses, validation
-from ..losses import Loss
+from .. import validation
+from ..spec import DEFAULTS, LOSSES, Loss
 from .autograd import evaluate, transformed, wanted_of
 
-KINDS = {kind.name: kind for kind in (losses.CLIP, losses.INFO_NCE, losses.LIT, losses.NT_XENT,
-                                      losses.SIGLIP)}  # fmt: skip
 OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
 WIDEST = "fp64"  # range of scales, until the call itself knows its precision
 
@@ -34,7 +32,7 @@ def operator(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, and gradients of scale, bias, query, key), those not needed empty."""
-    loss = KINDS[kind]
+    loss = LOSSES[kind]
     features = [query] if key is None else [query, key]
     options = {"normalize": normalize, "reduction": reduction, "method": method,
                "precision": precision, "workspace": workspace}  # fmt: skip
@@ -55,10 +53,10 @@ def _shapes(
     kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, normalize: bool,
     reduction: str, method: str, precision: str, workspace: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    wanted = wanted_of(KINDS[kind], tuple(needs[: 3 if key is None else 4]))
+    wanted = wanted_of(LOSSES[kind], tuple(needs[: 3 if key is None else 4]))
     double = torch.float64 in {query.dtype, query.dtype if key is None else key.dtype}
     values = {"scale": scale, "bias": bias}
-    arguments = KINDS[kind].arguments
+    arguments = LOSSES[kind].arguments
     values.update(zip(arguments, (query, key), strict=False))
     names = ["scale", "bias", *arguments, *["key"] * (2 - len(arguments))]
     parts = [
@@ -109,7 +107,7 @@ def apply(
     if kind.sigmoid and not isinstance(bias, Tensor):
         number = validation.number("bias", kind.bias if bias is None else bias)
         bias = torch.tensor(number, dtype=torch.float64)
-    settings = {**dispatch.DEFAULTS, **options}
+    settings = {**DEFAULTS, **options}
     key = None if kind.symmetric else features[1]
     needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
              for v in (scale, bias, features[0], key)]  # fmt: skip

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import losses, validation
-from ..checks import GRAD_ONLY
-from ..losses import Loss
+from .. import losses, spec, validation
+from ..spec import GRAD_ONLY, Loss
 from . import autograd, compiled
 
 DTYPES = {getattr(torch, name) for name in validation.FLOATS}
@@ -117,24 +116,24 @@ DOC = """
 
 @losses.adapted(losses.clip_loss, DOC)
 def clip_loss(image: Tensor, text: Tensor, **options: Any) -> Any:
-    return _apply(losses.CLIP, (image, text), **options)
+    return _apply(spec.CLIP, (image, text), **options)
 
 
 @losses.adapted(losses.info_nce_loss, DOC)
 def info_nce_loss(query: Tensor, key: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
-    return _apply(losses.INFO_NCE, (query, key), labels, **options)
+    return _apply(spec.INFO_NCE, (query, key), labels, **options)
 
 
 @losses.adapted(losses.nt_xent_loss, DOC)
 def nt_xent_loss(features: Tensor, **options: Any) -> Any:
-    return _apply(losses.NT_XENT, (features,), **options)
+    return _apply(spec.NT_XENT, (features,), **options)
 
 
 @losses.adapted(losses.lit_loss, DOC)
 def lit_loss(text: Tensor, image: Tensor, **options: Any) -> Any:
-    return _apply(losses.LIT, (text, image), **options)
+    return _apply(spec.LIT, (text, image), **options)
 
 
 @losses.adapted(losses.siglip_loss, DOC)
 def siglip_loss(image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
-    return _apply(losses.SIGLIP, (image, text), None, bias, **options)
+    return _apply(spec.SIGLIP, (image, text), None, bias, **options)

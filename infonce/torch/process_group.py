@@ -21,8 +21,8 @@ from infonce.distributed import Communicator, RankError
 from infonce.distributed.communicator import Pending
 from infonce.distributed.processes import Peers, identity
 
-from ..losses import Loss
 from ..result import LossAndGrad
+from ..spec import Loss
 
 Array = Any
 _known: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()

@@ -27,6 +27,7 @@ from ..problem import (
     too_small,
 )
 from ..solve import Vectors
+from .context import Context
 from .fold import Fold, Worker
 from .operands import Side, inverse_norms, not_finite
 from .workers import BLAS, SPARES, Turns, in_threads, thread_count
@@ -44,20 +45,18 @@ class CPU:
     online = True
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
-        self.dtype = DTYPES[problem.compute]
         m, n, d = problem.shape
-        self.threads = thread_count() if m * n * d >= THREADING_PAYS else 1
-        self.query = self._side(problem, problem.query)
-        self.key = self.query if problem.symmetric else self._side(problem, problem.key)
-        # Tiles of logits that the workspace has room for: the gradient fold need not recompute them
-        self.kept: dict[tuple[int, int], Array] = {}
-        self.kept_arena: Array | None = None
-        self.kept_grid: Grid | None = None
-        # ... and the workers' own buffers, with the last tile of each in them
-        self.left: dict[tuple[int, int], Array] = {}
-        self.gradients = gradients
-        self.query_in_place = gradients is not None and self._gathers(problem, gradients)
-        self.accumulators = self._accumulator_rows(problem, gradients)
+        self.dtype = DTYPES[problem.compute]
+        query = self._side(problem, problem.query)
+        self.context = Context(
+            self.dtype,
+            query,
+            query if problem.symmetric else self._side(problem, problem.key),
+            threads=thread_count() if m * n * d >= THREADING_PAYS else 1,
+            gradient=gradients is not None,
+            query_in_place=gradients is not None and self._gathers(problem, gradients),
+            accumulators=self._accumulator_rows(problem, gradients),
+        )
         self.tile = self._tile(problem)
 
     def _side(self, problem: Problem, features: Array) -> Side:
@@ -81,16 +80,6 @@ class CPU:
 
     # -- memory: workers' buffers first, then accumulators of dK, then logits worth keeping
 
-    def worker_elements(self, d: int, bm: int, bn: int) -> int:
-        """Size of one worker's buffers, in numbers."""
-        elements = bm * bn
-        elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d
-        gathered = 0 if self.query_in_place else bm * d
-        return int(elements + (self.gradients is not None) * (gathered + max(bm, bn) * d))
-
-    def _worker_bytes(self, d: int, bm: int, bn: int) -> int:
-        return int(self.threads * self.worker_elements(d, bm, bn) * self.dtype.itemsize)
-
     def _gathers(self, problem: Problem, gradients: Gradients) -> bool:
         """Whether dQ can be gathered where it is handed out."""
         out = gradients.query
@@ -111,26 +100,27 @@ class CPU:
     def _tile(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of a tile. Smaller ones are slower but need less, and so do threads that
         are fewer."""
+        context = self.context
         m, n, d = problem.shape
         bm, bn = (SQUARE, SQUARE) if problem.symmetric else TILE
-        while bm > 16 and self.threads > 1 and 2 * bm * self.threads > m:  # two panels a thread
+        while bm > 16 and context.threads > 1 and 2 * bm * context.threads > m:  # two a thread
             bm //= 2
         if problem.symmetric:
             bn = bm
         bm, bn = max(1, min(bm, m)), max(1, min(bn, n))
-        gathered = self.accumulators * d * self.dtype.itemsize
+        gathered = context.accumulators * d * self.dtype.itemsize
         room = problem.workspace - gathered
-        while self._worker_bytes(d, bm, bn) > room:
+        while context.worker_bytes(d, bm, bn) > room:
             smaller = max(1, bm // 2), max(1, bn // 2)
             if smaller == (bm, bn) or not few(m, n, *smaller):
                 break
             bm, bn = smaller
-        one = self.worker_elements(d, bm, bn) * self.dtype.itemsize
+        one = context.worker_elements(d, bm, bn) * self.dtype.itemsize
         if one > room:
             rows = 0 if not gathered else m if problem.symmetric else n
             least = one + min(one, rows * d * self.dtype.itemsize)
             raise ValueError(too_small(problem.shape, least, problem.workspace))
-        self.threads = min(self.threads, room // one)
+        context.threads = min(context.threads, room // one)
         return bm, bn
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
@@ -140,37 +130,7 @@ class CPU:
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
-        return cut(n, self.accumulators or n)
-
-    def keep_logits(self, problem: Problem, grid: Grid) -> None:
-        """Reserve room for the logits of as many blocks as the workspace has room for."""
-        m, n, d = problem.shape
-        largest = grid.rows[0].stop, grid.columns[0].stop
-        room = problem.workspace - self._worker_bytes(d, *largest)
-        room -= self.accumulators * d * self.dtype.itemsize
-        shapes = {}
-        elements = lacking = 0
-        blocks = [(a, b) for a in range(len(grid.rows)) for b in grid.visits(a)]
-        for a, b in sorted(blocks, key=lambda block: block[1]):  # as much in each panel
-            if not grid.triangle and a < self.threads and b == 0 and problem.method != "fused":
-                continue  # a worker's last: it stays in the worker's own buffer
-            rows, columns = grid.rows[a], grid.columns[b]
-            shape = rows.stop - rows.start, columns.stop - columns.start
-            size = shape[0] * shape[1] * self.dtype.itemsize
-            lacking += max(0, size - room)
-            if size <= room:
-                room -= size
-                shapes[a, b] = slice(elements, elements + shape[0] * shape[1]), shape
-                elements += shape[0] * shape[1]
-        self.kept_grid = grid
-        self.kept_arena = arena = SPARES.take(elements, self.dtype)
-        self.kept = {block: arena[part].reshape(shape) for block, (part, shape) in shapes.items()}
-        if problem.method == "fused" and lacking:
-            raise ValueError(
-                f'method: "fused" keeps the {m} x {n} logits within workspace = '
-                f'{problem.workspace} bytes, which lacks {lacking}; expected method="tiled" or '
-                "a larger workspace"
-            )
+        return cut(n, self.context.accumulators or n)
 
     # -- the fold
 
@@ -178,12 +138,13 @@ class CPU:
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         # Backwards, if the gradient comes next: it begins with the tiles that were last here
-        backwards = isinstance(epilogue, Statistics) and self.gradients is not None
+        context = self.context
+        backwards = isinstance(epilogue, Statistics) and context.gradient
         backwards = backwards and not grid.triangle and not problem.ranks
         turns = Turns(len(grid.columns), len(grid.rows) if backwards else 0)
         panels = iter(range(len(grid.rows)))
-        run = Fold(self, problem, grid, epilogue, gradients, turns)
-        threads = min(self.threads, len(grid.rows))
+        run = Fold(context, problem, grid, epilogue, gradients, turns)
+        threads = min(context.threads, len(grid.rows))
         total = len(grid)
 
         def work(report: Callable[[], None]) -> None:
@@ -195,7 +156,7 @@ class CPU:
             if worker is None:
                 return
             if backwards and worker.holds is not None:
-                self.left[worker.holds] = worker.arena
+                context.left[worker.holds] = worker.arena
             else:
                 SPARES.give(worker.arena)
 
@@ -209,9 +170,6 @@ class CPU:
             else:
                 in_threads(work, threads, turns, report)
         run.finish()
-        if isinstance(epilogue, SoftmaxGradient) and self.kept_arena is not None:
-            SPARES.give(self.kept_arena)  # its logits are used up
-            self.kept_arena = None
-            while self.left:
-                SPARES.give(self.left.popitem()[1])
+        if isinstance(epilogue, SoftmaxGradient):
+            context.give_back()
         report()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,11 +24,9 @@ from ..problem import (
 )
 from ..solve import conclude
 from . import tile_ops as tile
+from .context import Block, Context
 from .operands import Side
 from .workers import SPARES, Cancelled, Turns
-
-if TYPE_CHECKING:
-    from .backend import CPU
 
 EXACT = 2.0**40  # logits below this have digits after the point, in float64
 ROUNDING = 2.0**-10  # what factors make up for at most, in base 2
@@ -40,18 +37,18 @@ class Fold:
 
     def __init__(
         self,
-        cpu: CPU,
+        context: Context,
         problem: Problem,
         grid: Grid,
         epilogue: Epilogue,
         gradients: Gradients | None,
         turns: Turns,
     ) -> None:
-        self.cpu, self.problem, self.grid = cpu, problem, grid
+        self.context, self.problem, self.grid = context, problem, grid
         self.epilogue, self.gradients, self.turns = epilogue, gradients, turns
         self.c = float(problem.scale) * (1.0 if isinstance(epilogue, Sigmoid) else LOG2_E)
         d = problem.shape[2]
-        dtype = cpu.dtype
+        dtype = context.dtype
 
         # Vectors of length M or N in the compute dtype, made once for all tiles
         if isinstance(epilogue, SoftmaxGradient):
@@ -65,7 +62,7 @@ class Fold:
         self.by_columns = gradients is not None and (
             grid.triangle or (gradients.want_key and not problem.symmetric)
         )
-        self.in_place = cpu.accumulators == 0
+        self.in_place = context.accumulators == 0
         if gradients is not None and self.by_columns:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
             out = gradients.query if grid.triangle else gradients.key
@@ -80,33 +77,16 @@ class Fold:
             if not grid.rows:
                 self.gathered(keys)[...] = 0
 
-        # Logits of an earlier fold over the same blocks are used up by the gradient
-        self.kept: dict[tuple[int, int], Array] = {}
+        self.kept: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
-            if cpu.kept_grid == grid:  # not where keys come in ranges
-                self.kept = cpu.kept
-            cpu.kept = {}
-        elif isinstance(epilogue, Statistics) and cpu.gradients is not None:
-            cpu.keep_logits(problem, grid)
-            self.kept = cpu.kept
-
-    def take_left(self, panel: int) -> tuple[Array | None, tuple[int, int] | None]:
-        """A worker's memory of the log-sum-exp fold: with the logits of the panel's first tile, and
-        which that is; or without use but for its pages, if nobody else will want what is in it."""
-        left = self.cpu.left
-        if not isinstance(self.epilogue, SoftmaxGradient):
-            return None, None
-        wanted = panel, 0
-        if self.cpu.kept_grid == self.grid and wanted in left:
-            return left.pop(wanted), wanted
-        for held in list(left):
-            if self.cpu.kept_grid != self.grid or held[1] or held[0] >= self.cpu.threads:
-                return left.pop(held, None), None
-        return None, None
+            self.kept = context.take_kept(grid)
+        elif isinstance(epilogue, Statistics) and context.gradient:
+            context.keep_logits(problem, grid)
+            self.kept = context.kept
 
     def _factors(self, epilogue: SoftmaxGradient) -> None:
         """Heights in units of raw products; what their rounding leaves goes into the factors."""
-        dtype = self.cpu.dtype
+        dtype = self.context.dtype
         self.at_positive = epilogue.positive.astype(dtype)
         self.height, self.a, rest = self._height(epilogue.row_height, epilogue.row_factor)
         self.shared = False
@@ -137,23 +117,23 @@ class Fold:
         """
         h = height / self.c
         smaller = np.nextafter(h, -np.inf)
-        h = np.where(self.c * smaller >= height, smaller, h).astype(self.cpu.dtype)
+        h = np.where(self.c * smaller >= height, smaller, h).astype(self.context.dtype)
         rest = self.c * h.astype(np.float64)
         made_up = np.exp2(np.minimum(rest - height, ROUNDING))
-        return h, (factor * made_up).astype(self.cpu.dtype), rest
+        return h, (factor * made_up).astype(self.context.dtype), rest
 
     def _positive_logits(self) -> Array:
         """[M] positives' base-2 logits ahead of the fold, for what has to compare with them."""
-        cpu, positives = self.cpu, self.problem.positives
+        context, positives = self.context, self.problem.positives
         out = np.empty(len(positives))
         for rows in cut(len(positives), 256):
             index = np.arange(rows.start, rows.stop)
-            tile.row_dots(cpu.query.take(index), cpu.key.take(positives[rows]), out[rows])
+            tile.row_dots(context.query.take(index), context.key.take(positives[rows]), out[rows])
         return self.c * out
 
     def finish(self) -> None:
         """Columns' gradients are complete: scale, normalise, convert."""
-        gradients, cpu = self.gradients, self.cpu
+        gradients, context = self.gradients, self.context
         if gradients is None or not self.by_columns or self.grid.triangle:
             return
         need_dots = gradients.dots is not None and not gradients.want_query
@@ -161,11 +141,11 @@ class Fold:
         d = self.problem.shape[2]
         for columns in self.grid.columns:
             rows = columns.stop - columns.start
-            if not cpu.key.direct and buffer is None:
-                buffer = np.empty((rows, d), cpu.dtype)
+            if not context.key.direct and buffer is None:
+                buffer = np.empty((rows, d), context.dtype)
             g = self.gathered(columns)
             destination = None if self.in_place else gradients.key
-            self.complete(g, cpu.key, columns, buffer, destination, need_dots)
+            self.complete(g, context.key, columns, buffer, destination, need_dots)
 
     def gathered(self, columns: slice) -> Array:
         """dK's accumulators for these keys."""
@@ -203,13 +183,15 @@ class Worker:
     def __init__(self, fold: Fold, first: int) -> None:
         """`first`: the panel that it begins with."""
         self.fold = fold
-        cpu, grid, d = fold.cpu, fold.grid, fold.problem.shape[2]
+        context, grid, d = fold.context, fold.grid, fold.problem.shape[2]
         bm = max(r.stop - r.start for r in grid.rows)
         bn = max(c.stop - c.start for c in grid.columns)
 
-        arena, self.holds = fold.take_left(first)  # and the tile whose logits are in the buffer
+        arena = self.holds = None  # and the tile whose logits are in the buffer
+        if isinstance(fold.epilogue, SoftmaxGradient):
+            arena, self.holds = context.take_left(grid, first)
         if arena is None:
-            arena = SPARES.take(cpu.worker_elements(d, bm, bn), cpu.dtype)
+            arena = SPARES.take(context.worker_elements(d, bm, bn), context.dtype)
         self.arena = arena
         used = 0
 
@@ -220,21 +202,21 @@ class Worker:
             return arena[used - size : used].reshape(shape)
 
         self.logits = buffer(bm * bn)
-        self.query_buffer = None if cpu.query.direct else buffer(bm, d)
-        self.key_buffer = None if cpu.key.direct else buffer(bn, d)
+        self.query_buffer = None if context.query.direct else buffer(bm, d)
+        self.key_buffer = None if context.key.direct else buffer(bn, d)
         if fold.gradients is not None:
             self.product = buffer(max(bm, bn), d)
-            self.dq = None if cpu.query_in_place else buffer(bm, d)
+            self.dq = None if context.query_in_place else buffer(bm, d)
         self.row_max, self.row_sum = np.empty(bm), np.empty(bm)
         self.column_max, self.column_sum = np.empty(bn), np.empty(bn)
-        self.sums = np.empty(bn, cpu.dtype)
+        self.sums = np.empty(bn, context.dtype)
 
     def panel(self, a: int, report: Callable[[], None]) -> None:
         """Fold one row panel, from left to right."""
         fold = self.fold
         grid, gradients, turns = fold.grid, fold.gradients, fold.turns
         rows = grid.rows[a]
-        q = fold.cpu.query.block(rows, self.query_buffer)
+        q = fold.context.query.block(rows, self.query_buffer)
         first = True
         visits = grid.visits(a)
         for b in reversed(visits) if turns.backwards else visits:
@@ -242,7 +224,7 @@ class Worker:
                 raise Cancelled
             columns = grid.columns[b]
             diagonal = grid.triangle and a == b
-            k = fold.cpu.key.block(columns, self.key_buffer)
+            k = fold.context.key.block(columns, self.key_buffer)
             x = self.block(a, b, q, k)
             in_turn = self.epilogue(x, rows, columns, diagonal)
             if gradients is not None and (gradients.want_query or grid.triangle):
@@ -286,15 +268,11 @@ class Worker:
                 positive = positive.copy()  # known: only taken out
             tile.take_positives(x, problem.positives[rows], columns.start, fold.c, positive)
         if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
-            self.exclude_diagonal(x, rows, columns)
+            start = max(rows.start, columns.start)
+            tile.exclude_diagonal(x[start - rows.start :, start - columns.start :])
         if problem.query_ids is not None:
             tile.exclude_ids(x, problem.query_ids[rows], problem.key_ids[columns])
         return x
-
-    @staticmethod
-    def exclude_diagonal(x: Array, rows: slice, columns: slice) -> None:
-        start = max(rows.start, columns.start)
-        tile.exclude_diagonal(x[start - rows.start :, start - columns.start :])
 
     def epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
@@ -405,18 +383,18 @@ class Worker:
             g = np.add(total, g, out=total)
         destination = None if self.dq is None else gradients.query
         fold.complete(
-            g, fold.cpu.query, rows, self.query_buffer, destination, True, gradients.add_query
+            g, fold.context.query, rows, self.query_buffer, destination, True, gradients.add_query
         )
 
     def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
         """sum_j 2^(c (x - max)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
-        problem, cpu = self.fold.problem, self.fold.cpu
+        problem, context = self.fold.problem, self.fold.context
         maximum, positive = stats.rows.max[rows], stats.positive[rows]
         maximum *= self.fold.c  # of products until now
         end = conclude(np, Sums(maximum, stats.rows.sum[rows]), positive)
         a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
         of_sum = a * end.at_height * np.exp2(maximum - end.height)
         np.multiply(g, of_sum[:, None], out=g, casting="same_kind")
-        positives = cpu.key.take(problem.positives[rows])
+        positives = context.key.take(problem.positives[rows])
         at_positive = -a * end.share
         g += np.multiply(positives, at_positive[:, None], out=positives, casting="same_kind")
