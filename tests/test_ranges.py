@@ -199,26 +199,7 @@ def test_no_warning_leaves(loss: str, dtype: Any, method: str, monkeypatch: Any)
         len(args[0]), 1e308))  # fmt: skip
 
 
-def test_adapters_and_schedules_are_as_silent() -> None:
-    torch = pytest.importorskip("torch")
-    jnp = pytest.importorskip("jax.numpy")
-    import jax
-
-    import infonce.jax
-    import infonce.torch
-
-    z = (pairs("random", 6, 6, 3, np.float32, 0)[0] * np.float32(3e37)).astype(np.float32)
-    for rows in (z, z * np.float32(1e-30), np.full_like(z, np.inf)):
-        tensor = torch.tensor(rows, requires_grad=True)
-        infonce.torch.clip_loss(tensor, tensor, temperature=1e-3).backward()
-        half = jnp.asarray(1e4, jnp.float16)  # whose gradient has no room in its dtype
-        jax.value_and_grad(lambda s, a: infonce.jax.clip_loss(a, a, scale=s))(
-            half, jnp.asarray(rows)
-        )
-    with pytest.raises(ValueError, match=r"temperature: expected a number in .* got 1e-09"):
-        infonce.torch.clip_loss(tensor, tensor, temperature=1e-9)
-    with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
-        infonce.torch.clip_loss(tensor, tensor, temperature=0)
+def test_schedules_are_as_silent() -> None:
     for period in (5e-324, 1.0, 1.7e308):
         swing = infonce.schedules.cosine(period, 1e-300, 1.7e308)
         assert all(1e-300 <= swing(step) <= 1.7e308 for step in (0.0, 1e308, -3e307, 5e-324))

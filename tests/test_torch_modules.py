@@ -1,6 +1,9 @@
-"""The modules of infonce.torch, and those in the place of other projects' losses."""
+"""The modules of infonce.torch, those in the place of other projects' losses, and both adapters with
+numbers at the ends of their range."""
 
+import numpy as np
 import pytest
+from judge import pairs
 
 torch = pytest.importorskip("torch")
 from torch_problems import LOSSES, MODULES, call, features, formula  # noqa: E402
@@ -94,3 +97,21 @@ def test_infonce_cuda() -> None:
     torch.testing.assert_close(InfoNCELoss()(z[0]), formula("nt_xent", z, 2.0))
     torch.testing.assert_close(InfoNCELoss(0.1)(z[0]), formula("nt_xent", z, 10.0))
     assert "temperature=0.5" in repr(InfoNCELoss())
+
+
+def test_numbers_at_the_ends_are_silent() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    import jax
+
+    import infonce.jax as ij
+
+    z = (pairs("random", 6, 6, 3, np.float32, 0)[0] * np.float32(3e37)).astype(np.float32)
+    for rows in (z, z * np.float32(1e-30), np.full_like(z, np.inf)):
+        tensor = torch.tensor(rows, requires_grad=True)
+        it.clip_loss(tensor, tensor, temperature=1e-3).backward()
+        half = jnp.asarray(1e4, jnp.float16)  # whose gradient has no room in its dtype
+        jax.value_and_grad(lambda s, a: ij.clip_loss(a, a, scale=s))(half, jnp.asarray(rows))
+    with pytest.raises(ValueError, match=r"temperature: expected a number in .* got 1e-09"):
+        it.clip_loss(tensor, tensor, temperature=1e-9)
+    with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
+        it.clip_loss(tensor, tensor, temperature=0)
