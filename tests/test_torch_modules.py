@@ -1,5 +1,5 @@
-"""The modules of infonce.torch, those in the place of other projects' losses, and both adapters with
-numbers at the ends of their range."""
+"""The modules of infonce.torch, those in the place of other projects' losses, and both adapters
+with numbers at the ends of their range."""
 
 import numpy as np
 import pytest
