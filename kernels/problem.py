@@ -1,6 +1,6 @@
 """What a loss is made of, as data: the problem, its blocks, what becomes of their logits.
 
-Losses differ by this alone (`Problem`); what is done about it is in `blocks`. Exponents are in base
+Losses differ by this alone (`Problem`); what is done about it is in `solve`. Exponents are in base
 2 throughout (x2 = x log2 e): that is what the hardware computes.
 """
 

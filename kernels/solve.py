@@ -9,7 +9,7 @@ blocks (Q_a, K_b) of the logit matrix x_ij = scale * q_i . k_j:
 2. **Gradient fold.** With the log-sum-exps known, a block yields dL/dx, and through it its share of
    dQ_a and dK_b.
 
-Losses differ by data alone (`problems.Problem`): which directions count, which pairs are excluded,
+Losses differ by data alone (`problem.Problem`): which directions count, which pairs are excluded,
 where the positives are. A backend (`Backend`) supplies the grid of blocks and what happens to one
 block; the order of the work, and all mathematics on vectors of length M or N, is here.
 

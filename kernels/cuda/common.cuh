@@ -55,7 +55,7 @@ struct Scalar {
 };
 
 // The scale of the logits. One that only the device knows has not been checked: NaN out of range
-// (problems.SCALES), which makes the loss NaN.
+// (problem.SCALES), which makes the loss NaN.
 struct Scale : Scalar {
   __device__ double bare() const {
     const double s = Scalar::bare(), least = sizeof(Real) == 8 ? 0x1p-511 : 0x1p-63,

@@ -22,7 +22,7 @@ def fold_block(
     problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
     poison: Poison | None = None, fresh: Sums | None = None, ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`blocks.fold_block` on the current device; `ahead` as for `GPU`."""
+    """`solve.fold_block` on the current device; `ahead` as for `Context`."""
     parts = wide(problem), triangle, epilogue, gradients, poison, fresh, ahead
     if gpu_plan.pays(problem, gradients):
         gpu_plan.call(_fold_block, device_properties(problem.query.device.id), *parts)

@@ -31,7 +31,7 @@ _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
-# problems.Sums.merge, in place, and problems.within
+# solve.Vectors.merge, in place, and solve.Vectors.within
 _merge_sums = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum", "float64 max, float64 sum",
     """
@@ -45,7 +45,7 @@ _within = cupy.ElementwiseKernel(
     "int64 positive, int64 start, int64 stop", "int64 local",
     "local = positive >= start && positive < stop ? positive - start : -1", "infonce_within",
 )  # fmt: skip
-# blocks.conclude, formula by formula. (CuPy has a logaddexp2, which loses small losses.)
+# solve.conclude, formula by formula. (CuPy has a logaddexp2, which loses small losses.)
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 positive",
     "float64 loss, float64 lse, float64 share, float64 lse2",

@@ -92,7 +92,7 @@ class Offload:
         most = most // PANEL * PANEL or most
         return int(min(most, max(m, n, 1)))
 
-    # -- what blocks.solve asks for
+    # -- what solve.solve asks for
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape

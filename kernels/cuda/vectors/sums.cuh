@@ -166,7 +166,7 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
   else ((double*)to)[i] = LN_2 * lse2;
 }
 
-// blocks.Vectors.conclude, a row a thread.
+// solve.Vectors.conclude, a row a thread.
 extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= f.m) return;
