@@ -94,7 +94,7 @@ def _solve(request: Request) -> Solution:
 
 
 def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
-    """The same error, which says what to do besides."""
+    """MemoryError with the words of `error`, and what to use instead."""
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
     told = f"{str(error).rstrip('.')}; use {advice}"
