@@ -13,7 +13,7 @@ from ..problem import Array, Epilogue, Gradients, Poison, Problem, Statistics, S
 from . import plan as gpu_plan
 from .device.launcher import device_properties
 from .device.launches import Queue
-from .select import wide
+from .select import planned, wide
 from .tiled.backend import GPU
 from .vectors import ElementwiseVectors
 
@@ -24,7 +24,7 @@ def fold_block(
 ) -> None:  # fmt: skip
     """`solve.fold_block` on the current device; `ahead` as for `Context`."""
     parts = wide(problem), triangle, epilogue, gradients, poison, fresh, ahead
-    if gpu_plan.pays(problem, gradients):
+    if planned(problem, gradients):
         gpu_plan.call(_fold_block, device_properties(problem.query.device.id), *parts)
     else:
         _fold_block(*parts, Queue())

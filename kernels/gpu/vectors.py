@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import cupy
 import numpy as np
@@ -11,20 +10,12 @@ import numpy as np
 from .. import problem as problems
 from .. import solve as blocks
 from ..problem import Array, Gradients, Problem, Sigmoid, Statistics
-from .device.abi import SCALAR, SUMS, address, pointers, struct
+from .device.arguments import Fields, address
 from .tiled.context import Context
 
-_CONCLUDING = np.dtype(
-    [("rows", SUMS), ("columns", SUMS),
-     ("vectors", pointers("positive positives upstream bad any")),
-     ("row_weight", "f8"), ("column_weight", "f8"), ("scale", SCALAR), ("m", "i8"),
-     ("symmetric", "i8"), ("triangle", "i8"), ("two_sided", "i8"), ("lse_is_float", "i8"),
-     ("results", pointers("losses row_loss row_lse2 column_loss column_lse2 a b at_positive")),
-     ("lses", pointers("row column"))]
-)  # fmt: skip
-_SPELLING = np.dtype(
-    [("positives", "u8"), ("upstream", "u8"), ("value", "f8"), ("symmetric", "i8")]
-)
+# struct Spelling where all vectors are given
+SPELLED_OUT: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
+NO_SUMS: Fields = {"max": 0, "sum": 0}
 
 # The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
 _empty_sums = cupy.ElementwiseKernel(
@@ -93,8 +84,9 @@ class TiledVectors(ElementwiseVectors):
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.found = cupy.empty(1)
 
-    def spell_out(self, problem: Problem) -> tuple[Problem, Any]:
-        """The problem spelled out, by a kernel that is handed this structure."""
+    def spell_out(self, problem: Problem) -> tuple[Problem, Fields]:
+        """The problem with its vectors as arrays, and struct Spelling for the kernel that writes
+        them."""
         m = problem.shape[0]
         positives, upstream = problem.positives, problem.upstream
         by_rule, same, value = None, None, 0.0
@@ -103,7 +95,8 @@ class TiledVectors(ElementwiseVectors):
         if isinstance(upstream, float):
             value = upstream
             upstream = same = cupy.empty(m)
-        spelling = struct(_SPELLING, address(by_rule), address(same), value, problem.symmetric)
+        spelling = {"positives": by_rule, "upstream": same, "value": value,
+                    "symmetric": problem.symmetric}  # fmt: skip
         return replace(problem, positives=positives, upstream=upstream), spelling
 
     def dots(self, n: int) -> Array:
@@ -121,10 +114,10 @@ class TiledVectors(ElementwiseVectors):
             columns = problems.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
         positive = memory[2 * m : 3 * m]
         problem, spelling = self.spell_out(problem)
-        of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
-        self.launcher.vector_kernel(
-            "begin", max(m, n), struct(SUMS, address(rows.max), address(rows.sum)),
-            struct(SUMS, *of_columns), positive, m, n, spelling, self.found,
+        self.launcher.vectors(
+            "begin", max(m, n), rows=sums_fields(rows),
+            columns=sums_fields(columns) if two_sided else NO_SUMS, positive=positive, m=m, n=n,
+            spelling=spelling, any_key_not_finite=self.found,
         )  # fmt: skip
         whole = columns if two_sided or problem.symmetric else None
         return problem, Statistics(rows, whole, positive)
@@ -132,9 +125,10 @@ class TiledVectors(ElementwiseVectors):
     def clear(self, sums: problems.Sums) -> None:
         """Nothing is folded in yet."""
         n = len(sums.max)
-        nothing, spelling = struct(SUMS, 0, 0), struct(_SPELLING, 0, 0, 0.0, 0)
-        to = struct(SUMS, address(sums.max), address(sums.sum))
-        self.launcher.vector_kernel("begin", n, nothing, to, 0, 0, n, spelling, 0)
+        self.launcher.vectors(
+            "begin", n, rows=NO_SUMS, columns=sums_fields(sums), positive=None, m=0, n=n,
+            spelling=SPELLED_OUT, any_key_not_finite=None,
+        )  # fmt: skip
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
@@ -150,18 +144,19 @@ class TiledVectors(ElementwiseVectors):
         losses, row_loss, row_lse2, a, at_positive = out[:5]
         column_loss, column_lse2, b = out[5:] if two_sided else (None, None, None)
         columns = stats.columns if two_sided and stats.columns is not None else stats.rows
-        results = losses, row_loss, row_lse2, column_loss, column_lse2, a, b, at_positive
-        concluding = struct(
-            _CONCLUDING, address(stats.rows.max), address(stats.rows.sum),
-            address(columns.max), address(columns.sum),
-            address(stats.positive), address(problem.positives), address(problem.upstream),
-            address(poison.rows), address(poison.all),
-            problem.row_weight, problem.column_weight, *context.scale, m, problem.symmetric,
-            triangle, two_sided, not self.double, *map(address, results),
-            address(lses), address(lses, 1),
-        )  # fmt: skip
-        self.launcher.vector_kernel("conclude", m, concluding)
-        share = None  # of nobody's interest from here on
+        concluding = {
+            "rows": sums_fields(stats.rows), "columns": sums_fields(columns),
+            "positive": stats.positive, "positives": problem.positives,
+            "upstream": problem.upstream, "bad": poison.rows, "any_key_not_finite": poison.all,
+            "row_weight": problem.row_weight, "column_weight": problem.column_weight,
+            "scale": context.scale, "m": m, "symmetric": problem.symmetric, "triangle": triangle,
+            "two_sided": two_sided, "lse_is_float": not self.double,
+            "losses": losses, "row_loss": row_loss, "row_lse2": row_lse2,
+            "column_loss": column_loss, "column_lse2": column_lse2, "a": a, "b": b,
+            "at_positive": at_positive, "row_lse": lses, "column_lse": address(lses, 1),
+        }  # fmt: skip
+        self.launcher.vectors("conclude", m, f=concluding)
+        share = None  # no longer needed
         return blocks.Conclusion(
             losses, blocks.Direction(row_loss, lses[0], share, row_lse2, 1.0),
             blocks.Direction(column_loss, lses[1], share, column_lse2, 1.0) if two_sided else None,
@@ -170,17 +165,20 @@ class TiledVectors(ElementwiseVectors):
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         m = problem.shape[0]
-        memory = cupy.empty((4, m))
+        row_factor, losses, bias_grad, positive = cupy.empty((4, m))
         problem, spelling = self.spell_out(problem)
-        self.launcher.vector_kernel(
-            "begin_sigmoid", m, m, problem.upstream, self.context.scale_struct, *memory, spelling,
-            self.found,
+        self.launcher.vectors(
+            "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.context.scale,
+            row_factor=row_factor, losses=losses, bias_grad=bias_grad, positive=positive,
+            spelling=spelling, any_key_not_finite=self.found,
         )  # fmt: skip
-        return problem, Sigmoid(*memory)
+        return problem, Sigmoid(row_factor, losses, bias_grad, positive)
 
     def poisoned(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
         bad, m = self.context.not_finite(problem, self.found), len(losses)
-        self.launcher.vector_kernel("poison", m, m, losses, address(bad), self.found)
+        self.launcher.vectors(
+            "poison", m, m=m, losses=losses, bad=bad, any_key_not_finite=self.found
+        )
         return losses
 
     def totals(
@@ -190,16 +188,23 @@ class TiledVectors(ElementwiseVectors):
         out = cupy.empty(3, self.out)
         dots = None if gradients is None else gradients.dots
         of_bias = None if gradients is None else of_bias
-        kernel = self.launcher.kernel("vectors.cu", "totals")
-        arguments = (
-            losses, len(losses), problem.row_share or 0.0, address(dots),
-            0 if dots is None else len(dots),
-            2.0 if problem.symmetric else 1.0,  # every pair stands twice in <dZ, z>
-            address(of_bias), self.context.scale_struct, out, int(not self.double),
+        self.launcher.launch(
+            "vectors.cu", "totals", 1, 1024,
+            {
+                "losses": losses, "m": len(losses), "share": problem.row_share or 0.0,
+                "dots": dots, "count": 0 if dots is None else len(dots),
+                "halves": 2 if problem.symmetric else 1,  # every pair stands twice in <dZ, z>
+                "of_bias": of_bias, "scale": self.context.scale, "out": out,
+                "is_float": not self.double,
+            },
         )  # fmt: skip
-        kernel((1,), (1024,), arguments)
         return (
             None if problem.row_share is None else out[0],
             None if dots is None else out[1],
             None if of_bias is None else out[2],
         )
+
+
+def sums_fields(sums: problems.Sums) -> Fields:
+    """struct Sums."""
+    return {"max": sums.max, "sum": sums.sum}

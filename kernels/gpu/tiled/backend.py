@@ -1,4 +1,4 @@
-"""The GPU backend: sweeps or tiled kernels for logits and what becomes of them, else cuBLAS.
+"""The GPU backend: sweeps or tiled kernels for logits and their epilogues, cuBLAS for the rest.
 
 A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
 but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
@@ -27,12 +27,14 @@ from ...problem import (
     SoftmaxGradient,
     Statistics,
 )
-from ..device.abi import address
 from ..device.launches import Queue
 from ..vectors import TiledVectors
 from .context import Context
-from .fold import RanksFold, StatisticsFold
-from .gradient import NarrowFold, OnlineFold, SigmoidFold, SoftmaxFold
+from .gradient import NarrowFold, SoftmaxFold
+from .lse import StatisticsFold
+from .online import OnlineFold
+from .ranks import RanksFold
+from .sigmoid import SigmoidFold
 
 
 class GPU:
@@ -45,20 +47,19 @@ class GPU:
         """`ahead` and `queue`: see `Context`."""
         self.context = Context(problem, gradients, ahead, queue)
         self.vectors = TiledVectors(self.context, problem.query)
-        # elsewhere log-sum-exps first, then dQ from panels: 3 products
         self.online = self.context.online
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
-        cut = self.context.cut
-        step, border = cut.columns, cut.lent
+        of = self.context.blocking
+        step, border = of.columns, of.overlaid
         columns = [*problems.cut(border, step), *problems.cut(n, step, border)]
-        rows = columns if problem.symmetric else problems.cut(m, cut.rows)
+        rows = columns if problem.symmetric else problems.cut(m, of.rows)
         return Grid(rows, columns, triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
-        return problems.cut(n, self.context.cut.key_rows or n)
+        return problems.cut(n, self.context.blocking.key_rows or n)
 
     def poison(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
@@ -66,7 +67,7 @@ class GPU:
         launcher = self.context.launcher
         out = launcher.queue.zeros(m + 1, np.float64)
         bad = self.context.not_finite(problem, out[m:])
-        launcher.vector_kernel("poison", m, m, out, address(bad), out[m:])
+        launcher.vectors("poison", m, m=m, losses=out, bad=bad, any_key_not_finite=out[m:])
         return out[:m]
 
     def of_positives(self, problem: Problem, of_keys: Array) -> Array:
@@ -77,7 +78,7 @@ class GPU:
     ) -> None:
         context = self.context
         if isinstance(epilogue, Statistics):
-            (m, n, _), of = problem.shape, context.statistics_cut
+            (m, n, _), of = problem.shape, context.statistics_blocking
             rows, columns = problems.cut(m, of.rows), problems.cut(n, of.columns)
             grid = replace(grid, rows=rows, columns=columns)
             StatisticsFold(context, problem, grid, epilogue).run()
@@ -87,7 +88,7 @@ class GPU:
             RanksFold(context, problem, grid, epilogue).run()
         elif isinstance(epilogue, OnlineSoftmax):
             OnlineFold(context, problem, grid, epilogue, gradients).run()
-        elif isinstance(epilogue, SoftmaxGradient) and context.narrow is not None:
+        elif isinstance(epilogue, SoftmaxGradient) and context.in_registers is not None:
             NarrowFold(context, problem, replace(grid, triangle=False), epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient):
             SoftmaxFold(context, problem, grid, epilogue, gradients).run()
