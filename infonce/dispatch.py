@@ -19,9 +19,9 @@ def loss(
     kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
     """The loss alone."""
-    with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
-        features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
-        with _device(features[0]):
+    with arrays.on_stream_of(given[0]):
+        features = list(map(arrays.native, given, kind.arguments))
+        with _surroundings(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
             arrays.warn_of_lost_gradients(kind, given, bias, options)
             return arrays.back(given[0])(_reduce(request, _solve(request)))
@@ -36,9 +36,9 @@ def loss_and_grad(
     made: dict[str, Any] | None = None,
 ) -> LossAndGrad:
     """The loss and whatever gradients were asked for; in `made`, where an adapter brings it."""
-    with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
-        features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
-        with _device(features[0]):
+    with arrays.on_stream_of(given[0]):
+        features = list(map(arrays.native, given, kind.arguments))
+        with _surroundings(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=True, made=made)
             return _result(kind, request, _solve(request), arrays.back(given[0]))
 
@@ -79,11 +79,12 @@ def _lse(
     return lambda: back(rows) if columns is None else (back(rows), back(columns))
 
 
-def _device(array: Array) -> Any:
-    """Context in which the device that `array` is on is the current one."""
-    if not arrays.on_gpu(array) or array.device.id == arrays.current_device():
-        return arrays.NOTHING
-    return array.device
+def _surroundings(array: Array) -> Any:
+    """Context in which a call on `array` is computed: its device is the current one, or NumPy says
+    nothing of numbers that leave their range."""
+    if not arrays.on_gpu(array):
+        return np.errstate(**SILENT)
+    return arrays.NOTHING if array.device.id == arrays.current_device() else array.device
 
 
 def _solve(request: Request) -> Solution:

@@ -13,7 +13,7 @@ from ..problem import Array, Gradients, Problem
 from ..solve import Solution
 from .config import Device
 from .device import compiler
-from .device.arguments import NO_MATRIX, address, matrix, scalar, whole_strides
+from .device.arguments import NO_MATRIX, address, matrix_values, scalar_values, whole_strides
 from .device.signatures import structure
 
 THREADS = 256
@@ -73,7 +73,7 @@ assert tuple(name for name, _ in _FUSED.fields) == FIELDS
 _pack = _FUSED.layout.pack
 _BY_VALUE = np.dtype(f"V{_FUSED.size}")  # one parameter, to CuPy
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
-NO_SCALAR = scalar(0.0)
+NO_SCALAR = scalar_values(0.0)
 _barriers: dict[tuple[int, int], Array] = {}
 
 
@@ -185,8 +185,8 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         query, key = query.astype(dtype), key.astype(dtype)
     of_query = of_key = NO_MATRIX
     if gradients is not None:
-        of_query, of_key = matrix(gradients.query), matrix(gradients.key)
-    tiles = -(-m // TILE) * (of_query["data"] != 0) + -(-n // TILE) * (of_key["data"] != 0)
+        of_query, of_key = matrix_values(gradients.query), matrix_values(gradients.key)
+    tiles = -(-m // TILE) * (of_query[0] != 0) + -(-n // TILE) * (of_key[0] != 0)
     device = query.device.id
     launch = _launch(
         m, n, d, query.dtype, double, symmetric, two_sided, sigmoid, problem.normalize,
@@ -202,19 +202,19 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     if not (symmetric or two_sided):
         addresses[-2:] = 0, 0  # columns have no log-sum-exp
 
-    q = matrix(query)
-    k = q if symmetric else matrix(key)
-    scale, _kept = scalar(problem.scale)
-    bias, _kept_too = scalar(problem.bias) if sigmoid else NO_SCALAR
+    q = matrix_values(query)
+    k = q if symmetric else matrix_values(key)
+    scale, _kept = scalar_values(problem.scale)
+    bias, _kept_too = scalar_values(problem.bias) if sigmoid else NO_SCALAR
     barrier = _barrier(device)
     upstream, each = problem.upstream, None
     if not isinstance(upstream, float):
         upstream, each = 0.0, upstream
     arguments = _pack(
-        *q.values(), *k.values(), *of_query.values(), *of_key.values(),
-        m, n, d, *scale.values(), *bias.values(), problem.row_weight, problem.column_weight,
-        problem.row_share or 0.0, upstream, address(each), address(problem.positives),
-        address(problem.query_ids), address(problem.key_ids), gradients is not None, launch.parts,
+        *q, *k, *of_query, *of_key, m, n, d, *scale, *bias,
+        problem.row_weight, problem.column_weight, problem.row_share or 0.0,
+        upstream, address(each), address(problem.positives), address(problem.query_ids),
+        address(problem.key_ids), gradients is not None, launch.parts,
         *addresses[:10], start, start + lse, start + column_lse,
         start + loss, start + loss + item, start + loss + 2 * item, *addresses[10:],
         barrier.data.ptr,

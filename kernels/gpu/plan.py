@@ -75,11 +75,13 @@ def _describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
     found = [cls, plain and plain(part)]
     for name in names:
         value = values[name]
-        if isinstance(value, float):
+        if value is None:
+            found.append(None)
+        elif isinstance(value, float):
             numbers.append(value)
             found.append(float)
         else:
-            found.append(None if value is None else _describe(value, arrays, numbers))
+            found.append(_describe(value, arrays, numbers))
     return tuple(found)
 
 

@@ -29,9 +29,7 @@ class Needs:
     key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
     sweep: Sweep | None = None  # instead of tiles
     rows: bool = True  # rows have sums
-    overlay: int = (
-        0  # rows of dK's destination that a row of its accumulator covers (0: no overlay)
-    )
+    overlay: int = 0  # rows of dK that a row of its accumulator covers; 0: no overlay
 
     @property
     def of_statistics(self) -> Needs:

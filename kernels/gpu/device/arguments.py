@@ -12,7 +12,9 @@ from ...problem import Array
 
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
 Fields = dict[str, Any]  # of a structure that a kernel takes, by the names that CUDA gives them
-NO_MATRIX: Fields = {"data": 0, "row_stride": 0, "column_stride": 0, "dtype": 0}
+MATRIX = ("data", "row_stride", "column_stride", "dtype")
+NO_MATRIX = (0, 0, 0, 0)
+SCALAR = ("value", "pointer", "factor", "shift")
 
 
 @cache
@@ -32,24 +34,31 @@ def whole_strides(array: Array) -> Array:
     return cupy.ascontiguousarray(array) if rows % item or columns % item else array
 
 
-def matrix(array: Array | None, first: int = 0) -> Fields:
-    """struct Matrix: `array` from row `first` on; for None a matrix without data."""
+def matrix_values(array: Array | None, first: int = 0) -> tuple[int, int, int, int]:
+    """Fields of struct Matrix: `array` from row `first` on; for None a matrix without data."""
     if array is None:
         return NO_MATRIX
     dtype = array.dtype
     rows, columns = array.strides
     item = dtype.itemsize
-    return {
-        "data": array.data.ptr + first * rows, "row_stride": rows // item,
-        "column_stride": columns // item, "dtype": dtype_code(dtype),
-    }  # fmt: skip
+    return array.data.ptr + first * rows, rows // item, columns // item, dtype_code(dtype)
+
+
+def matrix(array: Array | None, first: int = 0) -> Fields:
+    """`matrix_values` by their names."""
+    return dict(zip(MATRIX, matrix_values(array, first), strict=True))
+
+
+def scalar_values(value: Any) -> tuple[tuple[float, int, float, int], Array]:
+    """Fields of struct Scalar for a number or a 0-d device array, and the array that its pointer
+    needs."""
+    if isinstance(value, cupy.ndarray):
+        wide = value.astype(np.float64, copy=False)
+        return (0.0, wide.data.ptr, 1.0, 0), wide
+    return (value if isinstance(value, float) else float(value), 0, 1.0, 0), None
 
 
 def scalar(value: Any) -> tuple[Fields, Array]:
-    """struct Scalar for a number or a 0-d device array, and the array that its pointer needs."""
-    if isinstance(value, cupy.ndarray):
-        wide = value.astype(np.float64, copy=False)
-        return {"value": 0.0, "pointer": wide.data.ptr, "factor": 1.0, "shift": 0}, wide
-    if not isinstance(value, float):
-        value = float(value)
-    return {"value": value, "pointer": 0, "factor": 1.0, "shift": 0}, None
+    """`scalar_values` by their names."""
+    values, kept = scalar_values(value)
+    return dict(zip(SCALAR, values, strict=True)), kept

@@ -1,4 +1,4 @@
-"""The gradient fold: gradient panels (dL/dx of a block), and products that make dQ and dK of them."""
+"""The gradient fold: gradient panels (dL/dx of a block), and the products that use them."""
 
 from __future__ import annotations
 
