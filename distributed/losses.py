@@ -238,7 +238,7 @@ class _Call:
             "labels": "given" if self.labels is not None else "not given",
             "ids": "given" if problem.query_ids is not None else "not given",
             "normalize": problem.normalize,
-            "metrics": problem.ranks,
+            "metrics": problem.retrieval_ranks,
             "reduction": request.reduction,
             "precision": problem.compute,
             "workspace": problem.workspace,
@@ -306,7 +306,7 @@ class _Call:
         """Views come in pairs: the positive of a row's positive is that row."""
         xp, problem = ring.xp, request.problem
         mine = xp.arange(len(problem.positives)) + queries.starts[self.ranks.rank]
-        partners = ring.of_positives(problem, problem.positives)
+        partners = ring.take_at_positives(problem, problem.positives)
         wrong = (partners != mine) | (problem.positives == mine)
 
         def complain() -> tuple[None, None]:
@@ -335,8 +335,8 @@ class _Call:
             parts = {"loss": losses.sum()}
         if gradients is not None:
             parts |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
-        if request.metrics and solution.directions is not None:
-            rows, columns = solution.directions
+        if request.metrics and solution.direction_losses is not None:
+            rows, columns = solution.direction_losses
             parts |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
         parts = {name: part for name, part in parts.items() if part is not None}
         # to read them otherwise would wait for ranks without end
@@ -351,7 +351,7 @@ class _Call:
         if "rows" in totals:
             means = [totals[name] / queries.total if name in totals else None
                      for name in ("rows", "columns")]  # fmt: skip
-            solution.means = means[0], means[1]
+            solution.mean_losses = means[0], means[1]
         made = arrays.namespace(request.problem.query).asarray(
             list(totals.values()), dtype=request.dtype
         )

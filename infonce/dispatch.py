@@ -145,16 +145,16 @@ def _metrics(solution: Solution, back: Callable[[Array], Array]) -> Metrics:
     stats = solution.statistics
     assert stats is not None
     symmetric = stats.column_rank is stats.row_rank
-    assert solution.directions is not None
-    row_loss, column_loss = solution.means or (
-        None if losses is None else losses.mean() for losses in solution.directions
+    assert solution.direction_losses is not None
+    row_loss, column_loss = solution.mean_losses or (
+        None if losses is None else losses.mean() for losses in solution.direction_losses
     )
-    xp = arrays.namespace(solution.directions[0])
+    xp = arrays.namespace(solution.direction_losses[0])
     return Metrics(
         row_loss=back(xp.asarray(row_loss)),
         column_loss=None if column_loss is None else back(xp.asarray(column_loss)),
         row_rank=back(stats.row_rank),
         column_rank=None if symmetric or stats.column_rank is None else back(stats.column_rank),
-        positive=back(LN_2 * stats.positive),
+        positive=back(LN_2 * stats.positive_logits),
         hardest_negative=back(LN_2 * stats.rows.max),
     )

@@ -98,8 +98,8 @@ def evaluate(
         bias=bias if kind.sigmoid else None, symmetric=kind.symmetric,
         query_ids=None if ids is None else cupy.asarray(pair[0], np.int64),
         key_ids=None if ids is None else cupy.asarray(pair[1], np.int64),
-        normalize=normalize, compute=precision, method=method, workspace=workspace, ranks=ranks,
-        progress=lambda *_: None,  # so that folds are visited, not planned
+        normalize=normalize, compute=precision, method=method, workspace=workspace,
+        retrieval_ranks=ranks, progress=lambda *_: None,  # so that folds are visited, not planned
     )  # fmt: skip
     wanted = [a for a in kind.arguments if a not in kind.locked] if wrt is None else list(wrt)
     made: dict[str, Any] = {}

@@ -174,12 +174,12 @@ def follow(step: Any, case: Any) -> list[str | None]:
 
 
 def watch_blocks() -> set[bool]:
-    """What `Problem.apart` was from now on; it may be said only where no row has its positive."""
+    """Values of `Problem.no_local_positives` from now on; checked to be true of the positives."""
     seen, start = set(), CPU.__init__
 
     def watched(self: CPU, problem: Problem, *gradients: Any) -> None:
-        assert not (problem.apart and np.any(problem.positives >= 0))
-        seen.add(problem.apart)
+        assert not (problem.no_local_positives and np.any(problem.positives >= 0))
+        seen.add(problem.no_local_positives)
         start(self, problem, *gradients)
 
     CPU.__init__ = watched  # type: ignore[method-assign]

@@ -160,7 +160,7 @@ def test_fused_counts_no_ranks_on_a_gpu() -> None:
 
     gpu_fused.require(Problem(Q, K, 1.0, 1.0))
     with pytest.raises(ValueError, match=r'^method: "fused" .* expected .*"tiled".* metrics=True'):
-        gpu_fused.require(Problem(Q, K, 1.0, 1.0, ranks=True))
+        gpu_fused.require(Problem(Q, K, 1.0, 1.0, retrieval_ranks=True))
 
 
 def test_wrong_input_leaves_outputs_alone() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from infonce.kernels.gpu.config import launch as config
 from infonce.kernels.gpu.device import compiler
-from infonce.kernels.problem import few
+from infonce.kernels.problem import few_blocks
 
 try:
     from cupy.cuda import nvrtc
@@ -299,7 +299,7 @@ def test_blocks_fit_the_workspace(
             size = max(workspace, config.least_workspace(shape, needs, 128))
             assert size == workspace or (m == 10**6 and size < 2**26)
             cut = config.cut(shape, needs, size, 128, square)
-            assert few(m, n, cut.rows, cut.columns)
+            assert few_blocks(m, n, cut.rows, cut.columns)
             assert 1 <= cut.rows <= m
             assert 1 <= cut.columns <= n
             assert not square or cut.rows == cut.columns

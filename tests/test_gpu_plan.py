@@ -134,7 +134,8 @@ def test_blocks_of_many_ranks(
         problem = problems.Problem(
             query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
             positives=cupy.asarray(positives), column_weight=0.5 * pairs,
-            bias=-10.0 if sigmoid else None, symmetric=symmetric, part=not own, apart=not own,
+            bias=-10.0 if sigmoid else None, symmetric=symmetric, key_shard=not own,
+            no_local_positives=not own,
             compute=precision,
         )  # fmt: skip
         assert gpu_plan.pays(problem, problems.Gradients())
@@ -167,10 +168,12 @@ def test_blocks_of_many_ranks(
                                              add_query=True)  # fmt: skip
             triangle = symmetric and not gradient and not sigmoid
             statistics = isinstance(epilogue, problems.Statistics)
-            fresh = of_columns if statistics and columns is not None and not symmetric else None
+            to_clear = None
+            if statistics and columns is not None and not symmetric:
+                to_clear = of_columns
             bad = cupy.zeros(m + 1)
-            poison = problems.Poison(bad[:m], bad[m:]) if statistics or sigmoid else None
-            gpu_ranks.fold_block(problem, triangle, epilogue, gradients, poison, fresh)
+            marks = problems.NotFinite(bad[:m], bad[m:]) if statistics or sigmoid else None
+            gpu_ranks.fold_block(problem, triangle, epilogue, gradients, marks, to_clear)
             made = [*vectors, dq, dk, *vars(of_rows).values(), *vars(of_columns).values(), bad]
             return [z.get() for z in made]
 
@@ -187,24 +190,25 @@ def test_blocks_of_many_ranks(
             gpu_plan.forget()
 
 
-def statistics_block(m: int, n: int, poison: Any, fresh: bool, known: bool = False) -> Any:
+def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool = False) -> Any:
     """Sums of the columns of a block of other ranks' keys, one of which may be infinite."""
     query, key = (features("nt_xent", rows, 64, BFLOAT16, rows)[0] for rows in (m, n))
-    key[n // 2, 3] = np.inf if poison == "key" else 0
-    query[m // 2, 3] = np.inf if poison == "query" else 0
+    key[n // 2, 3] = np.inf if infinite == "key" else 0
+    query[m // 2, 3] = np.inf if infinite == "query" else 0
     problem = problems.Problem(
         query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
-        positives=cupy.full(m, -1), column_weight=0.5, part=True, apart=True, compute="bf16",
+        positives=cupy.full(m, -1), column_weight=0.5, key_shard=True, no_local_positives=True,
+        compute="bf16",
     )  # fmt: skip
     vectors = ElementwiseVectors()
     rows = vectors.identity(m)
     columns = problems.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan))
-    if not fresh:
+    if not clear:
         columns = vectors.identity(n)
     found = cupy.zeros(m + 1)
     stats = problems.Statistics(rows, columns, cupy.full(m, np.nan))
-    bad = problems.Poison(found[:m], found[m:], known)
-    gpu_ranks.fold_block(problem, False, stats, None, bad, columns if fresh else None)
+    bad = problems.NotFinite(found[:m], found[m:], checked)
+    gpu_ranks.fold_block(problem, False, stats, None, bad, columns if clear else None)
     return columns.max.get(), columns.sum.get(), np.isnan(found.get())
 
 
@@ -212,7 +216,7 @@ def statistics_block(m: int, n: int, poison: Any, fresh: bool, known: bool = Fal
 def test_sums_that_hold_nothing_yet(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not planned:
         monkeypatch.setattr(gpu_plan, "pays", lambda *_: False)
-    made, want = (statistics_block(300, 270, None, fresh) for fresh in (True, False))
+    made, want = (statistics_block(300, 270, None, clear) for clear in (True, False))
     assert np.isfinite(want[:2]).all()
     for a, b in zip(made, want, strict=True):
         assert np.array_equal(a, b)
@@ -223,11 +227,11 @@ def test_what_is_not_finite_in_a_block(planned: bool, monkeypatch: pytest.Monkey
     """Keys are everybody's trouble, queries their own; these need to be looked at once."""
     if not planned:
         monkeypatch.setattr(gpu_plan, "pays", lambda *_: False)
-    for poison, known, where in (
+    for infinite, checked, where in (
         (None, False, []), ("key", False, [300]), ("query", False, [150]), ("query", True, []),
         ("key", True, [300]),
     ):  # fmt: skip
-        bad = statistics_block(300, 270, poison, True, known)[2]
+        bad = statistics_block(300, 270, infinite, True, checked)[2]
         assert np.flatnonzero(bad).tolist() == where
 
 
@@ -239,48 +243,48 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     query, key = (features("nt_xent", m, 24, dtype_of(dtype), seed)[0] for seed in (1, 2))
     problem = problems.Problem(
         query=query, key=query if loss == "nt_xent" else key, scale=cupy.array(14.0),
-        upstream=cupy.asarray(rng.uniform(0, 1, m)), row_share=0.25 / m,
+        upstream=cupy.asarray(rng.uniform(0, 1, m)), reduction_weight=0.25 / m,
         positives=cupy.asarray((np.arange(m) + m // 2 * (loss == "nt_xent")) % m) + 7 * m,
         row_weight=0.5 if loss == "clip" else 1.0, column_weight=0.5 * (loss == "clip"),
         bias=-10.0 if loss == "siglip" else None, symmetric=loss == "nt_xent", compute=precision,
     )  # fmt: skip
 
     class Ring:
-        poisoned = problems.Poison(cupy.zeros(m), cupy.zeros(1))
+        not_finite = problems.NotFinite(cupy.zeros(m), cupy.zeros(1))
 
-        def poison(self, problem: Any) -> Any:
-            return self.poisoned.rows + self.poisoned.all
+        def not_finite_marks(self, problem: Any) -> Any:
+            return self.not_finite.rows + self.not_finite.any_key
 
-        def of_positives(self, problem: Any, of_keys: Any) -> Any:
-            return of_keys[problem.positives - 7 * m]
+        def take_at_positives(self, problem: Any, per_key: Any) -> Any:
+            return per_key[problem.positives - 7 * m]
 
     one = Ring()
-    one.poisoned.rows[5] = np.nan
+    one.not_finite.rows[5] = np.nan
     dots, of_bias, losses = (cupy.asarray(rng.standard_normal(m)) for _ in range(3))
     gradients = problems.Gradients(dots=dots)
     found: list[list[Any]] = []
     for steps in (gpu_ranks.VectorsOverRanks(), ElementwiseVectors()):
         made: list[Any] = []
         for upstream in (problem.upstream, 0.5 / m):
-            given = problems.changed(problem, upstream=upstream)
+            given = problems.fast_replace(problem, upstream=upstream)
             if loss != "siglip":
                 spelled, stats = steps.statistics(given)
                 assert (stats.columns is None) == (loss == "info_nce")
                 assert (stats.columns is stats.rows) == (loss == "nt_xent")
-                made += [spelled.upstream, stats.rows.max, stats.rows.sum, stats.positive]
+                made += [spelled.upstream, stats.rows.max, stats.rows.sum, stats.positive_logits]
                 numbers = np.random.default_rng(4)
-                for vector in (stats.rows.max, stats.positive, stats.rows.sum):
+                for vector in (stats.rows.max, stats.positive_logits, stats.rows.sum):
                     vector[:] = cupy.asarray(numbers.uniform(1, 9, m))
                 if loss == "clip":
                     assert (stats.columns.max == -np.inf).all()
                     assert not stats.columns.sum.any()
                     stats.columns.max[:] = stats.rows.sum
-                    stats.columns.sum[:] = stats.positive
+                    stats.columns.sum[:] = stats.positive_logits
                 end = steps.conclude(spelled, stats, False, True, one)
                 assert (end.columns is None) == (loss != "clip")
-                made += [end.losses, end.row_factor, end.column_factor, end.at_positive]
+                made += [end.losses, end.row_factor, end.column_factor, end.positive_gradient]
                 for of in (end.rows, end.columns):
-                    made += [] if of is None else [of.loss, of.lse, of.height]
+                    made += [] if of is None else [of.loss, of.lse, of.reference]
             loss_sum, scale_grad, bias_grad = steps.totals(given, losses, gradients, of_bias)
             if isinstance(steps, gpu_ranks.VectorsOverRanks):
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
