@@ -158,7 +158,7 @@ class _Call:
         features, sizes = self.agree(lambda: _sized(self.kind, given))
         queries = Partition([of[0] for of in sizes])
         keys = Partition([of[-1] for of in sizes])
-        with dispatch._device(features[0]):
+        with dispatch.surroundings(features[0]):
             request, everyone = self.agree(lambda: self.check(features, queries, keys))
             self.compare(everyone)
             try:

@@ -21,7 +21,7 @@ def loss(
     """The loss alone."""
     with arrays.on_stream_of(given[0]):
         features = list(map(arrays.native, given, kind.arguments))
-        with _surroundings(features[0]):
+        with surroundings(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
             arrays.warn_of_lost_gradients(kind, given, bias, options)
             return arrays.back(given[0])(_reduce(request, _solve(request)))
@@ -38,7 +38,7 @@ def loss_and_grad(
     """The loss and whatever gradients were asked for; in `made`, where an adapter brings it."""
     with arrays.on_stream_of(given[0]):
         features = list(map(arrays.native, given, kind.arguments))
-        with _surroundings(features[0]):
+        with surroundings(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=True, made=made)
             return _result(kind, request, _solve(request), arrays.back(given[0]))
 
@@ -79,7 +79,7 @@ def _lse(
     return lambda: back(rows) if columns is None else (back(rows), back(columns))
 
 
-def _surroundings(array: Array) -> Any:
+def surroundings(array: Array) -> Any:
     """Context in which a call on `array` is computed: its device is the current one, or NumPy says
     nothing of numbers that leave their range."""
     if not arrays.on_gpu(array):

@@ -37,7 +37,7 @@ FIELDS = tuple(
         "bias",
         "row_weight",
         "column_weight",
-        "row_share",
+        "reduction_weight",
         "upstream",
         "upstreams",
         "positives",
@@ -95,7 +95,7 @@ def pays(problem: Problem) -> bool:
 
 def require(problem: Problem) -> None:
     """ValueError where the logits do not fit the workspace, and where they are to be ranked."""
-    if problem.ranks:
+    if problem.retrieval_ranks:
         raise ValueError(
             'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
             "with metrics=True"
@@ -212,7 +212,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         upstream, each = 0.0, upstream
     arguments = _pack(
         *q, *k, *of_query, *of_key, m, n, d, *scale, *bias,
-        problem.row_weight, problem.column_weight, problem.row_share or 0.0,
+        problem.row_weight, problem.column_weight, problem.reduction_weight or 0.0,
         upstream, address(each), address(problem.positives), address(problem.query_ids),
         address(problem.key_ids), gradients is not None, launch.parts,
         *addresses[:10], start, start + lse, start + column_lse,
@@ -227,7 +227,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         problem.progress("loss and gradient", 1, 1)
 
     array, solution = cupy.ndarray, Solution()
-    if problem.row_share is None:
+    if problem.reduction_weight is None:
         solution.losses = array((m,), real, out)
     else:
         solution.loss = array((), real, out + loss)

@@ -95,7 +95,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             launch("column_losses", -(-n // 32), x=x, m=m, n=n, side=columns.fields)
             solution.losses = losses + problem.column_weight * columns.loss
             solution.column_lse = columns.lse
-            solution.directions = rows.loss, columns.loss
+            solution.direction_losses = rows.loss, columns.loss
             stats.column_rank = columns.rank
     solution.losses = solution.losses + u_bad + v_bad.sum()
     solution.logits = x

@@ -26,8 +26,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     if problem.method == "naive":
-        return gpu_naive.solve(problems.spelled_out(problem, cupy), gradients)
-    fused = problem.method == "auto" and not problem.ranks and gpu_fused.pays(problem)
+        return gpu_naive.solve(problems.materialize_vectors(problem, cupy), gradients)
+    fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
     if problem.method == "fused":
         gpu_fused.require(problem)
         fused = True
@@ -43,11 +43,13 @@ def planned(problem: Problem, gradients: Gradients | None) -> bool:
     """Whether a call has a plan: few blocks, and nothing but kernels, products and copies."""
     m, n, _ = problem.shape
     # without this the queries of each key are listed, by CuPy's functions
-    known = problem.square or problem.apart or gradients is None or not gradients.want_key
+    known = (
+        problem.paired or problem.no_local_positives or gradients is None or not gradients.want_key
+    )
     return (
         m * n <= problem.workspace
         and known
-        and not (problem.ranks or problem.progress)
+        and not (problem.retrieval_ranks or problem.progress)
         and all(
             step % array.dtype.itemsize == 0
             for array in (problem.query, problem.key)

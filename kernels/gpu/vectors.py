@@ -22,7 +22,7 @@ _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
-# solve.Vectors.merge, in place, and solve.Vectors.within
+# solve.Vectors.merge, in place, and solve.Vectors.local_positives
 _merge_sums = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum", "float64 max, float64 sum",
     """
@@ -65,12 +65,12 @@ class ElementwiseVectors(blocks.Vectors):
     def merge(self, sums: problems.Sums, other: problems.Sums) -> None:
         _merge_sums(other.max, other.sum, sums.max, sums.sum)
 
-    def within(self, positives: Array, keys: slice) -> Array:
+    def local_positives(self, positives: Array, keys: slice) -> Array:
         return _within(positives, keys.start, keys.stop)
 
     def direction(self, sums: problems.Sums, positive: Array) -> blocks.Direction:
         loss, lse, share, lse2 = _conclude(sums.max, sums.sum, positive)
-        return blocks.Direction(loss, lse, share, height=lse2, at_height=1.0)
+        return blocks.Direction(loss, lse, share, reference=lse2, reference_probability=1.0)
 
 
 class TiledVectors(ElementwiseVectors):
@@ -84,7 +84,7 @@ class TiledVectors(ElementwiseVectors):
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.found = cupy.empty(1)
 
-    def spell_out(self, problem: Problem) -> tuple[Problem, Fields]:
+    def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:
         """The problem with its vectors as arrays, and struct Spelling for the kernel that writes
         them."""
         m = problem.shape[0]
@@ -103,7 +103,7 @@ class TiledVectors(ElementwiseVectors):
         return cupy.empty(n)  # all are written when gradients are finished
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
-        if problem.ranks:
+        if problem.retrieval_ranks:
             self.found[...] = 0
             return super().statistics(problem)
         m, n, _ = problem.shape
@@ -113,7 +113,7 @@ class TiledVectors(ElementwiseVectors):
         if two_sided:
             columns = problems.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
         positive = memory[2 * m : 3 * m]
-        problem, spelling = self.spell_out(problem)
+        problem, spelling = self.materialize_vectors(problem)
         self.launcher.vectors(
             "begin", max(m, n), rows=sums_fields(rows),
             columns=sums_fields(columns) if two_sided else NO_SUMS, positive=positive, m=m, n=n,
@@ -132,41 +132,43 @@ class TiledVectors(ElementwiseVectors):
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        backend: blocks.Backend | None, poison: problems.Poison | None = None,
+        backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,
     ) -> blocks.Conclusion:  # fmt: skip
-        """With `poison` features have been looked at."""
+        """`not_finite`: marks of features that are not finite, where they are known already."""
         context, m = self.context, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None
-        if poison is None:
-            poison = problems.Poison(context.not_finite(problem, self.found), self.found)
+        if not_finite is None:
+            not_finite = problems.NotFinite(context.not_finite(problem, self.found), self.found)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
-        losses, row_loss, row_lse2, a, at_positive = out[:5]
-        column_loss, column_lse2, b = out[5:] if two_sided else (None, None, None)
+        losses, row_loss, row_lse2, row_factor, positive_gradient = out[:5]
+        column_loss, column_lse2, column_factor = out[5:] if two_sided else (None, None, None)
         columns = stats.columns if two_sided and stats.columns is not None else stats.rows
         concluding = {
             "rows": sums_fields(stats.rows), "columns": sums_fields(columns),
-            "positive": stats.positive, "positives": problem.positives,
-            "upstream": problem.upstream, "bad": poison.rows, "any_key_not_finite": poison.all,
+            "positive": stats.positive_logits, "positives": problem.positives,
+            "upstream": problem.upstream, "bad": not_finite.rows,
+            "any_key_not_finite": not_finite.any_key,
             "row_weight": problem.row_weight, "column_weight": problem.column_weight,
             "scale": context.scale, "m": m, "symmetric": problem.symmetric, "triangle": triangle,
             "two_sided": two_sided, "lse_is_float": not self.double,
             "losses": losses, "row_loss": row_loss, "row_lse2": row_lse2,
-            "column_loss": column_loss, "column_lse2": column_lse2, "a": a, "b": b,
-            "at_positive": at_positive, "row_lse": lses, "column_lse": address(lses, 1),
+            "column_loss": column_loss, "column_lse2": column_lse2, "row_factor": row_factor,
+            "column_factor": column_factor, "positive_gradient": positive_gradient,
+            "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
         self.launcher.vectors("conclude", m, f=concluding)
         share = None  # no longer needed
         return blocks.Conclusion(
             losses, blocks.Direction(row_loss, lses[0], share, row_lse2, 1.0),
             blocks.Direction(column_loss, lses[1], share, column_lse2, 1.0) if two_sided else None,
-            a, b, at_positive,
+            row_factor, column_factor, positive_gradient,
         )  # fmt: skip
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         m = problem.shape[0]
         row_factor, losses, bias_grad, positive = cupy.empty((4, m))
-        problem, spelling = self.spell_out(problem)
+        problem, spelling = self.materialize_vectors(problem)
         self.launcher.vectors(
             "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.context.scale,
             row_factor=row_factor, losses=losses, bias_grad=bias_grad, positive=positive,
@@ -174,7 +176,7 @@ class TiledVectors(ElementwiseVectors):
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, positive)
 
-    def poisoned(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
+    def mark_not_finite(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
         bad, m = self.context.not_finite(problem, self.found), len(losses)
         self.launcher.vectors(
             "poison", m, m=m, losses=losses, bad=bad, any_key_not_finite=self.found
@@ -191,7 +193,7 @@ class TiledVectors(ElementwiseVectors):
         self.launcher.launch(
             "vectors.cu", "totals", 1, 1024,
             {
-                "losses": losses, "m": len(losses), "share": problem.row_share or 0.0,
+                "losses": losses, "m": len(losses), "share": problem.reduction_weight or 0.0,
                 "dots": dots, "count": 0 if dots is None else len(dots),
                 "halves": 2 if problem.symmetric else 1,  # every pair stands twice in <dZ, z>
                 "of_bias": of_bias, "scale": self.context.scale, "out": out,
@@ -199,7 +201,7 @@ class TiledVectors(ElementwiseVectors):
             },
         )  # fmt: skip
         return (
-            None if problem.row_share is None else out[0],
+            None if problem.reduction_weight is None else out[0],
             None if dots is None else out[1],
             None if of_bias is None else out[2],
         )

@@ -92,7 +92,7 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
                                       const double* positive, const double* upstream,
                                       const Real* factor, i64 n, double row_weight,
                                       const __grid_constant__ Scale scale, double* unit,
-                                      double* at_positive) {
+                                      double* positive_gradient) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
   const double c = scale.get() * LOG2_E;
@@ -100,6 +100,6 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   const Direction row(rows, i, positive[i]);
   const double a = upstream[i] * (row_weight * scale.bare());
   unit[i] = rows.sum[i] == 0 ? 0 : a * exp2(rows.max[i] - row.lse2) * (factor ? factor[i] : 1);
-  at_positive[i] = -(a * row.share);
+  positive_gradient[i] = -(a * row.share);
 }
 

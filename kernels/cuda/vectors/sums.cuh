@@ -157,7 +157,8 @@ struct Concluding {
   Scale scale;
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // results
-  double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *a, *b, *at_positive;
+  double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *row_factor, *column_factor,
+      *positive_gradient;
   void *row_lse, *column_lse;
 };
 
@@ -177,16 +178,16 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   const Direction row(f.rows, i, positive);
   const double a = upstream * (f.row_weight * scale);
-  double loss = f.row_weight * row.loss, at_positive = a * row.share;
+  double loss = f.row_weight * row.loss, positive_gradient = a * row.share;
   if (f.symmetric && partner >= 0)
-    at_positive += f.upstream[partner] * (f.row_weight * scale) *
+    positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
                    Direction(f.rows, partner, positive).share;
   if (f.two_sided) {
     const Direction column(f.columns, i, positive);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
-    at_positive += b * column.share;
-    f.b[i] = b;
+    positive_gradient += b * column.share;
+    f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
     f.column_lse2[i] = column.lse2;
     put_lse(f, f.column_lse, i, column.lse2);
@@ -195,8 +196,8 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   f.row_loss[i] = row.loss;
   f.row_lse2[i] = row.lse2;
   put_lse(f, f.row_lse, i, row.lse2);
-  f.a[i] = a;
-  f.at_positive[i] = -at_positive;
+  f.row_factor[i] = a;
+  f.positive_gradient[i] = -positive_gradient;
 }
 
 constexpr int TOTALS_THREADS = 1024;

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from ...problem import least_side, too_small
+from ...problem import least_block_side, workspace_too_small
 from .precision import ACCUMULATOR_BYTES, OPERAND_BYTES, OPERAND_PARTS, padded
 from .sweep import Sweep
 from .tile import BLOCK_M, Tile
@@ -93,7 +93,7 @@ class Blocking:
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
     """Bytes for the least blocks that are `few`, of a size that `_largest` finds."""
     m, n, d = shape
-    side = least_side(m, n)
+    side = least_block_side(m, n)
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
     least = needs.block(min(side, m), min(side, n), d, block_n)
     if needs.key_accumulator:
@@ -152,7 +152,7 @@ def blockings(
     folds = needs.of_statistics, needs.of_gradient
     least = max(least_workspace(shape, of, block_n) for of in folds)
     if workspace < least:
-        raise ValueError(too_small(shape, least, workspace))
+        raise ValueError(workspace_too_small(shape, least, workspace))
     first, second = (blocking(shape, of, workspace, block_n, square) for of in folds)
     sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
     return first, second, max(sizes)

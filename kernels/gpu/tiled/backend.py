@@ -22,7 +22,7 @@ from ...problem import (
     Grid,
     OnlineSoftmax,
     Problem,
-    Ranks,
+    RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
@@ -53,15 +53,15 @@ class GPU:
         m, n, _ = problem.shape
         of = self.context.blocking
         step, border = of.columns, of.overlaid
-        columns = [*problems.cut(border, step), *problems.cut(n, step, border)]
-        rows = columns if problem.symmetric else problems.cut(m, of.rows)
+        columns = [*problems.slices(border, step), *problems.slices(n, step, border)]
+        rows = columns if problem.symmetric else problems.slices(m, of.rows)
         return Grid(rows, columns, triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
-        return problems.cut(n, self.context.blocking.key_rows or n)
+        return problems.slices(n, self.context.blocking.key_rows or n)
 
-    def poison(self, problem: Problem) -> Array:
+    def not_finite_marks(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
         m = problem.shape[0]
         launcher = self.context.launcher
@@ -70,7 +70,7 @@ class GPU:
         launcher.vectors("poison", m, m=m, losses=out, bad=bad, any_key_not_finite=out[m:])
         return out[:m]
 
-    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
+    def take_at_positives(self, problem: Problem, of_keys: Array) -> Array:
         return of_keys[problem.positives]
 
     def fold(
@@ -79,12 +79,14 @@ class GPU:
         context = self.context
         if isinstance(epilogue, Statistics):
             (m, n, _), of = problem.shape, context.statistics_blocking
-            rows, columns = problems.cut(m, of.rows), problems.cut(n, of.columns)
+            rows, columns = problems.slices(m, of.rows), problems.slices(n, of.columns)
             grid = replace(grid, rows=rows, columns=columns)
             StatisticsFold(context, problem, grid, epilogue).run()
             if epilogue.row_rank is not None:
-                RanksFold(context, problem, grid, blocks.ranks_of(epilogue, problem)).run()
-        elif isinstance(epilogue, Ranks):
+                RanksFold(
+                    context, problem, grid, blocks.retrieval_ranks_of(epilogue, problem)
+                ).run()
+        elif isinstance(epilogue, RetrievalRanks):
             RanksFold(context, problem, grid, epilogue).run()
         elif isinstance(epilogue, OnlineSoftmax):
             OnlineFold(context, problem, grid, epilogue, gradients).run()

@@ -65,7 +65,7 @@ class Context:
         self.online = self.sweep is not None and self.precision in ONE_PASS
         self.scale, self._scale = scalar(problem.scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
-        self.square = problem.square  # while positives by the loss's rule are not spelled out
+        self.square = problem.paired  # while positives by the loss's rule are not spelled out
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
         overlaid = 0
@@ -129,7 +129,7 @@ class Context:
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array]:
         """Queries in the order of their positive keys, and where each key's begin: [M], [N + 1]."""
-        if problem.apart:
+        if problem.no_local_positives:
             none = self.launcher.queue.zeros(problem.shape[1] + 1, np.int64)
             return none, none
         if self._queries_of_keys is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -37,10 +38,8 @@ LONGEST_SUM = {"fp16x3": 512}
 LONG_SUM_BIAS = 1.4
 HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cu
 NO_PANEL: Fields = {"data": 0, "stride": 0, "part": 0}
-# FactorSources without vectors
-NO_FACTORS: Fields = dict.fromkeys(
-    ("row_lse", "a", "at_positive", "column_lse", "b", "column_positive")
-)
+# struct FactorSources: a vector for each field of the epilogue
+SOURCES = tuple(field.name for field in fields(SoftmaxGradient))
 RANGES = structure("vectors.cu", "Ranges")
 
 
@@ -61,7 +60,7 @@ class GradientFold(Fold):
         super().__init__(context, problem, grid, phase)
         self.gradients = gradients
         self.unit, self.unit_step = cupy.empty(RANGES.size // 8), 0  # Ranges, or one unit a row
-        self.at_positive: Array = None  # [M] dL/dx at positives, with `scale` folded in
+        self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
         d = problem.shape[2]
         self.of_rows = self.of_columns = None
         self.by_rows = gradients is not None and (gradients.want_query or problem.symmetric)
@@ -177,7 +176,7 @@ class GradientFold(Fold):
         out: Array = gradients.query if acc is self.of_rows else gradients.key
         if acc.before is not None:
             row_bytes = out.shape[1] * out.dtype.itemsize
-            for rows in problems.cut(acc.first, self.panel.nbytes // row_bytes):
+            for rows in problems.slices(acc.first, self.panel.nbytes // row_bytes):
                 to = out[rows]
                 passing = cupy.ndarray(to.shape, to.dtype, self.panel.data)
                 self.finish(acc, rows, passing, rows.start)
@@ -205,7 +204,7 @@ class GradientFold(Fold):
             "finish", warps, acc=acc.pointer(rows.start), acc_stride=acc.stride, first=rows.start,
             n=n, d=d, z=matrix(side.features), factor=side.factor, exponent=side.exponent,
             positives={
-                "gradient": self.at_positive, **partners, "z": matrix(other.features),
+                "gradient": self.positive_gradient, **partners, "z": matrix(other.features),
                 "factor": other.factor, "exponent": other.exponent,
             },
             unit=self.unit, unit_step=self.unit_step, shift=other.shift, dots=dots,
@@ -217,7 +216,7 @@ class GradientFold(Fold):
         self.launcher.launch(
             "vectors.cu", "ranges", 1, 1024,
             {
-                "f": NO_FACTORS | vectors, "m": m, "n": n,
+                "f": dict.fromkeys(SOURCES) | vectors, "m": m, "n": n,
                 "largest_element": LARGEST_ELEMENT.get(self.context.precision, 1.0),
                 "out": self.unit,
             },
@@ -231,18 +230,14 @@ class SoftmaxFold(GradientFold):
     ) -> None:  # fmt: skip
         super().__init__(context, problem, grid, epilogue.phase, gradients)
         m, n, _ = problem.shape
-        # float64 and contiguous, as the kernels take them
-        row_height, a, self.at_positive, column_height, b, column_positive = (
-            None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
-            for v in (epilogue.row_height, epilogue.row_factor, epilogue.positive,
-                      epilogue.column_height, epilogue.column_factor, epilogue.column_positive)
-        )  # fmt: skip
-        sources = {
-            "row_lse": row_height, "a": a, "at_positive": self.at_positive,
-            "column_lse": column_height, "b": b, "column_positive": column_positive,
-        }  # fmt: skip
+        given = (getattr(epilogue, name) for name in SOURCES)
+        sources = {  # float64 and contiguous, as the kernels take them
+            name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
+            for name, v in zip(SOURCES, given, strict=True)
+        }
         self.find_ranges(m, n, **sources)
-        self.two_sided = column_height is not None
+        self.positive_gradient = sources["positive_gradient"]
+        self.two_sided = epilogue.column_reference is not None
         self.row_reference, self.a, self.u = cupy.empty((3, m), context.real)
         self.column_reference = self.v = None
         if self.two_sided:

@@ -45,7 +45,7 @@ class StatisticsFold(Fold):
         if triangle and isinstance(tile, config.Tile):  # one slot a tile, on either side
             column_pairs, column_slots = self.row_pairs, 0
         arguments = {
-            "positive": address(stats.positive, rows.start), "row_pairs": self.row_pairs,
+            "positive": address(stats.positive_logits, rows.start), "row_pairs": self.row_pairs,
             "row_stride": m, "column_pairs": column_pairs, "column_stride": n,
         }  # fmt: skip
         if isinstance(tile, config.Tile):
@@ -53,7 +53,7 @@ class StatisticsFold(Fold):
         else:
             self.launch_sweep(
                 "sweep_lse", rows, columns, {**arguments, "marks": self.marks}, triangle,
-                panel=False, COLUMNS=int(both), MAXIMA=int(problem.ranks),
+                panel=False, COLUMNS=int(both), MAXIMA=int(problem.retrieval_ranks),
             )  # fmt: skip
         self.merge(self.row_pairs, row_slots, stats.rows, rows)
         if column_slots:

@@ -31,7 +31,7 @@ class OnlineFold(GradientFold):
         # which query panels are to be swept once more
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
         self.unit, self.unit_step = cupy.empty(m), 1
-        self.at_positive = cupy.empty(m)
+        self.positive_gradient = cupy.empty(m)
         sums = context.sweep.row_sums(self.rows, self.columns)
         self.pairs = context.scratch.take((sums, 2), context.real)
 
@@ -44,7 +44,7 @@ class OnlineFold(GradientFold):
             """Returns how many pairs a row has then."""
             arguments = {
                 "references": reference, "before": sum_of_rows,
-                "positive": address(self.epilogue.positive, start), "row_pairs": self.pairs,
+                "positive": address(self.epilogue.positive_logits, start), "row_pairs": self.pairs,
                 "row_stride": n, "wanted": wanted, "panel": self.panel_fields,
                 "panel_map": self.panel_map(),
             }  # fmt: skip
@@ -78,10 +78,11 @@ class OnlineFold(GradientFold):
         self.launcher.vectors(
             "end_online", n, reference=address(self.references, start),
             rows={"max": address(sums.max, start), "sum": address(sums.sum, start)},
-            positive=address(self.epilogue.positive, start),
+            positive=address(self.epilogue.positive_logits, start),
             upstream=address(self.problem.upstream, start),
             factor=address(self.context.query.factor, start), n=n,
             row_weight=self.problem.row_weight, scale=self.scale,
-            unit=address(self.unit, start), at_positive=address(self.at_positive, start),
+            unit=address(self.unit, start),
+            positive_gradient=address(self.positive_gradient, start),
         )  # fmt: skip
         super().end_rows(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cupy
 
-from ...problem import Array, Grid, Problem, Ranks
+from ...problem import Array, Grid, Problem, RetrievalRanks
 from ..device.arguments import address
 from .context import Context
 from .fold import Fold
@@ -13,13 +13,15 @@ from .fold import Fold
 class RanksFold(Fold):
     """Counts against the positives' logits, which the log-sum-exp fold has found."""
 
-    def __init__(self, context: Context, problem: Problem, grid: Grid, ranks: Ranks) -> None:
+    def __init__(
+        self, context: Context, problem: Problem, grid: Grid, ranks: RetrievalRanks
+    ) -> None:
         super().__init__(context, problem, grid, ranks.phase)
         self.ranks, self.tile = ranks, context.tile
-        self.row_threshold = self.products(ranks.positive)
+        self.row_threshold = self.products(ranks.positive_logits)
         self.column_threshold = None
         if ranks.column_rank is not None:
-            self.column_threshold = self.products(ranks.column_positive)
+            self.column_threshold = self.products(ranks.column_positive_logits)
 
     def products(self, positive: Array) -> Array:
         """Logits as the raw products that the kernel compares with them."""

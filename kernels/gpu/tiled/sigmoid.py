@@ -21,8 +21,8 @@ class SigmoidFold(GradientFold):
         self.epilogue = epilogue
         m, n, _ = problem.shape
         self.factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
-        self.find_ranges(m, n, a=self.factor)
-        self.at_positive = cupy.empty(m)
+        self.find_ranges(m, n, row_factor=self.factor)
+        self.positive_gradient = cupy.empty(m)
         self.row_factor = cupy.empty(m, context.real)
         self.launcher.vectors(
             "per_unit", m, x=self.factor, n=m, ranges=self.unit, out=self.row_factor
@@ -35,7 +35,7 @@ class SigmoidFold(GradientFold):
         epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
         arguments = {
             "bias": self.context.bias, "row_factor": address(self.row_factor, start),
-            "positive": address(epilogue.positive, start), "row_sums": self.sums,
+            "positive": address(epilogue.positive_logits, start), "row_sums": self.sums,
             "row_stride": n, "panel": self.panel_fields,
         }  # fmt: skip
         panel = int(self.gradients is not None)
@@ -55,9 +55,9 @@ class SigmoidFold(GradientFold):
     def end_rows(self, rows: slice) -> None:
         start, n, epilogue = rows.start, rows.stop - rows.start, self.epilogue
         self.launcher.vectors(
-            "sigmoid_positives", n, logits=address(epilogue.positive, start),
+            "sigmoid_positives", n, logits=address(epilogue.positive_logits, start),
             a=address(self.factor, start), positives=address(self.problem.positives, start), n=n,
-            bias=self.context.bias, out=address(self.at_positive, start),
+            bias=self.context.bias, out=address(self.positive_gradient, start),
             losses=address(epilogue.losses, start), bias_grad=address(epilogue.bias_grad, start),
         )  # fmt: skip
         super().end_rows(rows)
