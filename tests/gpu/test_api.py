@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import dtype_of
+from gpu_problems import MISSING, dtype_of
 from infonce.kernels.problem import SCALES
 from judge import (
     LOSSES,
@@ -16,7 +16,6 @@ from judge import (
     largest_logit,
     pairs,
 )
-from test_gpu import MISSING
 
 import infonce
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Each module of a line imports only from the lines below.
 LAYERS = [
     {"infonce"},
