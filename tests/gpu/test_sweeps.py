@@ -16,7 +16,7 @@ from gpu_problems import (
     run,
 )
 from infonce.kernels.gpu.config import launch as config
-from infonce.kernels.problem import LN_2
+from infonce.kernels.problem import LN_2, SCALES
 from judge import (
     KINDS,
     LOSSES,
@@ -81,6 +81,9 @@ def test_features_of_any_size(loss: str, dtype: str, precision: str) -> None:
         args = tuple(z.astype(dtype_of(dtype)) for z in args)
         both = 2 * of_query if loss == "nt_xent" else of_query + of_key
         scale = 20.0 * 2.0**-both
+        if not SCALES["fp32"][0] <= scale <= SCALES["fp32"][1]:  # the loss is NaN, as it says
+            assert loss == "nt_xent"  # whose scale undoes the size of queries twice: 2^-120
+            continue
         ref = judged(loss, args, scale=scale)
         check(run(loss, args, precision, scale), ref, args, precision, scale)
     zeros = tuple(np.zeros_like(z) for z in args)
