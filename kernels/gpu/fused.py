@@ -24,50 +24,14 @@ PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor c
 PAYS_LOGITS = 2**21  # and logits, unless it takes several products to make one
 
 # struct Fused is packed by position, in this order: names would take 2% of a small batch's time
-FIELDS = tuple(
-    [
-        "q",
-        "k",
-        "dq",
-        "dk",
-        "m",
-        "n",
-        "d",
-        "scale",
-        "bias",
-        "row_weight",
-        "column_weight",
-        "reduction_weight",
-        "upstream",
-        "upstreams",
-        "positives",
-        "query_ids",
-        "key_ids",
-        "gradient",
-        "parts",
-        "x",
-        "row_inverse",
-        "column_inverse",
-        "row_bad",
-        "column_bad",
-        "row_gap",
-        "column_gap",
-        "row_dot",
-        "column_dot",
-        "row_sum",
-        "losses",
-        "row_lse",
-        "column_lse",
-        "loss",
-        "scale_grad",
-        "bias_grad",
-        "row_reference",
-        "row_factor",
-        "column_reference",
-        "column_factor",
-        "barrier",
-    ]
-)
+FIELDS = (
+    "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_weight", "column_weight",
+    "reduction_weight", "upstream", "upstreams", "positives", "query_ids", "key_ids", "gradient",
+    "parts", "x", "row_inverse", "column_inverse", "row_bad", "column_bad", "row_gap",
+    "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse", "column_lse", "loss",
+    "scale_grad", "bias_grad", "row_reference", "row_factor", "column_reference", "column_factor",
+    "barrier",
+)  # fmt: skip
 _FUSED = structure("fused/fused.cu", "Fused")
 assert tuple(name for name, _ in _FUSED.fields) == FIELDS
 _pack = _FUSED.layout.pack
@@ -163,8 +127,9 @@ def _launch(
         x, row_inverse, column_inverse, row_bad, column_bad, row_gap, column_gap, row_dot,
         column_dot, row_sum, *of_rows, *of_columns,
     )  # fmt: skip
+    on = cupy.cuda.Device(device)
     kernel = compiler.function(
-        cupy.cuda.Device(device), "fused/fused.cu", "fused", 0,
+        on, "fused/fused.cu", "fused", 0,
         PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
         SYMMETRIC=int(symmetric), TWO_SIDED=int(two_sided), SIGMOID=int(sigmoid),
         NORMALIZE=int(normalize), IDS=int(ids),

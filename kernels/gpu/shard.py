@@ -11,9 +11,9 @@ from .. import problem as problems
 from .. import solve as blocks
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
 from . import plan as gpu_plan
+from . import select
 from .device.launcher import device_properties
 from .device.launches import Queue
-from .select import planned, wide
 from .tiled.backend import GPU
 from .vectors import ElementwiseVectors
 
@@ -24,8 +24,8 @@ def fold_block(
     ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
     """`solve.fold_block` on the current device; `ahead` as for `Context`."""
-    parts = wide(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
-    if planned(problem, gradients):
+    parts = select.wide(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
+    if select.planned(problem, gradients):
         gpu_plan.call(_fold_block, device_properties(problem.query.device.id), *parts)
     else:
         _fold_block(*parts, Queue())

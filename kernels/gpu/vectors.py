@@ -15,7 +15,6 @@ from .tiled.context import Context
 
 # struct Spelling where all vectors are given
 SPELLED_OUT: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
-NO_SUMS: Fields = {"max": 0, "sum": 0}
 
 # The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
 _empty_sums = cupy.ElementwiseKernel(
@@ -114,20 +113,22 @@ class TiledVectors(ElementwiseVectors):
             columns = problems.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
         positive = memory[2 * m : 3 * m]
         problem, spelling = self.materialize_vectors(problem)
-        self.launcher.vectors(
-            "begin", max(m, n), rows=sums_fields(rows),
-            columns=sums_fields(columns) if two_sided else NO_SUMS, positive=positive, m=m, n=n,
-            spelling=spelling, any_key_not_finite=self.found,
-        )  # fmt: skip
+        self.begin(rows, columns if two_sided else None, positive, spelling, self.found, m, n)
         whole = columns if two_sided or problem.symmetric else None
         return problem, Statistics(rows, whole, positive)
 
     def clear(self, sums: problems.Sums) -> None:
         """Nothing is folded in yet."""
-        n = len(sums.max)
+        self.begin(None, sums, None, SPELLED_OUT, None, 0, len(sums.max))
+
+    def begin(
+        self, rows: problems.Sums | None, columns: problems.Sums | None, positive: Array | None,
+        spelling: Fields, any_key: Array | None, m: int, n: int,
+    ) -> None:  # fmt: skip
+        """The identity of the log-sum-exp fold, and vectors that no caller gave."""
         self.launcher.vectors(
-            "begin", n, rows=NO_SUMS, columns=sums_fields(sums), positive=None, m=0, n=n,
-            spelling=SPELLED_OUT, any_key_not_finite=None,
+            "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
+            positive=positive, m=m, n=n, spelling=spelling, any_key_not_finite=any_key,
         )  # fmt: skip
 
     def conclude(
@@ -177,9 +178,13 @@ class TiledVectors(ElementwiseVectors):
         return problem, Sigmoid(row_factor, losses, bias_grad, positive)
 
     def mark_not_finite(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
-        bad, m = self.context.not_finite(problem, self.found), len(losses)
+        return self.add_marks(problem, losses, self.found)
+
+    def add_marks(self, problem: Problem, losses: Array, any_key: Array) -> Array:
+        """Adds NaN to losses that depend on a feature that is not finite; `any_key` holds 0."""
+        m, of_queries = len(losses), self.context.not_finite(problem, any_key)
         self.launcher.vectors(
-            "poison", m, m=m, losses=losses, bad=bad, any_key_not_finite=self.found
+            "poison", m, m=m, losses=losses, bad=of_queries, any_key_not_finite=any_key
         )
         return losses
 
@@ -207,6 +212,6 @@ class TiledVectors(ElementwiseVectors):
         )
 
 
-def sums_fields(sums: problems.Sums) -> Fields:
-    """struct Sums."""
-    return {"max": sums.max, "sum": sums.sum}
+def sums_fields(sums: problems.Sums | None) -> Fields:
+    """struct Sums; null pointers for None."""
+    return {"max": sums and sums.max, "sum": sums and sums.sum}

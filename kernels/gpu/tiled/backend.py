@@ -64,11 +64,8 @@ class GPU:
     def not_finite_marks(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
         m = problem.shape[0]
-        launcher = self.context.launcher
-        out = launcher.queue.zeros(m + 1, np.float64)
-        bad = self.context.not_finite(problem, out[m:])
-        launcher.vectors("poison", m, m=m, losses=out, bad=bad, any_key_not_finite=out[m:])
-        return out[:m]
+        out = self.context.launcher.queue.zeros(m + 1, np.float64)
+        return self.vectors.add_marks(problem, out[:m], out[m:])
 
     def take_at_positives(self, problem: Problem, of_keys: Array) -> Array:
         return of_keys[problem.positives]

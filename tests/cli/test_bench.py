@@ -22,7 +22,7 @@ loss_command = importlib.import_module("infonce.cli.loss")
 @pytest.fixture
 def peers(monkeypatch):
     """Other projects' losses: a script, no part of the package."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     return importlib.import_module("peers")
 
 

@@ -1,4 +1,4 @@
-"""The losses over ranks, in processes that mpiexec starts (tests/ranks.py) on the CPU."""
+"""The losses over ranks, in processes that mpiexec starts (tests/support/ranks*.py) on the CPU."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
+RANKS, TROUBLE = str(SUPPORT / "ranks.py"), str(SUPPORT / "ranks_trouble.py")
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 LIMIT = 100  # seconds for one start of mpiexec
 
@@ -35,7 +36,7 @@ def _mpi() -> None:
 
 def command(ranks: int, *arguments: str, shell: tuple[str, ...] = ()) -> list[str]:
     assert MPIEXEC is not None
-    program = [sys.executable, "-W", "error", str(HERE / "ranks.py"), *arguments]
+    program = [sys.executable, "-W", "error", *arguments]
     flags: list[str] = []
     version = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True).stdout
     if "Open MPI" in version or "OpenRTE" in version:
@@ -69,7 +70,7 @@ def no_orphans(said: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_equal_to_one_process(ranks: int) -> None:
-    status, said = run(ranks, "equal", "40")
+    status, said = run(ranks, RANKS, "equal", "40")
     assert status == 0, said
     assert "equal: 40 examples" in said
 
@@ -77,7 +78,7 @@ def test_equal_to_one_process(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_accuracy(ranks: int) -> None:
     """Every dtype within the accuracy table, on shards of hundreds of rows."""
-    status, said = run(ranks, "accuracy", "host", "mpi")
+    status, said = run(ranks, RANKS, "accuracy", "host", "mpi")
     assert status == 0, said
     assert said.count("accuracy host") == 4 * ranks
 
@@ -85,40 +86,40 @@ def test_accuracy(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_offload(ranks: int) -> None:
     """Shards in host memory, panels of them on a device."""
-    status, said = run(ranks, "offload", "host")
+    status, said = run(ranks, RANKS, "offload", "host")
     assert status == 0, said
     assert said.count("offload host") == ranks
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_not_finite(ranks: int) -> None:
-    status, said = run(ranks, "not_finite")
+    status, said = run(ranks, TROUBLE, "not_finite")
     assert status == 0, said
     assert said.count("not finite") == ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ends_of_ranges(ranks: int) -> None:
-    status, said = run(ranks, "ends")
+    status, said = run(ranks, TROUBLE, "ends")
     assert status == 0, said
     assert said.count("ends") == ranks
 
 
 def test_memory_of_a_rank() -> None:
-    status, said = run(3, "memory")
+    status, said = run(3, RANKS, "memory")
     assert status == 0, said
     assert said.count("memory") == 3
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parameters_gradients_as_frameworks_combine_them(ranks: int) -> None:
-    status, said = run(ranks, "parameters")
+    status, said = run(ranks, RANKS, "parameters")
     assert status == 0, said
     assert said.count("parameters") == ranks
 
 
 def test_ranks_that_disagree() -> None:
-    status, said = run(3, "mismatch")
+    status, said = run(3, TROUBLE, "mismatch")
     assert status == 0, said
     assert said.count("mismatch") == 3
 
@@ -141,7 +142,7 @@ SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
 )
 def test_rank_in_trouble(what: str, words: str) -> None:
     """The others say which rank and what, soon, and nobody stays."""
-    status, said = run(3, "trouble", what, "20", shell=SHELL)
+    status, said = run(3, TROUBLE, "trouble", what, "20", shell=SHELL)
     assert status != 0
     assert said.count("call 1") == 3, said
     for rank in (0, 2):
@@ -154,7 +155,7 @@ def test_rank_in_trouble(what: str, words: str) -> None:
 @pytest.mark.parametrize("where", ["world", "another", "demo"])
 def test_first_call_is_bounded(where: str) -> None:
     """By the timeout of that call."""
-    status, said = run(3, "first", where, "2", shell=SHELL, limit=40)
+    status, said = run(3, TROUBLE, "first", where, "2", shell=SHELL, limit=40)
     assert status != 0
     for rank in (0, 2):
         error = re.search(rf"rank {rank} after ([\d.]+) s: rank {rank} waited 2 s for", said)
@@ -164,7 +165,7 @@ def test_first_call_is_bounded(where: str) -> None:
 
 def test_rank_that_stops() -> None:
     """It is named when the time is out."""
-    status, said = run(3, "trouble", "stopped", "3", shell=SHELL)
+    status, said = run(3, TROUBLE, "trouble", "stopped", "3", shell=SHELL)
     assert status != 0
     for rank in (0, 2):
         error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
@@ -175,8 +176,8 @@ def test_rank_that_stops() -> None:
 
 def test_ctrl_c_ends_all_ranks() -> None:
     with subprocess.Popen(
-        command(3, "trouble", "everyone", "60"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env=ENVIRONMENT, start_new_session=True,
+        command(3, TROUBLE, "trouble", "everyone", "60"), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True,
     ) as job:  # fmt: skip
         assert job.stdout is not None
         said = ""
@@ -204,7 +205,8 @@ def gpu_missing() -> str | None:
 def test_gpus_equal_one_gpu(transport: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(2, "accuracy", "gpu", transport, limit=300)  # both ranks compile first
+    # both ranks compile first
+    status, said = run(2, RANKS, "accuracy", "gpu", transport, limit=300)
     assert status == 0, said
     assert said.count("accuracy gpu") == 8
 
@@ -213,7 +215,7 @@ def test_gpus_equal_one_gpu(transport: str) -> None:
 def test_offload_to_gpus() -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(2, "offload", "gpu")
+    status, said = run(2, RANKS, "offload", "gpu")
     assert status == 0, said
     assert said.count("offload gpu") == 2
 
@@ -223,7 +225,7 @@ def test_offload_to_gpus() -> None:
 def test_rank_in_trouble_on_gpus(what: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(2, "trouble", what, "20", "gpu", shell=SHELL)
+    status, said = run(2, TROUBLE, "trouble", what, "20", "gpu", shell=SHELL)
     assert status != 0
     error = re.search(r"rank 0 after ([\d.]+) s: RankError: rank 1", said)
     assert error is not None, said
@@ -235,7 +237,7 @@ def test_demo() -> None:
     pytest.importorskip("sklearn")
     assert MPIEXEC is not None
     done = subprocess.run(
-        [*command(3)[:-1], "-m", "infonce.distributed.demo", "--steps", "11"],
+        command(3, "-m", "infonce.distributed.demo", "--steps", "11"),
         capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -247,8 +249,8 @@ def test_demo_times_random_features(tmp_path: Path) -> None:
     assert MPIEXEC is not None
     output = tmp_path / "row.json"
     done = subprocess.run(
-        [*command(2)[:-1], "-m", "infonce.distributed.demo", "--batch", "301", "--dim", "9",
-         "--output", str(output)],
+        command(2, "-m", "infonce.distributed.demo", "--batch", "301", "--dim", "9",
+                "--output", str(output)),
         capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

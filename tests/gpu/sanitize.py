@@ -1,6 +1,6 @@
 """Runs every schedule of the GPU kernels under compute-sanitizer.
 
-    python tests/sanitize.py [--tools memcheck racecheck synccheck initcheck] [--jobs 8]
+    python tests/gpu/sanitize.py [--tools memcheck racecheck synccheck initcheck] [--jobs 8]
 
 Sizes are small and odd, on both sides of the tiles' edges. A tool's findings fail the run, as does
 a kernel that no call reached. Needs a GPU and CUDA's compute-sanitizer on the PATH.

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from infonce.distributed import model
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUNS = [
     run
     for name in ("ring.json", "ring-large.json")

@@ -1,5 +1,5 @@
-"""What each process of test_torch_ranks.py does: `python torch_ranks.py CASE RANK SIZE FOLDER
-[DEVICE]`. On "cuda" each rank has a GPU, and torch's own process group is NCCL's."""
+"""What each process of tests/frameworks/test_torch_ranks.py does: `python torch_ranks.py CASE RANK
+SIZE FOLDER [DEVICE]`. On "cuda" each rank has a GPU, and torch's own process group is NCCL's."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from infonce.kernels.gpu.config import launch as config
-from infonce.kernels.gpu.device import compiler
+from infonce.kernels.gpu import config
+from infonce.kernels.gpu.device import compiler, signatures
 from infonce.kernels.problem import few_blocks
 
 try:
@@ -46,15 +46,15 @@ def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
     device = DEVICES[arch]
     if not config.supported(precision, device):
         pytest.skip(f"{arch} has no tensor cores for {precision}")
-    compile_within_budget(name, precision, arch, config.tile(precision, 64, device), 1)
+    compile_within_budget(name, precision, arch, config.tile_for(precision, 64, device), 1)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("name", TILED)
 def test_other_variants(name: str) -> None:
     device = DEVICES["sm_90a"]
-    compile_within_budget(name, "bf16", "sm_90a", config.tile("bf16", 64, device), 0)
-    compile_within_budget(name, "bf16", "sm_90a", config.tile("bf16", 4096, device), 1)
+    compile_within_budget(name, "bf16", "sm_90a", config.tile_for("bf16", 64, device), 0)
+    compile_within_budget(name, "bf16", "sm_90a", config.tile_for("bf16", 4096, device), 1)
 
 
 def compile_within_budget(
@@ -91,18 +91,20 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
     if name == "online" and precision in config.FLOAT16:
         pytest.skip("one pass wants the exponents of float32")
     option, budget = SWEEPS[name]
-    if precision in config.PARTS:  # of each part; with many times the products, spills matter less
+    if (
+        precision in config.OPERAND_PARTS
+    ):  # of each part; with many times the products, spills matter less
         width, budget = width // 2, 512
     variants = ((False, 1), (False, 0), (True, 1)) if option else ((False, 1), (True, 1))
     for extras, variant in variants:
-        sweep = config.sweep(precision, width, DEVICES["sm_90a"], extras)
+        sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], extras)
         assert sweep is not None
         panel = name != "lse"
         assert sweep.stages(panel) >= 3
         assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
         defines = {
-            "PRECISION": precision.upper(), "SLABS": sweep.slabs, "STAGES": sweep.stages(panel),
-            "WIDE": int(sweep.wide), "SHARED": sweep.shared(panel), "IDS": int(extras),
+            "PRECISION": precision.upper(), "SLABS": sweep.k_slices, "STAGES": sweep.stages(panel),
+            "WIDE": int(sweep.clustered), "SHARED": sweep.shared(panel), "IDS": int(extras),
             "FACTORS": int(extras), **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
@@ -119,13 +121,15 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
 def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None:
     """dL/dx and the gathered gradient in registers; stages hold whole tiles."""
     device = DEVICES["sm_90a"]
-    sweep = config.narrow(config.sweep(precision, width, device, extras), precision, 10**5)
+    sweep = config.in_registers(
+        config.sweep_for(precision, width, device, extras), precision, 10**5
+    )
     assert sweep is not None
-    assert sweep.stages(True) % sweep.slabs == 0
+    assert sweep.stages(True) % sweep.k_slices == 0
     assert sweep.shared(True) <= device.shared_memory
     for columns in (0, 1):
         defines = {
-            "PRECISION": precision.upper(), "SLABS": sweep.slabs, "STAGES": sweep.stages(True),
+            "PRECISION": precision.upper(), "SLABS": sweep.k_slices, "STAGES": sweep.stages(True),
             "WIDE": 0, "NARROW": 1, "SHARED": sweep.shared(True), "IDS": int(extras),
             "FACTORS": int(extras), "COLUMNS": columns,
         }  # fmt: skip
@@ -136,9 +140,11 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
 
 
 @pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
-def test_short_rows_take_the_kernels_of_one_slab(precision: str) -> None:
+def test_short_rows_take_the_kernels_of_one_k_slice(precision: str) -> None:
     """Which are compiled above."""
-    shapes = [config.sweep(precision, width, DEVICES["sm_90a"], False) for width in (2, 16, 128)]
+    shapes = [
+        config.sweep_for(precision, width, DEVICES["sm_90a"], False) for width in (2, 16, 128)
+    ]
     assert shapes[0] == shapes[1] == shapes[2]
 
 
@@ -148,18 +154,18 @@ def test_which_rows_are_narrow() -> None:
         ("bf16", 256, 10**5, True), ("fp16", 2, 10**5, True), ("bf16", 258, 10**5, False),
         ("tf32", 256, 10**5, False), ("bf16", 256, 100, False),
     ]:  # fmt: skip
-        sweep = config.sweep(precision, width, device, False)
-        assert (config.narrow(sweep, precision, rows) is not None) == narrow
-    assert config.narrow(None, "bf16", 10**5) is None
+        sweep = config.sweep_for(precision, width, device, False)
+        assert (config.in_registers(sweep, precision, rows) is not None) == narrow
+    assert config.in_registers(None, "bf16", 10**5) is None
 
 
 def test_sweeps_are_for_hopper() -> None:
     device = DEVICES["sm_90a"]
-    assert config.sweep("bf16", 1024, DEVICES["sm_80"], False) is None
-    assert config.sweep("bf16", 1024, DEVICES["sm_100"], False) is None
-    assert config.sweep("fp32", 1024, device, False) is None
-    assert config.sweep("bf16", 2049, device, False) is None
-    assert config.sweep("bf16x3", 1025, device, False) is None
+    assert config.sweep_for("bf16", 1024, DEVICES["sm_80"], False) is None
+    assert config.sweep_for("bf16", 1024, DEVICES["sm_100"], False) is None
+    assert config.sweep_for("fp32", 1024, device, False) is None
+    assert config.sweep_for("bf16", 2049, device, False) is None
+    assert config.sweep_for("bf16x3", 1025, device, False) is None
 
 
 @pytest.mark.parametrize(("precision", "by"), [("fp32", "fp16x3"), ("tf32", "fp16")])
@@ -169,7 +175,7 @@ def test_float16_takes_the_place_of_longer_numbers_on_hopper_alone(
     found = {arch: config.operands(precision, device) for arch, device in DEVICES.items()}
     assert found == {"sm_75": precision, "sm_80": precision, "sm_90a": by, "sm_100": precision}
     assert config.operands("bf16", DEVICES["sm_90a"]) == "bf16"
-    monkeypatch.setattr(config, "PORTABLE", True)
+    monkeypatch.setattr(config.precision, "PORTABLE", True)
     assert config.operands(precision, DEVICES["sm_90a"]) == precision
 
 
@@ -184,25 +190,31 @@ def test_what_is_cut_off_is_that_of_a_sum_that_is_truncated(width: int) -> None:
         mantissa, exponent = np.frexp(total + term)
         total = np.ldexp(np.trunc(mantissa * 2**24) / 2**24, exponent)
     lost = float(np.mean(1 - total / terms.sum(0)))
-    assert config.cut_off("bf16", width) == pytest.approx(lost, rel=0.25)
-    assert config.cut_off("bf16x3", width) == 2 * config.cut_off("bf16", width)  # twice the steps
-    assert config.cut_off("fp16", width) > config.cut_off("bf16", width)
-    assert config.cut_off("fp16x3", width) == config.lost("fp16x3", 64) < 2.0**-23  # half a slab
-    assert config.cut_off("tf32", width) == 0
+    assert config.sweep_truncation_bias("bf16", width) == pytest.approx(lost, rel=0.25)
+    assert config.sweep_truncation_bias("bf16x3", width) == 2 * config.sweep_truncation_bias(
+        "bf16", width
+    )  # twice the steps
+    assert config.sweep_truncation_bias("fp16", width) > config.sweep_truncation_bias("bf16", width)
+    assert (
+        config.sweep_truncation_bias("fp16x3", width)
+        == config.truncation_bias("fp16x3", 64)
+        < 2.0**-23
+    )  # half a K-slice
+    assert config.sweep_truncation_bias("tf32", width) == 0
 
 
 @pytest.mark.parametrize("triangle", [False, True])
 @pytest.mark.parametrize("width", [128, 2048])
 def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
-    sweep = config.sweep("bf16", width, DEVICES["sm_90a"], False)
+    sweep = config.sweep_for("bf16", width, DEVICES["sm_90a"], False)
     assert sweep is not None
     for n in (1, 128, 129, 2048, 8192, 32768, 65536, 10**6):
         segments = sweep.segments(n, n, triangle)
         tiles = -(-n // 128)
         meetings = tiles // 2 + tiles % 2 if triangle else tiles
         assert 1 <= segments <= meetings
-        assert segments <= sweep.most_segments(n, n)
-        assert 2 * sweep.most_segments(n, n) * n <= sweep.row_sums(n, n)
+        assert segments <= sweep.max_segments(n, n)
+        assert 2 * sweep.max_segments(n, n) * n <= sweep.row_sums(n, n)
         assert sweep.column_slots(n, n, triangle) * n <= sweep.column_sums(n, n)
         if n >= 8192:  # at least nine tenths of the workers' time are of use
             rounds = -(-tiles * segments // sweep.workers)
@@ -231,6 +243,34 @@ def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
     defines = {"PRECISION": precision, "DTYPE": f"DTYPE_{dtype}", "NORMALIZE": 1, "IDS": 1, **kinds}
     log = compiler.compile_for("fused/fused.cu", defines, arch, ("--ptxas-options=-v",))[1]
     assert spilled(log) <= (64 if precision == "FP32" else 512)
+
+
+# options that have no default
+OPTIONS = {
+    "fused/fused.cu": {"DTYPE": "DTYPE_FLOAT32", "SYMMETRIC": 0, "TWO_SIDED": 0, "SIGMOID": 0,
+                       "NORMALIZE": 0, "IDS": 0},
+    "sm90/sweep_narrow.cu": {"NARROW": 1, "SLABS": 2},
+}  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
+def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read from the sources, against the compiler's sizes and offsets."""
+    parameters = [kind for s in signatures.signatures(file).values() for _, kind in s.fields]
+    structures = {s.name: s for s in parameters if isinstance(s, signatures.Structure)}
+    checks = "".join(
+        f"static_assert(sizeof({name}) == {of.size});\n"
+        + "".join(
+            f"static_assert(__builtin_offsetof({name}, {field}) == {of.offset(field)});\n"
+            for field, _ in of.fields
+        )
+        for name, of in structures.items()
+    )
+    # templates that nobody instantiates cost no time
+    source = compiler.flatten(file).replace('extern "C" __global__', "template <int> __global__")
+    monkeypatch.setattr(compiler, "flatten", lambda _: source + checks)
+    assert compiler.compile_for(file, {"PRECISION": "BF16", **OPTIONS.get(file, {})}, "sm_90a")[0]
 
 
 @needs_nvrtc
@@ -262,14 +302,14 @@ def test_architecture() -> None:
 @pytest.mark.parametrize("d", [1, 64, 4096])
 def test_tiles_fit_shared_memory(precision: str, d: int, arch: str) -> None:
     device = DEVICES[arch]
-    tile = config.tile(precision, d, device)
+    tile = config.tile_for(precision, d, device)
     assert tile.shared + tile.static_shared <= device.shared_memory
     assert tile.threads == 2 * tile.block_n
 
 
 def test_device_with_too_little_shared_memory() -> None:
     with pytest.raises(ValueError, match="shared memory"):
-        config.tile("fp32", 64, config.Device("75", 1, 48 * 1024, 48 * 1024))
+        config.tile_for("fp32", 64, config.Device("75", 1, 48 * 1024, 48 * 1024))
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
@@ -279,11 +319,11 @@ def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: st
     for key_accumulator in (False, True):
         needs = config.Needs(precision, True, True, True, True, True, key_accumulator)
         with pytest.raises(ValueError, match="workspace: expected at least") as refused:
-            config.cuts(shape, needs, 1, 128, False)
+            config.blockings(shape, needs, 1, 128, False)
         least = int(str(refused.value).split("at least ")[1].split()[0])
-        assert config.cuts(shape, needs, least, 128, False)[2] <= least
+        assert config.blockings(shape, needs, least, 128, False)[2] <= least
         with pytest.raises(ValueError, match=rf"at least {least} bytes .* got {least - 1}"):
-            config.cuts(shape, needs, least - 1, 128, False)
+            config.blockings(shape, needs, least - 1, 128, False)
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
@@ -293,44 +333,46 @@ def test_blocks_fit_the_workspace(
     shape: tuple[int, int, int], precision: str, workspace: int
 ) -> None:
     m, n, d = shape
-    for key_accumulator, lends in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
-        needs = config.Needs(precision, True, True, True, True, True, key_accumulator, lends=lends)
+    for key_accumulator, overlay in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
+        needs = config.Needs(
+            precision, True, True, True, True, True, key_accumulator, overlay=overlay
+        )
         for square in {False, m == n}:
             size = max(workspace, config.least_workspace(shape, needs, 128))
             assert size == workspace or (m == 10**6 and size < 2**26)
-            cut = config.cut(shape, needs, size, 128, square)
+            cut = config.blocking(shape, needs, size, 128, square)
             assert few_blocks(m, n, cut.rows, cut.columns)
             assert 1 <= cut.rows <= m
             assert 1 <= cut.columns <= n
             assert not square or cut.rows == cut.columns
             used = needs.block(cut.rows, cut.columns, d, 128)
-            used += (cut.key_rows - cut.lent) * needs.accumulator_row(d)
+            used += (cut.key_rows - cut.overlaid) * needs.accumulator_row(d)
             assert used == needs.size(cut, d, 128) <= size
             assert (cut.key_rows > 0) == key_accumulator
-            assert cut.lent * lends <= cut.key_rows
-            assert not cut.lent or cut.key_rows == n
+            assert cut.overlaid * overlay <= cut.key_rows
+            assert not cut.overlaid or cut.key_rows == n
 
 
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize(("d", "lent"), [(128, 0), (768, 32768), (1024, 32768), (1100, 0)])
-def test_room_that_gradients_lend(d: int, lent: int, square: bool) -> None:
+@pytest.mark.parametrize(("d", "overlaid"), [(128, 0), (768, 32768), (1024, 32768), (1100, 0)])
+def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool) -> None:
     """Where 16-bit dK of 65536 keys has no room in float32, half of it lies in its destination; not
     where it fits a quarter of the workspace, nor where the other half has no room."""
     n = 65536
     device = config.Device("90", 132, 227 * 1024, 228 * 1024)
-    sweep = config.sweep("bf16", 2 * d, device, False)
-    needs = config.Needs("bf16", False, False, False, True, True, True, sweep, False, lends=2)
-    cut = config.cut((n, n, d), needs, 2**28, 128, square)
-    assert cut.lent == lent
+    sweep = config.sweep_for("bf16", 2 * d, device, False)
+    needs = config.Needs("bf16", False, False, False, True, True, True, sweep, False, overlay=2)
+    cut = config.blocking((n, n, d), needs, 2**28, 128, square)
+    assert cut.overlaid == overlaid
     assert needs.size(cut, d, 128) <= 2**28
-    if lent:
+    if overlaid:
         assert cut.key_rows == n
         assert cut.rows * cut.columns >= 6144 * 6144
     else:
-        assert cut == config.cut((n, n, d), replace(needs, lends=0), 2**28, 128, square)
+        assert cut == config.blocking((n, n, d), replace(needs, overlay=0), 2**28, 128, square)
 
 
 def test_a_batch_that_fits_is_one_block() -> None:
     needs = config.Needs("bf16", False, False, True, True, False, False)
-    cut = config.cut((8192, 8192, 512), needs, 2**28, 128, False)
+    cut = config.blocking((8192, 8192, 512), needs, 2**28, 128, False)
     assert (cut.rows, cut.columns, cut.key_rows) == (8192, 8192, 0)

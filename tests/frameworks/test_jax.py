@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_checks import NUMERIC
+from bad_calls import NUMERIC
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

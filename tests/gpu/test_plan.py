@@ -16,6 +16,7 @@ if not MISSING:
     import cupy
     from infonce.kernels import problem as problems
     from infonce.kernels.gpu import plan as gpu_plan
+    from infonce.kernels.gpu import select as gpu_select
     from infonce.kernels.gpu import shard as gpu_ranks
     from infonce.kernels.gpu.vectors import ElementwiseVectors
 
@@ -51,7 +52,7 @@ def compare(monkeypatch: Any, loss: str, args: list[Any], gradient: bool, **opti
     """How many plans there are after the call."""
     got = results(loss, args, gradient, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_plan, "pays", lambda *_: False)
+        patch.setattr(gpu_select, "planned", lambda *_: False)
         want = results(loss, args, gradient, **options)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
@@ -89,11 +90,12 @@ def test_options(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[Any] = [
         {}, {"reduction": "sum"}, {"reduction": "none"}, {"ids": ids[:n]},
         {"grad_dtype": "float32"}, {"normalize": True}, {"workspace": 2**20},
-        {"grad_out": cupy.array(2.0)}, {"grad_out": 3.0},
+        {"grad_out": cupy.array(2.0)},
     ]  # fmt: skip
     for i, options in enumerate(cases):
         count = compare(monkeypatch, loss, args, True, **known, **options)
         assert count == i + 1, options
+    assert compare(monkeypatch, loss, args, True, **known, grad_out=3.0) == len(cases)  # a number
     turned = [cupy.asfortranarray(z) for z in args]
     assert compare(monkeypatch, loss, turned, True, **known) == len(cases) + 1
     shifted = [cupy.concatenate([z.ravel(), z.ravel()[:3]])[3:].reshape(z.shape) for z in args]
@@ -138,7 +140,7 @@ def test_blocks_of_many_ranks(
             no_local_positives=not own,
             compute=precision,
         )  # fmt: skip
-        assert gpu_plan.pays(problem, problems.Gradients())
+        assert gpu_select.planned(problem, problems.Gradients())
 
         def numbers(count: int, low: float = 0.0) -> Any:
             return cupy.asarray(rng.uniform(low, 1, count))
@@ -182,7 +184,7 @@ def test_blocks_of_many_ranks(
             assert len(gpu_plan._plans) == 1
             again = fold(gradient)
             with monkeypatch.context() as patch:
-                patch.setattr(gpu_plan, "pays", lambda *_: False)
+                patch.setattr(gpu_select, "planned", lambda *_: False)
                 wanted = fold(gradient)
             for got, repeated, want in zip(found, again, wanted, strict=True):
                 assert np.array_equal(got, want, equal_nan=True)
@@ -215,7 +217,7 @@ def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool =
 @pytest.mark.parametrize("planned", [True, False])
 def test_sums_that_hold_nothing_yet(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not planned:
-        monkeypatch.setattr(gpu_plan, "pays", lambda *_: False)
+        monkeypatch.setattr(gpu_select, "planned", lambda *_: False)
     made, want = (statistics_block(300, 270, None, clear) for clear in (True, False))
     assert np.isfinite(want[:2]).all()
     for a, b in zip(made, want, strict=True):
@@ -226,7 +228,7 @@ def test_sums_that_hold_nothing_yet(planned: bool, monkeypatch: pytest.MonkeyPat
 def test_what_is_not_finite_in_a_block(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are everybody's trouble, queries their own; these need to be looked at once."""
     if not planned:
-        monkeypatch.setattr(gpu_plan, "pays", lambda *_: False)
+        monkeypatch.setattr(gpu_select, "planned", lambda *_: False)
     for infinite, checked, where in (
         (None, False, []), ("key", False, [300]), ("query", False, [150]), ("query", True, []),
         ("key", True, [300]),
@@ -298,7 +300,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
 
 def test_memory_that_comes_again_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan knows the arguments of several sets of arrays, and no more than it may."""
-    monkeypatch.setattr(gpu_plan, "MOST_ARGUMENTS", 3)
+    monkeypatch.setattr(gpu_plan, "MAX_ARGUMENTS", 3)
     sets = [features("clip", 300, 64, BFLOAT16, i) for i in range(5)]
     wants = [results("clip", z, True, scale=14.0, method="tiled") for z in sets]
     for _ in range(2):
@@ -331,7 +333,7 @@ def test_a_loss_that_is_kept_is_small() -> None:
 
 
 def test_as_few_plans_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_plan, "MOST_PLANS", 3)
+    monkeypatch.setattr(gpu_plan, "MAX_PLANS", 3)
     for n in range(300, 308):
         args = features("clip", n, 16, np.float32, n)
         assert compare(monkeypatch, "clip", args, True, scale=5.0, method="tiled") <= 3

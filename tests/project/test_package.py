@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_info
 
 import infonce
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(code: str) -> str:
@@ -160,7 +160,7 @@ def test_plugin_that_warns_of_workers(tmp_path: Path) -> None:
     for file, text in about.items():
         (tmp_path / "benchmarking-1.dist-info" / file).write_text(text)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_schedules.py"],
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/losses/test_schedules.py"],
         capture_output=True, text=True, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip

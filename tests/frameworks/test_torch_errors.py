@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_checks import NUMERIC
+from bad_calls import NUMERIC
 
 torch = pytest.importorskip("torch")
 from torch_problems import MODULES, features  # noqa: E402

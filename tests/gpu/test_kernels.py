@@ -305,23 +305,23 @@ def test_destinations_lend_memory(
             outs[name] = whole[16:-16]
         with monkeypatch.context() as patch:
             patch.setattr(gpu_gradients, "Accumulator", recorded)
-            lent = run(loss, args, precision, 10.0, outs=outs, **options)
+            overlaid = run(loss, args, precision, 10.0, outs=outs, **options)
             assert sum(acc.before is not None for acc in made) == 1
-            patch.setattr(context, "lends", lambda out, real: 0)
+            patch.setattr(context, "overlay", lambda out, real: 0)
             made.clear()
             plain = run(loss, args, precision, 10.0, **options)
             assert not any(acc.before is not None for acc in made)
         if not normalize:
             ref = judged(loss, args, scale=10.0, **{k: options[k] for k in ("ids", "labels")
                                                     if k in options})  # fmt: skip
-            check(lent, ref, args, precision, 10.0)
-        got, want = (np.asarray(r.grads[name], np.float64) for r in (lent, plain))
+            check(overlaid, ref, args, precision, 10.0)
+        got, want = (np.asarray(r.grads[name], np.float64) for r in (overlaid, plain))
         assert np.linalg.norm(got - want) <= STORED_BOUND[dtype] * np.linalg.norm(want)
         if i % 2:
             assert bool((whole[:16] == 7.0).all())
             assert bool((whole[-16:] == 7.0).all())
         again = run(loss, args, precision, 10.0, outs=outs, **options)
-        assert np.array_equal(lent.grads[name], again.grads[name])
+        assert np.array_equal(overlaid.grads[name], again.grads[name])
 
 
 def test_workspace_too_small() -> None:

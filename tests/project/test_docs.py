@@ -15,7 +15,7 @@ from command_line import PNG
 
 from infonce import arrays
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 RENDER = ROOT / "benchmarks" / "render.py"
