@@ -10,45 +10,44 @@ import numpy as np
 from .. import problem as problems
 from .. import solve as blocks
 from ..problem import Array, Gradients, Problem, Sigmoid, Statistics
+from .device import compiler
 from .device.arguments import Fields, address
 from .tiled.context import Context
 
 # struct Spelling where all vectors are given
 SPELLED_OUT: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
 
+_CONCLUDE = compiler.flatten("conclude.cuh")  # merge, conclude_direction
+
 # The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
 _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
-# solve.Vectors.merge, in place, and solve.Vectors.local_positives
+# solve.Vectors.merge in place, and solve.Vectors.local_positives
 _merge_sums = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum", "float64 max, float64 sum",
     """
-    const double top = fmax(max, other_max), shift = isinf(top) && top < 0 ? 0.0 : top;
-    sum = sum * exp2(max - shift) + other_sum * exp2(other_max - shift);
-    max = top;
+    const Sum both = merge(Sum{max, sum}, Sum{other_max, other_sum}, [](double x) {
+      return exp2(x);
+    });
+    max = both.max, sum = both.sum;
     """,
-    "infonce_merge_sums",
+    "infonce_merge_sums", preamble=_CONCLUDE,
 )  # fmt: skip
 _within = cupy.ElementwiseKernel(
     "int64 positive, int64 start, int64 stop", "int64 local",
     "local = positive >= start && positive < stop ? positive - start : -1", "infonce_within",
 )  # fmt: skip
-# solve.conclude, formula by formula. (CuPy has a logaddexp2, which loses small losses.)
+# conclude_direction (CuPy has a logaddexp2, which loses small losses)
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 positive",
     "float64 loss, float64 lse, float64 share, float64 lse2",
     """
-    const double ln_2 = 0.6931471805599453, log2_e = 1.4426950408889634;
-    const double negatives = max + log2(sum), gap = negatives - positive;
-    const double softplus = fmax(gap, 0.0) + log1p(exp2(-fabs(gap))) * log2_e;
-    loss = ln_2 * (isnan(gap) ? gap : softplus);
-    lse2 = isnan(gap) ? gap : positive + softplus;
-    lse = ln_2 * lse2;
-    share = isinf(gap) ? gap > 0 : exp2(gap - softplus);
+    const Direction d = conclude_direction(Sum{max, sum}, positive);
+    loss = d.loss, lse = LN_2 * d.lse2, share = d.share, lse2 = d.lse2;
     """,
-    "infonce_conclude",
+    "infonce_conclude", preamble=_CONCLUDE,
 )  # fmt: skip
 
 

@@ -274,6 +274,21 @@ def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.Monk
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("name", ["_empty_sums", "_merge_sums", "_within", "_conclude"])
+def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Their texts, and the header that goes before them, as CuPy puts them together."""
+    from infonce.kernels.gpu import vectors
+
+    kernel = getattr(vectors, name)
+    given = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]
+    made = [f"{p.ctype}& {p.name}" for p in kernel.out_params]
+    text = f"__device__ void apply({', '.join(given + made)}) {{\n{kernel.operation};\n}}\n"
+    (tmp_path / "elementwise.cu").write_text(kernel.preamble + text)
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    assert compiler.compile_for("elementwise.cu", {}, "sm_80")
+
+
+@needs_nvrtc
 def test_errors_name_file_and_line(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "inner.cuh").write_text("#pragma once\nint fine;\nint broken = missing;\n")
     (tmp_path / "outer.cu").write_text('int a;\n#include "inner.cuh"\n#include "inner.cuh"\nhuh;\n')

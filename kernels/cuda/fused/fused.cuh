@@ -90,13 +90,6 @@ __device__ __forceinline__ double upstream_of(const Fused& f, i64 i) {
   return f.upstreams ? f.upstreams[i] : f.upstream;
 }
 
-// log2 of 2^a + 1, where a may be infinite
-__device__ __noinline__ double softplus2(double a) {
-  return fmax(a, 0.0) + log1p(exp2(-fabs(a))) * LOG2_E;
-}
-// 2^a / (2^a + 1)
-__device__ __noinline__ double sigmoid2(double a) { return exp2(a - softplus2(a)); }
-
 // Threads that work on one row at a time: a warp; where rows are few, more of a block's warps.
 struct Team {
   i64 row, step;     // this team's first row, and how far the next one is
