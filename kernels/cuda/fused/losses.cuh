@@ -4,7 +4,7 @@
 
 // --- phase 2 -----------------------------------------------------------------------------------------------
 
-// What follows from the log-sum-exp of a row's negatives (max, sum) and its positive's product.
+// What follows from (max, sum) of a row's negatives and its positive: raw products, times c in base 2.
 __device__ __noinline__ void conclude(double c, double max, double sum, double positive,
                                          double weight, double* gap, Real* lse, Real* reference,
                                          Real* factor) {
@@ -56,7 +56,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       for (i64 i = warp; i < f.m; i += FUSED_WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
     tops[warp][lane] = top;
-    __syncthreads();  // all warps' maxima are there
+    __syncthreads();  // the writes of tops[] come before the reads below
 #pragma unroll
     for (int w = 0; w < FUSED_WARPS; ++w) top = max_(top, tops[w][lane]);
     const Real shift = top == LOW ? 0 : top;
@@ -66,7 +66,8 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       for (i64 i = warp; i < f.m; i += FUSED_WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
-    __syncthreads();  // all warps' sums are there, and nobody reads maxima any more
+    // The writes of sums[] come before their reads, and the reads of tops[] before the next writes
+    __syncthreads();
     if (warp == 0 && j < f.n) {
       sum = 0;
 #pragma unroll
@@ -74,7 +75,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       conclude(c2, top, sum, f.x[j * f.n + j], upstream_of(f, j) * f.column_weight * scale,
                f.column_gap + j, f.column_lse + j, f.column_reference + j, f.column_factor + j);
     }
-    __syncthreads();  // sums have been read before the next columns overwrite them
+    __syncthreads();  // the reads of sums[] come before the next columns' writes
   }
 }
 
@@ -102,7 +103,7 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
 struct LossAndShare {
   double loss, share;
 };
-// What follows from a gap (conclude.cuh). Out of line: a short launch fetches this code once.
+// What follows from a gap (conclude.cuh). Not inlined, so that this short launch fetches the code once.
 __device__ __noinline__ LossAndShare of_gap(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
 __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,

@@ -18,7 +18,8 @@ struct Found {
   }
 };
 
-// By all threads of a block, always in the same order; the first ONLINE_PANEL_ROWS have the result.
+// What the slots of each row of a panel hold, added in a fixed order by all threads of a block. The first
+// ONLINE_PANEL_ROWS threads have the result, a row each.
 __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
   __shared__ Found parts[PANEL_ROW_THREADS][ONLINE_PANEL_ROWS];
   const int row = threadIdx.x % ONLINE_PANEL_ROWS, part = threadIdx.x / ONLINE_PANEL_ROWS;
@@ -31,7 +32,7 @@ __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
       all.add(Found{(double)pair.y, pair.x, pair.y});
     }
   parts[part][row] = all;
-  __syncthreads();  // all parts are there
+  __syncthreads();  // the writes of parts[] come before the reads below
   if (part == 0)
 #pragma unroll
     for (int p = 1; p < PANEL_ROW_THREADS; ++p) all.add(parts[p][row]);
@@ -70,7 +71,7 @@ check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scal
     reference[i] = now;
   }
   if (!acc) return;
-  __syncthreads();  // all factors are there
+  __syncthreads();  // the writes of factor[] come before the reads below
   for (int row = threadIdx.x / 32; row < ONLINE_PANEL_ROWS; row += PANEL_THREADS / 32)
     if (factor[row] != 1)
       for (i64 k = threadIdx.x % 32; k < d; k += 32)
