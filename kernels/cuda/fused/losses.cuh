@@ -100,11 +100,11 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
 
 // --- phase 3 -----------------------------------------------------------------------------------------------
 
-struct LossAndShare {
-  double loss, share;
+struct GapResult {
+  double loss, negative_probability;
 };
 // What follows from a gap (conclude.cuh). Not inlined, so that this short launch fetches the code once.
-__device__ __noinline__ LossAndShare of_gap(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
+__device__ __noinline__ GapResult of_gap(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
 __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,
                                double* memory) {
@@ -118,8 +118,8 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
 
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (SIGMOID) {
-      const LossAndShare at = of_gap(-LOG2_E * (scale * (double)x[y] + bias));
-      here = -upstream_of(f, i) * scale * at.share;
+      const GapResult at = of_gap(-LOG2_E * (scale * (double)x[y] + bias));
+      here = -upstream_of(f, i) * scale * at.negative_probability;
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
         if (j == y || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
@@ -129,16 +129,16 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
       }
       loss = team.sum(loss) + at.loss;
     } else {
-      const LossAndShare row = of_gap(f.row_gap[i]);
+      const GapResult row = of_gap(f.row_gap[i]);
       loss = f.row_weight * row.loss;
-      here = -upstream_of(f, i) * f.row_weight * scale * row.share;
+      here = -upstream_of(f, i) * f.row_weight * scale * row.negative_probability;
       if (TWO_SIDED) {
-        const LossAndShare column = of_gap(f.column_gap[i]);
+        const GapResult column = of_gap(f.column_gap[i]);
         loss += f.column_weight * column.loss;
-        here -= upstream_of(f, i) * f.column_weight * scale * column.share;
+        here -= upstream_of(f, i) * f.column_weight * scale * column.negative_probability;
       }
       if (SYMMETRIC)  // the pair counts for both its rows
-        here -= upstream_of(f, y) * f.row_weight * scale * of_gap(f.row_gap[y]).share;
+        here -= upstream_of(f, y) * f.row_weight * scale * of_gap(f.row_gap[y]).negative_probability;
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + bad);
     if (!f.gradient) continue;

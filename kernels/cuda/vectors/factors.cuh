@@ -11,8 +11,8 @@ struct Ranges {
 
 struct FactorSources {
   const double *row_reference, *row_factor, *positive_gradient;  // [M]
-  const double *column_reference, *column_factor;           // [N] or null
-  const double* column_positive_gradient;            // [N] or null: at the columns' own positives
+  const double *column_reference, *column_factor;                // [N] or null
+  const double* column_positive_gradient;                        // [N] or null: at the columns' own positives
 };
 
 constexpr int RANGE_THREADS = 1024;

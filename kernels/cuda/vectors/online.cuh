@@ -88,7 +88,7 @@ add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted)
 }
 
 // Rows have met all columns. Written are their maxima, which are the reference exponents of the sums;
-// the unit of their gradients, a 2^(max - log-sum-exp) = a share / sum, with the row's own factor where
+// the unit of their gradients, a 2^(max - log-sum-exp) = a negative_probability / sum, with the row's own factor where
 // rows are normalised; and dL/dx at the positive.
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive, const double* upstream,
@@ -101,7 +101,7 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
   const Direction row = conclude_direction(rows, i, positive[i]);
   const double a = upstream[i] * (row_weight * scale.bare());
-  unit[i] = rows.sum[i] == 0 ? 0 : a * row.share / rows.sum[i] * (factor ? factor[i] : 1);
-  positive_gradient[i] = -(a * row.share);
+  unit[i] = rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
+  positive_gradient[i] = -(a * row.negative_probability);
 }
 

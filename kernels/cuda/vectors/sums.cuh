@@ -154,15 +154,15 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   const Direction row = conclude_direction(f.rows, i, positive);
   const double a = upstream * (f.row_weight * scale);
-  double loss = f.row_weight * row.loss, positive_gradient = a * row.share;
+  double loss = f.row_weight * row.loss, positive_gradient = a * row.negative_probability;
   if (f.symmetric && partner >= 0)
     positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
-                   conclude_direction(f.rows, partner, positive).share;
+                   conclude_direction(f.rows, partner, positive).negative_probability;
   if (f.two_sided) {
     const Direction column = conclude_direction(f.columns, i, positive);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
-    positive_gradient += b * column.share;
+    positive_gradient += b * column.negative_probability;
     f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
     f.column_lse2[i] = column.lse2;
