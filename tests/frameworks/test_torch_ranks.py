@@ -17,6 +17,8 @@ import torch_ranks  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 
+pytestmark = pytest.mark.extras
+
 
 def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> None:
     """Runs cases one after the other; each rank saves what it got."""

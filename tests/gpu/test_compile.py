@@ -1,6 +1,7 @@
 """Every kernel compiles for every kind of card, and keeps to its registers; no GPU is needed."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,12 @@ try:
     MISSING = ""
 except Exception as error:
     MISSING = f"no NVRTC: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
-needs_nvrtc = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+def needs_nvrtc(test: Callable[..., None]) -> Callable[..., None]:
+    marked: Callable[..., None] = pytest.mark.skipif(bool(MISSING), reason=MISSING)(test)
+    return pytest.mark.extras(marked)
+
 
 # capability, shared memory of a block and of a multiprocessor in KiB
 DEVICES = {
