@@ -149,6 +149,7 @@ def test_bench_options(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.extras
 @pytest.mark.skipif(not MISSING, reason="there is a GPU")
 def test_bench_without_a_gpu(monkeypatch):
     said = fail("bench", "--gpu", "--sizes", 32)
@@ -231,6 +232,7 @@ def test_bare_products(dtype):
         contenders.product("bf16x3", out, out, out)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("gradient", [True, False])
 def test_panels_judge_like_the_reference(monkeypatch, kind, gradient):

@@ -19,7 +19,7 @@ from mpmath import mp
 
 INF, NAN = math.inf, math.nan
 Numbers = list[tuple[float, ...]]
-# loss, probability, log-sum-exp in base 2 from (max, sum, positive)
+# loss, share, log-sum-exp in base 2 from (max, sum, positive)
 Conclude = Callable[[np.ndarray], np.ndarray]
 
 WRAPPER = """
@@ -30,7 +30,7 @@ WRAPPER = """
 extern "C" void directions(long n, const double* in, double* out) {
   for (; n > 0; --n, in += 3, out += 3) {
     const Direction d = conclude_direction(Sum{in[0], in[1]}, in[2]);
-    out[0] = d.loss, out[1] = d.negative_probability, out[2] = d.lse2;
+    out[0] = d.loss, out[1] = d.share, out[2] = d.lse2;
   }
 }
 extern "C" void merged(long n, const double* in, double* out) {
@@ -76,7 +76,7 @@ def on_gpu(rows: np.ndarray) -> np.ndarray:
 
     maxima, sums, positive = (cupy.asarray(z) for z in rows.T)
     d = ElementwiseVectors().direction(Sums(maxima, sums), positive)
-    return np.stack([cupy.asnumpy(z) for z in (d.loss, d.negative_probability, d.reference)], 1)
+    return np.stack([cupy.asnumpy(z) for z in (d.loss, d.share, d.height)], 1)
 
 
 @pytest.fixture(params=["header", pytest.param("gpu", marks=gpu_only)])
@@ -124,23 +124,23 @@ def ulps(found: float, expected: mp.mpf, of: float | None = None) -> float:
 def test_finite(conclude: Conclude) -> None:
     rows = finite_cases()
     for row, found in zip(rows, conclude(rows), strict=True):
-        loss, probability, lse2 = reference(row)
+        loss, share, lse2 = reference(row)
         assert ulps(found[0], loss) <= 4, row
-        assert ulps(found[1], probability) <= 4, row
+        assert ulps(found[1], share) <= 4, row
         assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 2]]), abs(lse2))) <= 4, row
 
 
 def test_the_counterpart_in_python() -> None:
-    """Its probability is 2^(gap - softplus), to the digits that this exponent has."""
+    """Its share is 2^(gap - softplus), to the digits that this exponent has."""
     rows = finite_cases()
     for row, found in zip(rows, in_numpy(rows), strict=True):
-        loss, probability, lse2 = reference(row)
+        loss, share, lse2 = reference(row)
         assert ulps(found[0], loss) <= 4, row
-        assert ulps(found[1], probability) <= 4 + abs(row[0] - row[2]) + abs(math.log2(row[1])), row
+        assert ulps(found[1], share) <= 4 + abs(row[0] - row[2]) + abs(math.log2(row[1])), row
         assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 2]]), abs(lse2))) <= 4, row
 
 
-NO_NUMBERS: Numbers = [  # max, sum, positive; loss, probability, lse2
+NO_NUMBERS: Numbers = [  # max, sum, positive; loss, share, lse2
     (-INF, 0, 3, 0, 0, 3),  # no negatives
     (-INF, 0, 0, 0, 0, 0),
     (5, 2, -INF, INF, 1, NAN),
