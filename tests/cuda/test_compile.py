@@ -116,8 +116,8 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         assert sweep.stages(panel) >= 3
         assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
         defines = {
-            "PRECISION": precision.upper(), "SLABS": sweep.k_slices, "STAGES": sweep.stages(panel),
-            "WIDE": int(sweep.clustered), "SHARED": sweep.shared(panel), "IDS": int(extras),
+            "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(panel),
+            "CLUSTERED": int(sweep.clustered), "SHARED": sweep.shared(panel), "IDS": int(extras),
             "FACTORS": int(extras), **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
@@ -142,8 +142,8 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     assert sweep.shared(True) <= device.shared_memory
     for columns in (0, 1):
         defines = {
-            "PRECISION": precision.upper(), "SLABS": sweep.k_slices, "STAGES": sweep.stages(True),
-            "WIDE": 0, "NARROW": 1, "SHARED": sweep.shared(True), "IDS": int(extras),
+            "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(True),
+            "CLUSTERED": 0, "IN_REGISTERS": 1, "SHARED": sweep.shared(True), "IDS": int(extras),
             "FACTORS": int(extras), "COLUMNS": columns,
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
@@ -184,7 +184,7 @@ def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
 OPTIONS = {
     "fused/fused.cu": {"DTYPE": "DTYPE_FLOAT32", "SYMMETRIC": 0, "TWO_SIDED": 0, "SIGMOID": 0,
                        "NORMALIZE": 0, "IDS": 0},
-    "sm90/sweep_narrow.cu": {"NARROW": 1, "SLABS": 2},
+    "sm90/sweep_narrow.cu": {"IN_REGISTERS": 1, "K_SLICES": 2},
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@
 // ping-pong: while one has the tensor cores, the other has the epilogue of its last tile. Exponentials
 // cost no time of their own as long as an epilogue is shorter than the products of a tile.
 //
-// WIDE: 128 rows do not fit in shared memory. A cluster of two blocks shares a query panel, each with
+// CLUSTERED: 128 rows do not fit in shared memory. A cluster of two blocks shares a query panel, each with
 // 64 of its rows. Every K-slice of keys is fetched once for both: each block multicasts half of it. A
 // consumer is one warpgroup.
 //
@@ -33,7 +33,7 @@
 // warpgroup, and consumers do not ping-pong. Each has its 64 rows of every tile; as they drift apart,
 // one has its epilogue, or adds, while the other multiplies.
 //
-// NARROW (rows of up to 256 bytes): dL/dx of a tile is multiplied with the tile's keys at once, and
+// IN_REGISTERS (rows of up to 256 bytes): dL/dx of a tile is multiplied with the tile's keys at once, and
 // dQ is accumulated in registers (sweep_narrow.cu). A query panel is 64 rows, and a consumer one
 // warpgroup. In its turn a consumer issues two products: dL/dx of its last tile times those keys, and
 // the logits of its next tile. A tile's keys stay in their stages until both are done.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
                                         const TensorMap& k, const Block& b, int segments,
                                         const int* wanted) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
-  const u32 rank = WIDE ? cluster_rank() : 0;
+  const u32 rank = CLUSTERED ? cluster_rank() : 0;
   PipelineState pipe;
   u32 panels = 0;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
 #if STREAMED
         tma_load(stage, q, full, feature, row);
         tma_load(stage + K_SLICE_TILE_BYTES, k, full, feature, column);
-#elif WIDE
+#elif CLUSTERED
         const int half = TILE_COLUMNS / 2;
         tma_load_multicast(stage + rank * half * K_SLICE, k, full, feature, column + rank * half, 3);
 #else
@@ -100,7 +100,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
 template <class Epilogue>
 __device__ __forceinline__ void release_stage(SweepShared<Epilogue>& s, u32 stage,
                                               const Lane& lane) {
-#if WIDE
+#if CLUSTERED
   if (lane.lane < BLOCKS) barrier_arrive_at(s.empty[stage], lane.lane);
 #else
   if (lane.lane == 0) barrier_arrive(s.empty[stage]);
@@ -148,7 +148,7 @@ __device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilo
     if (i >= K_SLICES / PARTS) multiply_k_slice(x, a + K_SLICES / PARTS * slice_distance, b, false);
     multiply_k_slice(x, a, b, i == 0);
     warpgroup_commit();
-    if (i > 0 && !NARROW) {
+    if (i > 0 && !IN_REGISTERS) {
       warpgroup_wait<1>();  // the products of the K-slice before are done
       release_stage(s, before, lane);
     }
@@ -253,7 +253,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       float x[64];
       named_barrier_sync(ping_pong + lane.consumer, sharers);
       const int first = pipe.stage;
-#if NARROW
+#if IN_REGISTERS
       if (held >= 0) epilogue.gather(shared_address(s.k[held]));
 #endif
       issue_products(x, s, rows, pipe, lane);
@@ -263,7 +263,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       // ping-pong barrier since
       epilogue.publish(tile);
       warpgroup_wait<0>();
-      if (!NARROW) release_stage(s, pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1, lane);
+      if (!IN_REGISTERS) release_stage(s, pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1, lane);
       else if (held >= 0) release_stages_of_tile(s, held, lane);
       held = first;
       if (last && lane.lane == 0) barrier_arrive(s.panel_empty);
@@ -274,7 +274,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       if (Epilogue::SUMS) lane.sync_warpgroup();  // all warps' sums are written before end_tile reads them
       epilogue.end_tile(tile);
     }
-#if NARROW
+#if IN_REGISTERS
     if (held >= 0) {
       epilogue.gather(shared_address(s.k[held]));
       warpgroup_wait<0>();
@@ -313,14 +313,14 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(s.full[i], 1);
-      barrier_init(s.empty[i], NARROW ? 4 : 8);  // warps of a consumer, in all blocks of the cluster
+      barrier_init(s.empty[i], IN_REGISTERS ? 4 : 8);  // warps of a consumer, in all blocks of the cluster
     }
     barrier_init(s.panel_full, 1);
     barrier_init(s.panel_empty, 4 * WARPGROUPS);
     fence_barrier_init();
   }
   // The initial values of the mbarriers are written before any thread, or TMA, uses them
-  if (WIDE) cluster_sync();
+  if (CLUSTERED) cluster_sync();
   else __syncthreads();
   if (lane.warpgroup < WARPGROUPS) {
     warpgroup_reg_alloc<HALVES == 1 ? 232 : 112>();
@@ -330,5 +330,5 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
     warpgroup_reg_dealloc<HALVES == 1 ? 40 : 32>();
     if (lane.thread == 0) produce(s, q, k, b, segments, wanted);
   }
-  if (WIDE) cluster_sync();  // no block ends while another may arrive at its barriers
+  if (CLUSTERED) cluster_sync();  // no block ends while another may arrive at its barriers
 }

@@ -2,17 +2,17 @@
 #pragma once
 #include "block.cuh"
 
-#ifndef NARROW
-#define NARROW 0
+#ifndef IN_REGISTERS
+#define IN_REGISTERS 0
 #endif
-#ifndef SLABS
-#define SLABS 8  // K-slices of a row: ceil(width / K_SLICE), for each part
+#ifndef K_SLICES
+#define K_SLICES 8  // K-slices of a row: ceil(width / K_SLICE), for each part
 #endif
 #ifndef STAGES
 #define STAGES 5
 #endif
-#ifndef WIDE
-#define WIDE 0
+#ifndef CLUSTERED
+#define CLUSTERED 0
 #endif
 #ifndef IDS
 #define IDS 0
@@ -23,9 +23,8 @@
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif
-constexpr int K_SLICES = SLABS;
-constexpr int PANEL_ROWS = NARROW ? 64 : 128;  // of a query panel
-constexpr int BLOCKS = WIDE ? 2 : 1;  // of a cluster, which share a query panel
+constexpr int PANEL_ROWS = IN_REGISTERS ? 64 : 128;  // of a query panel
+constexpr int BLOCKS = CLUSTERED ? 2 : 1;  // of a cluster, which share a query panel
 #define STREAMED (PRECISION == FP16X3)  // rows of Q come with the keys
 constexpr int STRIPS = PANEL_ROWS / 64 / BLOCKS;  // of 64 rows, that a block has of its query panel
 constexpr int HALVES = STREAMED ? 1 : STRIPS;  // warpgroups of a consumer, 64 rows each
@@ -119,7 +118,7 @@ struct Lane {
   __device__ int slot() const { return STREAMED ? 0 : consumer; }
   // The first of this thread's two rows in the panel; the other is eight below.
   __device__ int row() const {
-    return (WIDE ? (int)cluster_rank() : strip()) * 64 + warp * 16 + g;
+    return (CLUSTERED ? (int)cluster_rank() : strip()) * 64 + warp * 16 + g;
   }
   // The first or the second of them, in the block.
   __device__ i64 row_of(int panel, int h) const { return (i64)panel * PANEL_ROWS + row() + 8 * h; }

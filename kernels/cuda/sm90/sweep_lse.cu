@@ -282,7 +282,7 @@ struct Lse {
 // [STRIPS blocks, column_stride], of which a block's `marks` [32] tell where they are: bit i of number
 // l for tile 32 l + i, or all.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if WIDE
+#if CLUSTERED
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,

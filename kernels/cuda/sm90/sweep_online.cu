@@ -108,7 +108,7 @@ struct Online {
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where
 // it was looked for; sum). `wanted` [panels], or null: all are.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if WIDE
+#if CLUSTERED
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,

@@ -85,8 +85,8 @@ class Fold:
                 "segments": segments or sweep.segments(q.rows, k.rows, triangle), **arguments,
             },
             sweep.shared(panel),
-            SLABS=sweep.k_slices, STAGES=sweep.stages(panel), WIDE=int(sweep.clustered),
-            NARROW=int(sweep.in_registers), SHARED=sweep.shared(panel),
+            K_SLICES=sweep.k_slices, STAGES=sweep.stages(panel), CLUSTERED=int(sweep.clustered),
+            IN_REGISTERS=int(sweep.in_registers), SHARED=sweep.shared(panel),
             IDS=int(self.problem.query_ids is not None), FACTORS=int(self.problem.normalize),
             **defines,
         )  # fmt: skip
