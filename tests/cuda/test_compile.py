@@ -116,8 +116,8 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         assert sweep.stages(panel) >= 3
         assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
         defines = {
-            "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(panel),
-            "CLUSTERED": int(sweep.clustered), "SHARED": sweep.shared(panel), "IDS": int(extras),
+            "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
+            "STAGES": sweep.stages(panel), "CLUSTERED": int(sweep.clustered), "SHARED": sweep.shared(panel), "IDS": int(extras),
             "FACTORS": int(extras), **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
@@ -142,8 +142,8 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     assert sweep.shared(True) <= device.shared_memory
     for columns in (0, 1):
         defines = {
-            "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(True),
-            "CLUSTERED": 0, "IN_REGISTERS": 1, "SHARED": sweep.shared(True), "IDS": int(extras),
+            "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
+            "STAGES": sweep.stages(True), "CLUSTERED": 0, "IN_REGISTERS": 1, "SHARED": sweep.shared(True), "IDS": int(extras),
             "FACTORS": int(extras), "COLUMNS": columns,
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
