@@ -17,9 +17,10 @@ import numpy as np
 from infonce.kernels.problem import SILENT, Array, Gradients, Problem
 from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
 
-from infonce import arrays, dispatch, spec, validation
+from infonce import arrays, dispatch, spec
 from infonce import losses as single
-from infonce.checks import Request, Shard, check
+from infonce.checks import validation
+from infonce.checks.call import Request, Shard, check
 from infonce.spec import Loss
 
 from . import transport as transports

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import arrays
-from .checks import Request, check
+from .checks.call import Request, check
 from .kernels.problem import LN_2, SILENT, Array, Problem
 from .kernels.solve import Solution, solve
 from .result import LossAndGrad, Metrics

@@ -7,7 +7,8 @@ import pytest
 from judge import LOSSES, arguments, pairs
 
 import infonce
-from infonce import checks, spec
+from infonce import spec
+from infonce.checks import call as checks
 
 Q = np.random.default_rng(0).standard_normal((6, 4))
 K = np.random.default_rng(1).standard_normal((6, 4))

@@ -18,8 +18,8 @@ LAYERS = [
     {"infonce"},
     {"infonce.losses"},
     {"infonce.dispatch"},
-    {"infonce.checks"},
-    {"infonce.validation"},
+    {"infonce.checks.call"},
+    {"infonce.checks.validation"},
     {"infonce.arrays"},
     {"infonce.spec"},
     {"infonce.result"},
@@ -101,7 +101,7 @@ import infonce.spec, numpy
 from . import tile_ops as tile
 from .. import solve as blocks, problem
 from ..problem import Array
-from ...checks import check
+from ...checks.call import check
 if TYPE_CHECKING:
     from .backend import CPU
 def later():
@@ -112,7 +112,7 @@ def later():
     here = {"tile_ops", "backend", "workers"}
     assert seen == {
         "infonce.spec", "numpy", "infonce.kernels.solve", "infonce.kernels.problem",
-        "infonce.checks", "infonce.arrays", *(f"infonce.kernels.cpu.{name}" for name in here),
+        "infonce.checks.call", "infonce.arrays", *(f"infonce.kernels.cpu.{name}" for name in here),
     }  # fmt: skip
     assert set(named("infonce", "from . import spec\nfrom .result import x", True)) == {
         "infonce.spec", "infonce.result",

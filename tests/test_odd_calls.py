@@ -14,7 +14,7 @@ import pytest
 from judge import LOSSES, arguments, pairs
 
 import infonce
-from infonce import checks
+from infonce.checks import call as checks
 
 Z = pairs("random", 6, 6, 4, np.float64, 0)
 METHODS = ["naive", "fused", "tiled"]

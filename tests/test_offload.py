@@ -17,7 +17,8 @@ from infonce.kernels.solve import solve
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
-from infonce import checks, spec
+from infonce import spec
+from infonce.checks import call as checks
 from infonce.dispatch import _result
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import infonce
 
-from .. import validation
+from ..checks import validation
 from ..result import LossAndGrad
 from ..spec import CHOICES, LOSSES, Loss
 from .common import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import validation
+from ..checks import validation
 from ..spec import DEFAULTS, LOSSES, Loss
 from .autograd import evaluate, transformed, wanted_of
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import losses, spec, validation
+from .. import losses, spec
+from ..checks import validation
 from ..spec import GRAD_ONLY, Loss
 from . import autograd, compiled
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import validation
-from .result import LossAndGrad
+from ..checks import validation
+from ..result import LossAndGrad
 
 Encode = Callable[[Any], Any]  # chunk of inputs -> features [rows, D], no graph kept
 Backward = Callable[[Any, Any], None]  # chunk, gradient of its features -> parameters' gradients

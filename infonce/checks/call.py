@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import gpu_missing, namespace, native, on_gpu
+from ..kernels.problem import Array, Gradients, Problem
+from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import validation
-from .arrays import gpu_missing, namespace, native, on_gpu
-from .kernels.problem import Array, Gradients, Problem
-from .spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import native, on_gpu
-from .kernels.problem import SCALES, Array
-from .spec import Loss
+from ..arrays import native, on_gpu
+from ..kernels.problem import SCALES, Array
+from ..spec import Loss
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
