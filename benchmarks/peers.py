@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from infonce.cli import bench_gpu, machine, measure
-from infonce.cli.contenders_gpu import by_autograd, of_torch
-from infonce.cli.measure import TEMPERATURE, Array, Case, Run
+from infonce.cli import machine
+from infonce.cli.bench import contenders_gpu, gpu, measure
+from infonce.cli.bench.contenders_gpu import by_autograd, of_torch
+from infonce.cli.bench.measure import TEMPERATURE, Array, Case, Run
 
 PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip")
 PACKAGES = {
@@ -18,10 +19,10 @@ PACKAGES = {
 measure.PACKAGES.update(PACKAGES)
 
 
-class Device(bench_gpu.Device):
+class Device(gpu.Device):
     """The current GPU, with other projects among the contenders."""
 
-    methods = (*bench_gpu.METHODS, *PEERS)
+    methods = (*contenders_gpu.METHODS, *PEERS)
 
     def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
         if method not in PEERS:

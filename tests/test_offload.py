@@ -243,7 +243,7 @@ def test_pinned_mapped_and_strided(cupy: Any, tmp_path: Any) -> None:
 
 @pytest.mark.gpu
 def test_memory_stays_within_the_workspace(cupy: Any) -> None:
-    from infonce.cli.bench_gpu import _peak
+    from infonce.cli.bench.gpu import _peak
 
     args = pairs("random", 40_000, 40_000, 128, BFLOAT16, 0)
 

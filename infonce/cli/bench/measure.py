@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from ..arrays import native
-from ..spec import Loss
-from . import machine
+from ...arrays import native
+from ...spec import Loss
+from .. import machine
 
 Array = Any
 Outcome = tuple[Any, list[Array]]  # loss, gradients of the features that get one
@@ -88,16 +88,16 @@ class Bench(Protocol):
         """Seconds of one call or of several, by what is timed: `seconds`, and maybe others."""
         ...
 
-    def yardstick(self) -> None:
+    def time_gemm(self) -> None:
         """Time one large matrix product."""
         ...
 
-    def refusals(self) -> tuple[type[BaseException], ...]:
+    def skipped_errors(self) -> tuple[type[BaseException], ...]:
         """What contenders raise that cannot run here."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a record has to name besides commit and date, and `gemm`, the yardstick's rates."""
+        """What a record has to name besides commit and date, and `gemm`, the rates of `time_gemm`."""
         ...
 
 
@@ -112,8 +112,8 @@ def compare(
     try:
         inputs = bench.inputs(case)
         reference = bench.reference(case, inputs[0])
-    except bench.refusals() as error:
-        bench.yardstick()  # which every record has
+    except bench.skipped_errors() as error:
+        bench.time_gemm()  # which every record has
         reason = _reason(error)
         return [{"size": case.rows, "method": method, "skipped": reason} for method in methods]
     running: dict[str, Run] = {}
@@ -124,17 +124,17 @@ def compare(
             run = bench.contender(method, case, inputs)
             row.update(errors(run(), reference))
             row.update(bench.memory(method, run))
-        except bench.refusals() as error:
+        except bench.skipped_errors() as error:
             row["skipped"] = _reason(error)
             continue
         running[method] = run
     times: dict[str, dict[str, list[float]]] = {method: {} for method in running}
     for done in range(rounds):
-        bench.yardstick()
+        bench.time_gemm()
         for method in list(times):
             try:
                 turn = bench.turn(running[method])
-            except bench.refusals() as error:  # memory that the others left room for no more
+            except bench.skipped_errors() as error:  # memory that the others left room for no more
                 rows[method]["skipped"] = _reason(error)
                 del times[method]
                 continue
@@ -163,7 +163,7 @@ def _reason(error: BaseException) -> str:
 
 
 def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record of a run. Rates are compared with the yardstick's."""
+    """The record of a run. Rates are compared with those of the large matrix product."""
     described = bench.describe()
     gemm = statistics.median(described["gemm"]["gflops"])
     for row in results:

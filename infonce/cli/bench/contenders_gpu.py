@@ -14,7 +14,7 @@ import numpy as np
 
 import infonce
 
-from .contenders import LIBRARY, positives, torch_loss
+from .contenders_cpu import LIBRARY, positives, torch_loss
 from .measure import Array, Case, Outcome, Run
 
 METHODS = ("products", *LIBRARY, "captured", "panels", "torch", "torch.compile")

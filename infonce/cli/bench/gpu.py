@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import contenders_gpu, machine
+from .. import machine
+from . import contenders_gpu
 from .contenders_gpu import METHODS, by_panels, product
 from .measure import DTYPES, Array, Case, Outcome, Run
 
@@ -122,13 +123,13 @@ class Device:
         self.cupy.cuda.get_current_stream().synchronize()
         return time.perf_counter() - start
 
-    def yardstick(self) -> None:
+    def time_gemm(self) -> None:
         seconds = self._elapsed(
             lambda: product(self.precision, self.product, self.square, self.square), 5
         )
         self.rates += [2 * GEMM**3 / s / 1e9 for s in seconds[1:]]
 
-    def refusals(self) -> tuple[type[BaseException], ...]:
+    def skipped_errors(self) -> tuple[type[BaseException], ...]:
         return (Exception,)  # other projects' code fails in many ways
 
     def describe(self) -> dict[str, Any]:
@@ -158,6 +159,3 @@ def _peak(cupy: Any) -> Any:
             self.used -= given["mem_size"]
 
     return Peak()
-
-
-__all__ = ["METHODS", "Device"]

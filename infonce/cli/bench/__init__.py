@@ -1,0 +1,5 @@
+"""`infonce bench`: the command (command.py), where it measures (cpu.py, gpu.py) and what."""
+
+from .command import bench
+
+__all__ = ["bench"]
