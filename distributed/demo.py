@@ -22,8 +22,8 @@ from infonce.cli import common
 from infonce.cli.demo import HELD_OUT, LEARNING_RATE, WEIGHT_DECAY, Adam, Encoder
 
 from . import losses as distributed
-from .communicator import TIMEOUT, Communicator
-from .mpi import connect
+from .communicators.base import TIMEOUT, Communicator
+from .communicators.mpi import connect
 
 Array = Any
 DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -17,9 +17,7 @@ gradients, is the workspace, half of it again, and dQ in float32 where gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from infonce.kernels.problem import (
@@ -39,30 +37,13 @@ from infonce.kernels.problem import (
 )
 from infonce.kernels.solve import Vectors, mirrored, ranks_of
 
-from .communicator import Communicator, Transport
+from .circulation import Circulation, Keys, RowType
+from .communicators.base import Communicator
 from .partition import Partition
+from .transports.base import Transport
 
-Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
 # `solve.fold_block` on a backend
 FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None, Poison | None, Sums | None], None]
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Keys that are visited: all of a rank's shard, or a piece."""
-
-    owner: int  # rank
-    rows: slice  # of the whole batch
-    whole: bool
-    step: int  # in which they are visited,
-    steps: int  # of so many
-
-    def __len__(self) -> int:
-        return int(self.rows.stop - self.rows.start)
-
-
-Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the first
-Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, sums about them)
 
 
 class Ring:
@@ -83,8 +64,7 @@ class Ring:
         labelled: bool,
         vectors: Vectors,
     ) -> None:
-        self.keys, self.ranks, self.transport = keys, ranks, transport
-        self.fold_block = fold_block
+        self.keys, self.ranks, self.fold_block = keys, ranks, fold_block
         self.vectors, self.labelled, self.symmetric = vectors, labelled, problem.symmetric
         self.xp = xp = vectors.xp
         # whether the positives of a rank's rows are its own keys: where rows and keys come in pairs
@@ -94,7 +74,9 @@ class Ring:
         m = len(problem.query)
         self.not_finite = xp.zeros(m + 1)
         self.poisoned = Poison(self.not_finite[:m], self.not_finite[m:])
-        self.pieces = self._pieces(problem)
+        self.circulate = Circulation(
+            xp, ranks, transport, keys, self._pieces(problem), problem.symmetric
+        ).run
         self.local: dict[bool, Array] = {}  # positives, where they are own keys: by `apart`
 
     def _pieces(self, problem: Problem) -> int:
@@ -188,7 +170,7 @@ class Ring:
                 to.max[:], to.sum[:] = sums
 
         wide = np.dtype(np.float64)
-        kinds: list[Kind] = [((), wide)] * (2 * problem.two_sided + 3 * half)
+        kinds: list[RowType] = [((), wide)] * (2 * problem.two_sided + 3 * half)
         self.circulate(own, visit, kinds, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
@@ -273,7 +255,7 @@ class Ring:
             elif dq is not None:
                 dq[mine] += sums[0]
 
-        kinds: list[Kind] = [((d,), self.real)] * (gradients.want_key or half)
+        kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
         self.circulate(own, visit, kinds, combine, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             gradients.query[...] = dq
@@ -332,79 +314,3 @@ class Ring:
         return lambda phase, done, total: report(
             phase, keys.step * total + done, keys.steps * total
         )
-
-    # -- the ring
-
-    def circulate(
-        self,
-        own: list[Array],
-        visit: Visit,
-        kinds: Sequence[Kind] = (),
-        combine: Combine | None = None,
-        keep: Callable[[slice, list[Array]], None] | None = None,
-        half: bool = False,
-    ) -> None:
-        """Take the shards round: `visit` every one with `own` arrays of its rank.
-
-        `kinds` are the sums about keys that a visit makes (one row a key); `combine` adds those of
-        the ranks before; `keep` gets those about this rank's own keys, when they are complete.
-
-        Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
-        meets on one of its two ranks, which makes sums for both. (With an even number of ranks
-        those half the way round meet twice, for the rows alone.)
-        """
-        n, r = self.ranks.size, self.ranks.rank
-        visits = n // 2 + 1 if half else n
-        made = range(1, (n + 1) // 2) if half else range(n)  # visits that make sums
-        made = made if kinds else range(0)
-        largest = -(-self.keys.largest // self.pieces)
-        like: list[Kind] = [(array.shape[1:], array.dtype) for array in own]
-        stores: dict[tuple[int, bool], list[Array]] = {}
-        views: dict[tuple[int, bool, int], list[Array]] = {}
-
-        def room(slot: int, rows: int, sums: bool) -> list[Array]:
-            """Buffers for what is about so many keys; allocated once, for the largest piece."""
-            if (slot, sums) not in stores:
-                stores[slot, sums] = [
-                    self.xp.empty((largest, *tail), dtype)
-                    for tail, dtype in (kinds if sums else like)
-                ]
-            if (slot, sums, rows) not in views:
-                views[slot, sums, rows] = [array[:rows] for array in stores[slot, sums]]
-            return views[slot, sums, rows]
-
-        for j in range(self.pieces):
-            shards = self.keys.piece(j, self.pieces)
-            start = self.keys.starts[r]
-            mine = slice(shards[r].start - start, shards[r].stop - start)
-            arrays: list[Array] = [array[mine] for array in own]
-            carried: list[Array] = []
-            for s in range(visits):
-                k, following = (r - s) % n, shards[(r - s - 1) % n]
-                rows, last = shards[k].stop - shards[k].start, s == visits - 1
-                incoming = room(s % 2, following.stop - following.start, False) * (not last)
-                passed = s in made and s - 1 in made
-                arrived = room((s + 1) % 3, rows, True) if passed else []
-                leaving = [*(arrays * (not last)), *(carried * passed)]
-                pending = self.transport.shift(leaving, [*incoming, *arrived]) if n > 1 else None
-                sums = room(s % 3, rows, True) if s in made else []
-                step = s + j * visits
-                if s or not self.symmetric:
-                    keys = Keys(k, shards[k], self.pieces == 1, step, self.pieces * visits)
-                    visit(keys, arrays, sums)
-                elif not j:
-                    whole = slice(start, self.keys.starts[r + 1])
-                    visit(Keys(r, whole, True, 0, self.pieces * visits), own, [])
-                if pending is not None:
-                    pending.wait()
-                if combine is not None and arrived:
-                    combine(sums, arrived)
-                arrays = incoming
-                carried = sums or carried
-            if made and keep is not None:
-                if n > 1:
-                    rows = shards[r].stop - shards[r].start
-                    complete = room((made[-1] + 1) % 3, rows, True)
-                    self.transport.shift(carried, complete, n - made[-1]).wait()
-                    carried = complete
-                keep(mine, carried)

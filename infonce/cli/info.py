@@ -112,7 +112,7 @@ def _cuda_libraries() -> dict[str, str]:
         return "available"
 
     def nccl() -> str:
-        from ..distributed.transport_gpu import nccl_missing
+        from ..distributed.transports.gpu import nccl_missing
 
         if why := nccl_missing():
             raise ImportError(why)
@@ -171,7 +171,7 @@ def _cpu() -> str:
 
 def _transports(on_gpu: bool) -> dict[str, str]:
     """How the losses over ranks could move arrays here."""
-    from ..distributed.transport import describe
+    from ..distributed.transports.choice import describe
 
     said: dict[str, str] = describe(on_gpu)
     return said

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicator import Pending
-from infonce.distributed.processes import Peers, identity
+from infonce.distributed.communicators.base import Pending
+from infonce.distributed.communicators.processes import Peers, identity
 
 from ..result import LossAndGrad
 from ..spec import Loss

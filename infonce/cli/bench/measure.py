@@ -97,7 +97,7 @@ class Bench(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a record has to name besides commit and date, and `gemm`, the rates of `time_gemm`."""
+        """What a record names besides commit and date; `gemm` has the rates of `time_gemm`."""
         ...
 
 

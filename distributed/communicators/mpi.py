@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .communicator import Array, Communicator, Pending, RankError
+from .base import Array, Communicator, Pending, RankError
 from .processes import Peers, identity
 
 FAILED, ENDED, WAITING = "failed", "ended", "waiting"

@@ -12,7 +12,8 @@ import cupy
 import cupyx
 import numpy as np
 
-from .communicator import Array, Communicator, Pending, Transport
+from ..communicators.base import Array, Communicator, Pending
+from .base import Transport
 
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype travels as its bytes
 MOST_NUMBERS = 8  # that are read at once

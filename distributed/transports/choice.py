@@ -1,4 +1,4 @@
-"""How arrays get to the next rank: one interface, `shift`, and the ways that it takes.
+"""Which transport a call takes: the best that all of its ranks have.
 
 | transport | for |
 |---|---|
@@ -16,31 +16,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
 
-from .communicator import Array, Communicator, Pending, Transport
+from ..communicators.base import Communicator
+from ..communicators.mpi import load_mpi
+from .base import Host, Transport
 
 CHOICES = ("auto", "mpi", "nccl", "cuda-aware", "staged")
-
-
-class Host:
-    """NumPy arrays over the communicator itself."""
-
-    name = "mpi"
-
-    def __init__(self, ranks: Communicator) -> None:
-        self.ranks = ranks
-
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        return self.ranks.shift(send, receive, distance)
-
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        return [float(number) for number in numbers]
-
-    def close(self) -> None:
-        """Nothing is queued."""
 
 
 def cuda_aware() -> bool | None:
@@ -55,8 +36,6 @@ def cuda_aware() -> bool | None:
 
 @functools.cache
 def _library_says() -> bool | None:
-    from .mpi import load_mpi
-
     try:
         query = ctypes.CDLL(load_mpi().__file__).MPIX_Query_cuda_support
     except (ImportError, OSError, AttributeError):
@@ -69,10 +48,10 @@ def offers(on_gpu: bool) -> dict[str, str | None]:
     """Each transport that may suit, best first: None, or why this rank cannot use it."""
     if not on_gpu:
         return {"mpi": None}
-    from . import transport_gpu
+    from . import gpu
 
     return {
-        "nccl": transport_gpu.nccl_missing(),
+        "nccl": gpu.nccl_missing(),
         "cuda-aware": None if cuda_aware() else "the MPI library does not say it is CUDA-aware",
         "staged": None,
     }
@@ -81,8 +60,6 @@ def offers(on_gpu: bool) -> dict[str, str | None]:
 def describe(on_gpu: bool) -> dict[str, str]:
     """Each transport: what it uses, or why it is not to be had here. For a process without ranks:
     MPI is not initialised."""
-    from .mpi import load_mpi
-
     try:
         import mpi4py
 
@@ -116,6 +93,6 @@ def make(name: str, ranks: Communicator) -> Transport:
     """The transport of that name. Collective."""
     if name == "mpi":
         return Host(ranks)
-    from . import transport_gpu
+    from . import gpu
 
-    return transport_gpu.make(name, ranks)
+    return gpu.make(name, ranks)

@@ -40,27 +40,6 @@ class Pending(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """A way to the next rank."""
-
-    name: str
-
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        """Start sending arrays to the rank `distance` further on, and receiving as many."""
-        ...
-
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        """0-d float64 arrays, when all that was queued on the device is done; RankError if it
-        cannot be."""
-        ...
-
-    def close(self) -> None:
-        """Give up what is under way."""
-        ...
-
-
 class Communicator:
     """What the ring needs of the ranks. Subclasses supply `allgather` and `shift`.
 
