@@ -1,4 +1,4 @@
-"""What ranks agree on before any work: errors are raised on all, and all call the same thing."""
+"""Agreement of ranks before any work: errors of one rank are raised on all, calls are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of a loss over ranks, seen from one rank: check, agree, fold, sum over the ranks."""
+"""One call of a loss over ranks: its checks, the folds on a ring, sums over the ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from infonce.kernels.problem import SILENT, Array, Gradients, Problem
 from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
 
-from infonce import arrays, dispatch
+from infonce import arrays, dispatch, spec
 from infonce.checks import validation
-from infonce.checks.call import Request, Shard, check
+from infonce.checks.call import Batch, Request, check
 from infonce.spec import Loss
 
 from .agreement import AgreedError, agree, packed, require_same
@@ -24,20 +24,24 @@ from .ring import FoldBlock, Ring
 from .transports import choice
 from .transports.base import Transport
 
+# Options that have to be the same on all ranks and are fields of `Problem` by the same name. The
+# method is not one: over ranks all methods are "tiled".
+SHARED = [name for name in spec.COMPILED if name != "method"]
+
 
 def evaluate(
     kind: Loss, given: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
-    ours: Mapping[str, Any], with_grad: bool,
+    ring_options: Mapping[str, Any], with_grad: bool,
 ) -> Any:  # fmt: skip
-    """One call of a loss over ranks; `ours` are the options of distributed/losses.py."""
-    timeout = ours["timeout"]
+    """The result of one call on this rank; `ring_options` are those of distributed/losses.py."""
+    timeout = ring_options["timeout"]
     if timeout is not None and (
         isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
     ):
         raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
-    ranks = connect(ours["comm"])
+    ranks = connect(ring_options["comm"])
     ranks.timeout = timeout
-    call = _Call(kind, ranks, labels, bias, options, ours, with_grad)
+    call = _Call(kind, ranks, labels, bias, options, ring_options, with_grad)
     try:
         with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
             result = call.evaluate(given)
@@ -54,14 +58,14 @@ def evaluate(
 
 
 class _Call:
-    """One evaluation, seen from one rank."""
+    """One call on one rank."""
 
     def __init__(
         self, kind: Loss, ranks: Communicator, labels: Any, bias: Any,
-        options: Mapping[str, Any], ours: Mapping[str, Any], with_grad: bool,
+        options: Mapping[str, Any], ring_options: Mapping[str, Any], with_grad: bool,
     ) -> None:  # fmt: skip
         self.kind, self.ranks, self.labels, self.bias = kind, ranks, labels, bias
-        self.options, self.ours, self.with_grad = options, ours, with_grad
+        self.options, self.ring_options, self.with_grad = options, ring_options, with_grad
         self.transport: Transport | None = None
 
     def evaluate(self, given: Sequence[Any]) -> Any:
@@ -76,28 +80,28 @@ class _Call:
             except MemoryError as error:
                 dispatch.raise_with_advice(error, request.problem)
 
-    # -- before any work
+    # -- checks
 
     def check(
         self, features: list[Array], queries: Partition, keys: Partition
     ) -> tuple[Request, Any]:
         """The checked call, and what has to be the same on all ranks."""
-        ours, options = self.ours, self.options
+        ring_options, options = self.ring_options, self.options
         for name, choices in (
             ("gradient_scale", ("global", "ddp")),
             ("transport", choice.CHOICES),
         ):
-            validation.choice(name, ours[name], choices)
+            validation.choice(name, ring_options[name], choices)
         if not queries.total or not keys.total:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
             )
-        shard = Shard(queries.total, keys.total)
-        request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, shard)
+        batch = Batch(queries.total, keys.total)
+        request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
         if (method := request.problem.method) in ("naive", "fused"):
             raise ValueError(
-                f'method: expected "auto" or "tiled" over ranks, got {method!r}: the logits of a '
-                "batch over ranks are kept nowhere"
+                f'method: expected "auto" or "tiled" over ranks, got {method!r}: no logits of a '
+                "batch over ranks are kept"
             )
         xp, m = arrays.namespace(features[0]), len(features[0])
         if request.problem.positives is None:
@@ -110,6 +114,7 @@ class _Call:
         return request, self.facts(request, features)
 
     def facts(self, request: Request, features: list[Array]) -> Any:
+        """(facts that have to be the same on all ranks, transports, name of the GPU or None)."""
         problem = request.problem
         on_gpu = arrays.on_gpu(features[0])
         scale, bias = (
@@ -129,16 +134,15 @@ class _Call:
             "bias": bias,
             "labels": "given" if self.labels is not None else "not given",
             "ids": "given" if problem.query_ids is not None else "not given",
-            "normalize": problem.normalize,
+            **{name: getattr(problem, name) for name in SHARED if hasattr(problem, name)},
             "metrics": problem.ranks,
             "reduction": request.reduction,
             "precision": problem.compute,
-            "workspace": problem.workspace,
             "offload": request.offload,
             "wrt": sorted(request.wrt),
             "grad_out": float(grad_out) if np.ndim(grad_out) == 0 else "per row",
-            "gradient_scale": self.ours["gradient_scale"],
-            "transport": self.ours["transport"],
+            "gradient_scale": self.ring_options["gradient_scale"],
+            "transport": self.ring_options["transport"],
         }
         device = None
         if on_gpu:
@@ -155,11 +159,11 @@ class _Call:
         if on_gpu and self.ranks.size > 1:
             _one_gpu_each(offered, [name for _, _, name in everyone], self.ranks)
         try:
-            name = choice.choose(self.ours["transport"], offered)
+            name = choice.choose(self.ring_options["transport"], offered)
         except ValueError as error:
             raise AgreedError(error) from None
         if self.ranks.size == 1 and on_gpu:
-            name = "staged"  # nothing will travel
+            name = "staged"  # nothing is sent
         self.transport = choice.make(name, self.ranks)
 
     # -- the work
@@ -168,7 +172,7 @@ class _Call:
         fold, vectors = _backend(request)
         problem, gradients, ranks = request.problem, request.gradients, self.ranks
         assert self.transport is not None
-        ddp = ranks.size if self.ours["gradient_scale"] == "ddp" else 1
+        ddp = ranks.size if self.ring_options["gradient_scale"] == "ddp" else 1
         if ddp != 1:
             problem.upstream = problem.upstream * ddp
         if gradients is not None:
@@ -180,8 +184,8 @@ class _Call:
         solution = solve(problem, ring, gradients)
         self.reduce(request, solution, gradients, queries, ddp)
         if not self.with_grad:
-            return arrays.back(like)(dispatch._reduce(request, solution))
-        return dispatch._result(self.kind, request, solution, arrays.back(like))
+            return arrays.converter_to(like)(dispatch._reduce(request, solution))
+        return dispatch._result(self.kind, request, solution, arrays.converter_to(like))
 
     def check_pairs(self, ring: Ring, request: Request, queries: Partition) -> None:
         """Views come in pairs: the positive of a row's positive is that row."""
@@ -190,7 +194,7 @@ class _Call:
         partners = ring.of_positives(problem, problem.positives)
         wrong = (partners != mine) | (problem.positives == mine)
 
-        def complain() -> tuple[None, None]:
+        def require_pairs() -> tuple[None, None]:
             if bool(wrong.any()):
                 i = int(wrong.argmax())
                 raise ValueError(
@@ -199,30 +203,30 @@ class _Call:
                 )
             return None, None
 
-        agree(self.ranks, complain)
+        agree(self.ranks, require_pairs)
 
     def reduce(
         self, request: Request, solution: Solution, gradients: Gradients | None,
         queries: Partition, ddp: int,
     ) -> None:  # fmt: skip
-        """Sums over ranks, in the order of the ranks: the same number everywhere, every time."""
+        """Sums over ranks, in their order: bitwise the same on every rank and in every run."""
         assert self.transport is not None
-        parts = {"loss": solution.loss}  # their sum, where a backend has it
+        sums = {"loss": solution.loss}  # where the backend has summed the losses
         if solution.loss is None or request.without_positive is not None:
             losses = solution.losses
             if request.without_positive is not None:
                 xp = arrays.namespace(losses)
                 losses = xp.where(request.without_positive, xp.nan, losses)
-            parts = {"loss": losses.sum()}
+            sums = {"loss": losses.sum()}
         if gradients is not None:
-            parts |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
+            sums |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
         if request.metrics and solution.directions is not None:
             rows, columns = solution.directions
-            parts |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
-        parts = {name: part for name, part in parts.items() if part is not None}
-        # to read them otherwise would wait for ranks without end
-        everyone = self.ranks.allgather(self.transport.read(list(parts.values())))
-        totals = dict(zip(parts, map(_sum, zip(*everyone, strict=True)), strict=True))
+            sums |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
+        sums = {name: value for name, value in sums.items() if value is not None}
+        # read by the transport, whose wait for the device has a limit
+        everyone = self.ranks.allgather(self.transport.read(list(sums.values())))
+        totals = dict(zip(sums, map(_sum, zip(*everyone, strict=True)), strict=True))
         if request.reduction == "mean":
             totals["loss"] /= queries.total
         if "scale" in totals:
@@ -233,30 +237,29 @@ class _Call:
             means = [totals[name] / queries.total if name in totals else None
                      for name in ("rows", "columns")]  # fmt: skip
             solution.means = means[0], means[1]
-        made = arrays.namespace(request.problem.query).asarray(
-            list(totals.values()), dtype=request.dtype
-        )
-        of_batch = dict(zip(totals, made, strict=True))
+        xp = arrays.namespace(request.problem.query)
+        values = xp.asarray(list(totals.values()), dtype=request.dtype)
+        of_batch = dict(zip(totals, values, strict=True))
         solution.loss = of_batch["loss"] if request.reduction != "none" else None
         solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
 
 
 def _sized(kind: Loss, given: Sequence[Any]) -> tuple[list[Array], list[int]]:
-    """The arrays, and how many rows each has. (Of what is no matrix the checks will complain.)"""
+    """The arrays, and how many rows each has. (Arrays that are not 2-d are refused later.)"""
     features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
     shapes = [tuple(getattr(z, "shape", ())) for z in features]
     return features, [s[0] if len(s) == 2 else 1 for s in shapes]
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Rounded once; NaN or infinity where it has some."""
+    """The sum, rounded once; NaN or infinity where a value is."""
     return math.fsum(values) if all(map(math.isfinite, values)) else float(np.sum(values))
 
 
 def _one_gpu_each(
     offered: list[dict[str, str | None]], devices: list[Any], ranks: Communicator
 ) -> None:
-    """NCCL wants a GPU a rank: withdraw its offer where two share one."""
+    """NCCL needs a GPU for each rank: withdraw its offer where two ranks share one."""
     peers = getattr(ranks, "peers", None)
     machines = [process.machine for process in peers.processes] if peers else [""] * ranks.size
     places = list(zip(machines, devices, strict=True))
@@ -270,13 +273,14 @@ def _one_gpu_each(
 
 
 def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
+    """`solve.fold_block` on such backends."""
     return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
         backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
     )
 
 
 def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
-    """What folds blocks, and the mathematics on vectors of length M or N."""
+    """The function that folds blocks, and the mathematics on vectors, for the arrays of a call."""
     if request.offload:
         from infonce.kernels.offload import copies as offload_gpu
 

@@ -1,4 +1,4 @@
-"""The losses over many ranks: what one process would get for all rows of all ranks.
+"""The losses over ranks: those of one process that has the rows of all ranks.
 
 Each function takes this rank's rows and returns this rank's gradients of the loss of the whole
 batch. All ranks of `comm` call the same function with the same options.
@@ -18,7 +18,7 @@ from infonce.spec import Loss
 from .call import evaluate
 from .communicators.base import TIMEOUT
 
-OPTIONS: dict[str, Any] = {
+RING_OPTIONS: dict[str, Any] = {
     "comm": None,
     "transport": "auto",
     "timeout": TIMEOUT,
@@ -27,14 +27,14 @@ OPTIONS: dict[str, Any] = {
 DOC = """
 comm : mpi4py communicator, default MPI.COMM_WORLD
     The ranks that share the batch; or an `infonce.distributed.Communicator`. Shards are
-    [rows of this rank, D]; they may differ in size and may be empty. `labels` count the keys of all
-    ranks in the order of the ranks; `ids` are compared across ranks.
+    [rows of this rank, D]; they may differ in size and may be empty. `labels` are indices of the
+    keys of all ranks, in the order of the ranks; `ids` are compared across ranks.
 transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
-    How arrays travel. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
-    and a GPU of its own, then MPI that says it is CUDA-aware, then pinned host memory.
+    How arrays are sent. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
+    and a GPU of its own, else MPI that reports to be CUDA-aware, else pinned host memory and MPI.
 timeout : float or None, default 300
     Seconds to wait for other ranks, in the first call as in any other, before `RankError` names
-    those that are silent. None: for ever.
+    those that do not respond. None: no limit.
 gradient_scale : {"global", "ddp"}
     "global": gradients of the mean over all rows of all ranks (sum them over ranks). "ddp": the
     feature gradients times the number of ranks, for frameworks that average parameters' gradients
@@ -43,8 +43,8 @@ gradient_scale : {"global", "ddp"}
 """
 RAISES = """
 RankError
-    A rank raised, ended, died, or did not take part within `timeout`. The communicator is then out
-    of step; at the end of the process its ranks are ended together.
+    A rank raised an error, ended, or did not respond within `timeout`. The communicator cannot be
+    used again; when the processes end, ranks that do not end are aborted.
 """
 
 
@@ -59,7 +59,7 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         positional.append(labels)
     keywords += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in OPTIONS.items()
+        for name, default in RING_OPTIONS.items()
     ]
     own = signature.replace(parameters=positional)
     names = {p.name for p in positional}
@@ -70,11 +70,9 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         bound = own.bind(*args, **named)
         bound.apply_defaults()
         given = [bound.arguments[name] for name in kind.arguments]
-        ours = {name: options.pop(name, default) for name, default in OPTIONS.items()}
-        return evaluate(
-            kind, given, bound.arguments.get("labels"), bound.arguments.get("bias"), options, ours,
-            with_grad,
-        )  # fmt: skip
+        ring_options = {name: options.pop(name, default) for name, default in RING_OPTIONS.items()}
+        labels, bias = bound.arguments.get("labels"), bound.arguments.get("bias")
+        return evaluate(kind, given, labels, bias, options, ring_options, with_grad)
 
     over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*positional, *keywords]

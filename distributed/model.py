@@ -1,16 +1,16 @@
 """How long a step of the ring takes: `python -m infonce.distributed.model`.
 
 With b rows of each side on each of n GPUs, a call takes n forward steps of one block, 2 b b D
-operations, and n backward steps, 6 b b D. While a block is computed the next one travels:
+operations, and n backward steps, 6 b b D. While a block is computed the next one is sent:
 
     step = start + max(operations / rate, latency + bytes / bandwidth)
 
-Forward, keys travel with their ids and column statistics; backward, with their factors and dK.
-At the end dK comes home, which nothing hides.
+Forward, keys are sent with their ids and column statistics; backward, with their factors and dK.
+The last transfer, of dK to the owner of its keys, overlaps with nothing.
 
 Over hosts a ring of all GPUs is as fast as its slowest link. A ring of two levels goes round inside
-the host first, and each GPU passes its block on to its peer in the next host once a round: the
-network has a whole round to move what NVLink moves in a step.
+the host first, and each GPU sends its block to its peer in the next host once a round: the network
+has a whole round for what NVLink sends in a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infonce.spec import DEFAULTS
 
 @dataclass(frozen=True)
 class Link:
-    """A way from one GPU to the next."""
+    """The connection of one GPU to the next."""
 
     latency: float  # seconds
     bandwidth: float  # bytes a second, one way
@@ -37,10 +37,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model is made of. Defaults: benchmarks/results/ring.json, bfloat16, D = 512."""
+    """The parameters of the model. Defaults: benchmarks/results/ring.json, bfloat16, D = 512."""
 
     rate: float = 610e12  # operations a second, of large blocks
-    start: float = 0.28e-3  # seconds a block: launches, and what idles at its ends
+    start: float = 0.28e-3  # seconds a block: launches, and idle multiprocessors at its end
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
     across: Link = Link(30e-6, 45e9)  # 400 Gb/s a GPU
     gpus: int = 8  # of a host
@@ -52,7 +52,7 @@ class Step:
 
     seconds: float
     computing: float
-    exposed: float  # communication that nothing hides
+    exposed: float  # communication that does not overlap with computation
 
     @property
     def efficiency(self) -> float:

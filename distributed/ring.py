@@ -1,18 +1,19 @@
-"""The folds over ranks: queries stay, keys travel, and with them what the ring gathers about them.
+"""The folds over ranks: queries stay, keys travel, and sums over queries travel with their keys.
 
 Rank r holds shards Q_r and K_r. In step s it has K_k, k = r - s (mod n), and folds the block
-(Q_r, K_k) with the same backend that a single process uses. Row statistics and dQ_r never leave.
-What is summed over queries, column statistics and dK_k, goes round one step behind its keys: while
-a block is computed, the keys of the next one arrive, and the sums of the ranks before arrive too,
-to which this rank's are added. After n steps they are sent home. Sums about shard k are thus always
-taken in the order k, k + 1, ...: results are bitwise the same from run to run.
+(Q_r, K_k) with the backend that a single process uses. Row statistics and dQ_r stay on their rank.
+Sums over queries, which are the column statistics and dK_k, travel one step behind their keys:
+while a block is computed, the keys of the next one arrive, and so do the sums of the ranks before,
+to which this rank's are added. After n steps they are sent to the owner of the keys. The sums of
+shard k are thus always added in the order k, k + 1, ...: results are bitwise the same from run to
+run.
 
-Where queries are keys (NT-Xent), shards go half way round: each pair of them meets on one of its
-two ranks, which makes sums for both; those about keys travel and come home.
+Where queries are keys (NT-Xent), shards go half way round: each pair of shards meets on one of its
+two ranks, which computes the sums of both; those of the keys travel to their owner.
 
-What travels takes two buffers of keys and three of dK. Where they would be larger than half of the
+There are two buffers of keys and three of dK. Where they would be larger than half of the
 workspace, shards go round in pieces, one piece of each at a time. So memory, beyond shards and
-gradients, is the workspace, half of it again, and dQ in float32 where gradients are of 16 bits.
+gradients, is one and a half times the workspace, and dQ in float32 where gradients have 16 bits.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None, Poison | None, 
 
 
 class Ring:
-    """Blocks of one problem over the ranks: see `infonce.kernels.solve.Backend`.
+    """The backend of one problem over ranks: see `infonce.kernels.solve.Backend`.
 
-    `problem` has this rank's rows and keys, and positives that count the keys of all ranks.
+    `problem` has this rank's rows and keys; its positives are indices of the keys of all ranks.
     """
 
     online = False  # log-sum-exps first, then the gradients
@@ -67,7 +68,7 @@ class Ring:
         self.keys, self.ranks, self.fold_block = keys, ranks, fold_block
         self.vectors, self.labelled, self.symmetric = vectors, labelled, problem.symmetric
         self.xp = xp = vectors.xp
-        # whether the positives of a rank's rows are its own keys: where rows and keys come in pairs
+        # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
@@ -77,15 +78,15 @@ class Ring:
         self.circulate = Circulation(
             xp, ranks, transport, keys, self._pieces(problem), problem.symmetric
         ).run
-        self.local: dict[bool, Array] = {}  # positives, where they are own keys: by `apart`
+        self.local: dict[bool, Array] = {}  # of `_positives`, where own_positives: by `apart`
 
     def _pieces(self, problem: Problem) -> int:
-        """In how many pieces shards go round."""
+        """The number of pieces in which shards go round."""
         row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * self.real.itemsize)
         room = max(1, problem.workspace // 2 // row)
         return int(max(1, -(-self.keys.largest // room)))
 
-    # -- what solve.solve asks for
+    # -- the methods of a backend
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
@@ -95,12 +96,12 @@ class Ring:
         return [slice(0, problem.shape[1])]
 
     def poison(self, problem: Problem) -> Array:
-        """Gathered by the fold of the losses, which has met all keys."""
+        """Found by the fold of the losses, which has seen all keys."""
         return self.poisoned.rows + self.poisoned.all
 
     def of_positives(self, problem: Problem, of_keys: Array) -> Array:
         xp, positives = self.xp, problem.positives
-        if not self.labelled:  # they are this rank's own
+        if not self.labelled:  # positives are this rank's own keys
             return of_keys[positives - self.keys.starts[self.ranks.rank]]
         out = xp.zeros(len(positives), of_keys.dtype)
 
@@ -133,7 +134,7 @@ class Ring:
             assert not isinstance(epilogue, OnlineSoftmax)
             self._gradients(problem, epilogue, gradients, own)
 
-    # -- one fold
+    # -- the folds
 
     def _statistics(self, problem: Problem, stats: Statistics, own: list[Array]) -> None:
         """Rows' sums stay, columns' sums travel."""
@@ -151,8 +152,8 @@ class Ring:
             if not self._block(problem, keys, arrays, part, None, fresh) and fresh is not None:
                 fresh.clear()
             if half and columns is not None and sums:
-                # in a symmetric loss one row that is not finite spoils all, and the pairs of these
-                # queries are those of the keys
+                # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
+                # rank this rank's rows are found by their column sums alone
                 columns.sum += self.not_finite.sum()
                 sums[2][:] = self._by_keys(problem, keys, stats.positive)
 
@@ -174,8 +175,8 @@ class Ring:
         self.circulate(own, visit, kinds, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
-        """What this rank's rows have, in the order of their positives among these keys; NaN for
-        keys that are no row's positive."""
+        """A vector over this rank's rows, as one over these keys: row i's value at i's positive;
+        NaN at keys that are no row's positive."""
         xp, n = self.xp, len(keys)
         local = self.vectors.within(problem.positives, keys.rows)
         out = xp.full(n + 1, xp.nan)
@@ -183,7 +184,7 @@ class Ring:
         return out[:n]
 
     def _ranks(self, problem: Problem, ranks: Ranks, own: list[Array]) -> None:
-        """Another round, when the positives' logits are known; those of columns travel."""
+        """Retrieval ranks: another round, with the positives' logits; counts of columns travel."""
         by_columns = ranks.column_rank is not None
         if by_columns:
             own = [*own, ranks.column_positive]
@@ -220,8 +221,7 @@ class Ring:
             if dq.dtype != self.real:
                 dq = xp.empty(dq.shape, self.real)
             dq[...] = 0
-        # metrics have met all pairs from both sides; what follows does not know
-        half = problem.symmetric
+        half = problem.symmetric  # gradients visit each pair of shards once, also with metrics
         dots = xp.empty(len(gradients.dots))  # of one block
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
@@ -241,7 +241,7 @@ class Ring:
             if self._block(problem, keys, arrays, part, mine):
                 total = gradients.dots[: len(mine.dots)]
                 total += mine.dots
-                if half and sums:  # one rank meets the pair for both: dK's are as large
+                if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
                     total += mine.dots
             elif key is not None:
                 key[...] = 0
@@ -282,7 +282,7 @@ class Ring:
             part=not own,
             apart=apart,
             symmetric=symmetric,
-            # other ranks' rows as columns have sums of their own
+            # of a symmetric problem, keys of other ranks are columns with their own statistics
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             progress=self._progress(problem, keys),
         )
@@ -298,7 +298,7 @@ class Ring:
         return True
 
     def _positives(self, problem: Problem, keys: Keys, apart: bool) -> Array:
-        """Counted from the first of these keys; -1 for those that are not among them."""
+        """Indices of the positives among these keys; -1 where the positive is not one of them."""
         same = self.own_positives and (apart or keys.whole)
         if same and apart in self.local:
             return self.local[apart]

@@ -1,1 +1,1 @@
-"""The ranks that share a batch: what a communicator has to offer, and that of MPI."""
+"""Communicators: the interface that the ring needs, and its implementation by MPI."""

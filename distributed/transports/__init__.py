@@ -1,1 +1,1 @@
-"""How arrays get to the next rank: the transports, and which of them a call takes."""
+"""Transports, which send arrays to the next rank, and the choice among them."""

@@ -1,4 +1,4 @@
-"""What a transport is, and that of NumPy arrays: the communicator itself."""
+"""The interface of transports, and the transport of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ..communicators.base import Array, Communicator, Pending
 
 
 class Transport(Protocol):
-    """A way to the next rank."""
+    """Sends arrays to the next rank."""
 
     name: str
 
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
     ) -> Pending:  # fmt: skip
-        """Start sending arrays to the rank `distance` further on, and receiving as many."""
+        """Start to send arrays to rank + distance, and to receive as many from rank - distance."""
         ...
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
-        """0-d float64 arrays, when all that was queued on the device is done; RankError if it
-        cannot be."""
+        """The values of 0-d float64 arrays. Waits for the work queued on the device; RankError if
+        that fails."""
         ...
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abandon shifts that are not complete, after an error."""
         ...
 
 
@@ -46,4 +46,4 @@ class Host:
         return [float(number) for number in numbers]
 
     def close(self) -> None:
-        """Nothing is queued."""
+        """Nothing to abandon."""

@@ -1,4 +1,4 @@
-"""Which transport a call takes: the best that all of its ranks have.
+"""Which transport a call takes: the fastest that all of its ranks have.
 
 | transport | for |
 |---|---|
@@ -7,8 +7,7 @@
 | `cuda-aware` | CuPy arrays, where the MPI library says that it takes them |
 | `staged` | CuPy arrays over any MPI, through pinned host memory |
 
-An MPI library that is not CUDA-aware crashes when it is given a GPU array: it is asked, never
-tried.
+An MPI library that is not CUDA-aware crashes on a GPU array: so the library is queried first.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CHOICES = ("auto", "mpi", "nccl", "cuda-aware", "staged")
 
 
 def cuda_aware() -> bool | None:
-    """Whether the MPI library says that it takes device memory; None where it does not say."""
+    """Whether the MPI library reports that it takes device memory; None where it cannot tell."""
     asked = os.environ.get("INFONCE_CUDA_AWARE_MPI", "")
     if asked:
         if asked not in ("0", "1"):
@@ -45,7 +44,7 @@ def _library_says() -> bool | None:
 
 
 def offers(on_gpu: bool) -> dict[str, str | None]:
-    """Each transport that may suit, best first: None, or why this rank cannot use it."""
+    """The transports for host or GPU arrays, fastest first: None, or why this rank has it not."""
     if not on_gpu:
         return {"mpi": None}
     from . import gpu
@@ -58,23 +57,22 @@ def offers(on_gpu: bool) -> dict[str, str | None]:
 
 
 def describe(on_gpu: bool) -> dict[str, str]:
-    """Each transport: what it uses, or why it is not to be had here. For a process without ranks:
-    MPI is not initialised."""
+    """Each transport: what it uses, or why it is unavailable. Does not initialise MPI."""
     try:
         import mpi4py
 
         mpi4py.rc.initialize = False
         library = load_mpi().Get_library_version().split("\n")[0]
-        said = {"mpi": "available: " + " ".join(library.split()).rstrip("\0")}
+        states = {"mpi": "available: " + " ".join(library.split()).rstrip("\0")}
     except ImportError as error:
         return {"mpi": f"unavailable: {' '.join(str(error).split())}"}
     for name, why in offers(True).items() if on_gpu else ():
-        said[name] = "available" if why is None else f"unavailable: {why}"
-    return said
+        states[name] = "available" if why is None else f"unavailable: {why}"
+    return states
 
 
 def choose(asked: str, offered: list[dict[str, str | None]]) -> str:
-    """The best transport that all ranks offer; ValueError names who lacks the one asked for."""
+    """The first transport that all ranks offer; ValueError names a rank that lacks `asked`."""
     for name in offered[0] if asked == "auto" else [asked]:
         lacking = [
             (r, offer.get(name, "it does not carry this kind of array"))

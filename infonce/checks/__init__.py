@@ -1,1 +1,1 @@
-"""What is checked of a call before any work: the whole call (call.py), its arguments one by one."""
+"""The checks of a call, before any work: of the whole call, and of each argument."""

@@ -85,12 +85,12 @@ def info(as_json: bool, compiles: bool) -> None:
 def _optional() -> dict[str, dict[str, str | None]]:
     """Version of each optional library, and what brings it. Beside one build of CuPy the other is
     not missing."""
-    found = machine.versions(*OPTIONAL)
-    has_cupy = any(found[build] for build in CUPY)
+    installed = machine.versions(*OPTIONAL)
+    has_cupy = any(installed[build] for build in CUPY)
     return {
-        name: {"version": found[name], "from": _install(extra)}
+        name: {"version": installed[name], "from": _install(extra)}
         for name, extra in OPTIONAL.items()
-        if found[name] or not (has_cupy and name in CUPY)
+        if installed[name] or not (has_cupy and name in CUPY)
     }
 
 
@@ -121,8 +121,8 @@ def _cuda_libraries() -> dict[str, str]:
         version = nccl.get_version()
         return f"available, {version // 10000}.{version // 100 % 100}.{version % 100}"
 
-    found = machine.versions(*CUPY)
-    extra = next((CUPY[build] for build in CUPY if found[build]), "cuda13")
+    installed = machine.versions(*CUPY)
+    extra = next((CUPY[build] for build in CUPY if installed[build]), "cuda13")
     said = {}
     for name, load in {"NVRTC": nvrtc, "cuBLAS": cublas, "NCCL": nccl}.items():
         try:

@@ -1,4 +1,4 @@
-"""The losses as differentiable functions of JAX: one call out of the program, and its gradients."""
+"""The losses as differentiable functions of JAX: the callback, its derivative, the vjp."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..spec import Loss
 
 @dataclass(frozen=True)
 class Call:
-    """What of a call is known when it is traced."""
+    """The static part of a call, known when it is traced."""
 
     kind: Loss
     options: tuple[tuple[str, Any], ...]
@@ -76,7 +76,7 @@ def _outputs(call: Call, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(call: Call, context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
-    """Called by the program: the buffers `given` hold the arguments, `out` wants the results."""
+    """The callback: buffers `given` hold the arguments, results are written to buffers `out`."""
     if given["features"][0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
         _fill(call, jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, given))
         return
@@ -91,7 +91,7 @@ def _run(call: Call, context: Any, out: dict[str, Any], given: dict[str, Any]) -
 
 
 class _Stream:
-    """A stream as other libraries expect one."""
+    """A CUDA stream by the protocol `__cuda_stream__`."""
 
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer
@@ -101,7 +101,7 @@ class _Stream:
 
 
 def _fill(call: Call, out: dict[str, Any], given: dict[str, Any]) -> None:
-    """The same dispatch as for arrays; feature gradients go straight to where they belong."""
+    """The same dispatch as for arrays; feature gradients are written to `out` directly."""
     options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
     for name in ("ids", "grad_out"):
         if given[name] is not None:
@@ -131,7 +131,7 @@ def loss_and_metrics(call: Call, given: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _forward(call: Call, given: dict[str, Any]) -> Any:
-    """Loss, and gradients for what is differentiated (`perturbed`); a locked tower never is."""
+    """Loss, and gradients of what is differentiated (`perturbed`), locked towers excepted."""
     wanted = tuple(
         name
         for name, value in _named(call.kind, given).items()
@@ -172,12 +172,12 @@ loss_and_metrics.defvjp(_forward, _backward, symbolic_zeros=True)
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Names:
-    """Names among the residuals."""
+    """Argument names, static among the residuals."""
 
     names: tuple[str, ...]
 
 
 def _named(kind: Loss, given: dict[str, Any]) -> dict[str, Any]:
-    """What can be differentiated, by name."""
+    """The arguments that can be differentiated, by name."""
     features = dict(zip(kind.arguments, given["features"], strict=True))
     return {**features, "scale": given["scale"], "bias": given["bias"]}

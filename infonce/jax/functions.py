@@ -16,8 +16,6 @@ from ..result import Metrics
 from ..spec import Loss
 from .autodiff import Call, loss_and_metrics
 
-OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
-
 
 def _apply(
     kind: Loss,
@@ -35,10 +33,10 @@ def _apply(
         if not isinstance(z, (jax.Array, np.ndarray)):
             raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
     for name in options:
-        if name in spec.DEFAULTS and name not in OPTIONS:
+        if name in spec.DEFAULTS and name not in spec.COMPILED:
             raise TypeError(
                 f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; beside "
-                f"scale, temperature, ids and metrics there are {', '.join(OPTIONS)}"
+                f"scale, temperature, ids and metrics there are {', '.join(spec.COMPILED)}"
             )
     numbers = {"scale": scale, "temperature": temperature, "ids": ids, "metrics": metrics}
     _check(kind, features, labels, bias, {**options, **numbers})
@@ -57,15 +55,15 @@ def _apply(
         "grad_out": None,
     }
     call = Call(kind, tuple(sorted(options.items())), metrics)
-    loss, found = loss_and_metrics(call, given)
-    return (loss, Metrics(**found)) if metrics else loss
+    loss, values = loss_and_metrics(call, given)
+    return (loss, Metrics(**values)) if metrics else loss
 
 
 def _check(
     kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any]
 ) -> None:
-    """All that can be told before the call is part of a program: shapes, dtypes, options, and the
-    values that are known already."""
+    """The checks that are possible while the call is traced: shapes, dtypes, options, and values
+    that are known already."""
     options = {
         **options,
         "wrt": (),
@@ -73,14 +71,14 @@ def _check(
         **{name: _known(options[name], 1) for name in ("scale", "temperature")},
     }
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
-        del options["precision"]  # those of a GPU are not those of a CPU
+        del options["precision"]  # a GPU has more precisions than the CPU, as which this is checked
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     check(kind, stand_ins, _known(labels), _known(bias), options, True)
 
 
 def _known(value: Any, otherwise: int = 0) -> Any:
-    """An array on the host if its values can be looked at without waiting for a device; else one of
-    its shape and dtype, in no memory. What is no array of JAX's, as it came."""
+    """The values of a JAX array where they can be read without waiting for a device; else an array
+    of its shape and dtype that holds `otherwise` once. Other values unchanged."""
     if not isinstance(value, jax.Array):
         return value
     traced = isinstance(value, jax.core.Tracer)
@@ -113,7 +111,7 @@ DOC = """
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
-    labels, bias, normalize, reduction, method, precision, workspace, ids
+    labels, bias, ids, {options}
         As in `infonce.{loss}`, as far as it has them.
 
     Returns
@@ -124,10 +122,10 @@ DOC = """
     ------
     TypeError, ValueError
         While tracing, naming the argument, what came and what was expected. TypeError also for
-        forward mode (`jax.jvp`, `jax.jacfwd`) and for a derivative of the gradient: there is none.
+        forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
     jax.errors.JaxRuntimeError
-        For what only the running program knows: values of labels, scale and bias that `jit` has as
-        arguments (on a CPU), and whether the workspace suffices. The message is at its end.
+        For what is known only when the program runs: values of labels, scale and bias that are
+        arguments of `jit` (on a CPU), and a workspace that is too small. The message is at its end.
 """
 
 

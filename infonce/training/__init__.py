@@ -1,1 +1,1 @@
-"""What a training loop puts around a loss: encoders by chunks, a call as a CUDA graph."""
+"""For training loops: gradient caching, and calls of a loss as CUDA graphs."""

@@ -1,4 +1,4 @@
-"""`infonce bench`: the command (command.py), where it measures (cpu.py, gpu.py) and what."""
+"""`infonce bench`: the command, and measurement of contenders on the CPU and on a GPU."""
 
 from .command import bench
 

@@ -1,4 +1,4 @@
-"""What `infonce bench` compares on the host: this library, and full matrices of logits."""
+"""Contenders of `infonce bench` on the CPU: this library, and full matrices of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `infonce bench --gpu` compares: this library beside torch, panels and bare products.
+"""Contenders of `infonce bench --gpu`: this library, torch, a loop over panels, bare products.
 
 All take CuPy arrays and return arrays on the device; nothing waits for it.
 """

@@ -1,4 +1,4 @@
-"""The CPU as a place to measure: wall time of single calls, memory of NumPy and of the process."""
+"""Measurement on the CPU: wall time of single calls, memory of NumPy and of the process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Host:
         self.rates: list[float] = []  # of the product, GFLOP/s
 
     def inputs(self, case: Case) -> list[list[Array]]:
-        """One set: caches hold nothing of this size from call to call."""
+        """One set: no CPU cache holds arrays of this size from call to call."""
 
         wide = np.dtype(np.float64).itemsize * case.rows * case.dim
         contenders_cpu.require(2 * wide * len(case.kind.arguments))
@@ -57,8 +57,8 @@ class Host:
         return contenders_cpu.contender(method, case, inputs[0])
 
     def memory(self, method: str, run: Run) -> dict[str, int | None]:
-        """What NumPy allocates, and what the process grows by."""
-        SPARES.clear()  # what a first call needs
+        """Peak of NumPy's allocations, and growth of the resident set."""
+        SPARES.clear()  # to count the memory of a first call
         tracemalloc.start()
         run()
         allocated = tracemalloc.get_traced_memory()[1]
@@ -70,7 +70,7 @@ class Host:
         peak = peak_resident()
         known = measured and peak is not None and before is not None
         return {
-            # torch allocates behind NumPy's back
+            # torch does not allocate through NumPy
             "numpy_peak_bytes": None if method == "torch" else allocated,
             "rss_growth_bytes": max(0, (peak or 0) - (before or 0)) if known else None,
         }
@@ -86,7 +86,7 @@ class Host:
         return ImportError, MemoryError, ValueError
 
     def describe(self) -> dict[str, Any]:
-        """What a record has to name besides commit and date."""
+        """What a record names besides commit and date."""
         cpu = machine.cpu()
         return {
             "device": machine.describe_cpu(cpu),

@@ -1,4 +1,4 @@
-"""The GPU as a place to measure: device time between events, memory of both allocators."""
+"""Measurement on the current GPU: time between events, memory of CuPy's and PyTorch's pools."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ class Device:
         return {"peak_bytes": max(0, peak - sum(gradient.nbytes for gradient in outcome[1]))}
 
     def turn(self, run: Run) -> dict[str, list[float]]:
-        """Calls are queued one after another as a training loop queues them; the first, which
-        brings back what other contenders have displaced, is not counted if there are more."""
+        """Calls are queued one after another as in a training loop; the first, which refills caches
+        after the other contenders, is not counted if there are more."""
         seconds = self._elapsed(run, 1)
         calls = int(min(MOST_CALLS, TURN / seconds[0]))
         if calls > 1:
             seconds = self._elapsed(run, calls)
-        found = {"seconds": seconds}
+        times = {"seconds": seconds}
         if seconds[-1] < SMALL:
-            found["wall"] = [self._wall(run) for _ in range(MOST_CALLS)]
-        return found
+            times["wall"] = [self._wall(run) for _ in range(MOST_CALLS)]
+        return times
 
     def _elapsed(self, run: Callable[[], Any], calls: int) -> list[float]:
         events = [self.cupy.cuda.Event() for _ in range(calls + 1)]

@@ -1,4 +1,4 @@
-"""What `infonce bench` and benchmarks/gpu.py share: cases, rounds of contenders, errors, rows."""
+"""How contenders are compared: cases, rounds in which they take turns, errors, the record."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Array = Any
 Outcome = tuple[Any, list[Array]]  # loss, gradients of the features that get one
 Run = Callable[[], Outcome]
 TEMPERATURE = 0.07
-PACKAGES = {
-    "torch": "'infonce[torch]'"
-}  # module that a contender needs -> what pip installs for it
+# module that a contender needs -> argument of `pip install`
+PACKAGES = {"torch": "'infonce[torch]'"}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
 
@@ -51,7 +50,7 @@ class Case:
 
     @property
     def operations(self) -> float:
-        """Useful ones, whatever is executed."""
+        """Floating-point operations of these products, whatever a contender executes."""
         return self.products * 2 * self.rows**2 * self.dim
 
     def gradients_of(self, values: Sequence[Any]) -> list[Any]:
@@ -61,11 +60,11 @@ class Case:
 
 
 class Bench(Protocol):
-    """A place to measure: the host or a GPU."""
+    """Where contenders are measured: the CPU or a GPU."""
 
     @property
     def methods(self) -> Sequence[str]:
-        """The contenders that there are."""
+        """The names of all contenders."""
         ...
 
     def inputs(self, case: Case) -> list[list[Array]]:
@@ -81,7 +80,7 @@ class Bench(Protocol):
         ...
 
     def memory(self, method: str, run: Run) -> dict[str, int | None]:
-        """Bytes that a call takes beyond the inputs and what it hands out."""
+        """Peak bytes of a call beyond inputs and outputs."""
         ...
 
     def turn(self, run: Run) -> dict[str, list[float]]:
@@ -93,7 +92,7 @@ class Bench(Protocol):
         ...
 
     def skipped_errors(self) -> tuple[type[BaseException], ...]:
-        """What contenders raise that cannot run here."""
+        """Errors by which a contender is skipped: it cannot run here."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def compare(
         for method in list(times):
             try:
                 turn = bench.turn(running[method])
-            except bench.skipped_errors() as error:  # memory that the others left room for no more
+            except bench.skipped_errors() as error:  # no memory left beside the other contenders
                 rows[method]["skipped"] = _reason(error)
                 del times[method]
                 continue
@@ -185,11 +184,11 @@ def errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
     loss = float(loss)
     if reference is None or (loss != loss and not gradients):  # bare products have no loss
         return {}
-    found = {"loss_error": abs(loss - float(reference[0])) / abs(float(reference[0]))}
+    relative = {"loss_error": abs(loss - float(reference[0])) / abs(float(reference[0]))}
     if gradients:
         pairs = zip(gradients, reference[1], strict=True)
-        found["gradient_error"] = max(_distance(native(g), native(r)) for g, r in pairs)
-    return found
+        relative["gradient_error"] = max(_distance(native(g), native(r)) for g, r in pairs)
+    return relative
 
 
 def _distance(got: Array, want: Array) -> float:
