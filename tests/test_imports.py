@@ -15,6 +15,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Each module of a line imports only from the lines below.
 LAYERS = [
+    {"infonce.distributed"},
+    {"infonce.distributed.losses"},
+    {"infonce.distributed.call"},
+    {"infonce.distributed.ring"},
+    {"infonce.distributed.circulation"},
+    {"infonce.distributed.transports.choice"},
+    {"infonce.distributed.transports.gpu"},
+    {"infonce.distributed.transports.base"},
+    {"infonce.distributed.communicators.mpi"},
+    {"infonce.distributed.communicators.base"},
     {"infonce"},
     {"infonce.losses"},
     {"infonce.dispatch"},
