@@ -135,7 +135,7 @@ def test_info():
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
 def test_info_without_cudas_libraries(monkeypatch, extra):
     """A GPU, and CuPy alone: the extra of that build brings what it loads."""
-    from infonce.distributed import transport
+    from infonce.distributed.transports import choice
 
     from infonce.cli import machine
 
@@ -143,7 +143,7 @@ def test_info_without_cudas_libraries(monkeypatch, extra):
     monkeypatch.setattr(machine, "versions", lambda *names: dict.fromkeys(names) | installed)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     monkeypatch.setitem(sys.modules, "infonce.distributed.transports.gpu", None)
-    monkeypatch.setattr(transport, "describe", lambda on_gpu: {})
+    monkeypatch.setattr(choice, "describe", lambda on_gpu: {})
     monkeypatch.setattr(machine, "cuda", lambda: "available: a GPU")
     report = json.loads(succeed("info", "--json"))
     missing = f"missing: pip install 'infonce[{extra}]'"
