@@ -21,11 +21,10 @@ from typing import Any
 
 import cupy
 import numpy as np
-from peers import PEERS, Device
+from peers import PEERS, Case, Device
 
 import infonce
 from infonce.cli.bench import gpu, measure
-from infonce.cli.bench.measure import Case
 from infonce.cli.common import to_json, written_whole
 from infonce.spec import LOSSES
 

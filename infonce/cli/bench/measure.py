@@ -32,18 +32,13 @@ class Case:
     rows: int
     dim: int
     dtype: str = "float32"
-    precision: str = "auto"
     workspace: int = 256 * 2**20
-    gradient: bool = True  # False: the loss alone
-    grad_dtype: str | None = None  # of this library's gradients; None: the features'
     scale: float = 1 / TEMPERATURE
 
     @property
     def products(self) -> float:
         """Matrix products of 2 N N D operations that loss and gradient need, without the logits
         being kept: all of them, or one triangle where rows are columns."""
-        if not self.gradient:
-            return 0.5 if self.kind.symmetric else 1.0
         if self.kind.symmetric or self.kind.locked:
             return 2.0
         return 3.0 if self.kind.sigmoid else 4.0
