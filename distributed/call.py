@@ -72,7 +72,7 @@ class _Call:
         features, sizes = agree(self.ranks, lambda: _sized(self.kind, given))
         queries = Partition([of[0] for of in sizes])
         keys = Partition([of[-1] for of in sizes])
-        with dispatch._device(features[0]):
+        with dispatch.compute_context(features[0]):
             request, everyone = agree(self.ranks, lambda: self.check(features, queries, keys))
             self.compare(everyone)
             try:
@@ -135,7 +135,7 @@ class _Call:
             "labels": "given" if self.labels is not None else "not given",
             "ids": "given" if problem.query_ids is not None else "not given",
             **{name: getattr(problem, name) for name in SHARED if hasattr(problem, name)},
-            "metrics": problem.ranks,
+            "metrics": problem.retrieval_ranks,
             "reduction": request.reduction,
             "precision": problem.compute,
             "offload": request.offload,
@@ -191,7 +191,7 @@ class _Call:
         """Views come in pairs: the positive of a row's positive is that row."""
         xp, problem = ring.xp, request.problem
         mine = xp.arange(len(problem.positives)) + queries.starts[self.ranks.rank]
-        partners = ring.of_positives(problem, problem.positives)
+        partners = ring.take_at_positives(problem, problem.positives)
         wrong = (partners != mine) | (problem.positives == mine)
 
         def require_pairs() -> tuple[None, None]:
@@ -220,8 +220,8 @@ class _Call:
             sums = {"loss": losses.sum()}
         if gradients is not None:
             sums |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
-        if request.metrics and solution.directions is not None:
-            rows, columns = solution.directions
+        if request.metrics and solution.direction_losses is not None:
+            rows, columns = solution.direction_losses
             sums |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
         sums = {name: value for name, value in sums.items() if value is not None}
         # read by the transport, whose wait for the device has a limit
@@ -236,7 +236,7 @@ class _Call:
         if "rows" in totals:
             means = [totals[name] / queries.total if name in totals else None
                      for name in ("rows", "columns")]  # fmt: skip
-            solution.means = means[0], means[1]
+            solution.mean_losses = means[0], means[1]
         xp = arrays.namespace(request.problem.query)
         values = xp.asarray(list(totals.values()), dtype=request.dtype)
         of_batch = dict(zip(totals, values, strict=True))

@@ -26,17 +26,17 @@ from infonce.kernels.problem import (
     Epilogue,
     Gradients,
     Grid,
+    NotFinite,
     OnlineSoftmax,
-    Poison,
     Problem,
-    Ranks,
+    RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
-    changed,
+    fast_replace,
 )
-from infonce.kernels.solve import Vectors, mirrored, ranks_of
+from infonce.kernels.solve import Vectors, mirror_positive_logits, retrieval_ranks_of
 
 from .circulation import Circulation, Keys, RowType
 from .communicators.base import Communicator
@@ -44,7 +44,9 @@ from .partition import Partition
 from .transports.base import Transport
 
 # `solve.fold_block` on a backend
-FoldBlock = Callable[[Problem, bool, Epilogue, Gradients | None, Poison | None, Sums | None], None]
+FoldBlock = Callable[
+    [Problem, bool, Epilogue, Gradients | None, NotFinite | None, Sums | None], None
+]
 
 
 class Ring:
@@ -73,12 +75,12 @@ class Ring:
         self.own_positives = pairs and not labelled
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         m = len(problem.query)
-        self.not_finite = xp.zeros(m + 1)
-        self.poisoned = Poison(self.not_finite[:m], self.not_finite[m:])
+        self.all_marks = xp.zeros(m + 1)
+        self.not_finite = NotFinite(self.all_marks[:m], self.all_marks[m:])
         self.circulate = Circulation(
             xp, ranks, transport, keys, self._pieces(problem), problem.symmetric
         ).run
-        self.local: dict[bool, Array] = {}  # of `_positives`, where own_positives: by `apart`
+        self.local: dict[bool, Array] = {}  # kept by `_positives`
 
     def _pieces(self, problem: Problem) -> int:
         """The number of pieces in which shards go round."""
@@ -95,22 +97,22 @@ class Ring:
     def key_ranges(self, problem: Problem) -> list[slice]:
         return [slice(0, problem.shape[1])]
 
-    def poison(self, problem: Problem) -> Array:
+    def not_finite_marks(self, problem: Problem) -> Array:
         """Found by the fold of the losses, which has seen all keys."""
-        return self.poisoned.rows + self.poisoned.all
+        return self.not_finite.rows + self.not_finite.any_key
 
-    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         xp, positives = self.xp, problem.positives
         if not self.labelled:  # positives are this rank's own keys
-            return of_keys[positives - self.keys.starts[self.ranks.rank]]
-        out = xp.zeros(len(positives), of_keys.dtype)
+            return per_key[positives - self.keys.starts[self.ranks.rank]]
+        out = xp.zeros(len(positives), per_key.dtype)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             if len(keys):
-                local = self.vectors.within(positives, keys.rows)
+                local = self.vectors.local_positives(positives, keys.rows)
                 out[:] = xp.where(local < 0, out, arrays[0][xp.maximum(local, 0)])
 
-        self.circulate([xp.ascontiguousarray(of_keys)], visit)
+        self.circulate([xp.ascontiguousarray(per_key)], visit)
         return out
 
     def fold(
@@ -122,7 +124,7 @@ class Ring:
         if isinstance(epilogue, Statistics):
             self._statistics(problem, epilogue, own)
             if epilogue.row_rank is not None:
-                self._ranks(problem, ranks_of(epilogue, problem), own)
+                self._ranks(problem, retrieval_ranks_of(epilogue, problem), own)
         elif gradients is None:
             assert isinstance(epilogue, Sigmoid)
 
@@ -147,15 +149,18 @@ class Ring:
                 columns = Sums(*sums[:2])
             elif half and keys.owner == self.ranks.rank:
                 columns = stats.rows  # one triangle of this block
-            part = changed(stats, columns=columns, row_rank=None, column_rank=None)
-            fresh = columns if sums else None
-            if not self._block(problem, keys, arrays, part, None, fresh) and fresh is not None:
-                fresh.clear()
+            part = fast_replace(stats, columns=columns, row_rank=None, column_rank=None)
+            to_clear = columns if sums else None
+            if (
+                not self._block(problem, keys, arrays, part, None, to_clear)
+                and to_clear is not None
+            ):
+                to_clear.clear()
             if half and columns is not None and sums:
                 # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
                 # rank this rank's rows are found by their column sums alone
-                columns.sum += self.not_finite.sum()
-                sums[2][:] = self._by_keys(problem, keys, stats.positive)
+                columns.sum += self.all_marks.sum()
+                sums[2][:] = self._by_keys(problem, keys, stats.positive_logits)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             self.vectors.merge(Sums(*sums[:2]), Sums(*arrived[:2]))
@@ -166,7 +171,7 @@ class Ring:
             assert stats.columns is not None
             to = Sums(stats.columns.max[mine], stats.columns.sum[mine])
             if half:
-                combine([to.max, to.sum, stats.positive[mine]], sums)
+                combine([to.max, to.sum, stats.positive_logits[mine]], sums)
             else:
                 to.max[:], to.sum[:] = sums
 
@@ -178,22 +183,22 @@ class Ring:
         """A vector over this rank's rows, as one over these keys: row i's value at i's positive;
         NaN at keys that are no row's positive."""
         xp, n = self.xp, len(keys)
-        local = self.vectors.within(problem.positives, keys.rows)
+        local = self.vectors.local_positives(problem.positives, keys.rows)
         out = xp.full(n + 1, xp.nan)
         out[xp.where(local < 0, n, local)] = of_rows
         return out[:n]
 
-    def _ranks(self, problem: Problem, ranks: Ranks, own: list[Array]) -> None:
+    def _ranks(self, problem: Problem, ranks: RetrievalRanks, own: list[Array]) -> None:
         """Retrieval ranks: another round, with the positives' logits; counts of columns travel."""
         by_columns = ranks.column_rank is not None
         if by_columns:
-            own = [*own, ranks.column_positive]
+            own = [*own, ranks.column_positive_logits]
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = ranks
             if by_columns:
                 sums[0][:] = 0
-                part = changed(ranks, column_positive=arrays[-1], column_rank=sums[0])
+                part = fast_replace(ranks, column_positive_logits=arrays[-1], column_rank=sums[0])
             self._block(problem, keys, arrays, part, None)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
@@ -214,8 +219,10 @@ class Ring:
         """dQ stays, dK travels."""
         xp, d = self.xp, problem.shape[2]
         first_factor = len(own)
-        if isinstance(epilogue, SoftmaxGradient) and epilogue.column_height is not None:
-            own += [epilogue.column_height, epilogue.column_factor, epilogue.positive]
+        if isinstance(epilogue, SoftmaxGradient) and epilogue.column_reference is not None:
+            own += [
+                epilogue.column_reference, epilogue.column_factor, epilogue.positive_gradient
+            ]  # fmt: skip
         dq = gradients.query
         if dq is not None:
             if dq.dtype != self.real:
@@ -227,12 +234,13 @@ class Ring:
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
             if isinstance(part, SoftmaxGradient) and len(arrays) > first_factor:
-                height, factor, positive = arrays[first_factor:]
-                part = changed(
-                    part, column_height=height, column_factor=factor, column_positive=positive
-                )
+                reference, factor, positive = arrays[first_factor:]
+                part = fast_replace(
+                    part, column_reference=reference, column_factor=factor,
+                    column_positive_gradient=positive,
+                )  # fmt: skip
             key = sums[0] if sums else None
-            mine = changed(
+            mine = fast_replace(
                 gradients, query=dq, key=key, want_key=key is not None, dots=dots,
                 add_query=dq is not None,
             )  # fmt: skip
@@ -267,20 +275,20 @@ class Ring:
         arrays: list[Array],
         epilogue: Epilogue,
         gradients: Gradients | None,
-        fresh: Sums | None = None,
+        to_clear: Sums | None = None,
     ) -> bool:
         """Fold the block of these keys; False if it is empty."""
         theirs = keys.owner != self.ranks.rank
         own = keys.whole and not theirs
         symmetric = problem.symmetric and own
-        apart = theirs and self.own_positives
-        block = changed(
+        no_local = theirs and self.own_positives
+        block = fast_replace(
             problem,
             key=problem.query if symmetric else arrays[0],
             key_ids=None if problem.key_ids is None else arrays[1],
-            positives=self._positives(problem, keys, apart),
-            part=not own,
-            apart=apart,
+            positives=self._positives(problem, keys, no_local),
+            key_shard=not own,
+            no_local_positives=no_local,
             symmetric=symmetric,
             # of a symmetric problem, keys of other ranks are columns with their own statistics
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
@@ -289,22 +297,24 @@ class Ring:
         if 0 in block.shape[:2]:
             return False
         triangle = isinstance(epilogue, Statistics) and symmetric and epilogue.columns is not None
-        poison = self.poisoned if isinstance(epilogue, (Statistics, Sigmoid)) else None
-        self.fold_block(block, triangle, epilogue, gradients, poison, fresh)
+        not_finite = self.not_finite if isinstance(epilogue, (Statistics, Sigmoid)) else None
+        self.fold_block(block, triangle, epilogue, gradients, not_finite, to_clear)
         if isinstance(epilogue, Statistics) and triangle:
-            epilogue.positive[:] = mirrored(self.xp, epilogue.positive, block.positives)
-        if poison is not None:
-            poison.known = True
+            epilogue.positive_logits[:] = mirror_positive_logits(
+                self.xp, epilogue.positive_logits, block.positives
+            )
+        if not_finite is not None:
+            not_finite.queries_checked = True
         return True
 
-    def _positives(self, problem: Problem, keys: Keys, apart: bool) -> Array:
+    def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
         """Indices of the positives among these keys; -1 where the positive is not one of them."""
-        same = self.own_positives and (apart or keys.whole)
-        if same and apart in self.local:
-            return self.local[apart]
-        local = self.vectors.within(problem.positives, keys.rows)
+        same = self.own_positives and (no_local or keys.whole)
+        if same and no_local in self.local:
+            return self.local[no_local]
+        local = self.vectors.local_positives(problem.positives, keys.rows)
         if same:
-            self.local[apart] = local
+            self.local[no_local] = local
         return local
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:

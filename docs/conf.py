@@ -39,7 +39,7 @@ html_static_path = ["static"]
 html_css_files = ["infonce.css"]
 exclude_patterns = ["README.md"]
 
-nb_execution_mode = "off"  # tests/test_notebooks.py runs them
+nb_execution_mode = "off"  # tests/project/test_notebooks.py runs them
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # nothing is fetched from elsewhere
 nb_render_markdown_format = "myst"  # tables among the outputs
 myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]

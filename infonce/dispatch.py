@@ -19,9 +19,9 @@ def loss(
     kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
     """The loss alone."""
-    with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
-        features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
-        with _device(features[0]):
+    with arrays.on_stream_of(given[0]):
+        features = list(map(arrays.native, given, kind.arguments))
+        with compute_context(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
             arrays.warn_of_lost_gradients(kind, given, bias, options)
             return arrays.converter_to(given[0])(_reduce(request, _solve(request)))
@@ -36,9 +36,9 @@ def loss_and_grad(
     grad_buffers: dict[str, Any] | None = None,
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
-    with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
-        features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
-        with _device(features[0]):
+    with arrays.on_stream_of(given[0]):
+        features = list(map(arrays.native, given, kind.arguments))
+        with compute_context(features[0]):
             request = check(
                 kind, features, labels, bias, options, with_grad=True, grad_buffers=grad_buffers
             )
@@ -81,11 +81,12 @@ def _lse(
     return lambda: convert(rows) if columns is None else (convert(rows), convert(columns))
 
 
-def _device(array: Array) -> Any:
-    """Context in which the device that `array` is on is the current one."""
-    if not arrays.on_gpu(array) or array.device.id == arrays.current_device():
-        return arrays.NO_CONTEXT
-    return array.device
+def compute_context(array: Array) -> Any:
+    """Context for the computation on `array`: its device is the current one, or NumPy does not warn
+    of overflow."""
+    if not arrays.on_gpu(array):
+        return np.errstate(**SILENT)
+    return arrays.NO_CONTEXT if array.device.id == arrays.current_device() else array.device
 
 
 def _solve(request: Request) -> Solution:
@@ -146,16 +147,16 @@ def _metrics(solution: Solution, convert: Callable[[Array], Array]) -> Metrics:
     stats = solution.statistics
     assert stats is not None
     symmetric = stats.column_rank is stats.row_rank
-    assert solution.directions is not None
-    row_loss, column_loss = solution.means or (
-        None if losses is None else losses.mean() for losses in solution.directions
+    assert solution.direction_losses is not None
+    row_loss, column_loss = solution.mean_losses or (
+        None if losses is None else losses.mean() for losses in solution.direction_losses
     )
-    xp = arrays.namespace(solution.directions[0])
+    xp = arrays.namespace(solution.direction_losses[0])
     return Metrics(
         row_loss=convert(xp.asarray(row_loss)),
         column_loss=None if column_loss is None else convert(xp.asarray(column_loss)),
         row_rank=convert(stats.row_rank),
         column_rank=None if symmetric or stats.column_rank is None else convert(stats.column_rank),
-        positive=convert(LN_2 * stats.positive),
+        positive=convert(LN_2 * stats.positive_logits),
         hardest_negative=convert(LN_2 * stats.rows.max),
     )

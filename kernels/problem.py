@@ -1,7 +1,7 @@
-"""What a loss is made of, as data: the problem, its blocks, what becomes of their logits.
+"""A loss as data: the problem, its blocks, and the epilogues that its logits go through.
 
-Losses differ by this alone (`Problem`); what is done about it is in `solve`. Exponents are in base
-2 throughout (x2 = x log2 e): that is what the hardware computes.
+Losses differ in this data alone (`Problem`). The computation is in `solve`. All exponents are in
+base 2 (x2 = x log2 e), because that is what the hardware computes.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ Progress = Callable[[str, int, int], None]  # (phase, blocks done, blocks in all
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-# Scales in float32 and float64. From the largest on, rounding alone changes the logits of unit rows
-# by 1, and no digit of a probability is right. The least leave half of all exponents to what they
-# are multiplied by: probabilities, weights of rows, upstream gradients.
+# The range of scales in float32 and float64. Above it, rounding alone changes the logits of unit
+# rows by 1, and no digit of a probability is right. Below it, products of the scale with
+# probabilities, weights and upstream gradients could underflow: they have half of all exponents.
 SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
-# For np.errstate, in every thread: what is out of range comes out as infinity or NaN, not a warning
+# For np.errstate, in every thread: a value out of range becomes infinity or NaN, without a warning
 SILENT: Any = {"all": "ignore"}
 
 
-@dataclass(eq=False)  # not frozen: that triples the time to make one, which small batches notice
+@dataclass(eq=False)  # not frozen: a frozen one takes three times as long to make
 class Problem:
     """One loss on one pair of checked feature arrays: all that a backend needs to know.
 
-    `losses_i` is the loss of row i; the result is ``sum_i upstream_i * losses_i`` and gradients are
-    of that. `upstream` carries the reduction and the caller's `grad_out`.
+    `losses_i` is the loss of row i. The result is ``sum_i upstream_i * losses_i``, and gradients
+    are gradients of that. `upstream` is the weight of the reduction times the caller's `grad_out`.
 
-    `upstream` and `positives` are mostly the same for every call of a loss; `spelled_out` makes the
-    vectors that the folds index. (A kernel that knows the rule saves the time to write them.)
+    Where `upstream` is the same for all rows it is a number, and where `positives` follow from the
+    loss they are None. `materialize_vectors` makes them arrays; some kernels need none.
     """
 
     query: Array  # [M, D]
-    key: Array  # [N, D]; `query` itself where `symmetric`
+    key: Array  # [N, D]; `query` itself if `symmetric`
     scale: Any  # number, or 0-d array on the device
-    upstream: Any  # [M] float64; a number where it is the same for all rows
-    positives: Array = None  # [M] int64: the key that is row i's positive; None for the loss's rule
-    row_share: float | None = None  # weight of a row in the reduced loss; None: not reduced
+    upstream: Any  # [M] float64; a number if it is the same for all rows
+    positives: Array = None  # [M] int64: the key that is row i's positive; None: the loss's default
+    reduction_weight: float | None = None  # of a row's loss in the reduced loss; None: not reduced
     row_weight: float = 1.0  # weight of the softmax over keys
     column_weight: float = 0.0  # weight of the softmax over queries
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
-    symmetric: bool = False  # one set of rows on both sides: i = j excluded, one triangle suffices
-    part: bool = False  # keys are some of all keys: a row whose positive is not among them has -1
-    apart: bool = False  # as no row's positive is
-    query_ids: Array = None  # [M] int64, with key_ids [N]: equal ids are excluded,
+    symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
+    key_shard: bool = False  # `key` is a part of all keys; positives outside of it are -1
+    no_local_positives: bool = False  # all positives are -1
+    query_ids: Array = None  # [M] int64, with key_ids [N]: pairs of equal ids are excluded,
     key_ids: Array = None  # except for the positive
     normalize: bool = False
     compute: str = "fp32"  # precision of products and exponentials
     method: str = "auto"
     workspace: int = 256 * 2**20  # bytes
-    ranks: bool = False  # also count the keys that score above the positive
+    retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
 
     @property
@@ -66,23 +66,25 @@ class Problem:
         return m, len(self.key), d
 
     @property
-    def square(self) -> bool:
-        """Whether key i belongs to query i, or is one of the same views."""
+    def paired(self) -> bool:
+        """Whether key i is the positive of query i, or queries and keys are the same views."""
         m, n, _ = self.shape
-        by_rule = self.positives is None and m == n
-        return not self.part and (
-            self.symmetric or self.two_sided or self.bias is not None or by_rule
+        by_default = self.positives is None and m == n
+        return not self.key_shard and (
+            self.symmetric or self.two_sided or self.bias is not None or by_default
         )
 
     @property
     def two_sided(self) -> bool:
-        """Whether columns have statistics of their own."""
+        """Whether columns have a softmax of their own."""
         return self.column_weight != 0.0
 
 
-def spelled_out(problem: Problem, xp: Any) -> Problem:
-    """The same problem with its vectors as arrays: key i is positive for query i; of 2B views,
-    i + B for i."""
+def materialize_vectors(problem: Problem, xp: Any) -> Problem:
+    """The same problem with `positives` and `upstream` as arrays.
+
+    By default key i is the positive of query i. Of 2B views (`symmetric`), i + B is that of i.
+    """
     m = problem.shape[0]
     positives, upstream = problem.positives, problem.upstream
     if positives is None:
@@ -94,42 +96,45 @@ def spelled_out(problem: Problem, xp: Any) -> Problem:
 
 @dataclass(frozen=True)
 class Grid:
-    """How a fold cuts the logit matrix: row panels by column blocks, or one triangle of them."""
+    """The blocks of the logit matrix: row panels by column blocks, or one triangle of them."""
 
     rows: Sequence[slice]
     columns: Sequence[slice]
-    triangle: bool = False  # rows == columns, and only blocks with b >= a are visited
+    triangle: bool = False  # rows == columns, and only blocks b >= a are visited
 
     def visits(self, a: int) -> range:
-        """Column blocks of panel `a`, in the order in which they are folded."""
+        """Column blocks of row panel `a`, in the order of the fold."""
         return range(a if self.triangle else 0, len(self.columns))
 
     def __len__(self) -> int:
         return sum(len(self.visits(a)) for a in range(len(self.rows)))
 
 
-def cut(end: int, step: int, start: int = 0) -> list[slice]:
+def slices(end: int, step: int, start: int = 0) -> list[slice]:
     """Slices of at most `step` that cover range(start, end)."""
     return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
-def few(m: int, n: int, rows: int, columns: int) -> bool:
-    """Whether there are at most two blocks of rows x columns for each row and column of a square
-    matrix of as many logits: what a block costs beside its logits then grows as vectors do."""
+def few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
+    """Whether blocks of rows x columns are few enough for m x n logits: 4 sqrt(m n) at most.
+
+    A square matrix then has at most two blocks for each of its rows and columns. What a block costs
+    besides its logits adds up to no more than a multiple of vectors of length m and n.
+    """
     blocks = -(-m // rows) * -(-n // columns)
     return blocks * blocks <= 16 * max(1, m * n)
 
 
-def least_side(m: int, n: int) -> int:
-    """The least side of square blocks that are `few`."""
+def least_block_side(m: int, n: int) -> int:
+    """The least side of square blocks for which `few_blocks` holds."""
     side = max(1, math.isqrt(math.isqrt(m * n)) // 2)
-    while not few(m, n, side, side):
+    while not few_blocks(m, n, side, side):
         side += 1
     return side
 
 
-def too_small(shape: tuple[int, int, int], least: int, workspace: int) -> str:
-    """What to tell of a workspace in which blocks are not `few`."""
+def workspace_too_small(shape: tuple[int, int, int], least: int, workspace: int) -> str:
+    """The message of the ValueError for a workspace that has no room for the least blocks."""
     m, n, d = shape
     return (
         f"workspace: expected at least {least} bytes for {m} x {n} logits and features of width "
@@ -137,48 +142,49 @@ def too_small(shape: tuple[int, int, int], least: int, workspace: int) -> str:
     )
 
 
-def changed(part: T, /, **values: Any) -> T:
-    """`dataclasses.replace` in a tenth of the time: for what every block makes anew."""
-    new = object.__new__(part.__class__)
-    new.__dict__.update(part.__dict__, **values)
+def fast_replace(instance: T, /, **values: Any) -> T:
+    """`dataclasses.replace` in a tenth of the time, for what is made once a block. It does not call
+    __init__ and checks no name."""
+    new = object.__new__(instance.__class__)
+    new.__dict__.update(instance.__dict__, **values)
     return new
 
 
 @dataclass
 class Sums:
-    """Running (max, sum) of 2^x2 for every row or column of one side: the LSE fold's state."""
+    """Running (max, sum) of 2^x2 of every row, or of every column: the state of the LSE fold."""
 
     max: Array  # [n] float64, identity -inf
     sum: Array  # [n] float64, identity 0: sum_j 2^(x2_j - max)
 
     def clear(self) -> None:
-        """Nothing is folded in yet."""
+        """Set to the identity: nothing is folded in yet."""
         self.max[:], self.sum[:] = -np.inf, 0.0
 
 
-# --- epilogues: what becomes of a block's logits --------------------------------------------------
+# --- epilogues: what a fold does with the logits of a block ---------------------------------------
 
 
 @dataclass
 class Statistics:
-    """LSE fold. Row and column (max, sum) over the negatives, and the positives' logits."""
+    """LSE fold: (max, sum) over the negatives of rows and columns, and the positives' logits."""
 
     rows: Sums
-    columns: Sums | None  # `rows` itself in the symmetric case; None where columns do not count
-    positive: Array  # [M] float64, base-2 logit of the positive
-    row_rank: Array = None  # [M] int64: keys scoring above the positive (where asked for)
+    columns: Sums | None  # `rows` itself in the symmetric case; None if the loss has no column side
+    positive_logits: Array  # [M] float64, base 2
+    row_rank: Array = None  # [M] int64: keys that score above the positive; None: not asked for
     column_rank: Array = None  # [N] int64
 
     phase = "log-sum-exp"
 
 
 @dataclass
-class Ranks:
-    """Counts of what scores above the positives, whose logits are known."""
+class RetrievalRanks:
+    """Counts of logits above the positive's, once the positives' logits are known."""
 
-    positive: Array  # [M] float64, base 2
+    positive_logits: Array  # [M] float64, base 2
     row_rank: Array  # [M] int64, added to
-    column_positive: Array = None  # [N]; None where only rows count
+    column_positive_logits: Array = None  # [N]; None if only rows are ranked
     column_rank: Array = None  # [N]
 
     phase = "ranks"
@@ -186,64 +192,70 @@ class Ranks:
 
 @dataclass
 class SoftmaxGradient:
-    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - h_i) + b_j 2^(x2_ij - h'_j) off the positives.
+    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - r_i) + b_j 2^(x2_ij - r'_j) off the positives.
 
-    A height is at least the largest logit of its row or column, and no more than what the
-    log-sum-exp is above it; factors hold the rest of the log-sum-exp."""
+    The reference exponents r and r' are subtracted before exp2. Each is at least the largest logit
+    of its row (column), and at most the log-sum-exp. Factors hold the rest of the log-sum-exp.
+    """
 
-    row_height: Array  # h [M], base 2
-    row_factor: Array  # a [M], with `scale` and 2^(h - log-sum-exp) folded in
-    column_height: Array | None  # h' [N]
+    row_reference: Array  # r [M], base 2
+    row_factor: Array  # a [M], with `scale` and 2^(r - log-sum-exp) folded in
+    column_reference: Array | None  # r' [N]
     column_factor: Array | None  # b [N]
-    positive: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
-    column_positive: Array | None = None  # [N]: the same by column, where it is no row of these
+    positive_gradient: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
+    column_positive_gradient: Array | None = None  # [N]: of key j's query, if it is not row j here
 
     phase = "gradient"
 
 
 @dataclass
 class OnlineSoftmax:
-    """LSE fold and sum_j 2^(x2_ij - max_i) k_j together: one pass where only dQ is wanted. (Any
-    number near the maximum will do in its place.)"""
+    """LSE fold and sum_j 2^(x2_ij - max_i) k_j in one pass, for a loss of which only dQ is wanted.
+
+    (In place of the maximum, any number near it will do.)
+    """
 
     rows: Sums
-    positive: Array  # as in Statistics
+    positive_logits: Array  # as in Statistics
 
     phase = "log-sum-exp and gradient"
 
 
 @dataclass
 class Sigmoid:
-    """SigLIP's loss and dL/dx in one pass; there is no log-sum-exp to wait for."""
+    """SigLIP's loss and dL/dx in one pass: they need no log-sum-exp."""
 
     row_factor: Array  # [M] upstream, with `scale` folded in
     losses: Array  # [M] out
-    bias_grad: Array  # [M] out: sum_j dL/dx_ij, `scale` folded in
-    positive: Array  # [M] out: scale q_i . k_j at the positive, natural units
+    bias_grad: Array  # [M] out: sum_j dL/dx_ij, with `scale` folded in
+    positive_logits: Array  # [M] out: scale q_i . k_j at the positive, natural units
 
     phase = "sigmoid loss"
 
 
-Epilogue = Statistics | Ranks | SoftmaxGradient | OnlineSoftmax | Sigmoid
+Epilogue = Statistics | RetrievalRanks | SoftmaxGradient | OnlineSoftmax | Sigmoid
 
 
 @dataclass
 class Gradients:
-    """Accumulators of dQ and dK, and where they go when they are complete."""
+    """Destinations of dQ and dK, and which of them are wanted."""
 
     query: Array | None = None  # [M, D] destination, any float dtype and strides
     key: Array | None = None  # [N, D] destination
     dots: Array = None  # float64 out: <dQ_i, q_i> [M] (or <dK_j, k_j> [N] if dQ is not wanted)
     want_query: bool = True
     want_key: bool = True
-    add_query: bool = False  # to what is in `query` already
+    add_query: bool = False  # add dQ to the contents of `query`
 
 
 @dataclass
-class Poison:
-    """NaN where losses depend on a feature that is not finite, else 0: from blocks that share
-    their queries."""
+class NotFinite:
+    """NaN marks a row whose loss depends on a feature that is NaN or infinite; other marks are 0.
+
+    One such query spoils its own row, one such key all rows. Blocks of the same queries share these
+    marks.
+    """
 
     rows: Array  # [M]
-    all: Array  # [1]: added to every row
-    known: bool = False  # as far as it comes from queries
+    any_key: Array  # [1]: added to every row
+    queries_checked: bool = False  # `rows` already has the marks of the queries

@@ -1,26 +1,27 @@
 """The losses as folds over blocks of the logit matrix: written once, for every backend.
 
-Nothing of size M x N is needed to know a contrastive loss or its gradient. Both are folds over
-blocks (Q_a, K_b) of the logit matrix x_ij = scale * q_i . k_j:
+A contrastive loss and its gradient need no matrix of size M x N. Both are folds over blocks
+(Q_a, K_b) of the logit matrix x_ij = scale * q_i . k_j:
 
 1. **LSE fold.** A block yields partial (max, sum) pairs for its rows and its columns. They merge by
    ``m = max(m1, m2); sum = sum1 2^(m1 - m) + sum2 2^(m2 - m)`` with identity (-inf, 0), so tiles,
    devices and ranks fold in any grouping.
-2. **Gradient fold.** With the log-sum-exps known, a block yields dL/dx, and through it its share of
-   dQ_a and dK_b.
+2. **Gradient fold.** With the log-sum-exps known, a block yields dL/dx, and from it its
+   contributions to dQ_a and dK_b.
 
-Losses differ by data alone (`problem.Problem`): which directions count, which pairs are excluded,
-where the positives are. A backend (`Backend`) supplies the grid of blocks and what happens to one
-block; the order of the work, and all mathematics on vectors of length M or N, is here.
+Losses differ in data alone (`problem.Problem`): which directions count, which pairs are excluded,
+where the positives are. A backend (`Backend`) supplies the grid of blocks and the work on one
+block. The order of the work, and all mathematics on vectors of length M or N, is here.
 
 **Positives are kept out of the sums.** With n_i the log-sum-exp of the *negatives* of row i and p_i
 its positive logit, the loss is ``softplus(n_i - p_i)`` and the gradient at the positive is
 ``-sigmoid(n_i - p_i)``. Nothing cancels: a loss of 1e-30 has all its digits, it is never negative,
 and P - 1 is exact where P rounds to 1.
 
-**Exponents are differences of logits, never of a logit and a log-sum-exp.** Beyond 2^53 a logit has
-no digits for what a log-sum-exp is above it. So probabilities are 2^(x2 - h) divided by
-sum_j 2^(x2_ij - h), h being the largest logit: whatever the logits, none exceeds 1.
+**Exponents are differences of two logits, never of a logit and a log-sum-exp.** From 2^53 on, the
+spacing of float64 numbers is larger than the difference between a log-sum-exp and the largest
+logit. So probabilities are 2^(x2 - r) divided by sum_j 2^(x2_ij - r), where the reference exponent
+r is the largest logit. Whatever the logits, no probability exceeds 1.
 
 Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware computes.
 """
@@ -36,16 +37,16 @@ from .problem import (
     Epilogue,
     Gradients,
     Grid,
+    NotFinite,
     OnlineSoftmax,
-    Poison,
     Problem,
-    Ranks,
+    RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
-    cut,
-    spelled_out,
+    materialize_vectors,
+    slices,
 )
 
 
@@ -69,20 +70,20 @@ class Backend(Protocol):
         """Visit every block: logits, `epilogue`, and dQ_a += P K_b, dK_b += P' Q_a where wanted.
 
         Row panels may run in parallel; a column block is visited in the order of the panels.
-        Completed gradients go to their destination, through the normalisation.
+        Complete gradients are chained through the normalisation and written to their destination.
         """
         ...
 
     def key_ranges(self, problem: Problem) -> list[slice]:
-        """Ranges of keys whose gradients can be gathered at once: all keys, where they fit."""
+        """Ranges of keys whose gradients can be accumulated at once: all keys, if they fit."""
         ...
 
-    def poison(self, problem: Problem) -> Array:
-        """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
+    def not_finite_marks(self, problem: Problem) -> Array:
+        """[M] zeros; NaN for rows whose loss depends on a feature that is NaN or infinite."""
         ...
 
-    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
-        """[M] what each row's positive has in a vector over keys."""
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        """[M]: per_key[positives], for a vector `per_key` over all keys."""
         ...
 
 
@@ -97,12 +98,13 @@ class Solution:
     row_lse: Array | None = None  # [M]
     column_lse: Array | None = None  # [N]
     statistics: Statistics | None = None
-    directions: tuple[Array, Array | None] | None = None  # losses [M] of rows and [N] of columns
-    means: tuple[Array, Array | None] | None = None  # of `directions`, over all ranks
+    # losses [M] of rows and [N] of columns, unweighted; and their means over all ranks
+    direction_losses: tuple[Array, Array | None] | None = None
+    mean_losses: tuple[Array, Array | None] | None = None
     logits: Array | None = None  # [M, N], naive only
     scale_grad: Array | None = None  # 0-d
     bias_grad: Array | None = None  # 0-d
-    loss: Array | None = None  # 0-d, reduced by `row_share`, from a backend that does so itself
+    loss: Array | None = None  # 0-d, reduced; None: the caller reduces `losses`
 
 
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
@@ -118,41 +120,48 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
 
 def fold_block(
     backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue,
-    gradients: Gradients | None, poison: Poison | None = None, fresh: Sums | None = None,
+    gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
-    """Fold all of `problem` into `epilogue`, as a block of a larger one; and into `poison`, where
-    losses are in the making. `fresh`: those of its sums that hold nothing yet, but any numbers."""
-    if fresh is not None:
-        fresh.clear()
+    """Fold all of `problem` into `epilogue`, as one block of a larger problem.
+
+    The sums `to_clear` are set to the identity first. `not_finite` gets the marks of this block; it
+    is given in the fold that computes losses.
+    """
+    if to_clear is not None:
+        to_clear.clear()
     backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
-    if poison is not None:
-        poison.rows += backend.poison(problem)
+    if not_finite is not None:
+        not_finite.rows += backend.not_finite_marks(problem)
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether `OnlineSoftmax` is all it takes: dQ alone is wanted, and columns have no sums."""
-    sums = problem.bias is None and not (problem.two_sided or problem.symmetric or problem.ranks)
-    return sums and gradients is not None and not gradients.want_key
+    """Whether `OnlineSoftmax` suffices: dQ alone is wanted, and only rows have sums."""
+    if problem.bias is not None or problem.two_sided or problem.symmetric:
+        return False
+    return not problem.retrieval_ranks and gradients is not None and not gradients.want_key
 
 
 def _solve_softmax(
     problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
-    grid = backend.grid(problem, problem.symmetric and not problem.ranks)
+    grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = backend.online and one_pass(problem, gradients)
     if online:
-        backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive), gradients)
+        backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive_logits), gradients)
     else:
         backend.fold(problem, grid, stats, None)
 
     end = vectors.conclude(problem, stats, grid.triangle, gradients is not None, backend)
     rows, columns = end.rows, end.columns
     if gradients is not None and not online:
-        height, b = (None, None) if columns is None else (columns.height, end.column_factor)
-        if problem.symmetric:  # G + G': the columns are the rows
-            height, b = rows.height, end.row_factor
-        epilogue = SoftmaxGradient(rows.height, end.row_factor, height, b, end.at_positive)
+        reference = None if columns is None else columns.reference
+        factor = end.column_factor
+        if problem.symmetric:  # dL/dx + its transpose: the columns are the rows
+            reference, factor = rows.reference, end.row_factor
+        epilogue = SoftmaxGradient(
+            rows.reference, end.row_factor, reference, factor, end.positive_gradient
+        )
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
     loss, scale_grad, _ = vectors.totals(problem, end.losses, gradients)
     return Solution(
@@ -163,25 +172,25 @@ def _solve_softmax(
 
 @dataclass
 class Direction:
-    """What follows for one side from its sums and the positives' logits."""
+    """What follows for rows, or for columns, from their sums and the positives' logits."""
 
-    loss: Array  # softplus(n - p): log-sum-exp of the negatives against the positive
+    loss: Array  # softplus(n - p): n the log-sum-exp of the negatives, p the positive's logit
     lse: Array  # log-sum-exp, the positive included
-    share: Array  # sigmoid(n - p): what the negatives hold of the softmax
-    height: Array  # of `SoftmaxGradient`
-    at_height: Any  # 2^(height - log-sum-exp): what a logit of that height holds of the softmax
+    negative_probability: Array  # sigmoid(n - p): 1 minus the probability of the positive
+    reference: Array  # of `SoftmaxGradient`
+    reference_probability: Any  # 2^(reference - log-sum-exp): of a logit as large as `reference`
 
 
 @dataclass
 class Conclusion:
-    """What follows from complete statistics."""
+    """What follows from complete statistics: losses, and the vectors of the gradient fold."""
 
     losses: Array  # [M]
     rows: Direction
     columns: Direction | None  # of a two-sided loss
     row_factor: Array  # a of SoftmaxGradient
     column_factor: Array | None  # b, of a two-sided loss
-    at_positive: Array  # [M]
+    positive_gradient: Array  # [M], of SoftmaxGradient
 
 
 class Vectors:
@@ -190,10 +199,10 @@ class Vectors:
     def __init__(self, xp: Any) -> None:
         self.xp = xp
 
-    # -- what folds over blocks, ranks and panels share
+    # -- operations on parts of vectors: of a block, a panel or a rank
 
     def identity(self, n: int) -> Sums:
-        """Sums in which nothing is folded yet."""
+        """Empty sums."""
         return Sums(self.xp.full(n, -self.xp.inf), self.xp.zeros(n))
 
     def merge(self, sums: Sums, other: Sums) -> None:
@@ -205,13 +214,13 @@ class Vectors:
         sums.sum += other.sum * xp.exp2(other.max - finite)
         sums.max[:] = top
 
-    def within(self, positives: Array, keys: slice) -> Array:
-        """Positives counted from the first of these keys; -1 for those that are not among them."""
+    def local_positives(self, positives: Array, keys: slice) -> Array:
+        """Indices of the positives within `keys`; -1 for positives outside."""
         inside = (positives >= keys.start) & (positives < keys.stop)
         return self.xp.where(inside, positives - keys.start, -1)
 
     def direction(self, sums: Sums, positive: Array) -> Direction:
-        """What follows for one side from its sums and the positives' logits."""
+        """See `conclude`."""
         return conclude(self.xp, sums, positive)
 
     # -- the steps of a call
@@ -221,16 +230,17 @@ class Vectors:
         return self.xp.zeros(n)
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
-        """The problem spelled out, and the LSE fold's identity."""
-        problem, xp = spelled_out(problem, self.xp), self.xp
+        """The problem with its vectors as arrays, and the identity of the LSE fold."""
+        problem, xp = materialize_vectors(problem, self.xp), self.xp
         m, n, _ = problem.shape
         rows = self.identity(m)
-        # columns tell of rows their sums alone: metrics want true maxima, and meet all pairs
-        columns = rows if problem.symmetric and not problem.ranks else None
+        # A triangle merges column sums into row sums, and the max of a column sum may be a bound.
+        # Metrics report true maxima: they take the whole square
+        columns = rows if problem.symmetric and not problem.retrieval_ranks else None
         if problem.two_sided:
             columns = self.identity(n)
         stats = Statistics(rows, columns, xp.full(m, xp.nan))
-        if problem.ranks:
+        if problem.retrieval_ranks:
             stats.row_rank = xp.zeros(m, xp.int64)
             if problem.two_sided:
                 stats.column_rank = xp.zeros(n, xp.int64)
@@ -244,43 +254,45 @@ class Vectors:
         gradient: bool,
         backend: Backend,
     ) -> Conclusion:
-        """Losses and, for a `gradient`, its factors; in a `triangle` each pair was met once."""
+        """Losses and, for a `gradient`, its factors. A `triangle` has visited each pair once."""
         xp = self.xp
         if triangle:
-            stats.positive = mirrored(xp, stats.positive, problem.positives)
-        rows = self.direction(stats.rows, stats.positive)
-        losses = problem.row_weight * rows.loss + backend.poison(problem)
+            stats.positive_logits = mirror_positive_logits(
+                xp, stats.positive_logits, problem.positives
+            )
+        rows = self.direction(stats.rows, stats.positive_logits)
+        losses = problem.row_weight * rows.loss + backend.not_finite_marks(problem)
         a = problem.upstream * (problem.row_weight * problem.scale)
-        at_positive = a * rows.share
-        row_factor = a * rows.at_height
+        at_positive = a * rows.negative_probability
+        row_factor = a * rows.reference_probability
         columns = b = None
         if problem.symmetric:
-            if gradient:  # over ranks, others have to be asked
-                at_positive = at_positive + backend.of_positives(problem, at_positive)
-        elif problem.two_sided and stats.columns is not None:  # square: key i belongs to query i
-            columns = self.direction(stats.columns, stats.positive)
+            if gradient:  # over ranks this communicates
+                at_positive = at_positive + backend.take_at_positives(problem, at_positive)
+        elif problem.two_sided and stats.columns is not None:  # key i is the positive of query i
+            columns = self.direction(stats.columns, stats.positive_logits)
             losses = losses + problem.column_weight * columns.loss
             b = problem.upstream * (problem.column_weight * problem.scale)
-            at_positive = at_positive + b * columns.share
-            b = b * columns.at_height
+            at_positive = at_positive + b * columns.negative_probability
+            b = b * columns.reference_probability
         return Conclusion(losses, rows, columns, row_factor, b, -at_positive)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
-        """The problem spelled out, and the sigmoid fold's beginning."""
+        """The problem with its vectors as arrays, and the sigmoid fold's epilogue."""
         xp, m = self.xp, problem.shape[0]
-        problem = spelled_out(problem, xp)
+        problem = materialize_vectors(problem, xp)
         row_factor = problem.upstream * problem.scale
         return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), xp.full(m, xp.nan))
 
-    def poisoned(self, problem: Problem, losses: Array, backend: Backend) -> Array:
-        """Losses, and NaN for rows whose loss depends on a feature that is not finite."""
-        return losses + backend.poison(problem)
+    def mark_not_finite(self, problem: Problem, losses: Array, backend: Backend) -> Array:
+        """Losses; NaN where they depend on a feature that is NaN or infinite."""
+        return losses + backend.not_finite_marks(problem)
 
     def totals(
         self, problem: Problem, losses: Array, gradients: Gradients | None,
         of_bias: Array | None = None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        """The reduced loss, or None where that is left to others; gradients of scale and bias."""
+        """The reduced loss (None: the caller reduces), and the gradients of scale and bias."""
         if gradients is None:
             return None, None, None
         halves = 2.0 if problem.symmetric else 1.0  # every pair stands twice in <dZ, z>
@@ -288,11 +300,11 @@ class Vectors:
         return None, gradients.dots.sum() / (halves * problem.scale), bias_grad
 
 
-def ranks_of(stats: Statistics, problem: Problem) -> Ranks:
-    """The counts that `stats`, complete but for them, want."""
-    ranks = Ranks(stats.positive, stats.row_rank)
-    if problem.two_sided:  # square: key i belongs to query i
-        ranks.column_positive, ranks.column_rank = stats.positive, stats.column_rank
+def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
+    """The epilogue that counts ranks into complete `stats`."""
+    ranks = RetrievalRanks(stats.positive_logits, stats.row_rank)
+    if problem.two_sided:  # key i is the positive of query i
+        ranks.column_positive_logits, ranks.column_rank = stats.positive_logits, stats.column_rank
     return ranks
 
 
@@ -302,25 +314,28 @@ def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
     top = xp.maximum(sums.max, positive)
     total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
     lse2 = top + xp.log2(total)
-    # columns may have the maximum of more than their own logits: a total below 1
-    height, at_height = xp.minimum(top, lse2), 1.0 / xp.maximum(total, 1.0)
-    return Direction(softplus2(xp, gap), LN_2 * lse2, sigmoid2(xp, gap), height, at_height)
+    # A column's max may be a bound above all its logits: then total < 1, and lse2 is below top
+    reference, probability = xp.minimum(top, lse2), 1.0 / xp.maximum(total, 1.0)
+    return Direction(softplus2(xp, gap), LN_2 * lse2, sigmoid2(xp, gap), reference, probability)
 
 
-def mirrored(xp: Any, positive: Array, positives: Array) -> Array:
-    """Positives' logits of all rows, where a triangle met each pair once: from its lower row."""
-    met = (positives > xp.arange(len(positives))) | (positives < 0)
-    return xp.where(met, positive, positive[positives])
+def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
+    """Positives' logits of all rows, after a fold over one triangle of pairs (i, j).
+
+    Only the smaller index of a pair has its logit; the larger takes it from there.
+    """
+    visited = (positives > xp.arange(len(positives))) | (positives < 0)
+    return xp.where(visited, logits, logits[positives])
 
 
 def _gradient_fold(
     problem: Problem, backend: Backend, vectors: Vectors, epilogue: SoftmaxGradient | Sigmoid,
     gradients: Gradients,
 ) -> None:  # fmt: skip
-    """One sweep for dQ and dK where all of dK can be gathered at once. Where it cannot: dQ first,
-    then dK by ranges of keys, the logits computed once more; memory stays within bounds."""
+    """One fold for dQ and dK if all of dK can be accumulated at once. Otherwise dQ first, then dK
+    by ranges of keys: that computes the logits once more, but memory stays within the workspace."""
     ranges = backend.key_ranges(problem)
-    if problem.symmetric:  # all rows gather at once, or the whole square is visited
+    if problem.symmetric:  # a triangle needs all rows accumulated at once, else the square
         triangle = len(ranges) == 1
         backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
         return
@@ -334,7 +349,7 @@ def _gradient_fold(
             _, epilogue = vectors.sigmoid(problem)
     width = grid.columns[0].stop - grid.columns[0].start
     for keys in ranges:
-        columns = cut(keys.stop, width, keys.start)
+        columns = slices(keys.stop, width, keys.start)
         only_key = replace(gradients, want_query=False)
         if gradients.want_query:
             only_key.dots = None
@@ -349,16 +364,16 @@ def _solve_sigmoid(
         backend.fold(problem, backend.grid(problem, False), epilogue, None)
     else:
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
-    losses = vectors.poisoned(problem, epilogue.losses, backend)
+    losses = vectors.mark_not_finite(problem, epilogue.losses, backend)
     loss, scale_grad, bias_grad = vectors.totals(problem, losses, gradients, epilogue.bias_grad)
     return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)
 
 
 def softplus2(xp: Any, gap: Array) -> Array:
-    """log(1 + 2^gap), natural units: the loss of a row whose negatives lead by `gap`."""
+    """log(1 + 2^gap) in natural units: the loss, `gap` being (n - p) log2 e."""
     return LN_2 * xp.logaddexp2(0.0, gap)
 
 
 def sigmoid2(xp: Any, gap: Array) -> Array:
-    """1 / (1 + 2^-gap): the share of the softmax that the negatives hold."""
+    """1 / (1 + 2^-gap): the probability of all negatives."""
     return xp.exp2(gap - xp.logaddexp2(0.0, gap))

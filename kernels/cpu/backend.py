@@ -22,9 +22,9 @@ from ..problem import (
     Problem,
     SoftmaxGradient,
     Statistics,
-    cut,
-    few,
-    too_small,
+    few_blocks,
+    slices,
+    workspace_too_small,
 )
 from ..solve import Vectors
 from .context import Context
@@ -63,7 +63,7 @@ class CPU:
         norms = inverse_norms(features) if problem.normalize else None
         return Side(features, self.dtype, norms)
 
-    def poison(self, problem: Problem) -> Array:
+    def not_finite_marks(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite.
 
         The folds alone could lose one: a logit of -inf is an excluded pair.
@@ -75,8 +75,8 @@ class CPU:
             bad[:] = True
         return np.where(bad, np.nan, 0.0)
 
-    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
-        return of_keys[problem.positives]
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        return per_key[problem.positives]
 
     # -- memory: workers' buffers first, then accumulators of dK, then logits worth keeping
 
@@ -112,25 +112,25 @@ class CPU:
         room = problem.workspace - gathered
         while context.worker_bytes(d, bm, bn) > room:
             smaller = max(1, bm // 2), max(1, bn // 2)
-            if smaller == (bm, bn) or not few(m, n, *smaller):
+            if smaller == (bm, bn) or not few_blocks(m, n, *smaller):
                 break
             bm, bn = smaller
         one = context.worker_elements(d, bm, bn) * self.dtype.itemsize
         if one > room:
             rows = 0 if not gathered else m if problem.symmetric else n
             least = one + min(one, rows * d * self.dtype.itemsize)
-            raise ValueError(too_small(problem.shape, least, problem.workspace))
+            raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
         context.threads = min(context.threads, room // one)
         return bm, bn
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
         bm, bn = self.tile
-        return Grid(cut(m, bm), cut(n, bn), triangle)
+        return Grid(slices(m, bm), slices(n, bn), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
-        return cut(n, self.context.accumulators or n)
+        return slices(n, self.context.accumulators or n)
 
     # -- the fold
 
@@ -140,7 +140,7 @@ class CPU:
         # Backwards, if the gradient comes next: it begins with the tiles that were last here
         context = self.context
         backwards = isinstance(epilogue, Statistics) and context.gradient
-        backwards = backwards and not grid.triangle and not problem.ranks
+        backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         turns = Turns(len(grid.columns), len(grid.rows) if backwards else 0)
         panels = iter(range(len(grid.rows)))
         run = Fold(context, problem, grid, epilogue, gradients, turns)

@@ -15,12 +15,12 @@ from ..problem import (
     Grid,
     OnlineSoftmax,
     Problem,
-    Ranks,
+    RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
-    cut,
+    slices,
 )
 from ..solve import conclude
 from . import tile_ops as tile
@@ -87,12 +87,12 @@ class Fold:
     def _factors(self, epilogue: SoftmaxGradient) -> None:
         """Heights in units of raw products; what their rounding leaves goes into the factors."""
         dtype = self.context.dtype
-        self.at_positive = epilogue.positive.astype(dtype)
-        self.height, self.a, rest = self._height(epilogue.row_height, epilogue.row_factor)
+        self.positive_gradient = epilogue.positive_gradient.astype(dtype)
+        self.height, self.a, rest = self._height(epilogue.row_reference, epilogue.row_factor)
         self.shared = False
-        if epilogue.column_height is None or epilogue.column_factor is None:
+        if epilogue.column_reference is None or epilogue.column_factor is None:
             return
-        high, low, least = rest.max(), rest.min(), epilogue.column_height.min()
+        high, low, least = rest.max(), rest.min(), epilogue.column_reference.min()
         # One exponential serves both directions while no column's terms vanish below a row's
         # height, and heights have digits for their differences
         close = high - least < 40 and high - low < 80
@@ -100,11 +100,11 @@ class Fold:
         if self.shared:
             middle = 0.5 * (high + least)
             self.u = np.exp2(rest - middle).astype(dtype)
-            of_columns = np.exp2(middle - epilogue.column_height)
+            of_columns = np.exp2(middle - epilogue.column_reference)
             self.v = (epilogue.column_factor * of_columns).astype(dtype)
         else:
-            self.column_height, self.b, _ = self._height(
-                epilogue.column_height, epilogue.column_factor
+            self.column_reference, self.b, _ = self._height(
+                epilogue.column_reference, epilogue.column_factor
             )
 
     def _height(self, height: Array, factor: Array) -> tuple[Array, Array, Array]:
@@ -126,7 +126,7 @@ class Fold:
         """[M] positives' base-2 logits ahead of the fold, for what has to compare with them."""
         context, positives = self.context, self.problem.positives
         out = np.empty(len(positives))
-        for rows in cut(len(positives), 256):
+        for rows in slices(len(positives), 256):
             index = np.arange(rows.start, rows.stop)
             tile.row_dots(context.query.take(index), context.key.take(positives[rows]), out[rows])
         return self.c * out
@@ -263,8 +263,8 @@ class Worker:
         np.matmul(q, k.T, out=x)
         rows, columns = fold.grid.rows[a], fold.grid.columns[b]
         if not isinstance(fold.epilogue, SoftmaxGradient):
-            positive = fold.epilogue.positive[rows]
-            if isinstance(fold.epilogue, Ranks):
+            positive = fold.epilogue.positive_logits[rows]
+            if isinstance(fold.epilogue, RetrievalRanks):
                 positive = positive.copy()  # known: only taken out
             tile.take_positives(x, problem.positives[rows], columns.start, fold.c, positive)
         if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
@@ -280,7 +280,7 @@ class Worker:
         """Apply the fold's epilogue; returns what is left to do in the column block's turn."""
         fold, epilogue = self.fold, self.fold.epilogue
         if isinstance(epilogue, SoftmaxGradient):
-            if epilogue.column_height is None:
+            if epilogue.column_reference is None:
                 tile.softmax_gradient(x, fold.c, fold.height[rows], fold.a[rows])
             elif fold.shared:
                 tile.softmax_gradient_shared(
@@ -289,10 +289,10 @@ class Worker:
             else:
                 tile.softmax_gradient_two_sided(
                     x, fold.c, fold.height[rows], fold.a[rows],
-                    fold.column_height[columns], fold.b[columns],
+                    fold.column_reference[columns], fold.b[columns],
                 )  # fmt: skip
             tile.place_positives(
-                x, fold.problem.positives[rows], columns.start, fold.at_positive[rows]
+                x, fold.problem.positives[rows], columns.start, fold.positive_gradient[rows]
             )
             return None
         if isinstance(epilogue, Sigmoid):
@@ -300,7 +300,7 @@ class Worker:
             losses, sums = epilogue.losses[rows], epilogue.bias_grad[rows]
             tile.sigmoid(x, float(fold.problem.scale), bias, fold.a[rows], losses, sums)
             tile.sigmoid_positives(
-                x, positives, columns.start, epilogue.positive[rows], bias,
+                x, positives, columns.start, epilogue.positive_logits[rows], bias,
                 epilogue.row_factor[rows], losses, sums,
             )  # fmt: skip
             return None
@@ -309,12 +309,12 @@ class Worker:
             self.rescale = self.row_max[: len(x)]
             tile.online_softmax(x, fold.c, sums.max[rows], sums.sum[rows], self.rescale)
             return None
-        if isinstance(epilogue, Ranks):
-            tile.count_above(x, fold.c, epilogue.positive[rows], epilogue.row_rank[rows])
+        if isinstance(epilogue, RetrievalRanks):
+            tile.count_above(x, fold.c, epilogue.positive_logits[rows], epilogue.row_rank[rows])
             if epilogue.column_rank is None:
                 return None
-            counted = x, fold.c, epilogue.column_positive[columns], epilogue.column_rank[columns]
-            return lambda: tile.count_above_columns(*counted)
+            counted = epilogue.column_positive_logits[columns], epilogue.column_rank[columns]
+            return lambda: tile.count_above_columns(x, fold.c, *counted)
         return self.statistics(epilogue, x, rows, columns, diagonal)
 
     def statistics(
@@ -389,12 +389,12 @@ class Worker:
     def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
         """sum_j 2^(c (x - max)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
         problem, context = self.fold.problem, self.fold.context
-        maximum, positive = stats.rows.max[rows], stats.positive[rows]
+        maximum, positive = stats.rows.max[rows], stats.positive_logits[rows]
         maximum *= self.fold.c  # of products until now
         end = conclude(np, Sums(maximum, stats.rows.sum[rows]), positive)
         a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
-        of_sum = a * end.at_height * np.exp2(maximum - end.height)
+        of_sum = a * end.reference_probability * np.exp2(maximum - end.reference)
         np.multiply(g, of_sum[:, None], out=g, casting="same_kind")
         positives = context.key.take(problem.positives[rows])
-        at_positive = -a * end.share
-        g += np.multiply(positives, at_positive[:, None], out=positives, casting="same_kind")
+        positive_gradient = -a * end.negative_probability
+        g += np.multiply(positives, positive_gradient[:, None], out=positives, casting="same_kind")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, spelled_out
+from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
 from ..solve import Solution
 
 PASSES = 4  # M x N arrays alive at once, at most
@@ -28,7 +28,7 @@ def available_memory() -> int:
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of `problem` from the full matrix of logits."""
-    problem = spelled_out(problem, np)
+    problem = materialize_vectors(problem, np)
     m, n, _ = problem.shape
     dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
     needed, room = PASSES * m * n * dtype.itemsize, available_memory()
@@ -103,12 +103,12 @@ def _softmax(
     if problem.two_sided:
         _, column_losses, solution.column_lse, p, at_column = _direction(x, positive, 0)
         solution.losses = losses + problem.column_weight * column_losses
-        solution.directions = row_losses, column_losses
+        solution.direction_losses = row_losses, column_losses
         b = problem.column_weight * problem.upstream
         g += p * b[None, :].astype(x.dtype)
         at_row -= b * at_column
     g[at_positive] = at_row
-    if problem.ranks:
+    if problem.retrieval_ranks:
         above = x > positive[:, None].astype(x.dtype)
         stats.row_rank = stats.column_rank = above.sum(axis=1)
         if problem.two_sided:

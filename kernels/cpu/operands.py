@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import Array, cut
+from ..problem import Array, slices
 from . import tile_ops as tile
 
 
@@ -59,7 +59,7 @@ def not_finite(features: Array) -> Array:
     if features.dtype in tile.REAL and features.dtype.isnative and features.flags.aligned:
         tile.not_finite(features, out)
         return out
-    for rows in cut(len(features), 1024):
+    for rows in slices(len(features), 1024):
         out[rows] = ~np.isfinite(features[rows]).all(axis=1)
     return out
 
@@ -67,7 +67,7 @@ def not_finite(features: Array) -> Array:
 def inverse_norms(features: Array) -> Array:
     """1 / |z_i| in float64. A row of zeros has no direction: it stays zero, with zero gradient."""
     squares = np.empty(len(features))
-    for rows in cut(len(features), 1024):
+    for rows in slices(len(features), 1024):
         block = features[rows].astype(np.float64)
         squares[rows] = np.einsum("id,id->i", block, block)
     return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))

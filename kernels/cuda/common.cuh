@@ -1,5 +1,6 @@
 // Types and small functions that every kernel uses.
 #pragma once
+#include "conclude.cuh"
 #include "ptx.cuh"
 
 // Precisions of products and exponentials: -DPRECISION=BF16 and so on.
@@ -27,8 +28,6 @@ typedef float Real;
 typedef float2 Real2;
 #endif
 
-constexpr double LOG2_E = 1.4426950408889634;
-constexpr double LN_2 = 0.6931471805599453;
 // Macros: without <limits>, NVRTC has no constant expression for these.
 #define INFINITY_ __longlong_as_double(0x7ff0000000000000LL)
 #define NAN_ __longlong_as_double(0x7ff8000000000000LL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,9 +11,10 @@ import numpy as np
 
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution
-from .config.launch import Device
+from .config import Device
 from .device import compiler
-from .device.abi import NO_MATRIX, address, matrix_fields, scalar_fields, whole_strides
+from .device.arguments import NO_MATRIX, address, matrix_values, scalar_values, whole_strides
+from .device.signatures import structure
 
 THREADS = 256
 TILE = 64  # rows and columns of a tile
@@ -23,13 +23,21 @@ MOST_PARTS = 16
 PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores,
 PAYS_LOGITS = 2**21  # and logits, unless it takes several products to make one
 
-# struct Fused: four matrices, m n d, scale and bias, weights, ...; every field has 8 bytes
-_LAYOUT = struct.Struct(
-    "=" + 4 * "Qqqq" + "qqq" + 2 * "dQdQ" + "dddd" + "QQQQ" + 2 * "q" + 21 * "Q"
-)
-_BY_VALUE = np.dtype(f"V{_LAYOUT.size}")  # one parameter, to CuPy
+# struct Fused is packed by position, in this order: names would take 2% of a small batch's time
+FIELDS = (
+    "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_weight", "column_weight",
+    "reduction_weight", "upstream", "upstreams", "positives", "query_ids", "key_ids", "gradient",
+    "parts", "x", "row_inverse", "column_inverse", "row_bad", "column_bad", "row_gap",
+    "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse", "column_lse", "loss",
+    "scale_grad", "bias_grad", "row_reference", "row_factor", "column_reference", "column_factor",
+    "barrier",
+)  # fmt: skip
+_FUSED = structure("fused/fused.cu", "Fused")
+assert tuple(name for name, _ in _FUSED.fields) == FIELDS
+_pack = _FUSED.layout.pack
+_BY_VALUE = np.dtype(f"V{_FUSED.size}")  # one parameter, to CuPy
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
-NO_SCALAR = scalar_fields(0.0)
+NO_SCALAR = scalar_values(0.0)
 _barriers: dict[tuple[int, int], Array] = {}
 
 
@@ -51,7 +59,7 @@ def pays(problem: Problem) -> bool:
 
 def require(problem: Problem) -> None:
     """ValueError where the logits do not fit the workspace, and where they are to be ranked."""
-    if problem.ranks:
+    if problem.retrieval_ranks:
         raise ValueError(
             'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
             "with metrics=True"
@@ -119,8 +127,9 @@ def _launch(
         x, row_inverse, column_inverse, row_bad, column_bad, row_gap, column_gap, row_dot,
         column_dot, row_sum, *of_rows, *of_columns,
     )  # fmt: skip
+    on = cupy.cuda.Device(device)
     kernel = compiler.function(
-        cupy.cuda.Device(device), "fused/fused.cu", "fused", 0,
+        on, "fused/fused.cu", "fused", 0,
         PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
         SYMMETRIC=int(symmetric), TWO_SIDED=int(two_sided), SIGMOID=int(sigmoid),
         NORMALIZE=int(normalize), IDS=int(ids),
@@ -141,7 +150,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         query, key = query.astype(dtype), key.astype(dtype)
     of_query = of_key = NO_MATRIX
     if gradients is not None:
-        of_query, of_key = matrix_fields(gradients.query), matrix_fields(gradients.key)
+        of_query, of_key = matrix_values(gradients.query), matrix_values(gradients.key)
     tiles = -(-m // TILE) * (of_query[0] != 0) + -(-n // TILE) * (of_key[0] != 0)
     device = query.device.id
     launch = _launch(
@@ -158,18 +167,19 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     if not (symmetric or two_sided):
         addresses[-2:] = 0, 0  # columns have no log-sum-exp
 
-    fields = matrix_fields(query)
-    scale, _kept = scalar_fields(problem.scale)
-    bias, _kept_too = scalar_fields(problem.bias) if sigmoid else NO_SCALAR
+    q = matrix_values(query)
+    k = q if symmetric else matrix_values(key)
+    scale, _kept = scalar_values(problem.scale)
+    bias, _kept_too = scalar_values(problem.bias) if sigmoid else NO_SCALAR
     barrier = _barrier(device)
     upstream, each = problem.upstream, None
     if not isinstance(upstream, float):
         upstream, each = 0.0, upstream
-    arguments = _LAYOUT.pack(
-        *fields, *(fields if symmetric else matrix_fields(key)), *of_query, *of_key,
-        m, n, d, *scale, *bias, problem.row_weight, problem.column_weight,
-        problem.row_share or 0.0, upstream, address(each), address(problem.positives),
-        address(problem.query_ids), address(problem.key_ids), gradients is not None, launch.parts,
+    arguments = _pack(
+        *q, *k, *of_query, *of_key, m, n, d, *scale, *bias,
+        problem.row_weight, problem.column_weight, problem.reduction_weight or 0.0,
+        upstream, address(each), address(problem.positives), address(problem.query_ids),
+        address(problem.key_ids), gradients is not None, launch.parts,
         *addresses[:10], start, start + lse, start + column_lse,
         start + loss, start + loss + item, start + loss + 2 * item, *addresses[10:],
         barrier.data.ptr,
@@ -182,7 +192,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         problem.progress("loss and gradient", 1, 1)
 
     array, solution = cupy.ndarray, Solution()
-    if problem.row_share is None:
+    if problem.reduction_weight is None:
         solution.losses = array((m,), real, out)
     else:
         solution.loss = array((), real, out + loss)

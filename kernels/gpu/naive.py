@@ -10,15 +10,12 @@ import numpy as np
 from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums
 from ..solve import Solution
 from .device import compiler
-from .device.abi import SCALAR, address, matrix, scalar_fields, struct, whole_strides
+from .device.arguments import Fields, matrix, scalar, whole_strides
+from .device.signatures import signature
 
 THREADS = 256
 TILE = 32  # rows and columns of a product's tile
 ROWS, COLUMNS, BOTH = 0, 1, 2
-_PAIRS = np.dtype(
-    [("positives", "u8"), ("query_ids", "u8"), ("key_ids", "u8"), ("symmetric", "i8")]
-)
-_SIDE = np.dtype([(name, "u8") for name in ("gap", "lse", "loss", "top", "rank")])
 
 
 class _Side:
@@ -27,8 +24,12 @@ class _Side:
     def __init__(self, n: int) -> None:
         self.gap, self.lse, self.loss, self.top = (cupy.empty(n) for _ in range(4))
         self.rank = cupy.empty(n, np.int64)
-        vectors = self.gap, self.lse, self.loss, self.top, self.rank
-        self.struct = struct(_SIDE, *map(address, vectors))
+
+    @property
+    def fields(self) -> Fields:
+        """struct Side."""
+        return {"gap": self.gap, "lse": self.lse, "loss": self.loss, "top": self.top,
+                "rank": self.rank}  # fmt: skip
 
 
 def _require(m: int, n: int, d: int, item: int) -> None:
@@ -49,43 +50,41 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     _require(m, n, d, real.itemsize)
     device = cupy.cuda.Device()
     symmetric, sigmoid = problem.symmetric, problem.bias is not None
-    sizes = m, n, d
-    normalize = int(problem.normalize)
+    normalize = problem.normalize
 
-    def launch(name: str, blocks: int, *arguments: Any) -> None:
-        precision = "FP64" if real.itemsize == 8 else "FP32"
-        kernel = compiler.function(device, "naive/naive.cu", name, PRECISION=precision)
-        kernel((blocks,), (THREADS,), arguments)
+    def launch(kernel: str, blocks: int, **arguments: Any) -> None:
+        file, precision = "naive/naive.cu", "FP64" if real.itemsize == 8 else "FP32"
+        function = compiler.function(device, file, kernel, PRECISION=precision)
+        function((blocks,), (THREADS,), signature(file, kernel).arguments(arguments))
 
     def tiles(rows: int, columns: int) -> int:
         return -(-rows // TILE) * -(-columns // TILE)
 
     def unit_rows(z: Array) -> tuple[Array, Array, Array]:
         u, inverse, bad = cupy.empty(z.shape, real), cupy.empty(len(z)), cupy.empty(len(z))
-        launch("unit_rows", len(z), matrix(whole_strides(z)), sizes[2], normalize, u, inverse, bad)
+        launch("unit_rows", len(z), z=matrix(whole_strides(z)), d=d, normalize=normalize, u=u,
+               inverse=inverse, bad=bad)  # fmt: skip
         return u, inverse, bad
 
     u, u_inverse, u_bad = unit_rows(problem.query)
     v, v_inverse, v_bad = (u, u_inverse, u_bad) if symmetric else unit_rows(problem.key)
-    pairs = struct(
-        _PAIRS, address(problem.positives), address(problem.query_ids), address(problem.key_ids),
-        symmetric,
-    )  # fmt: skip
-    scale, _kept = scalar_fields(problem.scale)
-    scale_struct = struct(SCALAR, *scale)
-    bias, _kept_too = scalar_fields(problem.bias if sigmoid else 0.0)
-    bias_struct = struct(SCALAR, *bias)
+    pairs: Fields = {
+        "positives": problem.positives, "query_ids": problem.query_ids,
+        "key_ids": problem.key_ids, "symmetric": symmetric,
+    }  # fmt: skip
+    scale, _kept = scalar(problem.scale)
+    bias, _kept_too = scalar(problem.bias if sigmoid else 0.0)
     x = cupy.empty((m, n), real)
-    launch("similarity", tiles(m, n), u, v, *sizes, scale_struct, pairs, x)
+    launch("similarity", tiles(m, n), u=u, v=v, m=m, n=n, d=d, scale=scale, pairs=pairs, x=x)
 
     rows = columns = None
     if sigmoid:
         losses = cupy.empty(m)
-        launch("sigmoid_losses", m, x, sizes[1], pairs, bias_struct, losses)
+        launch("sigmoid_losses", m, x=x, n=n, pairs=pairs, bias=bias, loss=losses)
         solution = Solution(losses)
     else:
         rows, positive = _Side(m), cupy.empty(m)
-        launch("row_losses", m, x, sizes[1], pairs, rows.struct, positive)
+        launch("row_losses", m, x=x, n=n, pairs=pairs, side=rows.fields, positive=positive)
         stats = Statistics(Sums(LOG2_E * rows.top, None), None, LOG2_E * positive, rows.rank)
         losses = problem.row_weight * rows.loss
         solution = Solution(losses, rows.lse, None, stats, (rows.loss, None))
@@ -93,10 +92,10 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             stats.column_rank = rows.rank
         if problem.two_sided:
             columns = _Side(n)
-            launch("column_losses", -(-n // 32), x, *sizes[:2], columns.struct)
+            launch("column_losses", -(-n // 32), x=x, m=m, n=n, side=columns.fields)
             solution.losses = losses + problem.column_weight * columns.loss
             solution.column_lse = columns.lse
-            solution.directions = rows.loss, columns.loss
+            solution.direction_losses = rows.loss, columns.loss
             stats.column_rank = columns.rank
     solution.losses = solution.losses + u_bad + v_bad.sum()
     solution.logits = x
@@ -105,19 +104,21 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
     g, dots, sums = cupy.empty((m, n), real), cupy.empty(m), cupy.empty(m)
     launch(
-        "logit_gradient", m, x, sizes[1], pairs, problem.upstream, np.float64(problem.row_weight),
-        np.float64(problem.column_weight),
-        address(rows.lse if rows else None), address(rows.gap if rows else None),
-        address(columns.lse if columns else None), address(columns.gap if columns else None),
-        int(sigmoid), bias_struct, g, dots, sums,
+        "logit_gradient", m, x=x, n=n, pairs=pairs, upstream=problem.upstream,
+        row_weight=problem.row_weight, column_weight=problem.column_weight,
+        row_lse=rows and rows.lse, row_gap=rows and rows.gap,
+        column_lse=columns and columns.lse, column_gap=columns and columns.gap,
+        sigmoid=sigmoid, bias=bias, g=g, dots=dots, sums=sums,
     )  # fmt: skip
     solution.scale_grad = dots.sum() / problem.scale
     solution.bias_grad = sums.sum()
 
     def features(which: Any, z: Array, own: Array, inverse: Array, out: Array) -> None:
         du = cupy.empty(own.shape, real)
-        launch("feature_gradient", tiles(len(own), d), g, z, *sizes, which, scale_struct, du)
-        launch("to_features", len(own), du, own, sizes[2], normalize, inverse, matrix(out))
+        launch("feature_gradient", tiles(len(own), d), g=g, z=z, m=m, n=n, d=d, which=which,
+               scale=scale, out=du)  # fmt: skip
+        launch("to_features", len(own), g=du, u=own, d=d, normalize=normalize, inverse=inverse,
+               out=matrix(out))  # fmt: skip
 
     if gradients.query is not None:
         features(BOTH if symmetric else ROWS, v, u, u_inverse, gradients.query)

@@ -26,21 +26,40 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     if problem.method == "naive":
-        return gpu_naive.solve(problems.spelled_out(problem, cupy), gradients)
-    fused = problem.method == "auto" and not problem.ranks and gpu_fused.pays(problem)
+        return gpu_naive.solve(problems.materialize_vectors(problem, cupy), gradients)
+    fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
     if problem.method == "fused":
         gpu_fused.require(problem)
         fused = True
     if fused:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
-    if gpu_plan.pays(problem, gradients):
+    if planned(problem, gradients):
         properties = device_properties(device.id)
         return Solution(**gpu_plan.call(_solve, properties, wide(problem), gradients))
     return blocks.solve(problem, GPU(problem, gradients), gradients)
 
 
+def planned(problem: Problem, gradients: Gradients | None) -> bool:
+    """Whether a call has a plan: few blocks, and nothing but kernels, products and copies."""
+    m, n, _ = problem.shape
+    # without this the queries of each key are listed, by CuPy's functions
+    known = (
+        problem.paired or problem.no_local_positives or gradients is None or not gradients.want_key
+    )
+    return (
+        m * n <= problem.workspace
+        and known
+        and not (problem.retrieval_ranks or problem.progress)
+        and all(
+            step % array.dtype.itemsize == 0
+            for array in (problem.query, problem.key)
+            for step in array.strides
+        )
+    )
+
+
 def wide(problem: Problem) -> Problem:
-    """Numbers on the device as kernels read them."""
+    """The problem with its numbers on the device in float64, as kernels read them."""
     made = {
         name: value.astype(np.float64)
         for name, value in (("scale", problem.scale), ("bias", problem.bias))

@@ -9,22 +9,23 @@ import numpy as np
 
 from .. import problem as problems
 from .. import solve as blocks
-from ..problem import Array, Epilogue, Gradients, Poison, Problem, Statistics, Sums
+from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
 from . import plan as gpu_plan
+from . import select
 from .device.launcher import device_properties
 from .device.launches import Queue
-from .select import wide
 from .tiled.backend import GPU
 from .vectors import ElementwiseVectors
 
 
 def fold_block(
     problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
-    poison: Poison | None = None, fresh: Sums | None = None, ahead: Gradients | None = None,
+    not_finite: NotFinite | None = None, to_clear: Sums | None = None,
+    ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
     """`solve.fold_block` on the current device; `ahead` as for `Context`."""
-    parts = wide(problem), triangle, epilogue, gradients, poison, fresh, ahead
-    if gpu_plan.pays(problem, gradients):
+    parts = select.wide(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
+    if select.planned(problem, gradients):
         gpu_plan.call(_fold_block, device_properties(problem.query.device.id), *parts)
     else:
         _fold_block(*parts, Queue())
@@ -32,14 +33,16 @@ def fold_block(
 
 def _fold_block(
     problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
-    poison: Poison | None, fresh: Sums | None, ahead: Gradients | None, queue: Queue,
+    not_finite: NotFinite | None, to_clear: Sums | None, ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
     gpu = GPU(problem, gradients, ahead, queue)
-    if fresh is not None:
-        gpu.vectors.clear(fresh)
+    if to_clear is not None:
+        gpu.vectors.clear(to_clear)
     blocks.fold_block(gpu, problem, triangle, epilogue, gradients)
-    if poison is not None:  # what queries say is written once, keys add theirs
-        gpu.context.not_finite(problem, poison.all, poison.rows, poison.known)
+    if not_finite is not None:  # what queries say is written once, keys add theirs
+        gpu.context.not_finite(
+            problem, not_finite.any_key, not_finite.rows, not_finite.queries_checked
+        )
     return {}
 
 
@@ -47,7 +50,7 @@ class VectorsOverRanks(ElementwiseVectors):
     """`solve.Vectors` of a ring, a plan a step."""
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
-        if not self.known(problem) or problem.ranks:
+        if not self.known(problem) or problem.retrieval_ranks:
             return super().statistics(problem)
         made = self.plan(_begin, problem)
         upstream = made.get("upstream", problem.upstream)
@@ -62,21 +65,25 @@ class VectorsOverRanks(ElementwiseVectors):
     ) -> blocks.Conclusion:
         if not self.known(problem):
             return super().conclude(problem, stats, triangle, gradient, backend)
-        sums = Statistics(stats.rows, stats.columns, stats.positive)
-        one_sided = problems.changed(problem, symmetric=False)  # partners may be on other ranks
-        found = self.plan(_conclude, one_sided, sums, backend.poisoned).get
+        sums = Statistics(stats.rows, stats.columns, stats.positive_logits)
+        one_sided = problems.fast_replace(
+            problem, symmetric=False
+        )  # partners may be on other ranks
+        found = self.plan(_conclude, one_sided, sums, backend.not_finite).get
         rows, columns = (
             blocks.Direction(
-                found(f"{side}_loss"), found(f"{side}_lse"), None, found(f"{side}_height"), 1.0
+                found(f"{side}_loss"), found(f"{side}_lse"), None, found(f"{side}_reference"), 1.0
             )
             for side in ("row", "column")
         )
-        at_positive = found("at_positive")
+        positive_gradient = found("positive_gradient")
         if problem.symmetric and gradient:
-            at_positive = at_positive + backend.of_positives(problem, at_positive)
+            positive_gradient = positive_gradient + backend.take_at_positives(
+                problem, positive_gradient
+            )
         return blocks.Conclusion(
-            found("losses"), rows, columns if problem.two_sided else None, found("a"), found("b"),
-            at_positive,
+            found("losses"), rows, columns if problem.two_sided else None, found("row_factor"),
+            found("column_factor"), positive_gradient,
         )  # fmt: skip
 
     def totals(
@@ -87,7 +94,7 @@ class VectorsOverRanks(ElementwiseVectors):
         if not self.known(problem):
             return super().totals(problem, losses, gradients, of_bias)
         dots = None if gradients is None else gradients.dots
-        whole = problems.changed(problem, row_share=1.0)
+        whole = problems.fast_replace(problem, reduction_weight=1.0)
         found = self.plan(_totals, whole, losses, dots, of_bias).get
         return found("loss"), found("scale_grad"), found("bias_grad")
 
@@ -97,7 +104,7 @@ class VectorsOverRanks(ElementwiseVectors):
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
         # what steps on vectors do not look at
-        problem = problems.changed(problem, normalize=False, query_ids=None, key_ids=None)
+        problem = problems.fast_replace(problem, normalize=False, query_ids=None, key_ids=None)
         properties = device_properties(problem.query.device.id)
         return gpu_plan.call(build, properties, problem, *parts)
 
@@ -109,23 +116,27 @@ def _begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     columns = stats.columns or Sums(None, None)
     return {
         "row_max": stats.rows.max, "row_sum": stats.rows.sum,
-        "column_max": columns.max, "column_sum": columns.sum, "positive": stats.positive,
+        "column_max": columns.max, "column_sum": columns.sum, "positive": stats.positive_logits,
         "upstream": None if problem.upstream is given else problem.upstream,
     }  # fmt: skip
 
 
 def _conclude(
-    problem: Problem, stats: Statistics, poison: Poison, queue: Queue
+    problem: Problem, stats: Statistics, not_finite: NotFinite, queue: Queue
 ) -> dict[str, Array | None]:
     gpu = GPU(problem, queue=queue)
-    end = gpu.vectors.conclude(problem, stats, False, True, None, poison)
+    end = gpu.vectors.conclude(problem, stats, False, True, None, not_finite)
     found: dict[str, Array | None] = {
-        "losses": end.losses, "a": end.row_factor, "b": end.column_factor,
-        "at_positive": end.at_positive,
+        "losses": end.losses, "row_factor": end.row_factor, "column_factor": end.column_factor,
+        "positive_gradient": end.positive_gradient,
     }  # fmt: skip
     for side, of in (("row", end.rows), ("column", end.columns)):
         if of is not None:
-            found |= {f"{side}_loss": of.loss, f"{side}_lse": of.lse, f"{side}_height": of.height}
+            found |= {
+                f"{side}_loss": of.loss,
+                f"{side}_lse": of.lse,
+                f"{side}_reference": of.reference,
+            }
     return found
 
 

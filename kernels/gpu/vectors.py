@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import cupy
 import numpy as np
@@ -11,54 +10,44 @@ import numpy as np
 from .. import problem as problems
 from .. import solve as blocks
 from ..problem import Array, Gradients, Problem, Sigmoid, Statistics
-from .device.abi import SCALAR, SUMS, address, pointers, struct
+from .device import compiler
+from .device.arguments import Fields, address
 from .tiled.context import Context
 
-_CONCLUDING = np.dtype(
-    [("rows", SUMS), ("columns", SUMS),
-     ("vectors", pointers("positive positives upstream bad any")),
-     ("row_weight", "f8"), ("column_weight", "f8"), ("scale", SCALAR), ("m", "i8"),
-     ("symmetric", "i8"), ("triangle", "i8"), ("two_sided", "i8"), ("lse_is_float", "i8"),
-     ("results", pointers("losses row_loss row_lse2 column_loss column_lse2 a b at_positive")),
-     ("lses", pointers("row column"))]
-)  # fmt: skip
-_SPELLING = np.dtype(
-    [("positives", "u8"), ("upstream", "u8"), ("value", "f8"), ("symmetric", "i8")]
-)
+# struct Spelling where all vectors are given
+SPELLED_OUT: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
+
+_CONCLUDE = compiler.flatten("conclude.cuh")  # merge, conclude_direction
 
 # The identity of the log-sum-exp fold: (max, sum) = (-inf, 0)
 _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
-# solve.Vectors.merge, in place, and solve.Vectors.within
+# solve.Vectors.merge in place, and solve.Vectors.local_positives
 _merge_sums = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum", "float64 max, float64 sum",
     """
-    const double top = fmax(max, other_max), shift = isinf(top) && top < 0 ? 0.0 : top;
-    sum = sum * exp2(max - shift) + other_sum * exp2(other_max - shift);
-    max = top;
+    const Sum both = merge(Sum{max, sum}, Sum{other_max, other_sum}, [](double x) {
+      return exp2(x);
+    });
+    max = both.max, sum = both.sum;
     """,
-    "infonce_merge_sums",
+    "infonce_merge_sums", preamble=_CONCLUDE,
 )  # fmt: skip
 _within = cupy.ElementwiseKernel(
     "int64 positive, int64 start, int64 stop", "int64 local",
     "local = positive >= start && positive < stop ? positive - start : -1", "infonce_within",
 )  # fmt: skip
-# solve.conclude, formula by formula. (CuPy has a logaddexp2, which loses small losses.)
+# conclude_direction (CuPy has a logaddexp2, which loses small losses)
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 positive",
     "float64 loss, float64 lse, float64 share, float64 lse2",
     """
-    const double ln_2 = 0.6931471805599453, log2_e = 1.4426950408889634;
-    const double negatives = max + log2(sum), gap = negatives - positive;
-    const double softplus = fmax(gap, 0.0) + log1p(exp2(-fabs(gap))) * log2_e;
-    loss = ln_2 * (isnan(gap) ? gap : softplus);
-    lse2 = isnan(gap) ? gap : positive + softplus;
-    lse = ln_2 * lse2;
-    share = isinf(gap) ? gap > 0 : exp2(gap - softplus);
+    const Direction d = conclude_direction(Sum{max, sum}, positive);
+    loss = d.loss, lse = LN_2 * d.lse2, share = d.share, lse2 = d.lse2;
     """,
-    "infonce_conclude",
+    "infonce_conclude", preamble=_CONCLUDE,
 )  # fmt: skip
 
 
@@ -74,12 +63,12 @@ class ElementwiseVectors(blocks.Vectors):
     def merge(self, sums: problems.Sums, other: problems.Sums) -> None:
         _merge_sums(other.max, other.sum, sums.max, sums.sum)
 
-    def within(self, positives: Array, keys: slice) -> Array:
+    def local_positives(self, positives: Array, keys: slice) -> Array:
         return _within(positives, keys.start, keys.stop)
 
     def direction(self, sums: problems.Sums, positive: Array) -> blocks.Direction:
         loss, lse, share, lse2 = _conclude(sums.max, sums.sum, positive)
-        return blocks.Direction(loss, lse, share, height=lse2, at_height=1.0)
+        return blocks.Direction(loss, lse, share, reference=lse2, reference_probability=1.0)
 
 
 class TiledVectors(ElementwiseVectors):
@@ -93,8 +82,9 @@ class TiledVectors(ElementwiseVectors):
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.found = cupy.empty(1)
 
-    def spell_out(self, problem: Problem) -> tuple[Problem, Any]:
-        """The problem spelled out, by a kernel that is handed this structure."""
+    def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:
+        """The problem with its vectors as arrays, and struct Spelling for the kernel that writes
+        them."""
         m = problem.shape[0]
         positives, upstream = problem.positives, problem.upstream
         by_rule, same, value = None, None, 0.0
@@ -103,14 +93,15 @@ class TiledVectors(ElementwiseVectors):
         if isinstance(upstream, float):
             value = upstream
             upstream = same = cupy.empty(m)
-        spelling = struct(_SPELLING, address(by_rule), address(same), value, problem.symmetric)
+        spelling = {"positives": by_rule, "upstream": same, "value": value,
+                    "symmetric": problem.symmetric}  # fmt: skip
         return replace(problem, positives=positives, upstream=upstream), spelling
 
     def dots(self, n: int) -> Array:
         return cupy.empty(n)  # all are written when gradients are finished
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
-        if problem.ranks:
+        if problem.retrieval_ranks:
             self.found[...] = 0
             return super().statistics(problem)
         m, n, _ = problem.shape
@@ -120,67 +111,80 @@ class TiledVectors(ElementwiseVectors):
         if two_sided:
             columns = problems.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
         positive = memory[2 * m : 3 * m]
-        problem, spelling = self.spell_out(problem)
-        of_columns = (address(columns.max), address(columns.sum)) if two_sided else (0, 0)
-        self.launcher.vector_kernel(
-            "begin", max(m, n), struct(SUMS, address(rows.max), address(rows.sum)),
-            struct(SUMS, *of_columns), positive, m, n, spelling, self.found,
-        )  # fmt: skip
+        problem, spelling = self.materialize_vectors(problem)
+        self.begin(rows, columns if two_sided else None, positive, spelling, self.found, m, n)
         whole = columns if two_sided or problem.symmetric else None
         return problem, Statistics(rows, whole, positive)
 
     def clear(self, sums: problems.Sums) -> None:
         """Nothing is folded in yet."""
-        n = len(sums.max)
-        nothing, spelling = struct(SUMS, 0, 0), struct(_SPELLING, 0, 0, 0.0, 0)
-        to = struct(SUMS, address(sums.max), address(sums.sum))
-        self.launcher.vector_kernel("begin", n, nothing, to, 0, 0, n, spelling, 0)
+        self.begin(None, sums, None, SPELLED_OUT, None, 0, len(sums.max))
+
+    def begin(
+        self, rows: problems.Sums | None, columns: problems.Sums | None, positive: Array | None,
+        spelling: Fields, any_key: Array | None, m: int, n: int,
+    ) -> None:  # fmt: skip
+        """The identity of the log-sum-exp fold, and vectors that no caller gave."""
+        self.launcher.vectors(
+            "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
+            positive=positive, m=m, n=n, spelling=spelling, any_key_not_finite=any_key,
+        )  # fmt: skip
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        backend: blocks.Backend | None, poison: problems.Poison | None = None,
+        backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,
     ) -> blocks.Conclusion:  # fmt: skip
-        """With `poison` features have been looked at."""
+        """`not_finite`: marks of features that are not finite, where they are known already."""
         context, m = self.context, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None
-        if poison is None:
-            poison = problems.Poison(context.not_finite(problem, self.found), self.found)
+        if not_finite is None:
+            not_finite = problems.NotFinite(context.not_finite(problem, self.found), self.found)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
-        losses, row_loss, row_lse2, a, at_positive = out[:5]
-        column_loss, column_lse2, b = out[5:] if two_sided else (None, None, None)
+        losses, row_loss, row_lse2, row_factor, positive_gradient = out[:5]
+        column_loss, column_lse2, column_factor = out[5:] if two_sided else (None, None, None)
         columns = stats.columns if two_sided and stats.columns is not None else stats.rows
-        results = losses, row_loss, row_lse2, column_loss, column_lse2, a, b, at_positive
-        concluding = struct(
-            _CONCLUDING, address(stats.rows.max), address(stats.rows.sum),
-            address(columns.max), address(columns.sum),
-            address(stats.positive), address(problem.positives), address(problem.upstream),
-            address(poison.rows), address(poison.all),
-            problem.row_weight, problem.column_weight, *context.scale, m, problem.symmetric,
-            triangle, two_sided, not self.double, *map(address, results),
-            address(lses), address(lses, 1),
-        )  # fmt: skip
-        self.launcher.vector_kernel("conclude", m, concluding)
-        share = None  # of nobody's interest from here on
+        concluding = {
+            "rows": sums_fields(stats.rows), "columns": sums_fields(columns),
+            "positive": stats.positive_logits, "positives": problem.positives,
+            "upstream": problem.upstream, "bad": not_finite.rows,
+            "any_key_not_finite": not_finite.any_key,
+            "row_weight": problem.row_weight, "column_weight": problem.column_weight,
+            "scale": context.scale, "m": m, "symmetric": problem.symmetric, "triangle": triangle,
+            "two_sided": two_sided, "lse_is_float": not self.double,
+            "losses": losses, "row_loss": row_loss, "row_lse2": row_lse2,
+            "column_loss": column_loss, "column_lse2": column_lse2, "row_factor": row_factor,
+            "column_factor": column_factor, "positive_gradient": positive_gradient,
+            "row_lse": lses, "column_lse": address(lses, 1),
+        }  # fmt: skip
+        self.launcher.vectors("conclude", m, f=concluding)
+        share = None  # no longer needed
         return blocks.Conclusion(
             losses, blocks.Direction(row_loss, lses[0], share, row_lse2, 1.0),
             blocks.Direction(column_loss, lses[1], share, column_lse2, 1.0) if two_sided else None,
-            a, b, at_positive,
+            row_factor, column_factor, positive_gradient,
         )  # fmt: skip
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         m = problem.shape[0]
-        memory = cupy.empty((4, m))
-        problem, spelling = self.spell_out(problem)
-        self.launcher.vector_kernel(
-            "begin_sigmoid", m, m, problem.upstream, self.context.scale_struct, *memory, spelling,
-            self.found,
+        row_factor, losses, bias_grad, positive = cupy.empty((4, m))
+        problem, spelling = self.materialize_vectors(problem)
+        self.launcher.vectors(
+            "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.context.scale,
+            row_factor=row_factor, losses=losses, bias_grad=bias_grad, positive=positive,
+            spelling=spelling, any_key_not_finite=self.found,
         )  # fmt: skip
-        return problem, Sigmoid(*memory)
+        return problem, Sigmoid(row_factor, losses, bias_grad, positive)
 
-    def poisoned(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
-        bad, m = self.context.not_finite(problem, self.found), len(losses)
-        self.launcher.vector_kernel("poison", m, m, losses, address(bad), self.found)
+    def mark_not_finite(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
+        return self.add_marks(problem, losses, self.found)
+
+    def add_marks(self, problem: Problem, losses: Array, any_key: Array) -> Array:
+        """Adds NaN to losses that depend on a feature that is not finite; `any_key` holds 0."""
+        m, of_queries = len(losses), self.context.not_finite(problem, any_key)
+        self.launcher.vectors(
+            "poison", m, m=m, losses=losses, bad=of_queries, any_key_not_finite=any_key
+        )
         return losses
 
     def totals(
@@ -190,16 +194,23 @@ class TiledVectors(ElementwiseVectors):
         out = cupy.empty(3, self.out)
         dots = None if gradients is None else gradients.dots
         of_bias = None if gradients is None else of_bias
-        kernel = self.launcher.kernel("vectors.cu", "totals")
-        arguments = (
-            losses, len(losses), problem.row_share or 0.0, address(dots),
-            0 if dots is None else len(dots),
-            2.0 if problem.symmetric else 1.0,  # every pair stands twice in <dZ, z>
-            address(of_bias), self.context.scale_struct, out, int(not self.double),
+        self.launcher.launch(
+            "vectors.cu", "totals", 1, 1024,
+            {
+                "losses": losses, "m": len(losses), "share": problem.reduction_weight or 0.0,
+                "dots": dots, "count": 0 if dots is None else len(dots),
+                "halves": 2 if problem.symmetric else 1,  # every pair stands twice in <dZ, z>
+                "of_bias": of_bias, "scale": self.context.scale, "out": out,
+                "is_float": not self.double,
+            },
         )  # fmt: skip
-        kernel((1,), (1024,), arguments)
         return (
-            None if problem.row_share is None else out[0],
+            None if problem.reduction_weight is None else out[0],
             None if dots is None else out[1],
             None if of_bias is None else out[2],
         )
+
+
+def sums_fields(sums: problems.Sums | None) -> Fields:
+    """struct Sums; null pointers for None."""
+    return {"max": sums and sums.max, "sum": sums and sums.sum}

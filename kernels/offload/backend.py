@@ -31,16 +31,16 @@ from ..problem import (
     Gradients,
     Grid,
     Problem,
-    Ranks,
+    RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
-    cut,
-    least_side,
-    too_small,
+    least_block_side,
+    slices,
+    workspace_too_small,
 )
-from ..solve import Backend, Vectors, ranks_of
+from ..solve import Backend, Vectors, retrieval_ranks_of
 
 PANEL = 128  # rows of a panel are a multiple of this, where there are as many
 
@@ -86,9 +86,9 @@ class Offload:
         item = max(problem.query.dtype.itemsize, problem.key.dtype.itemsize)
         # one panel stays, two stream; gradients of either, a block's share, and as they are stored
         row = d * (4 * item + 3 * self.real.itemsize)
-        most, least = problem.workspace // 2 // row, least_side(m, n)
+        most, least = problem.workspace // 2 // row, least_block_side(m, n)
         if most < least:
-            raise ValueError(too_small(problem.shape, 2 * row * least, problem.workspace))
+            raise ValueError(workspace_too_small(problem.shape, 2 * row * least, problem.workspace))
         most = most // PANEL * PANEL or most
         return int(min(most, max(m, n, 1)))
 
@@ -96,26 +96,26 @@ class Offload:
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
-        return Grid(cut(m, self.rows), cut(n, self.rows), triangle)
+        return Grid(slices(m, self.rows), slices(n, self.rows), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         """One triangle of panels is no use to gradients: sums of all rows would have to stay."""
         n = problem.shape[1]
-        return cut(n, self.rows if problem.symmetric else n)
+        return slices(n, self.rows if problem.symmetric else n)
 
-    def poison(self, problem: Problem) -> Array:
+    def not_finite_marks(self, problem: Problem) -> Array:
         """Gathered by the fold of the losses, which has met all keys."""
         return self.poisoned
 
-    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
-        return of_keys[problem.positives]
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        return per_key[problem.positives]
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
         if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
             self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
-            self.fold(problem, grid, ranks_of(epilogue, problem), None)
+            self.fold(problem, grid, retrieval_ranks_of(epilogue, problem), None)
             return
         if gradients is not None and gradients.dots is not None:
             gradients.dots[:] = 0
@@ -211,11 +211,11 @@ class _Fold:
             problem,
             query=q,
             key=q if symmetric else k,
-            positives=self.vectors.within(self.positives[rows], columns),
+            positives=self.vectors.local_positives(self.positives[rows], columns),
             query_ids=None if self.ids[0] is None else self.ids[0][rows],
             key_ids=None if self.ids[1] is None else self.ids[1][columns],
             symmetric=symmetric,
-            part=problem.part or not own,
+            key_shard=problem.key_shard or not own,
             # the columns of a triangle's block off the diagonal have sums of their own
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             workspace=max(1, problem.workspace // 2),
@@ -230,10 +230,10 @@ class _Fold:
         if gradients is not None and mine is not None and mine.dots is not None:
             gradients.dots[rows if gradients.want_query else columns] += self.device.get(mine.dots)
         if isinstance(epilogue, (Statistics, Sigmoid)):
-            poison = inner.poison(block)
-            self.poisoned[rows] += poison
+            not_finite = inner.not_finite_marks(block)
+            self.poisoned[rows] += not_finite
             if self.grid.triangle and not own:
-                self.poisoned[columns] += poison.sum()
+                self.poisoned[columns] += not_finite.sum()
         self.done += 1
         if problem.progress is not None:
             problem.progress(epilogue.phase, self.done, len(self.grid))
@@ -274,23 +274,23 @@ def _part(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
             for sums, of in ((epilogue.rows, rows), (epilogue.columns, columns))
         )
         assert of_rows is not None
-        return Statistics(of_rows, of_columns, epilogue.positive[rows])
-    if isinstance(epilogue, Ranks):
-        part = Ranks(epilogue.positive[rows], epilogue.row_rank[rows])
+        return Statistics(of_rows, of_columns, epilogue.positive_logits[rows])
+    if isinstance(epilogue, RetrievalRanks):
+        part = RetrievalRanks(epilogue.positive_logits[rows], epilogue.row_rank[rows])
         if epilogue.column_rank is not None:
-            part.column_positive = epilogue.column_positive[columns]
+            part.column_positive_logits = epilogue.column_positive_logits[columns]
             part.column_rank = epilogue.column_rank[columns]
         return part
     if isinstance(epilogue, SoftmaxGradient):
-        height, factor, positive = (
-            epilogue.column_height, epilogue.column_factor, epilogue.column_positive,
+        reference, factor, positive = (
+            epilogue.column_reference, epilogue.column_factor, epilogue.column_positive_gradient,
         )  # fmt: skip
-        if height is not None and factor is not None:  # square: key j belongs to query j
-            positive = (epilogue.positive if positive is None else positive)[columns]
-            height, factor = height[columns], factor[columns]
+        if reference is not None and factor is not None:  # key j is the positive of query j
+            positive = (epilogue.positive_gradient if positive is None else positive)[columns]
+            reference, factor = reference[columns], factor[columns]
         return SoftmaxGradient(
-            epilogue.row_height[rows], epilogue.row_factor[rows], height, factor,
-            epilogue.positive[rows], positive,
+            epilogue.row_reference[rows], epilogue.row_factor[rows], reference, factor,
+            epilogue.positive_gradient[rows], positive,
         )  # fmt: skip
     assert isinstance(epilogue, Sigmoid)
     return Sigmoid(*(getattr(epilogue, f.name)[rows] for f in fields(epilogue)))

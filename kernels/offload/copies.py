@@ -12,7 +12,7 @@ import cupyx
 import numpy as np
 
 from ..gpu.tiled.backend import GPU
-from ..problem import Array, Gradients, Problem, cut
+from ..problem import Array, Gradients, Problem, slices
 from .backend import Offload
 
 COPIERS = 4  # threads that fill pinned memory: one alone is slower than the bus
@@ -31,7 +31,7 @@ def _copiers() -> ThreadPoolExecutor:
 
 def _copy(target: Array, source: Array) -> None:
     """target[...] = source, by several threads: NumPy copies without Python's lock."""
-    parts = cut(len(source), max(1, -(-len(source) // COPIERS)))
+    parts = slices(len(source), max(1, -(-len(source) // COPIERS)))
     copies = [_copiers().submit(np.copyto, target[part], source[part]) for part in parts]
     for copy in copies:
         copy.result()

@@ -151,7 +151,7 @@ fused(const __grid_constant__ Fused f) {
   grid_barrier(f.barrier, target);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
     const double loss = sum_of(f.losses, f.m);
-    if (threadIdx.x == 0) *f.loss = (Real)(f.row_share * loss);
+    if (threadIdx.x == 0) *f.loss = (Real)(f.reduction_weight * loss);
   }
   if (f.gradient) {
     if (NORMALIZE && f.dk.data) {

@@ -43,7 +43,7 @@ struct Fused {
   Scale scale;
   Scalar bias;
   double row_weight, column_weight;
-  double row_share;           // weight of a row in the reduced loss
+  double reduction_weight;           // weight of a row in the reduced loss
   double upstream;            // of all rows, unless each has its own
   const double* upstreams;    // [M] or null
   const i64* positives;       // [M], or null: the other view of a sample, or i for i
@@ -89,13 +89,6 @@ __device__ __forceinline__ i64 positive_of(const Fused& f, i64 i) {
 __device__ __forceinline__ double upstream_of(const Fused& f, i64 i) {
   return f.upstreams ? f.upstreams[i] : f.upstream;
 }
-
-// log2 of 2^a + 1, where a may be infinite
-__device__ __noinline__ double softplus2(double a) {
-  return fmax(a, 0.0) + log1p(exp2(-fabs(a))) * LOG2_E;
-}
-// 2^a / (2^a + 1)
-__device__ __noinline__ double sigmoid2(double a) { return exp2(a - softplus2(a)); }
 
 // Threads that work on one row at a time: a warp; where rows are few, more of a block's warps.
 struct Team {

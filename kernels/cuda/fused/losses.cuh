@@ -8,14 +8,13 @@
 __device__ __noinline__ void conclude(double c, double max, double sum, double positive,
                                          double weight, double* gap, Real* lse, Real* reference,
                                          Real* factor) {
-  const double n = sum > 0 || sum != sum ? c * max + log2(sum) : -INFINITY_, p = c * positive;
-  *gap = n - p;
-  const double both = p + softplus2(n - p);
-  *lse = (Real)(LN_2 * both);
-  const double exact = both / c;
+  const Direction d = conclude_direction(Sum{c * max, sum}, c * positive);
+  *gap = d.gap;
+  *lse = (Real)(LN_2 * d.lse2);
+  const double exact = d.lse2 / c;
   const Real h = isfinite(exact) ? (Real)exact : 0;
   *reference = h;
-  *factor = (Real)(weight * exp2(c * (double)h - both));
+  *factor = (Real)(weight * exp2(c * (double)h - d.lse2));
 }
 
 __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
@@ -100,6 +99,12 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
 
 // --- phase 3 -----------------------------------------------------------------------------------------------
 
+struct LossAndShare {
+  double loss, share;
+};
+// What follows from a gap (conclude.cuh). Out of line: a short launch fetches this code once.
+__device__ __noinline__ LossAndShare of_gap(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
+
 __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,
                                double* memory) {
   const Team team(f.m, memory);
@@ -112,8 +117,8 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
 
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (SIGMOID) {
-      const double z = scale * (double)x[y] + bias, e = exp(-fabs(z));
-      here = -upstream_of(f, i) * scale * (z >= 0 ? e : 1.0) / (1.0 + e);
+      const LossAndShare at = of_gap(-LOG2_E * (scale * (double)x[y] + bias));
+      here = -upstream_of(f, i) * scale * at.share;
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
         if (j == y || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
@@ -121,20 +126,18 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
         sigmoid_parts(exp2_(-fabs(t) * (Real)LOG2_E), share, log1p);
         loss += max_(t, 0) + log1p;
       }
-      loss = team.sum(loss) + fmax(-z, 0.0) + log1p(e);
+      loss = team.sum(loss) + at.loss;
     } else {
-      const double gap = f.row_gap[i];
-      loss = f.row_weight * LN_2 * softplus2(gap);
-      here = -upstream_of(f, i) * f.row_weight * scale * sigmoid2(gap);
+      const LossAndShare row = of_gap(f.row_gap[i]);
+      loss = f.row_weight * row.loss;
+      here = -upstream_of(f, i) * f.row_weight * scale * row.share;
       if (TWO_SIDED) {
-        const double other = f.column_gap[i];
-        loss += f.column_weight * LN_2 * softplus2(other);
-        here -= upstream_of(f, i) * f.column_weight * scale * sigmoid2(other);
+        const LossAndShare column = of_gap(f.column_gap[i]);
+        loss += f.column_weight * column.loss;
+        here -= upstream_of(f, i) * f.column_weight * scale * column.share;
       }
-      if (SYMMETRIC) {  // the pair counts for both its rows
-        const double other = f.row_gap[y];
-        here -= upstream_of(f, y) * f.row_weight * scale * sigmoid2(other);
-      }
+      if (SYMMETRIC)  // the pair counts for both its rows
+        here -= upstream_of(f, y) * f.row_weight * scale * of_gap(f.row_gap[y]).share;
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + bad);
     if (!f.gradient) continue;

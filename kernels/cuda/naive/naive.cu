@@ -30,8 +30,9 @@ struct Pairs {
   }
 };
 
-__device__ __forceinline__ double softplus(double x) { return fmax(x, 0.0) + log1p(exp(-fabs(x))); }
-__device__ __forceinline__ double logistic(double x) { return exp(x - softplus(x)); }
+// Of natural logits.
+__device__ __forceinline__ double softplus(double x) { return softplus2(LOG2_E * x); }
+__device__ __forceinline__ double logistic(double x) { return sigmoid2(LOG2_E * x); }
 __device__ __forceinline__ Real exp_(Real x) { return exp2_(x * (Real)LOG2_E); }
 
 __device__ __forceinline__ double block_sum(double x) {
@@ -158,9 +159,18 @@ feature_gradient(const Real* g, const Real* z, i64 m, i64 n, i64 d, i64 which,
 
 // What a row (a column) knows of its logits.
 struct Side {
-  double *gap, *lse, *loss, *top;  // n - p; log-sum-exp of all; softplus(gap); largest negative
+  double *gap, *lse, *loss, *top;  // base-2 gap; log-sum-exp of all; loss; largest negative
   i64* rank;                       // how many negatives lie above the positive
 };
+
+// What follows from natural logits: the negatives' maximum `top`, their sum of e^(x - top), and the
+// positive's logit (conclude.cuh).
+__device__ __forceinline__ void put(const Side& side, i64 i, double top, double sum, double positive) {
+  const Direction d = conclude_direction(Sum{LOG2_E * top, sum}, LOG2_E * positive);
+  side.gap[i] = d.gap;
+  side.lse[i] = positive + d.loss;
+  side.loss[i] = d.loss;
+}
 
 // One block a row.
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
@@ -181,11 +191,8 @@ row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
     if (j != y && row[j] != (Real)-INFINITY_) sum += exp_(row[j] - (Real)top);
   sum = block_sum(sum);
   if (threadIdx.x != 0) return;
-  const double negatives = sum == 0 ? -INFINITY_ : top + log(sum), gap = negatives - (double)p;
   positive[i] = p;
-  side.gap[i] = gap;
-  side.lse[i] = p + softplus(gap);
-  side.loss[i] = softplus(gap);
+  put(side, i, top, sum, p);
   side.top[i] = top;
   side.rank[i] = (i64)above;
 }
@@ -220,10 +227,7 @@ column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
     if (i != j && x[i * n + j] != (Real)-INFINITY_) sum += exp_(x[i * n + j] - (Real)top);
   sum = over_warps(sum, add);
   if (warp != 0 || !inside) return;
-  const double negatives = sum == 0 ? -INFINITY_ : top + log(sum), gap = negatives - (double)p;
-  side.gap[j] = gap;
-  side.lse[j] = p + softplus(gap);
-  side.loss[j] = softplus(gap);
+  put(side, j, top, sum, p);
   side.rank[j] = (i64)above;
 }
 
@@ -236,7 +240,7 @@ sigmoid_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
   double sum = 0;
   for (i64 j = threadIdx.x; j < n; j += NAIVE_THREADS) {
     const double z = (double)x[i * n + j] + bias.get();
-    sum += j == y ? softplus(-z) : x[i * n + j] == (Real)-INFINITY_ ? 0.0 : softplus(z);
+    sum += softplus(j == y ? -z : z);  // of an excluded pair, 0
   }
   sum = block_sum(sum);
   if (threadIdx.x == 0) loss[i] = sum;
@@ -258,15 +262,16 @@ logit_gradient(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
       value = 0;
     } else if (sigmoid) {
       const double z = (double)logit + bias.get();
-      value = upstream[i] * (j == y ? -logistic(-z) : logistic(z));
+      value = upstream[i] * logistic(j == y ? -z : z);
     } else if (j == y) {
-      value = -upstream[i] * row_weight * logistic(row_gap[i]);
-      if (column_lse) value -= upstream[j] * column_weight * logistic(column_gap[j]);
+      value = upstream[i] * row_weight * sigmoid2(row_gap[i]);
+      if (column_lse) value += upstream[j] * column_weight * sigmoid2(column_gap[j]);
     } else {
       value = upstream[i] * row_weight * exp_((Real)((double)logit - row_lse[i]));
       if (column_lse)
         value += upstream[j] * column_weight * exp_((Real)((double)logit - column_lse[j]));
     }
+    if (j == y) value = -value;  // the positive's logit should grow
     g[i * n + j] = (Real)value;
     if (value != 0) dot += value * (double)logit;
     total += value;

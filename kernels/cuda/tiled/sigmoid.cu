@@ -20,7 +20,7 @@ struct RowSums {
 };
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
-sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias_of,
+sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias,
         const Real* row_factor, double* positive, Real2* row_sums, i64 row_stride,
         const __grid_constant__ GradientPanel panel) {
   extern __shared__ __align__(128) char stages[];
@@ -36,7 +36,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
   tile_product(x, block.q, block.k, tile.row, tile.column, block.width, stages, p);
   apply_factors(x, shared, block, p);
   const double scale = block.scale.get();
-  const Real s = (Real)scale, bias = (Real)bias_of.get();
+  const Real s = (Real)scale, b = (Real)bias.get();
   if (has_positives)
     at_positives(x, shared, p, [&](int row, Real value) {
       positive[tile.row + row] = scale * (double)value;
@@ -50,7 +50,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     Real loss = 0, total = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const Real z = s * x[i][j] + bias;
+      const Real z = s * x[i][j] + b;
       const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
       Real share, log1p;
       sigmoid_parts(e, share, log1p);

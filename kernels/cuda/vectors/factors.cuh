@@ -10,9 +10,9 @@ struct Ranges {
 };
 
 struct FactorSources {
-  const double *row_lse, *a, *at_positive;  // [M]
-  const double *column_lse, *b;             // [N] or null
-  const double* column_positive;            // [N] or null: at the columns' own positives
+  const double *row_reference, *row_factor, *positive_gradient;  // [M]
+  const double *column_reference, *column_factor;           // [N] or null
+  const double* column_positive_gradient;            // [N] or null: at the columns' own positives
 };
 
 constexpr int RANGE_THREADS = 1024;
@@ -29,18 +29,18 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
   double high = -INFINITY_, low = INFINITY_, least = INFINITY_, bound = 0;
 #pragma unroll 4  // as in `totals`
   for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) {
-    if (f.row_lse) {
-      high = fmax(high, f.row_lse[i]);
-      low = fmin(low, f.row_lse[i]);
+    if (f.row_reference) {
+      high = fmax(high, f.row_reference[i]);
+      low = fmin(low, f.row_reference[i]);
     }
-    bound = fmax(bound, fabs(f.a[i]) * (f.at_positive ? MIN_FACTOR : 1));
-    if (f.at_positive) bound = fmax(bound, 2 * fabs(f.at_positive[i]));
+    bound = fmax(bound, fabs(f.row_factor[i]) * (f.positive_gradient ? MIN_FACTOR : 1));
+    if (f.positive_gradient) bound = fmax(bound, 2 * fabs(f.positive_gradient[i]));
   }
-  if (f.column_lse)
+  if (f.column_reference)
 #pragma unroll 4
     for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) {
-      least = fmin(least, f.column_lse[j]);
-      if (f.column_positive) bound = fmax(bound, 2 * fabs(f.column_positive[j]));
+      least = fmin(least, f.column_reference[j]);
+      if (f.column_positive_gradient) bound = fmax(bound, 2 * fabs(f.column_positive_gradient[j]));
     }
   const int t = threadIdx.x;
   parts[0][t] = high, parts[1][t] = low, parts[2][t] = least, parts[3][t] = bound;
@@ -58,7 +58,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
   const bool usable = bound > 1e-300 && bound < INFINITY_;
   out->unit = usable ? bound / largest_element : 1.0;
   out->middle = 0.5 * (parts[0][0] + parts[2][0]);
-  out->shared = f.column_lse && parts[0][0] - parts[2][0] < 40 && parts[0][0] - parts[1][0] < 80;
+  out->shared = f.column_reference && parts[0][0] - parts[2][0] < 40 && parts[0][0] - parts[1][0] < 80;
 }
 
 struct FactorTargets {
@@ -81,16 +81,16 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
   const double c = scale.get() * LOG2_E, per_unit = 1 / ranges->unit;
   if (i < m) {
     Real h;
-    const double rest = reference(f.row_lse[i], c, scaled, h);
+    const double rest = reference(f.row_reference[i], c, scaled, h);
     out.row_reference[i] = h;
-    out.a[i] = (Real)(f.a[i] * exp2(rest - f.row_lse[i]) * per_unit);
-    if (f.column_lse) out.u[i] = ranges->shared ? (Real)exp2(rest - ranges->middle) : 0;
+    out.a[i] = (Real)(f.row_factor[i] * exp2(rest - f.row_reference[i]) * per_unit);
+    if (f.column_reference) out.u[i] = ranges->shared ? (Real)exp2(rest - ranges->middle) : 0;
   }
-  if (f.column_lse && i < n) {
+  if (f.column_reference && i < n) {
     Real h;
-    const double lse = f.column_lse[i], rest = reference(lse, c, scaled, h);
+    const double lse = f.column_reference[i], rest = reference(lse, c, scaled, h);
     out.column_reference[i] = h;
-    out.v[i] = (Real)(f.b[i] * exp2((ranges->shared ? ranges->middle : rest) - lse) * per_unit);
+    out.v[i] = (Real)(f.column_factor[i] * exp2((ranges->shared ? ranges->middle : rest) - lse) * per_unit);
   }
 }
 

@@ -86,20 +86,21 @@ add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted)
   if (threadIdx.x < ONLINE_PANEL_ROWS && i < n) sum[i] += f.sum;
 }
 
-// Rows have met all columns: their maxima, as the sums are against them; the unit of their gradients,
-// a 2^(reference - log-sum-exp), with the row's own factor where normalised; dL/dx at the positive.
+// Rows have met all columns. Written are their maxima, which are the reference exponents of the sums;
+// the unit of their gradients, a 2^(max - log-sum-exp) = a share / sum, with the row's own factor where
+// rows are normalised; and dL/dx at the positive.
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive, const double* upstream,
                                       const Real* factor, i64 n, double row_weight,
                                       const __grid_constant__ Scale scale, double* unit,
-                                      double* at_positive) {
+                                      double* positive_gradient) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
   const double c = scale.get() * LOG2_E;
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
-  const Direction row(rows, i, positive[i]);
+  const Direction row = conclude_direction(rows, i, positive[i]);
   const double a = upstream[i] * (row_weight * scale.bare());
-  unit[i] = rows.sum[i] == 0 ? 0 : a * exp2(rows.max[i] - row.lse2) * (factor ? factor[i] : 1);
-  at_positive[i] = -(a * row.share);
+  unit[i] = rows.sum[i] == 0 ? 0 : a * row.share / rows.sum[i] * (factor ? factor[i] : 1);
+  positive_gradient[i] = -(a * row.share);
 }
 

@@ -32,10 +32,13 @@ extern "C" __global__ void sigmoid_positives(const double* logits, const double*
                                              double* losses, double* bias_grad) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
-  out[i] = 0;
-  if (positives[i] < 0) return;
-  const double z = logits[i] + bias.get(), e = exp(-fabs(z));
-  out[i] = -a[i] * (z >= 0 ? e : 1.0) / (1.0 + e);
-  losses[i] += fmax(-z, 0.0) + log1p(e);
-  bias_grad[i] += out[i];
+  if (positives[i] < 0) {
+    out[i] = 0;
+    return;
+  }
+  const double gap = -LOG2_E * (logits[i] + bias.get());
+  losses[i] += softplus2(gap);
+  const double positive_gradient = -a[i] * sigmoid2(gap);
+  out[i] = positive_gradient;
+  bias_grad[i] += positive_gradient;
 }

@@ -9,24 +9,9 @@ constexpr int MERGE_THREADS = 128;
 constexpr int MERGE_ROW_THREADS = 4;  // threads that share a row
 constexpr int MAX_SWEEP_BLOCKS = 512;
 
-struct Sum {
-  double max, sum;  // of 2^x, base 2
-};
-
-// A part (-inf, 0) is empty; two empty parts make no difference of infinities. A NaN sum stays.
-// Sweeps' sums may be as large as 2^127, and as small: the factor has to reach further than a float.
+// With exponentials in the products' precision.
 __device__ __forceinline__ Sum merge(Sum a, Sum b) {
-  if (b.max > a.max) {
-    const Sum t = a;
-    a = b;
-    b = t;
-  }
-  if (b.max != a.max) {
-    const double half = exp2_((Real)(0.5 * (b.max - a.max)));
-    b.sum *= half * half;
-  }
-  a.sum += b.sum;
-  return a;
+  return merge(a, b, [](double x) { return (double)exp2_((Real)x); });
 }
 
 // Which of a sweep's blocks have met a tile, in their order; returns how many. By a warp.
@@ -133,18 +118,9 @@ extern "C" __global__ void begin(const __grid_constant__ Sums rows,
   if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
 }
 
-// What follows for one row, or column, from its sums over the negatives and its positive.
-struct Direction {
-  double loss, lse2, share;  // natural units, base 2, what the negatives hold of the softmax
-  __device__ __forceinline__ Direction(const Sums& s, i64 i, double positive) {
-    const double negatives = s.max[i] + log2(s.sum[i]), gap = negatives - positive;
-    const double softplus = fmax(gap, 0.0) + log1p(exp2(-fabs(gap))) * LOG2_E;
-    const bool usable = gap == gap;
-    loss = LN_2 * (usable ? softplus : gap);
-    lse2 = usable ? positive + softplus : gap;
-    share = isinf(gap) ? gap > 0 : exp2(gap - softplus);
-  }
-};
+__device__ __forceinline__ Direction conclude_direction(const Sums& s, i64 i, double positive) {
+  return conclude_direction(Sum{s.max[i], s.sum[i]}, positive);
+}
 
 struct Concluding {
   Sums rows, columns;
@@ -157,7 +133,8 @@ struct Concluding {
   Scale scale;
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // results
-  double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *a, *b, *at_positive;
+  double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *row_factor, *column_factor,
+      *positive_gradient;
   void *row_lse, *column_lse;
 };
 
@@ -175,18 +152,18 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   double positive = f.positive[i];
   // A triangle met the pair once, from its lower row
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
-  const Direction row(f.rows, i, positive);
+  const Direction row = conclude_direction(f.rows, i, positive);
   const double a = upstream * (f.row_weight * scale);
-  double loss = f.row_weight * row.loss, at_positive = a * row.share;
+  double loss = f.row_weight * row.loss, positive_gradient = a * row.share;
   if (f.symmetric && partner >= 0)
-    at_positive += f.upstream[partner] * (f.row_weight * scale) *
-                   Direction(f.rows, partner, positive).share;
+    positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
+                   conclude_direction(f.rows, partner, positive).share;
   if (f.two_sided) {
-    const Direction column(f.columns, i, positive);
+    const Direction column = conclude_direction(f.columns, i, positive);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
-    at_positive += b * column.share;
-    f.b[i] = b;
+    positive_gradient += b * column.share;
+    f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
     f.column_lse2[i] = column.lse2;
     put_lse(f, f.column_lse, i, column.lse2);
@@ -195,8 +172,8 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   f.row_loss[i] = row.loss;
   f.row_lse2[i] = row.lse2;
   put_lse(f, f.row_lse, i, row.lse2);
-  f.a[i] = a;
-  f.at_positive[i] = -at_positive;
+  f.row_factor[i] = a;
+  f.positive_gradient[i] = -positive_gradient;
 }
 
 constexpr int TOTALS_THREADS = 1024;

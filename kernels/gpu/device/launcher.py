@@ -1,15 +1,17 @@
-"""Launches the kernels of one call, for products of one precision, at once or into a plan."""
+"""Launches the kernels of one call, compiled for products of one precision."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import cupy
 
-from ..config import launch as config
+from .. import config
 from . import compiler
 from .launches import Queue
+from .signatures import signature
 
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 
@@ -27,21 +29,25 @@ def device_properties(index: int) -> config.Device:
 
 
 class Launcher:
-    """`queue` runs what is launched on the current stream, or records it."""
+    """`queue` runs what is launched, or records it."""
 
     def __init__(self, device: Any, precision: str, queue: Queue) -> None:
         self.device, self.precision, self.queue = device, precision, queue
 
-    def kernel(self, file: str, name: str, shared: int = 0, **defines: int | str) -> Any:
+    def launch(
+        self, file: str, kernel: str, grid: int, block: int, arguments: Mapping[str, Any],
+        shared: int = 0, **defines: int | str,
+    ) -> None:  # fmt: skip
+        """`kernel` of `file` in kernels/cuda, with `arguments` by the names of its parameters."""
         function = compiler.function(
-            self.device, file, name, shared, PRECISION=PRECISIONS[self.precision], **defines
+            self.device, file, kernel, shared, PRECISION=PRECISIONS[self.precision], **defines
         )
-        return self.queue.kernel(function)
+        self.queue.launch(function, signature(file, kernel), grid, block, shared, arguments)
 
-    def rows_kernel(self, name: str, n: int, *arguments: Any) -> None:
-        """One warp a row."""
-        self.kernel("rows.cu", name)((-(-n // 8),), (256,), arguments)
+    def rows(self, kernel: str, rows: int, /, **arguments: Any) -> None:
+        """A kernel of rows.cu: one warp a row."""
+        self.launch("rows.cu", kernel, -(-rows // 8), 256, arguments)
 
-    def vector_kernel(self, name: str, n: int, *arguments: Any, threads: int = 1) -> None:
-        """So many threads an element."""
-        self.kernel("vectors.cu", name)((-(-n * threads // 128),), (128,), arguments)
+    def vectors(self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any) -> None:
+        """A kernel of vectors.cu: so many threads an element."""
+        self.launch("vectors.cu", kernel, -(-elements * threads // 128), 128, arguments)

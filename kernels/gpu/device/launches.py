@@ -1,29 +1,37 @@
-"""What a GPU is told to do: here at once, on the current stream."""
+"""What a call asks of the GPU: kernels, products, copies and zeros, in the order asked for.
+
+A `Queue` runs them on the current stream; a `Recorder` (recorder.py) writes them down.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cupy
 
 from ...problem import Array
 from .cublas import gemm_ex
+from .signatures import Signature
 from .tensor_map import tensor_map
 
 
 class Queue:
-    """Kernels, products, copies and zeros, in the order in which they are asked for."""
+    """Runs everything at once, on the current stream."""
 
-    def kernel(self, function: Any) -> Any:
-        """What launches `function`, called as that is."""
-        return function
+    def launch(
+        self, function: Any, signature: Signature, grid: int, block: int, shared: int,
+        arguments: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """A kernel of `grid` blocks of `block` threads with `shared` bytes of dynamic memory."""
+        function((grid,), (block,), signature.arguments(arguments), shared_mem=shared)
 
     def tensor_map(self, data: int, *form: Any) -> Any:
-        """`kernels.tensor_map.tensor_map` as an argument of a kernel."""
+        """`tensor_map.tensor_map` as an argument of a kernel."""
         return tensor_map(data, *form)
 
     def gemm(self, *arguments: int) -> None:
-        """cublasGemmEx, from its third argument on."""
+        """cublasGemmEx, from its second argument on."""
         gemm_ex(cupy.cuda.device.get_cublas_handle(), *arguments)
 
     def copy(self, to: Any, source: Any, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The GPU backend: sweeps or tiled kernels for logits and what becomes of them, else cuBLAS.
+"""The GPU backend: sweeps or tiled kernels for logits and their epilogues, cuBLAS for the rest.
 
 A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
 but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
@@ -22,17 +22,19 @@ from ...problem import (
     Grid,
     OnlineSoftmax,
     Problem,
-    Ranks,
+    RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
 )
-from ..device.abi import address
 from ..device.launches import Queue
 from ..vectors import TiledVectors
 from .context import Context
-from .fold import RanksFold, StatisticsFold
-from .gradient import NarrowFold, OnlineFold, SigmoidFold, SoftmaxFold
+from .gradient import NarrowFold, SoftmaxFold
+from .lse import StatisticsFold
+from .online import OnlineFold
+from .ranks import RanksFold
+from .sigmoid import SigmoidFold
 
 
 class GPU:
@@ -45,31 +47,27 @@ class GPU:
         """`ahead` and `queue`: see `Context`."""
         self.context = Context(problem, gradients, ahead, queue)
         self.vectors = TiledVectors(self.context, problem.query)
-        # elsewhere log-sum-exps first, then dQ from panels: 3 products
         self.online = self.context.online
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
-        cut = self.context.cut
-        step, border = cut.columns, cut.lent
-        columns = [*problems.cut(border, step), *problems.cut(n, step, border)]
-        rows = columns if problem.symmetric else problems.cut(m, cut.rows)
+        of = self.context.blocking
+        step, border = of.columns, of.overlaid
+        columns = [*problems.slices(border, step), *problems.slices(n, step, border)]
+        rows = columns if problem.symmetric else problems.slices(m, of.rows)
         return Grid(rows, columns, triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
         n = problem.shape[1]
-        return problems.cut(n, self.context.cut.key_rows or n)
+        return problems.slices(n, self.context.blocking.key_rows or n)
 
-    def poison(self, problem: Problem) -> Array:
+    def not_finite_marks(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
         m = problem.shape[0]
-        launcher = self.context.launcher
-        out = launcher.queue.zeros(m + 1, np.float64)
-        bad = self.context.not_finite(problem, out[m:])
-        launcher.vector_kernel("poison", m, m, out, address(bad), out[m:])
-        return out[:m]
+        out = self.context.launcher.queue.zeros(m + 1, np.float64)
+        return self.vectors.add_marks(problem, out[:m], out[m:])
 
-    def of_positives(self, problem: Problem, of_keys: Array) -> Array:
+    def take_at_positives(self, problem: Problem, of_keys: Array) -> Array:
         return of_keys[problem.positives]
 
     def fold(
@@ -77,17 +75,19 @@ class GPU:
     ) -> None:
         context = self.context
         if isinstance(epilogue, Statistics):
-            (m, n, _), of = problem.shape, context.statistics_cut
-            rows, columns = problems.cut(m, of.rows), problems.cut(n, of.columns)
+            (m, n, _), of = problem.shape, context.statistics_blocking
+            rows, columns = problems.slices(m, of.rows), problems.slices(n, of.columns)
             grid = replace(grid, rows=rows, columns=columns)
             StatisticsFold(context, problem, grid, epilogue).run()
             if epilogue.row_rank is not None:
-                RanksFold(context, problem, grid, blocks.ranks_of(epilogue, problem)).run()
-        elif isinstance(epilogue, Ranks):
+                RanksFold(
+                    context, problem, grid, blocks.retrieval_ranks_of(epilogue, problem)
+                ).run()
+        elif isinstance(epilogue, RetrievalRanks):
             RanksFold(context, problem, grid, epilogue).run()
         elif isinstance(epilogue, OnlineSoftmax):
             OnlineFold(context, problem, grid, epilogue, gradients).run()
-        elif isinstance(epilogue, SoftmaxGradient) and context.narrow is not None:
+        elif isinstance(epilogue, SoftmaxGradient) and context.in_registers is not None:
             NarrowFold(context, problem, replace(grid, triangle=False), epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient):
             SoftmaxFold(context, problem, grid, epilogue, gradients).run()

@@ -1,4 +1,4 @@
-"""Memory of a call on a GPU: workspace, operands as kernels read them, gradients in the making."""
+"""Memory of a call on a GPU: workspace, operands as kernels read them, gradient accumulators."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import cupy
 import numpy as np
 
 from ...problem import Array
-from ..config import launch as config
-from ..device.abi import address, matrix
+from .. import config
+from ..device.arguments import Fields, address, matrix
 from ..device.launcher import Launcher
 
 DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
@@ -18,7 +18,7 @@ DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bflo
 
 
 class Scratch:
-    """The workspace: one allocation, dealt out anew to each fold."""
+    """The workspace: one allocation, which each fold divides anew."""
 
     ALIGNMENT = 256
 
@@ -28,13 +28,13 @@ class Scratch:
         self.taken = 0
 
     def reset(self) -> None:
-        """All of it is free again: a fold begins."""
+        """A fold begins: all of the memory is free."""
         if self.memory is None:
             self.memory = cupy.empty(self.size, np.uint8)
         self.taken = 0
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
-        """An array in what is left."""
+        """An array in memory that is still free."""
         array = cupy.ndarray(shape, dtype, self.memory.data + self.taken)
         self.taken += -(-array.nbytes // self.ALIGNMENT) * self.ALIGNMENT
         assert self.taken <= self.size
@@ -48,15 +48,20 @@ class Scratch:
 class Operand:
     """Rows of one side as the tiled kernels and cuBLAS read them."""
 
-    data: int
+    data: int  # address
     stride: int  # elements
     part: int  # elements from part to part of a row (bf16x3, fp16x3)
     rows: int
-    factor: int
+    factor: int  # address
+
+    def fields(self, item: int) -> Fields:
+        """struct Operand; `item`: bytes of an element."""
+        return {"data": self.data, "stride": self.stride * item, "part": self.part * item,
+                "rows": self.rows, "factor": self.factor}  # fmt: skip
 
 
 class Side:
-    """One side's features: where they lie, or staged a block at a time in the operands' format."""
+    """One side's features: read in place, or staged a block at a time in the operands' format."""
 
     def __init__(
         self, launcher: Launcher, features: Array, normalize: bool, real: np.dtype[Any]
@@ -81,8 +86,10 @@ class Side:
         if normalize:
             self.factor = cupy.empty(n, real)
             self.exponent = cupy.empty(n, np.int32)
-            launcher.rows_kernel("row_norms", n, matrix(features), n, d,
-                            self.factor, self.exponent)  # fmt: skip
+            launcher.rows(
+                "row_norms", n, z=matrix(features), n=n, d=d, factor=self.factor,
+                exponent=self.exponent,
+            )  # fmt: skip
 
     def buffer(self, rows: int, scratch: Scratch) -> Array:
         """Room for staging `rows` rows; None where they are read in place."""
@@ -97,12 +104,12 @@ class Side:
         if buffer is None:
             stride = self.features.strides[0] // self.features.dtype.itemsize
             return Operand(address(self.features, rows.start), stride, 0, n, factor)
-        parts = config.PARTS.get(self.launcher.precision, 1)
+        parts = config.OPERAND_PARTS.get(self.launcher.precision, 1)
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
-        self.launcher.rows_kernel(
-            "stage", n, matrix(self.features, rows.start), n,
-            self.features.shape[1], address(self.exponent, rows.start), self.shift, buffer,
-            stride, part,
+        self.launcher.rows(
+            "stage", n, z=matrix(self.features, rows.start), n=n, d=self.features.shape[1],
+            exponent=address(self.exponent, rows.start), shift=self.shift, out=buffer,
+            stride=stride, part=part,
         )  # fmt: skip
         return Operand(buffer.data.ptr, stride, part, n, factor)
 
@@ -112,8 +119,8 @@ class Side:
 
 @dataclass
 class Accumulator:
-    """Gradients of rows first.. in the making, [rows, stride], in the panels' unit. Those of rows
-    before may lie in other memory: what their destination lends."""
+    """Unfinished gradients of rows first.., [rows, stride], in the panels' unit. Those of rows
+    before `first` may overlay their destination: `before`."""
 
     array: Array
     stride: int
@@ -128,7 +135,7 @@ class Accumulator:
 
 
 def in_place(out: Array | None, real: np.dtype[Any]) -> bool:
-    """Whether gradients can be gathered at their destination."""
+    """Whether gradients can accumulate in their destination."""
     return out is not None and (
         out.dtype == real
         and (out.strides[1] == real.itemsize or out.shape[1] == 1)
@@ -137,9 +144,9 @@ def in_place(out: Array | None, real: np.dtype[Any]) -> bool:
     )
 
 
-def lends(out: Array | None, real: np.dtype[Any]) -> int:
-    """How many rows of the destination take the place of one in the making; 0 where it is of no
-    use for that."""
+def overlay(out: Array | None, real: np.dtype[Any]) -> int:
+    """How many rows of the destination one row of an accumulator covers; 0 where it cannot overlay
+    the destination."""
     if out is None or not out.flags.c_contiguous or out.data.ptr % 16:
         return 0
     return int(real.itemsize // out.dtype.itemsize)

@@ -1,0 +1,73 @@
+// What follows for a row, or a column, from its (max, sum): the largest base-2 logit of its negatives,
+// and the sum of 2^(logit - max) over them.
+//
+// All kernels take it from here: vectors.cu, fused.cu, naive.cu, and the elementwise kernels of
+// kernels/gpu/vectors.py. The latter are compiled with the text of this file alone, so it includes
+// nothing.
+//
+// The counterpart in Python is kernels/solve.py:
+//
+//     here         kernels/solve.py
+//     merge        Vectors.merge
+//     softplus2    softplus2                   log(1 + 2^x), natural units
+//     sigmoid2     sigmoid2                    1 / (1 + 2^-x); there 2^(x - log2(1 + 2^x))
+//     gap          conclude: gap               (max - positive) + log2(sum)
+//     loss         conclude: softplus2(gap)
+//     share        conclude: sigmoid2(gap)
+//     lse2         conclude: top + log2(total) log2(sum 2^max + 2^positive) = positive + log2(1 + 2^gap)
+//
+// In Python, the gradient's exponents are taken off `reference`, which is at most the log-sum-exp, and
+// `reference_probability` is what remains, 2^(reference - lse2). On a GPU they are lse2 and 1.
+//
+// All of this is float64. Without negatives (max, sum) is (-inf, 0): loss and share are 0. NaN stays NaN.
+#pragma once
+
+constexpr double LOG2_E = 1.4426950408889634;
+constexpr double LN_2 = 0.6931471805599453;
+
+struct Sum {
+  double max, sum;
+};
+
+// (max, sum) + (max, sum). Of two empty sums, no difference of infinities is taken. `exp2_of` is 2^x in
+// the precision that the caller wants. It takes half the difference of the maxima, and its result is
+// squared: sums are as large as 2^127, so that a factor counts which is too small for a float.
+template <class Exp2>
+__device__ __forceinline__ Sum merge(Sum a, Sum b, Exp2 exp2_of) {
+  if (b.max > a.max) {
+    const Sum t = a;
+    a = b;
+    b = t;
+  }
+  if (b.max != a.max) {
+    const double half = exp2_of(0.5 * (b.max - a.max));
+    b.sum *= half * half;
+  }
+  a.sum += b.sum;
+  return a;
+}
+
+// log1p keeps all digits of a small loss. No exponent is above 0: nothing overflows.
+__device__ __forceinline__ double softplus2(double x) {
+  return LN_2 * fmax(x, 0.0) + log1p(exp2(-fabs(x)));
+}
+__device__ __forceinline__ double sigmoid2(double x) {
+  const double e = exp2(-fabs(x));
+  return (x < 0 ? e : 1.0) / (1.0 + e);
+}
+
+struct Direction {
+  double gap;    // log-sum-exp of the negatives, base 2, less the positive's logit
+  double loss;   // natural units
+  double share;  // the part of the softmax that the negatives have
+  double lse2;   // log-sum-exp of all logits, base 2
+};
+
+__device__ __forceinline__ Direction conclude_direction(Sum negatives, double positive) {
+  Direction d;
+  d.gap = (negatives.max - positive) + log2(negatives.sum);
+  d.loss = softplus2(d.gap);
+  d.share = sigmoid2(d.gap);
+  d.lse2 = positive + LOG2_E * d.loss;
+  return d;
+}

@@ -1,0 +1,72 @@
+"""Precisions: how operands are held on a device, and what its tensor cores lose when they add."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+K_SLICE = 128  # bytes of a row in one stage of a pipeline: kernels/cuda/block.cuh
+# "portable": the kernels that run on every card, also where faster ones exist
+PORTABLE = os.environ.get("INFONCE_KERNELS", "") == "portable"
+
+# bytes of an element of operands and of dL/dx (all its parts), and of accumulators
+OPERAND_BYTES = {
+    "fp64": 8, "fp32": 4, "fp16x3": 4, "tf32": 4, "bf16x3": 4, "bf16": 2, "fp16": 2,
+}  # fmt: skip
+ACCUMULATOR_BYTES = {precision: 8 if precision == "fp64" else 4 for precision in OPERAND_BYTES}
+OPERAND_PARTS = {"bf16x3": 2, "fp16x3": 2}  # an operand is a sum of so many 16-bit numbers
+FLOAT16 = ("fp16", "fp16x3")  # elements of operands
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device offers, as its properties say."""
+
+    capability: str  # "90"
+    multiprocessors: int
+    shared_memory: int  # bytes that a block can have
+    shared_memory_of_all: int  # bytes that the blocks of one multiprocessor share
+
+
+def operands(precision: str, device: Device) -> str:
+    """How operands are held for products of `precision`.
+
+    Hopper multiplies 16-bit numbers fastest. There a float32 operand is the sum of two float16
+    parts, and a product is the sum of three products of parts: about as accurate as float32's own
+    arithmetic. TF32 has the mantissa of float16, which is twice as fast. Features and gradient
+    panels are scaled by powers of two so that float16 neither overflows nor underflows.
+    """
+    if device.capability != "90" or PORTABLE:
+        return precision
+    return {"fp32": "fp16x3", "tf32": "fp16"}.get(precision, precision)
+
+
+def truncation_bias(precision: str, width: int) -> float:
+    """Relative truncation bias of a sum of products of `width` bytes of each operand.
+
+    Hopper's tensor cores add 32 bytes of each at a time and then cut bits off, where rounding would
+    as often add some. Sums whose terms have one sign lose most, those of mixed signs least: the
+    figures, in units of 2^-24 a step, lie halfway between the two as they were measured
+    (benchmarks/NOTES.md).
+    """
+    a_step = {"fp16x3": 0.6, "bf16": 0.35, "bf16x3": 0.7, "fp16": 0.8}
+    return a_step.get(precision, 0.0) * 2.0**-24 * -(-width // 32)
+
+
+def sweep_truncation_bias(precision: str, width: int) -> float:
+    """The truncation bias of a sweep's products of rows of `width` bytes (in each part). With
+    fp16x3 a sweep adds up sums of half a K-slice: these lose little, and nearly the same whatever
+    the signs of their terms."""
+    return truncation_bias(precision, min(width, K_SLICE // 2) if precision == "fp16x3" else width)
+
+
+def supported(precision: str, device: Device) -> bool:
+    """Tensor cores of the kinds that the kernels use came with compute capability 8.0."""
+    return precision in ("fp64", "fp32") or int(device.capability) >= 80
+
+
+def padded(d: int, precision: str) -> int:
+    """Elements in a staged row, or in each of its parts, a multiple of 16 bytes. Parts are whole
+    K-slices, so that no K-slice holds elements of both."""
+    piece = K_SLICE // 2 if precision in OPERAND_PARTS else 16 // OPERAND_BYTES[precision]
+    return -(-d // piece) * piece

@@ -1,0 +1,200 @@
+"""Shape of the persistent kernels for Hopper (kernels/cuda/sm90): query panels sweep all keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+
+from .precision import K_SLICE, OPERAND_PARTS, Device
+from .tile import BLOCK_M
+
+SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
+MAX_ROUNDS = 8  # segments that a worker gets where panels are cut into segments
+# bytes that epilogues keep in shared memory
+SUMS_BYTES = 4 * 1024  # column sums, for each consumer warpgroup
+PANEL_STRIP_BYTES = 8 * 1024  # a strip of the gradient panel, for each consumer warpgroup
+FACTORS_BYTES = 2 * 1024  # factors of the columns
+EXTRAS_BYTES = 3 * 1024  # ids of the columns, and factors of normalised ones
+BARRIER_BYTES = 256
+PANEL_COST = 14.0  # of starting and ending a panel, in products of one K-slice
+
+
+class Schedule(Enum):
+    """Where a sweep keeps the rows of queries and dL/dx."""
+
+    RESIDENT = "the query panel stays in shared memory"
+    CLUSTERED = "a cluster of two blocks shares a query panel, half in each"
+    STREAMED = "K-slices of queries pass through the pipeline beside those of keys"
+    IN_REGISTERS = "as RESIDENT, and dL/dx stays in registers, where it is multiplied by the keys"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Shape of one sweep: its -D options, and the launch that belongs to them."""
+
+    k_slices: int  # of a row
+    schedule: Schedule
+    workers: int  # blocks, or clusters of two, that run at once
+    shared_memory: int  # bytes that a block can have
+    extras: bool  # ids, or factors of normalised rows
+
+    block_n = BLOCK_M
+    square = True  # panels have as many rows as tiles have columns
+
+    @property
+    def clustered(self) -> bool:
+        return self.schedule is Schedule.CLUSTERED
+
+    @property
+    def streamed(self) -> bool:
+        return self.schedule is Schedule.STREAMED
+
+    @property
+    def in_registers(self) -> bool:
+        return self.schedule is Schedule.IN_REGISTERS
+
+    # -- shared memory
+
+    def stages(self, panel: bool) -> int:
+        """Stages of the pipeline; `panel`: of a kernel that writes a gradient panel."""
+        left = self.shared_memory - self.reserved(panel) - self.query_panel_bytes
+        if self.in_registers:  # whole tiles
+            return min(6, left // self.stage_bytes // self.k_slices) * self.k_slices
+        stages = min(8, left // self.stage_bytes)
+        return stages // 2 * 2 if self.streamed else stages  # both parts of some features
+
+    @property
+    def stage_bytes(self) -> int:
+        """A K-slice of keys, and of queries where they are streamed."""
+        return (2 if self.streamed else 1) * BLOCK_M * K_SLICE
+
+    @property
+    def query_panel_bytes(self) -> int:
+        """Queries that stay in shared memory."""
+        return 0 if self.streamed else self.k_slices * self.query_box * K_SLICE
+
+    def reserved(self, panel: bool) -> int:
+        """Bytes of shared memory beside the query panel and the stages."""
+        of_panel = FACTORS_BYTES + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
+        sums = self.warpgroups * SUMS_BYTES
+        return BARRIER_BYTES + (of_panel if panel else sums) + self.extras * EXTRAS_BYTES
+
+    def shared(self, panel: bool) -> int:
+        """Dynamic shared memory in bytes."""
+        return self.query_panel_bytes + self.stages(panel) * self.stage_bytes + self.reserved(panel)
+
+    # -- threads and rows
+
+    @property
+    def panel_rows(self) -> int:
+        return BLOCK_M // 2 if self.in_registers else BLOCK_M
+
+    @property
+    def query_box(self) -> int:
+        """Rows of a TMA box of queries."""
+        return BLOCK_M // 2 if self.clustered or self.in_registers else BLOCK_M
+
+    @property
+    def key_box(self) -> int:
+        """Rows of a TMA box of keys."""
+        return BLOCK_M // 2 if self.clustered else BLOCK_M
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups: two of them in ping-pong order, or two pairs."""
+        return 4 if self.schedule is Schedule.RESIDENT else 2
+
+    @property
+    def threads(self) -> int:
+        """The consumer warpgroups, and one whose first warp is the producer."""
+        return 128 * self.warpgroups + 128
+
+    @property
+    def rows_at_once(self) -> int:
+        return self.workers * BLOCK_M * (2 if self.clustered else 1)
+
+    def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Thread blocks of a launch."""
+        items = -(-rows // self.panel_rows) * self.segments(rows, columns, triangle)
+        return min(self.workers, items) * (2 if self.clustered else 1)
+
+    # -- segments of panels, and the partial sums that they leave
+
+    def segments(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Into how many segments a panel's tiles are cut, to keep all workers busy to the end."""
+        if self.in_registers:  # one block has a panel's sum in registers
+            return 1
+        return _segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M), triangle)
+
+    def max_segments(self, rows: int, columns: int) -> int:
+        """The most segments that `row_sums` has room for."""
+        return _max_segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M))
+
+    @property
+    def segment_slots(self) -> int:
+        """Partial sums that a segment leaves for each row: one for each warpgroup pair, or
+        warpgroup, that takes turns at its tiles."""
+        return 1 if self.streamed else 2
+
+    def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Partial sums that a launch leaves for each row."""
+        return self.segment_slots * self.segments(rows, columns, triangle)
+
+    def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Partial sums that a launch leaves for each column: one a block and half of its panels."""
+        return self.blocks(rows, columns, triangle) * (1 if self.clustered else 2)
+
+    def row_sums(self, rows: int, columns: int) -> int:
+        """All partial sums that launches of up to rows x columns leave for rows."""
+        tiles = -(-columns // BLOCK_M)
+        return 2 * max(rows, min(rows * tiles, MAX_ROUNDS * self.workers * BLOCK_M))
+
+    def column_sums(self, rows: int, columns: int) -> int:
+        """All partial sums that launches of up to rows x columns leave for columns."""
+        items = -(-rows // BLOCK_M) * -(-columns // BLOCK_M)
+        return 2 * columns * min(self.workers, items)
+
+
+@lru_cache(4096)
+def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
+    if triangle:
+        tiles = tiles // 2 + tiles % 2  # what every panel has at least
+
+    def cost(segments: int) -> float:
+        rounds = -(-panels * segments // sweep.workers)
+        return rounds * (-(-tiles // segments) + PANEL_COST / sweep.k_slices)
+
+    return min(range(1, _max_segments(sweep, panels, tiles) + 1), key=cost)
+
+
+def _max_segments(sweep: Sweep, panels: int, tiles: int) -> int:
+    return min(tiles, max(1, MAX_ROUNDS * sweep.workers // panels))
+
+
+@lru_cache
+def sweep_for(precision: str, width: int, device: Device, extras: bool) -> Sweep | None:
+    """The sweep for rows of `width` bytes in each part; None where tiled kernels are to be used.
+
+    `extras`: ids or factors of normalised rows.
+    """
+    if device.capability != "90" or precision not in SWEEP_PRECISIONS:
+        return None
+    k_slices = -(-width // K_SLICE) * OPERAND_PARTS.get(precision, 1)
+    schedule = Schedule.RESIDENT if k_slices <= 8 else Schedule.CLUSTERED
+    if precision == "fp16x3":
+        schedule = Schedule.STREAMED
+    elif k_slices > 16:
+        return None
+    workers = device.multiprocessors // (2 if schedule is Schedule.CLUSTERED else 1)
+    return Sweep(k_slices, schedule, workers, device.shared_memory, extras)
+
+
+def in_registers(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
+    """The sweep that keeps dL/dx in registers: for rows of up to 256 bytes, where there are panels
+    enough for all workers; else None."""
+    if sweep is None or sweep.k_slices > 2 or precision not in ("bf16", "fp16"):
+        return None
+    if rows < sweep.workers * BLOCK_M // 4:
+        return None
+    return replace(sweep, schedule=Schedule.IN_REGISTERS)

@@ -1,0 +1,83 @@
+"""Shape of the tiled kernels' thread blocks (kernels/cuda/tiled)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .precision import K_SLICE, Device
+
+BLOCK_M = 128  # rows of a tile
+RESERVED_SHARED = 1024  # bytes that the system takes of each block's shared memory
+LONG_SUM = 1024  # features from which products are added in two levels
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of the tiled kernels' thread blocks: their -D options, and the launch they need."""
+
+    block_n: int
+    stages: int
+    levels: int  # 2: sums of sums, for accuracy; in twice the registers
+    min_blocks: int  # on a multiprocessor, for which the compiler limits registers
+
+    panel_rows = BLOCK_M
+
+    @property
+    def threads(self) -> int:
+        return BLOCK_M // 64 * (self.block_n // 32) * 32
+
+    @property
+    def shared(self) -> int:
+        """Dynamic shared memory in bytes."""
+        return self.stages * (BLOCK_M + self.block_n) * K_SLICE
+
+    @property
+    def static_shared(self) -> int:
+        """At most what kernels declare besides: positives, ids, factors, all in float64."""
+        return 4 * BLOCK_M + 16 * (BLOCK_M + self.block_n) + 8 * (4 * BLOCK_M + 2 * self.block_n)
+
+    @property
+    def square(self) -> bool:
+        """Whether tiles of rows are tiles of columns too: one triangle of them can be visited."""
+        return self.block_n == BLOCK_M
+
+    def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """Partial sums that a launch leaves for each row: one a tile."""
+        return -(-columns // self.block_n)
+
+    def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
+        """The same for each column."""
+        return -(-rows // BLOCK_M)
+
+    def row_sums(self, rows: int, columns: int) -> int:
+        """All that launches of up to rows x columns leave for rows."""
+        return rows * self.row_slots(rows, columns)
+
+    def column_sums(self, rows: int, columns: int) -> int:
+        """The same for columns."""
+        return columns * self.column_slots(rows, columns)
+
+
+@lru_cache
+def tile_for(precision: str, d: int, device: Device) -> Tile:
+    """The tile with the deepest pipeline that the device's shared memory holds.
+
+    Two blocks on a multiprocessor where registers allow: one computes products while the other has
+    its epilogue.
+    """
+    two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (precision != "fp64" and d > LONG_SUM)
+    levels = 2 if two_levels else 1
+    candidates = [(128, 3, 1), (128, 2, 1), (64, 2, 1)]
+    if levels == 1 and precision != "fp64":
+        candidates = [(128, 3, 2), (128, 2, 2), *candidates]
+    for block_n, stages, blocks in candidates:
+        candidate = Tile(block_n, stages, levels, blocks)
+        needed = candidate.shared + candidate.static_shared
+        together = blocks * (needed + RESERVED_SHARED)
+        if needed <= device.shared_memory and together <= device.shared_memory_of_all:
+            return candidate
+    raise ValueError(
+        f"device of compute capability {device.capability}: expected at least {needed} bytes of "
+        f"shared memory a block, got {device.shared_memory}"
+    )

@@ -1,0 +1,183 @@
+"""What a fold keeps in the workspace, and the largest blocks of the logit matrix that fit it.
+
+A launch covers one block of the logit matrix, rows x columns. Its panel of dL/dx, and whatever else
+is temporary, has to fit the workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from ...problem import least_block_side, workspace_too_small
+from .precision import ACCUMULATOR_BYTES, OPERAND_BYTES, OPERAND_PARTS, padded
+from .sweep import Sweep
+from .tile import BLOCK_M, Tile
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a fold keeps in the workspace. (Vectors of length M and N are outside it.)"""
+
+    precision: str
+    staged_query: bool  # operands are converted or normalised copies
+    staged_key: bool
+    columns: bool  # columns have sums of their own
+    gradient: bool
+    query_accumulator: bool  # dQ of a panel accumulates in the workspace
+    key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
+    sweep: Sweep | None = None  # instead of tiles
+    rows: bool = True  # rows have sums
+    overlay: int = 0  # rows of dK that a row of its accumulator covers; 0: no overlay
+
+    @property
+    def of_statistics(self) -> Needs:
+        """Of the log-sum-exp fold alone."""
+        return replace(
+            self, gradient=False, query_accumulator=False, key_accumulator=False, rows=True
+        )
+
+    @property
+    def of_gradient(self) -> Needs:
+        """Of the gradient fold alone."""
+        return replace(self, columns=False)
+
+    def accumulator_row(self, d: int) -> int:
+        return d * ACCUMULATOR_BYTES[self.precision]
+
+    def block(self, rows: int, columns: int, d: int, block_n: int) -> int:
+        """Bytes for a block of rows x columns."""
+        pair = 2 * ACCUMULATOR_BYTES[self.precision]
+        operand_row = padded(d, self.precision) * OPERAND_BYTES[self.precision]
+        tile = self.sweep or Tile(block_n, 1, 1, 1)
+        total = pair * tile.row_sums(rows, columns) if self.rows else 0
+        if self.columns:
+            total += pair * tile.column_sums(rows, columns)
+        total += (self.staged_query * rows + self.staged_key * columns) * operand_row
+        if self.gradient:
+            total += self.panel(rows, columns, d)
+        if self.query_accumulator:
+            total += rows * self.accumulator_row(d)
+        return total
+
+    def panel(self, rows: int, columns: int, d: int) -> int:
+        """Bytes for dL/dx of a block. At least one row of a gradient: finished rows that overlay
+        their destination pass through this memory."""
+        size = rows * panel_stride(columns, self.precision) * OPERAND_BYTES[self.precision]
+        return max(size, self.accumulator_row(d))
+
+    def size(self, of: Blocking, d: int, block_n: int) -> int:
+        """Bytes for the largest block, and for the accumulators of dK."""
+        accumulators = (of.key_rows - of.overlaid) * self.accumulator_row(d)
+        return self.block(of.rows, of.columns, d, block_n) + accumulators
+
+
+def panel_stride(columns: int, precision: str) -> int:
+    """Elements in a row of a gradient panel, or in each of its parts, which lie side by side; tiles
+    are written whole."""
+    piece = BLOCK_M if precision in OPERAND_PARTS else 8
+    return -(-columns // piece) * piece
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """How a fold cuts the logit matrix into blocks, and where it accumulates dK."""
+
+    rows: int  # of a block
+    columns: int
+    key_rows: int  # rows of dK that accumulate at once; 0: all of them, in their destination
+    overlaid: int = 0  # the first of them, whose accumulators overlay dK's destination
+
+
+def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
+    """Bytes for the least blocks that are `few`, of a size that `_largest` finds."""
+    m, n, d = shape
+    side = least_block_side(m, n)
+    side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
+    least = needs.block(min(side, m), min(side, n), d, block_n)
+    if needs.key_accumulator:
+        least = 2 * max(least, min(side, n) * needs.accumulator_row(d))
+    return least
+
+
+@lru_cache(1024)
+def blocking(
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
+) -> Blocking:
+    """The largest blocks that fit, near square: panels cost traffic in proportion to their edges.
+
+    Accumulators of dK take up to half of the workspace. Where they would take more than a quarter,
+    the first of them overlay dK's destination, if that makes all of them fit; no block straddles
+    the border.
+
+    `square`: the same ranges for rows and columns (symmetric losses).
+    """
+    m, n, d = shape
+    row = needs.accumulator_row(d)
+    most = max(1, workspace // 2 // row)
+    key_rows, overlaid = min(n, most) if needs.key_accumulator else 0, 0
+    if needs.overlay and 2 * key_rows > most:
+        border = n // needs.overlay // BLOCK_M * BLOCK_M
+        if border and n - border <= most:
+            key_rows, overlaid = n, border
+    room = workspace - (key_rows - overlaid) * row
+    n -= overlaid
+    m = n if square else m
+
+    def fits(rows: int, columns: int) -> bool:
+        return needs.block(rows, columns, d, block_n) <= room
+
+    if needs.sweep is not None and needs.gradient and not square:
+        # As many rows as panels run at once, or half, if columns are not too few for the products
+        for share in (1, 2):
+            rows = _even(m, min(m, needs.sweep.rows_at_once // share))
+            if fits(rows, min(n, rows // 4)):
+                columns = _largest(n, partial(fits, rows))
+                return Blocking(rows, _even(n, columns), key_rows, overlaid)
+    side = _largest(max(m, n), lambda s: fits(min(s, m), min(s, n)))
+    rows, columns = min(side, m), min(side, n)
+    if not square:
+        columns = _largest(n, partial(fits, rows))
+        rows = _largest(m, lambda r: fits(r, columns))
+    return Blocking(_even(m, rows), _even(n, columns), key_rows, overlaid)
+
+
+@lru_cache(1024)
+def blockings(
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
+) -> tuple[Blocking, Blocking, int]:
+    """Blocks of the log-sum-exp fold and, with its panels smaller ones, of the gradient fold; and
+    the bytes that serve both. ValueError where blocks that fit would not be `few`."""
+    folds = needs.of_statistics, needs.of_gradient
+    least = max(least_workspace(shape, of, block_n) for of in folds)
+    if workspace < least:
+        raise ValueError(workspace_too_small(shape, least, workspace))
+    first, second = (blocking(shape, of, workspace, block_n, square) for of in folds)
+    sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
+    return first, second, max(sizes)
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest size up to `limit` that fits: `limit`, or a multiple of BLOCK_M, or a power of 2
+    below BLOCK_M."""
+    if fits(limit):
+        return limit
+    low, high = 0, -(-limit // BLOCK_M)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * BLOCK_M) else (low, middle)
+    if low:
+        return low * BLOCK_M
+    size = BLOCK_M // 2
+    while size > 1 and (size > limit or not fits(size)):
+        size //= 2
+    return size
+
+
+def _even(n: int, step: int) -> int:
+    """The step that covers n in as many steps as `step`, all of about the same size."""
+    steps = -(-n // step)
+    if step < BLOCK_M or steps == 1:
+        return step
+    return min(step, -(-n // (steps * BLOCK_M)) * BLOCK_M)

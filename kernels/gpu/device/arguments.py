@@ -1,0 +1,64 @@
+"""Arrays and numbers as arguments of kernels: addresses, and fields of common structures."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ...problem import Array
+
+DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
+Fields = dict[str, Any]  # of a structure that a kernel takes, by the names that CUDA gives them
+MATRIX = ("data", "row_stride", "column_stride", "dtype")
+NO_MATRIX = (0, 0, 0, 0)
+SCALAR = ("value", "pointer", "factor", "shift")
+
+
+@cache
+def dtype_code(dtype: Any) -> int:
+    return DTYPES[dtype.name]
+
+
+def address(array: Array | None, first: int = 0) -> int:
+    """Address of `array` from row `first` on; 0 for None."""
+    return 0 if array is None else array.data.ptr + first * array.strides[0]
+
+
+def whole_strides(array: Array) -> Array:
+    """The array, or a copy where its strides are not whole elements."""
+    item = array.dtype.itemsize
+    rows, columns = array.strides
+    return cupy.ascontiguousarray(array) if rows % item or columns % item else array
+
+
+def matrix_values(array: Array | None, first: int = 0) -> tuple[int, int, int, int]:
+    """Fields of struct Matrix: `array` from row `first` on; for None a matrix without data."""
+    if array is None:
+        return NO_MATRIX
+    dtype = array.dtype
+    rows, columns = array.strides
+    item = dtype.itemsize
+    return array.data.ptr + first * rows, rows // item, columns // item, dtype_code(dtype)
+
+
+def matrix(array: Array | None, first: int = 0) -> Fields:
+    """`matrix_values` by their names."""
+    return dict(zip(MATRIX, matrix_values(array, first), strict=True))
+
+
+def scalar_values(value: Any) -> tuple[tuple[float, int, float, int], Array]:
+    """Fields of struct Scalar for a number or a 0-d device array, and the array that its pointer
+    needs."""
+    if isinstance(value, cupy.ndarray):
+        wide = value.astype(np.float64, copy=False)
+        return (0.0, wide.data.ptr, 1.0, 0), wide
+    return (value if isinstance(value, float) else float(value), 0, 1.0, 0), None
+
+
+def scalar(value: Any) -> tuple[Fields, Array]:
+    """`scalar_values` by their names."""
+    values, kept = scalar_values(value)
+    return dict(zip(SCALAR, values, strict=True)), kept

@@ -1,0 +1,74 @@
+"""The log-sum-exp fold: (max, sum) pairs of each tile's rows and columns, merged by block."""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+from ... import problem as problems
+from ...problem import LN_2, Array, Grid, Problem, Statistics
+from .. import config
+from ..device.arguments import Fields, address
+from .context import Context
+from .fold import Fold
+
+# struct Scale of sums that are base-2 logits already: its product with log2 e is 1
+BASE_2: Fields = {"value": LN_2, "pointer": 0, "factor": 1.0, "shift": 0}
+
+
+class StatisticsFold(Fold):
+    def __init__(self, context: Context, problem: Problem, grid: Grid, stats: Statistics) -> None:
+        super().__init__(context, problem, grid, stats.phase)
+        self.stats = stats
+
+        def pairs(n: int) -> Array:
+            return context.scratch.take((n, 2), context.real)
+
+        self.row_pairs = pairs(self.tile.row_sums(self.rows, self.columns))
+        self.column_pairs = self.marks = None
+        if stats.columns is not None:
+            self.column_pairs = pairs(self.tile.column_sums(self.rows, self.columns))
+            if isinstance(self.tile, config.Sweep):
+                blocks_of_threads = 2 * self.tile.workers
+                assert blocks_of_threads <= 512  # MAX_SWEEP_BLOCKS of vectors/sums.cuh
+                self.marks = cupy.empty((blocks_of_threads, 32), np.uint32)
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        stats, problem, tile = self.stats, self.problem, self.tile
+        m, n = self.q.rows, self.k.rows
+        whole = problem.symmetric and rows == columns  # both (i, j) and (j, i)
+        triangle = whole and tile.square and stats.columns is not None
+        both = stats.columns is not None and (not whole or triangle)
+        row_slots = tile.row_slots(m, n, triangle)
+        column_slots = tile.column_slots(m, n, triangle) if both else 0
+        column_pairs = self.column_pairs
+        if triangle and isinstance(tile, config.Tile):  # one slot a tile, on either side
+            column_pairs, column_slots = self.row_pairs, 0
+        arguments = {
+            "positive": address(stats.positive_logits, rows.start), "row_pairs": self.row_pairs,
+            "row_stride": m, "column_pairs": column_pairs, "column_stride": n,
+        }  # fmt: skip
+        if isinstance(tile, config.Tile):
+            self.launch_tiles("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
+        else:
+            self.launch_sweep(
+                "sweep_lse", rows, columns, {**arguments, "marks": self.marks}, triangle,
+                panel=False, COLUMNS=int(both), MAXIMA=int(problem.retrieval_ranks),
+            )  # fmt: skip
+        self.merge(self.row_pairs, row_slots, stats.rows, rows)
+        if column_slots:
+            assert stats.columns is not None
+            self.merge(column_pairs, column_slots, stats.columns, columns, self.marks)
+
+    def merge(
+        self, pairs: Array, slots: int, sums: problems.Sums, of: slice, marks: Array | None = None
+    ) -> None:
+        n = of.stop - of.start
+        clustered = isinstance(self.tile, config.Sweep) and self.tile.clustered
+        # Tiles leave raw products, sweeps base-2 logits
+        scale = self.scale if isinstance(self.tile, config.Tile) else BASE_2
+        self.launcher.vectors(
+            "merge_pairs", n, threads=4, pairs=pairs, slots=slots, stride=n, n=n, scale=scale,
+            max=address(sums.max, of.start), sum=address(sums.sum, of.start), marks=marks,
+            strips=0 if clustered else 1,
+        )  # fmt: skip

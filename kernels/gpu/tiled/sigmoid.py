@@ -1,0 +1,63 @@
+"""The sigmoid fold: SigLIP's loss and gradient in one pass."""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+from ...problem import Gradients, Grid, Problem, Sigmoid
+from .. import config
+from ..device.arguments import address
+from .context import Context
+from .gradient import GradientFold
+
+
+class SigmoidFold(GradientFold):
+    def __init__(
+        self, context: Context, problem: Problem, grid: Grid, epilogue: Sigmoid,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        super().__init__(context, problem, grid, epilogue.phase, gradients)
+        self.epilogue = epilogue
+        m, n, _ = problem.shape
+        self.factor = cupy.ascontiguousarray(epilogue.row_factor, dtype=np.float64)
+        self.find_ranges(m, n, row_factor=self.factor)
+        self.positive_gradient = cupy.empty(m)
+        self.row_factor = cupy.empty(m, context.real)
+        self.launcher.vectors(
+            "per_unit", m, x=self.factor, n=m, ranges=self.unit, out=self.row_factor
+        )
+        self.sums = context.scratch.take(
+            (self.tile.row_sums(self.rows, self.columns), 2), context.real
+        )
+
+    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+        epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
+        arguments = {
+            "bias": self.context.bias, "row_factor": address(self.row_factor, start),
+            "positive": address(epilogue.positive_logits, start), "row_sums": self.sums,
+            "row_stride": n, "panel": self.panel_fields,
+        }  # fmt: skip
+        panel = int(self.gradients is not None)
+        if isinstance(self.tile, config.Tile):
+            self.launch_tiles("sigmoid", rows, columns, arguments, PANEL=panel)
+        else:
+            arguments["panel_map"] = self.panel_map()
+            self.launch_sweep("sweep_sigmoid", rows, columns, arguments, PANEL=panel)
+        self.launcher.vectors(
+            "add_pairs", n, pairs=self.sums, slots=self.tile.row_slots(n, self.k.rows), stride=n,
+            n=n, unit=self.unit, a=address(epilogue.losses, start),
+            b=address(epilogue.bias_grad, start),
+        )  # fmt: skip
+        if self.gradients is not None:
+            self.multiply(rows, columns, a, b)
+
+    def end_rows(self, rows: slice) -> None:
+        start, n, epilogue = rows.start, rows.stop - rows.start, self.epilogue
+        self.launcher.vectors(
+            "sigmoid_positives", n, logits=address(epilogue.positive_logits, start),
+            a=address(self.factor, start), positives=address(self.problem.positives, start), n=n,
+            bias=self.context.bias, out=address(self.positive_gradient, start),
+            losses=address(epilogue.losses, start), bias_grad=address(epilogue.bias_grad, start),
+        )  # fmt: skip
+        super().end_rows(rows)

@@ -1,0 +1,69 @@
+"""The scaling model against recorded runs, and against what must hold."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from infonce.distributed import model
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RUNS = [
+    run
+    for name in ("ring.json", "ring-large.json")
+    for run in json.loads((RESULTS / name).read_text())["results"]
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['batch']} over {run['gpus']}")
+def test_recorded_runs(run: dict[str, float]) -> None:
+    predicted = model.predict(run["batch"] / run["gpus"], int(run["dim"]), int(run["gpus"]))
+    assert abs(predicted.seconds / run["step_s"] - 1) < 0.06
+
+
+def test_hidden_from_is_where_transfers_vanish() -> None:
+    machine = replace(model.Machine(), start=0.0)
+    rows = model.hidden_from(512, machine.inside, machine)
+    more, fewer = (model.predict(f * rows, 512, 8, machine) for f in (1.01, 0.9))
+    home = machine.inside.latency + 1.01 * rows * 512 * model.DK / machine.inside.bandwidth
+    assert more.exposed == pytest.approx(home, rel=1e-9)
+    assert fewer.exposed > home
+
+
+def test_two_levels_need_less_of_the_network() -> None:
+    one, two = (model.predict(4096, 512, 64, two_level=level) for level in (False, True))
+    assert two.seconds < one.seconds
+    assert model.predict(4096, 512, 8) == model.predict(4096, 512, 8, two_level=True)
+
+
+def test_one_gpu_computes_only() -> None:
+    machine = replace(model.Machine(), start=0.0)
+    step = model.predict(1000, 512, 1, machine)
+    assert step.exposed == pytest.approx(0, abs=1e-12)
+    assert step.efficiency == pytest.approx(1)
+
+
+def test_command(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "ring.png"
+    done = CliRunner().invoke(model.main, ["--output", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert "1024" in done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="rows, dim, ranks"):
+        model.predict(0, 512, 8)
+    with pytest.raises(ValueError, match="rows, dim, workspace"):
+        model.memory(0, 512)
+
+
+def test_memory_grows_with_the_rows() -> None:
+    rows, dim = 2**17, 512
+    shard = rows * dim * model.DK  # dQ
+    beyond = model.memory(rows, dim) - shard - model.VECTORS * rows
+    assert 1.2 * model.WORKSPACE < beyond <= 1.5 * model.WORKSPACE
+    assert model.memory(rows, dim, offload=True) == model.WORKSPACE + model.VECTORS * rows
+    assert model.memory(1000, dim) < model.WORKSPACE / 10  # which is a ceiling

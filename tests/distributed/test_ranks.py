@@ -1,0 +1,261 @@
+"""The losses over ranks, in processes that mpiexec starts (tests/support/ranks*.py) on the CPU."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+RANKS, TROUBLE = str(SUPPORT / "ranks.py"), str(SUPPORT / "ranks_trouble.py")
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+LIMIT = 100  # seconds for one start of mpiexec
+
+
+def mpi_missing() -> str | None:
+    """Why nothing can be started here."""
+    if MPIEXEC is None:
+        return "no mpiexec: pip install 'infonce[mpi]'"
+    done = subprocess.run(
+        [sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, text=True
+    )
+    return f"mpi4py: {done.stderr.strip().splitlines()[-1]}" if done.returncode else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mpi() -> None:
+    if reason := mpi_missing():
+        pytest.skip(reason)
+
+
+def command(ranks: int, *arguments: str, shell: tuple[str, ...] = ()) -> list[str]:
+    assert MPIEXEC is not None
+    program = [sys.executable, "-W", "error", *arguments]
+    flags: list[str] = []
+    version = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in version or "OpenRTE" in version:
+        flags = ["--allow-run-as-root", "--oversubscribe"]
+    return [MPIEXEC, *flags, "-n", str(ranks), *shell, *program]
+
+
+ENVIRONMENT = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run(
+    ranks: int, *arguments: str, shell: tuple[str, ...] = (), limit: float = LIMIT
+) -> tuple[int, str]:
+    """(exit status, everything the ranks said); none of them is left behind."""
+    done = subprocess.run(
+        command(ranks, *arguments, shell=shell), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=limit, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    no_orphans(done.stdout)
+    return done.returncode, done.stdout
+
+
+def no_orphans(said: str) -> None:
+    for process in map(int, re.findall(r"^process (\d+)$", said, re.MULTILINE)):
+        for _ in range(50):
+            if not Path(f"/proc/{process}").exists():
+                break
+            time.sleep(0.1)
+        assert not Path(f"/proc/{process}").exists(), f"process {process} is left behind\n{said}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_equal_to_one_process(ranks: int) -> None:
+    status, said = run(ranks, RANKS, "equal", "40")
+    assert status == 0, said
+    assert "equal: 40 examples" in said
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_accuracy(ranks: int) -> None:
+    """Every dtype within the accuracy table, on shards of hundreds of rows."""
+    status, said = run(ranks, RANKS, "accuracy", "host", "mpi")
+    assert status == 0, said
+    assert said.count("accuracy host") == 4 * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_offload(ranks: int) -> None:
+    """Shards in host memory, panels of them on a device."""
+    status, said = run(ranks, RANKS, "offload", "host")
+    assert status == 0, said
+    assert said.count("offload host") == ranks
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_not_finite(ranks: int) -> None:
+    status, said = run(ranks, TROUBLE, "not_finite")
+    assert status == 0, said
+    assert said.count("not finite") == ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ends_of_ranges(ranks: int) -> None:
+    status, said = run(ranks, TROUBLE, "ends")
+    assert status == 0, said
+    assert said.count("ends") == ranks
+
+
+def test_memory_of_a_rank() -> None:
+    status, said = run(3, RANKS, "memory")
+    assert status == 0, said
+    assert said.count("memory") == 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parameters_gradients_as_frameworks_combine_them(ranks: int) -> None:
+    status, said = run(ranks, RANKS, "parameters")
+    assert status == 0, said
+    assert said.count("parameters") == ranks
+
+
+def test_ranks_that_disagree() -> None:
+    status, said = run(3, TROUBLE, "mismatch")
+    assert status == 0, said
+    assert said.count("mismatch") == 3
+
+
+# mpiexec ends all ranks when one dies. Here it does not see that at once: a shell stands between,
+# and the other ranks have to find out for themselves.
+SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("killed", r"rank 1 \(process \d+ on .*\) is gone"),
+        ("raises", "rank 1 failed: OSError: no more of this"),
+        ("interrupted", "rank 1 failed: KeyboardInterrupt"),
+        ("killed before", r"rank 1 \(process \d+ on .*\) is gone"),
+        ("raises before", "rank 1 has ended: OSError: no more of this"),
+        ("exits before", "rank 1 has ended"),
+    ],
+)
+def test_rank_in_trouble(what: str, words: str) -> None:
+    """The others say which rank and what, soon, and nobody stays."""
+    status, said = run(3, TROUBLE, "trouble", what, "20", shell=SHELL)
+    assert status != 0
+    assert said.count("call 1") == 3, said
+    for rank in (0, 2):
+        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: {words}", said)
+        assert error is not None, said
+        assert float(error[1]) < 10, said
+        assert f"rank {rank} then: this communicator is out of step" in said
+
+
+@pytest.mark.parametrize("where", ["world", "another", "demo"])
+def test_first_call_is_bounded(where: str) -> None:
+    """By the timeout of that call."""
+    status, said = run(3, TROUBLE, "first", where, "2", shell=SHELL, limit=40)
+    assert status != 0
+    for rank in (0, 2):
+        error = re.search(rf"rank {rank} after ([\d.]+) s: rank {rank} waited 2 s for", said)
+        assert error is not None, said
+        assert 2 <= float(error[1]) < 3, said
+
+
+def test_rank_that_stops() -> None:
+    """It is named when the time is out."""
+    status, said = run(3, TROUBLE, "trouble", "stopped", "3", shell=SHELL)
+    assert status != 0
+    for rank in (0, 2):
+        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
+        assert error is not None, said
+        assert 2 < float(error[1]) < 8, said
+        assert "rank 1" in error[2], said
+
+
+def test_ctrl_c_ends_all_ranks() -> None:
+    with subprocess.Popen(
+        command(3, TROUBLE, "trouble", "everyone", "60"), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True,
+    ) as job:  # fmt: skip
+        assert job.stdout is not None
+        said = ""
+        while "now" not in said:
+            line = job.stdout.readline()
+            assert line, said
+            said += line
+        began = time.monotonic()
+        os.killpg(job.pid, signal.SIGINT)
+        rest, _ = job.communicate(timeout=30)
+        assert time.monotonic() - began < 20
+    assert job.returncode != 0
+    no_orphans(said + rest)
+
+
+def gpu_missing() -> str | None:
+    """Why nothing can run on a GPU here."""
+    code = "import cupy; assert cupy.cuda.runtime.getDeviceCount()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["auto", "staged"])
+def test_gpus_equal_one_gpu(transport: str) -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    # both ranks compile first
+    status, said = run(2, RANKS, "accuracy", "gpu", transport, limit=300)
+    assert status == 0, said
+    assert said.count("accuracy gpu") == 8
+
+
+@pytest.mark.gpu
+def test_offload_to_gpus() -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    status, said = run(2, RANKS, "offload", "gpu")
+    assert status == 0, said
+    assert said.count("offload gpu") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["killed", "raises"])
+def test_rank_in_trouble_on_gpus(what: str) -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    status, said = run(2, TROUBLE, "trouble", what, "20", "gpu", shell=SHELL)
+    assert status != 0
+    error = re.search(r"rank 0 after ([\d.]+) s: RankError: rank 1", said)
+    assert error is not None, said
+    assert float(error[1]) < 10
+
+
+def test_demo() -> None:
+    """Digits over ranks, equal to one process."""
+    pytest.importorskip("sklearn")
+    assert MPIEXEC is not None
+    done = subprocess.run(
+        command(3, "-m", "infonce.distributed.demo", "--steps", "11"),
+        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks" in done.stdout
+    assert "against one process" in done.stdout
+
+
+def test_demo_times_random_features(tmp_path: Path) -> None:
+    assert MPIEXEC is not None
+    output = tmp_path / "row.json"
+    done = subprocess.run(
+        command(2, "-m", "infonce.distributed.demo", "--batch", "301", "--dim", "9",
+                "--output", str(output)),
+        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in ("301 x 9 float32 over 2 ranks", "useful rate", "memory", "not hidden"):
+        assert words in done.stdout
+    row = json.loads(output.read_text())
+    assert (row["batch"], row["dim"], row["ranks"], row["dtype"]) == (301, 9, 2, "float32")
+    assert row["flops_a_rank"] == pytest.approx(8 * 301**2 * 9 / 2 / row["step_s"])

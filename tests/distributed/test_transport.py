@@ -1,0 +1,249 @@
+"""Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
+
+import contextlib
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from infonce.distributed import ring
+from infonce.distributed.communicators import base, mpi, processes
+from infonce.distributed.partition import Partition
+from infonce.distributed.transports import choice
+from infonce.kernels.solve import Vectors
+
+import infonce
+from infonce import distributed
+
+
+class Alone(distributed.Communicator):
+    """A communicator of one rank, as small as it can be."""
+
+    rank, size = 0, 1
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def shift(self, send: Sequence[Any], receive: Sequence[Any], distance: int = 1) -> Any:
+        raise AssertionError("one rank has nobody to send to")
+
+
+def test_communicator_of_ones_own() -> None:
+    x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
+    want = infonce.clip_loss_and_grad(x, y, scale=3.0)
+    got = distributed.clip_loss_and_grad(x, y, scale=3.0, comm=Alone())
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
+    np.testing.assert_allclose(got.grads.text, want.grads.text, rtol=1e-12, atol=1e-15)
+
+
+def test_errors_of_one_rank_are_those_of_one_process() -> None:
+    x = np.ones((3, 2))
+    with pytest.raises(ValueError, match=r"^text: expected 3 rows like image"):
+        distributed.clip_loss(x, x[:2], scale=1.0, comm=Alone())
+
+
+def test_mpi4py_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match=r"mpi4py cannot be imported.*infonce\[mpi\]"):
+        distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0)
+
+
+def test_comm_of_another_kind() -> None:
+    with pytest.raises(TypeError, match="comm: expected an mpi4py communicator, got str"):
+        distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, comm="world")
+
+
+def test_waiting_is_bounded() -> None:
+    ranks = Alone()
+    ranks.timeout = 0.05
+    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s for another rank"):
+        ranks.until(lambda: False)
+
+
+def test_what_a_library_does_is_bounded() -> None:
+    ranks, main = Alone(), threading.get_ident()
+    assert ranks.bounded(threading.get_ident, "gloo") != main
+    ranks.timeout = 0.05
+    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0.05 s"):
+        ranks.bounded(threading.Event().wait, "gloo")
+    with pytest.raises(distributed.RankError, match="rank 0: gloo says '1'"):
+        ranks.bounded(lambda: {}["1"], "gloo")
+
+
+def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It connects two ranks in their first shift, which waits for the other rank."""
+    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
+    monkeypatch.setattr(gpu, "_Queued", lambda *arguments: None)
+    connected, threads = threading.Event(), []
+
+    def connect() -> None:
+        threads.append(threading.get_ident())
+        connected.wait(5)
+
+    nccl: Any = object.__new__(gpu.NCCL)
+    nccl.__dict__.update(
+        ranks=Alone(), linked=set(), device=contextlib.nullcontext(), begin=lambda: None,
+        timer=lambda stream: None, stream=types.SimpleNamespace(ptr=0),
+        nccl=types.SimpleNamespace(groupStart=lambda: None, groupEnd=connect),
+        communicator=types.SimpleNamespace(send=lambda *of: None, recv=lambda *of: None),
+    )  # fmt: skip
+    array: Any = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=0))
+    nccl.ranks.timeout = 0.05
+    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0\.05 s"):
+        nccl.shift([array], [array])
+    connected.set()
+    nccl.ranks.timeout = 10.0
+    for distance in (1, 1, 2, 1):
+        nccl.shift([array], [array], distance)
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [False, False, True, False, True]
+
+
+def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen are those of this machine and process namespace; numbers are used again."""
+    me = processes.identity()
+    if not me.started:
+        pytest.skip("the system does not tell when processes started")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        started = processes._started(child.pid)
+        peer = me._replace(number=child.pid, started=started)
+        known = [
+            me, peer, peer._replace(machine="another"), peer._replace(space="pid:[1]"),
+            peer._replace(started="1"), peer._replace(host="another name of this machine"),
+        ]  # fmt: skip
+        peers = processes.Peers(known)
+        assert peers.gone() == {}
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "_started", lambda process: "1")  # another process by now
+            assert list(peers.gone()) == [1, 5]
+        child.kill()
+        patience = time.monotonic() + 10  # a process that nobody has waited for is gone too
+        while not (gone := peers.gone()) and time.monotonic() < patience:
+            time.sleep(0.01)
+        assert gone[1] == f"rank 1 (process {child.pid} on {me.host}) is gone"
+        assert child.returncode is None
+        assert list(gone) == [1, 5]
+    assert list(peers.gone()) == [1, 5]
+    assert processes.Peers(known).gone() == {}  # never seen alive
+
+
+def test_process_of_which_nothing_can_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever cannot look sees no one end."""
+    if not processes.identity().started:
+        pytest.skip("the system does not tell when processes started")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        started = processes._started(child.pid)
+        peers = processes.Peers([processes.identity()._replace(number=child.pid, started=started)])
+        assert list(peers.watched) == [0]
+
+        def fails(path: str) -> Any:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(processes, "open", fails, raising=False)
+        assert peers.gone() == {}
+        child.kill()
+
+
+def test_rank_that_ended_is_missed_by_later_calls() -> None:
+    ranks: Any = object.__new__(mpi.MPIRanks)
+    ranks.MPI, ranks._control = types.SimpleNamespace(Exception=OSError), object()
+    ranks._hear, ranks._ended = lambda: None, {1: (3, "rank 1 has ended")}
+    ranks.peers = types.SimpleNamespace(gone=lambda: {1: "rank 1 is gone"})
+    ranks.call = 3  # its last: it has done its part
+    ranks.listen()
+    ranks.call = 4
+    with pytest.raises(distributed.RankError, match="rank 1 has ended"):
+        ranks.listen()
+
+
+def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep is longer than it should be: none in the first milliseconds."""
+    sleeps: list[float] = []
+    now = itertools.count(0, 3e-4)
+    clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=sleeps.append)
+    monkeypatch.setattr(base, "time", clock)
+    for looks, slept in ((5, 0), (200, 180)):
+        left = iter(range(looks))
+        Alone().until(lambda left=left: next(left, None) is None)  # type: ignore[misc]
+        assert slept <= len(sleeps) <= slept + 10 * bool(slept)
+    assert max(sleeps) <= 1e-3
+    assert sleeps == sorted(sleeps)
+
+
+def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring's buffers do not wait for the garbage collector."""
+    rings: list[Any] = []
+    start = ring.Ring.__init__
+
+    def watched(self: Any, *args: Any) -> None:
+        start(self, *args)
+        rings.extend((weakref.ref(self), weakref.ref(self.not_finite)))
+
+    monkeypatch.setattr(ring.Ring, "__init__", watched)
+    x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
+    gc.collect()
+    gc.disable()
+    try:
+        for loss in ("clip", "info_nce", "siglip"):
+            options: Any = {"bias": -1.0} if loss == "siglip" else {}
+            function = getattr(distributed, f"{loss}_loss_and_grad")
+            function(x, y, scale=3.0, comm=Alone(), **options)
+        alive = [of() for of in rings]  # before a collection, which the end of this may begin
+    finally:
+        gc.enable()
+    assert alive == [None] * 6
+
+
+def test_choice_is_what_all_ranks_have() -> None:
+    every = {"nccl": None, "cuda-aware": None, "staged": None}
+    without = {**every, "nccl": "CuPy finds no NCCL"}
+    assert choice.choose("auto", [every, every]) == "nccl"
+    assert choice.choose("auto", [every, without]) == "cuda-aware"
+    assert choice.choose("staged", [every, without]) == "staged"
+    with pytest.raises(ValueError, match="rank 1: nccl: CuPy finds no NCCL"):
+        choice.choose("nccl", [every, without])
+    with pytest.raises(ValueError, match="does not carry this kind"):
+        choice.choose("nccl", [{"mpi": None}])
+
+
+@pytest.mark.parametrize(("value", "want"), [("1", True), ("0", False)])
+def test_cuda_aware_by_explicit_word(
+    monkeypatch: pytest.MonkeyPatch, value: str, want: bool
+) -> None:
+    monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", value)
+    assert choice.cuda_aware() is want
+
+
+def test_cuda_aware_by_a_word_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", "maybe")
+    with pytest.raises(ValueError, match="INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got 'maybe'"):
+        choice.cuda_aware()
+
+
+def test_partition() -> None:
+    shards = Partition([3, 0, 2])
+    assert (shards.total, shards.largest, shards.starts) == (5, 3, [0, 3, 3, 5])
+    rows = np.array([0, 4, 2, 3])
+    local = [Vectors(np).local_positives(rows, shard).tolist() for shard in shards.piece(0, 1)]
+    assert local == [[0, -1, 2, -1], [-1] * 4, [-1, 1, -1, 0]]
+    pieces = [shards.piece(j, 2) for j in range(2)]
+    assert pieces[0] == [slice(0, 1), slice(3, 3), slice(3, 4)]
+    assert pieces[1] == [slice(1, 3), slice(3, 3), slice(4, 5)]
+
+
+def test_messages_have_a_size_that_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "PIECE", 100)
+    array = np.arange(60.0).reshape(6, 10)
+    pieces = mpi._pieces(array)
+    assert [p.nbytes for p in pieces] == [100] * 4 + [80]
+    pieces[1][:] = 0
+    assert array.reshape(-1).view(np.uint8)[100:200].sum() == 0
+    assert mpi._pieces(array[:0]) == []

@@ -1,0 +1,120 @@
+"""What infonce.torch does not take: bad calls, and derivatives that there are none of."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from bad_calls import NUMERIC
+
+torch = pytest.importorskip("torch")
+from torch_problems import MODULES, features  # noqa: E402
+
+import infonce.torch as it  # noqa: E402
+from infonce import spec  # noqa: E402
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize(("loss", "args", "options", "error", "words"), NUMERIC)
+def test_bad_calls_are_those_of_arrays(
+    loss: str, args: Any, options: dict[str, Any], error: type[Exception], words: list[str],
+    as_module: bool,
+) -> None:  # fmt: skip
+    options = {"scale": 2.0, **options}
+    if refused := spec.GRAD_ONLY - {"metrics"} & options.keys():
+        error, words = TypeError, ["unexpected keyword argument", min(refused)]
+    given = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in args]
+    for z in given:
+        if isinstance(z, torch.Tensor) and z.is_floating_point():
+            z.requires_grad_()
+    function = getattr(it, f"{loss}_loss")
+    function = MODULES[loss](**options) if as_module else functools.partial(function, **options)
+    with pytest.raises(error) as caught:
+        function(*given)
+    for word in words:
+        assert word.replace("an array", "a tensor") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+NUMBERS = [
+    (torch.ones(2), TypeError, r"expected a number or 0-d tensor, got Tensor of shape \(2,\)"),
+    (torch.tensor(0.0), ValueError, "expected a positive number, got 0.0"),
+    (torch.tensor(-2.0, requires_grad=True), ValueError, "expected a positive number, got -2.0"),
+    (torch.tensor(torch.nan), ValueError, "expected a finite number, got nan"),
+    (torch.tensor(True), TypeError, "expected a number or 0-d array, got"),
+    (0.0, ValueError, "expected a positive number, got 0.0"),
+    ("1", TypeError, "expected a number or 0-d array, got '1'"),
+]
+
+
+@pytest.mark.parametrize("name", ["scale", "temperature"])
+@pytest.mark.parametrize(("value", "error", "match"), NUMBERS)
+def test_bad_numbers(name: str, value: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=f"^{name}: {match}"):
+        it.clip_loss(*features("clip"), **{name: value})
+
+
+def test_errors() -> None:
+    image, text = features("clip")
+    with pytest.raises(
+        TypeError, match=r"image: expected dtype float64, .*, bfloat16, got torch\.int64"
+    ):
+        it.clip_loss(torch.ones(3, 2, dtype=torch.int64), text, scale=1.0)
+    with pytest.raises(TypeError, match=r"image: expected dtype.*, got torch\.float8_e4m3fn"):
+        it.clip_loss(torch.ones(3, 2).to(torch.float8_e4m3fn), text, scale=1.0)
+    with pytest.raises(TypeError, match=r"text: expected a dense tensor, got .*torch\.sparse_coo"):
+        it.clip_loss(image, text.detach().to_sparse(), scale=1.0)
+    with pytest.raises(TypeError, match="text: expected a tensor, got ndarray"):
+        it.clip_loss(image, text.detach().numpy(), scale=1.0)
+    with pytest.raises(ValueError, match=r"text: expected a tensor on cpu like image, got.*meta"):
+        it.clip_loss(image, text.to("meta"), scale=1.0)
+    with pytest.raises(ValueError, match=r"image: expected a tensor on cpu or cuda, got.*meta"):
+        it.clip_loss(image.to("meta"), text.to("meta"), scale=1.0)
+    for one in (1.0, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="temperature, scale: expected one of them, got both"):
+            it.clip_loss(image, text, scale=1.0, temperature=one)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'normalise'"):
+        it.clip_loss(image, text, scale=1.0, normalise=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wrt': gradients are autogr"):
+        it.clip_loss(image, text, scale=1.0, wrt=["image"])
+
+
+def test_double_backward_says_no() -> None:
+    z = features("clip")
+    with pytest.raises(RuntimeError, match=r"create_graph: expected False.*differentiated again"):
+        torch.autograd.grad(it.clip_loss(*z, scale=2.0), z, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own forward mode
+def test_transforms_that_say_no() -> None:
+    image, text = (z.detach() for z in features("clip"))
+
+    def loss(image: Any, reduction: str = "mean") -> Any:
+        return it.clip_loss(image, text, scale=2.0, reduction=reduction).sum()
+
+    def forward_mode() -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            return loss(torch.autograd.forward_ad.make_dual(image, image))
+
+    several = torch.stack([image, 2 * image])
+    for call_it in (lambda: torch.func.jvp(loss, (image,), (image,)), forward_mode,
+                    lambda: torch.func.jacfwd(loss)(image),
+                    lambda: torch.func.hessian(loss)(image)):  # fmt: skip
+        with pytest.raises(
+            RuntimeError, match=r"^forward mode.*not supported.*use backward\(\) or"
+        ):
+            call_it()
+    leaf = image.clone().requires_grad_()
+    for call_it in (lambda: torch.vmap(loss)(several),
+                    lambda: torch.no_grad()(torch.vmap(loss))(several),
+                    lambda: torch.vmap(torch.func.grad(loss))(several),
+                    lambda: torch.func.jacrev(loss)(image),
+                    lambda: torch.autograd.grad(loss(leaf), leaf, torch.ones(2),
+                                                is_grads_batched=True)):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"^torch\.vmap.*not supported.*call them in a loop"):
+            call_it()
+    first = torch.func.grad(loss)
+    with pytest.raises(RuntimeError, match=r"^gradients.*cannot be differentiated again"):
+        torch.func.grad(lambda z: first(z).sum())(image)
+    # a gradient that nobody differentiates again is none the less one
+    assert torch.func.grad(loss)(leaf).shape == leaf.shape

@@ -1,0 +1,179 @@
+"""Runs every schedule of the GPU kernels under compute-sanitizer.
+
+    python tests/gpu/sanitize.py [--tools memcheck racecheck synccheck initcheck] [--jobs 8]
+
+Sizes are small and odd, on both sides of the tiles' edges. A tool's findings fail the run, as does
+a kernel that no call reached. Needs a GPU and CUDA's compute-sanitizer on the PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+LOSSES = {"info_nce": 2, "nt_xent": 1, "clip": 2, "lit": 2, "siglip": 2}  # feature arrays
+OF_16_BITS = {"bf16": "bfloat16", "fp16": "float16"}
+# What calls on a device of compute capability 9.0 use, and what all others do
+KERNELS = ("default", "portable")
+# initcheck takes what a bulk tensor copy (TMA) has stored for memory that nobody has written: each
+# read of panels and of cuBLAS's results on Hopper, with or without padding, is an error to it. So
+# it sees the portable kernels alone, with rows of an odd length, which cuBLAS cannot copy that way.
+CHECKED = [
+    (tool, kernels) for tool in TOOLS for kernels in KERNELS
+    if (tool, kernels) != ("initcheck", "default")
+]  # fmt: skip
+
+
+def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any]]]:
+    """(loss, dtype, precision, rows, features, options) of every schedule."""
+    small = ((34, 20), (130, 72))
+    for loss in LOSSES:
+        for method in ("naive", "fused"):
+            for dtype in ("float64", "float32", "bfloat16", "float16"):
+                for rows, d in small:
+                    yield loss, dtype, "auto", rows, d, {"method": method, "normalize": d == 20}
+        # one-part and two-part operands, rows that stay, that a cluster shares, that stream
+        precisions = ("fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16")
+        for precision in precisions:
+            wide = {"bf16": 640, "fp16": 640, "tf32": 640, "bf16x3": 328}.get(precision, 264)
+            for rows, d in ((130, 72), (258, 129), (200, wide)):
+                dtype = OF_16_BITS.get(precision, "float64" if precision == "fp64" else "float32")
+                plain = {"method": "tiled"}
+                yield loss, dtype, precision, rows, d, plain
+                if d != 129:
+                    continue
+                yield loss, dtype, precision, rows, d, plain | {"normalize": True, "ids": True}
+                yield loss, dtype, precision, rows, d, plain | {"workspace": 2**18}
+                yield loss, dtype, precision, rows, d, plain | {"progress": lambda *_: None}
+                if loss != "siglip":
+                    yield loss, dtype, precision, rows, d, plain | {"metrics": True}
+    # narrow rows, whose gradient stays in registers
+    if kernels == "default":
+        for dtype in ("bfloat16", "float16"):
+            for d in (128, 60):
+                yield "nt_xent", dtype, "auto", 4352, d, {"method": "tiled"}
+        yield "clip", "bfloat16", "auto", 300, 1100, {"method": "tiled"}  # wider than clusters take
+    yield "info_nce", "float32", "auto", 130, 40, {"method": "tiled", "labels": True}
+    yield "clip", "float32", "auto", 300, 40, {"offload": True, "workspace": 2**20}
+
+
+def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
+    """Every `parts`-th call, each with finite results; prints which kernels they launched."""
+    import cupy
+    import ml_dtypes  # noqa: F401  names bfloat16 for NumPy
+    import numpy as np
+    from infonce.kernels.gpu.device import compiler
+
+    import infonce
+
+    rng = np.random.default_rng(0)
+    for loss, dtype, precision, rows, d, given in islice(calls(kernels), part, None, parts):
+        if tool == "initcheck" and given.get("method") in ("tiled", None) and d % 2 == 0:
+            continue
+        options = dict(given)
+        z = [(rng.standard_normal((rows, d)) / d**0.5).astype(dtype) for _ in range(LOSSES[loss])]
+        if not options.get("offload"):
+            z = [cupy.asarray(x) for x in z]
+        if options.pop("ids", False):
+            options["ids"] = cupy.asarray(rng.integers(0, rows, rows))
+        if options.pop("labels", False):
+            options["labels"] = cupy.asarray(rng.integers(0, rows, rows))
+        out = getattr(infonce, f"{loss}_loss_and_grad")(
+            *z, scale=5.0, precision=precision, **options
+        )
+        found = [out.loss, *(g for g in out.grads if g is not None)]
+        assert all(bool(cupy.isfinite(cupy.asarray(g)).all()) for g in found), (
+            loss, dtype, precision, rows, d, given,
+        )  # fmt: skip
+    launched = {name for _, _, name, *_ in compiler._functions}
+    print(f"kernels: {' '.join(sorted(launched))}")
+
+
+def names() -> set[str]:
+    """Every kernel there is, by its source."""
+    from infonce.kernels.gpu.device import compiler
+
+    text = "".join(path.read_text() for path in compiler.SOURCES.rglob("*.cu*"))
+    heads = re.findall(r'extern "C" __global__ void\b(.*?)\{', text, re.S)
+    called = (re.findall(r"\b(\w+)\s*\(", head) for head in heads)
+    return {next(n for n in found if n != "sizeof" and n[0] != "_") for found in called}
+
+
+def checked(tool: str, kernels: str, part: int, parts: int) -> dict[str, Any]:
+    """One tool over every `parts`-th call."""
+    environment = os.environ | {"INFONCE_KERNELS": kernels}
+    sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    sweep_of_part = [sys.executable, __file__, "--sweep", tool, kernels, str(part), str(parts)]
+    start = time.perf_counter()
+    done = subprocess.run(
+        [*sanitizer, *sweep_of_part], env=environment, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    launched = re.search(r"^kernels: (.*)$", done.stdout, re.M)
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", done.stdout)
+    said = summary[-1] if summary else f"exit status {done.returncode}"
+    print(f"{tool}, {kernels} kernels, part {part + 1} of {parts}: {said}", flush=True)
+    if done.returncode:
+        print(done.stdout[-6000:], flush=True)
+    return {
+        "clean": done.returncode == 0 and launched is not None,
+        "launched": launched[1].split() if launched else [],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time (default 4)")
+    parser.add_argument("--output", type=Path, help="write a record of the run (JSON)")
+    parser.add_argument("--sweep", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.sweep:
+        tool, kernels, part, parts = arguments.sweep
+        sweep(tool, kernels, int(part), int(parts))
+        return 0
+    runs, launched, clean = [], set(), True
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for tool, kernels in CHECKED:
+            if tool not in arguments.tools or kernels not in arguments.kernels:
+                continue
+            parts = arguments.jobs
+            found = list(pool.map(partial(checked, tool, kernels, parts=parts), range(parts)))
+            launched |= {name for part in found for name in part["launched"]}
+            clean = clean and all(part["clean"] for part in found)
+            runs.append({
+                "tool": tool, "kernels": kernels, "calls": len(list(calls(kernels))),
+                "clean": all(part["clean"] for part in found),
+                "seconds": max(part["seconds"] for part in found),
+            })  # fmt: skip
+    missed = names() - launched
+    if arguments.output:
+        from infonce.cli import machine
+
+        record = {
+            "date": machine.now(), "commit": machine.commit(), "gpu": machine.gpu(),
+            "kernels": sorted(launched), "runs": runs,
+        }  # fmt: skip
+        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    if missed:
+        print(f"kernels that no call reached: {' '.join(sorted(missed))}")
+    print("clean" if clean else "errors were found")
+    return int(bool(missed) or not clean)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""The public functions on arrays of a GPU: same answers, same kind of array, same errors."""
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import MISSING, dtype_of
+from infonce.kernels.problem import SCALES
+from judge import (
+    LOSSES,
+    arguments,
+    assert_grad,
+    assert_loss,
+    judged,
+    largest_logit,
+    pairs,
+)
+
+import infonce
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+if not MISSING:
+    import cupy
+
+METHODS = ["auto", "naive", "fused", "tiled"]
+
+
+def call(loss: str, *args: Any, **options: Any) -> infonce.LossAndGrad:
+    return getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_cupy(loss: str, method: str, dtype: Any) -> None:
+    args = arguments(loss, *pairs("partly aligned", 70, 70, 12, dtype, 0))
+    ref = judged(loss, args, scale=6.0)
+    out = call(loss, *map(cupy.asarray, args), scale=6.0, method=method)
+    assert isinstance(out.loss, cupy.ndarray)
+    assert out.loss.shape == ()
+    assert abs(float(out.loss) - ref.loss) < 1e-5 * ref.loss
+    for name, want in ref.grads.items():
+        if isinstance(want, np.ndarray):
+            got = getattr(out.grads, name)
+            assert got.dtype == dtype
+            assert_grad(got.get(), want, np.dtype(dtype).name, 6.0, terms=6.0 * 70**-0.5)
+    alone = getattr(infonce, f"{loss}_loss")(*map(cupy.asarray, args), scale=6.0, method=method)
+    assert abs(float(alone) - ref.loss) < 1e-5 * ref.loss
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_scalars_on_the_device(loss: str) -> None:
+    args = [cupy.asarray(z) for z in arguments(loss, *pairs("random", 20, 20, 8, np.float32, 1))]
+    want = call(loss, *args, scale=5.0)
+    for option in ({"scale": cupy.array(5.0)}, {"temperature": cupy.array(0.2)}):
+        got = call(loss, *args, **option)
+        assert abs(float(got.loss - want.loss)) <= 1e-5 * float(want.loss)
+        cupy.testing.assert_allclose(got.grads[0], want.grads[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
+    """A number out of range is refused; of an array, which is not looked at, the loss is NaN.
+    Within, results are right to the rounding of the logits, and probabilities sum to 1."""
+    least, most = SCALES["fp64" if dtype == "float64" else "fp32"]
+    host = arguments(loss, *pairs("random", 150, 150, 64, dtype_of(dtype), 3))
+    args = [cupy.asarray(z) for z in host]
+    function = getattr(infonce, f"{loss}_loss")
+    for scale in (0.0, -1.0, 0.99 * least, 1.01 * most, np.inf, np.nan):
+        with pytest.raises(ValueError, match="scale: expected"):
+            function(*args, scale=scale, method=method)
+        assert bool(cupy.isnan(function(*args, scale=cupy.array(scale), method=method)))
+        with np.errstate(divide="ignore"):
+            temperature = cupy.array(1.0 / np.float64(scale))
+        out = call(loss, *args, temperature=temperature, method=method)
+        assert bool(cupy.isnan(out.loss))
+    for scale in (least, 1e-3, 1e3, 0.01 * most, most):
+        ref = judged(loss, host, scale=scale)
+        for given in (scale, cupy.array(scale)):
+            out = call(loss, *args, scale=given, method=method, grad_dtype=np.float64)
+            logit = largest_logit(scale, host[0], host[-1])
+            assert_loss(float(out.loss), ref.loss, dtype, logit)
+            pairs_each = 150 if loss == "siglip" else 1
+            for name, want in ref.grads.items():
+                if isinstance(want, np.ndarray):
+                    got = getattr(out.grads, name).get()
+                    assert np.linalg.norm(got) <= 5 * scale * pairs_each
+                    assert_grad(got, want, dtype, logit, np.linalg.norm(want) + scale * pairs_each)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_least_workspace(loss: str) -> None:
+    args = arguments(loss, *pairs("partly aligned", 700, 700, 40, np.float32, 0))
+    given = [cupy.asarray(z) for z in args]
+    with pytest.raises(ValueError, match="workspace: expected at least") as refused:
+        call(loss, *given, scale=5.0, method="tiled", workspace=1)
+    least = int(str(refused.value).split("at least ")[1].split()[0])
+    want = call(loss, *given, scale=5.0, method="tiled")
+    got = call(loss, *given, scale=5.0, method="tiled", workspace=least)
+    assert abs(float(got.loss - want.loss)) <= 1e-6 * float(want.loss)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        call(loss, *given, scale=5.0, method="tiled", workspace=least // 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_torch(method: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    image, text = pairs("partly aligned", 64, 64, 16, np.float32, 2)
+    ref = judged("clip", (image, text), scale=6.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [torch.from_numpy(z).cuda().to(dtype) for z in (image, text)]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            late = [t * 1.0 for t in tensors]
+            out = call("clip", *late, scale=6.0, method=method)
+            loss = out.loss + 0
+        stream.synchronize()
+        assert out.grads.image.dtype == dtype
+        assert out.grads.image.is_cuda
+        assert abs(float(loss) - ref.loss) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_jax() -> None:
+    jax = pytest.importorskip("jax")
+    image, text = pairs("partly aligned", 64, 64, 16, np.float32, 2)
+    ref = judged("clip", (image, text), scale=6.0)
+    out = call("clip", jax.numpy.asarray(image), jax.numpy.asarray(text), scale=6.0)
+    assert isinstance(out.grads.image, jax.Array)
+    assert abs(float(out.loss) - ref.loss) < 1e-5 * ref.loss
+
+
+def test_metrics_and_labels() -> None:
+    query, key = pairs("partly aligned", 50, 80, 8, np.float32, 3)
+    labels = np.random.default_rng(0).permutation(80)[:50]
+    for method in METHODS:
+        ranked = method != "fused"
+        got = call("info_nce", cupy.asarray(query), cupy.asarray(key), cupy.asarray(labels),
+                   scale=6.0, method=method, metrics=ranked)  # fmt: skip
+        want = call("info_nce", query, key, labels, scale=6.0, metrics=True)
+        assert (got.metrics is not None) == ranked
+        assert want.metrics is not None
+        if got.metrics is not None:
+            assert got.metrics.top(1) == want.metrics.top(1)
+        assert abs(float(got.loss) - float(want.loss)) < 1e-5
+        wrong = cupy.asarray(np.where(labels == labels[3], 80, labels))
+        rows = infonce.info_nce_loss(
+            cupy.asarray(query), cupy.asarray(key), wrong, scale=6.0, method=method,
+            reduction="none",
+        )  # fmt: skip
+        assert np.flatnonzero(np.isnan(rows.get())).tolist() == [3]
+
+
+def test_fused_counts_no_ranks() -> None:
+    image, text = map(cupy.asarray, pairs("random", 8, 8, 4, np.float32, 4))
+    with pytest.raises(ValueError, match=r'^method: "fused" counts no ranks on a GPU; expected'):
+        call("clip", image, text, scale=1.0, method="fused", metrics=True)
+
+
+def test_gradients_that_overlap_themselves_are_refused() -> None:
+    image, text = map(cupy.asarray, pairs("random", 6, 6, 4, np.float32, 4))
+    for out in (
+        cupy.broadcast_to(cupy.zeros(4, np.float32), (6, 4)),
+        cupy.lib.stride_tricks.as_strided(cupy.zeros(100, np.float32), (6, 4), (12, 4)),
+    ):
+        with pytest.raises(ValueError, match=r"out\['text'\]: expected elements that do not over"):
+            call("clip", image, text, scale=1.0, out={"text": out})
+
+
+def test_mixed_places() -> None:
+    image, text = pairs("random", 8, 8, 4, np.float32, 4)
+    with pytest.raises(ValueError, match="text: expected an array on GPU 0 like image, got one on"):
+        infonce.clip_loss(cupy.asarray(image), text, scale=1.0)
+    with pytest.raises(ValueError, match="text: expected an array on the host like image"):
+        infonce.clip_loss(image, cupy.asarray(text), scale=1.0)
+    with pytest.raises(TypeError, match="on the GPU"):
+        infonce.clip_loss_and_grad(
+            cupy.asarray(image), cupy.asarray(text), scale=1.0, out={"image": image.copy()}
+        )
+    text[5, 2] = np.nan
+    on_device = cupy.asarray(image), cupy.asarray(text)
+    with pytest.raises(ValueError, match=r"text: expected finite values.* row 5"):
+        infonce.clip_loss(*on_device, scale=1.0, check_finite=True)
+
+
+def test_naive_hands_out_the_logits() -> None:
+    image, text = pairs("partly aligned", 50, 50, 8, np.float32, 3)
+    ids = np.arange(50) // 2
+    got = call("clip", cupy.asarray(image), cupy.asarray(text), scale=6.0, ids=ids, method="naive",
+               return_logits=True)  # fmt: skip
+    want = 6.0 * image.astype(np.float64) @ text.astype(np.float64).T
+    same = (ids[:, None] == ids[None, :]) & ~np.eye(50, dtype=bool)
+    assert got.logits is not None
+    logits = got.logits.get()
+    assert np.array_equal(np.isneginf(logits), same)
+    np.testing.assert_allclose(logits[~same], want[~same], rtol=1e-5, atol=1e-5)
+
+
+def test_naive_that_does_not_fit() -> None:
+    z = cupy.zeros((10**6, 2), np.float32)
+    with pytest.raises(MemoryError, match=r'1000000 x 1000000 logits.*free; use method="tiled"'):
+        infonce.clip_loss(z, z, scale=1.0, method="naive")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_memory_left(method: str) -> None:
+    """An allocation that fails half-way leaves the device usable and nothing behind. Where the
+    gradients themselves have no room, nothing that the caller could set would help."""
+    z = [cupy.asarray(a) for a in pairs("random", 600, 600, 64, np.float32, 1)]
+    want = call("clip", *z, scale=5.0, method=method)
+    pool = cupy.cuda.MemoryPool()
+    failed: list[tuple[int, str]] = []
+    for limit in range(2**14, 2**23, 2**15):
+        pool.set_limit(size=limit)
+        with cupy.cuda.using_allocator(pool.malloc):
+            try:
+                call("clip", *z, scale=5.0, method=method)
+            except MemoryError as error:
+                failed.append((limit, str(error)))
+        assert pool.used_bytes() == 0
+    assert len(failed) > 3
+    advice = 'method="tiled"' if method == "naive" else "a workspace below"
+    gradients = 2 * 600 * 64 * 4
+    within_the_backend = [told for limit, told in failed if limit > gradients]
+    assert within_the_backend or method in ("auto", "fused")
+    assert all(f"; use {advice}" in told for told in within_the_backend)
+    again = call("clip", *z, scale=5.0, method=method)
+    assert float(again.loss) == float(want.loss)
+    assert bool((again.grads.image == want.grads.image).all())
+
+
+def test_a_kernel_that_does_not_compile(tmp_path: Any, monkeypatch: Any) -> None:
+    from infonce.kernels.gpu.device import compiler
+
+    z = [cupy.asarray(a) for a in pairs("random", 20, 20, 8, np.float32, 1)]
+    want = call("clip", *z, scale=5.0, method="naive")
+    with monkeypatch.context() as broken:
+        shutil.copytree(compiler.SOURCES, tmp_path, dirs_exist_ok=True)
+        source = tmp_path / "naive" / "naive.cu"
+        text = source.read_text(encoding="utf-8") + "\nthis is no kernel;\n"
+        source.write_text(text, encoding="utf-8")
+        line = text.count("\n")
+        broken.setattr(compiler, "SOURCES", tmp_path)
+        broken.setattr(compiler, "_functions", {})
+        broken.setattr(compiler, "_modules", {})
+        with pytest.raises(RuntimeError, match=rf"naive/naive.cu\({line}\)"):
+            call("clip", *z, scale=5.0, method="naive")
+    assert float(call("clip", *z, scale=5.0, method="naive").loss) == float(want.loss)
+
+
+def test_several_devices() -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU alone")
+    image, text = pairs("random", 130, 130, 16, np.float32, 4)
+    losses = []
+    for device in (0, 1):
+        with cupy.cuda.Device(device):
+            z = cupy.asarray(image), cupy.asarray(text)
+        for method in METHODS:  # called with device 0 current
+            out = call("clip", *z, scale=5.0, method=method)
+            assert out.grads.image.device.id == device
+            losses.append((method, float(out.loss)))
+    assert losses[:4] == losses[4:]
+    with cupy.cuda.Device(0):
+        here = cupy.asarray(image)
+    with pytest.raises(ValueError, match="text: expected an array on GPU 0 like image"):
+        infonce.clip_loss(here, z[1], scale=1.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_capture(loss: str, method: str) -> None:
+    first = [
+        cupy.asarray(z) for z in arguments(loss, *pairs("random", 300, 300, 24, np.float32, 0))
+    ]
+    second = arguments(loss, *pairs("partly aligned", 300, 300, 24, np.float32, 1))
+    scale = cupy.asarray(4.0)
+    step = infonce.capture(getattr(infonce, f"{loss}_loss_and_grad"), *first, scale=scale,
+                           method=method)  # fmt: skip
+    for values, s in ((second, 9.0), ([z.get() for z in first], 2.0)):
+        want = call(loss, *map(cupy.asarray, values), scale=cupy.asarray(s), method=method)
+        for array, value in zip(first, values, strict=True):
+            array.set(value)
+        scale.fill(s)
+        got = step()
+        assert float(got.loss) == float(want.loss)
+        for a, b in zip(got.grads, want.grads, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or bool((a == b).all())
+    alone = infonce.capture(getattr(infonce, f"{loss}_loss"), *first, scale=2.0, method=method)
+    assert float(alone()) == pytest.approx(float(got.loss), rel=1e-6)
+
+
+def test_capture_of_what_is_not_on_the_gpu() -> None:
+    z = np.zeros((4, 2), np.float32)
+    with pytest.raises(TypeError, match=r"inputs\[0\]: expected a CuPy array, got ndarray"):
+        infonce.capture(infonce.clip_loss, z, z, scale=1.0)

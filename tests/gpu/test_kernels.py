@@ -1,0 +1,397 @@
+"""Every loss, dtype and precision on a GPU against the float64 references.
+
+These tests drive the backend itself, from a `Problem`; what dispatch adds is tested beside the CPU.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import (
+    CASES,
+    GRAD_BOUND,
+    LOSS_BOUND,
+    METHODS,
+    MISSING,
+    PRODUCT,
+    SHAPES,
+    STORED_BOUND,
+    TEMPERATURES,
+    check,
+    dtype_of,
+    evaluate,
+    gpu_only,
+    host,
+    run,
+)
+from judge import (
+    KINDS,
+    LOSSES,
+    VIEWS,
+    arguments,
+    judged,
+    pairs,
+)
+
+pytestmark = gpu_only
+if not MISSING:
+    import cupy
+    from infonce.kernels.gpu.tiled import context
+    from infonce.kernels.gpu.tiled import gradient as gpu_gradients
+    from infonce.kernels.gpu.tiled.operands import Accumulator
+
+
+@pytest.mark.parametrize(("dtype", "precision"), CASES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_against_reference(loss: str, method: str, dtype: str, precision: str) -> None:
+    """Sizes around tile boundaries, odd widths, all temperatures and kinds of pairs, strides, and
+    workspaces that cut into many blocks."""
+    for i, (m, n, d) in enumerate(SHAPES):
+        for j, kind in enumerate(KINDS):
+            temperature = TEMPERATURES[(i + j) % 4]
+            if kind == "long" and precision == "tf32":
+                continue
+            args = arguments(loss, *pairs(kind, m, n, d, dtype_of(dtype), i + j))
+            ref = judged(loss, args, scale=1 / temperature)
+            spaces = [2**28, 2**23] + [150_000 + 3000 * d] * (method == "tiled")
+            out = run(
+                loss, args, precision, 1 / temperature, view=VIEWS[(i + j) % len(VIEWS)],
+                workspace=spaces[(i + 2 * j) % len(spaces)],
+                method=method,
+            )  # fmt: skip
+            try:
+                check(out, ref, args, precision, 1 / temperature)
+            except AssertionError as error:
+                raise AssertionError(f"{m, n, d} {kind} at {temperature}: {error}") from None
+
+
+@pytest.mark.parametrize("kind", ["random", "aligned", "partly aligned", "opposed"])
+@pytest.mark.parametrize(("dtype", "precision"), CASES[:6])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_accuracy_of_a_batch(loss: str, dtype: str, precision: str, kind: str) -> None:
+    """The accuracy that the precisions promise, at a size where rounding averages out."""
+    for temperature in TEMPERATURES:
+        args = arguments(loss, *pairs(kind, 1500, 1500, 128, dtype_of(dtype), 3))
+        ref = judged(loss, args, scale=1 / temperature)
+        # gradients of a loss near 0 are themselves differences of rounded numbers
+        averaged = ref.loss > 0.05
+        for grad_dtype in {"float32", dtype} if precision != "fp64" else {dtype}:
+            out = run(loss, args, precision, 1 / temperature, grad_dtype=dtype_of(grad_dtype))
+            try:
+                check(out, ref, args, precision, 1 / temperature, averaged=averaged)
+            except AssertionError as error:
+                raise AssertionError(f"at {temperature} to {grad_dtype}: {error}") from None
+
+
+@pytest.mark.parametrize("cosine", [0.3, 0.8])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_accuracy_where_rows_share_a_direction(loss: str, cosine: float) -> None:
+    """Embeddings that are not centred: the products that make gradients are long sums of terms of
+    one sign, and the gradient is what is left of them. Tensor cores truncate as they add."""
+    for rows in (1024, 1500):
+        query, key = pairs("partly aligned", rows, rows, 128, np.float64, 5)
+        common = np.ones(128) / 128**0.5
+        args = arguments(loss, *(
+            np.asarray((1 - cosine) ** 0.5 * z + cosine**0.5 * common, np.float32)
+            for z in (query, key)
+        ))  # fmt: skip
+        ref = judged(loss, args, scale=1 / 0.07)
+        check(run(loss, args, "fp32", 1 / 0.07), ref, args, "fp32", 1 / 0.07, averaged=True)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), CASES[:6])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_normalize(loss: str, method: str, dtype: str, precision: str) -> None:
+    for m, n, d, seed in ((3, 4, 5, 0), (140, 140, 33, 1), (300, 300, 64, 2)):
+        rng = np.random.default_rng(seed)
+        args = [
+            (z.astype(np.float64) * np.exp(2 * rng.standard_normal((len(z), 1)))).astype(z.dtype)
+            for z in arguments(loss, *pairs("partly aligned", m, n, d, dtype_of(dtype), seed))
+        ]
+        ref = judged(loss, tuple(args), scale=20.0, normalize=True)
+        out = run(loss, args, precision, 20.0, normalize=True, method=method)
+        unit = [z.astype(np.float64) for z in args]
+        unit = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in unit]
+        # what remains after the part along the row is taken off is judged beside the whole
+        for name, want in ref.grads.items():
+            got = out.grads.get(name)
+            if got is None or np.ndim(want) < 2:
+                continue
+            index = list(out.grads).index(name) if len(args) > 1 else 0
+            inverse = 1 / np.linalg.norm(args[index].astype(np.float64), axis=1)
+            size = np.linalg.norm(want) + 20.0 * np.linalg.norm(inverse) / len(inverse)
+            error = np.linalg.norm(got.astype(np.float64) - want)
+            bound = max(GRAD_BOUND[precision], STORED_BOUND[dtype]) + 200 * PRODUCT[precision]
+            assert error <= bound * size, (name, m, n, d, error / size)
+        bound = 80 * PRODUCT[precision] * max(1, abs(ref.loss))
+        assert abs(out.loss - ref.loss) <= bound + LOSS_BOUND[precision] * abs(ref.loss)
+
+
+def test_rows_of_zeros_stay_zero() -> None:
+    image, text = pairs("random", 40, 40, 16, np.float32, 0)
+    image[3] = 0
+    out = run("clip", (image, text), "fp32", 10.0, normalize=True)
+    assert np.all(out.grads["image"][3] == 0)
+    assert np.isfinite(out.loss)
+    assert all(np.isfinite(g).all() for g in out.grads.values())
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-6, 1e15])
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("bfloat16", "bf16")])
+def test_length_of_rows_does_not_matter(dtype: str, precision: str, size: float) -> None:
+    args = [z.astype(dtype_of(dtype)) for z in pairs("random", 40, 40, 16, np.float32, 0)]
+    power = 2.0 ** round(np.log2(size))
+    long = [(z.astype(np.float64) * power).astype(z.dtype) for z in args]
+    assert run("clip", args, precision, 10.0, normalize=True).loss == pytest.approx(
+        run("clip", long, precision, 10.0, normalize=True).loss, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [CASES[0], CASES[1], CASES[4]])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ids(loss: str, method: str, dtype: str, precision: str) -> None:
+    for n, seed in ((1, 0), (6, 1), (60, 2), (200, 3)):
+        args = arguments(loss, *pairs("partly aligned", n, n, 8, dtype_of(dtype), seed))
+        rng = np.random.default_rng(seed)
+        ids: Any = rng.integers(0, max(1, n // 2), len(args[0]))
+        if loss == "info_nce" and seed % 2:
+            ids = ids, rng.integers(0, max(1, n // 2), len(args[1]))
+        ref = judged(loss, args, scale=20.0, ids=ids)
+        out = run(loss, args, precision, 20.0, ids=ids, method=method)
+        check(out, ref, args, precision, 20.0)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [CASES[0], CASES[1], CASES[4]])
+@pytest.mark.parametrize("method", METHODS)
+def test_labels_and_extra_negatives(method: str, dtype: str, precision: str) -> None:
+    for m, n, seed in ((1, 1, 0), (5, 3, 1), (70, 300, 2), (300, 70, 3)):
+        args = pairs("random", m, n, 24, dtype_of(dtype), seed)
+        labels = np.random.default_rng(seed).integers(0, n, m)
+        ref = judged("info_nce", args, scale=9.0, labels=labels)
+        for wrt in (None, ("query",), ("key",), ()):
+            out = run("info_nce", args, precision, 9.0, labels=labels, method=method,
+                      wrt=wrt)  # fmt: skip
+            check(out, ref, args, precision, 9.0)
+
+
+def test_scale_and_bias_on_the_device() -> None:
+    args = pairs("random", 90, 90, 32, np.float32, 0)
+    for loss in LOSSES:
+        z = arguments(loss, *args)
+        for method in METHODS:
+            known = run(loss, z, "fp32", 10.0, bias=-5.0, method=method)
+            unknown = run(loss, z, "fp32", cupy.asarray(10.0), method=method,
+                          bias=cupy.asarray(-5.0, np.float32))  # fmt: skip
+            assert known.loss == unknown.loss
+            for name, got in unknown.grads.items():
+                assert np.array_equal(got, known.grads[name]), (loss, name)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), CASES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_reproducible(loss: str, method: str, dtype: str, precision: str) -> None:
+    args = arguments(loss, *pairs("random", 700, 700, 40, dtype_of(dtype), 5))
+    size = 2**21 if method == "tiled" else 2**28
+    first = run(loss, args, precision, 30.0, workspace=size, method=method)
+    for _ in range(2):
+        again = run(loss, args, precision, 30.0, workspace=size, method=method)
+        assert np.array_equal(first.losses, again.losses)
+        for name, got in again.grads.items():
+            assert np.array_equal(got, first.grads[name]), name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite(loss: str, method: str, value: float) -> None:
+    for dtype, precision in (CASES[1], CASES[4]):
+        for where in range(2):
+            args = list(arguments(loss, *pairs("random", 70, 70, 9, dtype_of(dtype), 1)))
+            args[min(where, len(args) - 1)][5, 2] = value
+            out = run(loss, args, precision, 10.0, method=method)
+            assert np.isnan(out.loss)
+            if where == 0 and len(args) == 2:
+                finite = np.delete(np.arange(70), 5)
+                one_sided = loss in ("info_nce", "lit", "siglip")
+                assert not one_sided or np.isfinite(out.losses[finite]).all()
+
+
+def test_outputs_of_any_strides_and_guards() -> None:
+    """Gradients go where they belong, and nothing beside it is touched."""
+    for dtype, precision in (CASES[1], CASES[4], CASES[5]):
+        for loss in ("clip", "nt_xent", "siglip"):
+            z = arguments(loss, *pairs("random", 130, 130, 24, dtype_of(dtype), 2))
+            plain = run(loss, z, precision, 15.0)
+            names = ("features",) if loss == "nt_xent" else ("image", "text")
+            for step in (1, 2):
+                wholes, outs = {}, {}
+                for name, a in zip(names, z, strict=True):
+                    rows, d = a.shape
+                    whole = cupy.full((rows + 6, step * d + 16), 7.0, a.dtype)
+                    wholes[name], outs[name] = whole, whole[3:-3, 8 : 8 + step * d : step]
+                run(loss, z, precision, 15.0, outs=outs)
+                for name in names:
+                    assert np.array_equal(host(outs[name]), plain.grads[name])
+                    outs[name][...] = 7.0
+                    assert bool((wholes[name] == 7.0).all())
+
+
+@pytest.mark.parametrize("method", ["tiled", "naive"])
+def test_metrics(method: str) -> None:
+    image, text = pairs("partly aligned", 300, 300, 16, np.float32, 4)
+    options: Any = {"ranks": True, "workspace": 2**19, "method": method}
+    out = run("clip", (image, text), "fp32", 10.0, **options)
+    x = image.astype(np.float64) @ text.astype(np.float64).T
+    stats = out.solution.statistics
+    assert np.array_equal(host(stats.row_rank), (x > np.diag(x)[:, None]).sum(1))
+    assert np.array_equal(host(stats.column_rank), (x > np.diag(x)[None, :]).sum(0))
+    z = np.concatenate([image, text])
+    out = run("nt_xent", (z,), "fp32", 10.0, **options)
+    x = z.astype(np.float64) @ z.astype(np.float64).T
+    np.fill_diagonal(x, -np.inf)
+    positive = x[np.arange(600), (np.arange(600) + 300) % 600]
+    assert np.array_equal(host(out.solution.statistics.row_rank), (x > positive[:, None]).sum(1))
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [CASES[1], CASES[3], CASES[4]])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_workspace_is_a_ceiling(loss: str, dtype: str, precision: str) -> None:
+    """Temporary memory stays within `workspace`, beyond vectors of length M and N."""
+    n, d, workspace = 4096, 256, 8 * 2**20
+    args = [cupy.asarray(z) for z in arguments(loss, *pairs("random", n, n, d, dtype_of(dtype), 0))]
+    outs = {"nt_xent": ("features",), "info_nce": ("query", "key"), "lit": ("text",)}
+    made = {
+        name: cupy.empty(z.shape, z.dtype)
+        for name, z in zip(outs.get(loss, ("image", "text")), args, strict=False)
+    }
+    run(loss, args, precision, 14.0, workspace=workspace, outs=made)
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        run(loss, args, precision, 14.0, workspace=workspace, outs=made)
+        assert pool.total_bytes() <= workspace + 64 * 8 * 2 * n + 2**20
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), CASES[4:])
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "siglip"])  # lit has no dK
+def test_destinations_lend_memory(
+    loss: str, dtype: str, precision: str, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of half of the rows are gathered where they will be handed out, in 16 bits."""
+    names = {"nt_xent": ("features",), "info_nce": ("query", "key")}
+    row_bytes = 8 if precision == "fp64" else 4
+    for i, (n, d) in enumerate([(700, 40), (1301, 8), (701, 201), (612, 512)]):
+        args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), i))
+        n = len(args[0])
+        ids = np.random.default_rng(i).integers(0, n // 2, n) if i % 2 else None
+        # half of it has room for nine tenths of dK
+        options: Any = {"ids": ids, "normalize": normalize, "workspace": n * d * row_bytes * 9 // 5}
+        if loss == "info_nce":
+            options["labels"] = np.random.default_rng(i).integers(0, n, n)
+        name = names.get(loss, ("image", "text"))[-1]
+        made: list[Any] = []
+        outs: dict[str, Any] = {}
+
+        def recorded(*args: Any, made: list[Any] = made) -> Accumulator:
+            made.append(Accumulator(*args))
+            return made[-1]
+
+        if i % 2:  # the caller's, in the middle of his
+            whole = cupy.full((n + 32, d), 7.0, dtype_of(dtype))
+            outs[name] = whole[16:-16]
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_gradients, "Accumulator", recorded)
+            overlaid = run(loss, args, precision, 10.0, outs=outs, **options)
+            assert sum(acc.before is not None for acc in made) == 1
+            patch.setattr(context, "overlay", lambda out, real: 0)
+            made.clear()
+            plain = run(loss, args, precision, 10.0, **options)
+            assert not any(acc.before is not None for acc in made)
+        if not normalize:
+            ref = judged(loss, args, scale=10.0, **{k: options[k] for k in ("ids", "labels")
+                                                    if k in options})  # fmt: skip
+            check(overlaid, ref, args, precision, 10.0)
+        got, want = (np.asarray(r.grads[name], np.float64) for r in (overlaid, plain))
+        assert np.linalg.norm(got - want) <= STORED_BOUND[dtype] * np.linalg.norm(want)
+        if i % 2:
+            assert bool((whole[:16] == 7.0).all())
+            assert bool((whole[-16:] == 7.0).all())
+        again = run(loss, args, precision, 10.0, outs=outs, **options)
+        assert np.array_equal(overlaid.grads[name], again.grads[name])
+
+
+def test_workspace_too_small() -> None:
+    with pytest.raises(ValueError, match="workspace"):
+        run("clip", pairs("random", 9, 9, 64, np.float32, 0), "fp32", 1.0, workspace=20)
+
+
+def test_fused_that_does_not_fit() -> None:
+    args = pairs("random", 99, 99, 4, np.float32, 0)
+    with pytest.raises(ValueError, match="fused"):
+        run("clip", args, "fp32", 1.0, workspace=9999, method="fused")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_near_zero_keep_their_digits(method: str) -> None:
+    args = pairs("aligned", 50, 50, 256, np.float64, 0)
+    ref = judged("clip", args, scale=200.0)
+    assert 0 < ref.loss < 1e-40
+    out = run("clip", args, "fp64", 200.0, method=method)
+    assert out.loss == pytest.approx(ref.loss, rel=1e-11)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", METHODS)
+def test_graph_capture(loss: str, method: str) -> None:
+    """Everything runs again, on new values, when a captured graph is launched."""
+    options: Any = {"method": method}
+    z = arguments(loss, *pairs("random", 64, 64, 32, np.float32, 0))
+    new = arguments(loss, *pairs("partly aligned", 64, 64, 32, np.float32, 1))
+    want = run(loss, new, "fp32", 10.0, **options)
+    args = [cupy.asarray(a) for a in z]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        evaluate(loss, args, "fp32", 10.0, **options)  # compiles, allocates
+        stream.begin_capture()
+        solution, grads, _ = evaluate(loss, args, "fp32", 10.0, **options)
+        graph = stream.end_capture()
+        for a, b in zip(args, new, strict=True):
+            a[...] = cupy.asarray(b)
+        for _ in range(2):
+            graph.launch(stream)
+        stream.synchronize()
+        assert np.array_equal(host(solution.losses), want.losses)
+        for name, got in grads.items():
+            if got is not None:
+                assert np.array_equal(host(got), want.grads[name]), name
+
+
+def test_work_is_ordered_on_the_current_stream() -> None:
+    args = [cupy.asarray(z) for z in pairs("random", 200, 200, 32, np.float32, 0)]
+    want = run("clip", args, "fp32", 10.0)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        busy = cupy.ones((4096, 4096), np.float32)
+        for _ in range(20):
+            busy = busy @ busy * np.float32(1e-4)
+        late = [z + busy[0, 0] * 0 for z in args]
+        out = run("clip", late, "fp32", 10.0)
+    assert out.loss == want.loss
+
+
+def test_many_calls_leak_nothing() -> None:
+    args = [cupy.asarray(z) for z in pairs("random", 64, 64, 32, np.float32, 0)]
+    for method in METHODS:
+        run("clip", args, "fp32", 10.0, method=method)
+    pool = cupy.get_default_memory_pool()
+    used, total = pool.used_bytes(), pool.total_bytes()
+    for i in range(1000):
+        run("clip", args, "fp32", 10.0, method=METHODS[i % 3])
+        with pytest.raises(ValueError, match="workspace"):
+            run("clip", args, "fp32", 10.0, workspace=10)
+    assert pool.used_bytes() <= used + 4096
+    assert pool.total_bytes() <= total + 2**20

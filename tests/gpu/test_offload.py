@@ -1,0 +1,212 @@
+"""Features in host memory, computed on a device panel by panel. Where there is no GPU, the device
+is a part of the host."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from host_device import Host, close, room
+from hypothesis import given
+from hypothesis import strategies as st
+from infonce.kernels.offload import backend as offload
+from infonce.kernels.problem import SILENT
+from infonce.kernels.solve import solve
+from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
+
+import infonce
+from infonce import spec
+from infonce.checks import call as checks
+from infonce.dispatch import _result
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Any, Host]:
+    """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
+    kind = spec.LOSSES[loss]
+    with np.errstate(**SILENT):
+        request = checks.check(kind, args, labels, None, options, with_grad=True)
+        device = Host()
+        backend = offload.Offload(request.problem, request.gradients, device)
+        solution = solve(request.problem, backend, request.gradients)
+        return _result(kind, request, solution, lambda array: array), backend, device
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(
+    m=st.integers(1, 90), n=st.integers(1, 90), rows=st.integers(12, 70),
+    labelled=st.booleans(), ids=st.booleans(), normalize=st.booleans(), metrics=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_equal_to_the_host(
+    loss: str, m: int, n: int, rows: int, labelled: bool, ids: bool, normalize: bool,
+    metrics: bool, seed: int,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    if not labelled:
+        m, n = min(m, n), max(m, n)
+    d = 30
+    args = arguments(loss, *pairs("partly aligned", m, n, d, np.float64, seed))
+    options: dict[str, Any] = {"scale": 9.0, "normalize": normalize}
+    options["metrics"] = metrics and loss != "siglip"
+    if loss == "info_nce" and labelled:
+        options["labels"] = rng.integers(0, n, m)
+    if ids:
+        each = [rng.integers(0, 20, len(z)) for z in args]
+        options["ids"] = tuple(each) if loss == "info_nce" else each[0]
+    got, backend, device = on_host(loss, args, workspace=room(rows, d), **options)
+    want = getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
+    assert max(device.largest, backend.rows) <= rows
+    close(got, want)
+
+
+@pytest.mark.parametrize("wrt", [(), ("image",), ("text",), ("scale",), ("text", "scale")])
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_parts_of_the_gradient(loss: str, wrt: tuple[str, ...]) -> None:
+    args = arguments(loss, *pairs("random", 70, 70, 30, np.float64, 0))
+    options = {"scale": 4.0, "wrt": wrt, "reduction": "sum"}
+    got, _, _ = on_host(loss, args, workspace=room(20, 30), **options)
+    close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
+    assert [name for name, g in got.grads._asdict().items() if g is not None] == list(wrt)
+
+
+@pytest.mark.parametrize("row", [2, 57])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_not_a_number_stays_one(loss: str, row: int) -> None:
+    """Also where all it makes is logits of -inf, which look like excluded pairs."""
+    args = arguments(loss, *pairs("random", 60, 60, 30, np.float64, 0))
+    for z in args:
+        z[:, 3] = -1.0
+    args[-1][row, 3] = np.inf
+    got, _, _ = on_host(loss, args, scale=4.0, reduction="none", workspace=room(16, 30))
+    want = getattr(infonce, f"{loss}_loss")(*args, scale=4.0, reduction="none")
+    assert np.isnan(want).any()
+    np.testing.assert_array_equal(np.isnan(got.loss), np.isnan(want))
+
+
+def test_progress_and_memory_too_small() -> None:
+    args = arguments("clip", *pairs("random", 60, 60, 30, np.float64, 0))
+    told: list[tuple[str, int, int]] = []
+    on_host("clip", args, scale=1.0, workspace=room(20, 30), progress=lambda *a: told.append(a))
+    assert told[:9] == [("log-sum-exp", i + 1, 9) for i in range(9)]
+    assert {phase for phase, *_ in told} == {"log-sum-exp", "gradient"}
+    # 15 x 15 panels of 4 rows: two for each row and column
+    with pytest.raises(ValueError, match=f"workspace: expected at least {room(4, 30)} bytes"):
+        on_host("clip", args, scale=1.0, workspace=room(4, 30) - 1)
+    _, backend, _ = on_host("clip", args, scale=1.0, workspace=room(4, 30))
+    assert backend.rows == 4
+
+
+def test_memory_mapped_on_the_cpu(tmp_path: Any) -> None:
+    """The CPU backend reads and writes files that are mapped, a block at a time, without being
+    asked to."""
+    args = pairs("random", 300, 300, 20, np.float32, 0)
+    mapped, out = [], []
+    for name, z in zip(("image", "text"), args, strict=True):
+        np.save(tmp_path / name, z)
+        mapped.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r"))
+        out.append(np.lib.format.open_memmap(tmp_path / f"d{name}.npy", "w+", z.dtype, z.shape))
+    want = infonce.clip_loss_and_grad(*args, scale=9.0)
+    got = infonce.clip_loss_and_grad(*mapped, scale=9.0, out=out)
+    assert got.loss == want.loss
+    for name, w in zip(("image", "text"), want.grads, strict=False):
+        np.testing.assert_array_equal(np.load(tmp_path / f"d{name}.npy"), w)
+
+
+def test_bad_input() -> None:
+    z = np.ones((4, 3), np.float32)
+    with pytest.raises(ValueError, match='method: expected "auto" or "tiled" with offload'):
+        infonce.clip_loss(z, z, scale=1.0, offload=True, method="fused")
+
+
+def test_without_a_gpu(monkeypatch: Any) -> None:
+    monkeypatch.setattr(checks, "gpu_missing", lambda: "no driver")
+    z = np.ones((4, 3), np.float32)
+    with pytest.raises(ValueError, match=r"offload: expected a GPU to compute on.*no driver"):
+        infonce.clip_loss(z, z, scale=1.0, offload=True)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cupy() -> Any:
+    found = pytest.importorskip("cupy")
+    if missing := infonce.arrays.gpu_missing():
+        pytest.skip(missing)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_on_the_gpu(cupy: Any, loss: str, dtype: Any) -> None:
+    """Against float64, and bitwise the same from run to run, many panels and few."""
+    d, scale = 64, 8.0
+    args = arguments(loss, *pairs("partly aligned", 1500, 1700, d, dtype, 0))
+    truth = judged(loss, args, scale=scale, normalize=True)
+    name, logit = np.dtype(dtype).name, 8.0
+    for workspace in (room(256, d, 8, 8), 2**28):
+        options = {"scale": scale, "normalize": True, "offload": True, "workspace": workspace}
+        got, again = (getattr(infonce, f"{loss}_loss_and_grad")(*args, **options) for _ in range(2))
+        assert isinstance(got.loss, np.ndarray)
+        assert_loss(got.loss, truth.loss, name, logit)
+        for field in got.grads._fields:
+            g, w = getattr(got.grads, field), truth.grads[field]
+            if w is None:
+                continue
+            assert g.tobytes() == getattr(again.grads, field).tobytes()
+            if field not in ("scale", "bias"):
+                assert isinstance(g, np.ndarray)
+                assert g.dtype == dtype
+                assert_grad(g, w, name, logit)
+
+
+@pytest.mark.gpu
+def test_pinned_mapped_and_strided(cupy: Any, tmp_path: Any) -> None:
+    """Where in the host's memory features lie changes nothing but the time."""
+    import cupyx
+
+    plain = pairs("random", 1000, 1000, 48, np.float32, 0)
+    options = {"scale": 9.0, "offload": True, "workspace": room(256, 48, 4, 4)}
+    want = infonce.clip_loss_and_grad(*plain, **options)
+
+    def pinned(z: Any) -> Any:
+        out = cupyx.empty_pinned(z.shape, z.dtype)
+        out[...] = z
+        return out
+
+    def mapped(z: Any) -> Any:
+        np.save(tmp_path / f"{id(z)}.npy", z)
+        return np.load(tmp_path / f"{id(z)}.npy", mmap_mode="r")
+
+    for where in (pinned, mapped, np.asfortranarray, lambda z: z.astype(">f4")):
+        got = infonce.clip_loss_and_grad(*map(where, plain), **options)
+        assert got.loss == want.loss
+        for g, w in zip(got.grads, want.grads, strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.gpu
+def test_memory_stays_within_the_workspace(cupy: Any) -> None:
+    from infonce.cli.bench.gpu import _peak
+
+    args = pairs("random", 40_000, 40_000, 128, BFLOAT16, 0)
+
+    def call() -> None:
+        infonce.clip_loss_and_grad(*args, scale=9.0, offload=True, workspace=32 * 2**20)
+
+    call()  # what is kept for later calls
+    with _peak(cupy) as found:
+        call()
+    vectors = 40 * 40_000 * 8
+    assert 2**20 < found.peak < 32 * 2**20 + vectors
+    assert found.used == 0
+
+
+@pytest.mark.gpu
+def test_features_on_the_gpu_are_refused(cupy: Any) -> None:
+    z = cupy.ones((4, 3))
+    with pytest.raises(ValueError, match="offload: expected features in host memory"):
+        infonce.clip_loss(z, z, scale=1.0, offload=True)

@@ -1,0 +1,208 @@
+"""One pass over the pairs, for LiT and for InfoNCE with respect to queries, against the float64
+references."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import (
+    BFLOAT16,
+    GRAD_BOUND,
+    MISSING,
+    TEMPERATURES,
+    Result,
+    check,
+    dtype_of,
+    gpu_only,
+    host,
+    run,
+)
+from infonce.kernels.gpu import config
+from judge import KINDS, arguments, judged, pairs
+
+pytestmark = gpu_only
+if not MISSING:
+    import cupy
+    from infonce.kernels.gpu.device import launcher
+    from infonce.kernels.gpu.tiled import online
+
+ONE_SIDED = ["info_nce", "lit"]
+ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
+
+
+@pytest.fixture
+def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of every block folded in one pass, the panels that were swept twice."""
+    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
+    if device.capability != "90":
+        pytest.skip("for Hopper")
+    swept: list[list[int]] = []
+    block = online.OnlineFold.block
+
+    def watched(self: Any, rows: slice, columns: slice, a: int, b: int) -> None:
+        block(self, rows, columns, a, b)
+        panels = -(-(rows.stop - rows.start) // 128)
+        swept.append(np.flatnonzero(host(self.wanted[:panels])).tolist())
+
+    monkeypatch.setattr(online.OnlineFold, "block", watched)
+    return swept
+
+
+def for_tensor_cores(z: np.ndarray, dtype: str) -> Any:
+    """Features whose products are exact: what is left are the errors of sums and panels."""
+    return z.astype(BFLOAT16).astype(dtype_of(dtype))
+
+
+def one_sided(loss: str, args: Any, precision: str, scale: float, **options: Any) -> Result:
+    if loss == "info_nce":
+        options["wrt"] = ("query",)
+    return run(loss, args, precision, scale, **options)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
+@pytest.mark.parametrize("loss", ONE_SIDED)
+def test_one_pass(loss: str, dtype: str, precision: str, blocks_swept: list[list[int]]) -> None:
+    """Rows of 1 to 16 K-slices, sizes around the tiles' edges, every temperature, several row
+    panels and column blocks, gradients that accumulate in the workspace or in place."""
+    k_slice = 128 // dtype_of(dtype).itemsize
+    for i in range(1, 17):
+        d = k_slice * i + (-1, 0, -k_slice + 1)[i % 3]
+        m, n = ((127, 385), (129, 128), (300, 257), (640, 901))[i % 4]
+        temperature = TEMPERATURES[i % 4]
+        for workspace in (2**28, 100_000 + 500 * d):
+            args = pairs(KINDS[i % 4], m, n, d, np.float64, i)
+            args = arguments(loss, *(for_tensor_cores(z, dtype) for z in args))
+            labels = None
+            if loss == "info_nce":
+                labels = np.random.default_rng(i).integers(0, n, m)
+            given: Any = {} if labels is None else {"labels": labels}
+            ref = judged(loss, args, scale=1 / temperature, **given)
+            blocks_swept.clear()
+            out = one_sided(loss, args, precision, 1 / temperature, workspace=workspace,
+                            grad_dtype=(None, np.float32)[i % 2], **given)  # fmt: skip
+            assert len(blocks_swept) > (i % 4 == 3 and workspace < 2**28)
+            try:
+                check(out, ref, args, "bf16", 1 / temperature)
+            except AssertionError as error:
+                raise AssertionError(f"{m, n, d} at {temperature}: {error}") from None
+
+
+@pytest.mark.parametrize("kind", ["3", "30", "rising", "falling", "all low", "late"])
+@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
+@pytest.mark.parametrize("d", [40, 1000])
+def test_one_pass_where_heights_are_no_good(
+    d: int, dtype: str, precision: str, kind: str, blocks_swept: list[list[int]]
+) -> None:
+    """Rows that leave the range of the height they were given, at first or in a later block, above
+    or below: hundreds of powers of 2 from block to block."""
+    if dtype == "float32" and d > 512:
+        d //= 2  # as many bytes
+    m, n = 300, 1500
+    query, key = pairs("random", m, n, d, np.float64, 1)
+    ids: Any = None
+    if kind in ("3", "30"):
+        query, key = query * float(kind), key * float(kind)
+    elif kind in ("rising", "falling"):
+        along = np.linspace(-1, 5, n)[:: 1 if kind == "rising" else -1]
+        query, key = 0.3 * query + query[0], 0.1 * key + along[:, None] * query[0]
+    elif kind == "all low":
+        query, key = 0.02 * query + query[0], 0.05 * key - 2 * query[0]
+    else:  # the first blocks have no pairs at all for some rows, which then begin high
+        query[100:] *= 10
+        ids = np.where(np.arange(m) >= 200, 1, 2), np.where(np.arange(n) < 1200, 1, 3)
+    labels = np.random.default_rng(0).integers(0, n, m)
+    args = for_tensor_cores(query, dtype), for_tensor_cores(key, dtype)
+    for i, scale in enumerate((1.0, 14.0, 100.0, 200.0)):
+        ref = judged("info_nce", args, scale=scale, labels=labels, ids=ids)
+        for workspace in (2**28, 200_000 + 400 * d):
+            blocks_swept.clear()
+            whole = cupy.full((m, d + 24), 7.0, np.float32)
+            options: Any = [{}, {"grad_dtype": np.float32}, {"outs": {"query": whole[:, 8:-16]}}]
+            out = run("info_nce", args, precision, scale, labels=labels, ids=ids, wrt=("query",),
+                      workspace=workspace, **options[i % 3])  # fmt: skip
+            check(out, ref, args, "bf16", scale)
+            assert i % 3 < 2 or bool((whole[:, :8] == 7).all() and (whole[:, -16:] == 7).all())
+            again = [panel for panels in blocks_swept for panel in panels]
+            assert again or scale < 200
+            assert scale > 1 or kind == "30" or not again
+            if workspace < 2**28 and kind == "rising" and scale == 200:  # not only at first
+                assert sum(map(bool, blocks_swept)) > len(blocks_swept) // 2
+
+
+@pytest.mark.parametrize("d", [40, 520])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_one_pass_with_some_panels_swept_twice(
+    d: int, workers: int, blocks_swept: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of threads has many panels, and skips those that were good."""
+    monkeypatch.setattr(
+        config.Sweep, "blocks", lambda self, *_: workers * (2 if self.clustered else 1)
+    )
+    n = 1500
+    text, image = pairs("partly aligned", n, n, d, np.float64, 0)
+    for panel in (1, 4, 5, 11):
+        text[128 * panel + 3 : 128 * panel + 9] *= 60
+    args = text.astype(BFLOAT16), image.astype(BFLOAT16)
+    ref = judged("lit", args, scale=14.0)
+    out = run("lit", args, "bf16", 14.0)
+    assert blocks_swept == [[1, 4, 5, 11]]
+    check(out, ref, args, "bf16", 14.0)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
+def test_one_pass_with_ids_and_normalised(
+    dtype: str, precision: str, blocks_swept: list[list[int]]
+) -> None:
+    """Excluded pairs; rows that have no negatives; lengths that normalisation takes away."""
+    m, n, d = 260, 700, 72
+    rng = np.random.default_rng(0)
+    query, key = (for_tensor_cores(z, dtype) for z in pairs("random", m, n, d, np.float64, 3))
+    labels = rng.integers(0, n, m)
+    ids = rng.integers(0, 9, m), rng.integers(0, 9, n)
+    none = np.full(m, 7), np.full(n, 7)
+    none[0][20:] = 8  # only the first rows are without negatives
+    for scale in (14.0, 200.0):
+        for pair in (ids, none):
+            ref = judged("info_nce", (query, key), scale=scale, labels=labels, ids=pair)
+            for workspace in (2**28, 400_000):
+                out = run("info_nce", (query, key), precision, scale, labels=labels, ids=pair,
+                          wrt=("query",), workspace=workspace)  # fmt: skip
+                check(out, ref, (query, key), "bf16", scale)
+                if pair is none:
+                    assert np.all(out.losses[:20] == 0)
+                    assert np.all(out.grads["query"][:20] == 0)
+        lengths = np.exp2(rng.integers(-3, 4, m))[:, None], np.exp2(rng.integers(-3, 4, n))[:, None]
+        args = tuple((z.astype(np.float64) * by).astype(z.dtype)
+                     for z, by in zip((query, key), lengths, strict=True))  # fmt: skip
+        ref = judged("info_nce", args, scale=scale, labels=labels, normalize=True)
+        for workspace in (2**28, 400_000):
+            out = run("info_nce", args, precision, scale, labels=labels, normalize=True,
+                      wrt=("query",), workspace=workspace, grad_dtype=np.float32)  # fmt: skip
+            assert out.loss == pytest.approx(ref.loss, rel=1e-4)
+            want = ref.grads["query"]
+            # what remains after the part along the row is taken off is judged beside the whole
+            inverse = 1 / np.linalg.norm(args[0].astype(np.float64), axis=1)
+            size = np.linalg.norm(want) + scale * np.linalg.norm(inverse) / m
+            assert np.linalg.norm(out.grads["query"] - want) <= GRAD_BOUND["bf16"] * size
+    assert blocks_swept
+
+
+def test_one_pass_is_reproducible_and_sees_nan(blocks_swept: list[list[int]]) -> None:
+    args = tuple(z.astype(BFLOAT16) for z in pairs("long", 700, 900, 72, np.float64, 0))
+    options: Any = {"wrt": ("query",), "workspace": 500_000, "labels": np.arange(700)}
+    first = run("info_nce", args, "bf16", 100.0, **options)
+    assert any(blocks_swept)
+    again = run("info_nce", args, "bf16", 100.0, **options)
+    assert np.array_equal(first.losses, again.losses)
+    for name, got in again.grads.items():
+        assert np.array_equal(got, first.grads[name]), name
+    for value in (np.nan, np.inf, -np.inf):
+        query, key = (z.copy() for z in args)
+        query[5, 2] = value
+        out = run("info_nce", (query, key), "bf16", 100.0, **options)
+        finite = np.arange(700) != 5
+        assert np.isnan(out.losses[5])
+        assert np.allclose(out.losses[finite], first.losses[finite], rtol=1e-5)
+        assert np.isfinite(out.grads["query"][finite].astype(np.float32)).all()
+        key[600, 2] = value
+        assert np.isnan(run("info_nce", (args[0], key), "bf16", 100.0, **options).losses).all()

@@ -1,0 +1,105 @@
+"""Kernels take arguments by the names that their sources declare; recordings say which of them are
+filled in later. No GPU is needed."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+from infonce.kernels.gpu.device import compiler, signatures
+from infonce.kernels.gpu.device.recorder import (
+    FIRST,
+    SPACING,
+    Placeholder,
+    Pointer,
+    Recorder,
+    placeholder_of,
+)
+
+KERNELS = signatures.kernel_files()
+HOST = Path(compiler.__file__).parents[1]
+
+
+class Function:
+    ptr = 77
+
+
+def test_every_kernel_is_found() -> None:
+    text = "".join(path.read_text() for path in compiler.SOURCES.rglob("*.cu*"))
+    assert len(KERNELS) == text.count('extern "C" __global__') > 30
+
+
+def test_every_kernel_is_launched_from_one_file() -> None:
+    """By its name: a search for it finds the launch, and from the launch the kernel."""
+    launch = r'\b(?:launch\w*|rows|vectors|function)\(\s*(?:\w+,\s*)?(?:"[\w/]+\.cu",\s*)?"(\w+)"'
+    launched: dict[str, set[str]] = {}
+    for path in HOST.rglob("*.py"):
+        for kernel in re.findall(launch, path.read_text()):
+            launched.setdefault(kernel, set()).add(path.name)
+    assert launched.keys() == KERNELS.keys()
+    assert {kernel for kernel, files in launched.items() if len(files) > 1} == set()
+
+
+def test_fields_of_structures_and_of_their_bases() -> None:
+    scale = signatures.structure("vectors.cu", "Scale")
+    assert scale.fields == signatures.structure("vectors.cu", "Scalar").fields
+    assert scale.letters == "dQdQ"
+    block = signatures.structure("tiled/lse.cu", "Block")
+    assert [name for name, _ in block.fields][:3] == ["q", "k", "width"]
+    assert block.size == 8 * len(block.letters)
+    assert block.offset("width") == 2 * signatures.structure("tiled/lse.cu", "Operand").size
+
+
+def test_numbers_and_addresses_in_their_places() -> None:
+    ranges = signatures.structure("vectors.cu", "Ranges")
+    packed = ranges.pack({"shared": True, "middle": 2, "unit": 0.5})
+    assert packed.tobytes() == np.array([0.5, 2.0]).tobytes() + np.array([1]).tobytes()
+    signature = signatures.signature("vectors.cu", "per_unit")
+    given = {"n": np.int64(5), "x": None, "ranges": 4096, "out": 8192}
+    assert signature.arguments(given) == (0, 5, 4096, 8192)
+
+
+@pytest.mark.parametrize(
+    "given", [{"x": 0, "n": 1, "ranges": 0}, {"x": 0, "n": 1, "ranges": 0, "to": 0},
+              {"x": 0, "n": 1, "ranges": 0, "out": 0, "to": 0}],
+)  # fmt: skip
+def test_names_that_are_missing_or_unknown(given: dict[str, int]) -> None:
+    signature = signatures.signature("vectors.cu", "per_unit")
+    with pytest.raises(TypeError, match=r"^per_unit: expected x, n, ranges, out; got x, n, ranges"):
+        signature.arguments(given)
+    with pytest.raises(TypeError, match=r"^per_unit: expected"):
+        Recorder().launch(Function(), signature, 1, 128, 0, given)
+
+
+def test_recordings_say_what_is_filled_in() -> None:
+    """Pointers by their type, wherever they point; numbers by their class."""
+    recorder = Recorder()
+    recorder.sizes += [512, 512]
+    second = FIRST + SPACING + SPACING // 2
+    number = Placeholder(3)
+    look_alike = np.array([second], np.uint64).view(np.float64)[0]  # a number with such bits
+    signature = signatures.signature("vectors.cu", "ranges")
+    sources = dict.fromkeys(name for name, _ in signature.fields[0][1].fields)
+    sources["row_factor"] = second + 24
+    recorder.launch(
+        Function(), signature, 1, 1024, 0,
+        {"f": sources, "m": second, "n": -1, "largest_element": look_alike, "out": second - 8},
+    )  # fmt: skip
+    words = recorder.words
+    assert words.pointers == [(1, Pointer(1, 24)), (9, Pointer(1, -8))]
+    assert words.values[6:9] == [second, 2**64 - 1, second]
+    assert not words.numbers
+    signature = signatures.signature("vectors.cu", "to_products")
+    scale = {"value": number, "pointer": None, "factor": 1.0, "shift": None}
+    recorder.launch(
+        Function(), signature, 1, 128, 0,
+        {"logits": second, "n": 4, "scale": scale, "out": second},
+    )  # fmt: skip
+    assert words.numbers == [(12, 3)]
+    assert [8 * at for at in (0, 6, 7, 8, 9, 10, 11, 12, 16)] == recorder.parameters
+    recorder.gemm(0, 1, 2, 3, 4, 1234, second, 2, 8, second, 2, 8, 5678, second, 0, 8, 68, -1)
+    assert [at for at, _ in recorder.arguments.pointers] == [6, 9, 13]
+    with pytest.raises(ValueError, match="expected an address in one of the call's arrays, got"):
+        placeholder_of(4096)

@@ -1,0 +1,228 @@
+"""Sweeps, what Hopper has instead of tiles, against the float64 references."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import (
+    BFLOAT16,
+    MISSING,
+    check,
+    dtype_of,
+    gpu_only,
+    host,
+    run,
+)
+from infonce.kernels.gpu import config
+from infonce.kernels.problem import LN_2, SCALES
+from judge import (
+    KINDS,
+    LOSSES,
+    arguments,
+    judged,
+    pairs,
+)
+
+pytestmark = gpu_only
+if not MISSING:
+    import cupy
+    from infonce.kernels.gpu.device import launcher
+    from infonce.kernels.gpu.tiled import context
+    from infonce.kernels.gpu.tiled import gradient as gpu_gradients
+
+
+SWEEPS = [
+    ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"), ("bfloat16", "bf16"),
+    ("float16", "fp16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_widths(loss: str, dtype: str, precision: str) -> None:
+    """Rows of one K-slice and of many; query panels of one block and of a cluster."""
+    for i, d in enumerate((63, 64, 65, 192, 256, 264, 509, 512, 513, 768, 1024, 1025)):
+        args = arguments(loss, *pairs(KINDS[i % 3], 300, 300, d, dtype_of(dtype), i))
+        ref = judged(loss, args, scale=20.0)
+        check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
+
+
+@pytest.mark.parametrize(("dtype", "precision", "bound"), [
+    ("bfloat16", "bf16", 3e-6), ("float16", "fp16", 5e-6), ("float32", "fp32", 5e-7),
+])  # fmt: skip
+def test_what_tensor_cores_cut_off(dtype: str, precision: str, bound: float) -> None:
+    """Positives of cosine 0.7 among random negatives: a sum of 512 products that is short by a
+    share of itself moves the loss by that times the logit."""
+    rng = np.random.default_rng(0)
+    image = rng.standard_normal((1500, 512))
+    text = image + rng.standard_normal(image.shape)
+    args = tuple((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(dtype_of(dtype))
+                 for z in (image, text))  # fmt: skip
+    ref = judged("clip", args, scale=1 / 0.07)
+    assert run("clip", args, precision, 1 / 0.07).loss == pytest.approx(ref.loss, rel=bound)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [
+    ("float32", "fp32"), ("float32", "tf32"), ("bfloat16", "fp32"), ("float64", "fp32"),
+])  # fmt: skip
+@pytest.mark.parametrize("loss", LOSSES)
+def test_features_of_any_size(loss: str, dtype: str, precision: str) -> None:
+    """Operands are of float16, which has five bits of exponent: features far from 1 (as far as
+    scales go along), those of queries otherwise than those of keys, rows of many sizes, and nothing
+    but zeros."""
+    for i, (of_query, of_key, rows) in enumerate((
+        (-9, -10, 0), (30, 28, 0), (60, -50, 0), (-3, 7, 9), (0, 0, 14)
+    )):  # fmt: skip
+        image, text = pairs(KINDS[i % 3], 300, 300, 96, np.float64, i)
+        image *= 2.0 ** (of_query - np.arange(300) % (rows + 1))[:, None]
+        args = arguments(loss, image, text * 2.0**of_key)
+        args = tuple(z.astype(dtype_of(dtype)) for z in args)
+        both = 2 * of_query if loss == "nt_xent" else of_query + of_key
+        scale = 20.0 * 2.0**-both
+        if not SCALES["fp32"][0] <= scale <= SCALES["fp32"][1]:  # the loss is NaN, as it says
+            assert loss == "nt_xent"  # whose scale undoes the size of queries twice: 2^-120
+            continue
+        ref = judged(loss, args, scale=scale)
+        check(run(loss, args, precision, scale), ref, args, precision, scale)
+    zeros = tuple(np.zeros_like(z) for z in args)
+    assert run(loss, zeros, precision, 20.0).loss == pytest.approx(
+        judged(loss, zeros, scale=20.0).loss, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_rows_that_are_not_finite_leave_others_alone(precision: str) -> None:
+    """What is infinite or NaN in one query is not what brings the others into float16's range."""
+    image, text = pairs("random", 200, 300, 64, np.float32, 0)
+    ref = judged("info_nce", (image, text), scale=20.0)
+    image[3, 5], image[77, 0] = np.inf, np.nan
+    losses = run("info_nce", (image, text), precision, 20.0, gradient=False).losses
+    assert np.isnan(losses[[3, 77]]).all()
+    rest = np.delete(np.arange(200), [3, 77])
+    bound = 20 * {"fp32": 2.0**-20, "tf32": 2.0**-11}[precision]  # of one row: nothing averages out
+    assert losses[rest] == pytest.approx(ref.losses[rest], abs=bound)
+
+
+@pytest.mark.parametrize("d", [40, 520])
+@pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_few_multiprocessors(
+    loss: str, dtype: str, precision: str, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many panels for each block of threads, as in a large batch."""
+    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
+    for multiprocessors, n in ((2, 700), (6, 1500), (8, 1281)):
+        few = replace(device, multiprocessors=multiprocessors)
+        monkeypatch.setattr(context, "device_properties", lambda index, few=few: few)
+        args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), n))
+        ref = judged(loss, args, scale=30.0)
+        for workspace in (2**28, 2**22):
+            out = run(loss, args, precision, 30.0, workspace=workspace)
+            check(out, ref, args, precision, 30.0)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_narrow_rows(
+    dtype: str, precision: str, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NT-Xent whose dL/dx stays in registers: widths of one and two K-slices, sizes around the
+    panels' edges, few and many panels for each block of threads, blocks of keys added to, ids."""
+    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
+    if device.capability != "90":
+        pytest.skip("for Hopper")
+    folds: list[int] = []
+    block = gpu_gradients.NarrowFold.block
+
+    def counted(self: Any, *args: Any) -> None:
+        folds.append(1)
+        block(self, *args)
+
+    monkeypatch.setattr(gpu_gradients.NarrowFold, "block", counted)
+    cases = itertools.product((1, 8, 63, 64, 65, 127, 128), ((2, 130), (3, 257), (8, 1281)))
+    for i, (d, (multiprocessors, n)) in enumerate(cases):
+        few = replace(device, multiprocessors=multiprocessors)
+        monkeypatch.setattr(context, "device_properties", lambda index, few=few: few)
+        (z,) = arguments("nt_xent", *pairs(KINDS[i % 4], n, n, d, dtype_of(dtype), i))
+        ids = np.random.default_rng(i).integers(0, n // 2, 2 * n) if i % 3 == 0 else None
+        options: Any = {"normalize": normalize, "ids": ids}
+        ref = judged("nt_xent", (z,), scale=14.0, **options)
+        for workspace, grad_dtype in ((2**28, None), (2**28, np.float32), (2**18, None)):
+            folds.clear()
+            out = run("nt_xent", (z,), precision, 14.0, workspace=workspace,
+                      grad_dtype=grad_dtype, **options)  # fmt: skip
+            assert folds
+            if not normalize:
+                check(out, ref, (z,), precision, 14.0)
+            else:
+                assert out.loss == pytest.approx(ref.loss, rel=1e-4)
+            again = run("nt_xent", (z,), precision, 14.0, workspace=workspace,
+                        grad_dtype=grad_dtype, **options)  # fmt: skip
+            assert np.array_equal(out.grads["features"], again.grads["features"])
+
+
+@pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
+@pytest.mark.parametrize("loss", ["clip", "nt_xent"])
+def test_hardest_negatives(loss: str, dtype: str, precision: str) -> None:
+    """Metrics want rows' maxima, wherever in a row they are; sums alone would do with less."""
+    n, scale = 900, 14.0
+    image, text = pairs("random", n, n, 64, np.float64, 3)
+    text = text + np.arange(n)[:, None] / n * image[0]  # higher from tile to tile
+    args = arguments(loss, image.astype(dtype_of(dtype)), text.astype(dtype_of(dtype)))
+    stats = run(loss, args, precision, scale, ranks=True, gradient=False).solution.statistics
+    x = scale * args[0].astype(np.float64) @ args[-1].astype(np.float64).T
+    m = len(x)
+    if loss == "nt_xent":
+        np.fill_diagonal(x, -np.inf)
+    x[np.arange(m), (np.arange(m) + m // 2) % m if loss == "nt_xent" else np.arange(m)] = -np.inf
+    tolerance = 2e-3 if precision == "tf32" else 1e-4
+    np.testing.assert_allclose(LN_2 * host(stats.rows.max), x.max(1), rtol=0,
+                               atol=tolerance * np.abs(x[np.isfinite(x)]).max())  # fmt: skip
+
+
+def test_more_tiles_than_lanes_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 1024 tiles of columns in one launch."""
+    args = arguments("clip", *pairs("partly aligned", 131300, 131300, 16, BFLOAT16, 0))
+    out = run("clip", args, "bf16", 5.0, gradient=False, workspace=2**30)
+    monkeypatch.setattr(config.precision, "PORTABLE", True)
+    ref = run("clip", args, "bf16", 5.0, gradient=False, workspace=2**30)
+    np.testing.assert_allclose(out.losses, ref.losses, rtol=1e-5, atol=1e-5)
+    assert out.loss == pytest.approx(ref.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("portable", [False, True])
+def test_logits_far_apart(loss: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile's rows or columns lie hundreds of powers of 2 from those of the tile before, from each
+    other's, and from what was expected of them."""
+    monkeypatch.setattr(config.precision, "PORTABLE", portable)
+    rng = np.random.default_rng(0)
+    n, d = 900, 64
+    for kind in ("rising", "one high", "lengths"):
+        image, text = pairs("random", n, n, d, np.float64, 1)
+        if kind == "rising":  # every tile is above the ones before
+            text = text + image.mean(0) + np.arange(n)[:, None] / n * image[0]
+            image = image + image[0]
+        elif kind == "one high":  # rows with copies of themselves among the others
+            text[rng.integers(0, n, 9)] = image[rng.integers(0, n, 9)]
+        else:
+            image = image * np.exp(rng.standard_normal((n, 1)))
+            text = text * np.exp(rng.standard_normal((n, 1)))
+        args = arguments(loss, image.astype(BFLOAT16), text.astype(BFLOAT16))
+        for scale in (1.0, 100.0, 200.0):
+            ref = judged(loss, args, scale=scale)
+            check(run(loss, args, "bf16", scale), ref, args, "bf16", scale)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_portable_kernels(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiled kernels of other cards, where sweeps would run."""
+    monkeypatch.setattr(config.precision, "PORTABLE", True)
+    for (dtype, precision), (m, n, d) in itertools.product(
+        SWEEPS, ((129, 257, 16), (300, 300, 70))
+    ):
+        args = arguments(loss, *pairs("random", m, n, d, dtype_of(dtype), 0))
+        ref = judged(loss, args, scale=20.0)
+        check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)

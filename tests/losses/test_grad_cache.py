@@ -1,0 +1,135 @@
+"""Encoders by chunks against one pass over the batch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infonce
+
+
+class Linear:
+    """tanh(x w), its rows independent of each other."""
+
+    def __init__(self, seed: int) -> None:
+        self.w = np.random.default_rng(seed).standard_normal((7, 5))
+        self.gradient = np.zeros_like(self.w)
+        self.largest = 0
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        self.largest = max(self.largest, len(x))
+        return np.tanh(x @ self.w)
+
+    def backward(self, x: np.ndarray, g: np.ndarray) -> None:
+        self.largest = max(self.largest, len(x))
+        self.gradient += x.T @ (g * (1 - np.tanh(x @ self.w) ** 2))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10, 64])
+def test_gradients_of_one_pass(chunk: int) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 10, 7))
+    image, text = Linear(1), Linear(2)
+    want = infonce.clip_loss_and_grad(image.encode(x), text.encode(y), scale=4.0)
+    image.backward(x, want.grads.image)
+    text.backward(y, want.grads.text)
+
+    chunked = Linear(1), Linear(2)
+    out = infonce.grad_cache(
+        infonce.clip_loss_and_grad, (x, y), [e.encode for e in chunked],
+        [e.backward for e in chunked], chunk, scale=4.0,
+    )  # fmt: skip
+    np.testing.assert_allclose(out.loss, want.loss, rtol=1e-13)
+    np.testing.assert_allclose(out.grads.scale, want.grads.scale, rtol=1e-12)
+    for got, whole in zip(chunked, (image, text), strict=True):
+        np.testing.assert_allclose(got.gradient, whole.gradient, rtol=1e-11, atol=1e-14)
+        assert got.largest == min(chunk, 10)
+
+
+def test_locked_encoders_have_no_backward() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 6, 7))
+    text, image = Linear(1), Linear(2)
+    infonce.grad_cache(
+        infonce.lit_loss_and_grad, (x, y), [text.encode, image.encode],
+        [text.backward, image.backward], 4, scale=2.0,
+    )  # fmt: skip
+    assert np.any(text.gradient)
+    assert not np.any(image.gradient)
+
+
+def test_one_encoder_for_all_inputs() -> None:
+    x = np.random.default_rng(0).standard_normal((8, 7))
+    shared = Linear(1)
+    out = infonce.grad_cache(
+        infonce.nt_xent_loss_and_grad, [x], shared.encode, shared.backward, 3, scale=2.0
+    )
+    whole = Linear(1)
+    whole.backward(x, out.grads.features)
+    np.testing.assert_allclose(shared.gradient, whole.gradient, rtol=1e-12)
+
+
+def test_torch_modules() -> None:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(7, 5).double(), *torch.randn(2, 9, 7).double()
+
+    def encode(chunk: Any) -> Any:
+        with torch.no_grad():
+            return model(chunk)
+
+    def backward(chunk: Any, gradient: Any) -> None:
+        model(chunk).backward(gradient)
+
+    out = infonce.grad_cache(
+        infonce.clip_loss_and_grad, (x, y), encode, backward, 4, temperature=0.5
+    )
+    got = model.weight.grad.clone()
+    model.zero_grad()
+    logits = model(x) @ model(y).T / 0.5
+    target = torch.arange(9)
+    cross_entropy = torch.nn.functional.cross_entropy
+    loss = (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
+    loss.backward()
+    np.testing.assert_allclose(float(out.loss), loss.item(), rtol=1e-12)
+    np.testing.assert_allclose(got.numpy(), model.weight.grad.numpy(), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"chunk": 0}, ValueError, "chunk: expected at least 1, got 0"),
+        ({"chunk": 2.0}, TypeError, "chunk: expected an integer, got float 2.0"),
+        ({"inputs": np.ones((2, 3))}, TypeError, "inputs: expected a list or tuple"),
+        ({"encode": [len]}, ValueError, "encode: expected one callable or 2 of them, got 1"),
+        ({"encode": None}, TypeError, "encode: expected a callable, got NoneType None"),
+        ({"backward": "x"}, TypeError, "backward: expected a callable, got str"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    x = np.ones((4, 7))
+    arguments = {"inputs": (x, x), "encode": lambda z: z, "backward": lambda z, g: None, "chunk": 2}
+    with pytest.raises(error, match=words.split(":")[0]) as caught:
+        infonce.grad_cache(infonce.clip_loss_and_grad, **{**arguments, **change}, scale=1.0)
+    assert words in str(caught.value)
+
+
+def test_large_batch_benchmark(tmp_path: Path) -> None:
+    """benchmarks/large_batch.py at a CPU's size: trains, and says what the full matrix does."""
+    pytest.importorskip("torch")
+    script = Path(__file__).parents[2] / "benchmarks" / "large_batch.py"
+    output = tmp_path / "row.json"
+    size = ["--rows", "500", "--dim", "16", "--steps", "4", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, str(script), *size, "--output", str(output)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = json.loads(output.read_text())["results"][0]
+    assert row["losses"][-1] < 0.9 * row["losses"][0]
+    assert row["full matrix"] == "completes"
+    assert "500 pairs" in done.stdout

@@ -1,0 +1,266 @@
+"""The documentation: builds without a warning, has every public name, points at code that is there,
+and its examples run; how records become its tables."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from command_line import PNG
+
+from infonce import arrays
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+RENDER = ROOT / "benchmarks" / "render.py"
+MODULES = {  # name -> where its __all__ is
+    "infonce": "infonce/__init__.py",
+    "infonce.distributed": "distributed/__init__.py",
+    "infonce.jax": "infonce/jax/__init__.py",
+    "infonce.reference": "infonce/reference/__init__.py",
+    "infonce.schedules": "infonce/schedules.py",
+    "infonce.torch": "infonce/torch/__init__.py",
+}
+PROJECTS = ["inf_cl", "infonce_cuda", "memory_efficient_clip", "open_clip"]
+IN_PLACE_OF = {f"infonce.torch.{name}": f"infonce/torch/{name}.py" for name in PROJECTS}
+
+
+def public(path: str) -> list[str]:
+    """`__all__`, or the functions that are not private; read without importing: torch and jax may
+    not be installed."""
+    body = ast.parse((ROOT / path).read_text()).body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return [name for name in names if name not in ("__version__", "schedules")]
+    return [n.name for n in body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: other workers may build at the same time."""
+    pytest.importorskip("sphinx")
+    folder = tmp_path_factory.mktemp("copy")
+    for part in ("docs", "notebooks", "benchmarks/results"):
+        shutil.copytree(ROOT / part, folder / part)
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", "site"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "site"
+
+
+def documented(site: Path) -> set[str]:
+    """Names in the site's inventory."""
+    lines = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    return {line.split()[0] for line in zlib.decompress(lines[4]).decode().splitlines()}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_there(site: Path, module: str) -> None:
+    names = public(MODULES[module])
+    assert len(names) > 3
+    missing = {f"{module}.{name}" for name in names} - documented(site)
+    assert not missing
+
+
+@pytest.mark.parametrize("module", [*sorted(set(MODULES) - {"infonce.schedules"}), *IN_PLACE_OF])
+def test_losses_say_equation_shapes_errors_and_source(site: Path, module: str) -> None:
+    name = module.removeprefix("infonce.").partition(".")[0]
+    page = (site / "api" / f"{name}.html").read_text()
+    parts = re.split(r'<dt class="sig sig-object py" id="([\w.]+)">', page)
+    of_name = dict(zip(parts[1::2], parts[2::2], strict=True))
+    names = public({**MODULES, **IN_PLACE_OF}[module])
+    losses = [n for n in names if n.endswith(("_loss", "_loss_and_grad", "Loss"))]
+    if module == "infonce.reference":
+        losses = ["clip", "info_nce", "lit", "nt_xent", "siglip"]
+    assert losses
+    for name in losses:
+        text = re.sub(r"<[^>]+>", "", of_name[f"{module}.{name}"])
+        wanted = ["=", "[", "Parameters", "References"]
+        if module != "infonce.reference":  # which validates nothing, as it says
+            wanted.append("Raises")
+        assert not [part for part in wanted if part not in text], name
+
+
+def test_needs_no_network(site: Path) -> None:
+    """Scripts and styles are the site's own."""
+    for page in site.rglob("*.html"):
+        for tag in re.findall(r"<(?:script|link)\b[^>]*>", page.read_text()):
+            found = re.search(r'(?:src|href)="(?:https?:)?//', tag)
+            assert not found or 'rel="canonical"' in tag, f"{page.name}: {tag}"
+
+
+# --- the README -----------------------------------------------------------------------------------
+
+
+def test_readme_is_short_and_has_both_commands() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 200
+    for mark in ("demo", "test"):  # .ci/run looks for the second like this
+        after = text.partition(f"<!-- {mark} command -->\n```\n")[2]
+        assert after.startswith("python3 -m venv .venv && .venv/bin/python -m pip install -q -e ")
+
+
+@pytest.mark.parametrize("needed", ["numpy", "cupy", "torch", "jax"])
+def test_readme_examples_run(needed: str) -> None:
+    (example,) = (e for e in examples("../README.md") if e.startswith(f"import {needed}"))
+    code = compile(example, "README.md", "exec")
+    pytest.importorskip(needed)
+    if needed == "cupy" and arrays.gpu_missing():
+        pytest.skip("no GPU")
+    exec(code, {})
+
+
+# --- what pages say of the code -------------------------------------------------------------------
+
+
+PAGES = [README, ROOT / "benchmarks" / "NOTES.md", *sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_paths_are_there(page: Path) -> None:
+    folders = "infonce|kernels|distributed|benchmarks|tests|notebooks|docs"
+    named = re.findall(rf"(?<!}})`((?:{folders})/[\w./-]*)`", page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def defined(path: Path) -> set[str]:
+    """Functions, classes, their methods and constants of a file; of CUDA C++, all names."""
+    if path.suffix != ".py":
+        return set(re.findall(r"\w+", path.read_text()))
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            names |= {ast.unparse(target) for target in node.targets}
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{f.name}" for f in node.body if isinstance(f, ast.FunctionDef)}
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+    return names
+
+
+def test_index_of_the_code() -> None:
+    """ "question | functions, file; functions, file": each is defined there."""
+    index = (DOCS / "kernels.md").read_text().partition("\n## Where is what\n")[2]
+    rows = [line.strip("|").split(" | ") for line in index.splitlines() if line.startswith("| ")]
+    assert len(rows) > 15
+    for question, answer in rows[1:]:
+        for place in answer.split(";"):
+            *names, path = re.findall(r"`([^`]+)`", place)
+            missing = {name.strip("()") for name in names} - defined(ROOT / path)
+            assert names, question
+            assert not missing, f"{question}: not in {path}"
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+
+def examples(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", ["faq.md", "index.md", "losses.md", "methods.md"])
+def test_examples_run(page: str) -> None:
+    assert examples(page)
+    names: dict[str, object] = {}
+    for example in examples(page):
+        exec(compile(example, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", ["distributed.md", "frameworks.md", "migrating.md"])
+def test_examples_are_python(page: str) -> None:
+    assert examples(page)
+    for example in examples(page):
+        compile(example, page, "exec")
+
+
+# --- recorded results -----------------------------------------------------------------------------
+
+
+def test_render(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results:a begin -->\nold\n<!-- results:a end -->\nafter\n")
+    record = {
+        "device": "a machine", "versions": {"numpy": "2", "torch": None}, "commit": "abc",
+        "date": "today", "settings": {"dim": 8},
+        "results": [
+            {"method": "x", "median_s": 0.0125, "peak_bytes": 3 * 2**20, "seconds": [1]},
+            {"method": "y", "gemm_share": 0.5, "loss_error": 2e-7, "gflops": 123.456},
+        ],
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(record))
+
+    def render(*arguments: str) -> int:
+        command = [sys.executable, RENDER, readme, "--results", tmp_path, *arguments]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+    assert render("--check") == 1
+    assert "old" in readme.read_text()
+    assert render() == 0
+    assert readme.read_text() == (
+        "before\n<!-- results:a begin -->\n"
+        "a machine; numpy 2; commit abc; today.\nSettings: dim 8.\n\n"
+        "| method | median (ms) | peak (MiB) | gemm share | loss error | gflops |\n"
+        "|---|---|---|---|---|---|\n"
+        "| x | 12.5 | 3.0 | - | - | - |\n"
+        "| y | - | - | 50% | 2e-07 | 123.5 |\n"
+        "<!-- results:a end -->\nafter\n"
+    )
+    assert render("--check") == 0
+
+
+def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    readme = tmp_path / "README.md"
+    kinds = ("results", "peers", "goals")
+    marks = (f"<!-- {kind}:gpu begin -->\n<!-- {kind}:gpu end -->\n" for kind in kinds)
+    readme.write_text("".join(marks))
+
+    def row(size: int, method: str, **measured: object) -> dict[str, object]:
+        kind = {"section": "clip", "table": "Half", "loss": "clip", "dtype": "bfloat16"}
+        about = {"precision": "auto", "gradient": True, "dim": 512, "size": size}
+        return {**kind, **about, "method": method, **measured}
+
+    record = {
+        "device": "a GPU", "gpu": {"driver": "1.2", "cuda": "3.4"}, "versions": {"numpy": "2"},
+        "commit": "abc", "date": "today", "settings": {}, "environment": {},
+        "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
+        "results": [
+            row(8, "auto", median_s=2e-3, wall_s=3e-3, gflops=5e5, peak_bytes=2**21, goal_s=2.5e-3,
+                timed="wall_s", of_products_share=0.5, loss_error=1e-7, gradient_error=2e-3),
+            row(8, "products", median_s=4e-3, gflops=2.5e5, peak_bytes=0, of_products_share=1.0),
+            row(8, "torch", skipped="no memory"),
+            row(16, "auto", median_s=8e-3, gflops=5e5, peak_bytes=2**22, goal_s=9e-3,
+                timed="median_s"),
+            row(8192, "auto", median_s=1e-3, gflops=9e5, peak_bytes=2**20),
+            row(8192, "captured", median_s=1e-4, gflops=9e5, peak_bytes=None),
+            row(8192, "torch", median_s=2e-3, gflops=1e5, peak_bytes=9 * 2**20),
+            row(8192, "panels", median_s=3e-3, gflops=1e5, peak_bytes=2**22),
+        ],
+    }  # fmt: skip
+    (tmp_path / "gpu.json").write_text(json.dumps(record))
+    command = [sys.executable, RENDER, readme, "--results", tmp_path]
+    subprocess.run(command, check=True)
+    lines = readme.read_text().splitlines()
+    methods = "infonce | bare products | torch | captured | panels"
+    assert "a GPU, driver 1.2, CUDA 3.4; numpy 2; commit abc; today." in lines
+    assert "cuBLAS's bf16 product of 16 rows: 790 TFLOP/s." in lines
+    assert (
+        "| clip bfloat16 8 x 512 | 0.50 | 500 | 2 (3), 2 MiB<br>1e-07, 2e-03 | 4, 0 MiB | - |  |  |"
+    ) in lines
+    assert f"| Half | of the bare products | TFLOP/s | {methods} |" in lines
+    assert "| clip bfloat16 16 x 512 | - | 500 | 8, 4 MiB |  |  |  |  |" in lines
+    assert "| clip bfloat16 8 x 512 | 2.5 | 3 | missed |" in lines
+    assert "| clip bfloat16 16 x 512 | 9 | 8 | reached |" in lines
+    assert (
+        "| clip bfloat16 8192 x 512 | 1 ms, 1 MiB | - | torch: 2 ms, 9 MiB | panels: 3 ms, 4 MiB |"
+    ) in lines
+    for plot in ("gpu.png", "gpu-peers.png"):
+        assert (tmp_path / plot).read_bytes().startswith(PNG)
+    subprocess.run([*command, "--check"], check=True)

@@ -1,0 +1,167 @@
+"""What is installed, and what importing it costs."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from command_line import succeed
+from packaging.requirements import Requirement
+from threadpoolctl import threadpool_info
+
+import infonce
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "tests"
+    )
+    return done.stdout
+
+
+def test_import_waits_for_no_framework() -> None:
+    heavy = "cupy torch jax mpi4py numba matplotlib sklearn click rich threadpoolctl scipy"
+    code = f"import infonce, sys; print([m for m in {heavy.split()} if m in sys.modules])"
+    assert run(code).strip() == "[]"
+
+
+def test_import_is_quick() -> None:
+    """Beyond NumPy's own import, which the caller has paid for."""
+    code = (
+        "import time, numpy; t = time.perf_counter(); import infonce;print(time.perf_counter() - t)"
+    )
+    assert statistics.median(float(run(code)) for _ in range(5)) < 0.15
+
+
+def test_every_public_name_is_documented_and_typed() -> None:
+    for name in infonce.__all__:
+        if name != "__version__":
+            assert getattr(infonce, name).__doc__
+    assert (Path(infonce.__file__).parent / "py.typed").exists()
+    assert importlib.metadata.version("infonce") == infonce.__version__
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("info_nce", "info_nce_loss"), ("clip", "clip_loss"), ("InfoNCE", "info_nce_loss"),
+     ("ntxent_loss", "nt_xent_loss"), ("Metric", "Metrics"), ("torchh", "torch"), ("simclr", "")],
+)  # fmt: skip
+def test_a_name_that_is_not_there_tells_what_is(name: str, near: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(infonce, name)
+    said = str(caught.value)
+    assert said.startswith(f"module 'infonce' has no attribute {name!r}")
+    assert (f"(did you mean {near}" in said) == bool(near)
+    assert said.endswith("losses are clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss")
+
+
+@pytest.mark.parametrize("module", ["distributed", "jax", "torch"])
+def test_adapters_are_attributes(module: str) -> None:
+    pytest.importorskip({"distributed": "mpi4py"}.get(module, module))
+    code = (
+        "import infonce, sys\n"
+        f"loaded = 'infonce.{module}' in sys.modules\n"
+        f"function = infonce.{module}.clip_loss\n"
+        f"try: infonce.{module}.clip\n"
+        "except AttributeError as error: print(loaded, function.__name__, error)"
+    )
+    said = run(code)
+    assert said.startswith(f"False clip_loss module 'infonce.{module}' has no attribute 'clip'")
+    assert "clip_loss?)" in said
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: other workers may build at the same time."""
+    pytest.importorskip("setuptools", minversion="64")
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(
+        ROOT, folder / "copy", ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "tests")
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+         "--wheel-dir", str(folder), str(folder / "copy")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (found,) = folder.glob("infonce-*.whl")
+    return found
+
+
+def test_wheel(wheel: Path) -> None:
+    """Kernels and distributed are installed inside infonce, never under their bare names."""
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"infonce"}
+    for wanted in (
+        "infonce/py.typed", "infonce/kernels/solve.py", "infonce/distributed/__init__.py",
+        "infonce/reference/clip.py", "infonce/cli.py",
+    ):  # fmt: skip
+        assert wanted in names or wanted.replace(".py", "/__init__.py") in names
+    for source in (ROOT / "kernels").rglob("*.*"):
+        if source.suffix in (".py", ".cu", ".cuh"):
+            assert f"infonce/{source.relative_to(ROOT)}" in names
+    assert any(name.endswith("licenses/LICENSE") or name.endswith("/LICENSE") for name in names)
+
+
+def extra(wheel: Path, name: str) -> dict[str, Requirement]:
+    """What `pip install infonce[name]` brings on Linux, beyond what all have."""
+    folder = f"infonce-{infonce.__version__}.dist-info"
+    built = importlib.metadata.PathDistribution(zipfile.Path(wheel) / folder)  # type: ignore[arg-type]
+    wanted = [Requirement(line) for line in built.requires or ()]
+    environment = {"extra": name, "platform_system": "Linux"}
+    return {r.name: r for r in wanted if r.marker and r.marker.evaluate(environment)}
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_extras_for_gpus_bring_all_that_is_loaded(wheel: Path, cuda: int) -> None:
+    """NVRTC, cuBLAS, the headers of CuPy's own kernels (cudart) and NCCL, all for CuPy's CUDA."""
+    brought = extra(wheel, f"cuda{cuda}")
+    assert set(brought) == {f"cupy-cuda{cuda}x", "cuda-toolkit", f"nvidia-nccl-cu{cuda}"}
+    toolkit = brought["cuda-toolkit"]
+    assert toolkit.extras == {"nvrtc", "cublas", "cudart"}
+    versions = [f"{major}.{minor}" for major in (11, 12, 13, 14) for minor in (0, 9)]
+    assert list(toolkit.specifier.filter(versions)) == [f"{cuda}.0", f"{cuda}.9"]
+
+
+def test_extras_that_info_names_bring_the_library(wheel: Path) -> None:
+    optional = json.loads(succeed("info", "--json", "--no-compile"))["optional"]
+    for library, state in optional.items():
+        (name,) = re.findall(r"^pip install 'infonce\[(\w+)\]'$", state["from"])
+        assert library in extra(wheel, name)
+
+
+def test_workers_share_the_machine() -> None:
+    """What tests/conftest.py sets is set before NumPy reads it."""
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        most = int(os.environ["OMP_NUM_THREADS"])
+        blas = [library for library in threadpool_info() if library["user_api"] == "blas"]
+        assert "OPENBLAS_NUM_THREADS" in os.environ or blas[0]["num_threads"] <= most
+
+
+def test_plugin_that_warns_of_workers(tmp_path: Path) -> None:
+    """pytest-benchmark, wherever it is installed: its warning must not end the session."""
+    (tmp_path / "benchmarking.py").write_text(
+        "import warnings\ndef pytest_configure(): warnings.warn('disabled under xdist')\n"
+    )
+    (tmp_path / "benchmarking-1.dist-info").mkdir()
+    about = {"METADATA": "Name: benchmarking\nVersion: 1\n",
+             "entry_points.txt": "[pytest11]\nbenchmark = benchmarking\n"}  # fmt: skip
+    for file, text in about.items():
+        (tmp_path / "benchmarking-1.dist-info" / file).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/losses/test_schedules.py"],
+        capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,0 +1,217 @@
+"""Which module may import which: layers, and no circles. How much a file and a folder may hold.
+
+Every import counts, also those inside functions and under TYPE_CHECKING. The tests read sources, so
+libraries that a module imports need not be installed.
+"""
+
+import ast
+import configparser
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Each module of a line imports only from the lines below.
+LAYERS = [
+    {"infonce.distributed"},
+    {"infonce.distributed.losses"},
+    {"infonce.distributed.call"},
+    {"infonce.distributed.ring"},
+    {"infonce.distributed.circulation"},
+    {"infonce.distributed.transports.choice"},
+    {"infonce.distributed.transports.gpu"},
+    {"infonce.distributed.transports.base"},
+    {"infonce.distributed.communicators.mpi"},
+    {"infonce.distributed.communicators.base"},
+    {"infonce"},
+    {"infonce.losses"},
+    {"infonce.dispatch"},
+    {"infonce.checks.call"},
+    {"infonce.checks.validation"},
+    {"infonce.arrays"},
+    {"infonce.spec"},
+    {"infonce.result"},
+]
+
+FOLDERS = ("infonce", "kernels", "distributed", "tests", "benchmarks", "notebooks", "docs")
+MOST_LINES, MOST_FILES, MOST_DEFINES = 400, 10, 60
+# Files and folders that are larger, until they are split
+TODO = {"kernels/cpu/tile_ops.py"}
+
+
+def packages() -> dict[str, Path]:
+    """The folder of each package, by its installed name: `kernels` is `infonce.kernels`."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    pairs = setup["options"]["package_dir"].strip().splitlines()
+    return {name.strip(): ROOT / folder.strip() for name, folder in (p.split("=") for p in pairs)}
+
+
+def sources() -> dict[str, Path]:
+    """All modules by their installed names; a package's is its ``__init__.py``."""
+    found = {}
+    for package, folder in packages().items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def named(module: str, source: str, is_package: bool) -> Iterator[str]:
+    """What the statements of a module import, by absolute names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")
+            parents = parents[: len(parents) - node.level + is_package] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:  # a module of that package, or a name in it
+                full = f"{base}.{alias.name}"
+                yield full if full in SOURCES else base
+
+
+IMPORTS = {
+    module: {
+        name
+        for name in named(module, path.read_text(), path.name == "__init__.py")
+        if name in SOURCES and name != module
+    }
+    for module, path in SOURCES.items()
+}
+
+
+def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of modules that all reach each other."""
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            for name in imports[ahead.pop()] - seen:
+                seen.add(name)
+                ahead.append(name)
+        return seen
+
+    reached = {module: reach(module) for module in imports}
+    return {
+        frozenset(n for n in names if module in reached[n])
+        for module, names in reached.items()
+        if module in names
+    }
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def test_every_kind_of_import_is_seen() -> None:
+    source = """
+import infonce.spec, numpy
+from . import tile_ops as tile
+from .. import solve as blocks, problem
+from ..problem import Array
+from ...checks.call import check
+if TYPE_CHECKING:
+    from .backend import CPU
+def later():
+    from infonce import arrays
+    from .workers import BLAS
+"""
+    seen = set(named("infonce.kernels.cpu.fold", source, False))
+    here = {"tile_ops", "backend", "workers"}
+    assert seen == {
+        "infonce.spec", "numpy", "infonce.kernels.solve", "infonce.kernels.problem",
+        "infonce.checks.call", "infonce.arrays", *(f"infonce.kernels.cpu.{name}" for name in here),
+    }  # fmt: skip
+    assert set(named("infonce", "from . import spec\nfrom .result import x", True)) == {
+        "infonce.spec", "infonce.result",
+    }  # fmt: skip
+
+
+def test_all_packages_that_are_installed_are_read() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert set(setup["options"]["packages"].split()) <= SOURCES.keys()
+    assert {"infonce.kernels.solve", "infonce.arrays"} <= IMPORTS["infonce.dispatch"]
+
+
+def test_circles_are_found() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    graph |= {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"f"}, "f": {"e", "a"}}
+    assert circles(graph) == {frozenset("bc"), frozenset("ef")}
+
+
+def test_there_are_no_circles() -> None:
+    assert not circles(IMPORTS)
+
+
+@pytest.mark.parametrize("i", range(len(LAYERS)))
+def test_layers(i: int) -> None:
+    above = set().union(*LAYERS[: i + 1])
+    for module in LAYERS[i]:
+        assert module in SOURCES
+        assert not IMPORTS[module] & above
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed"),
+    [("infonce.reference", {"infonce.reference"}), ("infonce.kernels", {"infonce.kernels"})],
+)
+def test_packages_that_stand_alone(package: str, allowed: set[str]) -> None:
+    """The reference shares nothing with what is compared to it; kernels know no public function."""
+    for module in filter(lambda m: within(m, package), SOURCES):
+        outside = {name for name in IMPORTS[module] if not any(within(name, a) for a in allowed)}
+        assert not outside, module
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def source_files(root: Path) -> list[Path]:
+    return [
+        path for folder in FOLDERS for path in sorted((root / folder).rglob("*.*"))
+        if path.suffix in (".py", ".cu", ".cuh")
+    ]  # fmt: skip
+
+
+def too_large(root: Path) -> dict[str, int]:
+    """Lines of the files that have too many, and files of the folders that do."""
+    files = source_files(root)
+    lines = {path: len(path.read_text().splitlines()) for path in files}
+    counts = Counter(path.parent for path in files)
+    found = [(path, n) for path, n in lines.items() if n > MOST_LINES]
+    found += [(folder, n) for folder, n in counts.items() if n > MOST_FILES]
+    return {path.relative_to(root).as_posix(): n for path, n in found}
+
+
+def test_files_and_folders_stay_small() -> None:
+    found = too_large(ROOT)
+    assert not {path: n for path, n in found.items() if path not in TODO}
+    assert not TODO - found.keys(), "no longer too large: take it out of TODO"
+
+
+def test_what_is_too_large_is_found(tmp_path: Path) -> None:
+    (tmp_path / "docs" / "inner").mkdir(parents=True)
+    for i in range(MOST_FILES + 1):
+        (tmp_path / "docs" / "inner" / f"{i}.py").write_text("")
+    (tmp_path / "docs" / "long.cuh").write_text("\n" * (MOST_LINES + 1))
+    (tmp_path / "docs" / "full.cu").write_text("\n" * MOST_LINES)
+    assert too_large(tmp_path) == {
+        "docs/inner": MOST_FILES + 1, "docs/long.cuh": MOST_LINES + 1,
+    }  # fmt: skip
+
+
+def test_few_macros() -> None:
+    cuda = [path for path in source_files(ROOT) if path.suffix != ".py"]
+    assert len(cuda) > 10
+    macros = Counter(
+        {path.name: len(re.findall(r"^\s*#\s*define\b", path.read_text(), re.M)) for path in cuda}
+    )
+    assert macros.total() <= MOST_DEFINES, macros.most_common()

@@ -1,0 +1,183 @@
+"""Problems for the GPU backend, which is driven itself, from a `Problem`, and its bounds."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from infonce.kernels.problem import Gradients, Problem
+from judge import (
+    cancelling,
+    largest_logit,
+    scale_size,
+    viewed,
+)
+
+from infonce.spec import LOSSES
+
+
+def _missing() -> str:
+    """Why there is no GPU to test on; empty if there is one."""
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+        cupy.zeros(1)
+    except Exception as error:
+        return f"no GPU: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    return ""
+
+
+MISSING = _missing()
+gpu_only = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+if not MISSING:
+    import cupy
+    from infonce.kernels.gpu import select as gpu
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# (dtype of the features, precision)
+CASES = [
+    ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),
+    ("bfloat16", "bf16"), ("float16", "fp16"), ("bfloat16", "fp32"), ("float16", "fp64"),
+]  # fmt: skip
+LOSS_BOUND = {"fp64": 1e-13, "fp32": 1e-6, "bf16x3": 1e-5, "tf32": 1e-4, "bf16": 1e-5,
+              "fp16": 1e-5}  # fmt: skip
+GRAD_BOUND = {"fp64": 1e-12, "fp32": 5e-6, "bf16x3": 1e-4, "tf32": 2e-3, "bf16": 2.5e-3,
+              "fp16": 4e-4}  # fmt: skip
+STORED_BOUND = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 0.0, "float64": 0.0}
+# roundoff of a product relative to its largest terms, and of an element of dL/dx
+PRODUCT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16x3": 2.0**-17, "tf32": 2.0**-11,
+           "bf16": 2.0**-24, "fp16": 2.0**-24}  # fmt: skip
+ELEMENT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16x3": 2.0**-17, "tf32": 2.0**-12,
+           "bf16": 2.0**-9, "fp16": 2.0**-12}  # fmt: skip
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def host(array: Any) -> Any:
+    return None if array is None else cupy.asnumpy(array)
+
+
+class Result:
+    """What one evaluation gave, on the host."""
+
+    def __init__(self, solution: Any, grads: dict[str, Any], upstream: Any) -> None:
+        self.losses = host(solution.losses)
+        self.loss = float(np.sum(host(upstream) * self.losses))
+        self.grads = {k: host(v) for k, v in grads.items()}
+        self.solution = solution
+
+
+def run(name: str, args: Any, precision: str, scale: Any, **options: Any) -> Result:
+    """Evaluate loss `name` on the GPU, and fetch the results."""
+    return Result(*evaluate(name, args, precision, scale, **options))
+
+
+def evaluate(
+    name: str, args: Any, precision: str, scale: Any, *, bias: Any = -10.0, labels: Any = None,
+    ids: Any = None, normalize: bool = False, workspace: int = 2**28, view: str = "contiguous",
+    wrt: tuple[str, ...] | None = None, grad_dtype: Any = None, outs: Any = None,
+    gradient: bool = True, ranks: bool = False, method: str = "tiled",
+) -> tuple[Any, dict[str, Any], Any]:  # fmt: skip
+    """Solution, gradients and upstream of loss `name`, the way dispatch gets them."""
+    kind = LOSSES[name]
+    arrays = [z if isinstance(z, cupy.ndarray) else device_view(z, view) for z in args]
+    query, key = arrays[0], arrays[-1]
+    m, n = len(query), len(key)
+    if kind.symmetric:
+        positives = (cupy.arange(m) + m // 2) % m
+    else:
+        positives = cupy.arange(m) if labels is None else cupy.asarray(labels, np.int64)
+    pair = ids if isinstance(ids, tuple) else (ids, ids)
+    upstream = cupy.full(m, 1.0 / m)
+    problem = Problem(
+        query=query, key=key, scale=scale, upstream=upstream, positives=positives,
+        row_weight=kind.row_weight, column_weight=kind.column_weight,
+        bias=bias if kind.sigmoid else None, symmetric=kind.symmetric,
+        query_ids=None if ids is None else cupy.asarray(pair[0], np.int64),
+        key_ids=None if ids is None else cupy.asarray(pair[1], np.int64),
+        normalize=normalize, compute=precision, method=method, workspace=workspace,
+        retrieval_ranks=ranks, progress=lambda *_: None,  # so that folds are visited, not planned
+    )  # fmt: skip
+    wanted = [a for a in kind.arguments if a not in kind.locked] if wrt is None else list(wrt)
+    made: dict[str, Any] = {}
+    gradients = None
+    if gradient:
+        for a, z in zip(kind.arguments, arrays, strict=True):
+            if a in wanted:
+                made[a] = (outs or {}).get(a)
+                if made[a] is None:
+                    made[a] = cupy.full(z.shape, np.nan, grad_dtype or z.dtype)
+        last = kind.arguments[-1]
+        want_key = not kind.symmetric and last in made
+        want_query = kind.arguments[0] in made or not want_key
+        gradients = Gradients(
+            query=made.get(kind.arguments[0]), key=made.get(last) if want_key else None,
+            dots=cupy.zeros(m if want_query else n), want_query=want_query, want_key=want_key,
+        )  # fmt: skip
+    solution = gpu.solve(problem, gradients)
+    if gradients is not None:
+        made["scale"] = solution.scale_grad
+        if kind.sigmoid:
+            made["bias"] = solution.bias_grad
+    return solution, made, upstream
+
+
+def device_view(z: Any, how: str) -> Any:
+    """The array on the device, behind the same strides."""
+    if how == "contiguous":
+        return cupy.asarray(z)
+    seen = viewed(z, how)
+    root = seen
+    while root.base is not None:
+        root = root.base
+    whole = cupy.asarray(root)
+    offset = seen.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+    return cupy.ndarray(seen.shape, seen.dtype, whole.data + offset, seen.strides)
+
+
+def check(
+    out: Result, ref: Any, args: Any, precision: str, scale: float, grad_dtype: str = "",
+    averaged: bool = False,
+) -> None:  # fmt: skip
+    """Hold a result to the bounds. `averaged`: a batch large enough for rounding to average out."""
+    logit = largest_logit(scale, args[0], args[-1])
+    u = PRODUCT[precision]
+    single = 2.0**-53 if precision == "fp64" else 2.0**-24
+    bound = LOSS_BOUND[precision] * max(1.0, logit / 200) * abs(ref.loss)
+    # a loss near 0 is judged beside its logits, of which siglip adds up a row
+    summed = ref.losses.size if ref.lse is None else 1
+    bound = max(bound, 4 * max(u, single) * max(logit, 1.0) * summed)
+    error = abs(out.loss - ref.loss)
+    assert error <= bound, f"loss {out.loss} for {ref.loss}: off by {error:.2e}, bound {bound:.2e}"
+    terms = cancelling(ref, args, scale)
+    for name, got in out.grads.items():
+        want = ref.grads[name]
+        if got is None:
+            continue
+        wide = np.asarray(got, np.float64)
+        whole, cancels = float(np.linalg.norm(want)), terms
+        relative = GRAD_BOUND[precision] * max(1.0, logit / 200)
+        if name in ("scale", "bias"):
+            whole = max(scale_size(ref, args), abs(want)) if name == "scale" else whole
+            cancels = terms * np.sqrt(len(args[0])) / scale
+        else:
+            relative = max(relative, STORED_BOUND[grad_dtype or got.dtype.name])
+        limit = relative * whole + 1e-30
+        if not averaged:
+            limit += 6 * u * logit * whole
+            limit += (8 * u * (1 + logit) + 2 * ELEMENT[precision]) * cancels
+        tiny = {"float16": 2.0**-24, "bfloat16": 2.0**-126}.get(got.dtype.name, 0.0)
+        limit += tiny * np.sqrt(np.size(want)) + 1e-24 * (precision != "fp64")
+        error = float(np.linalg.norm(wide - want))
+        assert error <= limit, f"{name}: off by {error:.2e}, bound {limit:.2e}, norm {whole:.2e}"
+
+
+SHAPES = [
+    (1, 1, 1), (2, 3, 5), (7, 9, 33), (31, 64, 8), (65, 65, 31), (127, 128, 64), (128, 129, 65),
+    (129, 257, 16), (255, 300, 127), (300, 300, 70),
+]  # fmt: skip
+TEMPERATURES = [0.005, 0.01, 0.07, 1.0]
+METHODS = ["tiled", "fused", "naive"]

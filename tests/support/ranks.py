@@ -1,0 +1,383 @@
+"""What mpiexec runs for tests/distributed/test_ranks.py: `python ranks.py WHAT [ARGUMENTS]` on
+every rank. The numbers that ranks get, against one process and against float64.
+
+Rank 0 leads: hypothesis runs there, and every example is sent to all ranks, which report back.
+"""
+
+import itertools
+import os
+import sys
+from typing import Any
+
+import judge
+import ml_dtypes
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from infonce.kernels.cpu.backend import CPU
+from infonce.kernels.problem import Problem
+from mpi4py import MPI
+
+import infonce
+from infonce import distributed
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+SCALARS = ("scale", "bias")
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}
+
+
+def say(*words: Any) -> None:
+    """One line, whole: ranks write to the same pipe."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def shards(n: int, seed: int) -> list[slice]:
+    """n rows cut anywhere, shards of 0 rows among them."""
+    cuts = np.sort(np.random.default_rng(seed).integers(0, n + 1, SIZE - 1))
+    ends = [0, *map(int, cuts), n]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def close(got: Any, want: Any, tolerance: float, what: str, size: float = 0.0) -> None:
+    got, want = (np.asarray(z, np.float64) for z in (got, want))
+    assert got.shape == want.shape, f"{what}: shape {got.shape} for {want.shape}"
+    error, size = np.linalg.norm(got - want), max(size, float(np.linalg.norm(want)))
+    assert error <= tolerance * size + 1e-14, f"{what}: off by {error:.1e} of {size:.1e}"
+
+
+def compare(case: dict[str, Any]) -> None:
+    """One loss over the ranks against one process that has all rows."""
+    loss, seed, n, d = case["loss"], case["seed"], case["n"], case["d"]
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(getattr(ml_dtypes, case["dtype"], case["dtype"]))
+    m = max(1, n - case["extra"]) if loss == "info_nce" else n
+    key = rng.standard_normal((n, d)).astype(dtype)
+    query = (key[:m].astype(float) * case["aligned"] + rng.standard_normal((m, d))).astype(dtype)
+    options = {name: case[name] for name in ("scale", "normalize", "reduction")}
+
+    # whole arrays, the order in which ranks hold their rows, and the rows of this rank
+    rows = shards(m, seed)
+    whole, orders, parts = [query, key], [np.arange(m), np.arange(n)], [rows, rows]
+    labels = None
+    if loss == "info_nce":
+        parts[1] = shards(n, seed + 1)
+        labels = rng.integers(0, n, m) if case["labelled"] else None
+    if loss == "nt_xent":
+        whole = [np.concatenate([query, key])]
+        if case["labelled"]:  # rows anywhere
+            orders, parts = [rng.permutation(2 * n)], [shards(2 * n, seed)]
+            labels = np.argsort(orders[0])[(orders[0] + n) % (2 * n)]
+        else:  # both views of a rank's samples are on it
+            both = [np.r_[r.start : r.stop, n + r.start : n + r.stop] for r in rows]
+            orders = [np.concatenate(both).astype(int)]
+            parts = [[slice(2 * r.start, 2 * r.stop) for r in rows]]
+    mine = [order[part[RANK]] for order, part in zip(orders, parts, strict=True)]
+
+    single, spread = dict(options), dict(options, timeout=60)
+    spread["workspace"] = case.get("workspace", 2**28)
+    if case["ids"]:
+        ids = [rng.integers(0, n, len(z)) for z in whole]
+        if len(ids) == 1:
+            single["ids"], spread["ids"] = ids[0], ids[0][mine[0]]
+        else:
+            single["ids"] = tuple(ids)
+            spread["ids"] = tuple(i[own] for i, own in zip(ids, mine, strict=True))
+    if labels is not None:
+        spread["labels"] = labels[parts[0][RANK]]
+        if loss != "nt_xent":
+            single["labels"] = labels
+    local = [z[own] for z, own in zip(whole, mine, strict=True)]
+
+    metrics = {"metrics": case.get("metrics", False) and loss != "siglip"}
+    want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **single, **metrics)
+    got = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
+    again = getattr(distributed, f"{loss}_loss_and_grad")(*local, **spread, **metrics)
+    alone = getattr(distributed, f"{loss}_loss")(*local, **spread)
+
+    tolerance = TOLERANCE[dtype.name]
+    assert got.loss.dtype == want.loss.dtype
+    if metrics["metrics"] and loss == "nt_xent":  # which takes no triangle then
+        close(alone, got.loss, 0.1 * tolerance, "loss alone")
+    else:
+        assert np.array_equal(alone, got.loss)
+    per_row = case["reduction"] == "none"
+    close(got.loss, want.loss[mine[0]] if per_row else want.loss, 0.1 * tolerance, "loss")
+    terms = np.abs(np.asarray(want.grads[0], float) * whole[0].astype(float)).sum()
+    for i, field in enumerate(want.grads._fields):
+        w, g = getattr(want.grads, field), getattr(got.grads, field)
+        if w is None:
+            assert g is None, field
+            continue
+        assert g.dtype == w.dtype, field
+        assert np.asarray(g).tobytes() == np.asarray(getattr(again.grads, field)).tobytes(), field
+        if field in SCALARS:  # sums that cancel: relative to their terms
+            close(g, w, tolerance, f"d {field}", terms / case["scale"])
+        else:  # relative to all rows: those of a rank may be next to nothing
+            close(g, w[mine[i]], tolerance, f"d {field}", np.linalg.norm(w.astype(float)))
+    if got.lse is not None:
+        both = zip(*((z if isinstance(z, tuple) else (z,)) for z in (got.lse, want.lse)),
+                   strict=True)  # fmt: skip
+        for i, (g, w) in enumerate(both):
+            close(g, w[mine[i]], tolerance, "lse", 1.0 + np.abs(w).max())
+    assert (got.metrics is None) == (want.metrics is None)
+    if got.metrics is None or want.metrics is None:
+        return
+    for name in ("row_loss", "column_loss", "row_rank", "column_rank", "positive",
+                 "hardest_negative"):  # fmt: skip
+        g, w = getattr(got.metrics, name), getattr(want.metrics, name)
+        if w is None:
+            assert g is None, name
+        elif w.dtype.kind == "i":  # what scores the same but for rounding may be counted or not
+            if dtype.name == "float64":
+                assert np.array_equal(g, w[mine[name == "column_rank"]]), name
+        else:
+            g, w = (np.maximum(z, -1e30) for z in (g, w))  # -inf: no negatives
+            close(g, w[mine[0]] if w.ndim else w, tolerance, name, 1.0 + np.abs(w).max())
+
+
+cases = st.fixed_dictionaries({
+    "loss": st.sampled_from(["info_nce", "nt_xent", "clip", "lit", "siglip"]),
+    "n": st.integers(1, 40),
+    "d": st.sampled_from([1, 3, 16]),
+    "extra": st.integers(0, 20),
+    "seed": st.integers(0, 10**6),
+    "scale": st.sampled_from([0.5, 3.0, 20.0]),
+    "aligned": st.sampled_from([0.0, 1.0]),
+    "normalize": st.booleans(),
+    "ids": st.booleans(),
+    "labelled": st.booleans(),
+    "reduction": st.sampled_from(["mean", "mean", "sum", "none"]),
+    "metrics": st.booleans(),
+    "workspace": st.sampled_from([2**28, 4000]),
+    "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
+})  # fmt: skip
+
+
+def lead(step: Any, case: Any) -> None:
+    """Rank 0: do `step(case)` on all ranks; AssertionError says which of them failed, and how."""
+    troubles = follow(step, COMM.bcast(case))
+    assert not any(troubles), [f"rank {r}: {t}" for r, t in enumerate(troubles) if t]
+
+
+def follow(step: Any, case: Any) -> list[str | None]:
+    trouble = None
+    try:
+        step(case)
+    except Exception as error:
+        trouble = f"{type(error).__name__}: {error}"
+    return COMM.allgather(trouble)
+
+
+def watch_blocks() -> set[bool]:
+    """Values of `Problem.no_local_positives` from now on; checked to be true of the positives."""
+    seen, start = set(), CPU.__init__
+
+    def watched(self: CPU, problem: Problem, *gradients: Any) -> None:
+        assert not (problem.no_local_positives and np.any(problem.positives >= 0))
+        seen.add(problem.no_local_positives)
+        start(self, problem, *gradients)
+
+    CPU.__init__ = watched  # type: ignore[method-assign]
+    return seen
+
+
+def equal(examples: str) -> None:
+    """Hypothesis on rank 0, every example on all ranks."""
+    seen = watch_blocks()
+    if RANK:
+        while (case := COMM.bcast(None)) is not None:
+            follow(compare, case)
+        assert seen == {False, True}
+        return
+
+    @settings(max_examples=int(examples), derandomize=True, database=None, deadline=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(case=cases)
+    def property_holds(case: dict[str, Any]) -> None:
+        lead(compare, case)
+
+    plain = {"n": 23, "d": 5, "extra": 3, "seed": 3, "scale": 3.0, "aligned": 1.0,
+             "normalize": True, "ids": True, "labelled": True, "reduction": "mean",
+             "dtype": "float64", "metrics": True, "workspace": 4000}  # fmt: skip
+    try:
+        for loss in ("info_nce", "nt_xent", "clip", "lit", "siglip"):
+            lead(compare, {**plain, "loss": loss})
+        property_holds()
+    finally:
+        COMM.bcast(None)
+    say("equal:", examples, "examples")
+
+
+def parameters() -> None:
+    """Averaged by a framework, gradient_scale="ddp" gives the gradients of one process."""
+    rng = np.random.default_rng(0)
+    n, d = 24, 5
+    x, y, weights = rng.standard_normal((n, 7)), rng.standard_normal((n, d)), rng.random((7, d))
+    mine = shards(n, 3)[RANK]
+    want = infonce.clip_loss_and_grad(x @ weights, y, scale=2.0)
+    for how, combine in (("ddp", lambda g: sum(COMM.allgather(g)) / SIZE),
+                         ("global", lambda g: sum(COMM.allgather(g)))):  # fmt: skip
+        got = distributed.clip_loss_and_grad(
+            x[mine] @ weights, y[mine], scale=2.0, gradient_scale=how
+        )
+        close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
+        close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
+        close(got.loss, want.loss, 1e-13, "loss")
+    say("parameters")
+
+
+def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16,float16") -> None:
+    """All losses, shards on GPUs or on the host: within the accuracy table against float64, from
+    run to run the same, and in float32 and float64 what one process gets."""
+    xp: Any = np
+    if place == "gpu":
+        import cupy as xp
+
+        xp.cuda.Device(RANK % xp.cuda.runtime.getDeviceCount()).use()
+
+    def host(array: Any) -> Any:
+        return array if place == "host" else xp.asnumpy(array)
+
+    rng = np.random.default_rng(0)
+    m, n, d, scale = 700, 900, 72, 30.0
+    key = rng.standard_normal((n, d))
+    key /= np.linalg.norm(key, axis=1, keepdims=True)
+    query = key[:m] + 0.1 * rng.standard_normal((m, d))
+    labels, ids = rng.integers(0, n, m), rng.integers(0, 600, n)
+    of_one_process = {"float64": (1e-12, 2e-12), "float32": (2e-6, 1e-5)}  # loss, gradients
+    wrong: list[str] = []
+
+    def check(what: str, holds: Any, *arguments: Any) -> None:
+        try:
+            holds(*arguments)
+        except AssertionError as error:
+            wrong.append(f"rank {RANK}: {what}: {error}")
+
+    for dtype in dtypes.split(","):
+        q, k = (z.astype(getattr(ml_dtypes, dtype, dtype)) for z in (query, key))
+        rows, columns = shards(m, 5)[RANK], shards(n, 6)[RANK]
+        if SIZE == 2 and dtype == "float32":
+            rows = columns = slice(0, 0) if RANK else slice(0, m)  # a rank without rows
+            columns = slice(m, n) if RANK else columns
+        for loss, options in (
+            ("clip", {}), ("clip", {"normalize": True, "ids": ids[:m]}), ("siglip", {}),
+            ("lit", {}), ("info_nce", {}), ("info_nce", {"labels": labels, "ids": (ids[:m], ids)}),
+            ("nt_xent", {}),
+        ):  # fmt: skip
+            whole, mine, own = [q, k], [rows, columns], dict(options)
+            if loss == "nt_xent":
+                whole = [np.concatenate([q, k[:m]])]
+                own["labels"] = (np.arange(2 * m) + m) % (2 * m)
+                mine = [shards(2 * m, 5)[RANK]]
+                own["labels"] = own["labels"][mine[0]]
+            elif loss != "info_nce":
+                whole, mine = [q, k[:m]], [rows, rows]
+                if "ids" in own:
+                    own["ids"] = own["ids"][rows]
+            elif own:
+                own = {"labels": labels[rows], "ids": (ids[:m][rows], ids[columns])}
+            parts = [xp.asarray(z[part]) for z, part in zip(whole, mine, strict=True)]
+            function = f"{loss}_loss_and_grad"
+            workspace = 2**19 if options or loss == "siglip" else 2**28  # shards in pieces, whole
+            got, again = (
+                getattr(distributed, function)(
+                    *parts, scale=scale, transport=transport, timeout=60, workspace=workspace, **own
+                )
+                for _ in range(2)
+            )
+            what = f"{loss} {dtype} {sorted(options)}"
+            for field, g, twice in zip(got.grads._fields, got.grads, again.grads, strict=True):
+                if g is not None and host(g).tobytes() != host(twice).tobytes():
+                    wrong.append(f"rank {RANK}: {what}: d {field} differs from run to run")
+
+            truth = judge.judged(loss, whole, scale=scale, **options)
+            sizes = {  # of a rank's rows there may be next to nothing; d scale's terms cancel
+                field: float(np.linalg.norm(w)) for field, w in truth.grads.items() if w is not None
+            }
+            sizes["scale"] = max(sizes["scale"], judge.scale_size(truth, whole))
+            mine_of = {field: mine[i] for i, field in enumerate(sizes) if field not in SCALARS}
+            logit = judge.largest_logit(scale, whole[0], whole[-1])
+            cancels = judge.cancelling(truth, whole, scale)
+            check(what, judge.assert_loss, host(got.loss), truth.loss, dtype, logit)
+            for field, size in sizes.items():
+                w = np.asarray(truth.grads[field])[mine_of.get(field, ...)]
+                check(f"{what}: d {field}", judge.assert_grad, host(getattr(got.grads, field)), w,
+                      dtype, logit, size, cancels)  # fmt: skip
+
+            if dtype not in of_one_process:
+                continue
+            loss_bound, bound = of_one_process[dtype]
+            want = getattr(infonce, function)(*map(xp.asarray, whole), scale=scale, **options)
+            check(what, close, host(got.loss), host(want.loss), loss_bound, "one process's loss")
+            for field, size in sizes.items():
+                w = host(getattr(want.grads, field)).astype(float)[mine_of.get(field, ...)]
+                check(what, close, host(getattr(got.grads, field)), w, bound,
+                      f"one process's d {field}", size)  # fmt: skip
+        say("accuracy", place, transport, dtype, "wrong so far:", len(wrong))
+    assert not wrong, "\n".join(wrong)
+
+
+def offload(place: str) -> None:
+    """Shards in host memory, computed on a device: a GPU, or what stands for one."""
+    from host_device import Host, close, room
+    from infonce.distributed import call as calls
+    from infonce.kernels.offload.backend import Offload
+    from infonce.kernels.solve import Vectors
+
+    d, options = 30, {"scale": 9.0, "normalize": True, "workspace": room(16, 30)}
+    spread = dict(options, timeout=60)
+    if place == "gpu":
+        import cupy
+
+        cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+        spread |= {"offload": True, "workspace": room(64, d)}
+    else:
+        folding = calls._folding(lambda *of: Offload(*of, Host()))
+        calls._backend = lambda request: (folding, Vectors(np))
+    key = np.random.default_rng(0).standard_normal((150, d))
+    query = key + np.random.default_rng(1).standard_normal((150, d))
+    rows = shards(150, 4)[RANK]
+    for loss in ("clip", "info_nce", "lit", "siglip", "nt_xent"):
+        whole = [query, key] if loss != "nt_xent" else [query]
+        order = np.arange(150)
+        part, own = order[rows], dict(spread)
+        if loss == "nt_xent":
+            own["labels"] = ((order + 75) % 150)[rows]
+        want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **options)
+        got = getattr(distributed, f"{loss}_loss_and_grad")(*(z[part] for z in whole), **own)
+
+        def of_rank(z: Any, part: Any = part) -> Any:
+            return z if z is None or not np.ndim(z) else z[part]
+
+        lse = want.lse
+        lse = tuple(map(of_rank, lse)) if isinstance(lse, tuple) else of_rank(lse)
+        grads = type(want.grads)(*map(of_rank, want.grads))
+        close(got, infonce.LossAndGrad(want.loss, grads, lse))
+    say("offload", place)
+
+
+def memory() -> None:
+    """No rank allocates more than the model says, which is less than shards that travel whole."""
+    import tracemalloc
+
+    from infonce.distributed import model
+
+    rows, d, workspace = 6000, 64, 2**21
+    rng = np.random.default_rng(RANK)
+    sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
+    out = [np.empty_like(z) for z in sides]
+    for part in (slice(10), slice(None)):  # compiles first
+        given, into = [z[part] for z in sides], [z[part] for z in out]
+        tracemalloc.start()
+        distributed.clip_loss_and_grad(*given, scale=1.0, workspace=workspace, out=into)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    most = model.memory(rows, d, workspace)
+    whole = rows * d * (2 * model.ITEM + 3 * model.DK)
+    assert 0.5 * most < peak < most < whole + workspace, (peak, most, whole)
+    say("memory", peak, most)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

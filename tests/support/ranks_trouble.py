@@ -1,0 +1,221 @@
+"""What mpiexec runs for tests/distributed/test_ranks.py: `python ranks_trouble.py WHAT [ARGUMENTS]`
+on every rank. Numbers at the ends of their range, calls that are bad or differ, ranks that end."""
+
+import importlib
+import itertools
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import COMM, RANK, SIZE, compare, follow, say, shards
+
+import infonce
+from infonce import distributed
+
+
+def not_finite() -> None:
+    """A feature that is not finite spoils the rows that it does in one process, also where all it
+    makes is logits of -inf, which look like excluded pairs."""
+    n, d = 24, 6
+    rows = shards(n, 7)[RANK]
+
+    def check(case: tuple[str, int]) -> None:
+        loss, at = case
+        rng = np.random.default_rng(at)
+        whole = [rng.standard_normal((n, d)) for _ in range(1 if loss == "nt_xent" else 2)]
+        for z in whole:
+            z[:, 2] = -1.0
+        whole[-1][at, 2] = np.inf
+        own: dict[str, Any] = {"scale": 2.0, "reduction": "none"}
+        want = getattr(infonce, f"{loss}_loss")(*whole, **own)
+        if loss == "nt_xent":
+            own["labels"] = ((np.arange(n) + n // 2) % n)[rows]
+        got = getattr(distributed, f"{loss}_loss")(*(z[rows] for z in whole), **own)
+        assert np.isnan(want).any()
+        assert np.array_equal(np.isnan(got), np.isnan(want[rows])), case
+
+    losses = ("info_nce", "nt_xent", "clip", "lit", "siglip")
+    for case in itertools.product(losses, range(0, n, 5)):
+        troubles = follow(check, case)
+        assert not any(troubles), troubles
+    say("not finite")
+
+
+def ends() -> None:
+    """Logits and upstream gradients at the ends of their range: as one process has it, silently."""
+    rows = shards(12, 5)[RANK]
+    for dtype in ("float32", "float64"):
+        one = (np.eye(4)[np.arange(12) % 4]).astype(dtype)  # products are exact, many are ties
+        for loss in ("info_nce", "clip", "lit", "siglip"):
+            for size in (2.0**-10, 1.0, 2.0**20, 2.0**60):
+                z = [one * np.asarray(size, dtype), one[::-1] * np.asarray(size, dtype)]
+                local = [a[rows] for a in z]
+                for scale in (1e-9, 1.0, 1.5e7):
+                    want = getattr(infonce, f"{loss}_loss_and_grad")(*z, scale=scale)
+                    got = getattr(distributed, f"{loss}_loss_and_grad")(
+                        *local, scale=scale, timeout=60
+                    )
+                    where = f"{loss} {dtype} {size} {scale}"
+                    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6, err_msg=where)
+                    for g, w in zip(got.grads[:2], want.grads[:2], strict=True):
+                        if w is not None:
+                            largest = np.abs(w).max()
+                            error = np.abs(g / largest - w[rows] / largest).max(initial=0)
+                            assert error <= 1e-5, where
+                    getattr(distributed, f"{loss}_loss_and_grad")(
+                        *local, scale=scale, grad_out=1e300, grad_dtype=np.float16, timeout=60
+                    )
+    say("ends")
+
+
+def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
+    """(words of the message, its type, the call as rank 1 differs)."""
+    odd = rank == 1
+    x = np.ones((4, 3))
+
+    def clip(image: Any = x, text: Any = x, **options: Any) -> Any:
+        return distributed.clip_loss_and_grad(image, text, **{"scale": 1.0, **options})
+
+    wide, single = np.ones((4, 5)), x.astype(np.float32)
+    return [
+        ("image: width 3 on rank 0 and 5 on rank 1", "ValueError",
+         lambda: clip(*([wide] * 2 if odd else [x] * 2))),
+        ("dtype 'float64' on rank 0 and 'float32' on rank 1", "ValueError",
+         lambda: clip(*([single] * 2 if odd else [x] * 2))),
+        ("scale 1.0 on rank 0 and 2.0 on rank 1", "ValueError",
+         lambda: clip(scale=2.0 if odd else 1.0)),
+        ("normalize False rank 0 True on rank 1", "ValueError", lambda: clip(normalize=odd)),
+        ("reduction 'mean' 'sum' on rank 1", "ValueError",
+         lambda: clip(reduction="sum" if odd else "mean")),
+        ("wrt on rank 1", "ValueError", lambda: clip(wrt=["image"] if odd else None)),
+        ("gradient_scale 'global' 'ddp' on rank 1", "ValueError",
+         lambda: clip(gradient_scale="ddp" if odd else "global")),
+        ("ids 'not given' on rank 0 and 'given' on rank 1", "ValueError",
+         lambda: clip(ids=np.arange(4) if odd else None)),
+        ("function 'clip_loss_and_grad' on rank 0 and 'lit_loss_and_grad' on rank 1", "ValueError",
+         lambda: (distributed.lit_loss_and_grad if odd else distributed.clip_loss_and_grad)(
+             x, x, scale=1.0)),
+        ("rank 1: text: expected 4 rows", "ValueError", lambda: clip(text=x[:3] if odd else x)),
+        ("rank 1: image: expected an array", "TypeError", lambda: clip("x" if odd else x)),
+        ("rank 1: image: expected dtype", "TypeError",
+         lambda: clip(x.astype(int) if odd else x)),
+        ("rank 1: scale: expected a positive number", "ValueError",
+         lambda: clip(scale=-1 if odd else 1.0)),
+        ("rank 1: temperature: expected a number in [1.1102230246251565e-16, got 1e-39",
+         "ValueError", lambda: clip(scale=None, temperature=1e-39 if odd else 1.0)),
+        ("unexpected keyword argument 'tempreature'", "TypeError", lambda: clip(tempreature=1.0)),
+        ("method \"tiled\" over ranks 'naive'", "ValueError", lambda: clip(method="naive")),
+        ("metrics True on rank 1", "ValueError", lambda: clip(metrics=odd)),
+        ("gradient_scale \"global\", \"ddp\" 'mean'", "ValueError",
+         lambda: clip(gradient_scale="mean")),
+        ("transport 'nccl' does not carry", "ValueError", lambda: clip(transport="nccl")),
+        ("at least one row over all ranks", "ValueError", lambda: clip(x[:0], x[:0])),
+        ("rank 1: features even number of rows", "ValueError",
+         lambda: distributed.nt_xent_loss(x[:3] if odd else x, scale=1.0)),
+        ("labels each other's label", "ValueError",
+         lambda: distributed.nt_xent_loss(x, np.arange(4), scale=1.0)),
+        (f"rank 1: labels [0, {4 * size}) got {4 * size}", "ValueError",
+         lambda: distributed.info_nce_loss(x, x, np.full(4, 4 * size if odd else 0), scale=1.0)),
+        (f"key at least {3 * size} rows, got {2 * size} in all", "ValueError",
+         lambda: distributed.info_nce_loss(x[:3], x[:2], scale=1.0)),
+    ]  # fmt: skip
+
+
+def mismatch() -> None:
+    """The same error on every rank, and the ranks stay in step."""
+    for words, kind, call in bad_calls(RANK, SIZE):
+        try:
+            call()
+            said = "nothing"
+        except (TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+        everyone = COMM.allgather(said)
+        assert len(set(everyone)) == 1, everyone
+        assert said.startswith(kind), said
+        for word in words.split():
+            assert word in said, f"{word!r} is not in {said!r}"
+        compare({"loss": "clip", "n": 9, "d": 3, "extra": 0, "seed": 1, "scale": 1.0,
+                 "aligned": 0.0, "normalize": False, "ids": False, "labelled": False,
+                 "reduction": "mean", "dtype": "float64"})  # fmt: skip
+    for timeout in (0, -1, "soon", True):
+        with pytest.raises(ValueError, match="timeout"):
+            distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, timeout=timeout)
+    say("mismatch")
+
+
+def first(where: str, timeout: str) -> None:
+    """Rank 1 does not make the first call on a communicator; how long do the others wait?"""
+    say("process", os.getpid())
+    x, comm = np.ones((4, 3)), None
+    if where == "another":
+        distributed.clip_loss(x, x, scale=1.0, timeout=60)
+        comm = COMM.Dup()
+    demo = importlib.import_module("infonce.distributed.demo") if where == "demo" else None
+    if RANK == 1:
+        time.sleep(60)
+    began = time.monotonic()
+    try:
+        if demo is not None:
+            demo.main(["--batch", "60", "--timeout", timeout], standalone_mode=False)
+        distributed.clip_loss(x, x, scale=1.0, timeout=float(timeout), comm=comm)
+    except Exception as error:
+        say(f"rank {RANK} after {time.monotonic() - began:.1f} s: {error}")
+        raise
+
+
+def trouble(what: str, timeout: str, place: str = "host") -> None:
+    """Rank 1 gets into trouble before the third call, or in its middle; what do the others say?"""
+    say("process", os.getpid())
+    x = np.random.default_rng(RANK).standard_normal((200, 16))
+    if place == "gpu":
+        import cupy
+
+        cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+        x = cupy.asarray(x)
+    calls = 0
+
+    def progress(phase: str, done: int, total: int) -> None:
+        if RANK != 1 or calls < 2 or phase != "gradient":
+            return
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "stopped":
+            time.sleep(100)
+        elif what == "raises":
+            raise OSError("no more of this")
+        elif what == "interrupted":
+            signal.raise_signal(signal.SIGINT)
+        elif what == "everyone":
+            say("now")
+            time.sleep(60)
+
+    for calls in range(4):
+        if RANK == 1 and calls == 2:
+            if what == "killed before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif what == "raises before":
+                raise OSError("no more of this")
+            elif what == "exits before":
+                sys.exit()
+        began = time.monotonic()
+        try:
+            distributed.clip_loss_and_grad(
+                x, x, scale=1.0, timeout=float(timeout), progress=progress
+            )
+        except BaseException as error:
+            passed = time.monotonic() - began
+            say(f"rank {RANK} after {passed:.1f} s: {type(error).__name__}: {error}")
+            try:  # the ranks are out of step now
+                distributed.clip_loss(x, x, scale=1.0)
+            except distributed.RankError as second:
+                say(f"rank {RANK} then: {second}")
+            raise
+        say("rank", RANK, "call", calls)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,154 @@
+"""What each process of tests/frameworks/test_torch_ranks.py does: `python torch_ranks.py CASE RANK
+SIZE FOLDER [DEVICE]`. On "cuda" each rank has a GPU, and torch's own process group is NCCL's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from infonce.distributed import RankError
+from torch.nn.parallel import DistributedDataParallel
+
+import infonce.torch as it
+from infonce.torch import open_clip
+
+SIZES = [5, 9, 2]  # rows of each rank
+WIDTH = 6
+
+
+class Model(torch.nn.Module):
+    """Two encoders, a temperature and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = (torch.nn.Linear(WIDTH, 4, dtype=torch.float64) for _ in range(2))
+        self.logit_scale = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.logit_bias = torch.nn.Parameter(torch.tensor(-2.0, dtype=torch.float64))
+
+    def forward(self, image: Any, text: Any) -> Any:
+        sides = [
+            torch.nn.functional.normalize(encoder(z), dim=1)
+            for encoder, z in ((self.image, image), (self.text, text))
+        ]
+        # the bias takes part even where the loss has none: DDP waits for every parameter
+        return *sides, self.logit_scale.exp(), self.logit_bias + 0.0 * self.logit_scale
+
+
+def batches(size: int, steps: int = 4) -> list[list[Any]]:
+    """[step][side]: rows of all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    rows = sum(SIZES[:size])
+    return [
+        [torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2)]
+        for _ in range(steps)
+    ]
+
+
+def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu") -> dict[str, Any]:
+    """Losses and parameters after a few steps: on one of the ranks, or on all rows."""
+    model: Any = Model().to(device)
+    kind = {"clip": open_clip.ClipLoss, "siglip": open_clip.SigLipLoss}[loss]
+    criterion = kind(rank=rank, world_size=size)
+    if size > 1:
+        model = DistributedDataParallel(model)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for batch in batches(batch_size):
+        mine = [z.split(SIZES[:size])[rank] if size > 1 else z for z in batch]
+        image, text, scale, bias = model(*(z.to(device) for z in mine))
+        value = criterion(image, text, scale, bias) + 0.0 * bias
+        optimiser.zero_grad()
+        value.backward()
+        optimiser.step()
+        losses.append(value.detach())
+    parameters = {
+        name.removeprefix("module."): p.detach().cpu() for name, p in model.named_parameters()
+    }
+    return {"losses": torch.stack(losses).cpu(), **parameters}
+
+
+def functions(rank: int, size: int) -> dict[str, Any]:
+    """Each function over the ranks: what it returned for this rank's rows."""
+    world, out = dist.group.WORLD, {}
+    batch = batches(size, 1)[0]
+    for name, z in (("info_nce", batch), ("lit", batch), ("nt_xent", batch[:1])):
+        start = sum(SIZES[:rank])
+        if name == "nt_xent":  # an even number of rows on each rank
+            rows = [z[0][2 * rank : 2 * rank + 2]]
+        else:
+            rows = [side[start : start + SIZES[rank]] for side in z]
+        rows = [side.clone().requires_grad_() for side in rows]
+        scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        function = getattr(it, f"{name}_loss")
+        loss = function(*rows, scale=scale, normalize=True, group=world, gradient_scale="global")
+        wanted = [*rows[: 1 if name == "lit" else 2], scale]
+        first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
+        second = torch.autograd.grad(3 * loss, wanted)  # computed again, by all ranks
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(1.5 * a, b)
+        with torch.no_grad():
+            alone = function(*rows, scale=scale, normalize=True, group=world)
+        assert torch.equal(alone, loss)
+        out[name] = [loss.detach(), *first]
+    return out
+
+
+def failures(rank: int, size: int) -> dict[str, Any]:
+    """What a rank is told that did nothing wrong."""
+    said = {}
+    for name, width in (("width", 3 + rank), ("after", 3)):
+        z = torch.ones(4, width)
+        try:
+            it.clip_loss(z, z, scale=1.0, group=dist.group.WORLD)
+        except ValueError as error:
+            said[name] = str(error)
+    try:
+        if rank == 1:
+            os._exit(3)  # without a word
+        z = torch.ones(4, 3)
+        it.clip_loss(z, z, scale=1.0, group=dist.group.WORLD, timeout=60)
+    except RankError as error:
+        said["died"] = str(error)
+    return said
+
+
+def late(rank: int, size: int) -> dict[str, Any]:
+    """What the first call says where another rank makes none."""
+    z, began = torch.ones(4, 3), time.monotonic()
+    said = ""
+    try:
+        if rank == 1:
+            time.sleep(10)
+        else:
+            it.clip_loss(z, z, scale=1.0, group=dist.group.WORLD, timeout=2)
+    except RankError as error:
+        said = str(error)
+    return {"said": said, "after": time.monotonic() - began}
+
+
+def main(case: str, rank: int, size: int, folder: Path, device: str = "cpu") -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store", rank=rank, world_size=size,
+    )  # fmt: skip
+    if case in ("clip", "siglip"):
+        out = train(case, rank, size, size, device)
+    else:
+        out = {"functions": functions, "failures": failures, "late": late}[case](rank, size)
+    torch.save(out, folder / f"{rank}.pt")
+    if case in ("failures", "late"):
+        os._exit(0)  # the ranks are out of step: nobody to say goodbye to
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])

@@ -1,0 +1,194 @@
+"""What follows from (max, sum) and the positive's logit: the CUDA header, compiled for the host and
+on a GPU, and its counterpart in Python, against mpmath."""
+
+import ctypes
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import gpu_only
+from infonce.kernels import solve
+from infonce.kernels.gpu.device.compiler import SOURCES
+from infonce.kernels.problem import LN_2, Sums
+from mpmath import mp
+
+INF, NAN = math.inf, math.nan
+Numbers = list[tuple[float, ...]]
+# loss, share, log-sum-exp in base 2 from (max, sum, positive)
+Conclude = Callable[[np.ndarray], np.ndarray]
+
+WRAPPER = """
+#include <math.h>
+#define __device__
+#define __forceinline__ inline
+#include "conclude.cuh"
+extern "C" void directions(long n, const double* in, double* out) {
+  for (; n > 0; --n, in += 3, out += 3) {
+    const Direction d = conclude_direction(Sum{in[0], in[1]}, in[2]);
+    out[0] = d.loss, out[1] = d.share, out[2] = d.lse2;
+  }
+}
+extern "C" void merged(long n, const double* in, double* out) {
+  for (; n > 0; --n, in += 4, out += 2) {
+    const Sum s = merge(Sum{in[0], in[1]}, Sum{in[2], in[3]}, [](double x) { return exp2(x); });
+    out[0] = s.max, out[1] = s.sum;
+  }
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def header(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """kernels/cuda/conclude.cuh as the host's compiler makes it."""
+    named = [os.environ.get("CXX"), "c++", "g++", "clang++"]
+    compiler = next((name for name in named if name and shutil.which(name)), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler: none of $CXX, c++, g++ and clang++ was found")
+    folder = tmp_path_factory.mktemp("conclude")
+    source, library = folder / "wrapper.cpp", folder / "wrapper.so"
+    source.write_text(WRAPPER)
+    options = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-I{SOURCES}"]
+    subprocess.run([compiler, *options, source, "-o", library, "-lm"], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def called(function: Any, rows: np.ndarray, results: int) -> np.ndarray:
+    out = np.empty((len(rows), results))
+    pointers = (z.ctypes.data_as(ctypes.POINTER(ctypes.c_double)) for z in (rows, out))
+    function(ctypes.c_long(len(rows)), *pointers)
+    return out
+
+
+def in_numpy(rows: np.ndarray) -> np.ndarray:
+    maxima, sums, positive = rows.T
+    d = solve.conclude(np, Sums(maxima, sums), positive)
+    return np.stack([d.loss, d.share, d.lse / LN_2], 1)
+
+
+def on_gpu(rows: np.ndarray) -> np.ndarray:
+    import cupy
+    from infonce.kernels.gpu.vectors import ElementwiseVectors
+
+    maxima, sums, positive = (cupy.asarray(z) for z in rows.T)
+    d = ElementwiseVectors().direction(Sums(maxima, sums), positive)
+    return np.stack([cupy.asnumpy(z) for z in (d.loss, d.share, d.height)], 1)
+
+
+@pytest.fixture(params=["header", pytest.param("gpu", marks=gpu_only)])
+def conclude(request: pytest.FixtureRequest) -> Conclude:
+    if request.param == "gpu":
+        return on_gpu
+    library = request.getfixturevalue("header")
+    return lambda rows: called(library.directions, rows, 3)
+
+
+def finite_cases() -> np.ndarray:
+    """Whose logarithms and differences have no rounding of their own."""
+    rng = np.random.default_rng(0)
+    gaps = np.concatenate([
+        np.arange(-1100.0, 1101.0), rng.uniform(-1100, 1100, 500), rng.uniform(-40, 40, 500),
+        [-2.0**-60, 0.0, 2.0**-60],
+    ])  # fmt: skip
+    gaps = np.round(gaps * 2**30) / 2**30
+    power = rng.integers(-20, 20, len(gaps))
+    of_gaps = np.stack([gaps - power, 2.0**power, 0 * gaps], 1)
+    # Logits so large that a sum's logarithm is lost beside them
+    huge = [
+        (2.0**s + 64 * a, 2.0**k, 2.0**s) for s in (55, 57) for a in (-1, 0, 1) for k in (0, 1, 3)
+    ]
+    return np.concatenate([of_gaps, huge])
+
+
+def reference(row: np.ndarray) -> tuple[mp.mpf, mp.mpf, mp.mpf]:
+    with mp.workdps(60):
+        top, total, positive = (mp.mpf(float(z)) for z in row)
+        gap = top - positive + mp.log(total, 2)
+        odds = mp.mpf(2) ** gap
+        loss = mp.log1p(odds)
+        return loss, odds / (1 + odds), positive + loss / mp.log(2)
+
+
+def ulps(found: float, expected: mp.mpf, of: float | None = None) -> float:
+    """The error in units of the last place of what was expected, or of another number."""
+    with mp.workdps(60):
+        return float(
+            abs(mp.mpf(found) - expected) / math.ulp(float(expected) if of is None else of)
+        )
+
+
+def test_finite(conclude: Conclude) -> None:
+    rows = finite_cases()
+    for row, found in zip(rows, conclude(rows), strict=True):
+        loss, share, lse2 = reference(row)
+        assert ulps(found[0], loss) <= 4, row
+        assert ulps(found[1], share) <= 4, row
+        assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 2]]), abs(lse2))) <= 4, row
+
+
+def test_the_counterpart_in_python() -> None:
+    """Its share is 2^(gap - softplus), to the digits that this exponent has."""
+    rows = finite_cases()
+    for row, found in zip(rows, in_numpy(rows), strict=True):
+        loss, share, lse2 = reference(row)
+        assert ulps(found[0], loss) <= 4, row
+        assert ulps(found[1], share) <= 4 + abs(row[0] - row[2]) + abs(math.log2(row[1])), row
+        assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 2]]), abs(lse2))) <= 4, row
+
+
+NO_NUMBERS: Numbers = [  # max, sum, positive; loss, share, lse2
+    (-INF, 0, 3, 0, 0, 3),  # no negatives
+    (-INF, 0, 0, 0, 0, 0),
+    (5, 2, -INF, INF, 1, NAN),
+    (5, 2, INF, 0, 0, INF),
+    (INF, 1, 5, INF, 1, INF),
+    (-INF, 0, INF, 0, 0, INF),
+    (INF, 1, INF, NAN, NAN, NAN),
+    (-INF, 0, -INF, NAN, NAN, NAN),
+    (NAN, 1, 0, NAN, NAN, NAN),
+    (0, NAN, 0, NAN, NAN, NAN),
+    (0, 1, NAN, NAN, NAN, NAN),
+    (-INF, 0, NAN, NAN, NAN, NAN),
+    (-INF, NAN, 5, NAN, NAN, NAN),
+    (INF, NAN, 5, NAN, NAN, NAN),
+]
+
+
+def test_infinities_and_nan(conclude: Conclude) -> None:
+    table = np.array(NO_NUMBERS, float)
+    np.testing.assert_array_equal(conclude(np.ascontiguousarray(table[:, :3])), table[:, 3:])
+
+
+MERGED: Numbers = [  # max, sum; max, sum; max, sum of both
+    (-INF, 0, -INF, 0, -INF, 0),
+    (-INF, 0, 5, 3, 5, 3),
+    (5, 3, -INF, 0, 5, 3),
+    (5, 3, 5, 4, 5, 7),
+    (0, 1, 10, 1, 10, 1 + 2.0**-10),
+    (10, 1, 0, 1, 10, 1 + 2.0**-10),
+    (300, 2.0**-100, 0, 2.0**127, 300, 2.0**-100 + 2.0**-173),
+    (0, 2.0**127, 1500, 2.0**-1000, 1500, 2.0**-1000),
+    (-INF, NAN, 5, 1, 5, NAN),
+    (5, 1, 7, NAN, 7, NAN),
+]
+
+
+@pytest.mark.parametrize("where", ["header", pytest.param("gpu", marks=gpu_only)])
+def test_merge(where: str, request: pytest.FixtureRequest) -> None:
+    table = np.array(MERGED, float)
+    rows = np.ascontiguousarray(table[:, :4])
+    if where == "gpu":
+        import cupy
+        from infonce.kernels.gpu.vectors import ElementwiseVectors
+
+        columns = [cupy.asarray(np.ascontiguousarray(z)) for z in rows.T]
+        sums = Sums(*columns[:2])
+        ElementwiseVectors().merge(sums, Sums(*columns[2:]))
+        found = np.stack([sums.max.get(), sums.sum.get()], 1)
+    else:
+        found = called(request.getfixturevalue("header").merged, rows, 2)
+    np.testing.assert_array_equal(found, table[:, 4:])
