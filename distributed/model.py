@@ -65,7 +65,7 @@ VECTORS = 300  # bytes a row in vectors: sums, log-sum-exps, factors, positives
 WORKSPACE = DEFAULTS["workspace"]
 
 
-def travelling(rows: float, dim: int) -> tuple[float, float]:
+def transfer_bytes(rows: float, dim: int) -> tuple[float, float]:
     """Bytes of a forward and of a backward step."""
     keys = rows * dim * ITEM
     return keys + 16 * rows, keys + 24 * rows + rows * dim * DK
@@ -82,7 +82,7 @@ def predict(
     round_of = ranks / hosts
     slowest = machine.inside if hosts == 1 or two_level else machine.across
     computing, seconds, starts = 0.0, 0.0, 2 * ranks * machine.start
-    for share, size in zip((2, 6), travelling(rows, dim), strict=True):
+    for share, size in zip((2, 6), transfer_bytes(rows, dim), strict=True):
         block = share * rows * rows * dim / machine.rate
         moving = slowest.latency + size / slowest.bandwidth if ranks > 1 else 0.0
         step = machine.start + max(block, moving)
@@ -114,7 +114,7 @@ def memory(
     if offload:
         panels = rows * dim * (4 * ITEM + 3 * DK) + rows * (rows * ITEM + dim * DK)
         return min(workspace, panels) + vectors
-    row = dim * (2 * ITEM + 3 * DK)  # of what travels
+    row = dim * (2 * ITEM + 3 * DK)  # of buffers
     pieces = -(-rows // max(1, workspace // 2 // row))
     piece = -(-rows // pieces)
     block = rows * (piece * ITEM + dim * DK)  # dL/dx of one block, and its share of dQ
@@ -125,7 +125,7 @@ def hidden_from(dim: int, link: Link, machine: Machine | None = None) -> float:
     """Rows on each GPU from which transfers over `link` hide behind the products."""
     machine = machine or Machine()
     rows = 0.0
-    for share, size in zip((2, 6), travelling(1.0, dim), strict=True):
+    for share, size in zip((2, 6), transfer_bytes(1.0, dim), strict=True):
         # share b b D / rate = latency + size b / bandwidth
         a, b = share * dim / machine.rate, size / link.bandwidth
         rows = max(rows, (b + np.sqrt(b * b + 4 * a * link.latency)) / (2 * a))

@@ -75,12 +75,12 @@ def adapted(like: Callable[..., Any], call: str) -> Callable[[_F], _F]:
     source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
     given = inspect.signature(like).parameters.values()
     arguments = ", ".join(p.name for p in given if p.default is p.empty)
-    told = inspect.cleandoc(call).format(
+    usage = inspect.cleandoc(call).format(
         loss=like.__name__, arguments=arguments, options=", ".join(COMPILED)
     )
 
     def add(function: _F) -> _F:
-        function.__doc__ = f"{equation}\n\n{told}\n\nReferences\n----------\n{source}\n"
+        function.__doc__ = f"{equation}\n\n{usage}\n\nReferences\n----------\n{source}\n"
         return function
 
     return add

@@ -67,7 +67,7 @@ class Communicator:
     ) -> Pending:  # fmt: skip
         """Start sending C-contiguous arrays to rank + distance (mod size) while receiving as many
         from rank - distance, of the sizes that the receiver gives. NumPy arrays (with a CUDA-aware
-        library, CuPy arrays) of any dtype; raw bytes travel. Shifts complete in the order of their
+        library, CuPy arrays) of any dtype, sent as bytes. Shifts complete in the order of their
         start."""
         raise NotImplementedError
 
@@ -87,15 +87,15 @@ class Communicator:
     def until(self, done: Callable[[], bool]) -> None:
         """Wait for `done()`; RankError if a rank fails meanwhile, or after the timeout."""
         began = now = time.monotonic()
-        look, told = began + LISTEN, False
+        look, overdue = began + LISTEN, False
         while not done():
             now = time.monotonic()
             if now >= look:
                 self.listen()
                 look = now + LISTEN
-            if self.timeout is not None and now - began > self.timeout / 2 and not told:
+            if self.timeout is not None and now - began > self.timeout / 2 and not overdue:
                 self.overdue()
-                told = True
+                overdue = True
             if self.timeout is not None and now - began > self.timeout:
                 self.listen()
                 raise RankError(

@@ -89,7 +89,7 @@ class MPIRanks(Communicator):
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         atexit.register(self._leave)
 
-    def _meet(self) -> None:
+    def _duplicate_both(self) -> None:
         """Duplicate the communicator, for data and for control messages."""
         self._data = self._duplicate()
         self._control = self._duplicate()
@@ -109,7 +109,7 @@ class MPIRanks(Communicator):
         if self.broken:
             raise RankError(f"this communicator is out of step: {self.broken}")
         if self._data is None:
-            self._meet()
+            self._duplicate_both()
         self.call += 1
         message = pickle.dumps(value)
         size = len(message)
@@ -256,7 +256,7 @@ class MPIRanks(Communicator):
         if self.size == 1 or self.MPI.Is_finalized() or os.getpid() != self._process:
             return
         if not self.broken:
-            error = getattr(sys, "last_value", None)  # that nobody caught
+            error = getattr(sys, "last_value", None)  # an uncaught exception
             why = f"rank {self.rank} has ended"
             self._tell(ENDED, why if error is None else f"{why}: {_in_words(error)}")
             return
@@ -285,7 +285,7 @@ def _in_words(error: BaseException) -> str:
 
 
 class _Shift:
-    """Requests of one shift; the background thread and the caller both look at them."""
+    """The requests of one shift, which the background thread and the caller both test."""
 
     def __init__(self, ranks: MPIRanks, requests: list[Any], buffers: Any) -> None:
         self.ranks, self.requests, self.buffers = ranks, requests, buffers

@@ -18,7 +18,7 @@ import numpy as np
 from ..communicators.base import Array, Communicator, Pending
 from .base import Transport
 
-BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype travels as its bytes
+BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
 MOST_NUMBERS = 8  # in one `read`
 
 

@@ -86,12 +86,12 @@ def one_line_errors(
     except MemoryError as error:
         raise click.ClickException(str(error) or "out of memory") from error
     except (TypeError, ValueError, OSError) as error:
-        arguments, colon, rest = said(error).partition(": ")
+        arguments, colon, rest = message_of(error).partition(": ")
         known = [(names or {}).get(name, name) for name in arguments.split(", ")]
         raise failure(", ".join(known) + colon + rest) from error
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The message of an error; of an OSError with the file's name in front."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

@@ -123,13 +123,13 @@ def _cuda_libraries() -> dict[str, str]:
 
     installed = machine.versions(*CUPY)
     extra = next((CUPY[build] for build in CUPY if installed[build]), "cuda13")
-    said = {}
+    states = {}
     for name, load in {"NVRTC": nvrtc, "cuBLAS": cublas, "NCCL": nccl}.items():
         try:
-            said[name] = load()
+            states[name] = load()
         except Exception:  # CuPy or the library is missing, or is of another version
-            said[name] = f"missing: {_install(extra)}"
-    return said
+            states[name] = f"missing: {_install(extra)}"
+    return states
 
 
 def _compile_seconds() -> dict[str, float]:
@@ -173,8 +173,8 @@ def _transports(on_gpu: bool) -> dict[str, str]:
     """How the losses over ranks could move arrays here."""
     from ..distributed.transports.choice import describe
 
-    said: dict[str, str] = describe(on_gpu)
-    return said
+    states: dict[str, str] = describe(on_gpu)
+    return states
 
 
 def _cache() -> str:

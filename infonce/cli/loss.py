@@ -214,33 +214,33 @@ def _evaluate(
 def _why_not_finite(loss: Any, features: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """The rows with NaN or infinity; where there are none, an overflow."""
     bad_rows = {name: list(validation.rows_not_finite(np, z)) for name, z in features.items()}
-    said = [
+    reasons = [
         f"{names[name]} holds NaN or infinity in {len(rows)} of {len(features[name])} rows: "
         f"{some(rows)}"
         for name, rows in bad_rows.items()
         if rows
     ]
-    if not said:
-        said = [
+    if not reasons:
+        reasons = [
             f"the features are finite, but products overflow {loss.dtype}: expected --normalize, a "
             "smaller --scale or a larger --temperature"
         ]
-    return f"the loss is {loss}: {'; '.join(said)}"
+    return f"the loss is {loss}: {'; '.join(reasons)}"
 
 
 def _norms(features: Mapping[str, Any], names: Mapping[str, str]) -> str | None:
     """A hint where rows, but those of zeros, are not of unit norm."""
-    said = []
+    ranges = []
     for name, z in features.items():
         sample = z[:: -(-len(z) // SAMPLE)].astype(np.float64)
         with np.errstate(over="ignore"):
             norms = np.linalg.norm(sample, axis=1)
         norms = norms[norms > 0]
         if len(norms) and not NORMS[0] <= norms.min() <= norms.max() <= NORMS[1]:
-            said.append(f"{norms.min():.3g} to {norms.max():.3g} in {names[name]}")
-    if not said:
+            ranges.append(f"{norms.min():.3g} to {norms.max():.3g} in {names[name]}")
+    if not ranges:
         return None
-    return f"norms of rows are {', '.join(said)}, expected about 1: --normalize divides by them"
+    return f"norms of rows are {', '.join(ranges)}, expected about 1: --normalize divides by them"
 
 
 def _scalars(result: LossAndGrad) -> dict[str, float]:

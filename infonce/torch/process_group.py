@@ -60,7 +60,7 @@ class ProcessGroup(Communicator):
         self.broken: str | None = None
         self.peers = Peers()
 
-    def _meet(self) -> None:
+    def _duplicate(self) -> None:
         """Duplicate the group."""
         never = datetime.timedelta(days=7)  # gloo's own limit: waiting is bounded here
         self._group = self.bounded(
@@ -73,7 +73,7 @@ class ProcessGroup(Communicator):
         if self.broken:
             raise RankError(f"this process group is out of step: {self.broken}")
         if self._group is None:
-            self._meet()
+            self._duplicate()
         message = np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)
         sizes = self._gathered(torch.tensor([len(message)]))
         longest = max(int(size) for size in sizes)

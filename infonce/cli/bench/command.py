@@ -126,7 +126,7 @@ def bench(
         "workspace_bytes": workspace, "repeat": repeat,
     }  # fmt: skip
     report = measure.report(place, settings, results)
-    try:  # first, as whoever reads the table may go away; the table whatever becomes of them
+    try:  # files first: to print fails where a pipe is closed; the table in any case
         if output is not None:
             with written_whole(output) as temporary:
                 temporary.write_text(to_json(report) + "\n")

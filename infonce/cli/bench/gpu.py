@@ -145,7 +145,7 @@ class Device:
 
 
 def _peak(cupy: Any) -> Any:
-    """A context that sees the most bytes that CuPy's pool has handed out since it was entered."""
+    """A context that measures the peak of the bytes that CuPy's pool has allocated inside it."""
 
     class Peak(cupy.cuda.MemoryHook):  # type: ignore[misc]
         name = "infonce peak"

@@ -147,13 +147,13 @@ def compare(
 
 
 def _reason(error: BaseException) -> str:
-    said = " ".join(str(error).split())[:300]
+    message = " ".join(str(error).split())[:300]
     if isinstance(error, ModuleNotFoundError):
         package = PACKAGES.get((error.name or "").partition(".")[0])
-        return f"{said}: pip install {package}" if package else said
-    if isinstance(error, (ImportError, MemoryError, ValueError)) and said:
-        return said
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
+        return f"{message}: pip install {package}" if package else message
+    if isinstance(error, (ImportError, MemoryError, ValueError)) and message:
+        return message
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
