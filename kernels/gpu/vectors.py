@@ -80,7 +80,7 @@ class TiledVectors(ElementwiseVectors):
         # results are float64 for float64 features, else float32; the caller converts what differs
         self.double = features.dtype == np.float64 or context.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
-        self.found = cupy.empty(1)
+        self.any_key = cupy.empty(1)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:
         """The problem with its vectors as arrays, and struct Spelling for the kernel that writes
@@ -102,7 +102,7 @@ class TiledVectors(ElementwiseVectors):
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         if problem.retrieval_ranks:
-            self.found[...] = 0
+            self.any_key[...] = 0
             return super().statistics(problem)
         m, n, _ = problem.shape
         two_sided = problem.two_sided
@@ -112,7 +112,7 @@ class TiledVectors(ElementwiseVectors):
             columns = problems.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
         positive = memory[2 * m : 3 * m]
         problem, spelling = self.materialize_vectors(problem)
-        self.begin(rows, columns if two_sided else None, positive, spelling, self.found, m, n)
+        self.begin(rows, columns if two_sided else None, positive, spelling, self.any_key, m, n)
         whole = columns if two_sided or problem.symmetric else None
         return problem, Statistics(rows, whole, positive)
 
@@ -138,7 +138,7 @@ class TiledVectors(ElementwiseVectors):
         context, m = self.context, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None
         if not_finite is None:
-            not_finite = problems.NotFinite(context.not_finite(problem, self.found), self.found)
+            not_finite = problems.NotFinite(context.not_finite(problem, self.any_key), self.any_key)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
         losses, row_loss, row_lse2, row_factor, positive_gradient = out[:5]
@@ -172,12 +172,12 @@ class TiledVectors(ElementwiseVectors):
         self.launcher.vectors(
             "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.context.scale,
             row_factor=row_factor, losses=losses, bias_grad=bias_grad, positive=positive,
-            spelling=spelling, any_key_not_finite=self.found,
+            spelling=spelling, any_key_not_finite=self.any_key,
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, positive)
 
     def mark_not_finite(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
-        return self.add_marks(problem, losses, self.found)
+        return self.add_marks(problem, losses, self.any_key)
 
     def add_marks(self, problem: Problem, losses: Array, any_key: Array) -> Array:
         """Adds NaN to losses that depend on a feature that is not finite; `any_key` holds 0."""
