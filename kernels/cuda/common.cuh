@@ -15,8 +15,8 @@
 #define PRECISION FP32
 #endif
 
-// An operand's number is a sum of so many 16-bit numbers, its parts. A row holds all features' large
-// parts, and then their small ones.
+// An element of an operand is a sum of PARTS 16-bit numbers. A row holds the large parts of all features,
+// then their small parts.
 #define PARTS (PRECISION == BF16X3 || PRECISION == FP16X3 ? 2 : 1)
 #define IS_FLOAT16 (PRECISION == FP16 || PRECISION == FP16X3)  // parts are float16
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ Real2 real2(Real x, Real y) {
   return r;
 }
 
-// A number that the host knows, or one that only the device knows: nobody waits for it.
+// A number given by value, or one in device memory, for which the host need not wait.
 struct Scalar {
   double value;
   const double* pointer;
@@ -53,8 +53,8 @@ struct Scalar {
   __device__ double get() const { return bare() * factor * (shift ? *shift : 1); }
 };
 
-// The scale of the logits. One that only the device knows has not been checked: NaN out of range
-// (problem.SCALES), which makes the loss NaN.
+// The scale of the logits. The host has not checked a scale in device memory. Out of range
+// (problem.SCALES) it is NaN, which makes the loss NaN.
 struct Scale : Scalar {
   __device__ double bare() const {
     const double s = Scalar::bare(), least = sizeof(Real) == 8 ? 0x1p-511 : 0x1p-63,
@@ -70,7 +70,7 @@ struct Scale : Scalar {
 #define DTYPE_BFLOAT16 2
 #define DTYPE_FLOAT16 3
 
-// A matrix of the caller's, [rows, d], any strides.
+// A matrix [rows, d] of the caller, with any strides.
 struct Matrix {
   char* data;
   i64 row_stride, column_stride;  // in elements
@@ -82,7 +82,7 @@ struct Matrix {
     if (dtype == DTYPE_BFLOAT16) return from_bf16(((const unsigned short*)data)[at]);
     return from_fp16(((const unsigned short*)data)[at]);
   }
-  // The same for kernels in single precision, where float64 input is rounded.
+  // The same in single precision: float64 input is rounded.
   __device__ float get_float(i64 row, i64 column) const {
     const i64 at = row * row_stride + column * column_stride;
     if (dtype == DTYPE_FLOAT32) return ((const float*)data)[at];
@@ -130,17 +130,17 @@ __device__ __forceinline__ double warp_sum(double x) {
   for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(ALL_LANES, x, lanes);
   return x;
 }
-// Of a block of THREADS; `memory` is shared and has room for a number a warp.
+// Over a block of THREADS. `memory` is shared and has one number for each warp.
 template <int THREADS, class F>
 __device__ __forceinline__ double block_reduce(double x, double* memory, F join) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, lanes));
   if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = x;
-  __syncthreads();  // all warps' results are there
+  __syncthreads();  // every warp's write to memory[] comes before the reads below
   x = memory[0];
 #pragma unroll
   for (int w = 1; w < THREADS / 32; ++w) x = join(x, memory[w]);
-  __syncthreads();  // and have been read
+  __syncthreads();  // these reads come before the next call's writes
   return x;
 }
 
@@ -152,9 +152,9 @@ struct Larger {
   __device__ __forceinline__ float operator()(float x, float y) const { return fmaxf(x, y); }
 };
 
-// Eight values a lane, joined over the eight lanes l, l + 4, .. l + 28, as those that share columns of
-// tensor cores' products lie; what a lane carries is halved each time: lane 4 g + t ends with number g
-// of its eight.
+// Each lane has eight values. They are joined over the eight lanes l, l + 4, .. l + 28, which share
+// columns in the tensor cores' accumulator layout. Each step halves the values that a lane has. Lane
+// 4 g + t ends with the result for value g.
 template <class T, class Join>
 __device__ __forceinline__ T join_columns(const T (&v)[8], int lane, Join join) {
   const bool b4 = lane & 16, b3 = lane & 8, b2 = lane & 4;

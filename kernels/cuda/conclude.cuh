@@ -7,19 +7,20 @@
 //
 // The counterpart in Python is kernels/solve.py:
 //
-//     here         kernels/solve.py
-//     merge        Vectors.merge
-//     softplus2    softplus2                   log(1 + 2^x), natural units
-//     sigmoid2     sigmoid2                    1 / (1 + 2^-x); there 2^(x - log2(1 + 2^x))
-//     gap          conclude: gap               (max - positive) + log2(sum)
-//     loss         conclude: softplus2(gap)
-//     share        conclude: sigmoid2(gap)
-//     lse2         conclude: top + log2(total) log2(sum 2^max + 2^positive) = positive + log2(1 + 2^gap)
+//     here                    kernels/solve.py
+//     merge                   Vectors.merge
+//     softplus2               softplus2                     log(1 + 2^x), natural units
+//     sigmoid2                sigmoid2                      1 / (1 + 2^-x); there 2^(x - log2(1 + 2^x))
+//     gap                     conclude: gap                 (max - positive) + log2(sum)
+//     loss                    conclude: softplus2(gap)
+//     negative_probability    conclude: sigmoid2(gap)
+//     lse2                    conclude: top + log2(total)   positive + log2(1 + 2^gap)
 //
 // In Python, the gradient's exponents are taken off `reference`, which is at most the log-sum-exp, and
 // `reference_probability` is what remains, 2^(reference - lse2). On a GPU they are lse2 and 1.
 //
-// All of this is float64. Without negatives (max, sum) is (-inf, 0): loss and share are 0. NaN stays NaN.
+// All of this is float64. Without negatives (max, sum) is (-inf, 0): loss and
+// negative_probability are 0. NaN stays NaN.
 #pragma once
 
 constexpr double LOG2_E = 1.4426950408889634;
@@ -57,17 +58,17 @@ __device__ __forceinline__ double sigmoid2(double x) {
 }
 
 struct Direction {
-  double gap;    // log-sum-exp of the negatives, base 2, less the positive's logit
-  double loss;   // natural units
-  double share;  // the part of the softmax that the negatives have
-  double lse2;   // log-sum-exp of all logits, base 2
+  double gap;                   // log-sum-exp of the negatives, base 2, less the positive's logit
+  double loss;                  // natural units
+  double negative_probability;  // of all negatives in the softmax
+  double lse2;                  // log-sum-exp of all logits, base 2
 };
 
 __device__ __forceinline__ Direction conclude_direction(Sum negatives, double positive) {
   Direction d;
   d.gap = (negatives.max - positive) + log2(negatives.sum);
   d.loss = softplus2(d.gap);
-  d.share = sigmoid2(d.gap);
+  d.negative_probability = sigmoid2(d.gap);
   d.lse2 = positive + LOG2_E * d.loss;
   return d;
 }

@@ -23,11 +23,11 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
 
 // --- between blocks ---------------------------------------------------------------------------------
 
-// Adds to a counter what others may see only after all that this block has written before.
+// Adds to a counter. Who reads the new value by load_acquire sees all that this block wrote before.
 __device__ __forceinline__ void add_release(u32* counter, u32 x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }
-// Reads a counter; what others had written before they added to it is seen from here on.
+// Reads a counter. What other blocks wrote before their add_release is seen from here on.
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
@@ -165,7 +165,7 @@ __device__ __forceinline__ void barrier_init(u64& barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
-// mbarriers are initialised: other blocks of the cluster and TMA may use them.
+// The writes of barrier_init come before any use of the mbarriers by TMA or other blocks of the cluster.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -220,7 +220,7 @@ __device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap& ma
       "r"(x), "r"(y), "r"(shared_address(&barrier)), "h"(blocks) : "memory");
 }
 
-// TMA sees what this thread has written to shared memory.
+// What this thread has written to shared memory comes before the reads of TMA stores started later.
 __device__ __forceinline__ void fence_before_tma_store() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -270,7 +270,7 @@ template <int N>
 __device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// A fence on the accumulators. The compiler does not know when wgmma writes them: it must not move
+// A fence for the compiler, which does not know when wgmma writes the accumulators: it must not move
 // their use before this point.
 template <int N>
 __device__ __forceinline__ void fence_accumulators(float (&x)[N]) {

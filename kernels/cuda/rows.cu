@@ -99,9 +99,8 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
   exponent[row] = e;
 }
 
-// `any_key_not_finite` becomes NaN if a feature of one of n keys is not finite (they all write the
-// same), and
-// out[row] is 0, or NaN if one of that of m queries is not.
+// `any_key_not_finite` becomes NaN if a feature of any of n keys is not finite (all rows that write it
+// write the same). out[row] is NaN if a feature of query `row` is not finite, else 0.
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
                                       double* out, double* any_key_not_finite) {
@@ -109,7 +108,7 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   const i64 row = of_query ? warp_row() - n : warp_row();
   if (of_query && row >= m) return;
   const Matrix& z = of_query ? queries : keys;
-  float sum = 0;  // 0 times what is not finite is NaN
+  float sum = 0;  // 0 x is NaN for an x that is not finite
   for (i64 k = threadIdx.x % 32 * LANE_FEATURES; k < d; k += 32 * LANE_FEATURES) {
     Real x[LANE_FEATURES];
     get_group(x, z, row, k, d - k);
@@ -141,9 +140,9 @@ extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n,
   if (threadIdx.x % 32 == 0 && largest > *(volatile u32*)found) atomicMax(found, largest);
 }
 
-// Powers of two by which features are divided to lie below float16's largest number, but not far: of
-// queries, of keys, and what products are then to be multiplied by. `largest` as they were found; 0:
-// features are taken as they are.
+// Powers of two by which features are divided, so that the largest lies little below float16's largest
+// number. shifts[0] is for queries, shifts[1] for keys, and products are multiplied by shifts[2]. The
+// arguments come from find_largest; 0: features are taken as they are.
 constexpr int FP16_EXPONENT = 14;
 extern "C" __global__ void find_shifts(const u32* of_queries, const u32* of_keys, double* shifts) {
   const u32 largest[2] = {*of_queries, *of_keys};
@@ -154,8 +153,9 @@ extern "C" __global__ void find_shifts(const u32* of_queries, const u32* of_keys
   shifts[2] = shifts[0] * shifts[1];
 }
 
-// Operands of the products: rows of `stride` elements, or of parts of `part` elements each; features
-// beyond d are zeros. Rows are divided by powers of two, their own (or null), or one for all (or null).
+// Operands of the products: rows of `stride` elements, or of parts of `part` elements each. Features beyond
+// d are zeros. Rows are divided by powers of two: 2^exponent[row], or *shift for all rows, or (both null)
+// not at all.
 extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
                                  const int* exponent, const double* shift, char* out, i64 stride,
                                  i64 part) {
@@ -201,17 +201,17 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
 #endif
 }
 
-// Positives of a row: (row, partner) pairs whose dL/dx was kept out of the panels.
+// Positives of a row: (row, partner) pairs whose dL/dx is not in the gradient panels.
 struct Positives {
   const double* gradient;  // dL/dx at the positive, by query
   const i64* partner;      // [queries] key of each query (-1: none of these); null: the same number
-  const i64* start;        // not null: keys, and partner[start[j] .. start[j + 1]) are j's queries
+  const i64* start;        // not null: rows are keys, and partner[start[j] .. start[j + 1]) j's queries
   i64 by_partner;          // rows are keys: gradients go by partner
   Matrix z;                // the partners' features
   const Real* factor;
   const int* exponent;
 
-  // Add what positives add to the gradient of row `row`, features column ...
+  // Add to `g` what positives add to the gradient of row `row`, from feature `column` on.
   template <class T>
   __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
@@ -230,7 +230,7 @@ struct Positives {
   }
 };
 
-// A row's gradient in the making, and what it came from.
+// Eight features of a row, and of its gradient.
 template <class T>
 struct Finished {
   T g[LANE_FEATURES];  // the gradient, without its part along the row
@@ -268,15 +268,16 @@ struct Finished {
   }
 };
 
-// Sums are multiplied by this and its size: a unit may be too small for floats, of sums that are large.
+// Sums are multiplied by this root and by its size, not by the unit at once: beside large sums, the unit
+// may be too small for a float.
 __device__ __forceinline__ double signed_root(double unit) {
   return copysign(sqrt(fabs(unit)), unit);
 }
 
-// Gradients of rows first.. are complete in `acc` [n, acc_stride], in the panels' unit (with
-// `unit_step` 1 each row has its own), of the other side's rows divided by `shift` (null: 1), but for
-// the positives: hand them to their destination (data null: nowhere), or add them to what is there, and
-// <gradient, row> to dots (or null).
+// Finish the gradients of n rows from row `first` on, whose sums are in `acc` [n, acc_stride]. Sums are in
+// the gradient panels' unit; with `unit_step` 1, each row has a unit of its own. The other side's features
+// were divided by `shift` (null: 1). Positives are added here. The gradients are written to `out` (data
+// null: nowhere), or added to what is there, and <gradient, row> is written to `dots` (or null).
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 4 ? 3 : 2)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,

@@ -42,10 +42,11 @@ _within = cupy.ElementwiseKernel(
 # conclude_direction (CuPy has a logaddexp2, which loses small losses)
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 positive",
-    "float64 loss, float64 lse, float64 share, float64 lse2",
+    "float64 loss, float64 lse, float64 probability, float64 lse2",
     """
     const Direction d = conclude_direction(Sum{max, sum}, positive);
-    loss = d.loss, lse = LN_2 * d.lse2, share = d.share, lse2 = d.lse2;
+    loss = d.loss, lse = LN_2 * d.lse2, lse2 = d.lse2;
+    probability = d.negative_probability;
     """,
     "infonce_conclude", preamble=_CONCLUDE,
 )  # fmt: skip
@@ -67,8 +68,8 @@ class ElementwiseVectors(blocks.Vectors):
         return _within(positives, keys.start, keys.stop)
 
     def direction(self, sums: problems.Sums, positive: Array) -> blocks.Direction:
-        loss, lse, share, lse2 = _conclude(sums.max, sums.sum, positive)
-        return blocks.Direction(loss, lse, share, reference=lse2, reference_probability=1.0)
+        loss, lse, probability, lse2 = _conclude(sums.max, sums.sum, positive)
+        return blocks.Direction(loss, lse, probability, reference=lse2, reference_probability=1.0)
 
 
 class TiledVectors(ElementwiseVectors):
@@ -158,10 +159,11 @@ class TiledVectors(ElementwiseVectors):
             "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
         self.launcher.vectors("conclude", m, f=concluding)
-        share = None  # no longer needed
+        probability = None  # no longer needed
         return blocks.Conclusion(
-            losses, blocks.Direction(row_loss, lses[0], share, row_lse2, 1.0),
-            blocks.Direction(column_loss, lses[1], share, column_lse2, 1.0) if two_sided else None,
+            losses, blocks.Direction(row_loss, lses[0], probability, row_lse2, 1.0),
+            blocks.Direction(column_loss, lses[1], probability, column_lse2, 1.0)
+            if two_sided else None,
             row_factor, column_factor, positive_gradient,
         )  # fmt: skip
 

@@ -151,6 +151,7 @@ def test_bench_options(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.extras
 @pytest.mark.skipif(not MISSING, reason="there is a GPU")
 def test_bench_without_a_gpu(monkeypatch):
     said = fail("bench", "--gpu", "--sizes", 32)
@@ -248,6 +249,7 @@ def test_bare_products(dtype):
         contenders_gpu.product("bf16x3", out, out, out)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("kind", LOSSES)
 def test_panels_judge_like_the_reference(monkeypatch, kind):
     torch = pytest.importorskip("torch")

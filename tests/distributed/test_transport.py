@@ -78,6 +78,7 @@ def test_what_a_library_does_is_bounded() -> None:
         ranks.bounded(lambda: {}["1"], "gloo")
 
 
+@pytest.mark.extras
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects two ranks in their first shift, which waits for the other rank."""
     gpu = pytest.importorskip("infonce.distributed.transports.gpu")

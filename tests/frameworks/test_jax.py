@@ -16,6 +16,7 @@ import infonce  # noqa: E402
 import infonce.jax as ij  # noqa: E402
 from infonce import spec  # noqa: E402
 
+pytestmark = pytest.mark.extras
 LOSSES = ["clip", "info_nce", "lit", "nt_xent", "siglip"]
 
 

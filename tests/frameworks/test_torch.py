@@ -11,6 +11,8 @@ from torch_problems import DEVICES, LOSSES, call, features, formula  # noqa: E40
 import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
 
+pytestmark = pytest.mark.extras
+
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", LOSSES)

@@ -13,6 +13,8 @@ from torch_problems import MODULES, features  # noqa: E402
 import infonce.torch as it  # noqa: E402
 from infonce import spec  # noqa: E402
 
+pytestmark = pytest.mark.extras
+
 
 @pytest.mark.parametrize("as_module", [False, True])
 @pytest.mark.parametrize(("loss", "args", "options", "error", "words"), NUMERIC)

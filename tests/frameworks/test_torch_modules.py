@@ -10,6 +10,8 @@ from torch_problems import LOSSES, MODULES, call, features, formula  # noqa: E40
 
 import infonce.torch as it  # noqa: E402
 
+pytestmark = pytest.mark.extras
+
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_module_is_its_function(loss: str) -> None:

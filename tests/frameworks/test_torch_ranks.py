@@ -17,13 +17,16 @@ import torch_ranks  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 
+pytestmark = pytest.mark.extras
 
-def start(case: str, size: int, folder: Path, device: str = "cpu") -> list[Any]:
-    """What each rank saved."""
+
+def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> None:
+    """Runs cases one after the other; each rank saves what it got."""
     environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, torch_ranks.__file__, ",".join(cases)]
     processes = [
         subprocess.Popen(
-            [sys.executable, torch_ranks.__file__, case, str(rank), str(size), str(folder), device],
+            [*program, str(rank), str(size), str(folder), device],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -36,14 +39,36 @@ def start(case: str, size: int, folder: Path, device: str = "cpu") -> list[Any]:
     finally:
         for process in processes:
             process.kill()
-    expected = [0, 3] if case == "failures" else [0] * size
+    expected = [0, 3] if "failures" in cases else [0] * size
     assert [p.returncode for p in processes] == expected, "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(size) if not expected[rank]]
+
+
+def saved(folder: Path, case: str) -> list[Any]:
+    """What each rank saved that lived to do it."""
+    return [torch.load(file) for file in sorted(folder.glob(f"{case}-*.pt"))]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Processes take seconds to start: they do several cases."""
+    folder = tmp_path_factory.mktemp("two")
+    start(["clip", "siglip", "failures"], 2, folder)  # after the last one there is one rank left
+    return folder
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    start(["clip", "functions"], 3, folder)
+    return folder
 
 
 @pytest.mark.parametrize(("loss", "size"), [("clip", 2), ("clip", 3), ("siglip", 2)])
-def test_ddp_trains_as_one_process_does(loss: str, size: int, tmp_path: Path) -> None:
-    ranks = start(loss, size, tmp_path)
+def test_ddp_trains_as_one_process_does(
+    loss: str, size: int, request: pytest.FixtureRequest
+) -> None:
+    ranks = saved(request.getfixturevalue({2: "two_ranks", 3: "three_ranks"}[size]), loss)
+    assert len(ranks) == size
     want = torch_ranks.train(loss, 0, 1, size)
     before = dict(torch_ranks.Model().named_parameters())
     for name, value in want.items():
@@ -59,14 +84,17 @@ def test_ddp_over_nccl(loss: str, tmp_path: Path) -> None:
     """A GPU a rank: features travel by NCCL, and so do DDP's sums."""
     if (found := torch.cuda.device_count()) < 2:
         pytest.skip(f"needs 2 GPUs, found {found}")
-    ranks = start(loss, 2, tmp_path, "cuda")
+    start([loss], 2, tmp_path, "cuda")
+    ranks = saved(tmp_path, loss)
+    assert len(ranks) == 2
     for name, value in torch_ranks.train(loss, 0, 1, 2).items():
         for got in ranks:
             torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_functions_over_ranks(tmp_path: Path) -> None:
-    ranks = start("functions", 3, tmp_path)
+def test_functions_over_ranks(three_ranks: Path) -> None:
+    ranks = saved(three_ranks, "functions")
+    assert len(ranks) == 3
     image, text = torch_ranks.batches(3, 1)[0]
     for name in ("info_nce", "lit", "nt_xent"):
         rows = [image[:6]] if name == "nt_xent" else [image, text]
@@ -86,14 +114,15 @@ def test_functions_over_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.cat([r[name][1 + i] for r in ranks]), gradient)
 
 
-def test_ranks_that_disagree_or_die(tmp_path: Path) -> None:
-    (said,) = start("failures", 2, tmp_path)
+def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:
+    (said,) = saved(two_ranks, "failures")
     assert "width: expected the same on all ranks, got 3 on rank 0 and 4 on rank 1" in said["width"]
     assert "after" not in said  # they are still in step
     assert said["died"].startswith("rank 1 (process")
 
 
 def test_first_call_is_bounded(tmp_path: Path) -> None:
-    waited, _ = start("late", 2, tmp_path)
+    start(["late"], 2, tmp_path)
+    waited, _ = saved(tmp_path, "late")
     assert "rank 0 waited 2 s" in waited["said"]
     assert 2 <= waited["after"] < 3

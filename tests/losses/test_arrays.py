@@ -9,6 +9,8 @@ from judge import LOSSES, arguments, pairs
 import infonce
 from infonce import arrays
 
+pytestmark = pytest.mark.extras
+
 
 @pytest.fixture
 def torch() -> Any:

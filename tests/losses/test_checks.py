@@ -29,6 +29,7 @@ def test_message(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.extras
 def test_fused_counts_no_ranks_on_a_gpu() -> None:
     """On the CPU it does: each tile's logits are there to be counted."""
     pytest.importorskip("cupy")

@@ -73,6 +73,7 @@ def test_one_encoder_for_all_inputs() -> None:
     np.testing.assert_allclose(shared.gradient, whole.gradient, rtol=1e-12)
 
 
+@pytest.mark.extras
 def test_torch_modules() -> None:
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
@@ -118,6 +119,7 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], words: st
     assert words in str(caught.value)
 
 
+@pytest.mark.extras
 def test_large_batch_benchmark(tmp_path: Path) -> None:
     """benchmarks/large_batch.py at a CPU's size: trains, and says what the full matrix does."""
     pytest.importorskip("torch")

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
 from judge import (
@@ -60,6 +60,7 @@ def compare(out: infonce.LossAndGrad, ref: Any, args: Any, scale: float) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=settings.default.max_examples // 2)  # of each loss, method and dtype
 @given(
     m=sizes, n=sizes, d=widths, temperature=temperatures, kind=st.sampled_from(KINDS),
     view=st.sampled_from(VIEWS), normalize=st.booleans(), seed=st.integers(0, 99),

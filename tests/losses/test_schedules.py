@@ -21,6 +21,7 @@ def test_cosine_at_the_points_of_a_period() -> None:
     assert got == pytest.approx(want, abs=1e-12)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("kind", ["float", "numpy", "torch", "jax"])
 def test_clamp(kind: str) -> None:
     def make(value: float) -> Any:

@@ -107,6 +107,7 @@ def test_readme_is_short_and_has_both_commands() -> None:
         assert after.startswith("python3 -m venv .venv && .venv/bin/python -m pip install -q -e ")
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("needed", ["numpy", "cupy", "torch", "jax"])
 def test_readme_examples_run(needed: str) -> None:
     (example,) = (e for e in examples("../README.md") if e.startswith(f"import {needed}"))

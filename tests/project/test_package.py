@@ -64,6 +64,7 @@ def test_a_name_that_is_not_there_tells_what_is(name: str, near: str) -> None:
     assert said.endswith("losses are clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss")
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("module", ["distributed", "jax", "torch"])
 def test_adapters_are_attributes(module: str) -> None:
     pytest.importorskip({"distributed": "mpi4py"}.get(module, module))

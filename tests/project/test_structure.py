@@ -215,3 +215,47 @@ def test_few_macros() -> None:
         {path.name: len(re.findall(r"^\s*#\s*define\b", path.read_text(), re.M)) for path in cuda}
     )
     assert macros.total() <= MOST_DEFINES, macros.most_common()
+
+
+# --- markers --------------------------------------------------------------------------------------
+
+
+BEYOND_TEST = ("torch", "jax", "cupy")  # what the extra `test` does not bring
+
+
+def may_skip(node: ast.AST) -> bool:
+    """Whether it calls `importorskip` for such a library, or for one that is a variable."""
+    calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+    wanted = [call.args[0] for call in calls if ast.unparse(call.func).endswith("importorskip")]
+    return any(
+        not isinstance(name, ast.Constant) or str(name.value).split(".")[0] in BEYOND_TEST
+        for name in wanted
+    )
+
+
+def unmarked(source: str) -> list[str]:
+    """What is skipped for want of them, and is selected neither by `-m extras` nor by `-m gpu`."""
+
+    def marked(node: ast.AST) -> bool:
+        return re.search(r"mark\.(extras|gpu)|gpu_only", ast.unparse(node)) is not None
+
+    body = ast.parse(source).body
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    others = [node for node in body if node not in functions]
+    if any(marked(node) for node in others if ast.unparse(node).startswith("pytestmark")):
+        return []
+    skipping = {f.name for f in functions if may_skip(f)}
+    found = [f"line {node.lineno}" for node in others if may_skip(node)]
+    for f in functions:
+        wants = skipping & {f.name, *(argument.arg for argument in f.args.args)}
+        if f.name.startswith("test_") and wants and not any(map(marked, f.decorator_list)):
+            found.append(f.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.stem
+)
+def test_what_wants_more_libraries_is_marked(path: Path) -> None:
+    """.ci/run has them after the first tests, and then runs those that are marked."""
+    assert not unmarked(path.read_text())

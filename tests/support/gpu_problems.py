@@ -5,6 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from infonce.kernels.gpu import config
 from infonce.kernels.problem import Gradients, Problem
 from judge import (
     cancelling,
@@ -34,6 +35,13 @@ if not MISSING:
     import cupy
     from infonce.kernels.gpu import select as gpu
 
+# capability, shared memory of a block and of a multiprocessor in KiB
+DEVICES = {
+    "sm_75": config.Device("75", 40, 64 * 1024, 64 * 1024),
+    "sm_80": config.Device("80", 108, 163 * 1024, 164 * 1024),
+    "sm_90a": config.Device("90", 132, 227 * 1024, 228 * 1024),
+    "sm_100": config.Device("100", 148, 227 * 1024, 228 * 1024),
+}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # (dtype of the features, precision)
 CASES = [

@@ -1,5 +1,6 @@
-"""What each process of tests/frameworks/test_torch_ranks.py does: `python torch_ranks.py CASE RANK
-SIZE FOLDER [DEVICE]`. On "cuda" each rank has a GPU, and torch's own process group is NCCL's."""
+"""What each process of tests/frameworks/test_torch_ranks.py does: `python torch_ranks.py CASES RANK
+SIZE FOLDER [DEVICE]`, one case after the other. On "cuda" each rank has a GPU, and torch's own
+process group is NCCL's."""
 
 from __future__ import annotations
 
@@ -132,18 +133,19 @@ def late(rank: int, size: int) -> dict[str, Any]:
     return {"said": said, "after": time.monotonic() - began}
 
 
-def main(case: str, rank: int, size: int, folder: Path, device: str = "cpu") -> None:
+def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{folder}/store", rank=rank, world_size=size,
     )  # fmt: skip
-    if case in ("clip", "siglip"):
-        out = train(case, rank, size, size, device)
-    else:
-        out = {"functions": functions, "failures": failures, "late": late}[case](rank, size)
-    torch.save(out, folder / f"{rank}.pt")
+    for case in cases.split(","):
+        if case in ("clip", "siglip"):
+            out = train(case, rank, size, size, device)
+        else:
+            out = {"functions": functions, "failures": failures, "late": late}[case](rank, size)
+        torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "late"):
         os._exit(0)  # the ranks are out of step: nobody to say goodbye to
     dist.destroy_process_group()

@@ -15,7 +15,8 @@
 // tile. Sixteen numbers from shared memory serve 64 multiply-adds: fewer, and reading would take
 // longer than computing.
 //
-// Formulas are those of lse.cu, gradient.cu and sigmoid.cu, in float32 (float64) throughout.
+// The formulas are those of tiled/lse.cu, tiled/gradient.cu, tiled/sigmoid.cu and conclude.cuh. Products
+// and exponentials are float32 (float64), sums over a row or a column float64.
 #include "fused/logits.cuh"
 #include "fused/losses.cuh"
 
@@ -93,7 +94,7 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
     }
     out.set(row, k, value);
   }
-  __syncthreads();  // shared memory is free for the next tile
+  __syncthreads();  // the reads of sums come before the next tile's writes, to the same memory
 }
 
 // Sum of v[0 .. n), by one warp.
@@ -143,7 +144,7 @@ fused(const __grid_constant__ Fused f) {
     row_log_sum_exp(f, scale, memory);
     if (TWO_SIDED) column_log_sum_exp(f, scale);
   }
-  // Where other rows' log-sum-exps count, those have to be there; a row's own team knows its own
+  // Phase 2's writes come before phase 3's reads: of other rows or of columns, or of a team's own rows
   if (SYMMETRIC || TWO_SIDED) grid_barrier(f.barrier, target);
   else team.sync();
 

@@ -11,8 +11,8 @@ constexpr int MAX_FEATURE_PARTS = 16;  // into which the features are cut
 constexpr int CHUNK_STRIDE = CHUNK + VECTOR_WIDTH;  // eight rows lie in different banks
 constexpr int SHARE = FUSED_TILE * CHUNK / FUSED_THREADS;  // of a thread, when a chunk is fetched
 
-// A kernel for each kind of problem (-DSYMMETRIC=1 and so on): such a short launch would spend its
-// time on fetching instructions that it skips.
+// Each kind of problem has a kernel of its own (-DSYMMETRIC=1 and so on). With branches instead, such a
+// short launch would spend its time on fetching instructions that it skips.
 //     SYMMETRIC, TWO_SIDED, SIGMOID, NORMALIZE   as in Problem
 //     IDS                                        whether pairs of equal ids are excluded
 //     DTYPE                                      of the features
@@ -66,16 +66,16 @@ union Vector {
   Real z[VECTOR_WIDTH];
 };
 
-// All blocks of the grid have come here, and see what the others wrote before.
+// A barrier over the grid: what any block wrote before it comes before what any block reads after it.
 __device__ __forceinline__ void grid_barrier(u32* arrived, u32& target) {
   target += gridDim.x;
-  __syncthreads();  // the whole block is done before its first thread reports that
+  __syncthreads();  // all writes of this block come before its first thread's add_release
   if (threadIdx.x == 0) {
     add_release(arrived, 1);
     while (load_acquire(arrived) < target) {
     }
   }
-  __syncthreads();  // nobody goes on before the first thread has seen all others
+  __syncthreads();  // no thread reads on before the first thread has seen all blocks arrive
 }
 
 __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
@@ -123,10 +123,10 @@ struct Team {
     if (lanes == 32) return x;
     const int first = index * (lanes / 32);
     if (lane % 32 == 0) memory[first + lane / 32] = x;
-    sync();  // all warps' results are there
+    sync();  // every warp's write to memory[] comes before the reads below
     x = memory[first];
     for (int w = 1; w < lanes / 32; ++w) x = join(x, memory[first + w]);
-    sync();  // and have been read
+    sync();  // these reads come before the next call's writes
     return x;
   }
 };

@@ -55,7 +55,9 @@ __device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& a
   constexpr int TOGETHER = ALONG ? VECTOR_WIDTH : 1;
   SumTile& tile = tiles[at.group % SUM_TILES];
   for (int round = 0; round < GROUPS / SUM_TILES; ++round) {
-    __syncthreads();  // tiles are free, and then the last round's sums are there
+    // Round 0: all reads of the chunks, which share this memory, come before the writes of sums. Later:
+    // the last round's writes come before this round's reads
+    __syncthreads();
     if (at.group / SUM_TILES != round) continue;
 #pragma unroll
     for (int h = 0; h < 8; ++h)
@@ -73,7 +75,7 @@ __device__ __forceinline__ void add_groups(const Real (&x)[8][8], const Place& a
         else *here = sum.z[0];
       }
   }
-  __syncthreads();
+  __syncthreads();  // the writes of sums come before their reads by `total`
 }
 __device__ __forceinline__ Real total(const SumTile (&tiles)[SUM_TILES], int row, int column) {
   const Real first = tiles[0][row][column];

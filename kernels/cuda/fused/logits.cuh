@@ -54,7 +54,8 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
       s.q[row + e * STEP][column] = feature<STEP>(q, e, qs, qi);
       s.k[row + e * STEP][column] = feature<STEP>(k, e, ks, ki);
     }
-    // The chunk is complete; and whoever comes here has done with the other buffer, refilled next
+    // All writes of this chunk come before its reads. All reads of the other buffer, in the step before,
+    // come before the writes of the next step
     __syncthreads();
     if (k0 + CHUNK < end) fetch_step(k0 + CHUNK);
 #pragma unroll
@@ -84,7 +85,7 @@ __device__ void logits_tile(const Fused& f, i64 row0, i64 column0, i64 part_of_d
       const i64 i = column0 + t / FUSED_TILE, j = row0 + t % FUSED_TILE;
       if (i < f.m && j < f.n) out[i * f.n + j] = total(shared.sums, t % FUSED_TILE, t / FUSED_TILE);
     }
-  __syncthreads();  // shared memory is free for the next tile
+  __syncthreads();  // the reads of sums come before the next tile's writes, to the same memory
 }
 
 // Tile t of the logits: row by row; where x is symmetric, those on the diagonal and beyond.

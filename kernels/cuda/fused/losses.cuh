@@ -4,7 +4,7 @@
 
 // --- phase 2 -----------------------------------------------------------------------------------------------
 
-// What follows from the log-sum-exp of a row's negatives (max, sum) and its positive's product.
+// What follows from (max, sum) of a row's negatives and its positive: raw products, times c in base 2.
 __device__ __noinline__ void conclude(double c, double max, double sum, double positive,
                                          double weight, double* gap, Real* lse, Real* reference,
                                          Real* factor) {
@@ -56,7 +56,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       for (i64 i = warp; i < f.m; i += FUSED_WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) top = max_(top, f.x[i * f.n + j]);
     tops[warp][lane] = top;
-    __syncthreads();  // all warps' maxima are there
+    __syncthreads();  // the writes of tops[] come before the reads below
 #pragma unroll
     for (int w = 0; w < FUSED_WARPS; ++w) top = max_(top, tops[w][lane]);
     const Real shift = top == LOW ? 0 : top;
@@ -66,7 +66,8 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       for (i64 i = warp; i < f.m; i += FUSED_WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
-    __syncthreads();  // all warps' sums are there, and nobody reads maxima any more
+    // The writes of sums[] come before their reads, and the reads of tops[] before the next writes
+    __syncthreads();
     if (warp == 0 && j < f.n) {
       sum = 0;
 #pragma unroll
@@ -74,7 +75,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       conclude(c2, top, sum, f.x[j * f.n + j], upstream_of(f, j) * f.column_weight * scale,
                f.column_gap + j, f.column_lse + j, f.column_reference + j, f.column_factor + j);
     }
-    __syncthreads();  // sums have been read before the next columns overwrite them
+    __syncthreads();  // the reads of sums[] come before the next columns' writes
   }
 }
 
@@ -99,11 +100,11 @@ __device__ __forceinline__ Real slope(const Fused& f, const Slope& s, i64 i, i64
 
 // --- phase 3 -----------------------------------------------------------------------------------------------
 
-struct LossAndShare {
-  double loss, share;
+struct GapResult {
+  double loss, negative_probability;
 };
-// What follows from a gap (conclude.cuh). Out of line: a short launch fetches this code once.
-__device__ __noinline__ LossAndShare of_gap(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
+// What follows from a gap (conclude.cuh). Not inlined, so that this short launch fetches the code once.
+__device__ __noinline__ GapResult of_gap(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
 __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,
                                double* memory) {
@@ -117,8 +118,8 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
 
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (SIGMOID) {
-      const LossAndShare at = of_gap(-LOG2_E * (scale * (double)x[y] + bias));
-      here = -upstream_of(f, i) * scale * at.share;
+      const GapResult at = of_gap(-LOG2_E * (scale * (double)x[y] + bias));
+      here = -upstream_of(f, i) * scale * at.negative_probability;
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
         if (j == y || excluded(f, i, j)) continue;
         const Real t = s.scale * x[j] + s.bias;
@@ -128,16 +129,16 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
       }
       loss = team.sum(loss) + at.loss;
     } else {
-      const LossAndShare row = of_gap(f.row_gap[i]);
+      const GapResult row = of_gap(f.row_gap[i]);
       loss = f.row_weight * row.loss;
-      here = -upstream_of(f, i) * f.row_weight * scale * row.share;
+      here = -upstream_of(f, i) * f.row_weight * scale * row.negative_probability;
       if (TWO_SIDED) {
-        const LossAndShare column = of_gap(f.column_gap[i]);
+        const GapResult column = of_gap(f.column_gap[i]);
         loss += f.column_weight * column.loss;
-        here -= upstream_of(f, i) * f.column_weight * scale * column.share;
+        here -= upstream_of(f, i) * f.column_weight * scale * column.negative_probability;
       }
       if (SYMMETRIC)  // the pair counts for both its rows
-        here -= upstream_of(f, y) * f.row_weight * scale * of_gap(f.row_gap[y]).share;
+        here -= upstream_of(f, y) * f.row_weight * scale * of_gap(f.row_gap[y]).negative_probability;
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + bad);
     if (!f.gradient) continue;

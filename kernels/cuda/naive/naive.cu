@@ -12,8 +12,11 @@
 // A row has a block, whose threads walk along it side by side; sums are taken in one fixed order.
 // Positives are kept out of the sums: with n the log-sum-exp of the negatives and p the positive's
 // logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). No digit of a small loss is lost.
+// Logits are natural here. They are multiplied by log2(e) where conclude.cuh, in base 2, takes them.
 //
-// The whole matrix is in memory here. The kernels of tiled/ keep a tile of it in registers instead.
+// This is the first of three steps. Here the whole logit matrix is in memory, and products are plain
+// multiply-adds. The next step, tiled/product.cuh, keeps a tile of logits in registers and uses the tensor
+// cores. The last one, sm90/sweep.cuh, is for Hopper.
 #include "common.cuh"
 
 constexpr int NAIVE_THREADS = 256;
@@ -94,7 +97,7 @@ __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64
   __shared__ Real as[NAIVE_TILE][NAIVE_TILE + 1], bs[NAIVE_TILE][NAIVE_TILE + 1];
   const int x = threadIdx.x % NAIVE_TILE, y = threadIdx.x / NAIVE_TILE;
   for (i64 k0 = 0; k0 < depth; k0 += NAIVE_TILE) {
-    __syncthreads();  // the last tiles have been used
+    __syncthreads();  // the reads of the last tiles come before the writes of these
 #pragma unroll
     for (int h = 0; h < NAIVE_TILE; h += NAIVE_THREADS / NAIVE_TILE) {
       const int ai = A_ALONG ? y + h : x, ak = A_ALONG ? x : y + h;
@@ -102,7 +105,7 @@ __device__ __forceinline__ void multiply(double (&sum)[4], i64 i0, i64 rows, i64
       as[ai][ak] = i0 + ai < rows && k0 + ak < depth ? a(i0 + ai, k0 + ak) : 0;
       bs[bj][bk] = j0 + bj < columns && k0 + bk < depth ? b(j0 + bj, k0 + bk) : 0;
     }
-    __syncthreads();  // these are complete
+    __syncthreads();  // the writes of these tiles come before their reads
     Real part[4] = {};
 #pragma unroll
     for (int k = 0; k < NAIVE_TILE; ++k)
@@ -207,10 +210,10 @@ column_losses(const Real* x, i64 m, i64 n, const __grid_constant__ Side side) {
   const bool inside = j < n;
   const auto over_warps = [&](double value, auto join) {
     memory[warp][lane] = value;
-    __syncthreads();  // all warps' values are there
+    __syncthreads();  // every warp's write to memory[] comes before the reads below
     value = memory[0][lane];
     for (int w = 1; w < NAIVE_THREADS / 32; ++w) value = join(value, memory[w][lane]);
-    __syncthreads();  // and have been read
+    __syncthreads();  // these reads come before the next call's writes
     return value;
   };
   const auto add = [](double a, double b) { return a + b; };

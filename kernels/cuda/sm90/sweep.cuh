@@ -10,8 +10,9 @@
 //   consumer 1                         | products of tile 1 | epilogue of tile 1 | products of tile 3
 //   producer warp   loads K-slices by TMA into a ring of STAGES, as stages become empty
 //
-// What this adds to the tiles of tiled/product.cuh: wgmma in place of mma.sync, TMA in place of
-// cp.async, a warp of its own for loading, and epilogues that run while the other consumer multiplies.
+// This is the last of three steps: naive/naive.cu, tiled/product.cuh, sm90/sweep.cuh. It adds to the tiles
+// of tiled/product.cuh: wgmma in place of mma.sync, TMA in place of cp.async, a producer warp that does
+// nothing but load, and epilogues that run while the other consumer multiplies.
 //
 // The grid is persistent: one block of threads a multiprocessor, which takes one query panel after
 // another. A consumer is two warpgroups, each with 64 of the panel's rows. The two consumers
@@ -62,6 +63,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
     if (wanted && !wanted[w.panel]) continue;
     const int row = w.panel * PANEL_ROWS + rank * OWN_ROWS;
 #if !STREAMED
+    // All consumers' reads of the last panel's rows come before these loads
     barrier_wait(s.panel_empty, (panels & 1) ^ 1);
     barrier_expect(s.panel_full, sizeof s.q);
     for (int i = 0; i < K_SLICES; ++i)
@@ -72,6 +74,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
       for (int i = 0; i < K_SLICES; ++i, pipe.next()) {
         u64& full = s.full[pipe.stage];
         char* stage = s.k[pipe.stage];
+        // All consumers' reads of the K-slice in this stage come before the loads that refill it
         barrier_wait(s.empty[pipe.stage], pipe.phase ^ 1);
         barrier_expect(full, STAGE_BYTES);
         const int feature = k_slice_number(i) * K_SLICE_ELEMENTS;
@@ -92,7 +95,8 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
 
 // --- a consumer warpgroup -----------------------------------------------------------------------------------------
 
-// This warp has read the stage: the producers of all blocks that filled it are told.
+// This warp's reads of the stage come before the TMA loads that refill it: it arrives at `empty` in all
+// blocks whose producers fill the stage.
 template <class Epilogue>
 __device__ __forceinline__ void release_stage(SweepShared<Epilogue>& s, u32 stage,
                                               const Lane& lane) {
@@ -136,7 +140,7 @@ __device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilo
   u32 before = 0;
 #pragma unroll
   for (int i = 0; i < K_SLICES; ++i) {
-    barrier_wait(s.full[pipe.stage], pipe.phase);
+    barrier_wait(s.full[pipe.stage], pipe.phase);  // its TMA writes come before the reads of wgmma
     const int slice_distance = OWN_ROWS * K_SLICE / 16;  // between K-slices of the rows
     const u32 a = rows + i % (K_SLICES / PARTS) * slice_distance;
     const u32 b = shared_descriptor(shared_address(s.k[pipe.stage]));
@@ -167,6 +171,7 @@ __device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Ep
     const u32 keys = shared_descriptor(shared_address(s.k[first]) + K_SLICE_TILE_BYTES);
     const u32 rows = shared_descriptor(shared_address(s.k[first]) + lane.strip() * 64 * K_SLICE);
     const int part = STAGE_BYTES / 16;  // from the small one to the large one
+    // The TMA writes to both stages come before the reads of wgmma
     for (int p = 0; p < PARTS; ++p, pipe.next()) barrier_wait(s.full[pipe.stage], pipe.phase);
     // The relative truncation bias grows with the length of a sum, and with how much its terms have
     // one sign: products of large parts are summed half a K-slice at a time
@@ -202,11 +207,11 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       const int tile = t < tiles ? t : t - tiles;
       float x[64];
       streamed_products(x, s, pipe, lane);
-      lane.sync_warpgroup();  // nobody reads the last tile's columns
+      lane.sync_warpgroup();  // the reads of the last tile's columns come before the writes of publish
       epilogue.publish(tile);
-      lane.sync_warpgroup();
+      lane.sync_warpgroup();  // the writes of publish come before the reads of tile
       epilogue.tile(x, tile);
-      if (Epilogue::SUMS) lane.sync_warpgroup();
+      if (Epilogue::SUMS) lane.sync_warpgroup();  // all warps' sums are written before end_tile reads them
       epilogue.end_tile(tile);
     }
     epilogue.end_panel(w);
@@ -234,9 +239,9 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
     if (wanted && !wanted[w.panel]) continue;
     if (panels > 0) named_barrier_sync(NEW_PANEL, 128 * WARPGROUPS);  // why: see NEW_PANEL
     epilogue.begin_panel(w);
-    barrier_wait(s.panel_full, panels & 1);
+    barrier_wait(s.panel_full, panels & 1);  // the TMA writes of the rows come before the reads of wgmma
     for (int t = w.first; t < w.last; ++t, mine = !mine) {
-      // The producer may load new rows after each consumer's last products of the panel
+      // A consumer arrives at panel_empty when its last products of the panel are done
       const bool last = t + 2 >= w.last;
       if (!mine) {
         pipe.skip_tile();
@@ -254,7 +259,8 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       issue_products(x, s, rows, pipe, lane);
       // The other consumer may issue its products: they run after these
       named_barrier_arrive(ping_pong + (lane.consumer ^ 1), sharers);
-      // All of this consumer met at its ping-pong barrier, so nobody reads the last tile's columns
+      // The reads of the last tile's columns come before these writes: all of this consumer has met at its
+      // ping-pong barrier since
       epilogue.publish(tile);
       warpgroup_wait<0>();
       if (!NARROW) release_stage(s, pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1, lane);
@@ -262,9 +268,10 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       held = first;
       if (last && lane.lane == 0) barrier_arrive(s.panel_empty);
       fence_accumulators(x);
-      if (Epilogue::PUBLISHES || IDS || FACTORS) lane.sync_consumer();  // all columns are published
+      // The writes of publish come before the reads of tile
+      if (Epilogue::PUBLISHES || IDS || FACTORS) lane.sync_consumer();
       epilogue.tile(x, tile);
-      if (Epilogue::SUMS) lane.sync_warpgroup();  // sums of all warps are there
+      if (Epilogue::SUMS) lane.sync_warpgroup();  // all warps' sums are written before end_tile reads them
       epilogue.end_tile(tile);
     }
 #if NARROW
@@ -288,13 +295,14 @@ __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
   return *(SweepShared<Epilogue>*)memory;
 }
 
-// All of a kernel but its epilogue, over the query panels that are `wanted` [panels] (null: all).
+// The whole of a kernel but its epilogue. It visits the query panels that are `wanted` [panels] (null:
+// all of them).
 template <class Epilogue>
 __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap& q,
                                       const TensorMap& k, const Block& b, int segments,
                                       Epilogue& epilogue, const Lane& lane,
                                       const int* wanted = nullptr) {
-  if (wanted) {  // mostly no panel is: such a kernel ends at once
+  if (wanted) {  // mostly none of this block's panels is: then the block ends at once
     const int items = (int)b.row_tiles * segments, step = gridDim.x / BLOCKS;
     bool any = false;
     for (int item = blockIdx.x / BLOCKS + threadIdx.x * step; item < items;
@@ -311,6 +319,7 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
     barrier_init(s.panel_empty, 4 * WARPGROUPS);
     fence_barrier_init();
   }
+  // The initial values of the mbarriers are written before any thread, or TMA, uses them
   if (WIDE) cluster_sync();
   else __syncthreads();
   if (lane.warpgroup < WARPGROUPS) {

@@ -1,5 +1,5 @@
-// Gradient fold as a sweep (sweep.cuh): the panel of P = dL/dx that gradient.cu computes, from the
-// same factors, at the speed of the tensor cores.
+// Gradient fold as a sweep (sweep.cuh): the gradient panel P = dL/dx that tiled/gradient.cu computes, from
+// the same factors, at the speed of the tensor cores.
 #include "sm90/sweep_gradient.cuh"
 #include "sm90/sweep_panel.cuh"
 

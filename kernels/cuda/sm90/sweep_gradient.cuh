@@ -1,7 +1,7 @@
-// dL/dx of a sweep's tiles (sweep.cuh), from the factors that gradient.cu takes too.
+// dL/dx of a sweep's tiles (sweep.cuh), from the factors that tiled/gradient.cu takes too.
 //
-// Reference exponents here are c R / c = R rounded, so that c x_ij - R_i is one instruction (Factors of
-// vectors.cu with `scaled`).
+// There a reference exponent is R_i / c, rounded. Here it is R_i, rounded (`factors` of
+// vectors/factors.cuh with `scaled`), so that c x_ij - R_i is one instruction.
 #pragma once
 #include "sm90/sweep_logits.cuh"
 

@@ -88,15 +88,17 @@ struct SweepShared {  // TMA boxes begin at multiples of 1024 bytes, as all size
   alignas(16) char k[STAGES][STAGE_BYTES];
   typename Epilogue::WarpgroupShared group[WARPGROUPS];  // what a warpgroup writes of a tile
   typename Epilogue::ConsumerShared consumer[2];         // the columns of a consumer's tile
-  alignas(8) u64 full[STAGES], empty[STAGES];            // a stage is full; a stage may be filled
+  // mbarriers: TMA has written a stage; consumers have read it. The same for the panel's rows of Q
+  alignas(8) u64 full[STAGES], empty[STAGES];
   u64 panel_full, panel_empty;
 };
 
-// A number that is the same in the whole warp. The shuffle keeps the compiler from computing it again
-// at every use.
+// A number that is the same in all lanes of the warp. After the shuffle, the compiler does not compute it
+// again at every use.
 __device__ __forceinline__ int of_warp(int x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// Which products a thread has.
+// Which part of the work is this thread's: its warpgroup and consumer, and its rows and columns in the
+// accumulator fragments.
 struct Lane {
   int warpgroup, consumer, half, thread, warp, lane, g, t;
   __device__ Lane() {
@@ -122,7 +124,8 @@ struct Lane {
   // The first or the second of them, in the block.
   __device__ i64 row_of(int panel, int h) const { return (i64)panel * PANEL_ROWS + row() + 8 * h; }
   __device__ void sync_warpgroup() const { named_barrier_sync(1 + warpgroup, 128); }
-  // The barrier of the consumer's first warpgroup serves: PING_PONG lies between its two uses.
+  // This takes the named barrier of the consumer's first warpgroup, which may use it for sync_warpgroup
+  // too: between any two uses all of the consumer meets at PING_PONG.
   __device__ void sync_consumer() const { named_barrier_sync(1 + consumer * HALVES, 128 * HALVES); }
 };
 

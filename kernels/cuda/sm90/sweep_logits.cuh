@@ -1,12 +1,13 @@
-// Which logits of a sweep's tile count. Positives, padding, the diagonal and equal ids do not.
+// Which logits of a sweep's tile are in the sums: all but positives, padding, the diagonal of one set of
+// rows, and pairs of equal ids. tiled/tile.cuh does the same for tiled kernels.
 #pragma once
 #include "sm90/sweep.cuh"
 
-// What a thread knows of its two rows, and a warpgroup of its columns.
+// What a thread knows of its two rows of a query panel.
 struct Rows {
   int positive[2];  // column of the positive in the block, or -1
-  int diagonal;     // column that the panel's first row is itself, or far away
-  int end;          // columns from here on are outside; if rows are, none is inside for certain
+  int diagonal;     // of one set of rows: the panel's first row as a column of the block; else far away
+  int end;          // all columns before this one are inside for all rows; 0 if some rows are outside
 #if IDS
   i64 id[2];
 #endif
@@ -34,7 +35,7 @@ struct Rows {
   }
 };
 
-struct Columns {  // of a tile, in shared memory
+struct Columns {  // what a consumer knows of its tile's columns, in shared memory
 #if IDS
   i64 id[TILE_COLUMNS];
 #endif
@@ -67,9 +68,9 @@ __device__ __forceinline__ float largest(const float (&x)[64], int h) {
   return high;
 }
 
-// Raw products of a tile become those of unit rows; each positive's is handed to
-// `take(half, x)`, whether this thread's first or second row's it is, and becomes LOW, like
-// everything that is no pair: padding, i = j where symmetric, equal ids.
+// Raw products of a tile become products of unit rows. A positive's product is handed to `take(h, x)`,
+// where h is 0 or 1 for this thread's first or second row. It becomes LOW then, like everything that is
+// not in the sums: padding, i = j where symmetric, equal ids.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
                                         const Block& b, int panel, int tile, const Lane& lane,

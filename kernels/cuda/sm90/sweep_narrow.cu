@@ -1,6 +1,6 @@
-// Gradient fold of narrow rows as a sweep (sweep.cuh, NARROW). P = dL/dx never leaves the registers:
-// dQ += P K is accumulated at once, in the gradient panels' unit. With rows this short, writing P and
-// reading it twice would take longer than the products.
+// Gradient fold of narrow rows as a sweep (sweep.cuh, NARROW). P = dL/dx stays in registers, and
+// dQ += P K is accumulated at once, in the unit of P. For rows this short, it would take longer to write P
+// and to read it twice than to compute the products.
 #include "sm90/sweep_gradient.cuh"
 
 constexpr int WIDTH = 64 * K_SLICES;  // of rows, in elements

@@ -1,13 +1,12 @@
-// One-sided losses in one pass, as a sweep (sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i) and
-// the rows' sums of it. With E K gathered in float32, that is all that dQ takes: the log-sum-exps,
-// known at the end, are a factor a row.
+// One-sided losses in one pass, as a sweep (sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i), and
+// the sum of each of its rows. dQ takes nothing but E K, in float32, and one factor for each row, which
+// follows from the log-sum-exps that are known at the end.
 //
 // Reference exponents r_i are given (reference_exponents.cuh), so there is no maximum to find. A sum
-// that leaves its bounds tells that r_i does not serve. From there on, the tiles of the query panel are
-// searched for their maxima. The caller sets new reference exponents, and has such panels (`wanted`)
-// swept once more.
-// Where the sum came to be too large little by little, the largest product may lie in a tile before;
-// but there it was within the bounds, and what is found is high enough for those.
+// outside its bounds tells that r_i does not serve. From that tile on, the tiles of the query panel are
+// searched for the largest product of each row. The caller sets new reference exponents from them, and
+// such panels (`wanted`) are swept once more. The largest product of all may lie in an earlier tile, where
+// the sum was within its bounds still. That tile is within the bounds of the new r_i, too.
 #include "reference_exponents.cuh"
 #include "sm90/sweep_logits.cuh"
 #include "sm90/sweep_panel.cuh"

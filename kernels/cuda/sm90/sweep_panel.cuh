@@ -2,9 +2,9 @@
 #pragma once
 #include "sm90/sweep.cuh"
 
-// A warp's strip of a tile of the gradient panel, 16 rows: written to shared memory 128 bytes of each
-// row at a time, and from there by TMA stores. Shared memory is the
-// busiest part of the chip here, and this way passes it least often.
+// A warp's strip of a tile of the gradient panel, 16 rows. The warp writes 128 bytes of each row to shared
+// memory, and a TMA store takes them from there. Shared memory limits the speed here; of all ways to
+// store a strip, this one passes through it least often.
 constexpr int PIECE = 64;  // columns
 
 struct GradientPanelStrip {
@@ -39,12 +39,12 @@ struct GradientPanelStrip {
       send(row, column + part * (int)panel.part, lane);
     }
   }
-  // What the piece held before has been read.
+  // The TMA store's reads of the piece come before the writes that follow.
   __device__ __forceinline__ void piece_read(const Lane& lane) const {
     if (lane.lane == 0) tma_stores_wait();
     __syncwarp();
   }
-  // A slice into the piece; x becomes what rounding has left, the next part.
+  // Round slice s into the piece. x becomes what rounding leaves, which is the next part.
   __device__ __forceinline__ void write(float (&x)[64], int s) const {
     u32 w[4];  // rows above and below of the first eight columns, then of the others
 #pragma unroll
@@ -53,10 +53,10 @@ struct GradientPanelStrip {
   }
   __device__ __forceinline__ void send(int row, int column, const Lane& lane) const {
     fence_before_tma_store();
-    __syncwarp();
+    __syncwarp();  // all lanes' writes, and their fences, come before the TMA store's reads
     if (lane.lane == 0) tma_store(map, piece, column, row);
   }
   __device__ __forceinline__ void end(const Lane& lane) const {
-    if (lane.lane == 0) tma_stores_wait();  // before the memory goes
+    if (lane.lane == 0) tma_stores_wait();  // TMA's reads come before the block ends, and its memory with it
   }
 };

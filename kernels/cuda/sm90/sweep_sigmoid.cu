@@ -1,4 +1,5 @@
-// Pairwise sigmoid as a sweep (sweep.cuh): what sigmoid.cu computes, at the speed of the tensor cores.
+// Pairwise sigmoid as a sweep (sweep.cuh): what tiled/sigmoid.cu computes, at the speed of the tensor
+// cores.
 #include "sm90/sweep_logits.cuh"
 #include "sm90/sweep_panel.cuh"
 
@@ -6,8 +7,9 @@
 #define PANEL 1
 #endif
 
-// Most tiles have no logit near 0: with all of them, in base 2, below this, series take the pipe of
-// divisions, to e^5; below the other, in 16 bits, to e^2, which is good to 3e-7.
+// Most tiles have no logit near 0. Where all base-2 logits z of a tile are below CALM, series in e = 2^z up
+// to e^5 replace the division. Where all are below CALMER and P has 16 bits, series up to e^2 suffice: their
+// error is 3e-7.
 constexpr float CALM = -5.0f;
 constexpr float CALMER = -10.0f;
 constexpr bool HAS_CALMER = PARTS == 1;

@@ -6,10 +6,10 @@
 // fixed order: no atomics, the same bits from run to run.
 //
 // One exponential a logit serves both directions. e_ij = 2^(c (x_ij - r_i)) is exact for row i, whose
-// own maximum in the warp's 64 x 32 strip r_i is; columns take e_ij 2^(c (r_i - top)), `top` being
-// the strip's maximum. A column far below its rows' maxima can lose everything that way. That is
-// seen in its sum, and the strip's columns are then summed again with maxima of their own: fast
-// almost always, right always.
+// own maximum in the warp's 64 x 32 strip is r_i. Columns take e_ij 2^(c (r_i - top)), where `top` is the
+// strip's maximum. A column far below its rows' maxima can lose all its digits that way. Its sum is then
+// below MIN_EXACT_SUM, and the strip's columns are summed again with maxima of their own. This is fast
+// almost always, and right always.
 #include "tiled/tile.cuh"
 
 #ifndef COLUMNS
@@ -109,7 +109,7 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64
 
   Pairs& pairs = *(Pairs*)stages;
   strip_statistics(x, c, pairs, p);
-  __syncthreads();  // all strips' pairs are there before they are merged
+  __syncthreads();  // the writes of all strips' pairs come before the reads below
 
   for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
     if (tile.row + r >= block.q.rows) break;

@@ -15,9 +15,9 @@
 // sum over three times as many K-slices, one pass for each pair of parts that is not lost in rounding,
 // small terms first.
 //
-// What this adds to naive/naive.cu: logits stay in registers, products use the tensor cores, and loads
-// overlap with them. On Hopper, sm90/sweep.cuh goes on from here: wgmma, TMA, and epilogues that
-// overlap with products.
+// This is the second of three steps. It adds to naive/naive.cu: logits stay in registers, products use the
+// tensor cores, and loads overlap with them. The last step, sm90/sweep.cuh, adds wgmma, TMA, and
+// epilogues that overlap with products.
 #pragma once
 #include "block.cuh"
 
@@ -203,7 +203,8 @@ __device__ __forceinline__ void tile_product(Real (&x)[8][8], const Operand& q, 
   int stage = 0;
   for (int s = 0; s < steps; ++s) {
     cp_async_wait<STAGES - 2>();
-    // K-slice s has arrived for all threads, and all are done with the stage that is refilled next
+    // All threads' copies of K-slice s come before its reads. All reads of K-slice s - 1 come before the
+    // copies that refill its stage
     __syncthreads();
     const int next = s + STAGES - 1;
     if (next < steps) {
@@ -226,6 +227,6 @@ __device__ __forceinline__ void tile_product(Real (&x)[8][8], const Operand& q, 
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
   cp_async_wait<0>();
-  // Nobody reads K-slices any more: the epilogue may write where they were
+  // All reads of K-slices come before the epilogue's writes to the same memory
   __syncthreads();
 }

@@ -5,10 +5,10 @@
 //     loss_i  = sum_j softplus(-t_ij z_ij)
 //     P_ij    = -t_ij a_i sigmoid(-t_ij z_ij)
 //
-// A tile yields (loss, sum of P) for each of its rows, over the negatives; they are added by another
-// kernel in a fixed order. With PANEL, P is written for the matrix products that make dQ and dK of
-// it. Positives' logits are recorded: what follows from them is computed in float64 for each row, and
-// added in full precision when sums and products are complete.
+// A tile yields (loss, sum of P) for each of its rows, over the negatives. Another kernel adds them in a
+// fixed order. With PANEL, P is written for the matrix products that make dQ and dK of it. Positives'
+// logits are recorded. What follows from them is computed in float64 for each row, and added in full
+// precision when sums and products are complete.
 #include "tiled/tile.cuh"
 
 #ifndef PANEL
@@ -62,7 +62,7 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     total = row_sum(total);
     if (p.t == 0) sums.of_row[p.warp_n][p.row(i)] = real2(loss, total);
   }
-  __syncthreads();  // all strips' sums are there before they are added
+  __syncthreads();  // the writes of all strips' sums come before the reads below
   for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
     if (tile.row + r >= block.q.rows) break;
     Real2 pair = sums.of_row[0][r];

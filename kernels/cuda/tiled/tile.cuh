@@ -48,7 +48,7 @@ __device__ __forceinline__ bool prepare(TileShared& s, const Block& b, const Til
     if (b.key_ids) s.column_id[c] = inside ? b.key_ids[column] : 0;
     if (b.k.factor) s.column_factor[c] = inside ? b.k.factor[column] : 0;
   }
-  return __syncthreads_or(any);  // also: what was written here is seen by all
+  return __syncthreads_or(any);  // also: the writes to `s` come before the epilogue's reads
 }
 
 // x_ij *= f_i f_j: raw products to products of unit rows.

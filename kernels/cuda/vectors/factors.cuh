@@ -2,25 +2,25 @@
 #pragma once
 #include "common.cuh"
 
-// What the factors' ranges decide.
+// What follows from the ranges of the factors.
 struct Ranges {
-  double unit;    // in which P is written
+  double unit;    // of P in the gradient panels
   double middle;  // of the log-sum-exps
   i64 shared;     // one exponential serves both directions
 };
 
 struct FactorSources {
   const double *row_reference, *row_factor, *positive_gradient;  // [M]
-  const double *column_reference, *column_factor;           // [N] or null
-  const double* column_positive_gradient;            // [N] or null: at the columns' own positives
+  const double *column_reference, *column_factor;                // [N] or null
+  const double* column_positive_gradient;                        // [N] or null: at the columns' own positives
 };
 
 constexpr int RANGE_THREADS = 1024;
 // The unit of P is at least this share of the largest factor: beyond 2^60 units float32 overflows.
 constexpr double MIN_FACTOR = 0x1p-60;
 
-// One block: M + N numbers are read once. A panel's elements are bounded by what its row and its
-// column hold together, and each of these by the gradient at its positive; without log-sum-exps
+// One block of threads, which reads M + N numbers once. An element of P is bounded by the sum of its row's
+// and its column's gradients, and each of these by the gradient at the positive; without log-sum-exps
 // (sigmoid), by the factors.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_element,
@@ -45,7 +45,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
   const int t = threadIdx.x;
   parts[0][t] = high, parts[1][t] = low, parts[2][t] = least, parts[3][t] = bound;
   for (int half = RANGE_THREADS / 2; half > 0; half /= 2) {
-    __syncthreads();  // the upper half is written before it is folded into the lower
+    __syncthreads();  // the writes of the upper half come before the reads below
     if (t < half) {
       parts[0][t] = fmax(parts[0][t], parts[0][t + half]);
       parts[1][t] = fmin(parts[1][t], parts[1][t + half]);

@@ -18,7 +18,8 @@ struct Found {
   }
 };
 
-// By all threads of a block, always in the same order; the first ONLINE_PANEL_ROWS have the result.
+// What the slots of each row of a panel hold, added in a fixed order by all threads of a block. The first
+// ONLINE_PANEL_ROWS threads have the result, a row each.
 __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
   __shared__ Found parts[PANEL_ROW_THREADS][ONLINE_PANEL_ROWS];
   const int row = threadIdx.x % ONLINE_PANEL_ROWS, part = threadIdx.x / ONLINE_PANEL_ROWS;
@@ -31,7 +32,7 @@ __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
       all.add(Found{(double)pair.y, pair.x, pair.y});
     }
   parts[part][row] = all;
-  __syncthreads();  // all parts are there
+  __syncthreads();  // the writes of parts[] come before the reads below
   if (part == 0)
 #pragma unroll
     for (int p = 1; p < PANEL_ROW_THREADS; ++p) all.add(parts[p][row]);
@@ -70,7 +71,7 @@ check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scal
     reference[i] = now;
   }
   if (!acc) return;
-  __syncthreads();  // all factors are there
+  __syncthreads();  // the writes of factor[] come before the reads below
   for (int row = threadIdx.x / 32; row < ONLINE_PANEL_ROWS; row += PANEL_THREADS / 32)
     if (factor[row] != 1)
       for (i64 k = threadIdx.x % 32; k < d; k += 32)
@@ -87,7 +88,7 @@ add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted)
 }
 
 // Rows have met all columns. Written are their maxima, which are the reference exponents of the sums;
-// the unit of their gradients, a 2^(max - log-sum-exp) = a share / sum, with the row's own factor where
+// the unit of their gradients, a 2^(max - log-sum-exp) = a negative_probability / sum, with the row's own factor where
 // rows are normalised; and dL/dx at the positive.
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive, const double* upstream,
@@ -100,7 +101,7 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
   const Direction row = conclude_direction(rows, i, positive[i]);
   const double a = upstream[i] * (row_weight * scale.bare());
-  unit[i] = rows.sum[i] == 0 ? 0 : a * row.share / rows.sum[i] * (factor ? factor[i] : 1);
-  positive_gradient[i] = -(a * row.share);
+  unit[i] = rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
+  positive_gradient[i] = -(a * row.negative_probability);
 }
 

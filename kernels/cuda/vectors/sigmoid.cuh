@@ -1,4 +1,4 @@
-// The pairwise sigmoid's beginning and end, which are not log-sum-exps.
+// The pairwise sigmoid before and after its fold, on vectors of length M.
 #pragma once
 #include "vectors/sums.cuh"
 
@@ -24,8 +24,8 @@ extern "C" __global__ void poison(i64 m, double* losses, const double* bad,
   if (i < m) losses[i] += *any_key_not_finite + (bad ? bad[i] : 0);
 }
 
-// From positives' logits without the bias: out = -a sigmoid(-z), and what positives add to the sums
-// over the negatives. Rows whose positive is not among these keys have none.
+// From positives' logits without the bias: out = -a sigmoid(-z), and what positives add to the sums over
+// the negatives, softplus(-z) and out. A row whose positive is not among these keys adds nothing.
 extern "C" __global__ void sigmoid_positives(const double* logits, const double* a,
                                              const i64* positives, i64 n,
                                              const __grid_constant__ Scalar bias, double* out,

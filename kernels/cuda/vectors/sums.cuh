@@ -14,7 +14,8 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b) {
   return merge(a, b, [](double x) { return (double)exp2_((Real)x); });
 }
 
-// Which of a sweep's blocks have met a tile, in their order; returns how many. By a warp.
+// Which of a sweep's blocks of threads have met a tile, in their order. Returns how many. Called by all
+// lanes of a warp.
 __device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, int lane, int* met) {
   int found = 0;
 #pragma unroll 8
@@ -28,11 +29,10 @@ __device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, 
   return found;
 }
 
-// (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. Pairs hold raw
-// products, or with `scale` ln 2 logits in base 2, and their sums; what is gathered is float64 in
-// base 2. A block has 32 rows, whose slots it deals to MERGE_ROW_THREADS threads each. `marks`
-// (or null) tell which columns' pairs the blocks of a sweep have written (sweep_lse.cu); a block has
-// 2^strips slots.
+// (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. The maxima of the pairs
+// are raw products, or with `scale` ln 2 logits in base 2. The result is float64 and in base 2. A block
+// of threads has 32 rows, and MERGE_ROW_THREADS threads share the slots of a row. `marks` (or null) tell
+// which columns' pairs the blocks of a sweep have written (sweep_lse.cu); such a block has 2^strips slots.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, double* max, double* sum, const u32* marks,
@@ -46,7 +46,7 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
       const int found = find_met(marks, (int)(slots >> strips), i / TILE_COLUMNS, lane, met);
       if (lane == 0) count = found;
     }
-    __syncthreads();  // the list is there
+    __syncthreads();  // the writes of met[] and count come before their reads
     slots = (i64)count << strips;
   }
   const double c = scale.get() * LOG2_E;
@@ -60,7 +60,7 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
     }
   }
   parts[part][lane] = mine;
-  __syncthreads();  // all parts are there
+  __syncthreads();  // the writes of parts[] come before the reads below
   if (part != 0 || i >= n) return;
   Sum total = {max[i], sum[i]};
 #pragma unroll
@@ -154,15 +154,15 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   const Direction row = conclude_direction(f.rows, i, positive);
   const double a = upstream * (f.row_weight * scale);
-  double loss = f.row_weight * row.loss, positive_gradient = a * row.share;
+  double loss = f.row_weight * row.loss, positive_gradient = a * row.negative_probability;
   if (f.symmetric && partner >= 0)
     positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
-                   conclude_direction(f.rows, partner, positive).share;
+                   conclude_direction(f.rows, partner, positive).negative_probability;
   if (f.two_sided) {
     const Direction column = conclude_direction(f.columns, i, positive);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
-    positive_gradient += b * column.share;
+    positive_gradient += b * column.negative_probability;
     f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
     f.column_lse2[i] = column.lse2;
@@ -183,7 +183,7 @@ __device__ __forceinline__ double add_up(const double* x, i64 n) {
   __shared__ double memory[TOTALS_THREADS / 32];
   double sum = 0;
   if (x)
-#pragma unroll 8  // one multiprocessor has to have much under way
+#pragma unroll 8  // one multiprocessor needs many loads in flight
     for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += x[i];
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }

@@ -18,6 +18,7 @@ from infonce.kernels.gpu.device.recorder import (
     placeholder_of,
 )
 
+pytestmark = pytest.mark.extras
 KERNELS = signatures.kernel_files()
 HOST = Path(compiler.__file__).parents[1]
 

@@ -67,7 +67,7 @@ def called(function: Any, rows: np.ndarray, results: int) -> np.ndarray:
 def in_numpy(rows: np.ndarray) -> np.ndarray:
     maxima, sums, positive = rows.T
     d = solve.conclude(np, Sums(maxima, sums), positive)
-    return np.stack([d.loss, d.share, d.lse / LN_2], 1)
+    return np.stack([d.loss, d.negative_probability, d.lse / LN_2], 1)
 
 
 def on_gpu(rows: np.ndarray) -> np.ndarray:

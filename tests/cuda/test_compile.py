@@ -1,0 +1,244 @@
+"""Every kernel compiles for every kind of card, and keeps to its registers; no GPU is needed."""
+
+import os
+import re
+from collections.abc import Callable
+
+import pytest
+from gpu_problems import DEVICES
+from infonce.kernels.gpu import config
+from infonce.kernels.gpu.device import compiler, signatures
+
+try:
+    from cupy.cuda import nvrtc
+
+    nvrtc.getVersion()
+    MISSING = ""
+except Exception as error:
+    MISSING = f"no NVRTC: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+
+
+def needs_nvrtc(test: Callable[..., None]) -> Callable[..., None]:
+    marked: Callable[..., None] = pytest.mark.skipif(bool(MISSING), reason=MISSING)(test)
+    return pytest.mark.extras(marked)
+
+
+TILED = {"lse": "COLUMNS", "gradient": "COLUMNS", "sigmoid": "PANEL", "ranks": "COLUMNS"}
+# bytes that a thread may spill, where two blocks share a multiprocessor's registers or float64
+# takes two for each number; nothing is spilled elsewhere
+SPILLS = {"lse": 160, "gradient": 240, "sigmoid": 420, "ranks": 120}
+SPILLS_FP64 = {"lse": 120, "gradient": 700, "sigmoid": 1100, "ranks": 120}
+
+
+# Where a kernel has three choices, every two of them are compiled together; thorough: all three
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+def require_use(precision: str, arch: str) -> None:
+    """Skips what no call launches on such a card."""
+    if not config.supported(precision, DEVICES[arch]):
+        pytest.skip(f"{arch} has no tensor cores for {precision}")
+    if precision == "fp16x3" and config.operands("fp32", DEVICES[arch]) != precision:
+        pytest.skip(f"{arch} computes float32 without {precision}")
+
+
+def spilled(log: str) -> int:
+    found = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert found, log
+    return max(int(n) for pair in found for n in pair)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("name", TILED)
+def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
+    require_use(precision, arch)
+    tile = config.tile_for(precision, 64, DEVICES[arch])
+    compile_within_budget(name, precision, arch, tile, 1)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", TILED)
+def test_other_variants(name: str) -> None:
+    device = DEVICES["sm_90a"]
+    compile_within_budget(name, "bf16", "sm_90a", config.tile_for("bf16", 64, device), 0)
+    compile_within_budget(name, "bf16", "sm_90a", config.tile_for("bf16", 4096, device), 1)
+
+
+def compile_within_budget(
+    name: str, precision: str, arch: str, tile: config.Tile, option: int
+) -> None:
+    defines = {
+        "PRECISION": precision.upper(), "BLOCK_N": tile.block_n, "STAGES": tile.stages,
+        "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks, TILED[name]: option,
+    }  # fmt: skip
+    code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, ("--ptxas-options=-v",))
+    assert code
+    budget = 24
+    if precision == "fp64":
+        budget = SPILLS_FP64[name]
+    elif tile.min_blocks == 2:
+        budget = SPILLS[name]
+    assert spilled(log) <= budget, (defines, log)
+    declared = max(int(n) for n in re.findall(r"(\d+) bytes smem", log))
+    assert declared <= tile.static_shared
+
+
+# bytes that a thread of a sweep may spill, which has 112 registers, 64 of them for logits
+SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("PANEL", 200),
+          "online": ("", 128)}  # fmt: skip
+SPILLS_EXTRAS = 1024
+WIDTHS = [128, 1024, 1040, 2048]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sweeps(name: str, precision: str, width: int) -> None:
+    """For Hopper alone. That shared memory suffices is asserted by the kernels. The first variant
+    has every width; each other one has two widths, and the next precision the other two."""
+    if name == "online" and precision in config.FLOAT16:
+        pytest.skip("one pass wants the exponents of float32")
+    place = WIDTHS.index(width) + config.SWEEP_PRECISIONS.index(precision)
+    option, budget = SWEEPS[name]
+    if precision in config.OPERAND_PARTS:
+        # of each part; with many times the products, spills matter less
+        width, budget = width // 2, 512
+    variants = ((False, 1), (False, 0), (True, 1)) if option else ((False, 1), (True, 1))
+    for i, (extras, variant) in enumerate(variants):
+        if i and (place + i) % 2 and not THOROUGH:
+            continue
+        sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], extras)
+        assert sweep is not None
+        panel = name != "lse"
+        assert sweep.stages(panel) >= 3
+        assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
+        defines = {
+            "PRECISION": precision.upper(), "SLABS": sweep.k_slices, "STAGES": sweep.stages(panel),
+            "WIDE": int(sweep.clustered), "SHARED": sweep.shared(panel), "IDS": int(extras),
+            "FACTORS": int(extras), **({option: variant} if option else {}),
+            **({"MAXIMA": int(extras)} if name == "lse" else {}),
+        }  # fmt: skip
+        options = ("--ptxas-options=-v",)
+        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]
+        assert "serialized" not in log  # products that wait for each other
+        assert spilled(log) <= (SPILLS_EXTRAS if extras else budget), (defines, log)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None:
+    """dL/dx and the gathered gradient in registers; stages hold whole tiles."""
+    device = DEVICES["sm_90a"]
+    sweep = config.in_registers(
+        config.sweep_for(precision, width, device, extras), precision, 10**5
+    )
+    assert sweep is not None
+    assert sweep.stages(True) % sweep.k_slices == 0
+    assert sweep.shared(True) <= device.shared_memory
+    for columns in (0, 1):
+        defines = {
+            "PRECISION": precision.upper(), "SLABS": sweep.k_slices, "STAGES": sweep.stages(True),
+            "WIDE": 0, "NARROW": 1, "SHARED": sweep.shared(True), "IDS": int(extras),
+            "FACTORS": int(extras), "COLUMNS": columns,
+        }  # fmt: skip
+        options = ("--ptxas-options=-v",)
+        log = compiler.compile_for("sm90/sweep_narrow.cu", defines, "sm_90a", options)[1]
+        assert "serialized" not in log
+        assert spilled(log) <= SWEEPS["gradient"][1], (defines, log)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize(
+    ("file", "precision"),
+    [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
+    # whose code depends on the type of sums alone
+    + [(f, precision) for f in ("vectors.cu", "naive/naive.cu") for precision in ("FP64", "FP32")],
+)
+def test_other_kernels(file: str, precision: str, arch: str) -> None:
+    require_use(precision.lower(), arch)
+    options = ("--ptxas-options=-v",)
+    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 32
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize(("precision", "dtype"), [("FP32", "FLOAT32"), ("FP64", "FLOAT64")])
+@pytest.mark.parametrize("kind", ["SYMMETRIC", "TWO_SIDED", "SIGMOID"])
+def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
+    kinds = {name: int(name == kind) for name in ("SYMMETRIC", "TWO_SIDED", "SIGMOID")}
+    place = list(kinds).index(kind) + (precision == "FP64") + list(DEVICES).index(arch)
+    if place % 2 and not THOROUGH:
+        pytest.skip("the thorough profile compiles these three together")
+    defines = {"PRECISION": precision, "DTYPE": f"DTYPE_{dtype}", "NORMALIZE": 1, "IDS": 1, **kinds}
+    log = compiler.compile_for("fused/fused.cu", defines, arch, ("--ptxas-options=-v",))[1]
+    assert spilled(log) <= (64 if precision == "FP32" else 512)
+
+
+# options that have no default
+OPTIONS = {
+    "fused/fused.cu": {"DTYPE": "DTYPE_FLOAT32", "SYMMETRIC": 0, "TWO_SIDED": 0, "SIGMOID": 0,
+                       "NORMALIZE": 0, "IDS": 0},
+    "sm90/sweep_narrow.cu": {"NARROW": 1, "SLABS": 2},
+}  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
+def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read from the sources, against the compiler's sizes and offsets."""
+    parameters = [kind for s in signatures.signatures(file).values() for _, kind in s.fields]
+    structures = {s.name: s for s in parameters if isinstance(s, signatures.Structure)}
+    checks = "".join(
+        f"static_assert(sizeof({name}) == {of.size});\n"
+        + "".join(
+            f"static_assert(__builtin_offsetof({name}, {field}) == {of.offset(field)});\n"
+            for field, _ in of.fields
+        )
+        for name, of in structures.items()
+    )
+    # templates that nobody instantiates cost no time
+    source = compiler.flatten(file).replace('extern "C" __global__', "template <int> __global__")
+    monkeypatch.setattr(compiler, "flatten", lambda _: source + checks)
+    assert compiler.compile_for(file, {"PRECISION": "BF16", **OPTIONS.get(file, {})}, "sm_90a")[0]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["_empty_sums", "_merge_sums", "_within", "_conclude"])
+def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Their texts, and the header that goes before them, as CuPy puts them together."""
+    from infonce.kernels.gpu import vectors
+
+    kernel = getattr(vectors, name)
+    given = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]
+    made = [f"{p.ctype}& {p.name}" for p in kernel.out_params]
+    text = f"__device__ void apply({', '.join(given + made)}) {{\n{kernel.operation};\n}}\n"
+    (tmp_path / "elementwise.cu").write_text(kernel.preamble + text)
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    assert compiler.compile_for("elementwise.cu", {}, "sm_80")
+
+
+@needs_nvrtc
+def test_errors_name_file_and_line(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "inner.cuh").write_text("#pragma once\nint fine;\nint broken = missing;\n")
+    (tmp_path / "outer.cu").write_text('int a;\n#include "inner.cuh"\n#include "inner.cuh"\nhuh;\n')
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    with pytest.raises(RuntimeError) as error:
+        compiler.compile_for("outer.cu", {}, "sm_80")
+    assert "inner.cuh(3)" in str(error.value)
+    assert "outer.cu(4)" in str(error.value)
+
+
+def test_headers_are_part_of_the_source() -> None:
+    text = compiler.flatten("tiled/lse.cu")
+    assert text.count('#line 1 "ptx.cuh"') == 1
+    assert not re.search(r'^\s*#\s*include\s+"', text, re.MULTILINE)
+
+
+def test_architecture() -> None:
+    assert [compiler.architecture(c) for c in ("75", "90", "100")] == ["sm_75", "sm_90a", "sm_100"]

@@ -1,0 +1,172 @@
+"""Launch configuration: pure functions of the device, the shapes and the precision."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gpu_problems import DEVICES
+from infonce.kernels.gpu import config
+from infonce.kernels.problem import few_blocks
+
+
+@pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
+def test_short_rows_take_the_kernels_of_one_k_slice(precision: str) -> None:
+    """Which are compiled above."""
+    shapes = [
+        config.sweep_for(precision, width, DEVICES["sm_90a"], False) for width in (2, 16, 128)
+    ]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_which_rows_are_narrow() -> None:
+    device = DEVICES["sm_90a"]
+    for precision, width, rows, narrow in [
+        ("bf16", 256, 10**5, True), ("fp16", 2, 10**5, True), ("bf16", 258, 10**5, False),
+        ("tf32", 256, 10**5, False), ("bf16", 256, 100, False),
+    ]:  # fmt: skip
+        sweep = config.sweep_for(precision, width, device, False)
+        assert (config.in_registers(sweep, precision, rows) is not None) == narrow
+    assert config.in_registers(None, "bf16", 10**5) is None
+
+
+def test_sweeps_are_for_hopper() -> None:
+    device = DEVICES["sm_90a"]
+    assert config.sweep_for("bf16", 1024, DEVICES["sm_80"], False) is None
+    assert config.sweep_for("bf16", 1024, DEVICES["sm_100"], False) is None
+    assert config.sweep_for("fp32", 1024, device, False) is None
+    assert config.sweep_for("bf16", 2049, device, False) is None
+    assert config.sweep_for("bf16x3", 1025, device, False) is None
+
+
+@pytest.mark.parametrize(("precision", "by"), [("fp32", "fp16x3"), ("tf32", "fp16")])
+def test_float16_takes_the_place_of_longer_numbers_on_hopper_alone(
+    precision: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {arch: config.operands(precision, device) for arch, device in DEVICES.items()}
+    assert found == {"sm_75": precision, "sm_80": precision, "sm_90a": by, "sm_100": precision}
+    assert config.operands("bf16", DEVICES["sm_90a"]) == "bf16"
+    monkeypatch.setattr(config.precision, "PORTABLE", True)
+    assert config.operands(precision, DEVICES["sm_90a"]) == precision
+
+
+@pytest.mark.parametrize("width", [128, 1024, 2048])
+def test_what_is_cut_off_is_that_of_a_sum_that_is_truncated(width: int) -> None:
+    """Of like terms, 32 bytes of features at a time. (16-bit mantissas lose more in hardware, whose
+    terms are longer than what it keeps of them.)"""
+    steps = width // 32
+    terms = np.square(np.random.default_rng(0).standard_normal((steps, 16, 4000))).sum(1)
+    total = np.zeros(4000)
+    for term in terms:
+        mantissa, exponent = np.frexp(total + term)
+        total = np.ldexp(np.trunc(mantissa * 2**24) / 2**24, exponent)
+    lost = float(np.mean(1 - total / terms.sum(0)))
+    assert config.sweep_truncation_bias("bf16", width) == pytest.approx(lost, rel=0.25)
+    assert config.sweep_truncation_bias("bf16x3", width) == 2 * config.sweep_truncation_bias(
+        "bf16", width
+    )  # twice the steps
+    assert config.sweep_truncation_bias("fp16", width) > config.sweep_truncation_bias("bf16", width)
+    assert (
+        config.sweep_truncation_bias("fp16x3", width)
+        == config.truncation_bias("fp16x3", 64)
+        < 2.0**-23
+    )  # half a K-slice
+    assert config.sweep_truncation_bias("tf32", width) == 0
+
+
+@pytest.mark.parametrize("triangle", [False, True])
+@pytest.mark.parametrize("width", [128, 2048])
+def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
+    sweep = config.sweep_for("bf16", width, DEVICES["sm_90a"], False)
+    assert sweep is not None
+    for n in (1, 128, 129, 2048, 8192, 32768, 65536, 10**6):
+        segments = sweep.segments(n, n, triangle)
+        tiles = -(-n // 128)
+        meetings = tiles // 2 + tiles % 2 if triangle else tiles
+        assert 1 <= segments <= meetings
+        assert segments <= sweep.max_segments(n, n)
+        assert 2 * sweep.max_segments(n, n) * n <= sweep.row_sums(n, n)
+        assert sweep.column_slots(n, n, triangle) * n <= sweep.column_sums(n, n)
+        if n >= 8192:  # at least nine tenths of the workers' time are of use
+            rounds = -(-tiles * segments // sweep.workers)
+            assert tiles * meetings / (rounds * -(-meetings // segments) * sweep.workers) > 0.9
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("d", [1, 64, 4096])
+def test_tiles_fit_shared_memory(precision: str, d: int, arch: str) -> None:
+    device = DEVICES[arch]
+    tile = config.tile_for(precision, d, device)
+    assert tile.shared + tile.static_shared <= device.shared_memory
+    assert tile.threads == 2 * tile.block_n
+
+
+def test_device_with_too_little_shared_memory() -> None:
+    with pytest.raises(ValueError, match="shared memory"):
+        config.tile_for("fp32", 64, config.Device("75", 1, 48 * 1024, 48 * 1024))
+
+
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (10**6, 10**6, 512)])
+def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: str) -> None:
+    """That of both folds, whichever needs more."""
+    for key_accumulator in (False, True):
+        needs = config.Needs(precision, True, True, True, True, True, key_accumulator)
+        with pytest.raises(ValueError, match="workspace: expected at least") as refused:
+            config.blockings(shape, needs, 1, 128, False)
+        least = int(str(refused.value).split("at least ")[1].split()[0])
+        assert config.blockings(shape, needs, least, 128, False)[2] <= least
+        with pytest.raises(ValueError, match=rf"at least {least} bytes .* got {least - 1}"):
+            config.blockings(shape, needs, least - 1, 128, False)
+
+
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (5000, 5000, 129), (10**6, 10**6, 512)])
+@pytest.mark.parametrize("workspace", [2**20, 2**24, 2**28])
+def test_blocks_fit_the_workspace(
+    shape: tuple[int, int, int], precision: str, workspace: int
+) -> None:
+    m, n, d = shape
+    for key_accumulator, overlay in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
+        needs = config.Needs(
+            precision, True, True, True, True, True, key_accumulator, overlay=overlay
+        )
+        for square in {False, m == n}:
+            size = max(workspace, config.least_workspace(shape, needs, 128))
+            assert size == workspace or (m == 10**6 and size < 2**26)
+            cut = config.blocking(shape, needs, size, 128, square)
+            assert few_blocks(m, n, cut.rows, cut.columns)
+            assert 1 <= cut.rows <= m
+            assert 1 <= cut.columns <= n
+            assert not square or cut.rows == cut.columns
+            used = needs.block(cut.rows, cut.columns, d, 128)
+            used += (cut.key_rows - cut.overlaid) * needs.accumulator_row(d)
+            assert used == needs.size(cut, d, 128) <= size
+            assert (cut.key_rows > 0) == key_accumulator
+            assert cut.overlaid * overlay <= cut.key_rows
+            assert not cut.overlaid or cut.key_rows == n
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("d", "overlaid"), [(128, 0), (768, 32768), (1024, 32768), (1100, 0)])
+def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool) -> None:
+    """Where 16-bit dK of 65536 keys has no room in float32, half of it lies in its destination; not
+    where it fits a quarter of the workspace, nor where the other half has no room."""
+    n = 65536
+    device = config.Device("90", 132, 227 * 1024, 228 * 1024)
+    sweep = config.sweep_for("bf16", 2 * d, device, False)
+    needs = config.Needs("bf16", False, False, False, True, True, True, sweep, False, overlay=2)
+    cut = config.blocking((n, n, d), needs, 2**28, 128, square)
+    assert cut.overlaid == overlaid
+    assert needs.size(cut, d, 128) <= 2**28
+    if overlaid:
+        assert cut.key_rows == n
+        assert cut.rows * cut.columns >= 6144 * 6144
+    else:
+        assert cut == config.blocking((n, n, d), replace(needs, overlay=0), 2**28, 128, square)
+
+
+def test_a_batch_that_fits_is_one_block() -> None:
+    needs = config.Needs("bf16", False, False, True, True, False, False)
+    cut = config.blocking((8192, 8192, 512), needs, 2**28, 128, False)
+    assert (cut.rows, cut.columns, cut.key_rows) == (8192, 8192, 0)
