@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import infonce
 import infonce.torch
 from infonce.cli import machine
-from infonce.cli.bench_gpu import Device
+from infonce.cli.bench.gpu import Device
 from infonce.cli.common import to_json
 
 TEMPERATURE = 0.07

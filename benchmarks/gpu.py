@@ -21,12 +21,11 @@ from typing import Any
 
 import cupy
 import numpy as np
-from peers import PEERS, Device
+from peers import PEERS, Case, Device
 
 import infonce
-from infonce.cli import bench_gpu, measure
+from infonce.cli.bench import gpu, measure
 from infonce.cli.common import to_json, written_whole
-from infonce.cli.measure import Case
 from infonce.spec import LOSSES
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -134,7 +133,7 @@ def run(name: str, section: Section, place: Device, rounds: int) -> list[dict[st
     """A section's rows, printed as they come."""
     rows = []
     for i, c in enumerate(section.cases):
-        huge = c.rows > bench_gpu.REFERENCE_ROWS
+        huge = c.rows > gpu.REFERENCE_ROWS
         compared = measure.compare(place, c, section.methods, 1 if huge else rounds)
         place.release()
         if huge:
@@ -231,7 +230,7 @@ def main() -> None:
         with written_whole(options.out) as temporary:
             temporary.write_text(to_json(report) + "\n")
     rates = report["gemm"]["gflops"]
-    print(f"cuBLAS, {bench_gpu.GEMM} rows, bf16: {np.median(rates) / 1e3:.0f} TFLOP/s")
+    print(f"cuBLAS, {gpu.GEMM} rows, bf16: {np.median(rates) / 1e3:.0f} TFLOP/s")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""Other projects' CLIP losses, as contenders of benchmarks/gpu.py."""
+"""The contenders of benchmarks/gpu.py: those of `infonce bench`, other projects, the loss alone."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from infonce.cli import bench_gpu, machine, measure
-from infonce.cli.contenders_gpu import by_autograd, of_torch
-from infonce.cli.measure import TEMPERATURE, Array, Case, Run
+import infonce
+from infonce.cli import machine
+from infonce.cli.bench import contenders_gpu, gpu, measure
+from infonce.cli.bench.contenders_cpu import positives, torch_loss
+from infonce.cli.bench.contenders_gpu import by_autograd, of_torch
+from infonce.cli.bench.measure import TEMPERATURE, Array, Outcome, Run
 
 PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip")
 PACKAGES = {
@@ -18,23 +23,91 @@ PACKAGES = {
 measure.PACKAGES.update(PACKAGES)
 
 
-class Device(bench_gpu.Device):
+@dataclass(frozen=True)
+class Case(measure.Case):
+    """One loss at one size, with options of this library; or the loss alone."""
+
+    precision: str = "auto"
+    grad_dtype: str | None = None  # of this library's gradients; None: the features'
+    gradient: bool = True  # False: the loss alone
+
+    @property
+    def products(self) -> float:
+        if self.gradient:
+            return super().products
+        return 0.5 if self.kind.symmetric else 1.0
+
+    @property
+    def arithmetic(self) -> str:
+        """Of the bare products."""
+        auto = self.precision == "auto"
+        return contenders_gpu.PRECISION[self.dtype] if auto else self.precision
+
+
+class Device(gpu.Device):
     """The current GPU, with other projects among the contenders."""
 
-    methods = (*bench_gpu.METHODS, *PEERS)
+    methods = (*contenders_gpu.METHODS, *PEERS)
 
     def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
-        if method not in PEERS:
-            return super().contender(method, case, inputs)
-        if case.kind.name != "clip":
-            raise ValueError(f"{method} has no {case.kind.name}")
         self.release()
-        return by_autograd(case, of_torch(case, inputs), peer(method, case.rows))
+        if method in PEERS:
+            if case.kind.name != "clip":
+                raise ValueError(f"{method} has no {case.kind.name}")
+            return by_autograd(case, of_torch(inputs), peer(method, case.rows))
+        if not case.gradient:
+            return loss_alone(method, case, inputs)
+        if method == "products":
+            return contenders_gpu.products(case, inputs, case.arithmetic)
+        if method in ("auto", "captured", *contenders_gpu.LIBRARY):
+            options: dict[str, Any] = {"precision": case.precision}
+            if case.grad_dtype is not None:
+                options["grad_dtype"] = case.grad_dtype
+            return contenders_gpu.library(method, case, inputs, **options)
+        return super().contender(method, case, inputs)
 
     def describe(self) -> dict[str, Any]:
         about = super().describe()
         about["versions"] |= machine.versions("open_clip_torch", "cut_cross_entropy", "inf_cl")
         return about
+
+
+def loss_alone(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
+    """The loss without gradients: by this library ("auto"), its bare product, or torch."""
+    turns = itertools.cycle(inputs)
+    if method == "auto":
+        function = getattr(infonce, f"{case.kind.name}_loss")
+        options = {
+            "scale": case.scale, "precision": case.precision, "workspace": case.workspace
+        }  # fmt: skip
+        return lambda: (function(*next(turns), **options), [])
+    if method == "products":
+        return lambda: bare_product(case, next(turns))
+    if method != "torch":
+        raise ValueError(f"{method} has no loss alone")
+    import torch
+
+    turns = itertools.cycle(of_torch(inputs))
+    y = torch.as_tensor(positives(case.kind, case.rows), device="cuda")
+    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    scale = torch.tensor(case.scale, dtype=dtype, device="cuda")
+
+    def whole() -> Outcome:
+        tensors = next(turns)
+        with torch.no_grad():
+            return torch_loss(case.kind, tensors[0], tensors[-1], scale, y), []
+
+    return whole
+
+
+def bare_product(case: Case, features: Sequence[Array]) -> Outcome:
+    """The logits by cuBLAS."""
+    import cupy
+
+    query, key = features[0], features[-1]
+    x = cupy.empty((case.rows, case.rows), query.dtype)
+    contenders_gpu.product(case.arithmetic, x, query, key, transpose_b=True)
+    return float("nan"), []
 
 
 def peer(name: str, rows: int) -> Callable[[Any, Any, Any], Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from infonce._names import missing
 
-from .communicator import Communicator, RankError
+from .communicators.base import Communicator, RankError
 from .losses import (
     clip_loss,
     clip_loss_and_grad,

@@ -22,8 +22,8 @@ from infonce.cli import common
 from infonce.cli.demo import HELD_OUT, LEARNING_RATE, WEIGHT_DECAY, Adam, Encoder
 
 from . import losses as distributed
-from .communicator import TIMEOUT, Communicator
-from .mpi import connect
+from .communicators.base import TIMEOUT, Communicator
+from .communicators.mpi import connect
 
 Array = Any
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -64,12 +64,12 @@ def main(
             return
         if output is not None and ranks.rank == 0:
             common.check_destination(output)
-        found = timing(
+        record = timing(
             ranks, gpu, batch, dim or 512, dtype or ("bfloat16" if gpu else "float32"), steps or 5,
             options,
         )  # fmt: skip
-        if found is not None and output is not None:
-            output.write_text(common.to_json(found) + "\n")
+        if record is not None and output is not None:
+            output.write_text(common.to_json(record) + "\n")
 
 
 # --- digits ---------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def digits(ranks: Communicator, gpu: bool, dim: int, steps: int, options: dict[s
     adam = Adam([p for e in encoders for p in e.parameters], decay=WEIGHT_DECAY)
     loss = {"temperature": 0.1, "normalize": True}
     train, batch = len(images) - HELD_OUT, 479
-    found = [retrieval(encoders, halves)]
+    top1 = [retrieval(encoders, halves)]
     worst, losses = [0.0, 0.0, 0.0], []
     bar = common.progress_bar() if ranks.rank == 0 else nullcontext(None)
     with threadpool_limits(1, user_api="blas"), bar as progress:
@@ -113,13 +113,13 @@ def digits(ranks: Communicator, gpu: bool, dim: int, steps: int, options: dict[s
             adam.update([g.astype(np.float32) for g in summed(ranks, mine)], LEARNING_RATE)
             if progress is not None:
                 progress("training", step + 1, steps)
-    found.append(retrieval(encoders, halves))
+    top1.append(retrieval(encoders, halves))
     if ranks.rank:
         return
     click.echo(
         f"{ranks.size} ranks, {batch} pairs a step, {steps} steps: loss {losses[0]:.4f} -> "
         f"{losses[-1]:.4f}, right half found (top-1 of {HELD_OUT} held-out pairs) "
-        f"{found[0]:.1%} -> {found[1]:.1%}"
+        f"{top1[0]:.1%} -> {top1[1]:.1%}"
     )
     click.echo(
         "against one process that has all rows, largest relative difference: "
@@ -132,7 +132,7 @@ def digits(ranks: Communicator, gpu: bool, dim: int, steps: int, options: dict[s
 def compare(
     ranks: Communicator, features: list[Array], grads: list[Array], out: Any, loss: dict[str, Any]
 ) -> list[float]:
-    """Relative differences to one process: loss, feature gradients, d scale."""
+    """Relative differences from one process: loss, feature gradients, d scale."""
     whole = [np.concatenate(shards) for shards in zip(*gathered(ranks, features), strict=True)]
     spread = [np.concatenate(shards) for shards in zip(*gathered(ranks, grads), strict=True)]
     one = infonce.clip_loss_and_grad(*whole, **loss)

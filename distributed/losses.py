@@ -1,4 +1,4 @@
-"""The losses over many ranks: what one process would get for all rows of all ranks.
+"""The losses over ranks: those of one process that has the rows of all ranks.
 
 Each function takes this rank's rows and returns this rank's gradients of the loss of the whole
 batch. All ranks of `comm` call the same function with the same options.
@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from infonce.kernels.problem import SILENT, Array, Gradients, Problem
-from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
-
-from infonce import arrays, dispatch, spec, validation
 from infonce import losses as single
-from infonce.checks import Request, Shard, check
+from infonce import spec
 from infonce.spec import Loss
 
-from . import transport as transports
-from .communicator import TIMEOUT, Communicator, RankError, Transport
-from .mpi import connect
-from .partition import Partition
-from .ring import FoldBlock, Ring
+from .call import evaluate
+from .communicators.base import TIMEOUT
 
-OPTIONS: dict[str, Any] = {
+RING_OPTIONS: dict[str, Any] = {
     "comm": None,
     "transport": "auto",
     "timeout": TIMEOUT,
@@ -37,14 +27,14 @@ OPTIONS: dict[str, Any] = {
 DOC = """
 comm : mpi4py communicator, default MPI.COMM_WORLD
     The ranks that share the batch; or an `infonce.distributed.Communicator`. Shards are
-    [rows of this rank, D]; they may differ in size and may be empty. `labels` count the keys of all
-    ranks in the order of the ranks; `ids` are compared across ranks.
+    [rows of this rank, D]; they may differ in size and may be empty. `labels` are indices of the
+    keys of all ranks, in the order of the ranks; `ids` are compared across ranks.
 transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
-    How arrays travel. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
-    and a GPU of its own, then MPI that says it is CUDA-aware, then pinned host memory.
+    How arrays are sent. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
+    and a GPU of its own, else MPI that reports to be CUDA-aware, else pinned host memory and MPI.
 timeout : float or None, default 300
     Seconds to wait for other ranks, in the first call as in any other, before `RankError` names
-    those that are silent. None: for ever.
+    those that do not respond. None: no limit.
 gradient_scale : {"global", "ddp"}
     "global": gradients of the mean over all rows of all ranks (sum them over ranks). "ddp": the
     feature gradients times the number of ranks, for frameworks that average parameters' gradients
@@ -53,10 +43,9 @@ gradient_scale : {"global", "ddp"}
 """
 RAISES = """
 RankError
-    A rank raised, ended, died, or did not take part within `timeout`. The communicator is then out
-    of step; at the end of the process its ranks are ended together.
+    A rank raised an error, ended, or did not respond within `timeout`. The communicator cannot be
+    used again; when the processes end, ranks that do not end are aborted.
 """
-BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
 
 
 def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Callable[..., Any]:
@@ -70,7 +59,7 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         positional.append(labels)
     keywords += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in OPTIONS.items()
+        for name, default in RING_OPTIONS.items()
     ]
     own = signature.replace(parameters=positional)
     names = {p.name for p in positional}
@@ -81,10 +70,9 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         bound = own.bind(*args, **named)
         bound.apply_defaults()
         given = [bound.arguments[name] for name in kind.arguments]
-        return _call(
-            kind, given, bound.arguments.get("labels"), bound.arguments.get("bias"), options,
-            with_grad,
-        )  # fmt: skip
+        ring_options = {name: options.pop(name, default) for name, default in RING_OPTIONS.items()}
+        labels, bias = bound.arguments.get("labels"), bound.arguments.get("bias")
+        return evaluate(kind, given, labels, bias, options, ring_options, with_grad)
 
     over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*positional, *keywords]
@@ -105,313 +93,6 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         + head.rstrip("\n") + DOC + mark + body + raises + errors.rstrip("\n") + RAISES
     )  # fmt: skip
     return over_ranks
-
-
-def _call(
-    kind: Loss, given: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
-    with_grad: bool,
-) -> Any:  # fmt: skip
-    ours = {name: options.pop(name, default) for name, default in OPTIONS.items()}
-    timeout = ours["timeout"]
-    if timeout is not None and (
-        isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
-    ):
-        raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
-    ranks = connect(ours["comm"])
-    ranks.timeout = timeout
-    call = _Call(kind, ranks, labels, bias, options, ours, with_grad)
-    try:
-        with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
-            result = call.evaluate(given)
-    except _Agreed as agreed:
-        raise agreed.error from None
-    except BaseException as error:
-        if call.transport is not None:
-            call.transport.close()
-        ranks.fail(error)
-        raise
-    if not with_grad:
-        arrays.warn_of_lost_gradients(kind, given, bias, options)
-    return result
-
-
-class _Agreed(Exception):
-    """An error that all ranks raise together: they stay in step."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-class _Call:
-    """One evaluation, seen from one rank."""
-
-    def __init__(
-        self, kind: Loss, ranks: Communicator, labels: Any, bias: Any,
-        options: Mapping[str, Any], ours: Mapping[str, Any], with_grad: bool,
-    ) -> None:  # fmt: skip
-        self.kind, self.ranks, self.labels, self.bias = kind, ranks, labels, bias
-        self.options, self.ours, self.with_grad = options, ours, with_grad
-        self.transport: Transport | None = None
-
-    def evaluate(self, given: Sequence[Any]) -> Any:
-        features, sizes = self.agree(lambda: _sized(self.kind, given))
-        queries = Partition([of[0] for of in sizes])
-        keys = Partition([of[-1] for of in sizes])
-        with dispatch.surroundings(features[0]):
-            request, everyone = self.agree(lambda: self.check(features, queries, keys))
-            self.compare(everyone)
-            try:
-                return self.solve(request, given[0], queries, keys)
-            except MemoryError as error:
-                dispatch.raise_with_advice(error, request.problem)
-
-    # -- before any work
-
-    def agree(self, function: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
-        """`function` returns a result and what others should know; (result, what all of them say).
-        If it fails on any rank, its error on all."""
-        result = error = told = None
-        try:
-            result, told = function()
-        except Exception as e:
-            error = e
-        trouble = None if error is None else (type(error).__name__, str(error))
-        everyone = self.ranks.allgather((trouble, told))
-        for r, (trouble, _) in enumerate(everyone):
-            if trouble is not None:
-                name, text = trouble
-                if self.ranks.size == 1 and error is not None:
-                    raise _Agreed(error)
-                raise _Agreed(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
-        return result, [told for _, told in everyone]
-
-    def check(
-        self, features: list[Array], queries: Partition, keys: Partition
-    ) -> tuple[Request, Any]:
-        """The checked call, and what has to be the same on all ranks."""
-        ours, options = self.ours, self.options
-        for name, choices in (
-            ("gradient_scale", ("global", "ddp")),
-            ("transport", transports.CHOICES),
-        ):
-            validation.choice(name, ours[name], choices)
-        if not queries.total or not keys.total:
-            raise ValueError(
-                f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
-            )
-        shard = Shard(queries.total, keys.total)
-        request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, shard)
-        if (method := request.problem.method) in ("naive", "fused"):
-            raise ValueError(
-                f'method: expected "auto" or "tiled" over ranks, got {method!r}: the logits of a '
-                "batch over ranks are kept nowhere"
-            )
-        xp, m = arrays.namespace(features[0]), len(features[0])
-        if request.problem.positives is None:
-            start = queries.starts[self.ranks.rank]
-            if self.kind.symmetric:
-                positives = start + (xp.arange(m) + m // 2) % max(m, 1)
-            else:
-                positives = xp.arange(start, start + m)
-            request.problem.positives = positives
-        return request, self.facts(request, features)
-
-    def facts(self, request: Request, features: list[Array]) -> Any:
-        problem = request.problem
-        on_gpu = arrays.on_gpu(features[0])
-        scale, bias = (
-            value if isinstance(value, (float, int, type(None))) else "an array on a GPU"
-            for value in (problem.scale, problem.bias)
-        )
-        grad_out = self.options.get("grad_out", 1.0)
-        facts: dict[str, Any] = {
-            "function": f"{self.kind.name}_loss{'_and_grad' * self.with_grad}",
-            **{
-                f"{name}: dtype": z.dtype.name
-                for name, z in zip(self.kind.arguments, features, strict=True)
-            },
-            f"{self.kind.arguments[0]}: width": problem.shape[2],
-            f"{self.kind.arguments[0]}: place": "a GPU" if on_gpu else "the host",
-            "scale": scale,
-            "bias": bias,
-            "labels": "given" if self.labels is not None else "not given",
-            "ids": "given" if problem.query_ids is not None else "not given",
-            "normalize": problem.normalize,
-            "metrics": problem.retrieval_ranks,
-            "reduction": request.reduction,
-            "precision": problem.compute,
-            "workspace": problem.workspace,
-            "offload": request.offload,
-            "wrt": sorted(request.wrt),
-            "grad_out": float(grad_out) if np.ndim(grad_out) == 0 else "per row",
-            "gradient_scale": self.ours["gradient_scale"],
-            "transport": self.ours["transport"],
-        }
-        device = None
-        if on_gpu:
-            from .transport_gpu import device_name
-
-            device = device_name()
-        return pickle.dumps(facts), transports.offers(on_gpu), device
-
-    def compare(self, everyone: list[Any]) -> None:
-        """ValueError on all ranks where they disagree; and how arrays will travel."""
-        on_gpu = everyone[0][2] is not None
-        of_first = everyone[0][0]
-        for r, (of_rank, _, _) in enumerate(everyone):
-            if of_rank == of_first:
-                continue
-            first, theirs = pickle.loads(of_first), pickle.loads(of_rank)
-            for name in {**first, **theirs}:
-                if theirs.get(name) != first.get(name):
-                    error = (
-                        f"{name}: expected the same on all ranks, got {first.get(name)!r} on rank "
-                        f"0 and {theirs.get(name)!r} on rank {r}"
-                    )
-                    raise _Agreed(ValueError(error))
-        offered = [offer for _, offer, _ in everyone]
-        if on_gpu and self.ranks.size > 1:
-            _one_gpu_each(offered, [name for _, _, name in everyone], self.ranks)
-        try:
-            name = transports.choose(self.ours["transport"], offered)
-        except ValueError as error:
-            raise _Agreed(error) from None
-        if self.ranks.size == 1 and on_gpu:
-            name = "staged"  # nothing will travel
-        self.transport = transports.make(name, self.ranks)
-
-    # -- the work
-
-    def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
-        fold, vectors = _backend(request)
-        problem, gradients, ranks = request.problem, request.gradients, self.ranks
-        assert self.transport is not None
-        ddp = ranks.size if self.ours["gradient_scale"] == "ddp" else 1
-        if ddp != 1:
-            problem.upstream = problem.upstream * ddp
-        if gradients is not None:
-            rows = len(problem.query) if gradients.want_query else keys.largest
-            gradients.dots = vectors.xp.zeros(rows)
-        ring = Ring(problem, keys, ranks, self.transport, fold, self.labels is not None, vectors)
-        if self.kind.symmetric and self.labels is not None:
-            self.check_pairs(ring, request, queries)
-        solution = solve(problem, ring, gradients)
-        self.reduce(request, solution, gradients, queries, ddp)
-        if not self.with_grad:
-            return arrays.back(like)(dispatch._reduce(request, solution))
-        return dispatch._result(self.kind, request, solution, arrays.back(like))
-
-    def check_pairs(self, ring: Ring, request: Request, queries: Partition) -> None:
-        """Views come in pairs: the positive of a row's positive is that row."""
-        xp, problem = ring.xp, request.problem
-        mine = xp.arange(len(problem.positives)) + queries.starts[self.ranks.rank]
-        partners = ring.take_at_positives(problem, problem.positives)
-        wrong = (partners != mine) | (problem.positives == mine)
-
-        def complain() -> tuple[None, None]:
-            if bool(wrong.any()):
-                i = int(wrong.argmax())
-                raise ValueError(
-                    f"labels: expected two rows that are each other's label, got "
-                    f"{int(problem.positives[i])} at position {i}, whose own is {int(partners[i])}"
-                )
-            return None, None
-
-        self.agree(complain)
-
-    def reduce(
-        self, request: Request, solution: Solution, gradients: Gradients | None,
-        queries: Partition, ddp: int,
-    ) -> None:  # fmt: skip
-        """Sums over ranks, in the order of the ranks: the same number everywhere, every time."""
-        assert self.transport is not None
-        parts = {"loss": solution.loss}  # their sum, where a backend has it
-        if solution.loss is None or request.without_positive is not None:
-            losses = solution.losses
-            if request.without_positive is not None:
-                xp = arrays.namespace(losses)
-                losses = xp.where(request.without_positive, xp.nan, losses)
-            parts = {"loss": losses.sum()}
-        if gradients is not None:
-            parts |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
-        if request.metrics and solution.direction_losses is not None:
-            rows, columns = solution.direction_losses
-            parts |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
-        parts = {name: part for name, part in parts.items() if part is not None}
-        # to read them otherwise would wait for ranks without end
-        everyone = self.ranks.allgather(self.transport.read(list(parts.values())))
-        totals = dict(zip(parts, map(_sum, zip(*everyone, strict=True)), strict=True))
-        if request.reduction == "mean":
-            totals["loss"] /= queries.total
-        if "scale" in totals:
-            totals["scale"] /= ddp
-        if "bias" in totals:
-            totals["bias"] /= ddp
-        if "rows" in totals:
-            means = [totals[name] / queries.total if name in totals else None
-                     for name in ("rows", "columns")]  # fmt: skip
-            solution.mean_losses = means[0], means[1]
-        made = arrays.namespace(request.problem.query).asarray(
-            list(totals.values()), dtype=request.dtype
-        )
-        of_batch = dict(zip(totals, made, strict=True))
-        solution.loss = of_batch["loss"] if request.reduction != "none" else None
-        solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
-
-
-def _sized(kind: Loss, given: Sequence[Any]) -> tuple[list[Array], list[int]]:
-    """The arrays, and how many rows each has. (Of what is no matrix the checks will complain.)"""
-    features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
-    shapes = [tuple(getattr(z, "shape", ())) for z in features]
-    return features, [s[0] if len(s) == 2 else 1 for s in shapes]
-
-
-def _sum(values: Sequence[float]) -> float:
-    """Rounded once; NaN or infinity where it has some."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else float(np.sum(values))
-
-
-def _one_gpu_each(
-    offered: list[dict[str, str | None]], devices: list[Any], ranks: Communicator
-) -> None:
-    """NCCL wants a GPU a rank: withdraw its offer where two share one."""
-    peers = getattr(ranks, "peers", None)
-    machines = [process.machine for process in peers.processes] if peers else [""] * ranks.size
-    places = list(zip(machines, devices, strict=True))
-    for r, place in enumerate(places):
-        if place in places[:r]:
-            other = places.index(place)
-            offered[r]["nccl"] = (
-                f"it shares {place[1]} with rank {other}: more ranks than GPUs, or no "
-                "cupy.cuda.Device(rank % gpus).use() on each rank"
-            )
-
-
-def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
-    return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
-        backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
-    )
-
-
-def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
-    """What folds blocks, and the mathematics on vectors of length M or N."""
-    if request.offload:
-        from infonce.kernels.offload import copies as offload_gpu
-
-        return _folding(offload_gpu.backend), Vectors(np)
-    if arrays.on_gpu(request.problem.query):
-        from infonce.kernels.gpu import select, shard
-
-        request.problem = select.wide(request.problem)
-        ahead = None
-        if request.gradients is not None:
-            ahead = Gradients(want_key=False, add_query=True)
-        fold = functools.partial(shard.fold_block, ahead=ahead)
-        return fold, shard.VectorsOverRanks()
-    from infonce.kernels.cpu.backend import CPU
-
-    return _folding(CPU), Vectors(np)
 
 
 info_nce_loss = _over_ranks(single.info_nce_loss, spec.INFO_NCE, False)

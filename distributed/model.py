@@ -1,16 +1,16 @@
 """How long a step of the ring takes: `python -m infonce.distributed.model`.
 
 With b rows of each side on each of n GPUs, a call takes n forward steps of one block, 2 b b D
-operations, and n backward steps, 6 b b D. While a block is computed the next one travels:
+operations, and n backward steps, 6 b b D. While a block is computed the next one is sent:
 
     step = start + max(operations / rate, latency + bytes / bandwidth)
 
-Forward, keys travel with their ids and column statistics; backward, with their factors and dK.
-At the end dK comes home, which nothing hides.
+Forward, keys are sent with their ids and column statistics; backward, with their factors and dK.
+The last transfer, of dK to the owner of its keys, overlaps with nothing.
 
 Over hosts a ring of all GPUs is as fast as its slowest link. A ring of two levels goes round inside
-the host first, and each GPU passes its block on to its peer in the next host once a round: the
-network has a whole round to move what NVLink moves in a step.
+the host first, and each GPU sends its block to its peer in the next host once a round: the network
+has a whole round for what NVLink sends in a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infonce.spec import DEFAULTS
 
 @dataclass(frozen=True)
 class Link:
-    """A way from one GPU to the next."""
+    """The connection of one GPU to the next."""
 
     latency: float  # seconds
     bandwidth: float  # bytes a second, one way
@@ -37,10 +37,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model is made of. Defaults: benchmarks/results/ring.json, bfloat16, D = 512."""
+    """The parameters of the model. Defaults: benchmarks/results/ring.json, bfloat16, D = 512."""
 
     rate: float = 610e12  # operations a second, of large blocks
-    start: float = 0.28e-3  # seconds a block: launches, and what idles at its ends
+    start: float = 0.28e-3  # seconds a block: launches, and idle multiprocessors at its end
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
     across: Link = Link(30e-6, 45e9)  # 400 Gb/s a GPU
     gpus: int = 8  # of a host
@@ -52,7 +52,7 @@ class Step:
 
     seconds: float
     computing: float
-    exposed: float  # communication that nothing hides
+    exposed: float  # communication that does not overlap with computation
 
     @property
     def efficiency(self) -> float:
@@ -65,7 +65,7 @@ VECTORS = 300  # bytes a row in vectors: sums, log-sum-exps, factors, positives
 WORKSPACE = DEFAULTS["workspace"]
 
 
-def travelling(rows: float, dim: int) -> tuple[float, float]:
+def transfer_bytes(rows: float, dim: int) -> tuple[float, float]:
     """Bytes of a forward and of a backward step."""
     keys = rows * dim * ITEM
     return keys + 16 * rows, keys + 24 * rows + rows * dim * DK
@@ -82,7 +82,7 @@ def predict(
     round_of = ranks / hosts
     slowest = machine.inside if hosts == 1 or two_level else machine.across
     computing, seconds, starts = 0.0, 0.0, 2 * ranks * machine.start
-    for share, size in zip((2, 6), travelling(rows, dim), strict=True):
+    for share, size in zip((2, 6), transfer_bytes(rows, dim), strict=True):
         block = share * rows * rows * dim / machine.rate
         moving = slowest.latency + size / slowest.bandwidth if ranks > 1 else 0.0
         step = machine.start + max(block, moving)
@@ -114,7 +114,7 @@ def memory(
     if offload:
         panels = rows * dim * (4 * ITEM + 3 * DK) + rows * (rows * ITEM + dim * DK)
         return min(workspace, panels) + vectors
-    row = dim * (2 * ITEM + 3 * DK)  # of what travels
+    row = dim * (2 * ITEM + 3 * DK)  # of buffers
     pieces = -(-rows // max(1, workspace // 2 // row))
     piece = -(-rows // pieces)
     block = rows * (piece * ITEM + dim * DK)  # dL/dx of one block, and its share of dQ
@@ -125,7 +125,7 @@ def hidden_from(dim: int, link: Link, machine: Machine | None = None) -> float:
     """Rows on each GPU from which transfers over `link` hide behind the products."""
     machine = machine or Machine()
     rows = 0.0
-    for share, size in zip((2, 6), travelling(1.0, dim), strict=True):
+    for share, size in zip((2, 6), transfer_bytes(1.0, dim), strict=True):
         # share b b D / rate = latency + size b / bandwidth
         a, b = share * dim / machine.rate, size / link.bandwidth
         rows = max(rows, (b + np.sqrt(b * b + 4 * a * link.latency)) / (2 * a))

@@ -1,4 +1,4 @@
-"""How the rows of one side of the batch are spread over ranks: shards of any size, even empty."""
+"""How the queries, or the keys, of a batch are split into shards: one a rank, of any size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Partition:
         return max(self.rows)
 
     def piece(self, j: int, pieces: int) -> list[slice]:
-        """Rows of the whole batch that are piece j of each rank's shard."""
+        """Of each rank's shard the j-th of so many pieces, as rows of the whole batch."""
         return [
             slice(start + rows * j // pieces, start + rows * (j + 1) // pieces)
             for start, rows in zip(self.starts, self.rows, strict=False)

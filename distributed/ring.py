@@ -1,25 +1,24 @@
-"""The folds over ranks: queries stay, keys travel, and with them what the ring gathers about them.
+"""The folds over ranks: queries stay, keys travel, and sums over queries travel with their keys.
 
 Rank r holds shards Q_r and K_r. In step s it has K_k, k = r - s (mod n), and folds the block
-(Q_r, K_k) with the same backend that a single process uses. Row statistics and dQ_r never leave.
-What is summed over queries, column statistics and dK_k, goes round one step behind its keys: while
-a block is computed, the keys of the next one arrive, and the sums of the ranks before arrive too,
-to which this rank's are added. After n steps they are sent home. Sums about shard k are thus always
-taken in the order k, k + 1, ...: results are bitwise the same from run to run.
+(Q_r, K_k) with the backend that a single process uses. Row statistics and dQ_r stay on their rank.
+Sums over queries, which are the column statistics and dK_k, travel one step behind their keys:
+while a block is computed, the keys of the next one arrive, and so do the sums of the ranks before,
+to which this rank's are added. After n steps they are sent to the owner of the keys. The sums of
+shard k are thus always added in the order k, k + 1, ...: results are bitwise the same from run to
+run.
 
-Where queries are keys (NT-Xent), shards go half way round: each pair of them meets on one of its
-two ranks, which makes sums for both; those about keys travel and come home.
+Where queries are keys (NT-Xent), shards go half way round: each pair of shards meets on one of its
+two ranks, which computes the sums of both; those of the keys travel to their owner.
 
-What travels takes two buffers of keys and three of dK. Where they would be larger than half of the
+There are two buffers of keys and three of dK. Where they would be larger than half of the
 workspace, shards go round in pieces, one piece of each at a time. So memory, beyond shards and
-gradients, is the workspace, half of it again, and dQ in float32 where gradients are of 16 bits.
+gradients, is one and a half times the workspace, and dQ in float32 where gradients have 16 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from infonce.kernels.problem import (
@@ -39,38 +38,21 @@ from infonce.kernels.problem import (
 )
 from infonce.kernels.solve import Vectors, mirror_positive_logits, retrieval_ranks_of
 
-from .communicator import Communicator, Transport
+from .circulation import Circulation, Keys, RowType
+from .communicators.base import Communicator
 from .partition import Partition
+from .transports.base import Transport
 
-Kind = tuple[tuple[int, ...], Any]  # (shape of a row, dtype)
 # `solve.fold_block` on a backend
 FoldBlock = Callable[
     [Problem, bool, Epilogue, Gradients | None, NotFinite | None, Sums | None], None
 ]
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Keys that are visited: all of a rank's shard, or a piece."""
-
-    owner: int  # rank
-    rows: slice  # of the whole batch
-    whole: bool
-    step: int  # in which they are visited,
-    steps: int  # of so many
-
-    def __len__(self) -> int:
-        return int(self.rows.stop - self.rows.start)
-
-
-Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the first
-Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, sums about them)
-
-
 class Ring:
-    """Blocks of one problem over the ranks: see `infonce.kernels.solve.Backend`.
+    """The backend of one problem over ranks: see `infonce.kernels.solve.Backend`.
 
-    `problem` has this rank's rows and keys, and positives that count the keys of all ranks.
+    `problem` has this rank's rows and keys; its positives are indices of the keys of all ranks.
     """
 
     online = False  # log-sum-exps first, then the gradients
@@ -85,27 +67,28 @@ class Ring:
         labelled: bool,
         vectors: Vectors,
     ) -> None:
-        self.keys, self.ranks, self.transport = keys, ranks, transport
-        self.fold_block = fold_block
+        self.keys, self.ranks, self.fold_block = keys, ranks, fold_block
         self.vectors, self.labelled, self.symmetric = vectors, labelled, problem.symmetric
         self.xp = xp = vectors.xp
-        # whether the positives of a rank's rows are its own keys: where rows and keys come in pairs
+        # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         m = len(problem.query)
         self.all_marks = xp.zeros(m + 1)
         self.not_finite = NotFinite(self.all_marks[:m], self.all_marks[m:])
-        self.pieces = self._pieces(problem)
-        self.local: dict[bool, Array] = {}  # positives, where they are own keys: by `apart`
+        self.circulate = Circulation(
+            xp, ranks, transport, keys, self._pieces(problem), problem.symmetric
+        ).run
+        self.local: dict[bool, Array] = {}  # kept by `_positives`
 
     def _pieces(self, problem: Problem) -> int:
-        """In how many pieces shards go round."""
+        """The number of pieces in which shards go round."""
         row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * self.real.itemsize)
         room = max(1, problem.workspace // 2 // row)
         return int(max(1, -(-self.keys.largest // room)))
 
-    # -- what solve.solve asks for
+    # -- the methods of a backend
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
@@ -115,12 +98,12 @@ class Ring:
         return [slice(0, problem.shape[1])]
 
     def not_finite_marks(self, problem: Problem) -> Array:
-        """Gathered by the fold of the losses, which has met all keys."""
+        """Found by the fold of the losses, which has seen all keys."""
         return self.not_finite.rows + self.not_finite.any_key
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         xp, positives = self.xp, problem.positives
-        if not self.labelled:  # they are this rank's own
+        if not self.labelled:  # positives are this rank's own keys
             return per_key[positives - self.keys.starts[self.ranks.rank]]
         out = xp.zeros(len(positives), per_key.dtype)
 
@@ -153,7 +136,7 @@ class Ring:
             assert not isinstance(epilogue, OnlineSoftmax)
             self._gradients(problem, epilogue, gradients, own)
 
-    # -- one fold
+    # -- the folds
 
     def _statistics(self, problem: Problem, stats: Statistics, own: list[Array]) -> None:
         """Rows' sums stay, columns' sums travel."""
@@ -174,8 +157,8 @@ class Ring:
             ):
                 to_clear.clear()
             if half and columns is not None and sums:
-                # in a symmetric loss one row that is not finite spoils all, and the pairs of these
-                # queries are those of the keys
+                # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
+                # rank this rank's rows are found by their column sums alone
                 columns.sum += self.all_marks.sum()
                 sums[2][:] = self._by_keys(problem, keys, stats.positive_logits)
 
@@ -193,12 +176,12 @@ class Ring:
                 to.max[:], to.sum[:] = sums
 
         wide = np.dtype(np.float64)
-        kinds: list[Kind] = [((), wide)] * (2 * problem.two_sided + 3 * half)
+        kinds: list[RowType] = [((), wide)] * (2 * problem.two_sided + 3 * half)
         self.circulate(own, visit, kinds, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
-        """What this rank's rows have, in the order of their positives among these keys; NaN for
-        keys that are no row's positive."""
+        """A vector over this rank's rows, as one over these keys: row i's value at i's positive;
+        NaN at keys that are no row's positive."""
         xp, n = self.xp, len(keys)
         local = self.vectors.local_positives(problem.positives, keys.rows)
         out = xp.full(n + 1, xp.nan)
@@ -206,7 +189,7 @@ class Ring:
         return out[:n]
 
     def _ranks(self, problem: Problem, ranks: RetrievalRanks, own: list[Array]) -> None:
-        """Another round, when the positives' logits are known; those of columns travel."""
+        """Retrieval ranks: another round, with the positives' logits; counts of columns travel."""
         by_columns = ranks.column_rank is not None
         if by_columns:
             own = [*own, ranks.column_positive_logits]
@@ -245,8 +228,7 @@ class Ring:
             if dq.dtype != self.real:
                 dq = xp.empty(dq.shape, self.real)
             dq[...] = 0
-        # metrics have met all pairs from both sides; what follows does not know
-        half = problem.symmetric
+        half = problem.symmetric  # gradients visit each pair of shards once, also with metrics
         dots = xp.empty(len(gradients.dots))  # of one block
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
@@ -267,7 +249,7 @@ class Ring:
             if self._block(problem, keys, arrays, part, mine):
                 total = gradients.dots[: len(mine.dots)]
                 total += mine.dots
-                if half and sums:  # one rank meets the pair for both: dK's are as large
+                if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
                     total += mine.dots
             elif key is not None:
                 key[...] = 0
@@ -281,7 +263,7 @@ class Ring:
             elif dq is not None:
                 dq[mine] += sums[0]
 
-        kinds: list[Kind] = [((d,), self.real)] * (gradients.want_key or half)
+        kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
         self.circulate(own, visit, kinds, combine, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             gradients.query[...] = dq
@@ -299,16 +281,16 @@ class Ring:
         theirs = keys.owner != self.ranks.rank
         own = keys.whole and not theirs
         symmetric = problem.symmetric and own
-        apart = theirs and self.own_positives
+        no_local = theirs and self.own_positives
         block = fast_replace(
             problem,
             key=problem.query if symmetric else arrays[0],
             key_ids=None if problem.key_ids is None else arrays[1],
-            positives=self._positives(problem, keys, apart),
+            positives=self._positives(problem, keys, no_local),
             key_shard=not own,
-            no_local_positives=apart,
+            no_local_positives=no_local,
             symmetric=symmetric,
-            # other ranks' rows as columns have sums of their own
+            # of a symmetric problem, keys of other ranks are columns with their own statistics
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             progress=self._progress(problem, keys),
         )
@@ -325,14 +307,14 @@ class Ring:
             not_finite.queries_checked = True
         return True
 
-    def _positives(self, problem: Problem, keys: Keys, apart: bool) -> Array:
-        """Counted from the first of these keys; -1 for those that are not among them."""
-        same = self.own_positives and (apart or keys.whole)
-        if same and apart in self.local:
-            return self.local[apart]
+    def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
+        """Indices of the positives among these keys; -1 where the positive is not one of them."""
+        same = self.own_positives and (no_local or keys.whole)
+        if same and no_local in self.local:
+            return self.local[no_local]
         local = self.vectors.local_positives(problem.positives, keys.rows)
         if same:
-            self.local[apart] = local
+            self.local[no_local] = local
         return local
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
@@ -342,79 +324,3 @@ class Ring:
         return lambda phase, done, total: report(
             phase, keys.step * total + done, keys.steps * total
         )
-
-    # -- the ring
-
-    def circulate(
-        self,
-        own: list[Array],
-        visit: Visit,
-        kinds: Sequence[Kind] = (),
-        combine: Combine | None = None,
-        keep: Callable[[slice, list[Array]], None] | None = None,
-        half: bool = False,
-    ) -> None:
-        """Take the shards round: `visit` every one with `own` arrays of its rank.
-
-        `kinds` are the sums about keys that a visit makes (one row a key); `combine` adds those of
-        the ranks before; `keep` gets those about this rank's own keys, when they are complete.
-
-        Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
-        meets on one of its two ranks, which makes sums for both. (With an even number of ranks
-        those half the way round meet twice, for the rows alone.)
-        """
-        n, r = self.ranks.size, self.ranks.rank
-        visits = n // 2 + 1 if half else n
-        made = range(1, (n + 1) // 2) if half else range(n)  # visits that make sums
-        made = made if kinds else range(0)
-        largest = -(-self.keys.largest // self.pieces)
-        like: list[Kind] = [(array.shape[1:], array.dtype) for array in own]
-        stores: dict[tuple[int, bool], list[Array]] = {}
-        views: dict[tuple[int, bool, int], list[Array]] = {}
-
-        def room(slot: int, rows: int, sums: bool) -> list[Array]:
-            """Buffers for what is about so many keys; allocated once, for the largest piece."""
-            if (slot, sums) not in stores:
-                stores[slot, sums] = [
-                    self.xp.empty((largest, *tail), dtype)
-                    for tail, dtype in (kinds if sums else like)
-                ]
-            if (slot, sums, rows) not in views:
-                views[slot, sums, rows] = [array[:rows] for array in stores[slot, sums]]
-            return views[slot, sums, rows]
-
-        for j in range(self.pieces):
-            shards = self.keys.piece(j, self.pieces)
-            start = self.keys.starts[r]
-            mine = slice(shards[r].start - start, shards[r].stop - start)
-            arrays: list[Array] = [array[mine] for array in own]
-            carried: list[Array] = []
-            for s in range(visits):
-                k, following = (r - s) % n, shards[(r - s - 1) % n]
-                rows, last = shards[k].stop - shards[k].start, s == visits - 1
-                incoming = room(s % 2, following.stop - following.start, False) * (not last)
-                passed = s in made and s - 1 in made
-                arrived = room((s + 1) % 3, rows, True) if passed else []
-                leaving = [*(arrays * (not last)), *(carried * passed)]
-                pending = self.transport.shift(leaving, [*incoming, *arrived]) if n > 1 else None
-                sums = room(s % 3, rows, True) if s in made else []
-                step = s + j * visits
-                if s or not self.symmetric:
-                    keys = Keys(k, shards[k], self.pieces == 1, step, self.pieces * visits)
-                    visit(keys, arrays, sums)
-                elif not j:
-                    whole = slice(start, self.keys.starts[r + 1])
-                    visit(Keys(r, whole, True, 0, self.pieces * visits), own, [])
-                if pending is not None:
-                    pending.wait()
-                if combine is not None and arrived:
-                    combine(sums, arrived)
-                arrays = incoming
-                carried = sums or carried
-            if made and keep is not None:
-                if n > 1:
-                    rows = shards[r].stop - shards[r].start
-                    complete = room((made[-1] + 1) % 3, rows, True)
-                    self.transport.shift(carried, complete, n - made[-1]).wait()
-                    carried = complete
-                keep(mine, carried)

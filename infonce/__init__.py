@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 
 from . import schedules
 from ._names import missing
-from ._version import __version__
-from .capture import Captured, capture
-from .grad_cache import grad_cache
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
@@ -26,6 +23,10 @@ from .losses import (
     siglip_loss_and_grad,
 )
 from .result import LossAndGrad, Metrics
+from .training.capture import Captured, capture
+from .training.grad_cache import grad_cache
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Captured",

@@ -1,4 +1,4 @@
-"""What a module answers to a name that it does not have."""
+"""`__getattr__` of the packages: submodules on first use, and near names in the AttributeError."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 def missing(
     module: str, names: Sequence[str], submodules: Sequence[str] = ()
 ) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: a submodule is imported; else AttributeError that tells near
-    names, and the losses that there are."""
+    """A module's ``__getattr__``: imports a submodule; for any other name AttributeError, with the
+    names that are near and all losses."""
     known = [*names, *submodules]
 
     def plain(name: str) -> str:

@@ -1,6 +1,6 @@
-"""The caller's kinds of arrays, and the two they are computed in: NumPy and CuPy, without copies.
+"""Arrays of other libraries as NumPy or CuPy arrays on the same memory, and results back to them.
 
-A library is looked at only if the caller has imported it already.
+No library is imported that the caller has not imported, but CuPy for arrays on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from .spec import Loss
 
 Array = Any
-NOTHING = contextlib.nullcontext()
+NO_CONTEXT = contextlib.nullcontext()
 
 
 def _loaded(module: str, name: str, array: Array) -> bool:
@@ -37,7 +37,7 @@ def _cupy() -> Any:
 
 
 def gpu_missing() -> str | None:
-    """Why there is no GPU for arrays of the host; None if there is."""
+    """Why there is no GPU to compute on; None if there is one."""
     try:
         count = _cupy().cuda.runtime.getDeviceCount()
     except Exception as error:  # a driver that is missing, too old or broken fails in many ways
@@ -46,7 +46,8 @@ def gpu_missing() -> str | None:
 
 
 def on_gpu(array: Array) -> bool:
-    """Whether what `native` returned is a CuPy array. (To ask for its interface would build it.)"""
+    """Whether what `native` returned is a CuPy array. (Not by its CUDA array interface,
+    which takes time to build.)"""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
@@ -58,19 +59,19 @@ def current_device() -> int:
 
 
 def namespace(array: Array) -> Any:
-    """numpy or cupy, for arrays of theirs."""
+    """The module of an array: numpy or cupy."""
     return np if isinstance(array, np.ndarray) else _cupy()
 
 
-# of libraries that do not hand an array out; errors of a device have classes of their own
+# raised by libraries that cannot export an array; errors of a device have classes of their own
 REFUSALS = (TypeError, ValueError, AttributeError, BufferError, RuntimeError, NotImplementedError)
 
 
 def native(array: Array, name: str = "array") -> Array:
-    """The same memory as a NumPy or CuPy array; what is no array is returned as it came.
+    """A NumPy or CuPy array on the memory of `array`; other values are returned unchanged.
 
-    Subclasses of NumPy's are seen as plain arrays. TypeError, by `name`, for arrays that cannot be:
-    those with a mask, and those without memory that can be read.
+    Subclasses of NumPy's become plain arrays. TypeError, naming `name`, for masked arrays and for
+    arrays whose memory cannot be read.
     """
     if type(array) is np.ndarray or on_gpu(array) or isinstance(array, np.generic):
         return array
@@ -139,12 +140,12 @@ def _torch_dtypes() -> dict[Any, np.dtype[Any]]:
 
     torch = sys.modules["torch"]
     names = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
-    found = {getattr(torch, name): np.dtype(name) for name in names}
-    return {**found, torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
+    dtypes = {getattr(torch, name): np.dtype(name) for name in names}
+    return {**dtypes, torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
 
 
-def back(like: Array) -> Callable[[Array], Array]:
-    """How to hand a NumPy or CuPy array back as the kind of array that `like` is."""
+def converter_to(like: Array) -> Callable[[Array], Array]:
+    """The function that makes of a NumPy or CuPy array one of the library of `like`."""
     if _loaded("torch", "Tensor", like):
         torch = sys.modules["torch"]
 
@@ -175,7 +176,7 @@ _warned: set[str] = set()  # names of losses
 def warn_of_lost_gradients(
     loss: Loss, given: Sequence[Array], bias: Any, options: Mapping[str, Any]
 ) -> None:
-    """Once for each loss, at its caller's line: autograd will not know where its value is from."""
+    """Warn, once for each loss and at its caller's line, that autograd does not see the loss."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled() or not isinstance(given[0], torch.Tensor):
         return
@@ -196,7 +197,7 @@ def on_stream_of(array: Array) -> Any:
     """Context in which CuPy's current stream is the caller's: torch's own, or CuPy's."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:
-        return NOTHING
+        return NO_CONTEXT
     cupy = _cupy()
     device = array.get_device()
     theirs = _current_stream(torch, device)
@@ -205,7 +206,7 @@ def on_stream_of(array: Array) -> Any:
     if device != current_device():
         return _elsewhere(torch, cupy, device, theirs)
     if theirs == cupy.cuda.get_current_stream().ptr:
-        return NOTHING
+        return NO_CONTEXT
     return _stream(torch, cupy, device, theirs)
 
 

@@ -1,4 +1,4 @@
-"""From a call to a result: array type -> backend -> solution -> arrays of the caller's kind."""
+"""From a call to its result: its checks, its backend, its result as the caller's arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import arrays
-from .checks import Request, check
+from .checks.call import Request, check
 from .kernels.problem import LN_2, SILENT, Array, Problem
 from .kernels.solve import Solution, solve
 from .result import LossAndGrad, Metrics
@@ -21,10 +21,10 @@ def loss(
     """The loss alone."""
     with arrays.on_stream_of(given[0]):
         features = list(map(arrays.native, given, kind.arguments))
-        with surroundings(features[0]):
+        with compute_context(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
             arrays.warn_of_lost_gradients(kind, given, bias, options)
-            return arrays.back(given[0])(_reduce(request, _solve(request)))
+            return arrays.converter_to(given[0])(_reduce(request, _solve(request)))
 
 
 def loss_and_grad(
@@ -33,42 +33,44 @@ def loss_and_grad(
     labels: Any,
     bias: Any,
     options: Mapping[str, Any],
-    made: dict[str, Any] | None = None,
+    grad_buffers: dict[str, Any] | None = None,
 ) -> LossAndGrad:
-    """The loss and whatever gradients were asked for; in `made`, where an adapter brings it."""
+    """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
     with arrays.on_stream_of(given[0]):
         features = list(map(arrays.native, given, kind.arguments))
-        with surroundings(features[0]):
-            request = check(kind, features, labels, bias, options, with_grad=True, made=made)
-            return _result(kind, request, _solve(request), arrays.back(given[0]))
+        with compute_context(features[0]):
+            request = check(
+                kind, features, labels, bias, options, with_grad=True, grad_buffers=grad_buffers
+            )
+            return _result(kind, request, _solve(request), arrays.converter_to(given[0]))
 
 
 def _result(
-    kind: Loss, request: Request, solution: Solution, back: Callable[[Array], Array]
+    kind: Loss, request: Request, solution: Solution, convert: Callable[[Array], Array]
 ) -> LossAndGrad:
-    """What was asked for, as the caller's kind of arrays."""
-
+    """The result of a call; `convert` makes arrays of the caller's library."""
     wrt, given_out, feature_grads = request.wrt, request.given_out, request.feature_grads
     grads: dict[str, Any] = {}
     for name in kind.arguments:
-        mine, gradient = given_out.get(name), feature_grads.get(name)
-        grads[name] = mine if mine is not None or gradient is None else back(gradient)
-    grads["scale"] = back(_zero_d(request, solution.scale_grad)) if "scale" in wrt else None
+        given, gradient = given_out.get(name), feature_grads.get(name)
+        grads[name] = given if given is not None or gradient is None else convert(gradient)
+    grads["scale"] = convert(_zero_d(request, solution.scale_grad)) if "scale" in wrt else None
     if kind.sigmoid:
-        grads["bias"] = back(_zero_d(request, solution.bias_grad)) if "bias" in wrt else None
+        grads["bias"] = convert(_zero_d(request, solution.bias_grad)) if "bias" in wrt else None
     return LossAndGrad(
-        back(_reduce(request, solution)),
+        convert(_reduce(request, solution)),
         kind.grads(**grads),
-        _lse(request, solution, back),
-        _metrics(solution, back) if request.metrics else None,
-        back(solution.logits) if request.return_logits else None,
+        _lse(request, solution, convert),
+        _metrics(solution, convert) if request.metrics else None,
+        convert(solution.logits) if request.return_logits else None,
     )
 
 
 def _lse(
-    request: Request, solution: Solution, back: Callable[[Array], Array]
+    request: Request, solution: Solution, convert: Callable[[Array], Array]
 ) -> Callable[[], Any] | None:
-    """What hands the log-sum-exps out; few ask for them, and small batches notice the time."""
+    """A function that returns the log-sum-exps: converted on demand, as small batches notice the
+    time."""
     rows, columns = solution.row_lse, solution.column_lse
     if rows is not None and rows.dtype != request.dtype:
         rows = rows.astype(request.dtype)
@@ -76,15 +78,15 @@ def _lse(
         columns = columns.astype(request.dtype)
     if rows is None:
         return None
-    return lambda: back(rows) if columns is None else (back(rows), back(columns))
+    return lambda: convert(rows) if columns is None else (convert(rows), convert(columns))
 
 
-def surroundings(array: Array) -> Any:
-    """Context in which a call on `array` is computed: its device is the current one, or NumPy says
-    nothing of numbers that leave their range."""
+def compute_context(array: Array) -> Any:
+    """Context for the computation on `array`: its device is the current one, or NumPy does not warn
+    of overflow."""
     if not arrays.on_gpu(array):
         return np.errstate(**SILENT)
-    return arrays.NOTHING if array.device.id == arrays.current_device() else array.device
+    return arrays.NO_CONTEXT if array.device.id == arrays.current_device() else array.device
 
 
 def _solve(request: Request) -> Solution:
@@ -95,15 +97,15 @@ def _solve(request: Request) -> Solution:
 
 
 def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
-    """MemoryError with the words of `error`, and what to use instead."""
+    """MemoryError with the message of `error`, and what to use instead."""
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
-    told = f"{str(error).rstrip('.')}; use {advice}"
-    raise MemoryError(told) from error  # NumPy's and CuPy's kinds have their own words
+    message = f"{str(error).rstrip('.')}; use {advice}"
+    raise MemoryError(message) from error  # not of its class: NumPy's and CuPy's format their own
 
 
 def _backends_solution(request: Request) -> Solution:
-    # imported here: `import infonce` waits for no compiler
+    # imported here: `import infonce` does not wait for Numba
     problem, gradients = request.problem, request.gradients
     if request.offload:
         from .kernels.offload import copies as offload_gpu
@@ -123,7 +125,7 @@ def _backends_solution(request: Request) -> Solution:
 
 
 def _reduce(request: Request, solution: Solution) -> Array:
-    """Per-row losses to the result the caller asked for."""
+    """The loss by `reduction`."""
     if solution.loss is not None:
         return _zero_d(request, solution.loss)
     losses = solution.losses
@@ -141,7 +143,7 @@ def _zero_d(request: Request, value: Array) -> Array:
     return arrays.namespace(request.problem.query).asarray(value, dtype=request.dtype)
 
 
-def _metrics(solution: Solution, back: Callable[[Array], Array]) -> Metrics:
+def _metrics(solution: Solution, convert: Callable[[Array], Array]) -> Metrics:
     stats = solution.statistics
     assert stats is not None
     symmetric = stats.column_rank is stats.row_rank
@@ -151,10 +153,10 @@ def _metrics(solution: Solution, back: Callable[[Array], Array]) -> Metrics:
     )
     xp = arrays.namespace(solution.direction_losses[0])
     return Metrics(
-        row_loss=back(xp.asarray(row_loss)),
-        column_loss=None if column_loss is None else back(xp.asarray(column_loss)),
-        row_rank=back(stats.row_rank),
-        column_rank=None if symmetric or stats.column_rank is None else back(stats.column_rank),
-        positive=back(LN_2 * stats.positive_logits),
-        hardest_negative=back(LN_2 * stats.rows.max),
+        row_loss=convert(xp.asarray(row_loss)),
+        column_loss=None if column_loss is None else convert(xp.asarray(column_loss)),
+        row_rank=convert(stats.row_rank),
+        column_rank=None if symmetric or stats.column_rank is None else convert(stats.column_rank),
+        positive=convert(LN_2 * stats.positive_logits),
+        hardest_negative=convert(LN_2 * stats.rows.max),
     )

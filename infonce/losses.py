@@ -6,68 +6,16 @@ the same keywords, which `infonce.spec` lists and the help of every function pri
 
 from __future__ import annotations
 
+import functools
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, Unpack, get_type_hints
 
 from . import dispatch
 from .result import Array, LossAndGrad
-from .spec import CLIP, DEFAULTS, INFO_NCE, LIT, NT_XENT, SIGLIP, GradOptions, LossOptions
+from .spec import CLIP, COMPILED, INFO_NCE, LIT, NT_XENT, OPTIONS, SIGLIP, GradOptions, LossOptions
 
-LOSS_OPTIONS_DOC = """
-temperature, scale : float or 0-d array
-    One of them; ``scale = 1 / temperature`` multiplies the dot products. ValueError for a scale
-    outside of [2^-511, 2^53] where float64 computes, [2^-63, 2^24] where float32 or less does (a
-    temperature below 1.1e-16, 6e-8): there rounding alone changes the logits of unit rows by 1. A
-    0-d array on a GPU is not looked at: its loss is NaN instead.
-ids : integer array [N], or pair of them ([M] for rows, [N] for columns), optional
-    Pairs of equal ids that are not positives are left out: duplicates are no negatives.
-normalize : bool, default False
-    Divide rows by their L2 norm first, and differentiate through it. A row of zeros stays zero
-    and gets a zero gradient.
-reduction : {"mean", "sum", "none"}
-    Over the per-row losses; "none" returns all M of them.
-method : {"auto", "naive", "fused", "tiled"}
-    What may be kept in memory, beyond inputs, outputs and vectors of length M or N:
-
-    - "naive" keeps the M x N logits, however large (``return_logits=True`` hands them out).
-    - "fused" does loss and gradient in one go, each logit computed once, within `workspace`;
-      ValueError for what does not fit. (The loss alone keeps no logits: any size fits.)
-    - "tiled" takes any size within `workspace`; logits that had no room are computed again for
-      the gradient.
-    - "auto" is "fused" where it fits, else "tiled".
-precision : {"auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"}
-    Of products and exponentials. "auto" follows the inputs: fp64 for float64, else fp32 accuracy
-    for float32, and float32 accumulation of exact 16-bit products. The CPU has fp64 and fp32.
-workspace : int, default 256 MiB
-    Ceiling on temporary memory in bytes, for "fused" and "tiled". ValueError, with the least that
-    will do, where it would cut the M x N logits into more than 4 sqrt(M N) blocks.
-offload : bool, default False
-    Features and gradients stay in host memory (NumPy, also memory-mapped or pinned), and are
-    computed on the current GPU, a panel of rows at a time: for batches larger than its memory.
-    `workspace` bounds all that panels take there; with 1 GiB and more, or with pinned features,
-    their way to the GPU hides behind the products.
-check_finite : bool, default False
-    Raise ValueError, naming argument and row, if a feature is NaN or infinite. Without it such a
-    feature makes the loss NaN.
-progress : callable (phase, done, total), optional
-    Called from the calling thread as blocks complete.
-"""
-GRAD_OPTIONS_DOC = """
-wrt : sequence of str, optional
-    Which gradients are wanted, by argument name ("scale", "bias" too); all by default. What is
-    not asked for costs nothing; an empty sequence computes the loss alone.
-grad_dtype : dtype, optional
-    Of the feature gradients; default that of each feature array.
-grad_out : float or array, default 1
-    Upstream gradient of the loss: a number, or [M] with ``reduction="none"``.
-out : mapping or sequence of arrays, optional
-    Preallocated feature gradients, by name or in argument order; any strides without overlap.
-metrics : bool, default False
-    Also count how positives rank: see `infonce.Metrics`. (On a GPU "fused" does not.)
-return_logits : bool, default False
-    Also return the logits; ``method="naive"`` only.
-"""
 ERRORS_DOC = """
 TypeError, ValueError
     Before any work, naming the argument, what came and what was expected. Masked arrays are
@@ -80,31 +28,38 @@ MemoryError
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+@functools.cache
+def _paragraph(name: str) -> str:
+    """What the help says of an option."""
+    option = OPTIONS[name]
+    return f"{name} : {option.type}\n{textwrap.indent(inspect.cleandoc(option.doc), '    ')}"
+
+
 def _documented(function: _F) -> _F:
     """Append the common keywords to the docstring, and spell them out in the signature."""
     with_grad = function.__name__.endswith("_and_grad")
-    sections = [("Other Parameters", LOSS_OPTIONS_DOC + GRAD_OPTIONS_DOC * with_grad)]
+    options = get_type_hints(GradOptions if with_grad else LossOptions)
+    sections = [("Other Parameters", "\n".join(_paragraph(name) for name in options))]
     returns = (
         "LossAndGrad"
         if with_grad
         else (
-            'array\n    0-d, or [M] with ``reduction="none"``; of the caller\'s kind; float64 for '
-            "float64 features,\n    else float32."
+            'array\n    0-d, or [M] with ``reduction="none"``; of the library of the features;\n'
+            "    float64 for float64 features, else float32."
         )
     )
     sections += [("Returns", returns), ("Raises", ERRORS_DOC)]
     doc = inspect.cleandoc(function.__doc__ or "")
     for title, body in sections:
-        body = body.strip("\n").replace("\n\ntemp", "\ntemp").replace("\n\nwrt", "\nwrt")
+        body = body.strip("\n")
         doc += f"\n\n{title}\n{'-' * len(title)}\n{body}"
     function.__doc__ = doc + "\n"
 
-    options = get_type_hints(GradOptions if with_grad else LossOptions)
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     named = {p.name for p in parameters}
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name])
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default)
         for name in options
         if name not in named
     ]
@@ -114,15 +69,18 @@ def _documented(function: _F) -> _F:
 
 def adapted(like: Callable[..., Any], call: str) -> Callable[[_F], _F]:
     """Document an adapter's function as the loss it stands for: that one's equation and source, and
-    how it is called, `call`, where ``{loss}`` and ``{arguments}`` are the loss's."""
+    how it is called, `call`, where ``{loss}`` and ``{arguments}`` are the loss's and ``{options}``
+    those of compiled programs."""
     equation, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
     source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
     given = inspect.signature(like).parameters.values()
     arguments = ", ".join(p.name for p in given if p.default is p.empty)
-    told = inspect.cleandoc(call).format(loss=like.__name__, arguments=arguments)
+    usage = inspect.cleandoc(call).format(
+        loss=like.__name__, arguments=arguments, options=", ".join(COMPILED)
+    )
 
     def add(function: _F) -> _F:
-        function.__doc__ = f"{equation}\n\n{told}\n\nReferences\n----------\n{source}\n"
+        function.__doc__ = f"{equation}\n\n{usage}\n\nReferences\n----------\n{source}\n"
         return function
 
     return add

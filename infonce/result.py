@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Array = Any  # an array of the caller's own kind
+Array = Any  # of the library of the caller's arrays
 
 
 class QueryKeyGrads(NamedTuple):
@@ -50,17 +50,18 @@ class SigmoidGrads(NamedTuple):
 
 @dataclass(frozen=True)
 class Metrics:
-    """How well positives rank (`metrics=True`), without a matrix of logits.
+    """Retrieval metrics (`metrics=True`), without a matrix of logits.
 
-    Over ranks, losses are those of the whole batch, and the vectors those of this rank's rows:
-    among the keys of all ranks.
+    In `infonce.distributed` losses are those of the whole batch, and vectors those of this rank's
+    rows, compared with the keys of all ranks.
 
     Attributes
     ----------
     row_loss, column_loss : 0-d float64 arrays
         Mean loss of each direction, unweighted; column_loss is None where only rows count.
     row_rank : integer array [M]
-        Keys (not counting excluded pairs) that score above the positive of each query; 0 is best.
+        Retrieval rank of each query's positive: how many keys, without excluded pairs, score above
+        it; 0 is best.
     column_rank : integer array [N] or None
         The same for each key against the queries (`clip`); None where only rows count.
     positive : float64 array [M]
@@ -79,10 +80,11 @@ class Metrics:
     def top(self, k: int) -> tuple[float, float | None]:
         """Fraction of rows, and of columns, whose positive is among the best `k`."""
 
-        def share(rank: Array) -> float:
+        def fraction(rank: Array) -> float:
             return float((rank < k).sum()) / len(rank)
 
-        return share(self.row_rank), None if self.column_rank is None else share(self.column_rank)
+        columns = self.column_rank
+        return fraction(self.row_rank), None if columns is None else fraction(columns)
 
 
 class LossAndGrad:
@@ -94,7 +96,7 @@ class LossAndGrad:
         float64 for float64 features, else float32.
     grads : NamedTuple
         One field per array argument, under that argument's name, plus `scale` (and `bias`);
-        None for what was not asked for.
+        None for those that are not in `wrt`.
     lse : array [M], pair of arrays ([M], [N]) for `clip`, None for `siglip`
         Log-sum-exp of the logits of every row (and column), the positive included.
     metrics : Metrics or None
@@ -115,10 +117,10 @@ class LossAndGrad:
 
     @property
     def lse(self) -> Any:
-        if callable(self._lse):  # as the caller's kind of array, where anyone looks
+        if callable(self._lse):  # converted when it is first read
             self._lse = self._lse()
         return self._lse
 
     def __repr__(self) -> str:
-        parts = ((name, getattr(self, name)) for name in ("loss", "grads", "lse", "metrics"))
-        return f"LossAndGrad({', '.join(f'{name}={value!r}' for name, value in parts)})"
+        fields = (f"{name}={getattr(self, name)!r}" for name in ("loss", "grads", "lse", "metrics"))
+        return f"LossAndGrad({', '.join(fields)})"

@@ -40,25 +40,135 @@ class GradOptions(LossOptions, total=False):
     return_logits: bool
 
 
-DEFAULTS: dict[str, Any] = {
-    "temperature": None,
-    "scale": None,
-    "ids": None,
-    "normalize": False,
-    "reduction": "mean",
-    "method": "auto",
-    "precision": "auto",
-    "workspace": 256 * 2**20,
-    "offload": False,
-    "check_finite": False,
-    "progress": None,
-    "wrt": None,
-    "grad_dtype": None,
-    "grad_out": 1.0,
-    "out": None,
-    "metrics": False,
-    "return_logits": False,
+@dataclass(frozen=True)
+class Option:
+    """A keyword of the losses: what its help and the adapters need to know of it."""
+
+    default: Any
+    type: str  # in the functions' docstrings, with `doc`
+    doc: str
+    flag: str = ""  # help of the same option of the command `infonce loss`; "": it has none
+    compiled: bool = False  # taken by jax.jit and torch.compile: a plain value, fixed in a program
+
+
+OPTIONS: dict[str, Option] = {
+    "temperature": Option(
+        None,
+        "float or 0-d array",
+        """Divides the dot products: ``scale = 1 / temperature``. One of the two is given.""",
+    ),
+    "scale": Option(
+        None,
+        "float or 0-d array",
+        """Multiplies the dot products. ValueError outside of [2^-511, 2^53] where float64 computes,
+        [2^-63, 2^24] where float32 or less does (a temperature below 1.1e-16, 6e-8): there rounding
+        alone changes the logits of unit rows by 1. A 0-d array on a GPU is not looked at: its loss
+        is NaN instead.""",
+    ),
+    "ids": Option(
+        None,
+        "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
+        """Pairs of equal ids that are not positives are left out: duplicates are no negatives.""",
+    ),
+    "normalize": Option(
+        False,
+        "bool, default False",
+        """Divide rows by their L2 norm first, and differentiate through it. A row of zeros stays
+        zero and gets a zero gradient.""",
+        flag="Divide rows by their L2 norm first.",
+        compiled=True,
+    ),
+    "reduction": Option(
+        "mean",
+        '{"mean", "sum", "none"}',
+        """Over the per-row losses; "none" returns all M of them.""",
+        compiled=True,
+    ),
+    "method": Option(
+        "auto",
+        '{"auto", "naive", "fused", "tiled"}',
+        """What may be kept in memory, beyond inputs, outputs and vectors of length M or N:
+
+        - "naive" keeps the M x N logits, however large (``return_logits=True`` hands them out).
+        - "fused" does loss and gradient in one go, each logit computed once, within `workspace`;
+          ValueError for what does not fit. (The loss alone keeps no logits: any size fits.)
+        - "tiled" takes any size within `workspace`; logits that had no room are computed again for
+          the gradient.
+        - "auto" is "fused" where it fits, else "tiled".""",
+        flag="naive keeps all logits in memory, fused and tiled at most the workspace.",
+        compiled=True,
+    ),
+    "precision": Option(
+        "auto",
+        '{"auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"}',
+        """Of products and exponentials. "auto" follows the inputs: fp64 for float64, else fp32
+        accuracy for float32, and float32 accumulation of exact 16-bit products. The CPU has fp64
+        and fp32.""",
+        flag="Of the products; the CPU has fp64 and fp32.",
+        compiled=True,
+    ),
+    "workspace": Option(
+        256 * 2**20,
+        "int, default 256 MiB",
+        """Ceiling on temporary memory in bytes, for "fused" and "tiled". ValueError, with the least
+        that will do, where it would cut the M x N logits into more than 4 sqrt(M N) blocks.""",
+        compiled=True,
+    ),
+    "offload": Option(
+        False,
+        "bool, default False",
+        """Features and gradients stay in host memory (NumPy, also memory-mapped or pinned), and are
+        computed on the current GPU, a panel of rows at a time: for batches larger than its memory.
+        `workspace` bounds all that panels take there; with 1 GiB and more, or with pinned features,
+        their way to the GPU hides behind the products.""",
+    ),
+    "check_finite": Option(
+        False,
+        "bool, default False",
+        """Raise ValueError, naming argument and row, if a feature is NaN or infinite. Without it
+        such a feature makes the loss NaN.""",
+        flag="Refuse NaN and infinity, naming the row.",
+    ),
+    "progress": Option(
+        None,
+        "callable (phase, done, total), optional",
+        """Called from the calling thread as blocks complete.""",
+    ),
+    "wrt": Option(
+        None,
+        "sequence of str, optional",
+        """Which gradients are wanted, by argument name ("scale", "bias" too); all by default. What
+        is not asked for costs nothing; an empty sequence computes the loss alone.""",
+    ),
+    "grad_dtype": Option(
+        None,
+        "dtype, optional",
+        """Of the feature gradients; default that of each feature array.""",
+    ),
+    "grad_out": Option(
+        1.0,
+        "float or array, default 1",
+        """Upstream gradient of the loss: a number, or [M] with ``reduction="none"``.""",
+    ),
+    "out": Option(
+        None,
+        "mapping or sequence of arrays, optional",
+        """Preallocated feature gradients, by name or in argument order; any strides without
+        overlap.""",
+    ),
+    "metrics": Option(
+        False,
+        "bool, default False",
+        """Also count how positives rank: see `infonce.Metrics`. (On a GPU "fused" does not.)""",
+    ),
+    "return_logits": Option(
+        False,
+        "bool, default False",
+        """Also return the logits; ``method="naive"`` only.""",
+    ),
 }
+DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
+COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
 GRAD_ONLY = frozenset(GradOptions.__annotations__) - frozenset(LossOptions.__annotations__)
 FLAGS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
 CHOICES: dict[str, tuple[str, ...]] = {

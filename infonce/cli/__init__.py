@@ -1,4 +1,4 @@
-"""The command line: `infonce demo | loss | bench | info`, one file a command."""
+"""The command line: `infonce demo | loss | bench | info`, a module or a package each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
-from .bench import bench
-from .common import said
-from .demo import demo
-from .info import info
-from .loss import loss
+from . import bench, demo, info, loss
+from .common import message_of
 
 FAILED = 1  # at run time; 2 is for what cannot be worked with
 INTERRUPTED = 130  # what shells report for Ctrl-C: 128 + SIGINT
@@ -37,7 +34,7 @@ class _Commands(click.Group):
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except (MemoryError, OSError) as error:  # a full disk behind stdout, say
-            _fail(said(error), FAILED)
+            _fail(message_of(error), FAILED)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -59,5 +56,5 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for command in (demo, loss, bench, info):
+for command in (demo.demo, loss.loss, bench.bench, info.info):
     main.add_command(command)

@@ -1,4 +1,4 @@
-"""What the commands share: errors, sizes in bytes, progress, memory, files written whole."""
+"""Helpers of several commands: errors in one line, sizes, progress, memory, atomic files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNITS_HELP = f"{', '.join([*BINARY])}, or {', '.join([*DECIMAL])}"
 
 
 class Misuse(click.ClickException):
-    """What the user gave cannot be worked with; other ClickExceptions are failures of the work."""
+    """The user's input is wrong (exit code 2); other ClickExceptions are failures at run time."""
 
     exit_code = 2
 
@@ -63,7 +63,7 @@ def human(size: float | None) -> str:
 
 
 def optional(module: str, extra: str) -> Any:
-    """Import a library that one command needs; its absence is an error of one line."""
+    """Import a library of an extra; `Misuse` says what to install where it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -77,23 +77,22 @@ def optional(module: str, extra: str) -> Any:
 def one_line_errors(
     failure: type[click.ClickException] = Misuse, names: Mapping[str, str] | None = None
 ) -> Iterator[None]:
-    """Around what fails by the user's input: the library's own message is the error.
+    """Context in which errors become a `failure` with the same message; MemoryError never Misuse.
 
-    Memory that runs out is no misuse. `names` are what the command line calls the arguments that
-    a message begins with.
+    `names` replace the names of arguments that a message begins with.
     """
     try:
         yield
     except MemoryError as error:
         raise click.ClickException(str(error) or "out of memory") from error
     except (TypeError, ValueError, OSError) as error:
-        arguments, colon, rest = said(error).partition(": ")
+        arguments, colon, rest = message_of(error).partition(": ")
         known = [(names or {}).get(name, name) for name in arguments.split(", ")]
         raise failure(", ".join(known) + colon + rest) from error
 
 
-def said(error: BaseException) -> str:
-    """The message of an error; that of the system with the file's name in front, as ours are."""
+def message_of(error: BaseException) -> str:
+    """The message of an error; of an OSError with the file's name in front."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
@@ -101,7 +100,7 @@ def said(error: BaseException) -> str:
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """Around work on temporary files: the system's errors name the `path` that they are for."""
+    """Context for work on a temporary file: OSErrors name `path`, which it is for."""
     try:
         yield
     except OSError as error:
@@ -111,9 +110,9 @@ def errors_name(path: Path) -> Iterator[None]:
 
 
 def stdout(table: Table | None = None) -> Console:
-    """Where tables go: brackets are no markup, and a pipe is wide enough for every column.
+    """The console for tables: without markup, and wide enough for all columns of `table`.
 
-    A terminal too narrow for `table` gets lines too long for it, rather than numbers cut short.
+    In a terminal that is too narrow, lines are too long, and no number is cut short.
     """
     console = Console(markup=False, highlight=False)
     width = console.width if console.is_terminal else PIPE_WIDTH
@@ -171,7 +170,7 @@ def reset_peak() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Let growth count what is allocated anew: hand freed memory back to the system (glibc)."""
+    """Return freed memory to the system (glibc), so that growth counts all later allocations."""
     with suppress(AttributeError, OSError, TypeError):  # another C library; TypeError: Windows
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -202,7 +201,7 @@ def require_folder(path: Path) -> None:
 
 @contextmanager
 def written_whole(path: Path, commit: bool = True) -> Iterator[Path]:
-    """A file beside `path` to write to; it replaces `path` at the end, or is removed on failure."""
+    """Context with a temporary file that replaces `path` at the end, or is removed on an error."""
     temporary = temporary_name(path)
     try:
         with errors_name(path):
@@ -219,7 +218,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def to_json(value: Any) -> str:
-    """JSON that every parser takes: numbers that are not finite become null."""
+    """Standard JSON: numbers that are not finite become null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 

@@ -112,18 +112,18 @@ def _safetensors(path: Path, key: str | None) -> Any:
     try:
         with safetensors.safe_open(path, framework="numpy") as file:  # checks the whole header
             name = _pick(path, list(file.keys()), key)
-            kind = str(file.get_slice(name).get_dtype())
+            code = str(file.get_slice(name).get_dtype())
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: not a whole .safetensors file: {error}") from error
-    if kind not in SAFETENSORS:
-        raise TypeError(f"{path}: expected {', '.join(SAFETENSORS)}, got {kind}")
+    if code not in SAFETENSORS:
+        raise TypeError(f"{path}: expected {', '.join(SAFETENSORS)}, got {code}")
     # The library would copy the tensor into memory; its place in the file is in the header
     with path.open("rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
         entry = json.loads(raw.read(length))[name]
     shape = tuple(entry["shape"])
     offset = 8 + length + entry["data_offsets"][0]
-    return np.memmap(path, SAFETENSORS[kind], mode="r", offset=offset, shape=shape)
+    return np.memmap(path, SAFETENSORS[code], mode="r", offset=offset, shape=shape)
 
 
 def _shards(folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients as .npy files in a folder: all of them, or none."""
+"""Gradients as .npy files in a folder, written all together or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_gradient_files(
 
 
 class GradientFiles:
-    """Gradients of features as .npy files in a folder: all of them, or none.
+    """Gradients of features as .npy files in a folder, written all together or not at all.
 
     Inside the `with`, `arrays` are memory-mapped temporary files beside the final ones; `commit`
     moves them into place. Whatever was not committed is removed at the end.
@@ -102,7 +102,7 @@ class GradientFiles:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:

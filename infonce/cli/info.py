@@ -85,12 +85,12 @@ def info(as_json: bool, compiles: bool) -> None:
 def _optional() -> dict[str, dict[str, str | None]]:
     """Version of each optional library, and what brings it. Beside one build of CuPy the other is
     not missing."""
-    found = machine.versions(*OPTIONAL)
-    has_cupy = any(found[build] for build in CUPY)
+    installed = machine.versions(*OPTIONAL)
+    has_cupy = any(installed[build] for build in CUPY)
     return {
-        name: {"version": found[name], "from": _install(extra)}
+        name: {"version": installed[name], "from": _install(extra)}
         for name, extra in OPTIONAL.items()
-        if found[name] or not (has_cupy and name in CUPY)
+        if installed[name] or not (has_cupy and name in CUPY)
     }
 
 
@@ -112,7 +112,7 @@ def _cuda_libraries() -> dict[str, str]:
         return "available"
 
     def nccl() -> str:
-        from ..distributed.transport_gpu import nccl_missing
+        from ..distributed.transports.gpu import nccl_missing
 
         if why := nccl_missing():
             raise ImportError(why)
@@ -121,15 +121,15 @@ def _cuda_libraries() -> dict[str, str]:
         version = nccl.get_version()
         return f"available, {version // 10000}.{version // 100 % 100}.{version % 100}"
 
-    found = machine.versions(*CUPY)
-    extra = next((CUPY[build] for build in CUPY if found[build]), "cuda13")
-    said = {}
+    installed = machine.versions(*CUPY)
+    extra = next((CUPY[build] for build in CUPY if installed[build]), "cuda13")
+    states = {}
     for name, load in {"NVRTC": nvrtc, "cuBLAS": cublas, "NCCL": nccl}.items():
         try:
-            said[name] = load()
+            states[name] = load()
         except Exception:  # CuPy or the library is missing, or is of another version
-            said[name] = f"missing: {_install(extra)}"
-    return said
+            states[name] = f"missing: {_install(extra)}"
+    return states
 
 
 def _compile_seconds() -> dict[str, float]:
@@ -171,10 +171,10 @@ def _cpu() -> str:
 
 def _transports(on_gpu: bool) -> dict[str, str]:
     """How the losses over ranks could move arrays here."""
-    from ..distributed.transport import describe
+    from ..distributed.transports.choice import describe
 
-    said: dict[str, str] = describe(on_gpu)
-    return said
+    states: dict[str, str] = describe(on_gpu)
+    return states
 
 
 def _cache() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from rich.table import Table
 
 import infonce
 
-from .. import validation
+from ..checks import validation
 from ..result import LossAndGrad
-from ..spec import CHOICES, LOSSES, Loss
+from ..spec import CHOICES, LOSSES, OPTIONS, Loss
 from .common import (
     UNITS_HELP,
     Bytes,
@@ -39,6 +39,21 @@ NORMS = 0.95, 1.05  # of rows that count as normalized, in whatever precision
 SAMPLE = 256  # rows whose norm is looked at
 
 
+def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `infonce.spec` that have a help text for the command line."""
+    for name, option in reversed(OPTIONS.items()):
+        if not option.flag:
+            continue
+        flag, type_ = f"--{name.replace('_', '-')}", None
+        if isinstance(option.default, bool):
+            flag = f"{flag}/--no-{name.replace('_', '-')}"
+        elif name in CHOICES:
+            type_ = click.Choice(CHOICES[name])
+        decorate = click.option(flag, type=type_, default=option.default, help=option.flag)
+        command = decorate(command)
+    return command
+
+
 @click.command()
 @click.argument("image")
 @click.argument("text", required=False)
@@ -46,7 +61,6 @@ SAMPLE = 256  # rows whose norm is looked at
 @click.option("--temperature", type=float, help="Divides the dot products; or give --scale.")
 @click.option("--scale", type=float, help="Multiplies the dot products.")
 @click.option("--bias", type=float, help="Added to the logits (siglip; -10 by default).")
-@click.option("--normalize/--no-normalize", help="Divide rows by their L2 norm first.")
 @click.option("--labels", type=PATH, help="Index of each query's key, .npy (info_nce).")
 @click.option(
     "--ids",
@@ -54,18 +68,10 @@ SAMPLE = 256  # rows whose norm is looked at
     multiple=True,
     help="Pairs of equal ids are no negatives, .npy; twice for ids of rows and of columns.",
 )
-@click.option(
-    "--method", type=click.Choice(CHOICES["method"]), default="auto",
-    help="naive keeps all logits in memory, fused and tiled at most the workspace.",
-)  # fmt: skip
-@click.option(
-    "--precision", type=click.Choice(CHOICES["precision"]), default="auto",
-    help="Of the products; the CPU has fp64 and fp32.",
-)  # fmt: skip
+@_spec_options
 @click.option(
     "--workspace", type=Bytes(), default="256MiB", help=f"Most temporary memory; {UNITS_HELP}."
 )
-@click.option("--check-finite", is_flag=True, help="Refuse NaN and infinity, naming the row.")
 @click.option("--metrics/--no-metrics", default=True, help="Retrieval and loss by direction.")
 @click.option("--grad-out", type=PATH, metavar="DIR", help="Write gradients into this folder.")
 @click.option(
@@ -195,10 +201,10 @@ def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
 def _evaluate(
     kind: Loss, features: Mapping[str, Any], names: Mapping[str, str], **options: Any
 ) -> LossAndGrad:
-    """`names` are what messages call the arrays."""
+    """The loss and its gradients; `names` replace those of arguments in errors."""
     function = getattr(infonce, f"{kind.name}_loss_and_grad")
     names = {**{name: f"--{name}" for name in options}, **names}
-    # a loss that is not finite is said in one line, not in NumPy's warnings
+    # the command reports a loss that is not finite itself, without NumPy's warnings
     quiet = np.errstate(over="ignore", invalid="ignore")
     with one_line_errors(names=names), progress_bar() as progress, quiet:
         result: LossAndGrad = function(*features.values(), progress=progress, **options)
@@ -206,35 +212,35 @@ def _evaluate(
 
 
 def _why_not_finite(loss: Any, features: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """The rows at fault, or an overflow where there are none."""
-    found = {name: list(validation.rows_not_finite(np, z)) for name, z in features.items()}
-    said = [
+    """The rows with NaN or infinity; where there are none, an overflow."""
+    bad_rows = {name: list(validation.rows_not_finite(np, z)) for name, z in features.items()}
+    reasons = [
         f"{names[name]} holds NaN or infinity in {len(rows)} of {len(features[name])} rows: "
         f"{some(rows)}"
-        for name, rows in found.items()
+        for name, rows in bad_rows.items()
         if rows
     ]
-    if not said:
-        said = [
+    if not reasons:
+        reasons = [
             f"the features are finite, but products overflow {loss.dtype}: expected --normalize, a "
             "smaller --scale or a larger --temperature"
         ]
-    return f"the loss is {loss}: {'; '.join(said)}"
+    return f"the loss is {loss}: {'; '.join(reasons)}"
 
 
 def _norms(features: Mapping[str, Any], names: Mapping[str, str]) -> str | None:
-    """A hint, where rows are plainly not of unit norm (rows of zeros aside)."""
-    said = []
+    """A hint where rows, but those of zeros, are not of unit norm."""
+    ranges = []
     for name, z in features.items():
         sample = z[:: -(-len(z) // SAMPLE)].astype(np.float64)
         with np.errstate(over="ignore"):
             norms = np.linalg.norm(sample, axis=1)
         norms = norms[norms > 0]
         if len(norms) and not NORMS[0] <= norms.min() <= norms.max() <= NORMS[1]:
-            said.append(f"{norms.min():.3g} to {norms.max():.3g} in {names[name]}")
-    if not said:
+            ranges.append(f"{norms.min():.3g} to {norms.max():.3g} in {names[name]}")
+    if not ranges:
         return None
-    return f"norms of rows are {', '.join(said)}, expected about 1: --normalize divides by them"
+    return f"norms of rows are {', '.join(ranges)}, expected about 1: --normalize divides by them"
 
 
 def _scalars(result: LossAndGrad) -> dict[str, float]:
@@ -244,7 +250,7 @@ def _scalars(result: LossAndGrad) -> dict[str, float]:
 
 
 def _directions(result: LossAndGrad) -> dict[str, float | None]:
-    """Mean loss over rows and over columns, of what the loss has."""
+    """Mean loss over rows and over columns; None for those that the loss does not have."""
     if result.metrics is None:
         return {"rows": None, "columns": None}
     columns = result.metrics.column_loss
@@ -286,7 +292,7 @@ def _print(report: Mapping[str, Any]) -> None:
         rows.append((f"retrieval top-{k}", ".2%", shares))
     for key in ("min", "mean", "max"):
         rows.append((f"log-sum-exp {key}", ".6g", {side: lse[side][key] for side in lse}))
-    # what a loss does not have, or was not asked for, has no place in the table
+    # columns and rows without values are left out
     sides = [side for side in SIDES if any(cells.get(side) is not None for *_, cells in rows)]
     table = Table(title=title, title_justify="left")
     for heading in ("", *sides):

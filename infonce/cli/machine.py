@@ -1,4 +1,4 @@
-"""What a measurement has to name: versions, processor, BLAS, environment, commit."""
+"""The machine and the software of a measurement: versions, processor, BLAS, environment, commit."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ PREFIXES = ("OPENBLAS_", "GOTO_", "OMP_", "KMP_", "MKL_", "BLIS_", "VECLIB_", "N
 
 def versions(*distributions: str) -> dict[str, str | None]:
     """Python's version, and that of each installed distribution, None for those that are not."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in distributions:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def now() -> str:
-    """Date and time, as a record names them."""
+    """Date and time of a record, ISO 8601 in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -66,12 +66,13 @@ def driver() -> str | None:
     return match[1] if match else None
 
 
-def describe_gpu(found: Mapping[str, Any]) -> str:
+def describe_gpu(properties: Mapping[str, Any]) -> str:
     """The GPU in one line."""
     return (
-        f"{found['model']}, compute capability {found['capability']}, "
-        f"{found['multiprocessors']} multiprocessors, {found['memory_bytes'] / 2**30:.0f} GiB; "
-        f"driver {found['driver']}, CUDA {found['cuda']}, NVRTC {found['nvrtc']}"
+        f"{properties['model']}, compute capability {properties['capability']}, "
+        f"{properties['multiprocessors']} multiprocessors, "
+        f"{properties['memory_bytes'] / 2**30:.0f} GiB; "
+        f"driver {properties['driver']}, CUDA {properties['cuda']}, NVRTC {properties['nvrtc']}"
     )
 
 
@@ -102,7 +103,11 @@ def blas() -> list[dict[str, Any]]:
 
 def environment() -> dict[str, str]:
     """Environment variables that change results or speed."""
-    others = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "INFONCE_CACHE_DIR"}  # no matter to speed
+    others = {
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "INFONCE_CACHE_DIR",
+    }  # do not change speed
     names = (name for name in sorted(os.environ) if name.startswith(PREFIXES))
     return {name: os.environ[name] for name in names if name not in others}
 
@@ -126,25 +131,27 @@ def cuda() -> str:
         import cupy
 
         runtime = cupy.cuda.runtime
-        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
+        devices = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
     except ImportError as error:
         return f"unavailable: {error} (pip install 'infonce[cuda12]' or 'infonce[cuda13]')"
     except Exception as error:  # a driver that is missing, too old or broken fails in many ways
         return f"unavailable: {' '.join(str(error).split())}"
-    names = [f"{p['name'].decode()} (compute capability {p['major']}.{p['minor']})" for p in found]
+    names = [
+        f"{p['name'].decode()} (compute capability {p['major']}.{p['minor']})" for p in devices
+    ]
     return f"available: {', '.join(names)}" if names else "unavailable: no device"
 
 
-def describe_cpu(found: Mapping[str, Any]) -> str:
+def describe_cpu(properties: Mapping[str, Any]) -> str:
     """The processor in one line."""
-    return f"{found['model']}, {found['usable_cores']} of {found['cores']} cores"
+    return f"{properties['model']}, {properties['usable_cores']} of {properties['cores']} cores"
 
 
-def describe_blas(found: Sequence[Mapping[str, Any]]) -> str:
+def describe_blas(libraries: Sequence[Mapping[str, Any]]) -> str:
     """The libraries in one line."""
     lines = [
         f"{lib['internal_api']} {lib['version']}"
         f"{' ' + lib['architecture'] if lib['architecture'] else ''}, {lib['num_threads']} threads"
-        for lib in found
+        for lib in libraries
     ]
     return "; ".join(lines) or "unknown"

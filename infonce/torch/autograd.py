@@ -29,10 +29,10 @@ BATCHED = (
 )
 
 transformed = torch._C._are_functorch_transforms_active  # whether in torch.func.grad, vmap, ...
-_in_batches = torch._C._functorch.is_legacy_batchedtensor  # what is_grads_batched makes
-# What compiles the functions that are called where torch.compile has broken a graph; else None.
-# There is nothing to compile in the losses, and it fails in Numba's own functions.
-_watched = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched passes them
+# Returns the callback by which torch.compile compiles Python functions that run after a graph
+# break; else None. The losses are run without it: it fails in Numba's own functions.
+_compile_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def evaluate(
@@ -45,18 +45,19 @@ def evaluate(
     wrt: frozenset[str],
     **more: Any,
 ) -> LossAndGrad:
-    """Loss and the gradients named in `wrt`, as tensors; those of features in torch's memory."""
+    """Loss and the gradients named in `wrt`, as tensors; torch allocates those of features."""
     given = {**options, **more, "scale": scale, "wrt": wrt}
-    made = {}
+    grad_buffers = {}
     for name, z in zip(kind.arguments, features, strict=True):
         if name in wrt:
-            made[name] = torch.empty_like(z, memory_format=torch.contiguous_format)
+            grad_buffers[name] = torch.empty_like(z, memory_format=torch.contiguous_format)
     group = given.pop("group", None)
     if group is None:
-        return dispatch.loss_and_grad(kind, features, labels, bias, given, made)
+        return dispatch.loss_and_grad(kind, features, labels, bias, given, grad_buffers)
     from . import process_group
 
-    return process_group.loss_and_grad(kind, features, labels, bias, group, {**given, "out": made})
+    given["out"] = grad_buffers
+    return process_group.loss_and_grad(kind, features, labels, bias, group, given)
 
 
 _wanted: dict[tuple[Loss, tuple[bool, ...]], frozenset[str]] = {}
@@ -67,25 +68,25 @@ def wanted_of(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
 
     A locked tower gets none: its features are taken as constants.
     """
-    found = _wanted.get((kind, needs))
-    if found is None:
+    wanted = _wanted.get((kind, needs))
+    if wanted is None:
         names = zip(("scale", "bias", *kind.arguments), needs, strict=True)
-        found = frozenset(name for name, need in names if need and name not in kind.locked)
-        _wanted[kind, needs] = found
-    return found
+        wanted = frozenset(name for name, need in names if need and name not in kind.locked)
+        _wanted[kind, needs] = wanted
+    return wanted
 
 
 @dataclass(slots=True)
 class Call:
-    """What of a call autograd does not look at."""
+    """A call: its inputs that autograd does not track, and results for the backward pass."""
 
     kind: Loss
     labels: Tensor | None
-    scale: Any  # of no use where it is a tensor, an input of autograd's
+    scale: Any  # unused where it is a tensor: an input of the node
     bias: Any
     options: dict[str, Any]
     with_metrics: bool
-    # found:
+    # results:
     metrics: Metrics | None = None
     wanted: frozenset[str] = NOTHING
     grads: list[Tensor | None] | None = None  # until a backward pass takes them
@@ -107,10 +108,10 @@ def _computed(
     call: Call, scale: Tensor | None, bias: Tensor | None, features: Sequence[Tensor],
     wrt: frozenset[str], **more: Any,
 ) -> LossAndGrad:  # fmt: skip
-    """What a call asks for."""
+    """Loss and gradients of a call; `scale` and `bias` where they are inputs of the node."""
     scale, bias = call.scale if scale is None else scale, call.bias if bias is None else bias
-    watched = torch.compiler.is_compiling() or _watched()
-    run = torch.compiler.disable(evaluate) if watched else evaluate
+    compiling = torch.compiler.is_compiling() or _compile_callback()
+    run = torch.compiler.disable(evaluate) if compiling else evaluate
     return run(call.kind, features, call.labels, scale, bias, call.options, wrt, **more)
 
 
@@ -119,8 +120,8 @@ def _of_inputs(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | 
     return [getattr(grads, n) if n in wanted else None for n in ("scale", "bias", *kind.arguments)]
 
 
-class _Refuses(torch.autograd.Function):
-    """What the losses have no rule for, in words."""
+class _ReverseModeOnly(torch.autograd.Function):
+    """Errors for what the losses do not support: forward mode and vmap."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -131,7 +132,7 @@ class _Refuses(torch.autograd.Function):
         raise RuntimeError(BATCHED)
 
 
-class _Function(_Refuses):
+class _Function(_ReverseModeOnly):
     """loss = f(scale, bias, *features)."""
 
     @staticmethod
@@ -154,7 +155,7 @@ class _Function(_Refuses):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(f"create_graph: expected False, got True: {AGAIN}")
-        if _in_batches(upstream):
+        if _is_batched(upstream):
             raise RuntimeError(BATCHED)
         call = ctx.call
         grads, call.grads = call.grads, None
@@ -172,13 +173,12 @@ class _Function(_Refuses):
 
 
 # --- torch.func -----------------------------------------------------------------------------------
-# Its transforms ask for functions that set their context up apart from computing, and for a
-# backward pass that is such a function itself. They take time that small batches notice, so they
-# serve the transforms alone; and as nobody knows yet what needs a gradient when the loss is
-# computed, gradients take a pass of their own.
+# Its transforms need functions with `setup_context`, and a backward pass that is such a function
+# itself. These take time that small batches notice: they serve the transforms alone. `forward` does
+# not know which inputs need a gradient, so gradients are computed in the backward pass.
 
 
-class _Transformed(_Refuses):
+class _Transformed(_ReverseModeOnly):
     """loss = f(scale, bias, *features)."""
 
     @staticmethod
@@ -201,7 +201,7 @@ class _Transformed(_Refuses):
         return None, None, *_Gradients.apply(ctx.call, wanted, upstream, *ctx.saved_tensors)
 
 
-class _Gradients(_Refuses):
+class _Gradients(_ReverseModeOnly):
     """Gradients of scale, bias and features."""
 
     @staticmethod

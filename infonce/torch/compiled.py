@@ -1,4 +1,4 @@
-"""The losses in compiled graphs: one operator, which `torch.compile` does not look into."""
+"""The losses in graphs of `torch.compile`: one opaque operator."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import validation
-from ..spec import DEFAULTS, LOSSES, Loss
+from ..checks import validation
+from ..spec import COMPILED, DEFAULTS, LOSSES, Loss
 from .autograd import evaluate, transformed, wanted_of
 
-OPTIONS = ("normalize", "reduction", "method", "precision", "workspace")
 WIDEST = "fp64"  # range of scales, until the call itself knows its precision
+TYPES = {bool: "bool", str: "str", int: "int", float: "float"}  # Python's, in an operator's schema
+SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
+SCHEMA = (
+    "(str kind, Tensor query, Tensor? key, Tensor? labels, Tensor scale, Tensor? bias, "
+    f"bool[] needs, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
-@torch.library.custom_op("infonce::loss_and_grad", mutates_args=())
+@torch.library.custom_op("infonce::loss_and_grad", mutates_args=(), schema=SCHEMA)
 def operator(
     kind: str,
     query: Tensor,
@@ -24,34 +29,31 @@ def operator(
     labels: Tensor | None,
     scale: Tensor,
     bias: Tensor | None,
-    normalize: bool,
-    reduction: str,
-    method: str,
-    precision: str,
-    workspace: int,
     needs: list[bool],
+    *settings: bool | str | float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, and gradients of scale, bias, query, key), those not needed empty."""
+    """(loss, gradients of scale, bias, query and key): empty where not needed."""
     loss = LOSSES[kind]
     features = [query] if key is None else [query, key]
-    options = {"normalize": normalize, "reduction": reduction, "method": method,
-               "precision": precision, "workspace": workspace}  # fmt: skip
+    options = dict(zip(COMPILED, settings, strict=True))
     wanted = wanted_of(loss, tuple(needs[: 2 + len(features)]))
     result = evaluate(loss, features, labels, scale, bias, options, wanted)
-    of = {name: getattr(result.grads, name) for name in wanted}
+    grads = {name: getattr(result.grads, name) for name in wanted}
     for name, value in (("scale", scale), ("bias", bias)):
-        if name in of and value is not None:
-            of[name] = of[name].to(value.dtype, copy=True).reshape(value.shape)
+        if name in grads and value is not None:
+            grads[name] = grads[name].to(value.dtype, copy=True).reshape(value.shape)
     names = ["scale", "bias", *loss.arguments, *["key"] * (2 - len(features))]
     empties = (query.new_empty(0) for _ in names)
-    parts = [of.get(name, empty) for name, empty in zip(names, empties, strict=True)]
-    return result.loss, parts[0], parts[1], parts[2], parts[3]
+    of_scale, of_bias, of_query, of_key = (
+        grads.get(name, empty) for name, empty in zip(names, empties, strict=True)
+    )
+    return result.loss, of_scale, of_bias, of_query, of_key
 
 
 @operator.register_fake
 def _shapes(
-    kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, normalize: bool,
-    reduction: str, method: str, precision: str, workspace: int, needs: list[bool],
+    kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, needs: list[bool],
+    *settings: bool | str | float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wanted = wanted_of(LOSSES[kind], tuple(needs[: 3 if key is None else 4]))
     double = torch.float64 in {query.dtype, query.dtype if key is None else key.dtype}
@@ -59,13 +61,13 @@ def _shapes(
     arguments = LOSSES[kind].arguments
     values.update(zip(arguments, (query, key), strict=False))
     names = ["scale", "bias", *arguments, *["key"] * (2 - len(arguments))]
-    parts = [
+    grads = [
         torch.empty_like(values[n], memory_format=torch.contiguous_format)
         if n in wanted
         else query.new_empty(0)
         for n in names
     ]
-    return query.new_empty((), dtype=torch.float64 if double else torch.float32), *parts
+    return query.new_empty((), dtype=torch.float64 if double else torch.float32), *grads
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
@@ -76,7 +78,7 @@ def _scaled(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
     scale, bias, query, key = (
         saved * upstream if saved.numel() else None for saved in ctx.saved_tensors
     )
-    return None, query, key, None, scale, bias, None, None, None, None, None, None
+    return None, query, key, None, scale, bias, None, *[None] * len(COMPILED)
 
 
 operator.register_autograd(_scaled, setup_context=_remember)
@@ -93,11 +95,11 @@ def apply(
     options: dict[str, Any],
 ) -> Tensor:
     """The loss as a call of the operator."""
-    unknown = set(options) - set(OPTIONS)
+    unknown = set(options) - set(COMPILED)
     if metrics or unknown or options.get("reduction") == "none" or transformed():
         raise ValueError(
             "in a compiled graph: expected no metrics, ids, reduction='none' nor torch.func "
-            f"(options are {', '.join(OPTIONS)})"
+            f"(options are {', '.join(COMPILED)})"
         )
     if not isinstance(scale, Tensor):
         number = validation.scale(kind, temperature, scale, WIDEST)
@@ -112,7 +114,6 @@ def apply(
     needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
              for v in (scale, bias, features[0], key)]  # fmt: skip
     return operator(
-        kind.name, features[0], key, labels, scale, bias, settings["normalize"],
-        settings["reduction"], settings["method"], settings["precision"], settings["workspace"],
-        needs,
+        kind.name, features[0], key, labels, scale, bias, needs,
+        *(settings[name] for name in COMPILED),
     )[0]  # fmt: skip

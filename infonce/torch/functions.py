@@ -1,4 +1,4 @@
-"""The losses as functions that autograd knows.
+"""The losses as functions of tensors, differentiable by autograd.
 
 One path for all five: `_apply` -> a node of autograd's graph (or, in a compiled graph, an operator)
 -> the same dispatch as for arrays.
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import losses, spec, validation
+from .. import losses, spec
+from ..checks import validation
 from ..spec import GRAD_ONLY, Loss
 from . import autograd, compiled
 
@@ -58,7 +59,7 @@ def _apply(
 
 
 def _check(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
-    """What only tensors can be."""
+    """The checks that only tensors need: dtype, layout, device."""
     if z.dtype not in DTYPES:
         raise TypeError(f"{name}: expected dtype {', '.join(validation.FLOATS)}, got {z.dtype}")
     if z.layout is not torch.strided:
@@ -74,7 +75,7 @@ def _check(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
 
 
 def _scalar(name: str, value: Any) -> Any:
-    """A tensor of one number as a 0-d one; what is no tensor as it came."""
+    """A tensor of one number as a 0-d tensor; other values unchanged."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     if value.numel() != 1:
@@ -97,7 +98,7 @@ DOC = """
         Its processes share the batch: each passes its own rows, and gets the loss of all rows and
         gradients that DDP's average makes those of that loss; ``gradient_scale="global"`` where
         gradients are summed. Also `timeout` and `transport`, of `infonce.distributed`.
-    labels, bias, normalize, reduction, method, precision, workspace, ids
+    labels, bias, ids, {options}
         As in `infonce.{loss}`, as far as it has them.
 
     Returns
@@ -109,8 +110,8 @@ DOC = """
     TypeError, ValueError
         Before any work, naming the argument, what came and what was expected.
     RuntimeError
-        For derivatives that there are none of: second ones, forward mode, batches of `torch.vmap`.
-        `torch.func.grad` and `vjp` work.
+        For second derivatives, forward mode and `torch.vmap`, which are not supported.
+        `torch.func.grad` and `vjp` are.
 """
 
 

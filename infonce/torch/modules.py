@@ -33,7 +33,7 @@ DOC = """
 
 
 class _Keywords(nn.Module):
-    """Keeps keywords of a function."""
+    """A module that keeps keywords of a function."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The ranks of torch.distributed, as the ring of `infonce.distributed` wants them.
+"""The communicator of torch.distributed: its process groups for `infonce.distributed`.
 
-Arrays on GPUs travel by NCCL where it is found, as they do over MPI; what is on the host, and the
-small values that ranks tell each other, by a gloo group of this module's own.
+Arrays on GPUs are sent by NCCL where it is available, as over MPI; host arrays and the small values
+of an allgather by a gloo group of this module's own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicator import Pending
-from infonce.distributed.processes import Peers, identity
+from infonce.distributed.communicators.base import Pending
+from infonce.distributed.communicators.processes import Peers, identity
 
 from ..result import LossAndGrad
 from ..spec import Loss
@@ -29,7 +29,7 @@ _known: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary
 
 
 def connect(group: Any = None) -> ProcessGroup:
-    """The ranks of a process group; of all processes if None."""
+    """The communicator of a process group; None: of all processes."""
     if isinstance(group, ProcessGroup):
         return group
     if not dist.is_available():
@@ -48,9 +48,9 @@ def connect(group: Any = None) -> ProcessGroup:
 
 
 class ProcessGroup(Communicator):
-    """A process group, duplicated: nothing here meets the caller's own messages.
+    """A communicator on a duplicate of a process group, apart from the caller's own messages.
 
-    The first exchange duplicates it, and waits for the others no longer than any other exchange.
+    The first allgather duplicates it, within the timeout of any other.
     """
 
     def __init__(self, group: Any) -> None:
@@ -60,8 +60,8 @@ class ProcessGroup(Communicator):
         self.broken: str | None = None
         self.peers = Peers()
 
-    def _meet(self) -> None:
-        """The first exchange."""
+    def _duplicate(self) -> None:
+        """Duplicate the group."""
         never = datetime.timedelta(days=7)  # gloo's own limit: waiting is bounded here
         self._group = self.bounded(
             lambda: dist.new_group(self._members, never, "gloo", use_local_synchronization=True),
@@ -73,7 +73,7 @@ class ProcessGroup(Communicator):
         if self.broken:
             raise RankError(f"this process group is out of step: {self.broken}")
         if self._group is None:
-            self._meet()
+            self._duplicate()
         message = np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)
         sizes = self._gathered(torch.tensor([len(message)]))
         longest = max(int(size) for size in sizes)
@@ -112,7 +112,7 @@ class ProcessGroup(Communicator):
             raise RankError(what)
 
     def fail(self, error: BaseException) -> None:
-        """Others see the connection end."""
+        """Destroy the group: other ranks see the connection close."""
         if not self.broken:
             self.broken = str(error)
             if self._group is not None:
@@ -135,7 +135,7 @@ def loss_and_grad(
 
 
 class _Shift:
-    """Sends and receives under way."""
+    """The sends and receives of one shift."""
 
     def __init__(self, ranks: ProcessGroup, works: list[Any]) -> None:
         self.ranks, self.works = ranks, works

@@ -1,5 +1,6 @@
 """`infonce bench`: contenders, rounds, what is said and recorded."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -14,9 +15,10 @@ from gpu_problems import MISSING
 from judge import LOSSES, arguments, pairs
 
 from infonce import reference
-from infonce.cli import measure
-
-loss_command = importlib.import_module("infonce.cli.loss")
+from infonce.cli.bench import contenders_gpu, cpu, measure
+from infonce.cli.bench import gpu as bench_gpu
+from infonce.cli.bench.command import _figure
+from infonce.spec import LOSSES as KINDS
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def peers(monkeypatch):
 @pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce", "nt_xent"])
 def test_bench(tmp_path, monkeypatch, kind):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
+    monkeypatch.setattr(cpu, "GEMM", 64)
     record, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     succeed(
         "bench", "--sizes", "32,64", "--dim", 16, "--loss", kind, "--repeat", 2,
@@ -56,7 +58,7 @@ def test_bench(tmp_path, monkeypatch, kind):
 
 
 def test_bench_skips_and_says_why(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
+    monkeypatch.setattr(cpu, "GEMM", 64)
     monkeypatch.setitem(sys.modules, "torch", None)
     arguments = ("--sizes", 64, "--repeat", 1, "--workspace", "32KiB", "--methods")
     printed = succeed("bench", *arguments, "fused,torch,numpy")
@@ -80,7 +82,7 @@ def test_what_is_missing_says_what_to_install(peers):
 
 
 def test_bench_goes_on_where_inputs_have_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
+    monkeypatch.setattr(cpu, "GEMM", 64)
     record = tmp_path / "bench.json"
     arguments = ("--repeat", 1, "--methods", "numpy,fused", "--output", record, "--sizes")
     printed = succeed("bench", *arguments, f"32,{10**12}")
@@ -104,7 +106,7 @@ def test_ticks_are_the_sizes(sizes):
     ]  # fmt: skip
     settings = {"loss": "clip", "dtype": "float32", "dim": 8}
     report = {"settings": settings, "device": "a machine", "blas": [], "results": rows}
-    figure = importlib.import_module("infonce.cli.bench")._figure(figures, report)
+    figure = _figure(figures, report)
     figure.canvas.draw()
     for axes in figure.axes:
         low, high = axes.get_xlim()
@@ -165,7 +167,6 @@ def test_bench_without_a_gpu(monkeypatch):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
     torch = pytest.importorskip("torch")
-    bench_gpu = importlib.import_module("infonce.cli.bench_gpu")
     monkeypatch.setattr(bench_gpu, "GEMM", 256)
     record, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     printed = succeed(
@@ -191,20 +192,37 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
 
 
 def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch):
-    bench_gpu = importlib.import_module("infonce.cli.bench_gpu")
-    assert not set(peers.PEERS) & set(bench_gpu.METHODS)
-    assert peers.Device.methods == (*bench_gpu.METHODS, *peers.PEERS)
+    assert not set(peers.PEERS) & set(contenders_gpu.METHODS)
+    assert peers.Device.methods == (*contenders_gpu.METHODS, *peers.PEERS)
     for name in ("release", "of_torch", "by_autograd", "peer"):
         where = bench_gpu.Device if name == "release" else peers
         monkeypatch.setattr(where, name, lambda *given, name=name: (name, *given[-2:]))
-    monkeypatch.setattr(bench_gpu.contenders_gpu, "contender", lambda *given: given)
+    monkeypatch.setattr(contenders_gpu, "contender", lambda *given: given)
     place = object.__new__(peers.Device)  # its constructor wants a GPU
-    clip, lit = (measure.Case(loss_command.LOSSES[name], 4, 3) for name in ("clip", "lit"))
+    clip, lit = (peers.Case(KINDS[name], 4, 3) for name in ("clip", "lit"))
     assert place.contender("torch", lit, []) == ("torch", lit, [])
-    want = ("by_autograd", ("of_torch", clip, []), ("peer", "open_clip", 4))
+    want = ("by_autograd", ("of_torch", []), ("peer", "open_clip", 4))
     assert place.contender("open_clip", clip, []) == want
     with pytest.raises(ValueError, match="open_clip has no lit"):
         place.contender("open_clip", lit, [])
+
+
+def test_options_and_the_loss_alone_are_of_the_benchmark(peers, monkeypatch):
+    monkeypatch.setattr(bench_gpu.Device, "release", lambda self: None)
+    place = object.__new__(peers.Device)  # its constructor wants a GPU
+    features = arguments("clip", *pairs("random", 12, 12, 5, np.float32, 0))
+    want = reference.clip(*features, scale=2.0)
+    case = peers.Case(KINDS["clip"], 12, 5, scale=2.0, precision="fp64", grad_dtype="float64")
+    loss, gradients = place.contender("auto", case, [features])()
+    assert close(float(loss), want.loss)
+    np.testing.assert_allclose(gradients[1], want.grads["text"], rtol=1e-9)
+    alone = dataclasses.replace(case, gradient=False)
+    assert (case.products, alone.products) == (4, 1)
+    loss, gradients = place.contender("auto", alone, [features])()
+    assert close(float(loss), want.loss)
+    assert gradients == []
+    with pytest.raises(ValueError, match="panels has no loss alone"):
+        place.contender("panels", alone, [features])
 
 
 @pytest.mark.gpu
@@ -213,7 +231,6 @@ def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch
 def test_bare_products(dtype):
     import cupy
 
-    contenders = importlib.import_module("infonce.cli.contenders_gpu")
     rng = np.random.default_rng(0)
     kind = measure.DTYPES[dtype]
     a, b = (rng.integers(-4, 5, shape).astype(kind) for shape in ((24, 40), (40, 16)))
@@ -223,33 +240,30 @@ def test_bare_products(dtype):
             out = cupy.full((24, 16), np.nan, np.float64 if dtype == "float64" else np.float32)
             first, second = a.T if turned_a else a, b.T if turned_b else b
             operands = [cupy.asarray(np.ascontiguousarray(z)) for z in (first, second)]
-            contenders.product(
-                contenders.PRECISION[dtype], out, *operands,
+            contenders_gpu.product(
+                contenders_gpu.PRECISION[dtype], out, *operands,
                 transpose_a=turned_a, transpose_b=turned_b,
             )  # fmt: skip
             assert np.array_equal(out.get(), want)  # small integers: exact in every arithmetic
     with pytest.raises(ValueError, match="bf16x3"):
-        contenders.product("bf16x3", out, out, out)
+        contenders_gpu.product("bf16x3", out, out, out)
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("gradient", [True, False])
-def test_panels_judge_like_the_reference(monkeypatch, kind, gradient):
+def test_panels_judge_like_the_reference(monkeypatch, kind):
     torch = pytest.importorskip("torch")
-    contenders = importlib.import_module("infonce.cli.contenders_gpu")
-    monkeypatch.setattr(contenders, "PANEL", 7)
-    case = measure.Case(loss_command.LOSSES[kind], 24, 5, "float64", gradient=gradient, scale=4.0)
+    monkeypatch.setattr(contenders_gpu, "PANEL", 7)
+    case = measure.Case(KINDS[kind], 24, 5, "float64", scale=4.0)
     features = arguments(kind, *pairs("partly aligned", 24, 24, 5, np.float64, 0))
     if kind == "nt_xent":
         features = (features[0][:24],)
     want = getattr(reference, kind)(*features, scale=4.0)
-    loss, gradients = contenders.by_panels(case, list(map(torch.as_tensor, features)),
+    loss, gradients = contenders_gpu.by_panels(case, list(map(torch.as_tensor, features)),
                                            torch.float64)  # fmt: skip
     assert close(float(loss), want.loss)
     expected = case.gradients_of([want.grads[name] for name in case.kind.arguments])
-    assert len(gradients) == len(expected) * gradient
-    for got, wanted in zip(gradients, expected, strict=False):
+    for got, wanted in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-14)
 
 
@@ -276,15 +290,15 @@ class Pretended:
         quick = run()[0] == 5.0
         return {"seconds": [1.0, 3.0, 2.0], "wall": [5.0]} if quick else {"seconds": [8.0]}
 
-    def yardstick(self):
+    def time_gemm(self):
         pass
 
-    def refusals(self):
+    def skipped_errors(self):
         return (ImportError,)
 
 
 def test_rounds_of_a_comparison():
-    case = measure.Case(loss_command.LOSSES["clip"], 4, 2)
+    case = measure.Case(KINDS["clip"], 4, 2)
     quick, slow, missing = measure.compare(Pretended(), case, Pretended.methods, 2)
     assert quick["seconds"] == [1.0, 3.0, 2.0] * 2
     assert (quick["median_s"], quick["min_s"], quick["max_s"]) == (2.0, 1.0, 3.0)
@@ -298,7 +312,7 @@ def test_rounds_of_a_comparison():
 
 
 def test_bench_prints_the_environment(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("infonce.cli.bench"), "GEMM", 64)
+    monkeypatch.setattr(cpu, "GEMM", 64)
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     printed = succeed("bench", "--sizes", 32, "--repeat", 1, "--methods", "numpy")
     assert "OPENBLAS_CORETYPE=Haswell" in printed

@@ -1,6 +1,5 @@
 """The command line: help, demo and info."""
 
-import importlib
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from command_line import PNG, fail, succeed
 
 import infonce
 from infonce.cli import common
+from infonce.cli.bench import command
 
 # --- help ----------------------------------------------------------------------------------------
 
@@ -39,8 +39,7 @@ def test_terminals_cut_no_number_short(columns):
     import pty
 
     primary, secondary = pty.openpty()
-    bench = importlib.import_module("infonce.cli.bench")
-    row = {key: 0.125 for key in bench.COLUMNS} | {"size": 32768, "method": "products"}
+    row = {key: 0.125 for key in command.COLUMNS} | {"size": 32768, "method": "products"}
     row |= {"median_s": 123.4567, "min_s": 123.4567, "max_s": 124, "wall_s": None}
     report = {
         "settings": {"loss": "clip", "dtype": "float32", "dim": 8, "workspace_bytes": 1,
@@ -53,7 +52,7 @@ def test_terminals_cut_no_number_short(columns):
     with os.fdopen(secondary, "w") as terminal, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", terminal)
         patch.setenv("COLUMNS", str(columns))
-        bench._print(report)
+        command._print(report)
         terminal.flush()
         printed = os.read(primary, 65536).decode()
     os.close(primary)
@@ -136,15 +135,15 @@ def test_info():
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
 def test_info_without_cudas_libraries(monkeypatch, extra):
     """A GPU, and CuPy alone: the extra of that build brings what it loads."""
-    from infonce.distributed import transport
+    from infonce.distributed.transports import choice
 
     from infonce.cli import machine
 
     installed = {f"cupy-{extra}x": "14.0"}
     monkeypatch.setattr(machine, "versions", lambda *names: dict.fromkeys(names) | installed)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    monkeypatch.setitem(sys.modules, "infonce.distributed.transport_gpu", None)
-    monkeypatch.setattr(transport, "describe", lambda on_gpu: {})
+    monkeypatch.setitem(sys.modules, "infonce.distributed.transports.gpu", None)
+    monkeypatch.setattr(choice, "describe", lambda on_gpu: {})
     monkeypatch.setattr(machine, "cuda", lambda: "available: a GPU")
     report = json.loads(succeed("info", "--json"))
     missing = f"missing: pip install 'infonce[{extra}]'"

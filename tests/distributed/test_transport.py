@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import communicator, mpi, processes, ring, transport
+from infonce.distributed import ring
+from infonce.distributed.communicators import base, mpi, processes
 from infonce.distributed.partition import Partition
+from infonce.distributed.transports import choice
 from infonce.kernels.solve import Vectors
 
 import infonce
@@ -79,7 +81,7 @@ def test_what_a_library_does_is_bounded() -> None:
 @pytest.mark.extras
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects two ranks in their first shift, which waits for the other rank."""
-    gpu = pytest.importorskip("infonce.distributed.transport_gpu")
+    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
     monkeypatch.setattr(gpu, "_Queued", lambda *arguments: None)
     connected, threads = threading.Event(), []
 
@@ -168,7 +170,7 @@ def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> N
     sleeps: list[float] = []
     now = itertools.count(0, 3e-4)
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=sleeps.append)
-    monkeypatch.setattr(communicator, "time", clock)
+    monkeypatch.setattr(base, "time", clock)
     for looks, slept in ((5, 0), (200, 180)):
         left = iter(range(looks))
         Alone().until(lambda left=left: next(left, None) is None)  # type: ignore[misc]
@@ -204,13 +206,13 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choice_is_what_all_ranks_have() -> None:
     every = {"nccl": None, "cuda-aware": None, "staged": None}
     without = {**every, "nccl": "CuPy finds no NCCL"}
-    assert transport.choose("auto", [every, every]) == "nccl"
-    assert transport.choose("auto", [every, without]) == "cuda-aware"
-    assert transport.choose("staged", [every, without]) == "staged"
+    assert choice.choose("auto", [every, every]) == "nccl"
+    assert choice.choose("auto", [every, without]) == "cuda-aware"
+    assert choice.choose("staged", [every, without]) == "staged"
     with pytest.raises(ValueError, match="rank 1: nccl: CuPy finds no NCCL"):
-        transport.choose("nccl", [every, without])
+        choice.choose("nccl", [every, without])
     with pytest.raises(ValueError, match="does not carry this kind"):
-        transport.choose("nccl", [{"mpi": None}])
+        choice.choose("nccl", [{"mpi": None}])
 
 
 @pytest.mark.parametrize(("value", "want"), [("1", True), ("0", False)])
@@ -218,13 +220,13 @@ def test_cuda_aware_by_explicit_word(
     monkeypatch: pytest.MonkeyPatch, value: str, want: bool
 ) -> None:
     monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", value)
-    assert transport.cuda_aware() is want
+    assert choice.cuda_aware() is want
 
 
 def test_cuda_aware_by_a_word_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_CUDA_AWARE_MPI", "maybe")
     with pytest.raises(ValueError, match="INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got 'maybe'"):
-        transport.cuda_aware()
+        choice.cuda_aware()
 
 
 def test_partition() -> None:

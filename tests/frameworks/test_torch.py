@@ -229,8 +229,8 @@ def test_operator_check(device: str) -> None:
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
     torch.library.opcheck(
         operator,
-        ("clip", z[0], z[1], None, scale, None, False, "mean", "auto", "auto", 2**28,
-         [True, False, True, True]),
+        ("clip", z[0], z[1], None, scale, None, [True, False, True, True],
+         False, "mean", "auto", "auto", 2**28),
     )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ from infonce.kernels.solve import solve
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
-from infonce import checks, spec
+from infonce import spec
+from infonce.checks import call as checks
 from infonce.dispatch import _result
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -189,7 +190,7 @@ def test_pinned_mapped_and_strided(cupy: Any, tmp_path: Any) -> None:
 
 @pytest.mark.gpu
 def test_memory_stays_within_the_workspace(cupy: Any) -> None:
-    from infonce.cli.bench_gpu import _peak
+    from infonce.cli.bench.gpu import _peak
 
     args = pairs("random", 40_000, 40_000, 128, BFLOAT16, 0)
 

@@ -8,7 +8,7 @@ from bad_calls import CASES, K, Q
 from judge import LOSSES, arguments, pairs
 
 import infonce
-from infonce import checks
+from infonce.checks import call as checks
 
 
 def test_lists_say_how_to_make_an_array() -> None:
@@ -128,7 +128,7 @@ def test_a_settled_call_still_looks_at_what_may_change() -> None:
 @pytest.mark.parametrize("wrt", [None, "text", ("text", "scale"), ["image"], frozenset({"scale"})])
 def test_the_second_call_of_a_kind_is_settled(monkeypatch: pytest.MonkeyPatch, wrt: Any) -> None:
     first = infonce.clip_loss_and_grad(Q, K, scale=1.0, wrt=wrt)
-    monkeypatch.setattr(checks, "_settle", None)
+    monkeypatch.setattr(checks, "_check_static", None)
     again = infonce.clip_loss_and_grad(Q, K, scale=1.0, wrt=wrt)
     for got, want in zip(again.grads, first.grads, strict=True):
         np.testing.assert_array_equal(got, want)

@@ -14,7 +14,7 @@ import pytest
 from judge import LOSSES, arguments, pairs
 
 import infonce
-from infonce import checks
+from infonce.checks import call as checks
 
 Z = pairs("random", 6, 6, 4, np.float64, 0)
 METHODS = ["naive", "fused", "tiled"]
@@ -117,10 +117,10 @@ def test_equal_values_of_other_types_are_checked_anew(function: str) -> None:
     for argument in inspect.signature(getattr(infonce, function)).parameters:
         for twins in TWINS:
             for value in twins:
-                checks._settled.clear()
+                checks._cache.clear()
                 want = outcome(function, argument, value)
                 for twin in twins:
-                    checks._settled.clear()
+                    checks._cache.clear()
                     outcome(function, argument, twin)
                     got = outcome(function, argument, value)
                     assert got == want, (argument, twin, value)
@@ -172,7 +172,7 @@ def test_masks_are_refused(argument: str, value: Any, method: str) -> None:
     given |= {} if argument == "temperature" else {"scale": 2.0}
     for mask in (False, True):
         masked = np.ma.masked_array(value, mask=mask)
-        infonce.info_nce_loss_and_grad(**{**given, argument: value})  # settled
+        infonce.info_nce_loss_and_grad(**{**given, argument: value})  # static
         with pytest.raises(TypeError, match=rf"^{argument}: expected .*Masked.* \.filled\("):
             infonce.info_nce_loss_and_grad(**{**given, argument: masked})
     with pytest.raises(TypeError, match=r"^out\['key'\]: expected .*Masked.* \.filled\("):

@@ -22,7 +22,7 @@ RENDER = ROOT / "benchmarks" / "render.py"
 MODULES = {  # name -> where its __all__ is
     "infonce": "infonce/__init__.py",
     "infonce.distributed": "distributed/__init__.py",
-    "infonce.jax": "infonce/jax.py",
+    "infonce.jax": "infonce/jax/__init__.py",
     "infonce.reference": "infonce/reference/__init__.py",
     "infonce.schedules": "infonce/schedules.py",
     "infonce.torch": "infonce/torch/__init__.py",

@@ -321,7 +321,7 @@ def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16
 def offload(place: str) -> None:
     """Shards in host memory, computed on a device: a GPU, or what stands for one."""
     from host_device import Host, close, room
-    from infonce.distributed import losses as calls
+    from infonce.distributed import call as calls
     from infonce.kernels.offload.backend import Offload
     from infonce.kernels.solve import Vectors
 

@@ -1,4 +1,4 @@
-"""How arrays get to the next rank: one interface, `shift`, and the ways that it takes.
+"""Which transport a call takes: the fastest that all of its ranks have.
 
 | transport | for |
 |---|---|
@@ -7,8 +7,7 @@
 | `cuda-aware` | CuPy arrays, where the MPI library says that it takes them |
 | `staged` | CuPy arrays over any MPI, through pinned host memory |
 
-An MPI library that is not CUDA-aware crashes when it is given a GPU array: it is asked, never
-tried.
+An MPI library that is not CUDA-aware crashes on a GPU array: so the library is queried first.
 """
 
 from __future__ import annotations
@@ -16,35 +15,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
 
-from .communicator import Array, Communicator, Pending, Transport
+from ..communicators.base import Communicator
+from ..communicators.mpi import load_mpi
+from .base import Host, Transport
 
 CHOICES = ("auto", "mpi", "nccl", "cuda-aware", "staged")
 
 
-class Host:
-    """NumPy arrays over the communicator itself."""
-
-    name = "mpi"
-
-    def __init__(self, ranks: Communicator) -> None:
-        self.ranks = ranks
-
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        return self.ranks.shift(send, receive, distance)
-
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        return [float(number) for number in numbers]
-
-    def close(self) -> None:
-        """Nothing is queued."""
-
-
 def cuda_aware() -> bool | None:
-    """Whether the MPI library says that it takes device memory; None where it does not say."""
+    """Whether the MPI library reports that it takes device memory; None where it cannot tell."""
     asked = os.environ.get("INFONCE_CUDA_AWARE_MPI", "")
     if asked:
         if asked not in ("0", "1"):
@@ -55,8 +35,6 @@ def cuda_aware() -> bool | None:
 
 @functools.cache
 def _library_says() -> bool | None:
-    from .mpi import load_mpi
-
     try:
         query = ctypes.CDLL(load_mpi().__file__).MPIX_Query_cuda_support
     except (ImportError, OSError, AttributeError):
@@ -66,38 +44,35 @@ def _library_says() -> bool | None:
 
 
 def offers(on_gpu: bool) -> dict[str, str | None]:
-    """Each transport that may suit, best first: None, or why this rank cannot use it."""
+    """The transports for host or GPU arrays, fastest first: None, or why this rank has it not."""
     if not on_gpu:
         return {"mpi": None}
-    from . import transport_gpu
+    from . import gpu
 
     return {
-        "nccl": transport_gpu.nccl_missing(),
+        "nccl": gpu.nccl_missing(),
         "cuda-aware": None if cuda_aware() else "the MPI library does not say it is CUDA-aware",
         "staged": None,
     }
 
 
 def describe(on_gpu: bool) -> dict[str, str]:
-    """Each transport: what it uses, or why it is not to be had here. For a process without ranks:
-    MPI is not initialised."""
-    from .mpi import load_mpi
-
+    """Each transport: what it uses, or why it is unavailable. Does not initialise MPI."""
     try:
         import mpi4py
 
         mpi4py.rc.initialize = False
         library = load_mpi().Get_library_version().split("\n")[0]
-        said = {"mpi": "available: " + " ".join(library.split()).rstrip("\0")}
+        states = {"mpi": "available: " + " ".join(library.split()).rstrip("\0")}
     except ImportError as error:
         return {"mpi": f"unavailable: {' '.join(str(error).split())}"}
     for name, why in offers(True).items() if on_gpu else ():
-        said[name] = "available" if why is None else f"unavailable: {why}"
-    return said
+        states[name] = "available" if why is None else f"unavailable: {why}"
+    return states
 
 
 def choose(asked: str, offered: list[dict[str, str | None]]) -> str:
-    """The best transport that all ranks offer; ValueError names who lacks the one asked for."""
+    """The first transport that all ranks offer; ValueError names a rank that lacks `asked`."""
     for name in offered[0] if asked == "auto" else [asked]:
         lacking = [
             (r, offer.get(name, "it does not carry this kind of array"))
@@ -116,6 +91,6 @@ def make(name: str, ranks: Communicator) -> Transport:
     """The transport of that name. Collective."""
     if name == "mpi":
         return Host(ranks)
-    from . import transport_gpu
+    from . import gpu
 
-    return transport_gpu.make(name, ranks)
+    return gpu.make(name, ranks)

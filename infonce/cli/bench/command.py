@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,117 +12,26 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from ..kernels.cpu.workers import SPARES
-from ..spec import LOSSES
-from . import contenders, machine, measure
-from .bench_gpu import METHODS as GPU_METHODS
-from .bench_gpu import Device
-from .common import (
+from ...spec import LOSSES
+from .. import machine
+from ..common import (
     UNITS_HELP,
     Bytes,
     check_destination,
     human,
     one_line_errors,
     optional,
-    peak_resident,
     progress_bar,
-    reset_peak,
-    resident,
-    return_freed_memory,
     stdout,
     to_json,
     written_whole,
 )
-from .measure import DTYPES, TEMPERATURE, Array, Bench, Case, Outcome, Run
+from . import contenders_cpu, contenders_gpu, measure
+from .cpu import Host
+from .gpu import Device
+from .measure import DTYPES, TEMPERATURE, Bench, Case
 
-GEMM = 4096  # side of the matrix product that everything is compared with
-PAUSE = 0.15  # seconds, in which idle threads of the last contender's BLAS stop spinning
 SIZES = "1024,4096,8192"
-REFERENCE_ROWS = 2048  # errors are measured up to here: the reference keeps float64 matrices
-
-
-class Host:
-    """The CPU, through NumPy: see `measure.Bench`."""
-
-    methods = contenders.METHODS
-
-    def __init__(self, dtype: str) -> None:
-        self.rng = np.random.default_rng(0)
-        self.square = self.rng.standard_normal((GEMM, GEMM)).astype(
-            np.float64 if dtype == "float64" else np.float32
-        )
-        self.product = np.matmul(self.square, self.square)
-        self.rates: list[float] = []  # of the product, GFLOP/s
-
-    def inputs(self, case: Case) -> list[list[Array]]:
-        """One set: caches hold nothing of this size from call to call."""
-
-        wide = np.dtype(np.float64).itemsize * case.rows * case.dim
-        contenders.require(2 * wide * len(case.kind.arguments))
-
-        def unit_rows() -> Array:
-            z = self.rng.standard_normal((case.rows, case.dim))
-            return (z / np.linalg.norm(z, axis=1, keepdims=True)).astype(DTYPES[case.dtype])
-
-        return [[unit_rows() for _ in case.kind.arguments]]
-
-    def reference(self, case: Case, features: Sequence[Array]) -> Outcome | None:
-        from .. import reference
-
-        if case.rows > REFERENCE_ROWS:
-            return None
-        solved = getattr(reference, case.kind.name)(*features, scale=case.scale)
-        return solved.loss, case.gradients_of([solved.grads[n] for n in case.kind.arguments])
-
-    def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
-        return contenders.contender(method, case, inputs[0])
-
-    def memory(self, method: str, run: Run) -> dict[str, int | None]:
-        """What NumPy allocates, and what the process grows by."""
-        SPARES.clear()  # what a first call needs
-        tracemalloc.start()
-        run()
-        allocated = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        SPARES.clear()
-        return_freed_memory()
-        measured, before = reset_peak(), resident()
-        run()
-        peak = peak_resident()
-        known = measured and peak is not None and before is not None
-        return {
-            # torch allocates behind NumPy's back
-            "numpy_peak_bytes": None if method == "torch" else allocated,
-            "rss_growth_bytes": max(0, (peak or 0) - (before or 0)) if known else None,
-        }
-
-    def turn(self, run: Run) -> dict[str, list[float]]:
-        return {"seconds": [_seconds(run)]}
-
-    def yardstick(self) -> None:
-        seconds = _seconds(lambda: np.matmul(self.square, self.square, out=self.product))
-        self.rates.append(2 * GEMM**3 / seconds / 1e9)
-
-    def refusals(self) -> tuple[type[BaseException], ...]:
-        return ImportError, MemoryError, ValueError
-
-    def describe(self) -> dict[str, Any]:
-        """What a record has to name besides commit and date."""
-        cpu = machine.cpu()
-        return {
-            "device": machine.describe_cpu(cpu),
-            "versions": machine.versions("infonce", "numpy", "numba", "torch"),
-            "cpu": cpu,
-            "blas": machine.blas(),
-            "gemm": {"size": GEMM, "gflops": self.rates},
-        }
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    time.sleep(PAUSE)
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
@@ -192,7 +99,7 @@ def bench(
     counts the useful work of loss and gradient, 8 N N D for clip, whatever is executed, and is
     compared with a large matrix product in the same rounds. Errors are against float64.
     """
-    known = GPU_METHODS if gpu else contenders.METHODS
+    known = contenders_gpu.METHODS if gpu else contenders_cpu.METHODS
     for method in methods or ():
         if method not in known:
             raise click.BadParameter(
@@ -219,7 +126,7 @@ def bench(
         "workspace_bytes": workspace, "repeat": repeat,
     }  # fmt: skip
     report = measure.report(place, settings, results)
-    try:  # first, as whoever reads the table may go away; the table whatever becomes of them
+    try:  # files first: to print fails where a pipe is closed; the table in any case
         if output is not None:
             with written_whole(output) as temporary:
                 temporary.write_text(to_json(report) + "\n")

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import validation
-from .result import LossAndGrad
+from ..checks import validation
+from ..result import LossAndGrad
 
 Encode = Callable[[Any], Any]  # chunk of inputs -> features [rows, D], no graph kept
 Backward = Callable[[Any, Any], None]  # chunk, gradient of its features -> parameters' gradients
@@ -43,10 +43,10 @@ def grad_cache(
     inputs : sequence
         One for each feature array of the loss, in its order: anything with a length and slices.
     encode : callable (chunk) -> features [rows, D], or one for each input
-        Features without a graph, in any kind of array that the loss takes.
+        Features without a graph, as any array that the loss takes.
     backward : callable (chunk, gradient), or one for each input; None for a locked encoder
-        Receives the gradient of the loss with respect to `encode(chunk)`, in the same kind of
-        array. Not called where the loss returns no gradient.
+        Receives the gradient of the loss with respect to `encode(chunk)`, as an array of
+        the same library. Not called where the loss returns no gradient.
     chunk : int
         Rows that an encoder sees at once.
     **options
@@ -73,18 +73,18 @@ def grad_cache(
         )
     encoders = _one_each("encode", encode, len(inputs))
     backwards = _one_each("backward", backward, len(inputs))
-    cuts = [[slice(i, i + chunk) for i in range(0, max(len(z), 1), chunk)] for z in inputs]
+    chunks = [[slice(i, i + chunk) for i in range(0, max(len(z), 1), chunk)] for z in inputs]
     features = [
-        _concatenated([run(z[part]) for part in parts])
-        for z, run, parts in zip(inputs, encoders, cuts, strict=True)
+        _concatenated([run(z[rows]) for rows in slices])
+        for z, run, slices in zip(inputs, encoders, chunks, strict=True)
     ]
     out = loss_and_grad(*features, **options)
-    for z, run, parts, gradient in zip(inputs, backwards, cuts, out.grads, strict=False):
+    for z, run, slices, gradient in zip(inputs, backwards, chunks, out.grads, strict=False):
         if run is None or gradient is None:
             continue
-        for part in parts:
-            if len(z[part]):
-                run(z[part], gradient[part])
+        for rows in slices:
+            if len(z[rows]):
+                run(z[rows], gradient[rows])
     return out
 
 
@@ -99,13 +99,13 @@ def _one_each(name: str, given: Any, n: int) -> list[Any]:
     return each
 
 
-def _concatenated(parts: list[Any]) -> Any:
-    """Chunks of features one after the other, in their own kind of array."""
-    if len(parts) == 1:
-        return parts[0]
-    library = type(parts[0]).__module__.partition(".")[0]
+def _concatenated(chunks: list[Any]) -> Any:
+    """Chunks of features concatenated by their own library."""
+    if len(chunks) == 1:
+        return chunks[0]
+    library = type(chunks[0]).__module__.partition(".")[0]
     if library == "torch":
-        return sys.modules["torch"].cat(parts)
+        return sys.modules["torch"].cat(chunks)
     if library in ("jax", "jaxlib"):
-        return sys.modules["jax"].numpy.concatenate(parts)
-    return sys.modules["cupy" if library == "cupy" else "numpy"].concatenate(parts)
+        return sys.modules["jax"].numpy.concatenate(chunks)
+    return sys.modules["cupy" if library == "cupy" else "numpy"].concatenate(chunks)

@@ -1,4 +1,4 @@
-"""mpi4py's communicators, as the ring wants them."""
+"""The communicator of MPI, through mpi4py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .communicator import Array, Communicator, Pending, RankError
+from .base import Array, Communicator, Pending, RankError
 from .processes import Peers, identity
 
 FAILED, ENDED, WAITING = "failed", "ended", "waiting"
@@ -24,7 +24,7 @@ CONTROL_TAG = 7
 
 
 def load_mpi() -> Any:
-    """mpi4py's MPI, or what to install."""
+    """mpi4py's MPI; ImportError says what to install."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -38,11 +38,11 @@ def load_mpi() -> Any:
     return MPI
 
 
-_attribute: Any = None  # MPI's key under which a communicator keeps its adapter
+_attribute: Any = None  # MPI key of the attribute by which a communicator keeps its MPIRanks
 
 
 def connect(comm: Any = None) -> Communicator:
-    """`comm` as the ring wants it: None (all ranks), an mpi4py communicator, or a Communicator."""
+    """The Communicator of `comm`: None (all ranks), an mpi4py communicator, or a Communicator."""
     global _attribute
     if isinstance(comm, Communicator):
         return comm
@@ -65,10 +65,10 @@ def connect(comm: Any = None) -> Communicator:
 
 
 class MPIRanks(Communicator):
-    """An mpi4py communicator, duplicated: nothing here meets the caller's own messages.
+    """A communicator on duplicates of mpi4py's, apart from the caller's own messages.
 
-    The first exchange duplicates it, and waits for the others no longer than any other exchange.
-    Of mpi4py it uses Idup, Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
+    The first allgather makes the duplicates, within the timeout of any other. It uses mpi4py's
+    Idup, Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
     """
 
     def __init__(self, MPI: Any, comm: Any) -> None:
@@ -80,17 +80,17 @@ class MPIRanks(Communicator):
         self._process = os.getpid()
         self._data: Any = None
         self._control: Any = None
-        self._ended: dict[int, tuple[int, str]] = {}  # rank -> its last call, why it makes no more
-        self._waiting: dict[int, int] = {}  # rank -> call in which it last said that it waits
-        self._sent: list[Any] = []  # control messages under way
+        self._ended: dict[int, tuple[int, str]] = {}  # rank -> its last call, why it ended
+        self._waiting: dict[int, int] = {}  # rank -> call in which it last sent WAITING
+        self._sent: list[Any] = []  # control messages that are being sent
         self._active: list[_Shift] = []
         self._work = threading.Condition()
         self._worker: threading.Thread | None = None
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         atexit.register(self._leave)
 
-    def _meet(self) -> None:
-        """The first exchange."""
+    def _duplicate_both(self) -> None:
+        """Duplicate the communicator, for data and for control messages."""
         self._data = self._duplicate()
         self._control = self._duplicate()
         self.peers = Peers(self.allgather(identity()))
@@ -109,12 +109,12 @@ class MPIRanks(Communicator):
         if self.broken:
             raise RankError(f"this communicator is out of step: {self.broken}")
         if self._data is None:
-            self._meet()
+            self._duplicate_both()
         self.call += 1
         message = pickle.dumps(value)
         size = len(message)
         room, longest = 0, SHORT
-        while longest > room:  # once, or where a message is long, twice
+        while longest > room:  # twice where a message is long
             room = longest
             own = np.zeros(8 + room, np.uint8)
             own[:8] = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
@@ -128,7 +128,8 @@ class MPIRanks(Communicator):
         ]
 
     def _complete(self, request: Any, *used: Any) -> None:
-        """Wait for a collective that uses these. Given up, it leaves the ranks out of step."""
+        """Wait for a collective operation on the buffers `used`. If that fails, so does the
+        communicator."""
         try:
             self.until(lambda: bool(self._checked(request.Test)))
         except BaseException as error:
@@ -157,7 +158,7 @@ class MPIRanks(Communicator):
         return shift
 
     def _advance_in_background(self, shift: _Shift) -> None:
-        """MPI moves large messages only while it is called: a thread does that during products."""
+        """MPI transfers large messages only inside its functions: a thread calls them meanwhile."""
         with self._work:
             self._active.append(shift)
             if self._worker is None:
@@ -178,13 +179,13 @@ class MPIRanks(Communicator):
             time.sleep(1e-3)
 
     def _checked(self, call: Callable[[], Any]) -> Any:
-        """An MPI call; its error as one of the ranks."""
+        """The result of an MPI function; its error as RankError."""
         try:
             return call()
         except self.MPI.Exception as error:
             raise self.blame(error, "MPI") from None
 
-    # -- signs of life
+    # -- control messages
 
     def listen(self) -> None:
         if self._control is None:
@@ -214,7 +215,7 @@ class MPIRanks(Communicator):
                 self._waiting[source] = call
 
     def _tell(self, what: str, text: str = "") -> None:
-        """Send every other rank a message, as far as they can be reached."""
+        """Send a control message to every other rank that can be reached."""
         if self._control is None:
             return
         message = bytearray(pickle.dumps((what, self.call, text)))
@@ -235,7 +236,7 @@ class MPIRanks(Communicator):
             if r != self.rank and self._waiting.get(r) != self.call
         ]  # fmt: skip
         if self._control is None and len(quiet) > 1:
-            return "another rank"  # nobody has heard of anybody yet
+            return "another rank"  # there was no control message yet
         return ", ".join(quiet) if quiet else "ranks that wait too"
 
     def fail(self, error: BaseException) -> None:
@@ -250,12 +251,12 @@ class MPIRanks(Communicator):
         self._tell(FAILED, self.broken)
 
     def _leave(self) -> None:
-        """At the end of the process: tell ranks that may call yet. Where they are out of step,
-        finish together, or end them all."""
+        """At the end of the process: tell the others. After an error, wait some seconds for all
+        ranks to come here; if they do not, abort them."""
         if self.size == 1 or self.MPI.Is_finalized() or os.getpid() != self._process:
             return
         if not self.broken:
-            error = getattr(sys, "last_value", None)  # that nobody caught
+            error = getattr(sys, "last_value", None)  # an uncaught exception
             why = f"rank {self.rank} has ended"
             self._tell(ENDED, why if error is None else f"{why}: {_in_words(error)}")
             return
@@ -266,7 +267,7 @@ class MPIRanks(Communicator):
                 if request is not None and request.Test():
                     return
                 if self._ended or self.peers.gone():
-                    time.sleep(2.0)  # let the others say their error
+                    time.sleep(2.0)  # time for the others to print their errors
                     break
                 time.sleep(0.01)
         except self.MPI.Exception:
@@ -276,7 +277,7 @@ class MPIRanks(Communicator):
         (self._control or self._comm).Abort(1)
 
 
-_abandoned: list[Any] = []  # what will never complete: its buffers must outlive it
+_abandoned: list[Any] = []  # operations that may never complete, kept with their buffers
 
 
 def _in_words(error: BaseException) -> str:
@@ -284,7 +285,7 @@ def _in_words(error: BaseException) -> str:
 
 
 class _Shift:
-    """Requests of one shift; the background thread and the caller both look at them."""
+    """The requests of one shift, which the background thread and the caller both test."""
 
     def __init__(self, ranks: MPIRanks, requests: list[Any], buffers: Any) -> None:
         self.ranks, self.requests, self.buffers = ranks, requests, buffers
@@ -318,7 +319,7 @@ class _Shift:
 
 
 def _pieces(array: Array) -> list[Array]:
-    """The bytes of a contiguous array, in messages of a size that every library takes."""
+    """The bytes of a contiguous array, in messages below the 2 GiB that all MPI libraries take."""
     if array.nbytes == 0:
         return []
     flat = array.reshape(-1).view(np.uint8)

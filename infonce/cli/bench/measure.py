@@ -1,4 +1,4 @@
-"""What `infonce bench` and benchmarks/gpu.py share: cases, rounds of contenders, errors, rows."""
+"""How contenders are compared: cases, rounds in which they take turns, errors, the record."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from ..arrays import native
-from ..spec import Loss
-from . import machine
+from ...arrays import native
+from ...spec import Loss
+from .. import machine
 
 Array = Any
 Outcome = tuple[Any, list[Array]]  # loss, gradients of the features that get one
 Run = Callable[[], Outcome]
 TEMPERATURE = 0.07
-PACKAGES = {
-    "torch": "'infonce[torch]'"
-}  # module that a contender needs -> what pip installs for it
+# module that a contender needs -> argument of `pip install`
+PACKAGES = {"torch": "'infonce[torch]'"}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
 
@@ -33,25 +32,20 @@ class Case:
     rows: int
     dim: int
     dtype: str = "float32"
-    precision: str = "auto"
     workspace: int = 256 * 2**20
-    gradient: bool = True  # False: the loss alone
-    grad_dtype: str | None = None  # of this library's gradients; None: the features'
     scale: float = 1 / TEMPERATURE
 
     @property
     def products(self) -> float:
         """Matrix products of 2 N N D operations that loss and gradient need, without the logits
         being kept: all of them, or one triangle where rows are columns."""
-        if not self.gradient:
-            return 0.5 if self.kind.symmetric else 1.0
         if self.kind.symmetric or self.kind.locked:
             return 2.0
         return 3.0 if self.kind.sigmoid else 4.0
 
     @property
     def operations(self) -> float:
-        """Useful ones, whatever is executed."""
+        """Floating-point operations of these products, whatever a contender executes."""
         return self.products * 2 * self.rows**2 * self.dim
 
     def gradients_of(self, values: Sequence[Any]) -> list[Any]:
@@ -61,11 +55,11 @@ class Case:
 
 
 class Bench(Protocol):
-    """A place to measure: the host or a GPU."""
+    """Where contenders are measured: the CPU or a GPU."""
 
     @property
     def methods(self) -> Sequence[str]:
-        """The contenders that there are."""
+        """The names of all contenders."""
         ...
 
     def inputs(self, case: Case) -> list[list[Array]]:
@@ -81,23 +75,23 @@ class Bench(Protocol):
         ...
 
     def memory(self, method: str, run: Run) -> dict[str, int | None]:
-        """Bytes that a call takes beyond the inputs and what it hands out."""
+        """Peak bytes of a call beyond inputs and outputs."""
         ...
 
     def turn(self, run: Run) -> dict[str, list[float]]:
         """Seconds of one call or of several, by what is timed: `seconds`, and maybe others."""
         ...
 
-    def yardstick(self) -> None:
+    def time_gemm(self) -> None:
         """Time one large matrix product."""
         ...
 
-    def refusals(self) -> tuple[type[BaseException], ...]:
-        """What contenders raise that cannot run here."""
+    def skipped_errors(self) -> tuple[type[BaseException], ...]:
+        """Errors by which a contender is skipped: it cannot run here."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a record has to name besides commit and date, and `gemm`, the yardstick's rates."""
+        """What a record names besides commit and date; `gemm` has the rates of `time_gemm`."""
         ...
 
 
@@ -112,8 +106,8 @@ def compare(
     try:
         inputs = bench.inputs(case)
         reference = bench.reference(case, inputs[0])
-    except bench.refusals() as error:
-        bench.yardstick()  # which every record has
+    except bench.skipped_errors() as error:
+        bench.time_gemm()  # which every record has
         reason = _reason(error)
         return [{"size": case.rows, "method": method, "skipped": reason} for method in methods]
     running: dict[str, Run] = {}
@@ -124,17 +118,17 @@ def compare(
             run = bench.contender(method, case, inputs)
             row.update(errors(run(), reference))
             row.update(bench.memory(method, run))
-        except bench.refusals() as error:
+        except bench.skipped_errors() as error:
             row["skipped"] = _reason(error)
             continue
         running[method] = run
     times: dict[str, dict[str, list[float]]] = {method: {} for method in running}
     for done in range(rounds):
-        bench.yardstick()
+        bench.time_gemm()
         for method in list(times):
             try:
                 turn = bench.turn(running[method])
-            except bench.refusals() as error:  # memory that the others left room for no more
+            except bench.skipped_errors() as error:  # no memory left beside the other contenders
                 rows[method]["skipped"] = _reason(error)
                 del times[method]
                 continue
@@ -153,17 +147,17 @@ def compare(
 
 
 def _reason(error: BaseException) -> str:
-    said = " ".join(str(error).split())[:300]
+    message = " ".join(str(error).split())[:300]
     if isinstance(error, ModuleNotFoundError):
         package = PACKAGES.get((error.name or "").partition(".")[0])
-        return f"{said}: pip install {package}" if package else said
-    if isinstance(error, (ImportError, MemoryError, ValueError)) and said:
-        return said
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
+        return f"{message}: pip install {package}" if package else message
+    if isinstance(error, (ImportError, MemoryError, ValueError)) and message:
+        return message
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record of a run. Rates are compared with the yardstick's."""
+    """The record of a run. Rates are compared with those of the large matrix product."""
     described = bench.describe()
     gemm = statistics.median(described["gemm"]["gflops"])
     for row in results:
@@ -185,11 +179,11 @@ def errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
     loss = float(loss)
     if reference is None or (loss != loss and not gradients):  # bare products have no loss
         return {}
-    found = {"loss_error": abs(loss - float(reference[0])) / abs(float(reference[0]))}
+    relative = {"loss_error": abs(loss - float(reference[0])) / abs(float(reference[0]))}
     if gradients:
         pairs = zip(gradients, reference[1], strict=True)
-        found["gradient_error"] = max(_distance(native(g), native(r)) for g, r in pairs)
-    return found
+        relative["gradient_error"] = max(_distance(native(g), native(r)) for g, r in pairs)
+    return relative
 
 
 def _distance(got: Array, want: Array) -> float:

@@ -1,12 +1,12 @@
-"""The ranks that share a batch: what the ring needs of them, with bounded waits.
+"""The interface of communicators: `Communicator`, with bounded waits, and `RankError`.
 
-The ring asks little of a communicator (`Communicator`): small Python values from all ranks, and a
-shift of arrays to the next rank. mpi.py adapts mpi4py's communicators; anything else that
-subclasses `Communicator` can be passed as `comm` as it is.
+The ring needs two operations: an allgather of small Python values, and a shift of arrays to the
+next rank. mpi.py has them for mpi4py's communicators; an instance of any other subclass of
+`Communicator` can be passed as `comm`.
 
-A rank that raises tells the others, which raise too; so does one that ends between calls. One that
-is killed is noticed by the ranks of its host; one that just stops is named when the time is out. So
-nobody waits for ever.
+A rank that raises an error, or ends between calls, tells the others, which raise `RankError`. A
+rank that is killed is noticed by the ranks of its host; a rank that hangs is named after the
+timeout. So no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 Array = Any
 TIMEOUT = 300.0  # seconds
-LISTEN = 0.05  # seconds between looks at the other ranks
-BUSY = 5e-3  # seconds of waiting without sleep, which would last longer than most waits
+LISTEN = 0.05  # seconds between calls of `listen`
+BUSY = 5e-3  # seconds of waiting before the first sleep: most waits are shorter than one
 
 
 # lets other processes of this core run, and other threads of this one
@@ -29,48 +29,27 @@ _yield: Callable[[], None] = getattr(os, "sched_yield", functools.partial(time.s
 
 
 class RankError(RuntimeError):
-    """Another rank failed, died, or fell silent: the evaluation cannot be completed."""
+    """Another rank failed, ended, or did not respond in time: the call cannot be completed."""
 
 
 class Pending(Protocol):
-    """A shift under way."""
+    """A shift that has been started."""
 
     def wait(self) -> None:
-        """Return when what was sent may be overwritten and what is received may be used."""
-        ...
-
-
-class Transport(Protocol):
-    """A way to the next rank."""
-
-    name: str
-
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        """Start sending arrays to the rank `distance` further on, and receiving as many."""
-        ...
-
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        """0-d float64 arrays, when all that was queued on the device is done; RankError if it
-        cannot be."""
-        ...
-
-    def close(self) -> None:
-        """Give up what is under way."""
+        """Return when sent arrays may be overwritten and received arrays may be read."""
         ...
 
 
 class Communicator:
-    """What the ring needs of the ranks. Subclasses supply `allgather` and `shift`.
+    """The ranks that share a batch. Subclasses implement `allgather` and `shift`.
 
     Attributes
     ----------
     rank, size : int
     timeout : float or None
-        Seconds that a rank waits for others before it gives up; set by each call of a loss.
+        Seconds that a rank waits for others before `RankError`; set by each call of a loss.
     waited, moving : float
-        Seconds so far that a rank waited for shifts, and that shifts were under way.
+        Total seconds that this rank waited for shifts, and that shifts were in progress.
     """
 
     rank: int
@@ -88,7 +67,7 @@ class Communicator:
     ) -> Pending:  # fmt: skip
         """Start sending C-contiguous arrays to rank + distance (mod size) while receiving as many
         from rank - distance, of the sizes that the receiver gives. NumPy arrays (with a CUDA-aware
-        library, CuPy arrays) of any dtype; raw bytes travel. Shifts complete in the order of their
+        library, CuPy arrays) of any dtype, sent as bytes. Shifts complete in the order of their
         start."""
         raise NotImplementedError
 
@@ -96,27 +75,27 @@ class Communicator:
         """Raise RankError if another rank is known to have failed. Called while waiting."""
 
     def overdue(self) -> None:
-        """Half of the time is out: a chance to tell the others that this rank is alive."""
+        """Called after half of the timeout: tell the others that this rank is alive and waits."""
 
     def silent(self) -> str:
-        """Who the others are that have given no sign of life."""
+        """The ranks that have not told that they are alive, as `RankError` names them."""
         return "another rank"
 
     def fail(self, error: BaseException) -> None:
-        """This rank leaves an evaluation with `error`: tell the others."""
+        """Called when this rank leaves a call with `error`: tell the others."""
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Wait for `done()`; RankError if a rank fails meanwhile or the time is out."""
+        """Wait for `done()`; RankError if a rank fails meanwhile, or after the timeout."""
         began = now = time.monotonic()
-        look, told = began + LISTEN, False
+        look, overdue = began + LISTEN, False
         while not done():
             now = time.monotonic()
             if now >= look:
                 self.listen()
                 look = now + LISTEN
-            if self.timeout is not None and now - began > self.timeout / 2 and not told:
+            if self.timeout is not None and now - began > self.timeout / 2 and not overdue:
                 self.overdue()
-                told = True
+                overdue = True
             if self.timeout is not None and now - began > self.timeout:
                 self.listen()
                 raise RankError(
@@ -126,11 +105,11 @@ class Communicator:
             if now - began < BUSY:
                 _yield()
             else:
-                time.sleep(min(1e-3, (now - began) / 100))  # late by at most a hundredth
+                time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
 
     def bounded(self, function: Callable[[], Any], library: str) -> Any:
-        """What `function` returns, which waits for ranks without end: it runs in a thread.
-        RankError as from `until`, and for an error of the `library` that it calls."""
+        """Run `function`, which waits for ranks without a limit, in a thread and return its result.
+        RankError as from `until`, and for any error, as one of the `library` that it calls."""
         results: list[Any] = []
         errors: list[BaseException] = []
 
@@ -148,8 +127,8 @@ class Communicator:
         return results[0]
 
     def blame(self, error: BaseException, library: str) -> RankError:
-        """Whose fault an error of a library is: a connection breaks before its process is seen to
-        end."""
+        """The RankError for an error of a library: of a rank that has ended, where one is found. A
+        broken connection is seen before the end of the process: `listen` for a second."""
         for _ in range(50):
             self.listen()
             time.sleep(0.02)

@@ -1,5 +1,8 @@
-"""Transports of CuPy arrays. A shift is ordered after what the current stream holds when it starts,
-and `wait` orders what the current stream gets next after it; the products between run beside it."""
+"""Transports of CuPy arrays: NCCL, CUDA-aware MPI, MPI through pinned host memory.
+
+A shift starts after the work that the current stream has when `shift` is called. Work that the
+stream gets after `wait` starts after the shift; work between the two overlaps with it.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,21 @@ import cupy
 import cupyx
 import numpy as np
 
-from .communicator import Array, Communicator, Pending, Transport
+from ..communicators.base import Array, Communicator, Pending
+from .base import Transport
 
-BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype travels as its bytes
-MOST_NUMBERS = 8  # that are read at once
+BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
+MOST_NUMBERS = 8  # in one `read`
 
 
-_abandoned: list[Any] = []  # host memory that the device may write to yet
+_abandoned: list[Any] = []  # host memory that the device may still write to
 
 
 @functools.cache
 def nccl_missing() -> str | None:
     """Why NCCL cannot be used here; None if it can."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in which CuPy says the same at length
+        warnings.simplefilter("ignore")  # of CuPy, where NCCL is missing
         from cupy.cuda import nccl
     if not nccl.available:
         return "CuPy finds no NCCL (pip install 'infonce[cuda13]' or 'infonce[cuda12]')"
@@ -33,7 +37,7 @@ def nccl_missing() -> str | None:
 
 
 def device_name() -> str:
-    """This rank's current GPU, as no other GPU is called."""
+    """A name of this rank's current GPU that is unique on its machine."""
     return _name(cupy.cuda.Device().id)
 
 
@@ -55,24 +59,24 @@ def make(name: str, ranks: Communicator) -> Transport:
 
 
 class _Base:
-    """What they share: a stream beside the caller's, and bounded waiting for the device."""
+    """Base of the transports: a stream for transfers, and bounded waits for the device."""
 
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
         self.timers: list[Any] | None = None  # [] to measure
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
-        # recorded again by every shift: a wait is for what was recorded last before it
+        # recorded again by every shift: a wait refers to the latest record before it
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
         self.numbers = cupyx.empty_pinned(MOST_NUMBERS, np.float64)
 
     def begin(self) -> None:
-        """Transfers come after what the current stream holds."""
+        """Order the next transfers after the work that the current stream has."""
         self.ready.record()
         self.stream.wait_event(self.ready)
 
     def timer(self, stream: Any) -> Any:
-        """An event on `stream` by which time can be told; None while nobody measures."""
+        """An event with a time on `stream`; None unless shifts are timed."""
         if self.timers is None:
             return None
         event = cupy.cuda.Event()
@@ -80,7 +84,7 @@ class _Base:
         return event
 
     def seconds(self) -> tuple[float, float]:
-        """(shifts under way, stream waiting for them) since `timers` was set to []."""
+        """Seconds of shifts, and seconds that the stream waited for them, since `timers` was []."""
         elapsed = cupy.cuda.get_elapsed_time
         timers = self.timers or []
         return (
@@ -89,7 +93,7 @@ class _Base:
         )
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
-        """Wait for the device as long as one waits for ranks: it may be waiting for them."""
+        """Waits for the device within the timeout of ranks: its work may wait for other ranks."""
         stream, runtime = cupy.cuda.get_current_stream(), cupy.cuda.runtime
         to = self.numbers.ctypes.data
         for i, number in enumerate(numbers):
@@ -105,7 +109,7 @@ class _Base:
         return [float(number) for number in self.numbers[: len(numbers)]]
 
     def close(self) -> None:
-        """Nothing of these is stuck in the device when a rank is gone."""
+        """Nothing to abandon: the device never waits for another rank."""
 
 
 class NCCL(_Base):
@@ -127,7 +131,7 @@ class NCCL(_Base):
         )
 
     def _bounded(self, function: Callable[[], Any]) -> Any:
-        """What NCCL does when it has waited for other ranks, however long."""
+        """Run a function of NCCL that waits for other ranks, within the timeout."""
 
         def on_device() -> Any:
             with self.device:
@@ -147,7 +151,7 @@ class NCCL(_Base):
         link = distance, bool(send), bool(receive)
         if link in self.linked:
             self._queue(send, right, receive, left)
-        else:  # NCCL connects two ranks when they first meet
+        else:  # NCCL connects two ranks in their first transfer, and waits for both
             self._bounded(lambda: self._queue(send, right, receive, left))
             self.linked.add(link)
         return _Queued(self, began)
@@ -166,7 +170,7 @@ class NCCL(_Base):
 
 
 class _Queued:
-    """A shift on another stream."""
+    """A shift that is queued on the transport's stream."""
 
     def __init__(self, transport: _Base, began: Any = None) -> None:
         self.transport, self.began = transport, began
@@ -195,8 +199,8 @@ class CudaAware(_Base):
 
 
 class _ByHost:
-    """A shift that the host makes while the device computes: all of it happens in `wait`, when
-    the step's products have been queued."""
+    """A shift that the host makes while the device computes: in `wait`, which is called when the
+    products of the step are queued."""
 
     def __init__(
         self, transport: _Base, ready: Any, send: Sequence[Array], receive: Sequence[Array],
@@ -222,6 +226,8 @@ class Staged(_Base):
 
 
 class _Staged:
+    """A shift through pinned host memory: copied to it at once, sent in `wait`."""
+
     def __init__(
         self, transport: Staged, send: Sequence[Array], receive: Sequence[Array], distance: int
     ) -> None:

@@ -1,4 +1,4 @@
-"""The processes of the ranks, and which of them have ended."""
+"""The processes of the ranks: their identity, and which have ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """A rank's process. Its number means something on one machine, in one process namespace."""
+    """A rank's process. Its number is unique in one process namespace of one machine."""
 
     host: str
-    machine: (
-        str  # one boot of one kernel: hosts may share a name, containers of a host have several
-    )
-    space: str
+    machine: str  # boot id of the kernel: host names are neither unique nor the same in containers
+    space: str  # process namespace
     number: int
-    started: str  # numbers are used again
+    started: str  # start time: numbers are used again
 
 
 def identity() -> Process:
@@ -33,7 +31,7 @@ def identity() -> Process:
 
 
 class Peers:
-    """The processes of all ranks. Watched are those that can be seen from here while they live."""
+    """The processes of all ranks; those that are visible from this one are watched."""
 
     def __init__(self, processes: Sequence[Process] = ()) -> None:
         self.processes = processes
@@ -48,7 +46,7 @@ class Peers:
         }
 
     def gone(self) -> dict[int, str]:
-        """Ranks whose processes have ended: what to say of each."""
+        """Ranks whose processes have ended, each with a message."""
         return {
             rank: f"rank {rank} (process {process.number} on {process.host}) is gone"
             for rank, process in self.watched.items()
@@ -57,7 +55,7 @@ class Peers:
 
 
 def _started(process: int) -> str | None:
-    """When a process started; "" if it has ended, None where the system does not tell."""
+    """Start time of a process; "" if it has ended, None where the system has no /proc."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

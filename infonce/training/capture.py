@@ -1,11 +1,11 @@
-"""A loss captured in a CUDA graph: the whole call again for the price of one launch."""
+"""Calls of a loss captured in CUDA graphs, replayed by one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from . import arrays
+from .. import arrays
 
 Array = Any
 
@@ -22,13 +22,13 @@ class Captured:
     def __init__(self, function: Callable[..., Any], inputs: tuple[Array, ...], options: Any):
         import cupy
 
-        self._inputs = inputs  # the graph reads their memory
-        self._pool = cupy.cuda.MemoryPool()  # and works in this
+        self._inputs = inputs  # kept: the graph reads their memory
+        self._pool = cupy.cuda.MemoryPool()  # kept: of the graph's temporary memory
         self._stream = cupy.cuda.Stream(non_blocking=True)
         before = cupy.cuda.get_current_stream().record()
         with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
             self._stream.wait_event(before)
-            function(*inputs, **options)  # compiles, and leaves its memory to the pool
+            function(*inputs, **options)  # compiles, and fills the pool
             self._stream.synchronize()
             self._stream.begin_capture()
             try:

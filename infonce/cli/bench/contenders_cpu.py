@@ -1,4 +1,4 @@
-"""What `infonce bench` compares on the host: this library, and full matrices of logits."""
+"""Contenders of `infonce bench` on the CPU: this library, and full matrices of logits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 import infonce
 
-from ..kernels.cpu.naive import PASSES, available_memory
-from ..spec import Loss
-from .common import human
+from ...kernels.cpu.naive import PASSES, available_memory
+from ...spec import Loss
+from ..common import human
 from .measure import Array, Case, Outcome, Run
 
 LIBRARY = ("naive", "fused", "tiled")
@@ -58,7 +58,7 @@ def positives(kind: Loss, rows: int) -> Array:
 
 
 def _products(case: Case, features: Sequence[Array]) -> Run:
-    """The products that loss and gradient are made of, and nothing else: a yardstick."""
+    """The products that loss and gradient are made of, and nothing else, to compare with."""
     dtype = np.result_type(features[0].dtype, np.float32)
     query, key = (features[i].astype(dtype, copy=False) for i in (0, -1))
     x = np.empty((len(query), len(key)), dtype)

@@ -1,4 +1,4 @@
-"""The GPU as a place to measure: device time between events, memory of both allocators."""
+"""Measurement on the current GPU: time between events, memory of CuPy's and PyTorch's pools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import contenders_gpu, machine
+from .. import machine
+from . import contenders_gpu
 from .contenders_gpu import METHODS, by_panels, product
 from .measure import DTYPES, Array, Case, Outcome, Run
 
@@ -95,16 +96,16 @@ class Device:
         return {"peak_bytes": max(0, peak - sum(gradient.nbytes for gradient in outcome[1]))}
 
     def turn(self, run: Run) -> dict[str, list[float]]:
-        """Calls are queued one after another as a training loop queues them; the first, which
-        brings back what other contenders have displaced, is not counted if there are more."""
+        """Calls are queued one after another as in a training loop; the first, which refills caches
+        after the other contenders, is not counted if there are more."""
         seconds = self._elapsed(run, 1)
         calls = int(min(MOST_CALLS, TURN / seconds[0]))
         if calls > 1:
             seconds = self._elapsed(run, calls)
-        found = {"seconds": seconds}
+        times = {"seconds": seconds}
         if seconds[-1] < SMALL:
-            found["wall"] = [self._wall(run) for _ in range(MOST_CALLS)]
-        return found
+            times["wall"] = [self._wall(run) for _ in range(MOST_CALLS)]
+        return times
 
     def _elapsed(self, run: Callable[[], Any], calls: int) -> list[float]:
         events = [self.cupy.cuda.Event() for _ in range(calls + 1)]
@@ -122,13 +123,13 @@ class Device:
         self.cupy.cuda.get_current_stream().synchronize()
         return time.perf_counter() - start
 
-    def yardstick(self) -> None:
+    def time_gemm(self) -> None:
         seconds = self._elapsed(
             lambda: product(self.precision, self.product, self.square, self.square), 5
         )
         self.rates += [2 * GEMM**3 / s / 1e9 for s in seconds[1:]]
 
-    def refusals(self) -> tuple[type[BaseException], ...]:
+    def skipped_errors(self) -> tuple[type[BaseException], ...]:
         return (Exception,)  # other projects' code fails in many ways
 
     def describe(self) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Device:
 
 
 def _peak(cupy: Any) -> Any:
-    """A context that sees the most bytes that CuPy's pool has handed out since it was entered."""
+    """A context that measures the peak of the bytes that CuPy's pool has allocated inside it."""
 
     class Peak(cupy.cuda.MemoryHook):  # type: ignore[misc]
         name = "infonce peak"
@@ -158,6 +159,3 @@ def _peak(cupy: Any) -> Any:
             self.used -= given["mem_size"]
 
     return Peak()
-
-
-__all__ = ["METHODS", "Device"]

@@ -1,7 +1,7 @@
-"""One argument at a time: what a call needs of it, or an error.
+"""The checks of single arguments: each returns the value that a call works with, or raises.
 
-Messages name the argument, what was expected and what came. Nothing but `finite`, for those who ask
-for it, waits for a device: what only a GPU knows of an array is left to its kernels.
+Messages name the argument, what was expected and what came. Only `finite`, behind an option, waits
+for a device: values of arrays on a GPU are checked by its kernels.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import native, on_gpu
-from .kernels.problem import SCALES, Array
-from .spec import Loss
+from ..arrays import native, on_gpu
+from ..kernels.problem import SCALES, Array
+from ..spec import Loss
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -42,14 +42,14 @@ SHORT.maxstring = SHORT.maxother = 80
 
 def what(value: Any) -> str:
     """A value as an error message names it, in one line."""
-    kind, shape = type(value).__name__, getattr(value, "shape", None)
+    type_name, shape = type(value).__name__, getattr(value, "shape", None)
     if isinstance(shape, tuple) and hasattr(value, "dtype"):
-        return f"{kind} of shape {tuple(shape)} and dtype {value.dtype}"
+        return f"{type_name} of shape {tuple(shape)} and dtype {value.dtype}"
     try:
         shown = " ".join(SHORT.repr(value).split())
     except ValueError:  # an integer of too many digits for Python
-        return kind
-    return shown if value is None or isinstance(value, str) else f"{kind} {shown}"[:120]
+        return type_name
+    return shown if value is None or isinstance(value, str) else f"{type_name} {shown}"[:120]
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ def flag(name: str, value: Any) -> None:
 
 
 def is_integer(value: Any) -> bool:
-    """Of Python or NumPy; to both some are integers that are no numbers."""
+    """Whether it is an integer of Python or NumPy, and neither a bool nor a time difference."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
@@ -118,7 +118,7 @@ def finite(xp: Any, name: str, z: Array) -> None:
 
 
 def number(name: str, value: Any) -> Any:
-    """A float; or a 0-d array on a GPU, which is not looked at: that would wait for the device."""
+    """A finite float; or a 0-d array on a GPU, unread: to read it would wait for the device."""
     value = native(value, name)
     if on_gpu(value) and value.ndim == 0:
         if value.dtype.name not in FLOATS:
@@ -144,19 +144,19 @@ def real(name: str, value: Any) -> float:
 
 
 def listed(name: str, value: Any, expected: str) -> Array:
-    """An array, or what NumPy makes one of."""
+    """An array; lists and other values become NumPy arrays."""
     value = native(value, name)
     if is_array(value):
         return value
     try:
         return np.asarray(value)
-    except Exception:  # whatever is in it says so in its own way
+    except Exception:  # objects in a list may raise anything
         raise TypeError(f"{name}: expected {expected}, got {what(value)}") from None
 
 
 def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
-    """The scale, within the range of the dtype that computes; an array on a GPU is not looked at:
-    out of range it makes the loss NaN."""
+    """The scale, within the range of the dtype that computes. An array on a GPU is not read: out of
+    range it makes the loss NaN."""
     if temperature is not None and scale is not None:
         raise ValueError("temperature, scale: expected one of them, got both")
     if temperature is None and scale is None:
@@ -204,12 +204,12 @@ def integers(xp: Any, name: str, value: Any, n: int) -> Array:
 
 
 def positives(xp: Any, labels: Array | None, m: int, n: int) -> tuple[Array, Array | None]:
-    """[M] the positive key of each row; on a GPU also which labels are out of range."""
+    """[M] the positive key of each row; on a GPU also a mask of labels out of range."""
     if labels is None:
         return None, None
     labels = integers(xp, "labels", labels, m)
     outside = (labels < 0) | (labels >= n)
-    if xp is not np:  # to look would be to wait for the device: such rows get a NaN loss instead
+    if xp is not np:  # to read it would wait for the device: such rows get a NaN loss instead
         return xp.where(outside, 0, labels), outside
     if outside.any():
         i = int(outside.argmax())
@@ -233,10 +233,10 @@ def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
     return shared, shared
 
 
-def upstream(xp: Any, grad_out: Any, reduction: str, m: int, share: float) -> Any:
-    """d result / d loss_i: a number for all rows, or [M]; `share` of `grad_out`."""
+def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: float) -> Any:
+    """Upstream gradient of each row's loss: `row_share` times `grad_out`, a number or [M]."""
     if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
-        return real("grad_out", grad_out) * share
+        return real("grad_out", grad_out) * row_share
     expected = "a number or a float array"
     value = listed("grad_out", grad_out, expected)
     if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
@@ -248,8 +248,8 @@ def upstream(xp: Any, grad_out: Any, reduction: str, m: int, share: float) -> An
             f'reduction="{reduction}", got {value.shape}'
         )
     if isinstance(value, np.ndarray) and value.ndim == 0:
-        return float(value) * share
-    value = xp.asarray(value).astype(np.float64) * share
+        return float(value) * row_share
+    value = xp.asarray(value).astype(np.float64) * row_share
     return xp.ascontiguousarray(xp.broadcast_to(value, (m,)))
 
 

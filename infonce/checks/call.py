@@ -1,6 +1,6 @@
-"""Every validation, once, before any work: the caller's arguments become a `Problem`.
+"""The checks of a call as a whole: before any work, its arguments become a `Problem`.
 
-What is asked of a single argument is in `validation`; here is what a call is, as a whole.
+The checks of single arguments are in `validation`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import gpu_missing, namespace, native, on_gpu
+from ..kernels.problem import Array, Gradients, Problem
+from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import validation
-from .arrays import gpu_missing, namespace, native, on_gpu
-from .kernels.problem import Array, Gradients, Problem
-from .spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The arrays of a call are some rows, or none, of a batch that is spread over ranks."""
+class Batch:
+    """Size of the whole batch, of which a call over ranks has this rank's rows, or none."""
 
-    rows: int  # queries of the whole batch
+    rows: int  # queries
     columns: int  # keys
 
 
 @dataclass(eq=False)
 class Request:
-    """A checked call: the problem, and what to hand back."""
+    """A checked call: the problem, and what to return of its solution."""
 
     problem: Problem
     gradients: Gradients | None
-    feature_grads: dict[str, Array]  # by argument name; those that were asked for
-    given_out: dict[str, Array]  # the caller's own arrays among them, as they came
+    feature_grads: dict[str, Array]  # by argument name; those in `wrt`
+    given_out: dict[str, Array]  # of these, the arrays of `out`, as the caller passed them
     without_positive: Array | None  # [M] rows whose label is out of range (known on a GPU alone)
     wrt: frozenset[str]
     reduction: str
@@ -47,39 +47,38 @@ class Request:
 
 
 @dataclass(eq=False)
-class _Settled:
-    """What follows from the kinds of the arrays and from options that are no arrays.
+class _StaticChecks:
+    """What follows from shapes, dtypes, devices and plain options alone.
 
-    A training loop makes the same call again and again: what was found right once is right.
+    It is kept: a training loop makes the same call again and again.
     """
 
     xp: Any  # numpy or cupy
-    whole: Shard  # the batch
-    scale: float | None  # None where it comes as an array, with every call
-    bias: float | None  # the same
+    batch: Batch
+    scale: float | None  # None: given as an array, which is checked in every call
+    bias: float | None  # as `scale`
     normalize: bool
     method: str
     compute: str
     workspace: int
     check_finite: bool
     wrt: frozenset[str]
-    new: dict[str, tuple[Any, Any]]  # shapes and dtypes of feature gradients, where none are given
+    new: dict[str, tuple[Any, Any]]  # shape and dtype of each feature gradient
     grad_dtype: np.dtype[Any] | None
     want_query: bool
     want_key: bool
     reduction: str
-    share: float  # of a row in the result
+    row_share: float  # weight of a row in the reduced loss
     dtype: np.dtype[Any]  # of the loss
     metrics: bool
     return_logits: bool
     offload: bool
 
 
-# options of such classes settle a call; of others, that may be arrays or hold some,
-PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})
-PER_CALL = frozenset({"out", "grad_out", "ids", "progress"})  # these are looked at in every call,
-NUMBERS = frozenset({"scale", "temperature"})  # and these, where they are arrays
-_settled: dict[tuple[Any, ...], _Settled] = {}
+PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
+PER_CALL = frozenset({"out", "grad_out", "ids", "progress"})  # checked in every call
+NUMBERS = frozenset({"scale", "temperature"})  # checked in every call where they are arrays
+_cache: dict[tuple[Any, ...], _StaticChecks] = {}
 
 
 def check(
@@ -89,33 +88,33 @@ def check(
     bias: Any,
     options: Mapping[str, Any],
     with_grad: bool,
-    shard: Shard | None = None,
-    made: dict[str, Any] | None = None,
+    batch: Batch | None = None,
+    grad_buffers: dict[str, Any] | None = None,
 ) -> Request:
-    """Validate one call of a loss on NumPy or on CuPy arrays. `made` is memory for the gradients
-    that an adapter has made, as it has to be: there is nothing to check."""
+    """Check one call of a loss on NumPy or CuPy arrays. `grad_buffers` are feature gradients that
+    an adapter has allocated: unlike `out` they are not checked."""
     labelled = labels is not None
-    kind = _kind(loss, arrays, labelled, bias, options, with_grad, shard)
-    settled = None if kind is None else _settled.get(kind)
-    if settled is None:
-        settled = _settle(loss, arrays, labelled, bias, options, with_grad, shard)
-        if kind is not None:
-            if len(_settled) >= 256:
-                _settled.clear()
-            _settled[kind] = settled
+    cache_key = _cache_key(loss, arrays, labelled, bias, options, with_grad, batch)
+    static = None if cache_key is None else _cache.get(cache_key)
+    if static is None:
+        static = _check_static(loss, arrays, labelled, bias, options, with_grad, batch)
+        if cache_key is not None:
+            if len(_cache) >= 256:
+                _cache.clear()
+            _cache[cache_key] = static
 
     get = options.get
     ids, grad_out, out, progress = get("ids"), get("grad_out", 1.0), get("out"), get("progress")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
-    scale = settled.scale
+    scale = static.scale
     if scale is None:  # an array: its value may be another each time
-        scale = validation.scale(loss, get("temperature"), get("scale"), settled.compute)
-    an_array = loss.sigmoid and settled.bias is None
-    bias = validation.number("bias", bias) if an_array else settled.bias
+        scale = validation.scale(loss, get("temperature"), get("scale"), static.compute)
+    an_array = loss.sigmoid and static.bias is None
+    bias = validation.number("bias", bias) if an_array else static.bias
     query, key = arrays[0], arrays[-1]
-    xp, wrt, reduction = settled.xp, settled.wrt, settled.reduction
-    if settled.check_finite:
+    xp, wrt, reduction = static.xp, static.wrt, static.reduction
+    if static.check_finite:
         for name, z in zip(loss.arguments, arrays, strict=True):
             validation.finite(xp, name, z)
     row_ids = column_ids = positives = without_positive = None
@@ -123,47 +122,50 @@ def check(
         row_ids, column_ids = validation.ids(xp, loss, ids, len(query), len(key))
     if labelled:
         positives, without_positive = validation.positives(
-            xp, labels, len(query), settled.whole.columns
+            xp, labels, len(query), static.batch.columns
         )
-    upstream = validation.upstream(xp, grad_out, reduction, len(query), settled.share)
-    # None where some rows' losses are replaced before they are reduced, or where none are
+    upstream = validation.upstream(xp, grad_out, reduction, len(query), static.row_share)
+    # losses of rows without a positive become NaN before they are reduced
     reduced = reduction != "none" and without_positive is None
-    # by position, as small batches notice the time that names take
+    # by position: keyword arguments take time that small batches notice
     problem = Problem(
-        query, key, scale, upstream, positives, settled.share if reduced else None,
+        query, key, scale, upstream, positives, static.row_share if reduced else None,
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
-        row_ids, column_ids, settled.normalize, settled.compute, settled.method,
-        settled.workspace, settled.metrics, progress,
+        row_ids, column_ids, static.normalize, static.compute, static.method,
+        static.workspace, static.metrics, progress,
     )  # fmt: skip
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
-    if made is not None:
-        outs, given_out = {name: native(array) for name, array in made.items()}, made
+    if grad_buffers is not None:
+        outs, given_out = (
+            {name: native(array) for name, array in grad_buffers.items()},
+            grad_buffers,
+        )
     elif with_grad:
-        outs, given_out = _out(xp, loss, arrays, out, settled)
+        outs, given_out = _out(xp, loss, arrays, out, static)
     gradients = None
     if wrt:
         of_query, of_key = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
-        want_query, want_key = settled.want_query, settled.want_key
+        want_query, want_key = static.want_query, static.want_key
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
     return Request(
         problem, gradients, outs, given_out, without_positive, wrt, reduction,
-        settled.dtype, settled.metrics, settled.return_logits, settled.offload,
+        static.dtype, static.metrics, static.return_logits, static.offload,
     )  # fmt: skip
 
 
-def _kind(
+def _cache_key(
     loss: Loss,
     arrays: Sequence[Array],
     labelled: bool,
     bias: Any,
     options: Mapping[str, Any],
     with_grad: bool,
-    shard: Shard | None,
+    batch: Batch | None,
 ) -> tuple[Any, ...] | None:
-    """The key under which a call is settled; None for one with options that may be arrays."""
+    """The key of a call in `_cache`; None where other options may be arrays."""
     plain = options
-    classes = tuple(map(type, options.values()))  # True is no 1
+    classes = tuple(map(type, options.values()))  # for True == 1
     if not PLAIN.issuperset(classes):
         plain = {
             name: value
@@ -178,36 +180,47 @@ def _kind(
     of_bias = type(bias)
     if of_bias not in PLAIN:
         bias = None
-    kinds = []
+    of_arrays = []
     for z in arrays:
         if type(z) is np.ndarray:
-            kinds.append((z.shape, z.dtype, None))
+            of_arrays.append((z.shape, z.dtype, None))
         elif on_gpu(z):
-            kinds.append((z.shape, z.dtype, z.device.id))
+            of_arrays.append((z.shape, z.dtype, z.device.id))
         else:
             return None
     names = (*options,)
-    return loss, with_grad, labelled, shard, bias, of_bias, names, classes, *kinds, *plain.items()
+    return (
+        loss,
+        with_grad,
+        labelled,
+        batch,
+        bias,
+        of_bias,
+        names,
+        classes,
+        *of_arrays,
+        *plain.items(),
+    )
 
 
-def _settle(
+def _check_static(
     loss: Loss,
     arrays: Sequence[Array],
     labelled: bool,
     bias: Any,
     options: Mapping[str, Any],
     with_grad: bool,
-    shard: Shard | None,
-) -> _Settled:
-    """All checks that look at no element of an array."""
+    batch: Batch | None,
+) -> _StaticChecks:
+    """All checks that read no element of an array."""
     o = _options(loss, options, with_grad)
     for name, z in zip(loss.arguments, arrays, strict=True):
-        validation.features(name, z, 1 if shard is None else 0)
+        validation.features(name, z, 1 if batch is None else 0)
     query, key = arrays[0], arrays[-1]
     on_host = isinstance(query, np.ndarray)
     validation.same_device(loss, query, key)
-    whole = shard or Shard(len(query), len(key))
-    _shapes(loss, query, key, labelled, whole)
+    batch = batch or Batch(len(query), len(key))
+    _shapes(loss, query, key, labelled, batch)
     if loss.sigmoid:
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
@@ -226,9 +239,9 @@ def _settle(
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
     grad_dtype = validation.grad_dtype(o["grad_dtype"])
-    return _Settled(
+    return _StaticChecks(
         xp=namespace(query),
-        whole=whole,
+        batch=batch,
         scale=scale if all(o[name].__class__ in PLAIN for name in NUMBERS) else None,
         bias=bias if loss.sigmoid and plain_bias else None,
         normalize=bool(o["normalize"]),
@@ -243,11 +256,11 @@ def _settle(
             if name in wrt
         },
         grad_dtype=grad_dtype,
-        # scale and bias come with the rows' gradient; a key gradient alone brings them too
+        # the folds find the gradients of scale and bias with dQ, or with dK where dQ is not wanted
         want_query=loss.arguments[0] in wrt or not want_key,
         want_key=want_key,
         reduction=o["reduction"],
-        share=1.0 / whole.rows if o["reduction"] == "mean" else 1.0,
+        row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
         metrics=bool(o["metrics"]),
         return_logits=bool(o["return_logits"]),
@@ -256,7 +269,7 @@ def _settle(
 
 
 def _offload(loss: Loss, o: Mapping[str, Any], query: Array) -> None:
-    """Host arrays, a method that keeps no logits, and a GPU."""
+    """With `offload`: host arrays, a method that keeps no logits, and a GPU."""
     if not isinstance(query, np.ndarray):
         raise ValueError(
             f"offload: expected features in host memory, got {loss.arguments[0]} on GPU "
@@ -264,8 +277,8 @@ def _offload(loss: Loss, o: Mapping[str, Any], query: Array) -> None:
         )
     if o["method"] not in ("auto", "tiled"):
         raise ValueError(
-            f'method: expected "auto" or "tiled" with offload, got {o["method"]!r}: the logits are '
-            "kept nowhere"
+            f'method: expected "auto" or "tiled" with offload, got {o["method"]!r}, which '
+            "keeps the logits"
         )
     if missing := gpu_missing():
         raise ValueError(f"offload: expected a GPU to compute on, found none: {missing}")
@@ -290,7 +303,7 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
     return o
 
 
-def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, whole: Shard) -> None:
+def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -> None:
     first, last = loss.arguments[0], loss.arguments[-1]
     if query.shape[1] != key.shape[1]:
         raise ValueError(
@@ -303,19 +316,19 @@ def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, whole: Shard) 
             f"{first}: expected an even number of rows, two views of each sample, "
             f"got shape {query.shape}"
         )
-    if not (loss.square or loss.symmetric or labelled) and whole.columns < whole.rows:
-        came = f"shape {key.shape}" if len(key) == whole.columns else f"{whole.columns} in all"
+    if not (loss.square or loss.symmetric or labelled) and batch.columns < batch.rows:
+        came = f"shape {key.shape}" if len(key) == batch.columns else f"{batch.columns} in all"
         raise ValueError(
-            f"{last}: expected at least {whole.rows} rows, the positive of query i being key i "
+            f"{last}: expected at least {batch.rows} rows, the positive of query i being key i "
             f"without labels, got {came}"
         )
 
 
 def _out(
-    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, settled: _Settled
+    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, static: _StaticChecks
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Where the feature gradients go: the caller's arrays, or new ones; and the caller's alone."""
-    new = settled.new
+    """Arrays for the feature gradients, those of `out` or new ones; and those of `out` alone."""
+    new = static.new
     if out is None:
         return {name: xp.ndarray(*like) for name, like in new.items()}, {}
     given: dict[str, Any]
@@ -338,16 +351,18 @@ def _out(
         if name not in new:
             raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
         buffers[name] = native(array, f"out[{name!r}]")
-        validation.output(f"out[{name!r}]", buffers[name], features[name], settled.grad_dtype)
-    made = {
+        validation.output(f"out[{name!r}]", buffers[name], features[name], static.grad_dtype)
+    grad_buffers = {
         name: buffers[name] if name in buffers else xp.ndarray(*like) for name, like in new.items()
     }
-    apart = list(arrays)
+    others = list(arrays)
     for array in buffers.values():
-        if any(xp.may_share_memory(array, other) for other in apart):
-            raise ValueError("out: expected arrays apart from the features and from each other")
-        apart.append(array)
-    return made, given
+        if any(xp.may_share_memory(array, other) for other in others):
+            raise ValueError(
+                "out: expected arrays that share no memory with the features or each other"
+            )
+        others.append(array)
+    return grad_buffers, given
 
 
 def _native_order(dtype: np.dtype[Any]) -> np.dtype[Any]:

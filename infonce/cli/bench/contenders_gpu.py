@@ -1,4 +1,4 @@
-"""What `infonce bench --gpu` compares: this library beside torch, panels and bare products.
+"""Contenders of `infonce bench --gpu`: this library, torch, a loop over panels, bare products.
 
 All take CuPy arrays and return arrays on the device; nothing waits for it.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 import infonce
 
-from .contenders import LIBRARY, positives, torch_loss
+from .contenders_cpu import LIBRARY, positives, torch_loss
 from .measure import Array, Case, Outcome, Run
 
 METHODS = ("products", *LIBRARY, "captured", "panels", "torch", "torch.compile")
@@ -30,11 +30,11 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
 
     Raises ImportError for what is not installed and ValueError for what a method cannot do.
     """
-    if method in (*LIBRARY, "auto", "captured"):
-        return _library(method, case, inputs)
+    if method in (*LIBRARY, "captured"):
+        return library(method, case, inputs)
     if method == "products":
-        return _products(case, inputs)
-    tensors = of_torch(case, inputs)
+        return products(case, inputs, PRECISION[case.dtype])
+    tensors = of_torch(inputs)
     import torch
 
     if method == "panels":
@@ -52,22 +52,21 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
     return by_autograd(case, tensors, whole)
 
 
-def _library(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
-    function = getattr(infonce, f"{case.kind.name}_loss{'_and_grad' * case.gradient}")
-    options = {
+def library(
+    method: str, case: Case, inputs: Sequence[Sequence[Array]], **options: Any
+) -> Run:  # fmt: skip
+    """A call of this library by a method; "captured": in a CUDA graph."""
+    function = getattr(infonce, f"{case.kind.name}_loss_and_grad")
+    options |= {
         "scale": case.scale, "method": "auto" if method == "captured" else method,
-        "precision": case.precision, "workspace": case.workspace,
+        "workspace": case.workspace,
     }  # fmt: skip
-    if case.grad_dtype is not None:
-        options["grad_dtype"] = case.grad_dtype
     calls: list[Callable[[], Any]] = [
         infonce.capture(function, *features, **options) if method == "captured"
         else partial(function, *features, **options)
         for features in inputs
     ]  # fmt: skip
     turns = itertools.cycle(calls)
-    if not case.gradient:
-        return lambda: (next(turns)(), [])
     sides = len(case.kind.arguments)
 
     def run() -> Outcome:
@@ -77,16 +76,15 @@ def _library(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
     return run
 
 
-def _products(case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
+def products(case: Case, inputs: Sequence[Sequence[Array]], precision: str) -> Run:
     """The products that loss and gradient are made of, from cuBLAS, and nothing else."""
     import cupy
 
-    precision = PRECISION[case.dtype] if case.precision == "auto" else case.precision
     n, d = case.rows, case.dim
     turns = itertools.cycle(inputs)
     real = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
-    gradients = len(case.gradients_of(case.kind.arguments)) if case.gradient else 0
-    logits = max(1, int(case.products) - gradients)  # how often they are computed
+    gradients = len(case.gradients_of(case.kind.arguments))
+    logits = int(case.products) - gradients  # how often they are computed
 
     def run() -> Outcome:
         features = next(turns)
@@ -125,13 +123,13 @@ def product(
     )  # fmt: skip
 
 
-def of_torch(case: Case, inputs: Sequence[Sequence[Array]]) -> list[list[Any]]:
-    """The inputs as torch's tensors, with its products in the case's precision."""
+def of_torch(inputs: Sequence[Sequence[Array]]) -> list[list[Any]]:
+    """The inputs as tensors; torch's float32 products are in full precision."""
     import torch
 
     if not torch.cuda.is_available():
         raise ImportError("this torch has no CUDA")
-    torch.set_float32_matmul_precision("high" if case.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision("highest")
     return [[torch.from_dlpack(z) for z in features] for features in inputs]
 
 
@@ -148,23 +146,18 @@ def by_autograd(
     scale = torch.tensor(case.scale, dtype=dtype, device="cuda", requires_grad=True)
     turns = itertools.cycle(inputs)
 
-    def alone() -> Outcome:
-        with torch.no_grad():
-            tensors = next(turns)
-            return loss(tensors[0], tensors[-1], scale), []
-
     def run() -> Outcome:
         tensors = next(turns)
         value = loss(tensors[0], tensors[-1], scale)
         wanted = [*case.gradients_of(tensors), scale]
         return value.detach(), list(torch.autograd.grad(value, wanted, allow_unused=True)[:-1])
 
-    return run if case.gradient else alone
+    return run
 
 
 def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
     """Loss and gradients of torch tensors as one writes them without kernels: a loop over panels
-    of rows, products in the features' dtype, all else in `wide`. With float64 it is the judge."""
+    of rows, products in the features' dtype, all else in `wide`. In float64 it is the reference."""
     import torch
 
     kind, n = case.kind, case.rows
@@ -197,9 +190,8 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
         for panel in panels:
             x, at, positive = logits(panel)
             loss += torch.nn.functional.softplus(x).sum() - positive.sum()
-            if case.gradient:
-                x.sigmoid_()[at] -= 1
-                add_gradient(panel, x)
+            x.sigmoid_()[at] -= 1
+            add_gradient(panel, x)
     else:
         rows = torch.empty(n, dtype=wide, device=device)
         columns = torch.full((n,), -torch.inf, dtype=wide, device=device)
@@ -213,14 +205,12 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
         loss += weights[0] * rows.sum()
         if kind.column_weight:
             loss += weights[1] * columns.sum()
-        for panel in panels if case.gradient else ():
+        for panel in panels:
             x, at, _ = logits(panel)
             g = weights[0] * (x - rows[panel, None]).exp_()
             if kind.column_weight:
                 g += weights[1] * (x - columns).exp_()
             g[at] -= sum(weights)  # before any rounding: what remains may be small
             add_gradient(panel, g)
-    if not case.gradient:
-        return loss / n, []
     wanted = case.gradients_of(gradients)
     return loss / n, [(g * (case.scale / n)).to(query.dtype) for g in wanted]

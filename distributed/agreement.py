@@ -1,0 +1,58 @@
+"""Agreement of ranks before any work: errors of one rank are raised on all, calls are the same."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from .communicators.base import Communicator, RankError
+
+BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
+
+
+class AgreedError(Exception):
+    """An error that all ranks raise together: they stay in step."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def agree(ranks: Communicator, function: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+    """`function` returns a result for this rank and a message for all; this returns the result and
+    the messages of all ranks. An error on any rank is raised on all, as `AgreedError`."""
+    result = error = message = None
+    try:
+        result, message = function()
+    except Exception as e:
+        error = e
+    failure = None if error is None else (type(error).__name__, str(error))
+    everyone = ranks.allgather((failure, message))
+    for r, (failure, _) in enumerate(everyone):
+        if failure is not None:
+            if ranks.size == 1 and error is not None:
+                raise AgreedError(error)
+            name, text = failure
+            raise AgreedError(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
+    return result, [message for _, message in everyone]
+
+
+def packed(facts: dict[str, Any]) -> bytes:
+    """Facts of a call as `require_same` compares them."""
+    return pickle.dumps(facts)
+
+
+def require_same(everyone: list[bytes]) -> None:
+    """`AgreedError` of a ValueError that names the first fact in which a rank differs."""
+    for r, facts in enumerate(everyone):
+        if facts == everyone[0]:
+            continue
+        first, other = pickle.loads(everyone[0]), pickle.loads(facts)
+        for name in {**first, **other}:
+            if other.get(name) != first.get(name):
+                error = (
+                    f"{name}: expected the same on all ranks, got {first.get(name)!r} on rank 0 "
+                    f"and {other.get(name)!r} on rank {r}"
+                )
+                raise AgreedError(ValueError(error))

@@ -1,0 +1,299 @@
+"""One call of a loss over ranks: its checks, the folds on a ring, sums over the ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from infonce.kernels.problem import SILENT, Array, Gradients, Problem
+from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
+
+from infonce import arrays, dispatch, spec
+from infonce.checks import validation
+from infonce.checks.call import Batch, Request, check
+from infonce.spec import Loss
+
+from .agreement import AgreedError, agree, packed, require_same
+from .communicators.base import Communicator
+from .communicators.mpi import connect
+from .partition import Partition
+from .ring import FoldBlock, Ring
+from .transports import choice
+from .transports.base import Transport
+
+# Options that have to be the same on all ranks and are fields of `Problem` by the same name. The
+# method is not one: over ranks all methods are "tiled".
+SHARED = [name for name in spec.COMPILED if name != "method"]
+
+
+def evaluate(
+    kind: Loss, given: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
+    ring_options: Mapping[str, Any], with_grad: bool,
+) -> Any:  # fmt: skip
+    """The result of one call on this rank; `ring_options` are those of distributed/losses.py."""
+    timeout = ring_options["timeout"]
+    if timeout is not None and (
+        isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
+    ):
+        raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+    ranks = connect(ring_options["comm"])
+    ranks.timeout = timeout
+    call = _Call(kind, ranks, labels, bias, options, ring_options, with_grad)
+    try:
+        with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
+            result = call.evaluate(given)
+    except AgreedError as agreed:
+        raise agreed.error from None
+    except BaseException as error:
+        if call.transport is not None:
+            call.transport.close()
+        ranks.fail(error)
+        raise
+    if not with_grad:
+        arrays.warn_of_lost_gradients(kind, given, bias, options)
+    return result
+
+
+class _Call:
+    """One call on one rank."""
+
+    def __init__(
+        self, kind: Loss, ranks: Communicator, labels: Any, bias: Any,
+        options: Mapping[str, Any], ring_options: Mapping[str, Any], with_grad: bool,
+    ) -> None:  # fmt: skip
+        self.kind, self.ranks, self.labels, self.bias = kind, ranks, labels, bias
+        self.options, self.ring_options, self.with_grad = options, ring_options, with_grad
+        self.transport: Transport | None = None
+
+    def evaluate(self, given: Sequence[Any]) -> Any:
+        features, sizes = agree(self.ranks, lambda: _sized(self.kind, given))
+        queries = Partition([of[0] for of in sizes])
+        keys = Partition([of[-1] for of in sizes])
+        with dispatch.compute_context(features[0]):
+            request, everyone = agree(self.ranks, lambda: self.check(features, queries, keys))
+            self.compare(everyone)
+            try:
+                return self.solve(request, given[0], queries, keys)
+            except MemoryError as error:
+                dispatch.raise_with_advice(error, request.problem)
+
+    # -- checks
+
+    def check(
+        self, features: list[Array], queries: Partition, keys: Partition
+    ) -> tuple[Request, Any]:
+        """The checked call, and what has to be the same on all ranks."""
+        ring_options, options = self.ring_options, self.options
+        for name, choices in (
+            ("gradient_scale", ("global", "ddp")),
+            ("transport", choice.CHOICES),
+        ):
+            validation.choice(name, ring_options[name], choices)
+        if not queries.total or not keys.total:
+            raise ValueError(
+                f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
+            )
+        batch = Batch(queries.total, keys.total)
+        request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
+        if (method := request.problem.method) in ("naive", "fused"):
+            raise ValueError(
+                f'method: expected "auto" or "tiled" over ranks, got {method!r}: no logits of a '
+                "batch over ranks are kept"
+            )
+        xp, m = arrays.namespace(features[0]), len(features[0])
+        if request.problem.positives is None:
+            start = queries.starts[self.ranks.rank]
+            if self.kind.symmetric:
+                positives = start + (xp.arange(m) + m // 2) % max(m, 1)
+            else:
+                positives = xp.arange(start, start + m)
+            request.problem.positives = positives
+        return request, self.facts(request, features)
+
+    def facts(self, request: Request, features: list[Array]) -> Any:
+        """(facts that have to be the same on all ranks, transports, name of the GPU or None)."""
+        problem = request.problem
+        on_gpu = arrays.on_gpu(features[0])
+        scale, bias = (
+            value if isinstance(value, (float, int, type(None))) else "an array on a GPU"
+            for value in (problem.scale, problem.bias)
+        )
+        grad_out = self.options.get("grad_out", 1.0)
+        facts: dict[str, Any] = {
+            "function": f"{self.kind.name}_loss{'_and_grad' * self.with_grad}",
+            **{
+                f"{name}: dtype": z.dtype.name
+                for name, z in zip(self.kind.arguments, features, strict=True)
+            },
+            f"{self.kind.arguments[0]}: width": problem.shape[2],
+            f"{self.kind.arguments[0]}: place": "a GPU" if on_gpu else "the host",
+            "scale": scale,
+            "bias": bias,
+            "labels": "given" if self.labels is not None else "not given",
+            "ids": "given" if problem.query_ids is not None else "not given",
+            **{name: getattr(problem, name) for name in SHARED if hasattr(problem, name)},
+            "metrics": problem.retrieval_ranks,
+            "reduction": request.reduction,
+            "precision": problem.compute,
+            "offload": request.offload,
+            "wrt": sorted(request.wrt),
+            "grad_out": float(grad_out) if np.ndim(grad_out) == 0 else "per row",
+            "gradient_scale": self.ring_options["gradient_scale"],
+            "transport": self.ring_options["transport"],
+        }
+        device = None
+        if on_gpu:
+            from .transports.gpu import device_name
+
+            device = device_name()
+        return packed(facts), choice.offers(on_gpu), device
+
+    def compare(self, everyone: list[Any]) -> None:
+        """ValueError on all ranks where they disagree; choose the transport."""
+        require_same([facts for facts, _, _ in everyone])
+        on_gpu = everyone[0][2] is not None
+        offered = [offer for _, offer, _ in everyone]
+        if on_gpu and self.ranks.size > 1:
+            _one_gpu_each(offered, [name for _, _, name in everyone], self.ranks)
+        try:
+            name = choice.choose(self.ring_options["transport"], offered)
+        except ValueError as error:
+            raise AgreedError(error) from None
+        if self.ranks.size == 1 and on_gpu:
+            name = "staged"  # nothing is sent
+        self.transport = choice.make(name, self.ranks)
+
+    # -- the work
+
+    def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
+        fold, vectors = _backend(request)
+        problem, gradients, ranks = request.problem, request.gradients, self.ranks
+        assert self.transport is not None
+        ddp = ranks.size if self.ring_options["gradient_scale"] == "ddp" else 1
+        if ddp != 1:
+            problem.upstream = problem.upstream * ddp
+        if gradients is not None:
+            rows = len(problem.query) if gradients.want_query else keys.largest
+            gradients.dots = vectors.xp.zeros(rows)
+        ring = Ring(problem, keys, ranks, self.transport, fold, self.labels is not None, vectors)
+        if self.kind.symmetric and self.labels is not None:
+            self.check_pairs(ring, request, queries)
+        solution = solve(problem, ring, gradients)
+        self.reduce(request, solution, gradients, queries, ddp)
+        if not self.with_grad:
+            return arrays.converter_to(like)(dispatch._reduce(request, solution))
+        return dispatch._result(self.kind, request, solution, arrays.converter_to(like))
+
+    def check_pairs(self, ring: Ring, request: Request, queries: Partition) -> None:
+        """Views come in pairs: the positive of a row's positive is that row."""
+        xp, problem = ring.xp, request.problem
+        mine = xp.arange(len(problem.positives)) + queries.starts[self.ranks.rank]
+        partners = ring.take_at_positives(problem, problem.positives)
+        wrong = (partners != mine) | (problem.positives == mine)
+
+        def require_pairs() -> tuple[None, None]:
+            if bool(wrong.any()):
+                i = int(wrong.argmax())
+                raise ValueError(
+                    f"labels: expected two rows that are each other's label, got "
+                    f"{int(problem.positives[i])} at position {i}, whose own is {int(partners[i])}"
+                )
+            return None, None
+
+        agree(self.ranks, require_pairs)
+
+    def reduce(
+        self, request: Request, solution: Solution, gradients: Gradients | None,
+        queries: Partition, ddp: int,
+    ) -> None:  # fmt: skip
+        """Sums over ranks, in their order: bitwise the same on every rank and in every run."""
+        assert self.transport is not None
+        sums = {"loss": solution.loss}  # where the backend has summed the losses
+        if solution.loss is None or request.without_positive is not None:
+            losses = solution.losses
+            if request.without_positive is not None:
+                xp = arrays.namespace(losses)
+                losses = xp.where(request.without_positive, xp.nan, losses)
+            sums = {"loss": losses.sum()}
+        if gradients is not None:
+            sums |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
+        if request.metrics and solution.direction_losses is not None:
+            rows, columns = solution.direction_losses
+            sums |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
+        sums = {name: value for name, value in sums.items() if value is not None}
+        # read by the transport, whose wait for the device has a limit
+        everyone = self.ranks.allgather(self.transport.read(list(sums.values())))
+        totals = dict(zip(sums, map(_sum, zip(*everyone, strict=True)), strict=True))
+        if request.reduction == "mean":
+            totals["loss"] /= queries.total
+        if "scale" in totals:
+            totals["scale"] /= ddp
+        if "bias" in totals:
+            totals["bias"] /= ddp
+        if "rows" in totals:
+            means = [totals[name] / queries.total if name in totals else None
+                     for name in ("rows", "columns")]  # fmt: skip
+            solution.mean_losses = means[0], means[1]
+        xp = arrays.namespace(request.problem.query)
+        values = xp.asarray(list(totals.values()), dtype=request.dtype)
+        of_batch = dict(zip(totals, values, strict=True))
+        solution.loss = of_batch["loss"] if request.reduction != "none" else None
+        solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
+
+
+def _sized(kind: Loss, given: Sequence[Any]) -> tuple[list[Array], list[int]]:
+    """The arrays, and how many rows each has. (Arrays that are not 2-d are refused later.)"""
+    features = [arrays.native(z, name) for z, name in zip(given, kind.arguments, strict=True)]
+    shapes = [tuple(getattr(z, "shape", ())) for z in features]
+    return features, [s[0] if len(s) == 2 else 1 for s in shapes]
+
+
+def _sum(values: Sequence[float]) -> float:
+    """The sum, rounded once; NaN or infinity where a value is."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else float(np.sum(values))
+
+
+def _one_gpu_each(
+    offered: list[dict[str, str | None]], devices: list[Any], ranks: Communicator
+) -> None:
+    """NCCL needs a GPU for each rank: withdraw its offer where two ranks share one."""
+    peers = getattr(ranks, "peers", None)
+    machines = [process.machine for process in peers.processes] if peers else [""] * ranks.size
+    places = list(zip(machines, devices, strict=True))
+    for r, place in enumerate(places):
+        if place in places[:r]:
+            other = places.index(place)
+            offered[r]["nccl"] = (
+                f"it shares {place[1]} with rank {other}: more ranks than GPUs, or no "
+                "cupy.cuda.Device(rank % gpus).use() on each rank"
+            )
+
+
+def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
+    """`solve.fold_block` on such backends."""
+    return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
+        backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
+    )
+
+
+def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
+    """The function that folds blocks, and the mathematics on vectors, for the arrays of a call."""
+    if request.offload:
+        from infonce.kernels.offload import copies as offload_gpu
+
+        return _folding(offload_gpu.backend), Vectors(np)
+    if arrays.on_gpu(request.problem.query):
+        from infonce.kernels.gpu import select, shard
+
+        request.problem = select.wide(request.problem)
+        ahead = None
+        if request.gradients is not None:
+            ahead = Gradients(want_key=False, add_query=True)
+        fold = functools.partial(shard.fold_block, ahead=ahead)
+        return fold, shard.VectorsOverRanks()
+    from infonce.kernels.cpu.backend import CPU
+
+    return _folding(CPU), Vectors(np)

@@ -1,0 +1,1 @@
+"""Communicators: the interface that the ring needs, and its implementation by MPI."""

@@ -1,0 +1,1 @@
+"""Transports, which send arrays to the next rank, and the choice among them."""

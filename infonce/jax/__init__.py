@@ -1,0 +1,23 @@
+"""infonce for JAX: the losses as differentiable functions, inside and outside of `jit`.
+
+>>> import infonce.jax
+>>> def loss(params, batch):
+...     image, text = encode(params, batch)
+...     return infonce.jax.clip_loss(image, text, scale=jnp.exp(params["log_scale"]))
+>>> step = jax.jit(jax.value_and_grad(loss))
+
+Each loss is one call out of the compiled program, on the program's own buffers: on a CPU as NumPy
+arrays, on a GPU as CuPy arrays and on the program's stream. Nothing is copied and nothing waits for
+the device. Under `grad` that one call computes loss and gradients, for what is differentiated and
+nothing else.
+"""
+
+from typing import TYPE_CHECKING
+
+from .._names import missing
+from .functions import clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss
+
+__all__ = ["clip_loss", "info_nce_loss", "lit_loss", "nt_xent_loss", "siglip_loss"]
+
+if not TYPE_CHECKING:
+    __getattr__ = missing(__name__, __all__)

@@ -1,0 +1,154 @@
+"""The losses as functions of JAX arrays: one path for all five, `_apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import losses, spec
+from ..checks import validation
+from ..checks.call import check
+from ..result import Metrics
+from ..spec import Loss
+from .autodiff import Call, loss_and_metrics
+
+
+def _apply(
+    kind: Loss,
+    features: Sequence[Any],
+    labels: Any = None,
+    bias: Any = None,
+    *,
+    scale: Any = None,
+    temperature: Any = None,
+    ids: Any = None,
+    metrics: bool = False,
+    **options: Any,
+) -> Any:
+    for name, z in zip(kind.arguments, features, strict=True):
+        if not isinstance(z, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
+    for name in options:
+        if name in spec.DEFAULTS and name not in spec.COMPILED:
+            raise TypeError(
+                f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; beside "
+                f"scale, temperature, ids and metrics there are {', '.join(spec.COMPILED)}"
+            )
+    numbers = {"scale": scale, "temperature": temperature, "ids": ids, "metrics": metrics}
+    _check(kind, features, labels, bias, {**options, **numbers})
+    if temperature is not None:
+        scale = 1.0 / temperature
+    scale = kind.scale if scale is None else scale
+    bias = kind.bias if bias is None else bias
+    features = tuple(jnp.asarray(z) for z in features)
+    dtype = jnp.float64 if any(z.dtype == jnp.float64 for z in features) else jnp.float32
+    given = {
+        "features": features,
+        "scale": _floating(scale, dtype),
+        "bias": None if bias is None else _floating(bias, dtype),
+        "labels": None if labels is None else jnp.asarray(labels),
+        "ids": _each(jnp.asarray, ids),
+        "grad_out": None,
+    }
+    call = Call(kind, tuple(sorted(options.items())), metrics)
+    loss, values = loss_and_metrics(call, given)
+    return (loss, Metrics(**values)) if metrics else loss
+
+
+def _check(
+    kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any]
+) -> None:
+    """The checks that are possible while the call is traced: shapes, dtypes, options, and values
+    that are known already."""
+    options = {
+        **options,
+        "wrt": (),
+        "ids": _each(_known, options["ids"]),
+        **{name: _known(options[name], 1) for name in ("scale", "temperature")},
+    }
+    if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
+        del options["precision"]  # a GPU has more precisions than the CPU, as which this is checked
+    stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
+    check(kind, stand_ins, _known(labels), _known(bias), options, True)
+
+
+def _known(value: Any, otherwise: int = 0) -> Any:
+    """The values of a JAX array where they can be read without waiting for a device; else an array
+    of its shape and dtype that holds `otherwise` once. Other values unchanged."""
+    if not isinstance(value, jax.Array):
+        return value
+    traced = isinstance(value, jax.core.Tracer)
+    if traced or {device.platform for device in value.devices()} != {"cpu"}:
+        return np.broadcast_to(np.full((), otherwise, value.dtype), value.shape)
+    return np.asarray(value)
+
+
+def _each(function: Any, ids: Any) -> Any:
+    """`function` of ids, which may be one array, a pair of them, or None."""
+    if isinstance(ids, (tuple, list)):
+        return tuple(map(function, ids))
+    return None if ids is None else function(ids)
+
+
+def _floating(value: Any, dtype: Any) -> Any:
+    floating = isinstance(value, (jax.Array, np.ndarray)) and jnp.issubdtype(
+        value.dtype, jnp.floating
+    )
+    return jnp.asarray(value) if floating else jnp.asarray(value, dtype)
+
+
+DOC = """
+    Parameters
+    ----------
+    {arguments} : arrays [rows, features]
+        float64, float32, float16 or bfloat16; the loss is float32 (float64 for float64). Of
+        gradients, that of a locked tower is zero.
+    scale, temperature : float or 0-d array
+        One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
+    metrics : bool, default False
+        Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
+    labels, bias, ids, {options}
+        As in `infonce.{loss}`, as far as it has them.
+
+    Returns
+    -------
+    0-d array, or [rows] with ``reduction="none"``
+
+    Raises
+    ------
+    TypeError, ValueError
+        While tracing, naming the argument, what came and what was expected. TypeError also for
+        forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
+    jax.errors.JaxRuntimeError
+        For what is known only when the program runs: values of labels, scale and bias that are
+        arguments of `jit` (on a CPU), and a workspace that is too small. The message is at its end.
+"""
+
+
+@losses.adapted(losses.clip_loss, DOC)
+def clip_loss(image: Any, text: Any, **options: Any) -> Any:
+    return _apply(spec.CLIP, (image, text), **options)
+
+
+@losses.adapted(losses.info_nce_loss, DOC)
+def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> Any:
+    return _apply(spec.INFO_NCE, (query, key), labels, **options)
+
+
+@losses.adapted(losses.nt_xent_loss, DOC)
+def nt_xent_loss(features: Any, **options: Any) -> Any:
+    return _apply(spec.NT_XENT, (features,), **options)
+
+
+@losses.adapted(losses.lit_loss, DOC)
+def lit_loss(text: Any, image: Any, **options: Any) -> Any:
+    return _apply(spec.LIT, (text, image), **options)
+
+
+@losses.adapted(losses.siglip_loss, DOC)
+def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
+    return _apply(spec.SIGLIP, (image, text), None, bias, **options)
