@@ -118,7 +118,8 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
             "STAGES": sweep.stages(panel), "CLUSTERED": int(sweep.clustered),
-            "SHARED": sweep.shared(panel), "IDS": int(extras), "FACTORS": int(extras), **({option: variant} if option else {}),
+            "SHARED": sweep.shared(panel), "IDS": int(extras), "FACTORS": int(extras),
+            **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
@@ -144,7 +145,8 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
             "STAGES": sweep.stages(True), "CLUSTERED": 0, "IN_REGISTERS": 1,
-            "SHARED": sweep.shared(True), "IDS": int(extras), "FACTORS": int(extras), "COLUMNS": columns,
+            "SHARED": sweep.shared(True), "IDS": int(extras), "FACTORS": int(extras),
+            "COLUMNS": columns,
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
         log = compiler.compile_for("sm90/sweep_narrow.cu", defines, "sm_90a", options)[1]
