@@ -30,7 +30,7 @@ WRAPPER = """
 extern "C" void directions(long n, const double* in, double* out) {
   for (; n > 0; --n, in += 3, out += 3) {
     const Direction d = conclude_direction(Sum{in[0], in[1]}, in[2]);
-    out[0] = d.loss, out[1] = d.share, out[2] = d.lse2;
+    out[0] = d.loss, out[1] = d.negative_probability, out[2] = d.lse2;
   }
 }
 extern "C" void merged(long n, const double* in, double* out) {
@@ -76,7 +76,7 @@ def on_gpu(rows: np.ndarray) -> np.ndarray:
 
     maxima, sums, positive = (cupy.asarray(z) for z in rows.T)
     d = ElementwiseVectors().direction(Sums(maxima, sums), positive)
-    return np.stack([cupy.asnumpy(z) for z in (d.loss, d.share, d.height)], 1)
+    return np.stack([cupy.asnumpy(z) for z in (d.loss, d.negative_probability, d.reference)], 1)
 
 
 @pytest.fixture(params=["header", pytest.param("gpu", marks=gpu_only)])
