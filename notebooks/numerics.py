@@ -1,4 +1,4 @@
-"""Formats that a GPU computes in, rounded to bit by bit, and a loss made of such products."""
+"""Emulation of the formats of GPU products, and a loss computed with such products."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def rounded(x: Array, form: str) -> Array:
     """float32 `x` rounded to the nearest number of `form`, as float32.
 
     tf32 keeps 10 bits after the point, ties away from 0: what `cvt.rna.tf32.f32` does to the bits.
-    The 8-bit formats get a power of two that brings the largest number to 1/2 of their range, as
-    training in 8 bits does; it is divided out again.
+    The 8-bit formats are scaled by a power of two, so that the largest number is at 1/2 of their
+    range, as in training with 8 bits. The result is divided by it.
     """
     x = np.asarray(x, np.float32)
     if form == "fp32":
@@ -42,9 +42,9 @@ def rounded(x: Array, form: str) -> Array:
 
 
 def product(a: Array, b: Array, form: str) -> Array:
-    """a [M, K] @ b [K, N] as tensor cores have it: operands in `form`, sums in float32.
+    """a [M, K] @ b [K, N] as tensor cores compute it: operands in `form`, sums in float32.
 
-    bf16x3 splits each operand into two halves and adds up three of their four products.
+    bf16x3 splits each operand into two parts and adds up three of their four products.
     """
     if form == "fp64":
         return a.astype(np.float64) @ b.astype(np.float64)
@@ -68,7 +68,7 @@ def clip(
     image: Array, text: Array, scale: float, products: str, panel: str | None = None,
     subtract: str = "before",
 ) -> Result:  # fmt: skip
-    """CLIP's loss and dL/dimage, `products` being the precision of the logits, `panel` that of P.
+    """CLIP's loss and dL/dimage; `products` is the precision of the logits, `panel` that of P.
 
     ``dL/dimage = scale (P - I) text / N`` with P the mean of both softmaxes. The one-hot I is
     subtracted "before" P is rounded to `panel`, or "after" the product with the text features.
@@ -79,21 +79,21 @@ def clip(
     positive = x.diagonal().copy()
     np.fill_diagonal(x, -np.inf)
     p = np.zeros_like(x)
-    share = np.zeros(n)
+    negative_probability = np.zeros(n)
     loss = 0.0
     for axis in (0, 1):
         top = x.max(axis=axis, keepdims=True)
         negatives = np.log(np.exp(x - top).sum(axis=axis, keepdims=True)) + top
         gap = negatives.ravel().astype(np.float64) - positive
         loss += float(np.logaddexp(0, gap).mean()) / 2
-        share += np.exp(gap - np.logaddexp(0, gap)) / 2  # what negatives hold of the softmax
-        own = np.expand_dims(positive, axis).astype(wide)
-        p += np.exp(x - np.logaddexp(negatives, own)) / 2
+        negative_probability += np.exp(gap - np.logaddexp(0, gap)) / 2
+        positives = np.expand_dims(positive, axis).astype(wide)
+        p += np.exp(x - np.logaddexp(negatives, positives)) / 2
     panel = panel or products
     if subtract == "before":
-        np.fill_diagonal(p, -share)
+        np.fill_diagonal(p, -negative_probability)
         return Result(loss, scale * product(p, text, panel) / n)
-    np.fill_diagonal(p, 1 - share)
+    np.fill_diagonal(p, 1 - negative_probability)
     return Result(loss, scale * (product(p, text, panel) - text) / n)
 
 
@@ -108,7 +108,7 @@ COSINES = {"random": 0.0, "partly aligned": 0.5, "aligned": 0.98}
 def pairs(n: int, d: int, kind: str, seed: int = 0) -> tuple[Array, Array]:
     """Image and text features [n, d] of unit norm, whose pairs have cosines of about COSINES[kind].
 
-    Texts of "opposed" pairs point away from all images: every cosine is near -0.9.
+    Texts of "opposed" pairs are opposite to all images: every cosine is near -0.9.
     """
     rng = np.random.default_rng(seed)
     image, other = (unit(rng.standard_normal((n, d))) for _ in range(2))
@@ -120,6 +120,6 @@ def pairs(n: int, d: int, kind: str, seed: int = 0) -> tuple[Array, Array]:
 
 
 def off(got: Array, want: Array) -> float:
-    """||got - want|| / ||want||, in float64; NaN where `got` has one."""
+    """||got - want|| / ||want||, in float64; NaN if `got` has one."""
     difference = np.asarray(got, np.float64) - want
     return float(np.linalg.norm(difference) / np.linalg.norm(want))

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: enough to look at `infonce.distributed` without MPI."""
+"""A communicator whose ranks are threads of one process: `infonce.distributed` without MPI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = Any
 
 @dataclass
 class Shift:
-    """One array set on its way: who sent it, when it was posted and received, its bytes."""
+    """One message: its sender, the times of sending and receiving, its bytes."""
 
     rank: int
     posted: float
@@ -28,7 +28,7 @@ class Shift:
 
 @dataclass
 class World:
-    """What the ranks share."""
+    """State that the ranks share."""
 
     size: int
     values: list[Any] = field(init=False)
@@ -43,7 +43,7 @@ class World:
 
 
 class Rank(Communicator):
-    """One of them."""
+    """One rank, on one thread."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
@@ -73,7 +73,7 @@ class Rank(Communicator):
 
 @dataclass
 class Arrival:
-    """A shift under way, as its receiver sees it."""
+    """A pending receive."""
 
     rank: Rank
     receive: Sequence[Array]
@@ -89,7 +89,7 @@ class Arrival:
 
 
 def run(size: int, function: Callable[[Rank], Any]) -> tuple[list[Any], World]:
-    """`function(rank)` on `size` ranks at once: their results in order, and what they shared."""
+    """`function(rank)` on `size` threads: (results in the order of the ranks, the shared state)."""
     world = World(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(function, [Rank(world, r) for r in range(size)])), world

@@ -1,4 +1,4 @@
-"""What the notebooks share: what they need, how figures look, sliders where they can work."""
+"""Shared by the notebooks: required libraries, style of figures, sliders in live notebooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLOURS = ["#0b4f6c", "#e4572e", "#3a9d5d", "#8a4fff", "#e0a100", "#17a2b8", "#7
 
 
 def require(*modules: str) -> None:
-    """Stop here, with the command that installs them, where a notebook's libraries are missing."""
+    """ImportError with the install command if a library of the notebook is missing."""
     wanted = ("infonce.kernels", "matplotlib", *modules)
     missing = [name for name in wanted if not _found(name)]
     if missing:
@@ -41,12 +41,12 @@ def require(*modules: str) -> None:
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # its package is missing
         return False
 
 
 def gpu(skipped: str) -> Any:
-    """CuPy where there is a GPU for it; else None, having said what is skipped."""
+    """CuPy if there is a GPU; otherwise None, after a message with what is `skipped`."""
     from infonce.cli import machine
 
     found = machine.cuda()
@@ -77,7 +77,7 @@ def figure(
     size: tuple[float, float] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """A figure that says what it shows: on which device (this processor), sizes and dtype.
+    """A figure with a caption: device (default: this processor), sizes and dtype.
 
     Returns the figure and its axes, as `matplotlib.pyplot.subplots` does.
     """
@@ -91,7 +91,7 @@ def figure(
 
 
 def heat(axes: Any, x: Any, y: Any, z: Any, **options: Any) -> Any:
-    """z [len(y), len(x)] in colours; red where it is infinite or no number."""
+    """z [len(y), len(x)] in colours; red where it is infinite or NaN."""
     import numpy as np
 
     axes.set_facecolor("#d62728")
@@ -99,9 +99,9 @@ def heat(axes: Any, x: Any, y: Any, z: Any, **options: Any) -> Any:
 
 
 def explore(draw: Callable[..., Any], **choices: tuple[Any, Sequence[Any]]) -> None:
-    """`draw` with each argument's (value, ...); in a live notebook with sliders over all values.
+    """Call `draw` with the value of each (value, all values); in a live notebook, with sliders.
 
-    Sliders need ipywidgets and somebody to move them: Jupyter and VS Code set these variables.
+    Sliders need ipywidgets and a live notebook: Jupyter and VS Code set these variables.
     """
     live = any(name in os.environ for name in ("JPY_SESSION_NAME", "VSCODE_PID"))
     if not (live and _found("ipywidgets")):

@@ -1,4 +1,4 @@
-"""The state of one call on the CPU, which its folds share: operands, threads and kept logits."""
+"""The state of one call on the CPU that its folds share: operands, threads and kept logits."""
 
 from __future__ import annotations
 
@@ -9,63 +9,65 @@ import numpy as np
 
 from ..problem import Array, Grid, Problem
 from .operands import Side
-from .workers import SPARES
+from .workers import BUFFER_POOL
 
 Block = tuple[int, int]  # (row panel, column block)
 
 
 @dataclass(eq=False)
 class Context:
-    """Operands of one call, how it is cut among threads, and what one fold leaves for the next."""
+    """Operands of one call, its threads, and the logits that one fold keeps for the next."""
 
     dtype: np.dtype[Any]  # of products and accumulators
     query: Side
     key: Side
     threads: int
     gradient: bool  # whether the call differentiates
-    query_in_place: bool  # dQ is gathered where it is handed out
-    accumulators: int  # rows of dK that are gathered apart from where it is handed out
-    # Tiles of logits that the workspace has room for: the gradient fold need not recompute them
-    kept: dict[Block, Array] = field(default_factory=dict)
-    kept_arena: Array | None = None
+    query_in_place: bool  # dQ accumulates in its destination
+    accumulators: int  # rows of dK that accumulate in the workspace; 0: in their destination
+    # Logits of the LSE fold that the workspace has room for: the gradient fold reuses them
+    kept_logits: dict[Block, Array] = field(default_factory=dict)
+    kept_memory: Array | None = None
     kept_grid: Grid | None = None
-    # ... and the workers' own buffers, with the last tile of each in them
-    left: dict[Block, Array] = field(default_factory=dict)
+    # The memory of each worker of the LSE fold, by the block whose logits it still has
+    worker_memory: dict[Block, Array] = field(default_factory=dict)
 
     def worker_elements(self, d: int, bm: int, bn: int) -> int:
-        """Size of one worker's buffers, in numbers."""
+        """Elements in the buffers of one worker."""
         elements = bm * bn
         elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d
-        gathered = 0 if self.query_in_place else bm * d
-        return int(elements + self.gradient * (gathered + max(bm, bn) * d))
+        accumulator = 0 if self.query_in_place else bm * d
+        return int(elements + self.gradient * (accumulator + max(bm, bn) * d))
 
     def worker_bytes(self, d: int, bm: int, bn: int) -> int:
-        """Size of all workers' buffers."""
+        """Bytes of the buffers of all workers."""
         return int(self.threads * self.worker_elements(d, bm, bn) * self.dtype.itemsize)
 
     def keep_logits(self, problem: Problem, grid: Grid) -> None:
-        """Reserve room for the logits of as many blocks as the workspace has room for."""
+        """Allocate memory for the logits of as many blocks as the workspace has room for."""
         m, n, d = problem.shape
         largest = grid.rows[0].stop, grid.columns[0].stop
         room = problem.workspace - self.worker_bytes(d, *largest)
         room -= self.accumulators * d * self.dtype.itemsize
-        shapes = {}
-        elements = lacking = 0
+        places = {}
+        used = lacking = 0
         blocks = [(a, b) for a in range(len(grid.rows)) for b in grid.visits(a)]
-        for a, b in sorted(blocks, key=lambda block: block[1]):  # as much in each panel
+        for a, b in sorted(blocks, key=lambda block: block[1]):  # equally many in each panel
             if not grid.triangle and a < self.threads and b == 0 and problem.method != "fused":
-                continue  # a worker's last: it stays in the worker's own buffer
+                continue  # a worker's last block: it stays in the worker's buffer
             rows, columns = grid.rows[a], grid.columns[b]
             shape = rows.stop - rows.start, columns.stop - columns.start
             size = shape[0] * shape[1] * self.dtype.itemsize
             lacking += max(0, size - room)
             if size <= room:
                 room -= size
-                shapes[a, b] = slice(elements, elements + shape[0] * shape[1]), shape
-                elements += shape[0] * shape[1]
+                places[a, b] = slice(used, used + shape[0] * shape[1]), shape
+                used += shape[0] * shape[1]
         self.kept_grid = grid
-        self.kept_arena = arena = SPARES.take(elements, self.dtype)
-        self.kept = {block: arena[part].reshape(shape) for block, (part, shape) in shapes.items()}
+        self.kept_memory = memory = BUFFER_POOL.take(used, self.dtype)
+        self.kept_logits = {
+            block: memory[elements].reshape(shape) for block, (elements, shape) in places.items()
+        }
         if problem.method == "fused" and lacking:
             raise ValueError(
                 f'method: "fused" keeps the {m} x {n} logits within workspace = '
@@ -73,27 +75,30 @@ class Context:
                 "a larger workspace"
             )
 
-    def take_kept(self, grid: Grid) -> dict[Block, Array]:
-        """Logits that the log-sum-exp fold kept of the same blocks: the gradient uses them up."""
-        kept = self.kept if self.kept_grid == grid else {}  # not where keys come in ranges
-        self.kept = {}
+    def take_kept_logits(self, grid: Grid) -> dict[Block, Array]:
+        """Logits that the LSE fold kept of the same blocks. The gradient fold overwrites them."""
+        kept = self.kept_logits if self.kept_grid == grid else {}  # keys in ranges: other blocks
+        self.kept_logits = {}
         return kept
 
-    def take_left(self, grid: Grid, panel: int) -> tuple[Array | None, Block | None]:
-        """A worker's memory of the log-sum-exp fold: with the logits of the panel's first tile, and
-        which that is; or without use but for its pages, if nobody else will want what is in it."""
+    def take_worker_memory(self, grid: Grid, panel: int) -> tuple[Array | None, Block | None]:
+        """Memory of a worker of the LSE fold: (memory, the block whose logits it has).
+
+        If possible, that is the first block of `panel`. Otherwise (memory, None), of a block that
+        no worker will begin with; or (None, None).
+        """
         wanted = panel, 0
-        if self.kept_grid == grid and wanted in self.left:
-            return self.left.pop(wanted), wanted
-        for held in list(self.left):
-            if self.kept_grid != grid or held[1] or held[0] >= self.threads:
-                return self.left.pop(held, None), None
+        if self.kept_grid == grid and wanted in self.worker_memory:
+            return self.worker_memory.pop(wanted), wanted
+        for block in list(self.worker_memory):
+            if self.kept_grid != grid or block[1] or block[0] >= self.threads:
+                return self.worker_memory.pop(block, None), None
         return None, None
 
-    def give_back(self) -> None:
-        """The gradient is complete: kept logits are used up."""
-        if self.kept_arena is not None:
-            SPARES.give(self.kept_arena)
-            self.kept_arena = None
-            while self.left:
-                SPARES.give(self.left.popitem()[1])
+    def release(self) -> None:
+        """The gradient is complete: return all memory to the pool."""
+        if self.kept_memory is not None:
+            BUFFER_POOL.give(self.kept_memory)
+            self.kept_memory = None
+            while self.worker_memory:
+                BUFFER_POOL.give(self.worker_memory.popitem()[1])

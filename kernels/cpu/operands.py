@@ -1,4 +1,4 @@
-"""Operands of the CPU backend: rows of features as BLAS reads them."""
+"""Rows of features as BLAS reads them, and the rows of gradients that they get."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from ..problem import Array, slices
-from . import tile_ops as tile
+from .elementary import compiled, wide_vectors
+
+REAL = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 @dataclass
 class Side:
-    """One side's features, read a block at a time: converted, made contiguous, normalised."""
+    """Features of queries or keys, read block by block: converted, contiguous, normalised."""
 
     features: Array
     dtype: np.dtype[Any]
@@ -21,7 +23,7 @@ class Side:
 
     @property
     def direct(self) -> bool:
-        """Whether BLAS can read blocks where they lie."""
+        """Whether BLAS can read the features in place."""
         z = self.features
         item = z.dtype.itemsize
         return bool(
@@ -36,28 +38,28 @@ class Side:
         )
 
     def take(self, index: Array) -> Array:
-        """Rows in any order, as a new array."""
+        """Rows `index` in the compute dtype, as a new array."""
         out = self.features[index].astype(self.dtype)
         if self.inverse_norms is not None:
-            tile.normalize_rows(out, self.inverse_norms[index])
+            normalize_rows(out, self.inverse_norms[index])
         return out
 
     def block(self, rows: slice, buffer: Array | None) -> Array:
-        """Rows `rows` in the compute dtype; in `buffer` unless they can be used in place."""
+        """`rows` in the compute dtype, in `buffer`; without a buffer, a view of the features."""
         if buffer is None:
             return self.features[rows]
         out = buffer[: rows.stop - rows.start]
         np.copyto(out, self.features[rows], casting="same_kind")
         if self.inverse_norms is not None:
-            tile.normalize_rows(out, self.inverse_norms[rows])
+            normalize_rows(out, self.inverse_norms[rows])
         return out
 
 
 def not_finite(features: Array) -> Array:
     """[n] whether a row has a NaN or an infinity."""
     out = np.empty(len(features), bool)
-    if features.dtype in tile.REAL and features.dtype.isnative and features.flags.aligned:
-        tile.not_finite(features, out)
+    if features.dtype in REAL and features.dtype.isnative and features.flags.aligned:
+        _not_finite(features, out)
         return out
     for rows in slices(len(features), 1024):
         out[rows] = ~np.isfinite(features[rows]).all(axis=1)
@@ -71,3 +73,50 @@ def inverse_norms(features: Array) -> Array:
         block = features[rows].astype(np.float64)
         squares[rows] = np.einsum("id,id->i", block, block)
     return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
+
+
+# --- loops that Numba compiles --------------------------------------------------------------------
+
+
+@compiled
+def _not_finite(z, out):  # type: ignore[no-untyped-def]
+    """out[i] = whether row i has a NaN or an infinity: 0 times either is NaN."""
+    wide_vectors()
+    for i in range(z.shape[0]):
+        row = z[i]
+        total = z.dtype.type(0)
+        for d in range(row.size):
+            total += row[d] * z.dtype.type(0)
+        out[i] = total != z.dtype.type(0)
+
+
+@compiled
+def normalize_rows(z, inverse_norms):  # type: ignore[no-untyped-def]
+    """z_i <- z_i / |z_i|, in float64: the scale multiplies this rounding error."""
+    wide_vectors()
+    for i in range(z.shape[0]):
+        row, inverse = z[i], inverse_norms[i]
+        for d in range(row.size):
+            row[d] = np.float64(row[d]) * inverse
+
+
+@compiled
+def row_dots(g, z, out):  # type: ignore[no-untyped-def]
+    """out[i] = <g_i, z_i> in float64."""
+    wide_vectors()
+    for i in range(g.shape[0]):
+        gi, zi = g[i], z[i]
+        total = 0.0
+        for d in range(gi.size):
+            total += np.float64(gi[d]) * np.float64(zi[d])
+        out[i] = total
+
+
+@compiled
+def normalization_backward(g, u, dots, inverse_norms):  # type: ignore[no-untyped-def]
+    """g_i <- (g_i - u_i <g_i, u_i>) / |z_i|: from dL/du_i to dL/dz_i, where u_i = z_i / |z_i|."""
+    wide_vectors()
+    for i in range(g.shape[0]):
+        gi, ui, dot, inverse = g[i], u[i], dots[i], inverse_norms[i]
+        for d in range(gi.size):
+            gi[d] = (np.float64(gi[d]) - np.float64(ui[d]) * dot) * inverse

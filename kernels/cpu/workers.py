@@ -1,4 +1,4 @@
-"""Threads and memory of the CPU backend: what workers share, and what calls leave for the next."""
+"""Threads and memory of the CPU backend, both reused by later calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..problem import SILENT, Array
 
 
 class _Blas:
-    """Single-threaded BLAS while any fold runs; the caller's setting again after the last one."""
+    """Makes BLAS single-threaded while any fold runs, and restores the caller's setting after."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class _Blas:
         self._threads = 1
 
     def threads(self) -> int:
-        """How many threads the caller lets BLAS use: as many workers are started."""
+        """How many threads the caller lets BLAS use: that many workers start."""
         with self._lock:
             if self._users:
                 return self._threads
@@ -76,10 +76,10 @@ class Cancelled(Exception):
     """Another worker failed or the caller interrupted."""
 
 
-class Turns:
-    """Lets panels reach a column block in their order, and counts the blocks that are done.
+class PanelOrder:
+    """Makes workers add to a column block in the order of the panels; counts finished blocks.
 
-    `backwards`: how many panels there are, if they come from the last to the first.
+    `backwards`: the number of panels if the order is from the last to the first, else 0.
     """
 
     def __init__(self, columns: int, backwards: int = 0) -> None:
@@ -95,7 +95,7 @@ class Turns:
             if self.cancelled:
                 raise Cancelled
 
-    def pass_on(self, panel: int, column: int) -> None:
+    def advance(self, panel: int, column: int) -> None:
         with self._condition:
             self._next[column] = panel + (-1 if self.backwards else 1)
             self.done += 1
@@ -108,8 +108,8 @@ class Turns:
 
 
 class _Pools:
-    """Worker threads of the last calls, for the next: new ones share a core with others until the
-    system moves them, which takes longer than a small batch."""
+    """Idle worker threads of earlier calls. New threads share a core until the system moves them,
+    and that takes longer than a small batch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,12 +118,12 @@ class _Pools:
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """A child has none of its parent's threads."""
+        """A forked child has no threads of its parent."""
         self._lock, self._idle = threading.Lock(), {}
 
     @contextmanager
     def borrow(self, threads: int) -> Iterator[ThreadPoolExecutor]:
-        """So many threads that nobody else has."""
+        """An executor of so many threads, for this call alone."""
         with self._lock:
             idle = self._idle.setdefault(threads, [])
             pool = idle.pop() if idle else ThreadPoolExecutor(threads, "infonce")
@@ -140,17 +140,17 @@ POOLS = _Pools()
 def in_threads(
     work: Callable[[Callable[[], None]], None],
     threads: int,
-    turns: Turns,
+    order: PanelOrder,
     report: Callable[[], None],
 ) -> None:
-    """Run `work` in each of `threads` threads; one that fails stops the others."""
+    """Run `work` in each of `threads` threads; a failure in one stops the others."""
 
     def guarded() -> None:
         try:
             with np.errstate(**SILENT):
                 work(lambda: None)
         except BaseException:
-            turns.cancel()  # nobody waits for a panel that will not come
+            order.cancel()  # else others would wait for this panel for ever
             raise
 
     with POOLS.borrow(threads) as pool:
@@ -161,7 +161,7 @@ def in_threads(
                 _, pending = wait(pending, 0.1, FIRST_EXCEPTION)
                 report()  # in the caller's thread
         except BaseException:  # Ctrl-C, or a progress callback that raises
-            turns.cancel()
+            order.cancel()
             raise
         finally:
             wait(futures)
@@ -174,39 +174,39 @@ def in_threads(
 # --- memory ---------------------------------------------------------------------------------------
 
 
-class _Spares:
-    """Temporary memory of the last calls, for the next: in a training loop, its pages are there
-    already. (Fresh pages cost as much as a tenth of the products that work on them.)"""
+class BufferPool:
+    """Temporary memory of earlier calls, for reuse: the system has mapped its pages already.
+    (Mapping fresh pages takes as long as a tenth of the products computed in them.)"""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # bytes kept at most
         self._lock = threading.Lock()
-        self._spares: list[Array] = []
+        self._buffers: list[Array] = []
 
     def take(self, elements: int, dtype: np.dtype[Any]) -> Array:
-        """[elements], uninitialised. One piece: the system can map it in large pages."""
+        """[elements], uninitialised. In one piece, which the system can map in large pages."""
         size = elements * dtype.itemsize
         with self._lock:
-            fitting = [s for s in self._spares if size <= s.nbytes <= 2 * size]
+            fitting = [b for b in self._buffers if size <= b.nbytes <= 2 * size]
             if fitting:
-                best = min(fitting, key=lambda s: s.nbytes)
-                self._spares = [s for s in self._spares if s is not best]
+                best = min(fitting, key=lambda b: b.nbytes)
+                self._buffers = [b for b in self._buffers if b is not best]
                 return best[:size].view(dtype)
         return np.empty(size, np.uint8).view(dtype)
 
     def clear(self) -> None:
         with self._lock:
-            self._spares = []
+            self._buffers = []
 
     def give(self, array: Array) -> None:
-        """Hand back what `take` returned; it must not be used any more."""
+        """Return an array of `take` to the pool; the caller must not use it any more."""
         owner = array
         while owner.base is not None:
             owner = owner.base
         with self._lock:
-            self._spares.append(owner)
-            while sum(s.nbytes for s in self._spares) > self.limit:
-                del self._spares[0]
+            self._buffers.append(owner)
+            while sum(b.nbytes for b in self._buffers) > self.limit:
+                del self._buffers[0]
 
 
-SPARES = _Spares(256 * 2**20)
+BUFFER_POOL = BufferPool(256 * 2**20)

@@ -1,9 +1,7 @@
-"""Features and gradients in host memory, the logits on a device: for batches larger than the
-device's memory.
+"""Features and gradients in host memory, logits on a device: for batches larger than its memory.
 
-The logit matrix is visited in blocks (Q_a, K_b) of panels that the workspace has room for. One
-panel stays on the device while the panels of the other side stream past it, the next on its way
-while one is used:
+A block (Q_a, K_b) is a panel of queries and a panel of keys that fit the workspace. One panel stays
+on the device. The panels of the other side are streamed: while one is used, the next is copied.
 
 | fold | stays | streams | products of 2MND operations |
 |---|---|---|---|
@@ -11,10 +9,9 @@ while one is used:
 | dQ | Q_a and dQ_a | keys | 2 |
 | dK | K_b and dK_b | queries | 2 |
 
-So no sum leaves the device before it is complete, and of the host's memory nothing is needed beyond
-features and gradients. (One panel of keys alone takes dQ and dK in one go.) What happens to a block
-is the device's own backend's; vectors of length M or N are on the device during a fold, on the host
-between folds.
+So only complete sums leave the device, and the host needs no memory beyond features and gradients.
+(If all keys are one panel, dQ and dK take one fold.) The device's own backend computes a block.
+Vectors of length M or N are on the device during a fold, and on the host between folds.
 """
 
 from __future__ import annotations
@@ -42,16 +39,16 @@ from ..problem import (
 )
 from ..solve import Backend, Vectors, retrieval_ranks_of
 
-PANEL = 128  # rows of a panel are a multiple of this, where there are as many
+PANEL = 128  # a panel of more rows than this has a multiple of it
 
 
 class Device(Protocol):
-    """Where blocks are computed."""
+    """The device that computes blocks."""
 
-    xp: Any  # cupy, or what behaves like it
+    xp: Any  # cupy, or a module with its functions
 
     def backend(self, problem: Problem, gradients: Gradients | None) -> Backend:
-        """What folds a block whose arrays are on the device."""
+        """The backend that folds a block whose arrays are on the device."""
         ...
 
     def put(self, array: Array) -> Array:
@@ -63,8 +60,8 @@ class Device(Protocol):
         ...
 
     def stream(self, features: Array, panels: Sequence[slice]) -> Iterator[tuple[slice, Array]]:
-        """Panels of host features on the device, one after the other. A panel's memory may be used
-        again when the next but one is asked for."""
+        """(panel, its rows of `features` on the device), one after the other. The memory of a panel
+        is overwritten by the next panel but one."""
         ...
 
 
@@ -78,13 +75,13 @@ class Offload:
         self.device = device
         self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         self.rows = self._panel_rows(problem)
-        self.poisoned = np.zeros(len(problem.query))
+        self.marks = np.zeros(len(problem.query))  # see NotFinite
 
     def _panel_rows(self, problem: Problem) -> int:
-        """Rows of a panel: what lies on the device for a row is half of the workspace, in all."""
+        """Rows of a panel: panels and their gradients take half of the workspace."""
         m, n, d = problem.shape
         item = max(problem.query.dtype.itemsize, problem.key.dtype.itemsize)
-        # one panel stays, two stream; gradients of either, a block's share, and as they are stored
+        # One panel stays, two stream, one is being stored; gradients: two accumulators, one block's
         row = d * (4 * item + 3 * self.real.itemsize)
         most, least = problem.workspace // 2 // row, least_block_side(m, n)
         if most < least:
@@ -92,20 +89,21 @@ class Offload:
         most = most // PANEL * PANEL or most
         return int(min(most, max(m, n, 1)))
 
-    # -- what solve.solve asks for
+    # -- Backend
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
         return Grid(slices(m, self.rows), slices(n, self.rows), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
-        """One triangle of panels is no use to gradients: sums of all rows would have to stay."""
+        """Ranges make NT-Xent's gradient visit the whole square: in a triangle the gradients of all
+        rows would have to stay on the device."""
         n = problem.shape[1]
         return slices(n, self.rows if problem.symmetric else n)
 
     def not_finite_marks(self, problem: Problem) -> Array:
-        """Gathered by the fold of the losses, which has met all keys."""
-        return self.poisoned
+        """Marks that the fold of the losses has collected from all blocks."""
+        return self.marks
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
@@ -125,7 +123,7 @@ class Offload:
             fold.by_rows(gradients)
         elif both and len(grid.columns) > 1:
             fold.by_rows(replace(gradients, want_key=False))
-            fold.results()  # complete: what sums get from now on is of no use
+            fold.results()  # complete: the second fold must not add to them
             fold.by_columns(replace(gradients, want_query=False, dots=None))
             return
         else:
@@ -139,60 +137,60 @@ class _Fold:
     def __init__(self, offload: Offload, problem: Problem, grid: Grid, epilogue: Epilogue) -> None:
         self.offload, self.device, self.grid = offload, offload.device, grid
         self.vectors = Vectors(self.device.xp)
-        self.problem, self.of_host = problem, epilogue
+        self.problem, self.host_epilogue = problem, epilogue
         put = self.device.put
-        # vectors, for all blocks
-        self.epilogue = _each(epilogue, put)
+        # Vectors of all blocks
+        self.epilogue = _map_arrays(epilogue, put)
         self.positives = put(problem.positives)
         self.ids = [None if v is None else put(v) for v in (problem.query_ids, problem.key_ids)]
-        self.poisoned = put(offload.poisoned)
+        self.marks = put(offload.marks)
         self.done = 0
 
     def results(self) -> None:
-        """What the epilogue has gathered goes to where it belongs."""
+        """Copy the results of the epilogue to the host."""
         get = self.device.get
-        if not isinstance(self.of_host, SoftmaxGradient):
-            _into(self.of_host, _each(self.epilogue, get))
-            self.offload.poisoned[:] = get(self.poisoned)
+        if not isinstance(self.host_epilogue, SoftmaxGradient):
+            _copy_arrays(self.host_epilogue, _map_arrays(self.epilogue, get))
+            self.offload.marks[:] = get(self.marks)
 
     def by_rows(self, gradients: Gradients | None) -> None:
-        """Queries stay, and their gradients."""
+        """Queries and dQ stay, keys stream."""
         problem, device, d = self.problem, self.device, self.problem.shape[2]
-        wanted = None if gradients is None else gradients.query
+        destination = None if gradients is None else gradients.query
         for a, rows in enumerate(self.grid.rows):
             q, dq = device.put(problem.query[rows]), None
-            if wanted is not None:
+            if destination is not None:
                 dq = device.xp.zeros((len(q), d), self.offload.real)
             columns = [self.grid.columns[b] for b in self.grid.visits(a)]
-            several = len(columns) > 1
+            add = len(columns) > 1
             for block, k in device.stream(problem.key, columns):
-                mine = None
+                to = None
                 if gradients is not None:
-                    mine = replace(gradients, query=dq, key=None, want_key=False, add_query=several)
-                self.block(rows, block, q, k, mine)
-            if gradients is not None and wanted is not None:
-                self.store(wanted, rows, dq, gradients.add_query)
+                    to = replace(gradients, query=dq, key=None, want_key=False, add_query=add)
+                self.block(rows, block, q, k, to)
+            if gradients is not None and destination is not None:
+                self.store(destination, rows, dq, gradients.add_query)
 
     def by_columns(self, gradients: Gradients) -> None:
-        """Keys stay, and their gradients; those of queries, where wanted, meet all keys at once."""
+        """Keys and dK stay, queries stream. dQ only if all keys are one panel."""
         problem, device, d = self.problem, self.device, self.problem.shape[2]
         empty, real = device.xp.empty, self.offload.real
         for columns in self.grid.columns:
             k = device.put(problem.key[columns])
-            dk, share = device.xp.zeros((len(k), d), real), empty((len(k), d), real)
+            dk, of_block = device.xp.zeros((len(k), d), real), empty((len(k), d), real)
             for rows, q in device.stream(problem.query, self.grid.rows):
                 dq = None
                 if gradients.query is not None and gradients.want_query:
                     dq = empty((len(q), d), real)
-                mine = replace(gradients, query=dq, key=share, add_query=False)
-                self.block(rows, columns, q, k, mine)
-                dk += share
+                to = replace(gradients, query=dq, key=of_block, add_query=False)
+                self.block(rows, columns, q, k, to)
+                dk += of_block
                 if dq is not None:
                     self.store(gradients.query, rows, dq, gradients.add_query)
             self.store(gradients.key, columns, dk, False)
 
     def store(self, target: Array, rows: slice, gradient: Array, add: bool) -> None:
-        """A panel's gradient is complete."""
+        """Copy the complete gradient of a panel to the host."""
         if add:
             target[rows] += self.device.get(gradient)
         else:
@@ -204,9 +202,9 @@ class _Fold:
     ) -> None:
         """Fold one block whose features are on the device."""
         problem, xp = self.problem, self.device.xp
-        own = rows == columns
-        symmetric = problem.symmetric and own
-        epilogue = _part(self.epilogue, rows, columns)
+        diagonal = rows == columns
+        symmetric = problem.symmetric and diagonal
+        epilogue = _block_epilogue(self.epilogue, rows, columns)
         block = replace(
             problem,
             query=q,
@@ -215,25 +213,25 @@ class _Fold:
             query_ids=None if self.ids[0] is None else self.ids[0][rows],
             key_ids=None if self.ids[1] is None else self.ids[1][columns],
             symmetric=symmetric,
-            key_shard=problem.key_shard or not own,
-            # the columns of a triangle's block off the diagonal have sums of their own
+            key_shard=problem.key_shard or not diagonal,
+            # Off the diagonal of a triangle, columns are other rows, with their own sums
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             workspace=max(1, problem.workspace // 2),
             progress=None,
         )
-        mine = gradients
+        to = gradients
         if gradients is not None and gradients.dots is not None:
-            mine = replace(gradients, dots=xp.zeros(len(q) if gradients.want_query else len(k)))
-        inner = self.device.backend(block, mine)
+            to = replace(gradients, dots=xp.zeros(len(q) if gradients.want_query else len(k)))
+        inner = self.device.backend(block, to)
         grid = inner.grid(block, symmetric and self.grid.triangle)
-        inner.fold(block, grid, epilogue, mine)
-        if gradients is not None and mine is not None and mine.dots is not None:
-            gradients.dots[rows if gradients.want_query else columns] += self.device.get(mine.dots)
+        inner.fold(block, grid, epilogue, to)
+        if gradients is not None and to is not None and to.dots is not None:
+            gradients.dots[rows if gradients.want_query else columns] += self.device.get(to.dots)
         if isinstance(epilogue, (Statistics, Sigmoid)):
-            not_finite = inner.not_finite_marks(block)
-            self.poisoned[rows] += not_finite
-            if self.grid.triangle and not own:
-                self.poisoned[columns] += not_finite.sum()
+            marks = inner.not_finite_marks(block)
+            self.marks[rows] += marks
+            if self.grid.triangle and not diagonal:
+                self.marks[columns] += marks.sum()
         self.done += 1
         if problem.progress is not None:
             problem.progress(epilogue.phase, self.done, len(self.grid))
@@ -242,31 +240,33 @@ class _Fold:
 # --- epilogues ------------------------------------------------------------------------------------
 
 
-def _each(epilogue: Epilogue | Sums, function: Any, seen: dict[int, Any] | None = None) -> Any:
-    """The epilogue with `function` of each of its arrays; what is one object stays one."""
-    seen = {} if seen is None else seen
-    made = {}
+def _map_arrays(
+    epilogue: Epilogue | Sums, function: Any, mapped: dict[int, Any] | None = None
+) -> Any:
+    """The epilogue with `function` applied to each array. One object in two fields stays one."""
+    mapped = {} if mapped is None else mapped
+    values = {}
     for f in fields(epilogue):
         value = getattr(epilogue, f.name)
-        if value is not None and id(value) not in seen:
-            known = _each(value, function, seen) if isinstance(value, Sums) else function(value)
-            seen[id(value)] = known
-        made[f.name] = None if value is None else seen[id(value)]
+        if value is not None and id(value) not in mapped:
+            sums = isinstance(value, Sums)
+            mapped[id(value)] = _map_arrays(value, function, mapped) if sums else function(value)
+        values[f.name] = None if value is None else mapped[id(value)]
     make: Any = type(epilogue)
-    return make(**made)
+    return make(**values)
 
 
-def _into(target: Any, source: Any) -> None:
-    """Copy arrays of one dataclass into those of another."""
+def _copy_arrays(target: Any, source: Any) -> None:
+    """Copy the arrays of one epilogue into those of another."""
     for f in fields(target):
         to, of = getattr(target, f.name), getattr(source, f.name)
         if isinstance(to, Sums):
-            _into(to, of)
+            _copy_arrays(to, of)
         elif to is not None:
             to[...] = of
 
 
-def _part(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
+def _block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
     """The epilogue of one block: views of its rows and columns."""
     if isinstance(epilogue, Statistics):
         of_rows, of_columns = (

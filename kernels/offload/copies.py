@@ -1,4 +1,4 @@
-"""The GPU for `infonce.kernels.offload.backend`: panels of host memory on their way to it."""
+"""The GPU as the device of `offload.backend`: copies of panels from and to host memory."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ..gpu.tiled.backend import GPU
 from ..problem import Array, Gradients, Problem, slices
 from .backend import Offload
 
-COPIERS = 4  # threads that fill pinned memory: one alone is slower than the bus
-PINNED = 1  # CUDA's name for host memory that the device can read
+COPY_THREADS = 4  # they fill pinned memory: one alone is slower than PCIe
+PINNED = 1  # cudaMemoryTypeHost: host memory that the device can read
 
 
 def backend(problem: Problem, gradients: Gradients | None = None) -> Offload:
-    """Blocks of host features on the current GPU."""
+    """Folds blocks of host features on the current GPU."""
     return Offload(problem, gradients, Device())
 
 
 @cache
-def _copiers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(COPIERS, "infonce-offload")
+def _copy_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COPY_THREADS, "infonce-offload")
 
 
 def _copy(target: Array, source: Array) -> None:
-    """target[...] = source, by several threads: NumPy copies without Python's lock."""
-    parts = slices(len(source), max(1, -(-len(source) // COPIERS)))
-    copies = [_copiers().submit(np.copyto, target[part], source[part]) for part in parts]
+    """target[...] = source by several threads: np.copyto releases the GIL."""
+    parts = slices(len(source), max(1, -(-len(source) // COPY_THREADS)))
+    copies = [_copy_pool().submit(np.copyto, target[part], source[part]) for part in parts]
     for copy in copies:
         copy.result()
 
 
 def _pinned(array: Array) -> bool:
-    """Whether the device reads this memory itself, at full speed and while the host goes on."""
+    """Whether this is pinned memory, which the GPU copies by itself while the host continues."""
     if not array.flags.c_contiguous or not array.nbytes or not array.dtype.isnative:
         return False
     attributes = cupy.cuda.runtime.pointerGetAttributes(array.ctypes.data)
@@ -60,8 +60,8 @@ class Device:
         return cupy.asnumpy(array)
 
     def stream(self, features: Array, panels: Sequence[slice]) -> Iterator[tuple[slice, Array]]:
-        """Two buffers on the device and, unless the features are pinned themselves, two pinned ones
-        on the host. A panel is copied while the products with the one before it run."""
+        """Double buffering: two buffers on the device and, unless the features are pinned, two
+        pinned ones on the host. A panel is copied while products with the previous one run."""
         if not panels:
             return
         current, copying = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
@@ -72,14 +72,14 @@ class Device:
         if not _pinned(features):
             staged = [cupyx.empty_pinned(shape, dtype) for _ in panels[:2]]
         copied: list[Any] = [None, None]
-        used = [current.record(), current.record()]  # who had this memory before
+        used = [current.record(), current.record()]  # the last use of each buffer
 
         def start(i: int) -> None:
             slot, source = i % 2, features[panels[i]]
             target = buffers[slot][: len(source)]
             if staged is not None:
                 if copied[slot] is not None:
-                    copied[slot].synchronize()  # the copy from this staging buffer
+                    copied[slot].synchronize()  # the last copy from this staging buffer
                 _copy(staged[slot][: len(source)], source)
                 source = staged[slot][: len(source)]
             copying.wait_event(used[slot])
@@ -96,4 +96,4 @@ class Device:
                 if i + 1 < len(panels):
                     start(i + 1)
         finally:
-            copying.synchronize()  # before the buffers go back to their pools
+            copying.synchronize()  # before the pools reuse the buffers

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.cpu import elementary
 from infonce.kernels.cpu import tile_ops as tile
 from infonce.kernels.cpu import workers as cpu_resources
 from judge import LOSSES, arguments, judged, pairs
@@ -25,7 +26,7 @@ import infonce
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several panels and threads at test sizes."""
     monkeypatch.setattr(cpu, "TILE", (32, 48))
-    monkeypatch.setattr(cpu, "SQUARE", 32)
+    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 32)
     monkeypatch.setattr(cpu, "THREADING_PAYS", 0)
 
 
@@ -129,7 +130,7 @@ def test_memory_stays_within_the_workspace(loss: str, dtype: Any) -> None:
         .grads._fields if name in ("query", "key", "features", "image", "text")}  # fmt: skip
     if loss == "lit":
         del out["image"]
-    cpu_resources.SPARES.clear()
+    cpu_resources.BUFFER_POOL.clear()
     tracemalloc.start()
     function(*args, scale=5.0, method="tiled", workspace=workspace, out=out)
     _, peak = tracemalloc.get_traced_memory()
@@ -214,14 +215,14 @@ def test_an_exception_in_the_callback_stops_the_work(
 def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
 
-    take_positives = tile.take_positives
+    set_aside_positives = tile.set_aside_positives
 
     def broken(x: Any, positives: Any, *rest: Any) -> None:
         if positives[0] == 0:  # the first panel, which all others wait for
             raise ArithmeticError("broken tile")
-        take_positives(x, positives, *rest)
+        set_aside_positives(x, positives, *rest)
 
-    monkeypatch.setattr(tile, "take_positives", broken)
+    monkeypatch.setattr(tile, "set_aside_positives", broken)
     caught: list[BaseException] = []
 
     def call() -> None:
@@ -274,8 +275,8 @@ def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exp2_and_log1p(dtype: Any, bound: float) -> None:
     from mpmath import mp
 
-    compiled_exp2 = tile.compiled(_exp2_of)
-    compiled_log1p = tile.compiled(_log1p_of)
+    compiled_exp2 = elementary.compiled(_exp2_of)
+    compiled_log1p = elementary.compiled(_log1p_of)
     low = -126 if dtype == np.float32 else -1022
     x = np.concatenate([np.linspace(low, 1, 3001), np.linspace(-2, 0, 2001)]).astype(dtype)
     out = np.empty_like(x)
@@ -298,12 +299,12 @@ def test_exp2_and_log1p(dtype: Any, bound: float) -> None:
 
 def _exp2_of(x, out):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        out[i] = tile.exp2(x[i])
+        out[i] = elementary.exp2(x[i])
 
 
 def _log1p_of(x, out):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        out[i] = tile.log1p(x[i])
+        out[i] = elementary.log1p(x[i])
 
 
 @given(
@@ -332,19 +333,19 @@ def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
 
 
 def test_temporary_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    spares = cpu_resources._Spares(10_000)
-    monkeypatch.setattr(cpu, "SPARES", spares)
-    first = spares.take(1000, np.dtype(np.float64))
+    pool = cpu_resources.BufferPool(10_000)
+    monkeypatch.setattr(cpu, "BUFFER_POOL", pool)
+    first = pool.take(1000, np.dtype(np.float64))
     address = first.ctypes.data
-    spares.give(first)
-    assert spares.take(400, np.dtype(np.float64)).ctypes.data != address  # less than half of it
-    again = spares.take(1500, np.dtype(np.float32))
+    pool.give(first)
+    assert pool.take(400, np.dtype(np.float64)).ctypes.data != address  # less than half of it
+    again = pool.take(1500, np.dtype(np.float32))
     assert again.ctypes.data == address
     assert again.shape == (1500,)
     assert again.dtype == np.float32
     for size in (9000, 9000, 3000):
-        spares.give(np.empty(size, np.uint8))
-        assert sum(s.nbytes for s in spares._spares) <= 10_000
+        pool.give(np.empty(size, np.uint8))
+        assert sum(b.nbytes for b in pool._buffers) <= 10_000
     args = pairs("partly aligned", 300, 300, 8, np.float32, 6)
     want = bits(infonce.clip_loss_and_grad(*args, scale=9.0))
     assert bits(infonce.clip_loss_and_grad(*args, scale=9.0)) == want

@@ -136,7 +136,7 @@ def test_logits_of_any_size(loss: str, method: str, dtype: Any, monkeypatch: Any
     """The features are long instead: the same exponents, and no scale to refuse. Of products that
     are exact the results have all their digits; of others, the largest are the same."""
     monkeypatch.setattr(cpu, "TILE", (4, 4))
-    monkeypatch.setattr(cpu, "SQUARE", 4)
+    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 4)
     name = np.dtype(dtype).name
     for power in (-20, 0, 10, 13, 20, 27, 40, 55, 62, 200, 500)[: 9 if dtype is np.float32 else 11]:
         for scale in (1.0, 3.0):
@@ -176,7 +176,7 @@ def test_a_probability_is_no_subnormal_number(dtype: Any) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_warning_leaves(loss: str, dtype: Any, method: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(cpu, "TILE", (8, 8))
-    monkeypatch.setattr(cpu, "SQUARE", 8)
+    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 8)
     monkeypatch.setattr(cpu, "THREADING_PAYS", 0)  # workers' warnings too
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
     largest = float(ml_dtypes.finfo(dtype).max)
@@ -327,7 +327,7 @@ def test_anything_is_a_value_or_an_error_of_ours(
     refused = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "TILE", (16, 8))
-        patch.setattr(cpu, "SQUARE", 8)
+        patch.setattr(cpu, "TRIANGLE_SIDE", 8)
         patch.setattr(cpu, "THREADING_PAYS", 0)
         patch.setenv("INFONCE_NUM_THREADS", threads)
         try:

@@ -9,7 +9,7 @@ import numpy as np
 
 import infonce
 
-from ...kernels.cpu.naive import PASSES, available_memory
+from ...kernels.cpu.naive import MATRICES, available_memory
 from ...spec import Loss
 from ..common import human
 from .measure import Array, Case, Outcome, Run
@@ -21,14 +21,14 @@ METHODS = ("products", "numpy", *LIBRARY, "torch")
 def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
     """A call of `method` on the features, gradients of features and scale included.
 
-    Raises ImportError where torch is missing and MemoryError where the full matrix, in `PASSES`
+    Raises ImportError where torch is missing and MemoryError where the full matrix, in `MATRICES`
     copies, has no room.
     """
     if method in LIBRARY:
         out = [np.empty_like(z) for z in case.gradients_of(features)]
         return lambda: _library(method, case, features, out)
     itemsize = max(4, features[0].dtype.itemsize)
-    require(PASSES * case.rows**2 * itemsize)
+    require(MATRICES * case.rows**2 * itemsize)
     if method == "products":
         return _products(case, features)
     if method == "numpy":

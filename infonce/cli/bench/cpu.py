@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.workers import SPARES
+from ...kernels.cpu.workers import BUFFER_POOL
 from .. import machine
 from ..common import peak_resident, reset_peak, resident, return_freed_memory
 from . import contenders_cpu
@@ -58,12 +58,12 @@ class Host:
 
     def memory(self, method: str, run: Run) -> dict[str, int | None]:
         """Peak of NumPy's allocations, and growth of the resident set."""
-        SPARES.clear()  # to count the memory of a first call
+        BUFFER_POOL.clear()  # to count the memory of a first call
         tracemalloc.start()
         run()
         allocated = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        SPARES.clear()
+        BUFFER_POOL.clear()
         return_freed_memory()
         measured, before = reset_peak(), resident()
         run()

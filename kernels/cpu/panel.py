@@ -1,0 +1,247 @@
+"""One worker thread of a fold on the CPU: row panels, tile by tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from ..problem import (
+    Array,
+    OnlineSoftmax,
+    RetrievalRanks,
+    Sigmoid,
+    SoftmaxGradient,
+    Statistics,
+    Sums,
+)
+from ..solve import conclude
+from . import tile_ops as tile
+from .fold import Fold
+from .workers import BUFFER_POOL, Cancelled
+
+
+class Worker:
+    """One thread of a fold, with its own buffers."""
+
+    def __init__(self, fold: Fold, first: int) -> None:
+        """`first`: the panel that the worker begins with."""
+        self.fold = fold
+        context, grid, d = fold.context, fold.grid, fold.problem.shape[2]
+        bm = max(r.stop - r.start for r in grid.rows)
+        bn = max(c.stop - c.start for c in grid.columns)
+
+        memory = self.buffered = None  # `buffered`: the block whose logits are in the buffer
+        if isinstance(fold.epilogue, SoftmaxGradient):
+            memory, self.buffered = context.take_worker_memory(grid, first)
+        if memory is None:
+            memory = BUFFER_POOL.take(context.worker_elements(d, bm, bn), context.dtype)
+        self.memory = memory
+        used = 0
+
+        def buffer(*shape: int) -> Array:
+            nonlocal used
+            size = math.prod(shape)
+            used += size
+            return memory[used - size : used].reshape(shape)
+
+        self.logits = buffer(bm * bn)
+        self.query_buffer = None if context.query.direct else buffer(bm, d)
+        self.key_buffer = None if context.key.direct else buffer(bn, d)
+        if fold.gradients is not None:
+            self.product = buffer(max(bm, bn), d)
+            self.dq = None if context.query_in_place else buffer(bm, d)
+        self.row_max, self.row_sum = np.empty(bm), np.empty(bm)
+        self.column_max, self.column_sum = np.empty(bn), np.empty(bn)
+        self.sums = np.empty(bn, context.dtype)
+
+    def panel(self, a: int, report: Callable[[], None]) -> None:
+        """Fold one row panel, from left to right."""
+        fold = self.fold
+        grid, gradients, order = fold.grid, fold.gradients, fold.order
+        rows = grid.rows[a]
+        q = fold.context.query.block(rows, self.query_buffer)
+        row_gradients = gradients is not None and (gradients.want_query or grid.triangle)
+        first = True
+        visits = grid.visits(a)
+        for b in reversed(visits) if order.backwards else visits:
+            if order.cancelled:
+                raise Cancelled
+            columns = grid.columns[b]
+            diagonal = grid.triangle and a == b
+            k = fold.context.key.block(columns, self.key_buffer)
+            x = self.block(a, b, q, k)
+            merge = self.epilogue(x, rows, columns, diagonal)
+            if row_gradients:
+                self.add_rows(x, k, rows, first)
+            add_columns = fold.column_gradients and not diagonal
+            if add_columns:
+                g = fold.column_accumulator(columns)
+                product = g if a == 0 and g.flags.c_contiguous else self.product[: len(k)]
+                np.matmul(x.T, q, out=product)
+            if merge is not None or fold.column_gradients:
+                order.wait(a, b)
+            if merge is not None:
+                merge()
+            if add_columns and product is not g:
+                if a == 0:
+                    np.copyto(g, product)
+                else:
+                    np.add(g, product, out=g)
+            order.advance(a, b)
+            first = False
+            report()
+        if row_gradients:
+            self.finish_rows(rows, q)
+
+    def block(self, a: int, b: int, q: Array, k: Array) -> Array:
+        """The tile's raw products, -inf for excluded pairs. The gradient fold reuses kept ones."""
+        fold, problem = self.fold, self.fold.problem
+        kept = fold.kept_logits.get((a, b))
+        if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
+            return kept
+        x = kept if kept is not None else self.logits[: len(q) * len(k)].reshape(len(q), len(k))
+        if self.buffered == (a, b):
+            self.buffered = None
+            return x
+        self.buffered = None if kept is not None else (a, b)
+        np.matmul(q, k.T, out=x)
+        rows, columns = fold.grid.rows[a], fold.grid.columns[b]
+        if not isinstance(fold.epilogue, SoftmaxGradient):
+            logits = fold.epilogue.positive_logits[rows]
+            if isinstance(fold.epilogue, RetrievalRanks):
+                logits = logits.copy()  # known already: do not overwrite them
+            tile.set_aside_positives(x, problem.positives[rows], columns.start, fold.c, logits)
+        if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
+            start = max(rows.start, columns.start)
+            tile.exclude_diagonal(x[start - rows.start :, start - columns.start :])
+        if problem.query_ids is not None:
+            tile.exclude_ids(x, problem.query_ids[rows], problem.key_ids[columns])
+        return x
+
+    def epilogue(
+        self, x: Array, rows: slice, columns: slice, diagonal: bool
+    ) -> Callable[[], None] | None:
+        """Apply the fold's epilogue to a tile. Returns what has to run in the panels' order."""
+        fold, epilogue = self.fold, self.fold.epilogue
+        if isinstance(epilogue, SoftmaxGradient):
+            if epilogue.column_reference is None:
+                tile.softmax_gradient(x, fold.c, fold.row_reference[rows], fold.a[rows])
+            elif fold.shared:
+                tile.softmax_gradient_shared(
+                    x, fold.c, fold.row_reference[rows], fold.a[rows], fold.u[rows],
+                    fold.v[columns],
+                )  # fmt: skip
+            else:
+                tile.softmax_gradient_two_sided(
+                    x, fold.c, fold.row_reference[rows], fold.a[rows],
+                    fold.column_reference[columns], fold.b[columns],
+                )  # fmt: skip
+            tile.insert_positives(
+                x, fold.problem.positives[rows], columns.start, fold.positive_gradient[rows]
+            )
+            return None
+        if isinstance(epilogue, Sigmoid):
+            bias, positives = float(fold.problem.bias), fold.problem.positives[rows]
+            losses, sums = epilogue.losses[rows], epilogue.bias_grad[rows]
+            tile.sigmoid(x, float(fold.problem.scale), bias, fold.a[rows], losses, sums)
+            tile.sigmoid_positives(
+                x, positives, columns.start, epilogue.positive_logits[rows], bias,
+                epilogue.row_factor[rows], losses, sums,
+            )  # fmt: skip
+            return None
+        if isinstance(epilogue, OnlineSoftmax):
+            sums = epilogue.rows
+            self.rescale = self.row_max[: len(x)]
+            tile.online_softmax(x, fold.c, sums.max[rows], sums.sum[rows], self.rescale)
+            return None
+        if isinstance(epilogue, RetrievalRanks):
+            tile.count_above(x, fold.c, epilogue.positive_logits[rows], epilogue.row_rank[rows])
+            if epilogue.column_rank is None:
+                return None
+            counts = epilogue.column_positive_logits[columns], epilogue.column_rank[columns]
+            return lambda: tile.count_above_columns(x, fold.c, *counts)
+        return self.statistics(epilogue, x, rows, columns, diagonal)
+
+    def statistics(
+        self, stats: Statistics, x: Array, rows: slice, columns: slice, diagonal: bool
+    ) -> Callable[[], None] | None:
+        fold = self.fold
+        row_max, row_sum = self.row_max[: len(x)], self.row_sum[: len(x)]
+        column_max, column_sum = self.column_max[: x.shape[1]], self.column_sum[: x.shape[1]]
+        both = stats.columns is not None and not diagonal
+        if both:
+            tile.row_and_column_statistics(
+                x, fold.c, row_max, row_sum, column_max, column_sum, self.sums[: x.shape[1]]
+            )
+        else:
+            tile.row_statistics(x, fold.c, row_max, row_sum)
+
+        def merge() -> None:
+            # Rows too: in the symmetric case, columns of earlier panels are these rows
+            tile.merge(stats.rows.max[rows], stats.rows.sum[rows], row_max, row_sum)
+            if stats.row_rank is not None:
+                tile.count_above(x, fold.c, fold.rank_threshold[rows], stats.row_rank[rows])
+            if both:
+                assert stats.columns is not None
+                tile.merge(
+                    stats.columns.max[columns], stats.columns.sum[columns], column_max, column_sum
+                )
+                if stats.column_rank is not None:
+                    threshold = fold.rank_threshold[columns]
+                    tile.count_above_columns(x, fold.c, threshold, stats.column_rank[columns])
+
+        if stats.columns is not None:
+            return merge
+        merge()
+        return None
+
+    def add_rows(self, x: Array, k: Array, rows: slice, first: bool) -> None:
+        """dQ_a += P K_b."""
+        dq = self.row_accumulator(rows)
+        if first:
+            np.matmul(x, k, out=dq)
+            return
+        product = self.product[: len(x)]
+        np.matmul(x, k, out=product)
+        if isinstance(self.fold.epilogue, OnlineSoftmax):
+            np.multiply(dq, self.rescale[:, None], out=dq, casting="same_kind")
+        np.add(dq, product, out=dq)
+
+    def row_accumulator(self, rows: slice) -> Array:
+        """Where dQ of these rows accumulates."""
+        if self.dq is not None:
+            return self.dq[: rows.stop - rows.start]
+        assert self.fold.gradients is not None
+        assert self.fold.gradients.query is not None
+        return self.fold.gradients.query[rows]
+
+    def finish_rows(self, rows: slice, q: Array) -> None:
+        """The panel's dQ is complete: store it."""
+        fold = self.fold
+        gradients = fold.gradients
+        assert gradients is not None
+        g = self.row_accumulator(rows)
+        if isinstance(fold.epilogue, OnlineSoftmax):
+            self.finish_online(fold.epilogue, g, rows)
+        if fold.grid.triangle:
+            total = fold.column_accumulator(rows)  # complete: all earlier panels have added
+            g = np.add(total, g, out=total)
+        destination = None if self.dq is None else gradients.query
+        fold.store(
+            g, fold.context.query, rows, self.query_buffer, destination, True, gradients.add_query
+        )
+
+    def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
+        """sum_j 2^(c (x - max)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
+        problem, context = self.fold.problem, self.fold.context
+        maximum, positive = stats.rows.max[rows], stats.positive_logits[rows]
+        maximum *= self.fold.c  # it was a maximum of raw products
+        end = conclude(np, Sums(maximum, stats.rows.sum[rows]), positive)
+        a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
+        of_sum = a * end.reference_probability * np.exp2(maximum - end.reference)
+        np.multiply(g, of_sum[:, None], out=g, casting="same_kind")
+        positives = context.key.take(problem.positives[rows])
+        positive_gradient = -a * end.negative_probability
+        g += np.multiply(positives, positive_gradient[:, None], out=positives, casting="same_kind")
