@@ -67,7 +67,8 @@ class Problem:
 
     @property
     def paired(self) -> bool:
-        """Whether key i is the positive of query i, or queries and keys are the same views."""
+        """Whether each key's query is known without a list: key i is the positive of query i, or
+        queries and keys are the same views."""
         m, n, _ = self.shape
         by_default = self.positives is None and m == n
         return not self.key_shard and (

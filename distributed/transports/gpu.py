@@ -51,10 +51,7 @@ def make(name: str, ranks: Communicator) -> Transport:
     kept: dict[tuple[str, int], Transport] = ranks.__dict__.setdefault("gpu_transports", {})
     key = name, cupy.cuda.Device().id
     if key not in kept:
-        ways: dict[str, Callable[[Communicator], Transport]] = {
-            "nccl": NCCL, "cuda-aware": CudaAware, "staged": Staged,
-        }  # fmt: skip
-        kept[key] = ways[name](ranks)
+        kept[key] = TRANSPORTS[name](ranks)
     return kept[key]
 
 
@@ -258,3 +255,8 @@ def _pinned_like(array: Array) -> Any:
     if array.nbytes == 0:
         return np.empty(array.shape, array.dtype)
     return cupyx.empty_pinned(array.shape, array.dtype)
+
+
+TRANSPORTS: dict[str, Callable[[Communicator], Transport]] = {
+    "nccl": NCCL, "cuda-aware": CudaAware, "staged": Staged,
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Loss and gradient of a small or medium batch on the GPU, in one launch: kernels/cuda/fused.cu."""
+"""Loss and gradient of a small or medium batch on the GPU, in one launch: kernels/cuda/fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""method="naive" on the GPU: kernels/cuda/naive.cu one after the other, the logits in a buffer."""
+"""method="naive" on the GPU: the kernels of kernels/cuda/naive one after the other, the logits in memory."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from cupy.cuda import driver, runtime
 
 from ..problem import Array
 from .config import Device, precision
-from .device.recorder import Launch, Placeholder, Pointer, Recorder, bits, placeholder_of
+from .device.recorder import Launch, Placeholder, Pointer, Recorder, placeholder_of
 from .device.tensor_map import SIZE, tensor_map
 
 ALIGNMENT = 256  # of arrays that a call makes
@@ -157,7 +157,8 @@ class Plan:
         self.pointers = np.array([at for at, _ in pointers], np.int64)
         self.pointer_arrays = np.array([to.array for _, to in pointers], np.int64)
         self.pointer_offsets = np.array([to.offset for _, to in pointers], np.int64).view(np.uint64)
-        self.numbers = launches.numbers
+        self.numbers = np.array([at for at, _ in launches.numbers], np.int64)
+        self.number_indices = np.array([index for _, index in launches.numbers], np.int64)
         self.maps = recorder.maps
         # A loop mostly gets the same memory again; a ring uses some buffers in turn
         self.known: dict[tuple[Any, ...], _Arguments] = {}
@@ -211,8 +212,7 @@ class Plan:
         words[self.pointers] = (
             np.array(starts, np.uint64)[self.pointer_arrays] + self.pointer_offsets
         )
-        for at, number in self.numbers:
-            words[at] = bits(numbers[number])
+        words[self.numbers] = np.array(numbers, np.float64).view(np.uint64)[self.number_indices]
         others = words[self.first_argument :].view(np.int64).tolist()
         for at, argument, form in self.maps:
             words[at : at + SIZE // 8] = tensor_map(others[argument], *form).view(np.uint64)

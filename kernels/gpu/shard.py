@@ -99,7 +99,7 @@ class VectorsOverRanks(ElementwiseVectors):
         return found("loss"), found("scale_grad"), found("bias_grad")
 
     def known(self, problem: Problem) -> bool:
-        """Whether there are plans: for rows, of whose progress nobody wants to know."""
+        """Whether a step has a plan: not for empty shards, nor for calls with `progress`."""
         return 0 not in problem.shape and problem.progress is None
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:

@@ -125,8 +125,11 @@ def test_finite(conclude: Conclude) -> None:
     rows = finite_cases()
     for row, found in zip(rows, conclude(rows), strict=True):
         loss, share, lse2 = reference(row)
-        assert ulps(found[0], loss) <= 4, row
-        assert ulps(found[1], share) <= 4, row
+        # CUDA's log2 is off by up to 1 ulp, of powers of two as well, and with it the gap
+        gap = math.ulp(math.log2(row[1])) if conclude is on_gpu else 0.0
+        bound = 4 + math.log(2) * gap / 2.0**-53
+        assert ulps(found[0], loss) <= bound, row
+        assert ulps(found[1], share) <= bound, row
         assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 2]]), abs(lse2))) <= 4, row
 
 

@@ -96,7 +96,7 @@ def test_signatures_spell_out_the_keywords() -> None:
             assert word in doc
 
 
-def test_a_settled_call_still_looks_at_what_may_change() -> None:
+def test_a_call_from_the_cache_still_checks_arrays() -> None:
     """The second call of a kind is not checked again; arrays among its options are."""
     z = np.eye(6, dtype=np.float32)
     scale, bias = np.array(2.0), np.array(-1.0)
@@ -126,7 +126,9 @@ def test_a_settled_call_still_looks_at_what_may_change() -> None:
 
 
 @pytest.mark.parametrize("wrt", [None, "text", ("text", "scale"), ["image"], frozenset({"scale"})])
-def test_the_second_call_of_a_kind_is_settled(monkeypatch: pytest.MonkeyPatch, wrt: Any) -> None:
+def test_the_second_call_of_a_kind_takes_its_checks_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, wrt: Any
+) -> None:
     first = infonce.clip_loss_and_grad(Q, K, scale=1.0, wrt=wrt)
     monkeypatch.setattr(checks, "_check_static", None)
     again = infonce.clip_loss_and_grad(Q, K, scale=1.0, wrt=wrt)

@@ -87,7 +87,8 @@ extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, 
 
 // --- before and after the log-sum-exps -------------------------------------------------------------------
 
-// problems.spelled_out: positives by the loss's rule, what is upstream of each row. (Null: given.)
+// problem.materialize_vectors: positives by the loss's rule, one upstream gradient for all rows. A
+// vector that the caller gave is null here.
 struct Spelling {
   i64* positives;
   double *upstream, value;

@@ -40,7 +40,7 @@ class Sweep:
     extras: bool  # ids, or factors of normalised rows
 
     block_n = BLOCK_M
-    square = True  # panels have as many rows as tiles have columns
+    square = True  # row panels and column tiles are as large: a triangle can be visited
 
     @property
     def clustered(self) -> bool:

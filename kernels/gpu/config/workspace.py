@@ -29,7 +29,8 @@ class Needs:
     key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
     sweep: Sweep | None = None  # instead of tiles
     rows: bool = True  # rows have sums
-    overlay: int = 0  # rows of dK that a row of its accumulator covers; 0: no overlay
+    # Rows of dK's destination in which one row of its accumulator lies; 0: it lies elsewhere
+    overlay: int = 0
 
     @property
     def of_statistics(self) -> Needs:
@@ -91,7 +92,7 @@ class Blocking:
 
 
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
-    """Bytes for the least blocks that are `few`, of a size that `_largest` finds."""
+    """Bytes for the least blocks that are few enough (`few_blocks`), of a size that `_largest` finds."""
     m, n, d = shape
     side = least_block_side(m, n)
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
@@ -103,7 +104,7 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
 
 @lru_cache(1024)
 def blocking(
-    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool
 ) -> Blocking:
     """The largest blocks that fit, near square: panels cost traffic in proportion to their edges.
 
@@ -111,7 +112,7 @@ def blocking(
     the first of them overlay dK's destination, if that makes all of them fit; no block straddles
     the border.
 
-    `square`: the same ranges for rows and columns (symmetric losses).
+    `symmetric`: rows and columns get the same ranges.
     """
     m, n, d = shape
     row = needs.accumulator_row(d)
@@ -123,12 +124,12 @@ def blocking(
             key_rows, overlaid = n, border
     room = workspace - (key_rows - overlaid) * row
     n -= overlaid
-    m = n if square else m
+    m = n if symmetric else m
 
     def fits(rows: int, columns: int) -> bool:
         return needs.block(rows, columns, d, block_n) <= room
 
-    if needs.sweep is not None and needs.gradient and not square:
+    if needs.sweep is not None and needs.gradient and not symmetric:
         # As many rows as panels run at once, or half, if columns are not too few for the products
         for share in (1, 2):
             rows = _even(m, min(m, needs.sweep.rows_at_once // share))
@@ -137,7 +138,7 @@ def blocking(
                 return Blocking(rows, _even(n, columns), key_rows, overlaid)
     side = _largest(max(m, n), lambda s: fits(min(s, m), min(s, n)))
     rows, columns = min(side, m), min(side, n)
-    if not square:
+    if not symmetric:
         columns = _largest(n, partial(fits, rows))
         rows = _largest(m, lambda r: fits(r, columns))
     return Blocking(_even(m, rows), _even(n, columns), key_rows, overlaid)
@@ -145,15 +146,15 @@ def blocking(
 
 @lru_cache(1024)
 def blockings(
-    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, square: bool
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool
 ) -> tuple[Blocking, Blocking, int]:
     """Blocks of the log-sum-exp fold and, with its panels smaller ones, of the gradient fold; and
-    the bytes that serve both. ValueError where blocks that fit would not be `few`."""
+    the bytes that serve both. ValueError where blocks that fit would be too many (`few_blocks`)."""
     folds = needs.of_statistics, needs.of_gradient
     least = max(least_workspace(shape, of, block_n) for of in folds)
     if workspace < least:
         raise ValueError(workspace_too_small(shape, least, workspace))
-    first, second = (blocking(shape, of, workspace, block_n, square) for of in folds)
+    first, second = (blocking(shape, of, workspace, block_n, symmetric) for of in folds)
     sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
     return first, second, max(sizes)
 

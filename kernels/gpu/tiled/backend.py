@@ -67,8 +67,8 @@ class GPU:
         out = self.context.launcher.queue.zeros(m + 1, np.float64)
         return self.vectors.add_marks(problem, out[:m], out[m:])
 
-    def take_at_positives(self, problem: Problem, of_keys: Array) -> Array:
-        return of_keys[problem.positives]
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        return per_key[problem.positives]
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None

@@ -65,7 +65,7 @@ class Context:
         self.online = self.sweep is not None and self.precision in ONE_PASS
         self.scale, self._scale = scalar(problem.scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
-        self.square = problem.paired  # while positives by the loss's rule are not spelled out
+        self.paired = problem.paired  # asked before `materialize_vectors` hides the rule
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
         overlaid = 0

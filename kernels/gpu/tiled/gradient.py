@@ -35,7 +35,7 @@ PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed; 27 lie halfway,
 # so many times what `truncation_bias` says of short sums.
 LONGEST_SUM = {"fp16x3": 512}
-LONG_SUM_BIAS = 1.4
+LONG_SUM_BIAS = 1.4  # 27 / 19.2, which `truncation_bias` says of 32 steps of 0.6
 HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cu
 NO_PANEL: Fields = {"data": 0, "stride": 0, "part": 0}
 # struct FactorSources: a vector for each field of the epilogue
@@ -196,7 +196,7 @@ class GradientFold(Fold):
             side, other, add = context.key, context.query, False
             dots = None if gradients.want_query else gradients.dots
             order = start = None
-            if not context.square:
+            if not context.paired:
                 order, start = context.queries_of_keys(problem)
             partners = {"partner": order, "start": start, "by_partner": True}
         warps = -(-n // 2) if d <= HALF_WARP_ROW else n

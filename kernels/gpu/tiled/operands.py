@@ -18,7 +18,8 @@ DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bflo
 
 
 class Scratch:
-    """The workspace: one allocation, which each fold divides anew."""
+    """The workspace of a call: one allocation, which each fold divides anew. Its `Context` owns it;
+    it goes back to CuPy's pool with the context, after an error too."""
 
     ALIGNMENT = 256
 
