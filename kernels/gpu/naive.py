@@ -1,4 +1,4 @@
-"""method="naive" on the GPU: the kernels of kernels/cuda/naive one after the other, the logits in memory."""
+"""method="naive" on the GPU: the kernels of kernels/cuda/naive in turn, the logits in memory."""
 
 from __future__ import annotations
 

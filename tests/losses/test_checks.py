@@ -126,7 +126,7 @@ def test_a_call_from_the_cache_still_checks_arrays() -> None:
 
 
 @pytest.mark.parametrize("wrt", [None, "text", ("text", "scale"), ["image"], frozenset({"scale"})])
-def test_the_second_call_of_a_kind_takes_its_checks_from_the_cache(
+def test_the_second_call_of_a_kind_is_not_checked_again(
     monkeypatch: pytest.MonkeyPatch, wrt: Any
 ) -> None:
     first = infonce.clip_loss_and_grad(Q, K, scale=1.0, wrt=wrt)

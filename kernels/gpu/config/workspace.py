@@ -92,7 +92,7 @@ class Blocking:
 
 
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
-    """Bytes for the least blocks that are few enough (`few_blocks`), of a size that `_largest` finds."""
+    """Bytes for the least blocks that are `few_blocks`, of a size that `_largest` finds."""
     m, n, d = shape
     side = least_block_side(m, n)
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
