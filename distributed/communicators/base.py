@@ -5,8 +5,8 @@ next rank. mpi.py has them for mpi4py's communicators; an instance of any other 
 `Communicator` can be passed as `comm`.
 
 A rank that raises an error, or ends between calls, tells the others, which raise `RankError`. A
-rank that is killed is noticed by the ranks of its host; a rank that hangs is named after the
-timeout. So no rank waits for ever.
+rank that is killed is noticed by the ranks of its host, which tell the others; a rank that hangs is
+named after the timeout. So no rank waits for ever.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n,
   if (threadIdx.x % 32 == 0 && largest > *(volatile u32*)found) atomicMax(found, largest);
 }
 
-// Powers of two by which features are divided, so that the largest lies little below float16's largest
-// number. shifts[0] is for queries, shifts[1] for keys, and products are multiplied by shifts[2]. The
+// Powers of two by which features are divided, so that the largest lies in [2^14, 2^15): float16's
+// largest number is 65504. shifts[0] is for queries, shifts[1] for keys, and products are multiplied by shifts[2]. The
 // arguments come from find_largest; 0: features are taken as they are.
 constexpr int FP16_EXPONENT = 14;
 extern "C" __global__ void find_shifts(const u32* of_queries, const u32* of_keys, double* shifts) {

@@ -129,7 +129,7 @@ def test_blocks_fit_the_workspace(
     m, n, d = shape
     for key_accumulator, overlay in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
         needs = config.Needs(
-            precision, True, True, True, True, True, key_accumulator, overlay=overlay
+            precision, True, True, True, True, True, key_accumulator, overlay_rows=overlay
         )
         for square in {False, m == n}:
             size = max(workspace, config.least_workspace(shape, needs, 128))
@@ -155,7 +155,9 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
     n = 65536
     device = config.Device("90", 132, 227 * 1024, 228 * 1024)
     sweep = config.sweep_for("bf16", 2 * d, device, False)
-    needs = config.Needs("bf16", False, False, False, True, True, True, sweep, False, overlay=2)
+    needs = config.Needs(
+        "bf16", False, False, False, True, True, True, sweep, False, overlay_rows=2
+    )
     cut = config.blocking((n, n, d), needs, 2**28, 128, square)
     assert cut.overlaid == overlaid
     assert needs.size(cut, d, 128) <= 2**28
@@ -163,7 +165,7 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
         assert cut.key_rows == n
         assert cut.rows * cut.columns >= 6144 * 6144
     else:
-        assert cut == config.blocking((n, n, d), replace(needs, overlay=0), 2**28, 128, square)
+        assert cut == config.blocking((n, n, d), replace(needs, overlay_rows=0), 2**28, 128, square)
 
 
 def test_a_batch_that_fits_is_one_block() -> None:

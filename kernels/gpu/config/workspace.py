@@ -29,8 +29,9 @@ class Needs:
     key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
     sweep: Sweep | None = None  # instead of tiles
     rows: bool = True  # rows have sums
-    # Rows of dK's destination in which one row of its accumulator lies; 0: it lies elsewhere
-    overlay: int = 0
+    # Rows of dK's destination that one row of an accumulator covers, where accumulators overlay it;
+    # 0: they have memory of their own
+    overlay_rows: int = 0
 
     @property
     def of_statistics(self) -> Needs:
@@ -118,8 +119,8 @@ def blocking(
     row = needs.accumulator_row(d)
     most = max(1, workspace // 2 // row)
     key_rows, overlaid = min(n, most) if needs.key_accumulator else 0, 0
-    if needs.overlay and 2 * key_rows > most:
-        border = n // needs.overlay // BLOCK_M * BLOCK_M
+    if needs.overlay_rows and 2 * key_rows > most:
+        border = n // needs.overlay_rows // BLOCK_M * BLOCK_M
         if border and n - border <= most:
             key_rows, overlaid = n, border
     room = workspace - (key_rows - overlaid) * row

@@ -68,10 +68,10 @@ class Context:
         self.paired = problem.paired  # asked before `materialize_vectors` hides the rule
         self._queries_of_keys: tuple[Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
-        overlaid = 0
+        overlay_rows = 0
         if gradients is not None:
             accumulated = gradients.query if problem.symmetric else gradients.key
-            overlaid = 0 if gradients.add_query else overlay(accumulated, self.real)
+            overlay_rows = 0 if gradients.add_query else overlay(accumulated, self.real)
             self.query_in_place = not gradients.add_query and in_place(gradients.query, self.real)
             self.key_in_place = not gradients.want_key or in_place(gradients.key, self.real)
         self.in_registers = None  # the sweep that writes no gradient panels
@@ -89,7 +89,7 @@ class Context:
             # of a symmetric loss: the gradient of all rows
             key_accumulator=panels
             and not (self.query_in_place if problem.symmetric else self.key_in_place),
-            sweep=self.sweep, overlay=overlaid,
+            sweep=self.sweep, overlay_rows=overlay_rows,
             rows=problem.bias is not None or (self.online and one_pass(problem, gradients)),
         )  # fmt: skip
         self.statistics_blocking, self.blocking, size = config.blockings(

@@ -31,11 +31,11 @@ OP_N, OP_T = 0, 1
 # is below float32's rounding
 PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # Tensor cores truncate when they add. Where float32's accuracy is asked for, sums of the high parts
-# have this many terms at most and are corrected by their mean truncation bias: a sum of 512 terms
-# loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed; 27 lie halfway,
-# so many times what `truncation_bias` says of short sums.
+# have this many terms at most and are corrected by their mean truncation bias. A sum of 512 terms
+# loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed. It gets back 27,
+# about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the ratio of the two.
 LONGEST_SUM = {"fp16x3": 512}
-LONG_SUM_BIAS = 1.4  # 27 / 19.2, which `truncation_bias` says of 32 steps of 0.6
+LONG_SUM_FACTOR = 1.4
 HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cu
 NO_PANEL: Fields = {"data": 0, "stride": 0, "part": 0}
 # struct FactorSources: a vector for each field of the epilogue
@@ -151,7 +151,7 @@ class GradientFold(Fold):
                 at = panel_part * self.panel_part + start * (1 if op == OP_N else self.stride)
                 terms = min(longest, k - start)
                 if large and precision in LONGEST_SUM:
-                    unit = 1 + LONG_SUM_BIAS * config.truncation_bias(precision, terms * item)
+                    unit = 1 + LONG_SUM_FACTOR * config.truncation_bias(precision, terms * item)
                 self.launcher.queue.gemm(
                     OP_N, op, d, n, terms, _host_number(unit, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
@@ -184,8 +184,9 @@ class GradientFold(Fold):
         self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
 
     def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
-        """Rows' gradients are complete: positives, units, normalisation, destination, which begins
-        with row `first`."""
+        """Completes the gradients of `rows`, of queries or of keys: adds the positives, multiplies
+        by the panels' unit, differentiates through the normalisation, and writes to `out`, whose
+        first row is row `first`."""
         context, problem, gradients = self.context, self.problem, self.gradients
         assert gradients is not None
         n, d = rows.stop - rows.start, problem.shape[2]
