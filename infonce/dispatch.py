@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -104,6 +105,14 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
     raise MemoryError(message) from error  # not of its class: NumPy's and CuPy's format their own
 
 
+@cache
+def _on_gpu() -> Any:
+    """The module that solves on GPUs: an import statement takes time that small batches notice."""
+    from .kernels.gpu import select
+
+    return select
+
+
 def _backends_solution(request: Request) -> Solution:
     # imported here: `import infonce` does not wait for Numba
     problem, gradients = request.problem, request.gradients
@@ -112,9 +121,8 @@ def _backends_solution(request: Request) -> Solution:
 
         return solve(problem, offload_gpu.backend(problem, gradients), gradients)
     if arrays.on_gpu(problem.query):
-        from .kernels.gpu import select
-
-        return select.solve(problem, gradients)
+        solution: Solution = _on_gpu().solve(problem, gradients)
+        return solution
     if problem.method == "naive":
         from .kernels.cpu import naive
 

@@ -18,7 +18,7 @@ OPERAND_PARTS = {"bf16x3": 2, "fp16x3": 2}  # an operand is a sum of so many 16-
 FLOAT16 = ("fp16", "fp16x3")  # elements of operands
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: hashed in every call
 class Device:
     """What a device offers, as its properties say."""
 
