@@ -121,8 +121,7 @@ def _backends_solution(request: Request) -> Solution:
 
         return solve(problem, offload_gpu.backend(problem, gradients), gradients)
     if arrays.on_gpu(problem.query):
-        solution: Solution = _on_gpu().solve(problem, gradients)
-        return solution
+        return _on_gpu().solve(problem, gradients)
     if problem.method == "naive":
         from .kernels.cpu import naive
 
