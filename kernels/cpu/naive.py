@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
-from ..solve import Solution
+from ..solve import Direction, Solution, conclude
 
 MATRICES = 4  # the most M x N arrays alive at once
 
@@ -96,20 +96,21 @@ def _softmax(
     digits of a small loss. They are put back at the end.
     """
     x[index] = -np.inf
-    top, row_losses, row_lse, g, negatives = _direction(x, positive, 1)
+    top, rows, g = _direction(x, positive, 1)
     a = problem.row_weight * problem.upstream
     g *= a[:, None].astype(x.dtype)
-    at_positive = -a * negatives
-    stats = Statistics(Sums(LOG2_E * top, None), None, LOG2_E * positive)
-    losses = problem.row_weight * row_losses
-    solution = Solution(losses, row_lse, None, stats, (row_losses, None))
+    at_positive = -a * rows.negative_probability
+    stats = Statistics(Sums(top, None), None, LOG2_E * positive)
+    losses = problem.row_weight * rows.loss
+    solution = Solution(losses, rows.lse, None, stats, (rows.loss, None))
     if problem.two_sided:
-        _, column_losses, solution.column_lse, p, negatives = _direction(x, positive, 0)
-        solution.losses = losses + problem.column_weight * column_losses
-        solution.direction_losses = row_losses, column_losses
+        _, columns, p = _direction(x, positive, 0)
+        solution.losses = losses + problem.column_weight * columns.loss
+        solution.column_lse = columns.lse
+        solution.direction_losses = rows.loss, columns.loss
         b = problem.column_weight * problem.upstream
         g += p * b[None, :].astype(x.dtype)
-        at_positive -= b * negatives
+        at_positive -= b * columns.negative_probability
     g[index] = at_positive
     if problem.retrieval_ranks:
         above = x > positive[:, None].astype(x.dtype)
@@ -122,20 +123,17 @@ def _softmax(
     return solution, g + g.T if problem.symmetric else g
 
 
-def _direction(x: Array, positive: Array, axis: int) -> tuple[Array, Array, Array, Array, Array]:
-    """From the negatives' logits along one axis: (maxima, losses, log-sum-exps, probabilities of
-    the negatives, sums of these). Exponents are differences of logits: x minus the largest one."""
+def _direction(x: Array, positive: Array, axis: int) -> tuple[Array, Direction, Array]:
+    """From the negatives' logits along one axis: maxima in base 2, what follows from their sums,
+    and probabilities. Exponents are differences of logits: x minus the largest one."""
     top = x.max(axis=axis).astype(np.float64)
     shift = np.where(np.isneginf(top), 0, top).astype(x.dtype)
     p = np.exp(x - np.expand_dims(shift, axis))
-    total = p.sum(axis=axis, dtype=np.float64)
-    gap = (top - positive) + np.log(total)
-    losses = np.logaddexp(0.0, gap)
-    highest = np.maximum(top, positive)
-    factor = np.exp(top - highest)
-    total = total * factor + np.exp(positive - highest)  # of negatives and positive
-    p *= np.expand_dims((factor / total).astype(x.dtype), axis)
-    return top, losses, highest + np.log(total), p, np.exp(gap - losses)
+    top2 = LOG2_E * top
+    end = conclude(np, Sums(top2, p.sum(axis=axis, dtype=np.float64)), LOG2_E * positive)
+    factor = np.exp2(top2 - end.reference) * end.reference_probability
+    p *= np.expand_dims(factor.astype(x.dtype), axis)
+    return top2, end, p
 
 
 def _sigmoid(
