@@ -134,6 +134,17 @@ def checked(tool: str, kernels: str, part: int, parts: int) -> dict[str, Any]:
     }
 
 
+def write(path: Path, runs: list[dict[str, Any]], launched: set[str]) -> None:
+    """The record of a run so far."""
+    from infonce.cli import machine
+
+    record = {
+        "date": machine.now(), "commit": machine.commit(), "gpu": machine.gpu(),
+        "kernels": sorted(launched), "runs": runs,
+    }  # fmt: skip
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
@@ -160,15 +171,9 @@ def main() -> int:
                 "clean": all(part["clean"] for part in found),
                 "seconds": max(part["seconds"] for part in found),
             })  # fmt: skip
+            if arguments.output:  # as it grows: a run may be cut off
+                write(arguments.output, runs, launched)
     missed = names() - launched
-    if arguments.output:
-        from infonce.cli import machine
-
-        record = {
-            "date": machine.now(), "commit": machine.commit(), "gpu": machine.gpu(),
-            "kernels": sorted(launched), "runs": runs,
-        }  # fmt: skip
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
     if missed:
         print(f"kernels that no call reached: {' '.join(sorted(missed))}")
     print("clean" if clean else "errors were found")
