@@ -119,8 +119,8 @@ OPTIONS: dict[str, Option] = {
         "bool, default False",
         """Features and gradients stay in host memory (NumPy, also memory-mapped or pinned), and are
         computed on the current GPU, a panel of rows at a time: for batches larger than its memory.
-        `workspace` bounds all that panels take there; with 1 GiB and more, or with pinned features,
-        their way to the GPU hides behind the products.""",
+        `workspace` bounds all that panels take there: the more, the fewer times features are
+        copied. Pinned features are copied without staging.""",
     ),
     "check_finite": Option(
         False,
