@@ -24,9 +24,9 @@ from .ring import FoldBlock, Ring
 from .transports import choice
 from .transports.base import Transport
 
-# Options that have to be the same on all ranks and are fields of `Problem` by the same name. The
-# method is not one: over ranks all methods are "tiled".
-SHARED = [name for name in spec.COMPILED if name != "method"]
+# Options that have to be the same on all ranks and are fields of `Problem` by the same name; all
+# but the method, which over ranks is always "tiled", and two that are compared as they are resolved
+SHARED = [name for name in spec.COMPILED if name not in ("method", "reduction", "precision")]
 
 
 def evaluate(
@@ -134,7 +134,7 @@ class _Call:
             "bias": bias,
             "labels": "given" if self.labels is not None else "not given",
             "ids": "given" if problem.query_ids is not None else "not given",
-            **{name: getattr(problem, name) for name in SHARED if hasattr(problem, name)},
+            **{name: getattr(problem, name) for name in SHARED},
             "metrics": problem.retrieval_ranks,
             "reduction": request.reduction,
             "precision": problem.compute,
