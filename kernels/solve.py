@@ -31,8 +31,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from .conclude import Direction, conclude
 from .problem import (
-    LN_2,
     Array,
     Epilogue,
     Gradients,
@@ -171,17 +171,6 @@ def _solve_softmax(
 
 
 @dataclass
-class Direction:
-    """What follows for rows, or for columns, from their sums and the positives' logits."""
-
-    loss: Array  # softplus(n - p): n the log-sum-exp of the negatives, p the positive's logit
-    lse: Array  # log-sum-exp, the positive included
-    negative_probability: Array  # sigmoid(n - p): 1 minus the probability of the positive
-    reference: Array  # of `SoftmaxGradient`
-    reference_probability: Any  # 2^(reference - log-sum-exp): of a logit as large as `reference`
-
-
-@dataclass
 class Conclusion:
     """What follows from complete statistics: losses, and the vectors of the gradient fold."""
 
@@ -308,17 +297,6 @@ def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
     return ranks
 
 
-def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
-    """From the (max, sum) of the negatives and the positive's logit, base 2."""
-    gap = (sums.max - positive) + xp.log2(sums.sum)
-    top = xp.maximum(sums.max, positive)
-    total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
-    lse2 = top + xp.log2(total)
-    # A column's max may be a bound above all its logits: then total < 1, and lse2 is below top
-    reference, probability = xp.minimum(top, lse2), 1.0 / xp.maximum(total, 1.0)
-    return Direction(softplus2(xp, gap), LN_2 * lse2, sigmoid2(xp, gap), reference, probability)
-
-
 def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
     """Positives' logits of all rows, after a fold over one triangle of pairs (i, j).
 
@@ -367,13 +345,3 @@ def _solve_sigmoid(
     losses = vectors.mark_not_finite(problem, epilogue.losses, backend)
     loss, scale_grad, bias_grad = vectors.totals(problem, losses, gradients, epilogue.bias_grad)
     return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)
-
-
-def softplus2(xp: Any, gap: Array) -> Array:
-    """log(1 + 2^gap) in natural units: the loss, `gap` being (n - p) log2 e."""
-    return LN_2 * xp.logaddexp2(0.0, gap)
-
-
-def sigmoid2(xp: Any, gap: Array) -> Array:
-    """1 / (1 + 2^-gap): the probability of all negatives."""
-    return xp.exp2(gap - xp.logaddexp2(0.0, gap))

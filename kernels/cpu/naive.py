@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..conclude import Direction, conclude
 from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
-from ..solve import Direction, Solution, conclude
+from ..solve import Solution
 
 MATRICES = 4  # the most M x N arrays alive at once
 

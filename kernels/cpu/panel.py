@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..conclude import conclude
 from ..problem import (
     Array,
     OnlineSoftmax,
@@ -16,7 +17,6 @@ from ..problem import (
     Statistics,
     Sums,
 )
-from ..solve import conclude
 from . import tile_ops as tile
 from .fold import Fold
 from .workers import BUFFER_POOL, Cancelled

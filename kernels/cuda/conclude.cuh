@@ -5,9 +5,9 @@
 // kernels/gpu/vectors.py. The latter are compiled with the text of this file alone, so it includes
 // nothing.
 //
-// The counterpart in Python is kernels/solve.py:
+// The counterpart in Python is kernels/conclude.py:
 //
-//     here                    kernels/solve.py
+//     here                    kernels/conclude.py
 //     merge                   Vectors.merge
 //     softplus2               softplus2                     log(1 + 2^x), natural units
 //     sigmoid2                sigmoid2                      1 / (1 + 2^-x); there 2^(x - log2(1 + 2^x))

@@ -55,7 +55,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     def launch(kernel: str, blocks: int, **arguments: Any) -> None:
         file, precision = "naive/naive.cu", "FP64" if real.itemsize == 8 else "FP32"
         function = compiler.function(device, file, kernel, PRECISION=precision)
-        function((blocks,), (THREADS,), signature(file, kernel).arguments(arguments))
+        function((blocks,), (THREADS,), tuple(signature(file, kernel).arguments(arguments)))
 
     def tiles(rows: int, columns: int) -> int:
         return -(-rows // TILE) * -(-columns // TILE)

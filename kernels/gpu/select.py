@@ -9,13 +9,13 @@ import numpy as np
 
 from .. import problem as problems
 from .. import solve as blocks
-from ..problem import Array, Gradients, Problem
+from ..problem import Gradients, Problem
 from ..solve import Solution
 from . import fused as gpu_fused
 from . import naive as gpu_naive
 from . import plan as gpu_plan
+from . import recorded
 from .device.launcher import device_properties
-from .device.launches import Queue
 from .tiled.backend import GPU
 
 
@@ -35,7 +35,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     if planned(problem, gradients):
         properties = device_properties(device.id)
-        return Solution(**gpu_plan.call(_solve, properties, wide(problem), gradients))
+        return Solution(**gpu_plan.call(recorded.solution, properties, wide(problem), gradients))
     return blocks.solve(problem, GPU(problem, gradients), gradients)
 
 
@@ -66,12 +66,3 @@ def wide(problem: Problem) -> Problem:
         if isinstance(value, cupy.ndarray) and value.dtype != np.float64
     }
     return replace(problem, **made) if made else problem
-
-
-def _solve(problem: Problem, gradients: Gradients | None, queue: Queue) -> dict[str, Array | None]:
-    found = blocks.solve(problem, GPU(problem, gradients, queue=queue), gradients)
-    return {
-        "losses": found.losses if found.loss is None else None, "loss": found.loss,
-        "row_lse": found.row_lse, "column_lse": found.column_lse,
-        "scale_grad": found.scale_grad, "bias_grad": found.bias_grad,
-    }  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import problem as problems
 from .. import solve as blocks
+from ..conclude import Direction
 from ..problem import Array, Gradients, Problem, Sigmoid, Statistics
 from .device import compiler
 from .device.arguments import Fields, address
@@ -67,9 +68,9 @@ class ElementwiseVectors(blocks.Vectors):
     def local_positives(self, positives: Array, keys: slice) -> Array:
         return _within(positives, keys.start, keys.stop)
 
-    def direction(self, sums: problems.Sums, positive: Array) -> blocks.Direction:
+    def direction(self, sums: problems.Sums, positive: Array) -> Direction:
         loss, lse, probability, lse2 = _conclude(sums.max, sums.sum, positive)
-        return blocks.Direction(loss, lse, probability, reference=lse2, reference_probability=1.0)
+        return Direction(loss, lse, probability, reference=lse2, reference_probability=1.0)
 
 
 class TiledVectors(ElementwiseVectors):
@@ -161,8 +162,8 @@ class TiledVectors(ElementwiseVectors):
         self.launcher.vectors("conclude", m, f=concluding)
         probability = None  # no longer needed
         return blocks.Conclusion(
-            losses, blocks.Direction(row_loss, lses[0], probability, row_lse2, 1.0),
-            blocks.Direction(column_loss, lses[1], probability, column_lse2, 1.0)
+            losses, Direction(row_loss, lses[0], probability, row_lse2, 1.0),
+            Direction(column_loss, lses[1], probability, column_lse2, 1.0)
             if two_sided else None,
             row_factor, column_factor, positive_gradient,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import gpu_only
-from infonce.kernels import solve
+from infonce.kernels.conclude import conclude as conclude_in_python
 from infonce.kernels.gpu.device.compiler import SOURCES
 from infonce.kernels.problem import LN_2, Sums
 from mpmath import mp
@@ -66,7 +66,7 @@ def called(function: Any, rows: np.ndarray, results: int) -> np.ndarray:
 
 def in_numpy(rows: np.ndarray) -> np.ndarray:
     maxima, sums, positive = rows.T
-    d = solve.conclude(np, Sums(maxima, sums), positive)
+    d = conclude_in_python(np, Sums(maxima, sums), positive)
     return np.stack([d.loss, d.negative_probability, d.lse / LN_2], 1)
 
 

@@ -2,6 +2,7 @@
 filled in later. No GPU is needed."""
 
 import re
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +56,15 @@ def test_fields_of_structures_and_of_their_bases() -> None:
 
 def test_numbers_and_addresses_in_their_places() -> None:
     ranges = signatures.structure("vectors.cu", "Ranges")
-    packed = ranges.pack({"shared": True, "middle": 2, "unit": 0.5})
-    assert packed.tobytes() == np.array([0.5, 2.0]).tobytes() + np.array([1]).tobytes()
+    assert ranges.leaves({"shared": True, "middle": 2, "unit": 0.5}) == [0.5, 2.0, 1]
     signature = signatures.signature("vectors.cu", "per_unit")
     given = {"n": np.int64(5), "x": None, "ranges": 4096, "out": 8192}
-    assert signature.arguments(given) == (0, 5, 4096, 8192)
+    assert signature.arguments(given) == [0, 5, 4096, 8192]
+    signature = signatures.signature("vectors.cu", "to_products")
+    scale = {"factor": 2, "shift": None, "pointer": 7, "value": 0.5}
+    logits, n, packed, out = signature.arguments({"n": 3, "out": 9, "scale": scale, "logits": 8})
+    assert (logits, n, out) == (8, 3, 9)
+    assert packed.tobytes() == struct.pack("=dQdQ", 0.5, 7, 2.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +75,9 @@ def test_names_that_are_missing_or_unknown(given: dict[str, int]) -> None:
     signature = signatures.signature("vectors.cu", "per_unit")
     with pytest.raises(TypeError, match=r"^per_unit: expected x, n, ranges, out; got x, n, ranges"):
         signature.arguments(given)
+    of_scale = signatures.signature("vectors.cu", "to_products")
+    with pytest.raises(TypeError, match=r"^Scale: expected value, pointer, factor, shift; got"):
+        of_scale.arguments({"n": 3, "out": 9, "scale": given, "logits": 8})
     with pytest.raises(TypeError, match=r"^per_unit: expected"):
         Recorder().launch(Function(), signature, 1, 128, 0, given)
 

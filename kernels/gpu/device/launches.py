@@ -24,7 +24,7 @@ class Queue:
         arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """A kernel of `grid` blocks of `block` threads with `shared` bytes of dynamic memory."""
-        function((grid,), (block,), signature.arguments(arguments), shared_mem=shared)
+        function((grid,), (block,), tuple(signature.arguments(arguments)), shared_mem=shared)
 
     def tensor_map(self, data: int, *form: Any) -> Any:
         """`tensor_map.tensor_map` as an argument of a kernel."""

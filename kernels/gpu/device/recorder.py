@@ -125,7 +125,7 @@ class Recorder(Queue):
         arguments: Mapping[str, Any],
     ) -> None:  # fmt: skip
         first = len(self.parameters)
-        for leaves in signature.parameters(arguments):
+        for leaves in signature.words(arguments):
             self.parameters.append(8 * len(self.words.values))
             for letter, value in leaves:
                 self._add(letter, value)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ from .compiler import SOURCES, flatten
 POINTER, INTEGER, NUMBER = "Q", "q", "d"
 LETTERS = {"i64": INTEGER, "double": NUMBER}
 TENSOR_MAP = "TensorMap"  # bytes that the driver has written
+# Code that makes of a variable what its field holds: Python's numbers have 8 bytes to CuPy
+CODE = {
+    POINTER: "({0} if {0}.__class__ is int else address_of({0}))", INTEGER: "int({})",
+    NUMBER: "({0} if isinstance({0}, float) else float({0}))", TENSOR_MAP: "{}",
+}  # fmt: skip
 
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = r"\bstruct {}(?: : (\w+))? \{{(.*?)\n\}};"
@@ -58,63 +64,84 @@ class Structure:
         before = self.fields[: names.index(name)]
         return sum(getattr(kind, "size", 8) for _, kind in before)
 
-    def leaves(self, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """(letter, value) of every field in its order, inner structures' fields one by one."""
-        self.require(values)
-        for name, kind in self.fields:
-            if isinstance(kind, Structure):
-                yield from kind.leaves(values[name])
-            else:
-                yield kind, as_letter(kind, values[name])
-
-    def pack(self, values: Mapping[str, Any]) -> Any:
-        """As bytes to pass by value. (CuPy takes long over a dtype with names.)"""
-        return np.frombuffer(self.layout.pack(*(v for _, v in self.leaves(values))), self._void)
-
     @cached_property
-    def _void(self) -> np.dtype[Any]:
-        return np.dtype(f"V{self.size}")
+    def leaves(self) -> Callable[[Mapping[str, Any]], list[Any]]:
+        """From values by name to values for `letters`, those of inner structures too."""
+        lines: list[str] = []
+        return self._compiled(lines, self.expressions("v", lines))
+
+    def expressions(self, given: str, lines: list[str]) -> list[str]:
+        """Python's code for each leaf of the values in variable `given`, after `lines`."""
+        found = []
+        lines.append(f"if len({given}) != {len(self.fields)}: raise KeyError")
+        for i, (name, kind) in enumerate(self.fields):
+            value = f"{given}_{i}"
+            lines.append(f"{value} = {given}[{name!r}]")
+            if isinstance(kind, Structure):
+                found += kind.expressions(value, lines)
+            else:
+                found.append(CODE[kind].format(value))
+        return found
+
+    def _compiled(
+        self, lines: list[str], result: list[str], **names: Any
+    ) -> Callable[[Mapping[str, Any]], list[Any]]:
+        """Compiled, because a loop over the fields of a block takes longer than its launch."""
+        body = "\n  ".join([*lines, f"return [{', '.join(result)}]"])
+        names |= {"address_of": address_of, "frombuffer": np.frombuffer}
+        exec(f"def function(v):\n  {body}", names)
+        function: Callable[[Mapping[str, Any]], list[Any]] = names["function"]
+
+        def checked(values: Mapping[str, Any]) -> list[Any]:
+            try:
+                return function(values)
+            except KeyError:
+                self.require(values)
+                raise
+
+        return checked
 
     def require(self, values: Mapping[str, Any]) -> None:
         """TypeError unless there is a value for every field and for nothing else."""
-        if len(values) == len(self.fields) and all(name in values for name, _ in self.fields):
-            return
         names = [name for name, _ in self.fields]
-        raise TypeError(f"{self.name}: expected {', '.join(names)}; got {', '.join(values)}")
+        if values.keys() != set(names):
+            raise TypeError(f"{self.name}: expected {', '.join(names)}; got {', '.join(values)}")
+        for name, kind in self.fields:
+            if isinstance(kind, Structure):
+                kind.require(values[name])
 
 
 class Signature(Structure):
     """A kernel's parameters, each passed by itself."""
 
-    def arguments(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """As CuPy launches a kernel with them."""
-        self.require(values)
-        return tuple(
-            kind.pack(values[name])
-            if isinstance(kind, Structure)
-            else as_letter(kind, values[name])
-            for name, kind in self.fields
-        )
-
-    def parameters(self, values: Mapping[str, Any]) -> Iterator[Iterable[tuple[str, Any]]]:
-        """`leaves` of each parameter."""
-        self.require(values)
-        for name, kind in self.fields:
+    @cached_property
+    def arguments(self) -> Callable[[Mapping[str, Any]], list[Any]]:
+        """From values by name to what CuPy launches a kernel with: structures as bytes. (CuPy
+        takes long over a dtype with names.)"""
+        lines: list[str] = []
+        leaves = iter(self.expressions("v", lines))
+        result: list[str] = []
+        names: dict[str, Any] = {}
+        for i, (_, kind) in enumerate(self.fields):
             if isinstance(kind, Structure):
-                yield kind.leaves(values[name])
+                packed = ", ".join(islice(leaves, len(kind.letters)))
+                result.append(f"frombuffer(pack_{i}({packed}), void_{i})")
+                names |= {f"pack_{i}": kind.layout.pack, f"void_{i}": np.dtype(f"V{kind.size}")}
             else:
-                yield [(kind, as_letter(kind, values[name]))]
+                result.append(next(leaves))
+        return self._compiled(lines, result, **names)
+
+    def words(self, values: Mapping[str, Any]) -> Iterator[Iterable[tuple[str, Any]]]:
+        """(letter, value) of each parameter's fields."""
+        leaves = iter(self.leaves(values))
+        for _, kind in self.fields:
+            letters = kind.letters if isinstance(kind, Structure) else (kind,)
+            yield zip(letters, islice(leaves, len(letters)), strict=True)
 
 
-def as_letter(letter: str, value: Any) -> Any:
-    """A value as its field holds it: arrays as addresses (None: 0), numbers as Python's."""
-    if letter is POINTER:
-        return value if value.__class__ is int else 0 if value is None else value.data.ptr
-    if letter is INTEGER:
-        return int(value)
-    if letter is NUMBER:
-        return value if isinstance(value, float) else float(value)
-    return value
+def address_of(array: Any) -> int:
+    """The address of an array; 0 for None."""
+    return 0 if array is None else int(array.data.ptr)
 
 
 @cache

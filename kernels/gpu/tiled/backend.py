@@ -31,9 +31,8 @@ from ..device.launches import Queue
 from ..vectors import TiledVectors
 from .context import Context
 from .gradient import NarrowFold, SoftmaxFold
-from .lse import StatisticsFold
+from .lse import RanksFold, StatisticsFold
 from .online import OnlineFold
-from .ranks import RanksFold
 from .sigmoid import SigmoidFold
 
 

@@ -1,0 +1,81 @@
+"""What plans record: the solution of a call, a block over ranks, steps on vectors over ranks.
+
+Each function takes dataclasses of arrays and the queue for its launches. It returns the arrays that
+it makes, by name (`plan.Build`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import solve as blocks
+from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
+from .device.launches import Queue
+from .tiled.backend import GPU
+
+
+def solution(
+    problem: Problem, gradients: Gradients | None, queue: Queue
+) -> dict[str, Array | None]:
+    found = blocks.solve(problem, GPU(problem, gradients, queue=queue), gradients)
+    return {
+        "losses": found.losses if found.loss is None else None, "loss": found.loss,
+        "row_lse": found.row_lse, "column_lse": found.column_lse,
+        "scale_grad": found.scale_grad, "bias_grad": found.bias_grad,
+    }  # fmt: skip
+
+
+def block(
+    problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
+    not_finite: NotFinite | None, to_clear: Sums | None, ahead: Gradients | None, queue: Queue,
+) -> dict[str, Array | None]:  # fmt: skip
+    gpu = GPU(problem, gradients, ahead, queue)
+    if to_clear is not None:
+        gpu.vectors.clear(to_clear)
+    blocks.fold_block(gpu, problem, triangle, epilogue, gradients)
+    if not_finite is not None:  # what queries say is written once, keys add theirs
+        gpu.context.not_finite(
+            problem, not_finite.any_key, not_finite.rows, not_finite.queries_checked
+        )
+    return {}
+
+
+def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
+    given = problem.upstream
+    gpu = GPU(problem, queue=queue)
+    problem, stats = gpu.vectors.statistics(problem)
+    columns = stats.columns or Sums(None, None)
+    return {
+        "row_max": stats.rows.max, "row_sum": stats.rows.sum,
+        "column_max": columns.max, "column_sum": columns.sum, "positive": stats.positive_logits,
+        "upstream": None if problem.upstream is given else problem.upstream,
+    }  # fmt: skip
+
+
+def conclude(
+    problem: Problem, stats: Statistics, not_finite: NotFinite, queue: Queue
+) -> dict[str, Array | None]:
+    gpu = GPU(problem, queue=queue)
+    end = gpu.vectors.conclude(problem, stats, False, True, None, not_finite)
+    found: dict[str, Array | None] = {
+        "losses": end.losses, "row_factor": end.row_factor, "column_factor": end.column_factor,
+        "positive_gradient": end.positive_gradient,
+    }  # fmt: skip
+    for side, of in (("row", end.rows), ("column", end.columns)):
+        if of is not None:
+            found |= {
+                f"{side}_loss": of.loss,
+                f"{side}_lse": of.lse,
+                f"{side}_reference": of.reference,
+            }
+    return found
+
+
+def totals(
+    problem: Problem, losses: Array, dots: Array | None, of_bias: Array | None, queue: Queue
+) -> dict[str, Array | None]:
+    gpu = GPU(problem, queue=queue)
+    gpu.vectors.double, gpu.vectors.out = True, np.dtype(np.float64)
+    gradients = None if dots is None else Gradients(dots=dots)
+    loss, scale_grad, bias_grad = gpu.vectors.totals(problem, losses, gradients, of_bias)
+    return {"loss": loss, "scale_grad": scale_grad, "bias_grad": bias_grad}

@@ -1,0 +1,87 @@
+"""Launches over one block of the logit matrix: a thread block for each tile, or a sweep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...problem import Problem
+from .. import config
+from ..device.arguments import Fields, address
+from .context import Context
+from .operands import Operand, Side
+
+
+class BlockLauncher:
+    """Launches kernels on the queries `q` and the keys `k` of a block."""
+
+    q: Operand
+    k: Operand
+
+    def __init__(self, context: Context, problem: Problem) -> None:
+        self.context, self.launcher, self.problem = context, context.launcher, problem
+        self.tile: config.Tile | config.Sweep = context.sweep or context.tile
+        self.scale = context.logit_scale  # before features are staged, which needs it
+
+    def launch_tiles(
+        self, kernel: str, rows: slice, columns: slice, arguments: Fields,
+        triangle: bool = False, **defines: int,
+    ) -> None:  # fmt: skip
+        """A kernel of kernels/cuda/tiled: a thread block for each tile."""
+        tile = self.tile
+        assert isinstance(tile, config.Tile)
+        row_tiles, column_tiles = self.tiles()
+        self.launcher.launch(
+            f"tiled/{kernel}.cu", kernel, row_tiles * column_tiles, tile.threads,
+            {"block": self.block_fields(rows, columns, triangle), **arguments}, tile.shared,
+            BLOCK_N=tile.block_n, STAGES=tile.stages, LEVELS=tile.levels,
+            MIN_BLOCKS=tile.min_blocks, **defines,
+        )  # fmt: skip
+
+    def launch_sweep(
+        self, kernel: str, rows: slice, columns: slice, arguments: Fields,
+        triangle: bool = False, panel: bool = True, segments: int = 0, **defines: int,
+    ) -> None:  # fmt: skip
+        """A kernel of kernels/cuda/sm90: persistent thread blocks. `panel`: it writes a gradient
+        panel; `segments`: into how many each query panel's tiles are cut, 0 for the best number."""
+        context, sweep, q, k = self.context, self.tile, self.q, self.k
+        assert isinstance(sweep, config.Sweep)
+        self.launcher.launch(
+            f"sm90/{kernel}.cu", kernel, sweep.blocks(q.rows, k.rows, triangle), sweep.threads,
+            {
+                "q": self.operand_map(q, context.query, sweep.query_box),
+                "k": self.operand_map(k, context.key, sweep.key_box),
+                "block": self.block_fields(rows, columns, triangle),
+                "segments": segments or sweep.segments(q.rows, k.rows, triangle), **arguments,
+            },
+            sweep.shared(panel),
+            K_SLICES=sweep.k_slices, STAGES=sweep.stages(panel), CLUSTERED=int(sweep.clustered),
+            IN_REGISTERS=int(sweep.in_registers), SHARED=sweep.shared(panel),
+            IDS=int(self.problem.query_ids is not None), FACTORS=int(self.problem.normalize),
+            **defines,
+        )  # fmt: skip
+
+    def operand_map(self, z: Operand, side: Side, box_rows: int) -> Any:
+        """Tensor map of an operand, all of its parts."""
+        context = self.context
+        width = context.parts * side.padded * context.item
+        return self.launcher.queue.tensor_map(
+            z.data, z.rows, width, z.stride * context.item, box_rows, context.precision
+        )
+
+    def block_fields(self, rows: slice, columns: slice, triangle: bool) -> Fields:
+        """struct Block."""
+        context, problem = self.context, self.problem
+        row_tiles, column_tiles = self.tiles()
+        return {
+            "q": self.q.fields(context.item), "k": self.k.fields(context.item),
+            "width": context.width, "first_row": rows.start, "first_column": columns.start,
+            "row_tiles": row_tiles, "column_tiles": column_tiles,
+            "positives": address(problem.positives, rows.start),
+            "query_ids": address(problem.query_ids, rows.start),
+            "key_ids": address(problem.key_ids, columns.start),
+            "symmetric": problem.symmetric, "triangle": triangle, "scale": self.scale,
+        }  # fmt: skip
+
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of the block's rows, and of its columns."""
+        return -(-self.q.rows // self.tile.panel_rows), -(-self.k.rows // self.tile.block_n)
