@@ -3,7 +3,7 @@
 //     vectors/sums.cuh      merge_pairs, add_pairs, begin, conclude, totals
 //     vectors/online.cuh    check_heights, add_wanted, end_online
 //     vectors/factors.cuh   ranges, factors, per_unit, to_products
-//     vectors/sigmoid.cuh   begin_sigmoid, poison, sigmoid_positives
+//     vectors/sigmoid.cuh   begin_sigmoid, mark_not_finite, sigmoid_positives
 //     vectors/queries.cuh   count_queries, list_queries, sort_queries
 #include "vectors/factors.cuh"
 #include "vectors/online.cuh"

@@ -186,7 +186,7 @@ class TiledVectors(ElementwiseVectors):
         """Adds NaN to losses that depend on a feature that is not finite; `any_key` holds 0."""
         m, of_queries = len(losses), self.context.not_finite(problem, any_key)
         self.launcher.vectors(
-            "poison", m, m=m, losses=losses, bad=of_queries, any_key_not_finite=any_key
+            "mark_not_finite", m, m=m, losses=losses, bad=of_queries, any_key_not_finite=any_key
         )
         return losses
 

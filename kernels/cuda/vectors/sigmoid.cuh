@@ -18,8 +18,8 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
 }
 
 // Losses of rows that depend on a feature that is not finite become NaN (conclude does so itself).
-extern "C" __global__ void poison(i64 m, double* losses, const double* bad,
-                                  const double* any_key_not_finite) {
+extern "C" __global__ void mark_not_finite(i64 m, double* losses, const double* bad,
+                                           const double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) losses[i] += *any_key_not_finite + (bad ? bad[i] : 0);
 }
