@@ -13,7 +13,7 @@ from .precision import (
     sweep_truncation_bias,
     truncation_bias,
 )
-from .sweep import SWEEP_PRECISIONS, Schedule, Sweep, in_registers, sweep_for
+from .sweep import SWEEP_PRECISIONS, Schedule, Sweep, defines, in_registers, sweep_for
 from .tile import BLOCK_M, Tile, tile_for
 from .workspace import Blocking, Needs, blocking, blockings, least_workspace, panel_stride
 
@@ -33,6 +33,7 @@ __all__ = [
     "Tile",
     "blocking",
     "blockings",
+    "defines",
     "in_registers",
     "least_workspace",
     "operands",

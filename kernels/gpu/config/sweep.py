@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from .precision import K_SLICE, OPERAND_PARTS, Device
 from .tile import BLOCK_M
@@ -42,15 +42,15 @@ class Sweep:
     block_n = BLOCK_M
     square = True  # row panels and column tiles are as large: a triangle can be visited
 
-    @property
+    @cached_property
     def clustered(self) -> bool:
         return self.schedule is Schedule.CLUSTERED
 
-    @property
+    @cached_property
     def streamed(self) -> bool:
         return self.schedule is Schedule.STREAMED
 
-    @property
+    @cached_property
     def in_registers(self) -> bool:
         return self.schedule is Schedule.IN_REGISTERS
 
@@ -156,6 +156,15 @@ class Sweep:
         return 2 * columns * min(self.workers, items)
 
 
+@lru_cache
+def defines(sweep: Sweep, panel: bool) -> dict[str, int]:
+    """-D options of a sweep's kernel; `panel`: it writes a gradient panel."""
+    return {
+        "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(panel), "SHARED": sweep.shared(panel),
+        "CLUSTERED": int(sweep.clustered), "IN_REGISTERS": int(sweep.in_registers),
+    }  # fmt: skip
+
+
 @lru_cache(4096)
 def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
     if triangle:
@@ -190,6 +199,7 @@ def sweep_for(precision: str, width: int, device: Device, extras: bool) -> Sweep
     return Sweep(k_slices, schedule, workers, device.shared_memory, extras)
 
 
+@lru_cache
 def in_registers(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
     """The sweep that keeps dL/dx in registers: for rows of up to 256 bytes, where there are panels
     enough for all workers; else None."""

@@ -45,6 +45,7 @@ class BlockLauncher:
         panel; `segments`: into how many each query panel's tiles are cut, 0 for the best number."""
         context, sweep, q, k = self.context, self.tile, self.q, self.k
         assert isinstance(sweep, config.Sweep)
+        shape = config.defines(sweep, panel)
         self.launcher.launch(
             f"sm90/{kernel}.cu", kernel, sweep.blocks(q.rows, k.rows, triangle), sweep.threads,
             {
@@ -53,11 +54,9 @@ class BlockLauncher:
                 "block": self.block_fields(rows, columns, triangle),
                 "segments": segments or sweep.segments(q.rows, k.rows, triangle), **arguments,
             },
-            sweep.shared(panel),
-            K_SLICES=sweep.k_slices, STAGES=sweep.stages(panel), CLUSTERED=int(sweep.clustered),
-            IN_REGISTERS=int(sweep.in_registers), SHARED=sweep.shared(panel),
+            shape["SHARED"],
             IDS=int(self.problem.query_ids is not None), FACTORS=int(self.problem.normalize),
-            **defines,
+            **shape, **defines,
         )  # fmt: skip
 
     def operand_map(self, z: Operand, side: Side, box_rows: int) -> Any:
