@@ -35,7 +35,9 @@ class _Side:
 def _require(m: int, n: int, d: int, item: int) -> None:
     """MemoryError where logits, their gradient and the features do not fit."""
     needed = (2 * m * n + 2 * (m + n) * d) * item
-    free = cupy.cuda.Device().mem_info[0] + cupy.get_default_memory_pool().free_bytes()
+    free = cupy.get_default_memory_pool().free_bytes()
+    if needed > free:  # asking the device takes long
+        free += cupy.cuda.Device().mem_info[0]
     if needed > free:
         raise MemoryError(
             f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes on the GPU, of '
@@ -85,18 +87,19 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     else:
         rows, positive = _Side(m), cupy.empty(m)
         launch("row_losses", m, x=x, n=n, pairs=pairs, side=rows.fields, positive=positive)
-        stats = Statistics(Sums(LOG2_E * rows.top, None), None, LOG2_E * positive, rows.rank)
         losses = problem.row_weight * rows.loss
-        solution = Solution(losses, rows.lse, None, stats, (rows.loss, None))
-        if symmetric:
-            stats.column_rank = rows.rank
+        solution = Solution(losses, rows.lse, direction_losses=(rows.loss, None))
         if problem.two_sided:
             columns = _Side(n)
             launch("column_losses", -(-n // 32), x=x, m=m, n=n, side=columns.fields)
             solution.losses = losses + problem.column_weight * columns.loss
             solution.column_lse = columns.lse
             solution.direction_losses = rows.loss, columns.loss
-            stats.column_rank = columns.rank
+        if problem.retrieval_ranks:
+            stats = Statistics(Sums(LOG2_E * rows.top, None), None, LOG2_E * positive, rows.rank)
+            if symmetric or columns is not None:
+                stats.column_rank = (columns or rows).rank
+            solution.statistics = stats
     solution.losses = solution.losses + u_bad + v_bad.sum()
     solution.logits = x
     if gradients is None:
@@ -111,7 +114,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         sigmoid=sigmoid, bias=bias, g=g, dots=dots, sums=sums,
     )  # fmt: skip
     solution.scale_grad = dots.sum() / problem.scale
-    solution.bias_grad = sums.sum()
+    if sigmoid:
+        solution.bias_grad = sums.sum()
 
     def features(which: Any, z: Array, own: Array, inverse: Array, out: Array) -> None:
         du = cupy.empty(own.shape, real)
