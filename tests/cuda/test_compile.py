@@ -117,7 +117,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
-            "STAGES": sweep.stages(panel), "CLUSTERED": int(sweep.clustered),
+            "STAGES": sweep.stages(panel), "WIDE": int(sweep.wide),
             "SHARED": sweep.shared(panel), "IDS": int(extras), "FACTORS": int(extras),
             **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
@@ -144,7 +144,7 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     for columns in (0, 1):
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
-            "STAGES": sweep.stages(True), "CLUSTERED": 0, "IN_REGISTERS": 1,
+            "STAGES": sweep.stages(True), "WIDE": 0, "IN_REGISTERS": 1,
             "SHARED": sweep.shared(True), "IDS": int(extras), "FACTORS": int(extras),
             "COLUMNS": columns,
         }  # fmt: skip

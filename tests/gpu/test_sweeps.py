@@ -42,9 +42,12 @@ SWEEPS = [
 @pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_widths(loss: str, dtype: str, precision: str) -> None:
-    """Rows of one K-slice and of many; query panels of one block and of a cluster."""
-    for i, d in enumerate((63, 64, 65, 192, 256, 264, 509, 512, 513, 768, 1024, 1025)):
-        args = arguments(loss, *pairs(KINDS[i % 3], 300, 300, d, dtype_of(dtype), i))
+    """Rows of one K-slice and of many; query panels of one block and of a cluster, whose tiles have
+    256 rows and columns."""
+    widths = (63, 64, 65, 192, 256, 264, 509, 512, 513, 768, 1024, 1025, 1152, 2056)
+    for i, d in enumerate(widths):
+        n = 300 if d < 500 else (127, 129, 255, 256, 257, 384, 385, 513)[i % 8]
+        args = arguments(loss, *pairs(KINDS[i % 3], n, n, d, dtype_of(dtype), i))
         ref = judged(loss, args, scale=20.0)
         check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
 
@@ -193,13 +196,15 @@ def test_more_tiles_than_lanes_remember(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("portable", [False, True])
-def test_logits_far_apart(loss: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("portable", "d"), [(False, 64), (False, 600), (True, 64)])
+def test_logits_far_apart(
+    loss: str, portable: bool, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tile's rows or columns lie hundreds of powers of 2 from those of the tile before, from each
     other's, and from what was expected of them."""
     monkeypatch.setattr(config.precision, "PORTABLE", portable)
     rng = np.random.default_rng(0)
-    n, d = 900, 64
+    n = 900
     for kind in ("rising", "one high", "lengths"):
         image, text = pairs("random", n, n, d, np.float64, 1)
         if kind == "rising":  # every tile is above the ones before

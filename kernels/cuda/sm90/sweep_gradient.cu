@@ -31,7 +31,7 @@ struct Gradient : OfLogits {
 };
 
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if CLUSTERED
+#if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,

@@ -103,8 +103,10 @@ struct Lse {
   __device__ __forceinline__ bool has_pairs(int t) const {
     return __shfl_sync(ALL_LANES, met, t / 32) >> t % 32 & 1;
   }
-  // Tiles first .. last have them.
+  // Key tiles first .. last have them.
   __device__ __forceinline__ void mark(int first, int last) {
+    first *= TILES;
+    last *= TILES;
     const auto below = [](int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; };
     met |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
   }
@@ -232,7 +234,7 @@ struct Lse {
       return;
     }
     // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
-    if (inside(t) && !(b.triangle && t == work.panel)) {
+    if (inside(t) && !(b.triangle && t / TILES == work.panel)) {
       float2 pair[4];
       bool same = true;
 #pragma unroll
@@ -282,7 +284,7 @@ struct Lse {
 // [STRIPS blocks, column_stride], of which a block's `marks` [32] tell where they are: bit i of number
 // l for tile 32 l + i, or all.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if CLUSTERED
+#if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
@@ -295,7 +297,7 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
           column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + lane.thread,
           marks,
           (float)(block.scale.get() * LOG2_E)};
-  if (COLUMNS && block.column_tiles > MARKS) lse.begin();
+  if (COLUMNS && block.column_tiles * TILES > MARKS) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
   if (COLUMNS && lane.warpgroup < WARPGROUPS) lse.end();
 }

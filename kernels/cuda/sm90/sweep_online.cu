@@ -11,7 +11,7 @@
 #include "sm90/sweep_logits.cuh"
 #include "sm90/sweep_panel.cuh"
 
-static_assert(PANEL_ROWS == ONLINE_PANEL_ROWS, "check_heights tells which panels are wanted");
+static_assert(PANEL_ROWS % ONLINE_PANEL_ROWS == 0, "check_heights tells which panels are wanted");
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;
@@ -108,7 +108,7 @@ struct Online {
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where
 // it was looked for; sum). `wanted` [panels], or null: all are.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if CLUSTERED
+#if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,

@@ -135,7 +135,7 @@ struct SigmoidLoss {
 
 // positive [rows]: logits without the bias; row_sums [slots, row_stride].
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if CLUSTERED
+#if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,

@@ -65,13 +65,11 @@ class StatisticsFold(Fold):
         self, pairs: Array, slots: int, sums: problems.Sums, of: slice, marks: Array | None = None
     ) -> None:
         n = of.stop - of.start
-        clustered = isinstance(self.tile, config.Sweep) and self.tile.clustered
         # Tiles leave raw products, sweeps base-2 logits
         scale = self.scale if isinstance(self.tile, config.Tile) else BASE_2
         self.launcher.vectors(
             "merge_pairs", n, threads=4, pairs=pairs, slots=slots, stride=n, n=n, scale=scale,
             max=address(sums.max, of.start), sum=address(sums.sum, of.start), marks=marks,
-            strips=0 if clustered else 1,
         )  # fmt: skip
 
 
