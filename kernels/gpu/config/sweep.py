@@ -11,7 +11,9 @@ from .tile import BLOCK_M
 
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 MAX_ROUNDS = 8  # segments that a worker gets where panels are cut into segments
-MAX_WIDE_SEGMENTS = 64  # of a panel whose rows do not stay in shared memory
+# Segments of a panel whose rows do not stay in shared memory. So many at least are in work at a time
+# for a few panels: their rows and keys stay in the L2 cache
+WIDE_SEGMENTS = 8, 64
 # bytes that epilogues keep in shared memory
 SUMS_BYTES = 4 * 1024  # column sums, for each consumer warpgroup
 PANEL_STRIP_BYTES = 8 * 1024  # a strip of the gradient panel, for each consumer warpgroup
@@ -19,7 +21,7 @@ FACTORS_BYTES = 2 * 1024  # factors of the columns
 EXTRAS_BYTES = 3 * 1024  # ids of the columns, and factors of normalised ones
 BARRIER_BYTES = 256
 PANEL_COST = 14.0  # of starting and ending a panel, in products of one K-slice
-WIDE_PANEL_COST = 1.0  # the same without loading the panel's rows
+WIDE_PANEL_COST = 3.0  # the same without loading the panel's rows
 
 
 class Schedule(Enum):
@@ -195,12 +197,14 @@ def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
 
     of_panel = WIDE_PANEL_COST if sweep.wide else PANEL_COST
 
-    return min(range(1, _max_segments(sweep, panels, tiles) + 1), key=cost)
+    most = _max_segments(sweep, panels, tiles)
+    least = min(WIDE_SEGMENTS[0], most) if sweep.wide else 1
+    return min(range(least, most + 1), key=cost)
 
 
 def _max_segments(sweep: Sweep, panels: int, tiles: int) -> int:
     if sweep.wide:
-        return min(tiles, MAX_WIDE_SEGMENTS)
+        return min(tiles, WIDE_SEGMENTS[1])
     return min(tiles, max(1, MAX_ROUNDS * sweep.workers // panels))
 
 
