@@ -113,12 +113,12 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], extras)
         assert sweep is not None
         panel = name != "lse"
-        assert sweep.stages(panel) >= 3
-        assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
+        assert sweep.stages(panel, not panel) >= 3
+        assert sweep.shared(panel, not panel) <= DEVICES["sm_90a"].shared_memory
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
-            "STAGES": sweep.stages(panel), "WIDE": int(sweep.wide),
-            "SHARED": sweep.shared(panel), "IDS": int(extras), "FACTORS": int(extras),
+            "STAGES": sweep.stages(panel, not panel), "WIDE": int(sweep.wide),
+            "SHARED": sweep.shared(panel, not panel), "IDS": int(extras), "FACTORS": int(extras),
             **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
@@ -139,13 +139,13 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
         config.sweep_for(precision, width, device, extras), precision, 10**5
     )
     assert sweep is not None
-    assert sweep.stages(True) % sweep.k_slices == 0
-    assert sweep.shared(True) <= device.shared_memory
+    assert sweep.stages(True, False) % sweep.k_slices == 0
+    assert sweep.shared(True, False) <= device.shared_memory
     for columns in (0, 1):
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
-            "STAGES": sweep.stages(True), "WIDE": 0, "IN_REGISTERS": 1,
-            "SHARED": sweep.shared(True), "IDS": int(extras), "FACTORS": int(extras),
+            "STAGES": sweep.stages(True, False), "WIDE": 0, "IN_REGISTERS": 1,
+            "SHARED": sweep.shared(True, False), "IDS": int(extras), "FACTORS": int(extras),
             "COLUMNS": columns,
         }  # fmt: skip
         options = ("--ptxas-options=-v",)

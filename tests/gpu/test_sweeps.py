@@ -31,6 +31,7 @@ if not MISSING:
     from infonce.kernels.gpu.device import launcher
     from infonce.kernels.gpu.tiled import context
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
+    from infonce.kernels.gpu.tiled import operands
 
 
 SWEEPS = [
@@ -231,3 +232,44 @@ def test_portable_kernels(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
         args = arguments(loss, *pairs("random", m, n, d, dtype_of(dtype), 0))
         ref = judged(loss, args, scale=20.0)
         check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
+
+
+@pytest.mark.parametrize("loss", ["clip", "info_nce"])
+@pytest.mark.parametrize("kind", ["random", "rising", "lengths"])
+def test_kept_exponentials(loss: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponentials kept between the folds, in one block and around the border of accumulators that
+    overlay their destination; query panels whose logits lie too far apart are computed anew."""
+    kept: list[Any] = []
+    make = operands.Kept.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        make(self, *args)
+        kept.append(self)
+
+    monkeypatch.setattr(operands.Kept, "__init__", noted)
+    if launcher.device_properties(cupy.cuda.runtime.getDevice()).capability != "90":
+        pytest.skip("for Hopper")
+    again = 0
+    for i, (m, n, d) in enumerate(((128, 128, 520), (257, 385, 1024), (700, 1301, 600))):
+        if loss == "clip":
+            m = n
+        image, text = pairs("random", m, n, d, np.float64, i)
+        if kind == "rising":  # every tile is above the ones before
+            text = text + np.arange(n)[:, None] / n * image[0]
+            image = image + image[0]
+        elif kind == "lengths":
+            image = image * np.exp(np.random.default_rng(i).standard_normal((m, 1)))
+        args = arguments(loss, image.astype(BFLOAT16), text.astype(BFLOAT16))
+        for scale in (1.0, 14.0, 200.0):
+            ref = judged(loss, args, scale=scale)
+            panel = 2 * m * -(-n // 8) * 8
+            for workspace in (2**28, panel + 8 * m * d + 2 * n * d + 2**22):
+                kept.clear()
+                out = run(loss, args, "bf16", scale, workspace=workspace)
+                assert len(kept) == 1
+                again += int(kept[0].anew.sum())
+                check(out, ref, args, "bf16", scale)
+            kept.clear()
+            run(loss, args, "bf16", scale, workspace=panel)
+            assert not kept
+    assert (again > 0) == (kind != "random")

@@ -9,12 +9,6 @@
 #define COLUMNS 1
 #endif
 
-struct Factors {
-  const float *row_reference, *a, *u;  // [rows]
-  const float *column_reference, *v;   // [columns]
-  const i64* shared;
-};
-
 struct OfLogits {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;
   struct ConsumerShared {

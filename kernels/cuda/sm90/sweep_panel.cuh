@@ -39,6 +39,14 @@ struct GradientPanelStrip {
       send(row, column + part * (int)panel.part, lane);
     }
   }
+  // The same of rounded elements, two to a word.
+  __device__ __forceinline__ void store(const u32 (&words)[32], int s, int row, int column,
+                                        const Lane& lane) const {
+    if (16 * s % PIECE == 0) piece_read(lane);
+    stmatrix_x4(piece + (put ^ 16 * s % PIECE), words[4 * s], words[4 * s + 1], words[4 * s + 2],
+                words[4 * s + 3]);
+    if (16 * (s + 1) % PIECE == 0) send(row, column + 16 * (s + 1) - PIECE, lane);
+  }
   // The TMA store's reads of the piece come before the writes that follow.
   __device__ __forceinline__ void piece_read(const Lane& lane) const {
     if (lane.lane == 0) tma_stores_wait();

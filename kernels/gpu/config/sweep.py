@@ -11,8 +11,8 @@ from .tile import BLOCK_M
 
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 MAX_ROUNDS = 8  # segments that a worker gets where panels are cut into segments
-# Segments of a panel whose rows do not stay in shared memory. So many at least are in work at a time
-# for a few panels: their rows and keys stay in the L2 cache
+# Segments of a panel whose rows do not stay in shared memory. The least of them are in work at the
+# same time, for a few panels: their rows and keys stay in the L2 cache
 WIDE_SEGMENTS = 8, 64
 # bytes that epilogues keep in shared memory
 SUMS_BYTES = 4 * 1024  # column sums, for each consumer warpgroup
@@ -59,9 +59,10 @@ class Sweep:
 
     # -- shared memory
 
-    def stages(self, panel: bool) -> int:
-        """Stages of the pipeline; `panel`: of a kernel that writes a gradient panel."""
-        left = self.shared_memory - self.reserved(panel) - self.query_panel_bytes
+    def stages(self, panel: bool, sums: bool) -> int:
+        """Stages of the pipeline; `panel`: of a kernel that writes a gradient panel; `sums`: of one
+        that sums columns. (Both, if it keeps exponentials.)"""
+        left = self.shared_memory - self.reserved(panel, sums) - self.query_panel_bytes
         if self.in_registers:  # whole tiles
             return min(6, left // self.stage_bytes // self.k_slices) * self.k_slices
         stages = min(8, left // self.stage_bytes)
@@ -78,15 +79,16 @@ class Sweep:
         """Queries that stay in shared memory."""
         return 0 if self.streamed else self.k_slices * self.panel_rows * K_SLICE
 
-    def reserved(self, panel: bool) -> int:
+    def reserved(self, panel: bool, sums: bool) -> int:
         """Bytes of shared memory beside the query panel and the stages."""
         of_panel = FACTORS_BYTES + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
-        sums = self.warpgroups * SUMS_BYTES
-        return BARRIER_BYTES + (of_panel if panel else sums) + self.extras * EXTRAS_BYTES
+        of_sums = self.warpgroups * SUMS_BYTES
+        return BARRIER_BYTES + panel * of_panel + sums * of_sums + self.extras * EXTRAS_BYTES
 
-    def shared(self, panel: bool) -> int:
+    def shared(self, panel: bool, sums: bool) -> int:
         """Dynamic shared memory in bytes."""
-        return self.query_panel_bytes + self.stages(panel) * self.stage_bytes + self.reserved(panel)
+        stages = self.stages(panel, sums) * self.stage_bytes
+        return self.query_panel_bytes + stages + self.reserved(panel, sums)
 
     # -- threads and rows
 
@@ -178,11 +180,12 @@ class Sweep:
 
 
 @lru_cache
-def defines(sweep: Sweep, panel: bool) -> dict[str, int]:
-    """-D options of a sweep's kernel; `panel`: it writes a gradient panel."""
+def defines(sweep: Sweep, panel: bool, sums: bool) -> dict[str, int]:
+    """-D options of a sweep's kernel; `panel` and `sums`: see `Sweep.stages`."""
     return {
-        "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(panel), "SHARED": sweep.shared(panel),
-        "WIDE": int(sweep.wide), "IN_REGISTERS": int(sweep.in_registers),
+        "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(panel, sums),
+        "SHARED": sweep.shared(panel, sums), "WIDE": int(sweep.wide),
+        "IN_REGISTERS": int(sweep.in_registers),
     }  # fmt: skip
 
 

@@ -36,13 +36,13 @@ class SigmoidFold(GradientFold):
         arguments = {
             "bias": self.context.bias, "row_factor": address(self.row_factor, start),
             "positive": address(epilogue.positive_logits, start), "row_sums": self.sums,
-            "row_stride": n, "panel": self.panel_fields,
+            "row_stride": n, **self.panel_arguments(),
         }  # fmt: skip
         panel = int(self.gradients is not None)
         if isinstance(self.tile, config.Tile):
+            del arguments["panel_map"]
             self.launch_tiles("sigmoid", rows, columns, arguments, PANEL=panel)
         else:
-            arguments["panel_map"] = self.panel_map()
             self.launch_sweep("sweep_sigmoid", rows, columns, arguments, PANEL=panel)
         self.launcher.vectors(
             "add_pairs", n, pairs=self.sums, slots=self.tile.row_slots(n, self.k.rows), stride=n,
