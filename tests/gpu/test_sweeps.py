@@ -29,9 +29,8 @@ pytestmark = gpu_only
 if not MISSING:
     import cupy
     from infonce.kernels.gpu.device import launcher
-    from infonce.kernels.gpu.tiled import context
+    from infonce.kernels.gpu.tiled import context, operands
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
-    from infonce.kernels.gpu.tiled import operands
 
 
 SWEEPS = [
