@@ -66,7 +66,7 @@ struct Lse {
   };
   struct WarpgroupShared {
 #if KEEP
-    GradientPanelStrip::Shared pieces;
+    alignas(1024) GradientPanelStrip::Shared pieces;
 #endif
     float2 strips[COLUMNS ? 4 : 1][COLUMNS ? TILE_COLUMNS : 1];  // a strip's (max, sum) of columns
   };
