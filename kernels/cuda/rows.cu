@@ -310,7 +310,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   if (!factor) {  // all at once, in the products' precision
     const Real root = (Real)root_of_unit;
     const Positives::OfRow of_row = positives.of(row, 0);
-#pragma unroll 2
+#pragma unroll 1
     for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
       Finished<Real> f(sum, root, positives, of_row, z, row, k, d, 0, 0, dots);
       if (dots) dot += f.dot();
