@@ -211,36 +211,21 @@ struct Positives {
   const Real* factor;
   const int* exponent;
 
-  // What all features of a row share: its pairs, and the first of them.
-  struct OfRow {
-    i64 first, end, other;
-    double weight;
-  };
-  __device__ __forceinline__ OfRow of(i64 row, double own_factor) const {
-    OfRow p = {start ? start[row] : row, start ? start[row + 1] : row + 1, -1, 0};
-    if (p.first < p.end) find(p, p.first, row, own_factor);
-    return p;
-  }
-  __device__ __forceinline__ void find(OfRow& p, i64 s, i64 row, double own_factor) const {
-    p.other = partner ? partner[s] : s;
-    if (p.other < 0) return;
-    p.weight = gradient[by_partner ? p.other : row];
-    if (factor) p.weight *= own_factor * factor[p.other];
-  }
-
   // Add to `g` what positives add to the gradient of row `row`, from feature `column` on.
   template <class T>
-  __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], OfRow p, i64 row, i64 column, i64 n,
+  __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
-    for (i64 s = p.first; s < p.end; ++s) {
-      if (s > p.first) find(p, s, row, own_factor);
-      const i64 other = p.other;
+    const i64 first = start ? start[row] : row, end = start ? start[row + 1] : row + 1;
+    for (i64 s = first; s < end; ++s) {
+      const i64 other = partner ? partner[s] : s;
       if (other < 0) continue;
+      double weight = gradient[by_partner ? other : row];
+      if (factor) weight *= own_factor * factor[other];
       T x[LANE_FEATURES];
       get_group(x, z, other, column, n);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i)
-        g[i] += (T)p.weight * (factor ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
+        g[i] += (T)weight * (factor ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
     }
   }
 };
@@ -252,7 +237,7 @@ struct Finished {
   T x[LANE_FEATURES];  // the row, near unit length
 
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
-                                      const Positives::OfRow& of_row, const Matrix& z, i64 row, i64 column, i64 d, double factor,
+                                      const Matrix& z, i64 row, i64 column, i64 d, double factor,
                                       int exponent, bool with_row = true) {
     const i64 n = d - column;
     const bool whole = sizeof(Real) == 4 && n >= LANE_FEATURES && (u64)(sum + column) % 16 == 0;
@@ -268,7 +253,7 @@ struct Finished {
     }
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;
-    positives.add(g, of_row, row, column, n, factor);
+    positives.add(g, row, column, n, factor);
     if (!with_row) return;
     get_group(x, z, row, column, n);
     if (exponent)
@@ -309,10 +294,9 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   double dot = 0;
   if (!factor) {  // all at once, in the products' precision
     const Real root = (Real)root_of_unit;
-    const Positives::OfRow of_row = positives.of(row, 0);
 #pragma unroll 1
     for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-      Finished<Real> f(sum, root, positives, of_row, z, row, k, d, 0, 0, dots);
+      Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
       if (dots) dot += f.dot();
       if (!out.data) continue;
       if (add) {
@@ -329,15 +313,14 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   }
   const int e = exponent[row];
   const double f = factor[row], root = root_of_unit;
-  const Positives::OfRow of_row = positives.of(row, f);
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
-    dot += Finished<double>(sum, root, positives, of_row, z, row, k, d, f, e).dot();
+    dot += Finished<double>(sum, root, positives, z, row, k, d, f, e).dot();
   dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
   const double along = f * f * dot;
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Finished<double> row_of(sum, root, positives, of_row, z, row, k, d, f, e);
+    Finished<double> row_of(sum, root, positives, z, row, k, d, f, e);
     double before[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (add) get_group(before, out, row, k, d - k);
 #pragma unroll
