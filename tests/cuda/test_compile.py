@@ -130,6 +130,26 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("columns", [0, 1])
+def test_kept_exponentials(columns: int, extras: bool) -> None:
+    """The log-sum-exp sweep that stores them, and the kernel that makes a gradient panel of them."""
+    sweep = config.sweep_for("bf16", 2304, DEVICES["sm_90a"], extras)
+    assert sweep is not None
+    defines = {
+        "PRECISION": "BF16", **config.defines(sweep, True, True), "IDS": int(extras),
+        "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "KEEP": 1,
+    }  # fmt: skip
+    options = ("--ptxas-options=-v",)
+    log = compiler.compile_for("sm90/sweep_lse.cu", defines, "sm_90a", options)[1]
+    assert "serialized" not in log
+    assert spilled(log) <= SWEEPS["lse"][1], (defines, log)
+    defines = {"PRECISION": "BF16", "COLUMNS": columns}
+    log = compiler.compile_for("sm90/kept_gradient.cu", defines, "sm_90a", options)[1]
+    assert spilled(log) == 0
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None:

@@ -2,7 +2,7 @@
 // gradient panel P = dL/dx, in place and without products.
 //
 // Kept is e = 2^(c x_ij - r), rounded, with one reference exponent r for 16 rows and 128 columns. With the
-// factors of sweep_gradient.cuh and s_i = 2^(r - R_i),
+// factors of sweep/gradient.cuh and s_i = 2^(r - R_i),
 //
 //     P_ij = e (a_i s_i + u_i s_i v_j)              `shared`: one exponential
 //     P_ij = e (a_i s_i + v_j 2^(r - C_j))          whatever the range of R and C

@@ -1,7 +1,7 @@
-// Gradient fold as a sweep (sweep.cuh): the gradient panel P = dL/dx that tiled/gradient.cu computes, from
+// Gradient fold as a sweep (sweep/sweep.cuh): the gradient panel P = dL/dx that tiled/gradient.cu computes, from
 // the same factors, at the speed of the tensor cores.
-#include "sm90/sweep_gradient.cuh"
-#include "sm90/sweep_panel.cuh"
+#include "sm90/sweep/gradient.cuh"
+#include "sm90/sweep/panel.cuh"
 
 struct Gradient : OfLogits {
   struct WarpgroupShared {

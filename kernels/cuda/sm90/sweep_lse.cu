@@ -1,4 +1,4 @@
-// Log-sum-exp fold as a sweep (sweep.cuh): what tiled/lse.cu computes, at the speed of the tensor cores.
+// Log-sum-exp fold as a sweep (sweep/sweep.cuh): what tiled/lse.cu computes, at the speed of the tensor cores.
 //
 // A row keeps a running (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference
 // exponent r. It leaves one such pair a segment and consumer. A tile's columns are summed over the
@@ -24,8 +24,8 @@
 // exponent of each strip and tile. The gradient fold then needs no products for them (kept_gradient.cu).
 // Where a tile's logits lie too far apart for one reference exponent, its query panel is marked: it will be
 // computed anew.
-#include "sm90/sweep_logits.cuh"
-#include "sm90/sweep_panel.cuh"
+#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/panel.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1

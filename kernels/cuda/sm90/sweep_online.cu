@@ -1,4 +1,4 @@
-// One-sided losses in one pass, as a sweep (sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i), and
+// One-sided losses in one pass, as a sweep (sweep/sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i), and
 // the sum of each of its rows. dQ takes nothing but E K, in float32, and one factor for each row, which
 // follows from the log-sum-exps that are known at the end.
 //
@@ -8,8 +8,8 @@
 // such panels (`wanted`) are swept once more. The largest product of all may lie in an earlier tile, where
 // the sum was within its bounds still. That tile is within the bounds of the new r_i, too.
 #include "reference_exponents.cuh"
-#include "sm90/sweep_logits.cuh"
-#include "sm90/sweep_panel.cuh"
+#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/panel.cuh"
 
 static_assert(PANEL_ROWS % ONLINE_PANEL_ROWS == 0, "check_heights tells which panels are wanted");
 

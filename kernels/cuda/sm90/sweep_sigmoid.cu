@@ -1,7 +1,7 @@
-// Pairwise sigmoid as a sweep (sweep.cuh): what tiled/sigmoid.cu computes, at the speed of the tensor
+// Pairwise sigmoid as a sweep (sweep/sweep.cuh): what tiled/sigmoid.cu computes, at the speed of the tensor
 // cores.
-#include "sm90/sweep_logits.cuh"
-#include "sm90/sweep_panel.cuh"
+#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/panel.cuh"
 
 #ifndef PANEL
 #define PANEL 1

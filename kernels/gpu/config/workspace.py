@@ -155,19 +155,18 @@ def blocking(
 @lru_cache(1024)
 def blockings(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
-    keep: bool = False,
+    keep: int = 0,
 ) -> tuple[Blocking, Blocking, int]:  # fmt: skip
     """Blocks of the log-sum-exp fold and, with its panels smaller ones, of the gradient fold; and
     the bytes that serve both. ValueError where blocks that fit would be too many (`few_blocks`).
-    `keep`: exponentials are kept between the folds, if those of all logits fit."""
+    `keep`: if so many bytes hold all logits' exponentials, they are kept between the folds."""
     folds = needs.of_statistics, needs.of_gradient
     least = max(least_workspace(shape, of, block_n) for of in folds)
     if workspace < least:
         raise ValueError(workspace_too_small(shape, least, workspace))
-    if keep:
-        found = _whole(shape, needs, workspace, block_n)
-        if found is not None:
-            return found
+    kept = _whole(shape, needs, keep, block_n) if keep else None
+    if kept is not None:
+        return kept
     first, second = (blocking(shape, of, workspace, block_n, symmetric) for of in folds)
     sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
     return first, second, max(sizes)

@@ -19,6 +19,7 @@ from .operands import Kept, Panel, Scratch, Side, in_place, overlay
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
 # kernels/cuda/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
 ONE_PASS = ("bf16x3", "bf16")
+KEEP_SHARE = 5  # of features and gradients: more memory than this is not taken unasked
 
 
 class Context:
@@ -95,7 +96,9 @@ class Context:
             sweep=self.sweep, overlay_rows=overlay_rows,
             rows=problem.bias is not None or (self.online and one_pass(problem, gradients)),
         )  # fmt: skip
-        keep = both_folds and gradients is not None and self._may_keep(problem, gradients)
+        keep = 0
+        if both_folds and gradients is not None and self._may_keep(problem, gradients):
+            keep = _room_to_keep(problem, gradients)
         self.statistics_blocking, self.blocking, size = config.blockings(
             problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric, keep
         )
@@ -180,3 +183,12 @@ class Context:
             d=d, out=out, any_key_not_finite=any_key,
         )  # fmt: skip
         return out
+
+
+def _room_to_keep(problem: Problem, gradients: Gradients) -> int:
+    """Bytes of a workspace in which exponentials are kept."""
+    if problem.workspace_given:
+        return problem.workspace
+    arrays = problem.query, problem.key, gradients.query, gradients.key
+    whole = sum(int(z.nbytes) for z in arrays if z is not None)
+    return max(problem.workspace, KEEP_SHARE * whole)

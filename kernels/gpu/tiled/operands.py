@@ -20,7 +20,7 @@ DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bflo
           "fp16": "float16"}  # fmt: skip
 
 
-STRIP = 16  # rows of a panel that a warp has: kernels/cuda/sm90/sweep_panel.cuh
+STRIP = 16  # rows of a panel that a warp has: kernels/cuda/sm90/sweep/panel.cuh
 
 
 class Scratch:

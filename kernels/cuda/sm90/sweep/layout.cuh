@@ -1,4 +1,4 @@
-// The layout of a sweep (sweep.cuh): sizes, barriers, shared memory, and which thread has which rows.
+// The layout of a sweep (sweep/sweep.cuh): sizes, barriers, shared memory, and which thread has which rows.
 #pragma once
 #include "block.cuh"
 #include "reference_exponents.cuh"

@@ -10,7 +10,7 @@
 //   consumer 1                         | products of tile 1 | epilogue of tile 1 | products of tile 3
 //   producer warp   loads K-slices by TMA into a ring of STAGES, as stages become empty
 //
-// This is the last of three steps: naive/naive.cu, tiled/product.cuh, sm90/sweep.cuh. It adds to the tiles
+// This is the last of three steps: naive/naive.cu, tiled/product.cuh, sm90/sweep/sweep.cuh. It adds to the tiles
 // of tiled/product.cuh: wgmma in place of mma.sync, TMA in place of cp.async, a producer warp that does
 // nothing but load, and epilogues that run while the other consumer multiplies.
 //
@@ -24,7 +24,7 @@
 // in rounding.
 //
 // STREAMED (WIDE or FP16X3): rows of Q do not stay, K-slices of them come with those of the keys
-// (sweep_streamed.cuh).
+// (sweep/streamed.cuh).
 //
 // IN_REGISTERS (rows of up to 256 bytes): dL/dx of a tile is multiplied with the tile's keys at once, and
 // dQ is accumulated in registers (sweep_narrow.cu). A query panel is 64 rows, and a consumer one
@@ -39,7 +39,7 @@
 //     end_panel(work)
 //     end()                 if the epilogue SUMS columns
 #pragma once
-#include "sm90/sweep_layout.cuh"
+#include "sm90/sweep/layout.cuh"
 
 // --- the producer warp ---------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ __device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilo
 }
 
 #if STREAMED
-#include "sm90/sweep_streamed.cuh"
+#include "sm90/sweep/streamed.cuh"
 #else
 template <class Epilogue>
 __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b, int segments,

@@ -1,6 +1,6 @@
 // Gradient panels, dL/dx, as sweeps write them.
 #pragma once
-#include "sm90/sweep.cuh"
+#include "sm90/sweep/sweep.cuh"
 
 // A warp's strip of a tile of the gradient panel, 16 rows. The warp writes 128 bytes of each row to shared
 // memory, and a TMA store takes them from there. Shared memory limits the speed here; of all ways to
