@@ -132,7 +132,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("columns", [0, 1])
 def test_kept_exponentials(columns: int, extras: bool) -> None:
-    """The log-sum-exp sweep that stores them, and the kernel that makes a gradient panel of them."""
+    """The log-sum-exp sweep that stores them, and the kernel that makes a gradient of them."""
     sweep = config.sweep_for("bf16", 2304, DEVICES["sm_90a"], extras)
     assert sweep is not None
     defines = {
