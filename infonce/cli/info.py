@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 from rich.table import Table
 
-from .. import losses, spec
+from .. import losses
 from ..kernels.gpu.device import compiler
+from ..kernels.problem import WORKSPACE
 from . import machine
 from .common import human, stdout, to_json
 
@@ -49,7 +50,7 @@ def info(as_json: bool, compiles: bool) -> None:
         "optional": _optional(),
         "cuda_libraries": libraries,
         "transports": _transports(on_gpu),
-        "workspace_bytes": spec.DEFAULTS["workspace"],
+        "workspace_bytes": WORKSPACE,
         "compiled_code": _cache(),
         "compiled_kernels": str(compiler.cache_directory()),
         "compile_seconds": _compile_seconds() if can_compile and compiles else {},

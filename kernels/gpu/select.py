@@ -36,7 +36,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if planned(problem, gradients):
         properties = device_properties(device.id)
         return Solution(**gpu_plan.call(recorded.solution, properties, wide(problem), gradients))
-    return blocks.solve(problem, GPU(problem, gradients), gradients)
+    return blocks.solve(problem, GPU(problem, gradients, both_folds=True), gradients)
 
 
 def planned(problem: Problem, gradients: Gradients | None) -> bool:
