@@ -2,6 +2,7 @@
 is a part of the host."""
 
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +11,8 @@ from host_device import Host, close, room
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.offload import backend as offload
-from infonce.kernels.problem import SILENT
-from infonce.kernels.solve import solve
+from infonce.kernels.offload import layout
+from infonce.kernels.problem import SILENT, Gradients, Problem, few_blocks, least_block_side
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
@@ -22,26 +23,25 @@ from infonce.dispatch import _result
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Any, Host]:
+def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Host]:
     """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
     kind = spec.LOSSES[loss]
     with np.errstate(**SILENT):
         request = checks.check(kind, args, labels, None, options, with_grad=True)
         device = Host()
-        backend = offload.Offload(request.problem, request.gradients, device)
-        solution = solve(request.problem, backend, request.gradients)
-        return _result(kind, request, solution, lambda array: array), backend, device
+        solution = offload.solve(request.problem, request.gradients, device)
+        return _result(kind, request, solution, lambda array: array), device
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @given(
     m=st.integers(1, 90), n=st.integers(1, 90), rows=st.integers(12, 70),
-    labelled=st.booleans(), ids=st.booleans(), normalize=st.booleans(), metrics=st.booleans(),
-    seed=st.integers(0, 99),
+    enough=st.integers(12, 90), labelled=st.booleans(), ids=st.booleans(),
+    normalize=st.booleans(), metrics=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_equal_to_the_host(
-    loss: str, m: int, n: int, rows: int, labelled: bool, ids: bool, normalize: bool,
-    metrics: bool, seed: int,
+    loss: str, m: int, n: int, rows: int, enough: int, labelled: bool, ids: bool,
+    normalize: bool, metrics: bool, seed: int,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     if not labelled:
@@ -55,10 +55,10 @@ def test_equal_to_the_host(
     if ids:
         each = [rng.integers(0, 20, len(z)) for z in args]
         options["ids"] = tuple(each) if loss == "info_nce" else each[0]
-    got, backend, device = on_host(loss, args, workspace=room(rows, d), **options)
-    want = getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
-    assert max(device.largest, backend.rows) <= rows
-    close(got, want)
+    workspace = room(rows, d, *(len(z) for z in (args[0], args[-1])))
+    with mock.patch.object(layout, "ENOUGH_ROWS", enough):
+        got, _ = on_host(loss, args, workspace=workspace, **options)
+    close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
 
 
 @pytest.mark.parametrize("wrt", [(), ("image",), ("text",), ("scale",), ("text", "scale")])
@@ -66,7 +66,8 @@ def test_equal_to_the_host(
 def test_parts_of_the_gradient(loss: str, wrt: tuple[str, ...]) -> None:
     args = arguments(loss, *pairs("random", 70, 70, 30, np.float64, 0))
     options = {"scale": 4.0, "wrt": wrt, "reduction": "sum"}
-    got, _, _ = on_host(loss, args, workspace=room(20, 30), **options)
+    got, device = on_host(loss, args, workspace=room(20, 30, 70, 70), **options)
+    assert device.blocks > 4
     close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
     assert [name for name, g in got.grads._asdict().items() if g is not None] == list(wrt)
 
@@ -79,8 +80,10 @@ def test_not_a_number_stays_one(loss: str, row: int) -> None:
     for z in args:
         z[:, 3] = -1.0
     args[-1][row, 3] = np.inf
-    got, _, _ = on_host(loss, args, scale=4.0, reduction="none", workspace=room(16, 30))
-    want = getattr(infonce, f"{loss}_loss")(*args, scale=4.0, reduction="none")
+    options = {"scale": 4.0, "reduction": "none"}
+    got, device = on_host(loss, args, workspace=room(16, 30, 60, 60), **options)
+    assert device.blocks > 4
+    want = getattr(infonce, f"{loss}_loss")(*args, **options)
     assert np.isnan(want).any()
     np.testing.assert_array_equal(np.isnan(got.loss), np.isnan(want))
 
@@ -88,14 +91,49 @@ def test_not_a_number_stays_one(loss: str, row: int) -> None:
 def test_progress_and_memory_too_small() -> None:
     args = arguments("clip", *pairs("random", 60, 60, 30, np.float64, 0))
     told: list[tuple[str, int, int]] = []
-    on_host("clip", args, scale=1.0, workspace=room(20, 30), progress=lambda *a: told.append(a))
-    assert told[:9] == [("log-sum-exp", i + 1, 9) for i in range(9)]
-    assert {phase for phase, *_ in told} == {"log-sum-exp", "gradient"}
+
+    def rooms(rows: int) -> int:
+        return room(rows, 30, 60, 60)
+
+    on_host("clip", args, scale=1.0, workspace=rooms(20), progress=lambda *a: told.append(a))
+    # the first of three panels meets three pieces, the others meet all keys
+    assert told[:5] == [("log-sum-exp", i + 1, 5) for i in range(5)]
+    assert told[5:] == [("gradient", i + 1, 9) for i in range(9)]
+    told.clear()
+    on_host("clip", args, scale=1.0, workspace=rooms(6), progress=lambda *a: told.append(a))
+    gradient = [step for step in told if step[0] == "gradient"]
+    assert gradient == 2 * [("gradient", i + 1, 100) for i in range(100)]  # dQ, then dK
     # 15 x 15 panels of 4 rows: two for each row and column
-    with pytest.raises(ValueError, match=f"workspace: expected at least {room(4, 30)} bytes"):
-        on_host("clip", args, scale=1.0, workspace=room(4, 30) - 1)
-    _, backend, _ = on_host("clip", args, scale=1.0, workspace=room(4, 30))
-    assert backend.rows == 4
+    with pytest.raises(ValueError, match=f"workspace: expected at least {rooms(4)} bytes"):
+        on_host("clip", args, scale=1.0, workspace=rooms(4) - 1)
+    on_host("clip", args, scale=1.0, workspace=rooms(4))
+
+
+@given(
+    m=st.integers(1, 10**6), n=st.integers(1, 10**6), d=st.integers(1, 2048),
+    dtype=st.sampled_from([np.float64, np.float32, np.float16]), gradient=st.booleans(),
+    workspace=st.integers(10, 36),
+)  # fmt: skip
+def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: int) -> None:
+    """What a fold keeps fits the workspace, and blocks are few."""
+    query, key = (np.broadcast_to(dtype(0), (rows, d)) for rows in (m, n))
+    compute = "fp64" if dtype is np.float64 else "fp32"
+    problem = Problem(query, key, 1.0, 1.0, compute=compute, workspace=2**workspace)
+    gradients = Gradients(query, key) if gradient else None
+    row = layout.row_bytes(problem, gradients)
+    try:
+        of = layout.layout(problem, gradients)
+    except ValueError:
+        least = 2 * least_block_side(m, n) * (row.streamed + row.block)
+        assert 2**workspace < least
+        return
+    assert of.block >= of.panel * row.block
+    with_gradient = of.staying * row.staying + of.panel * row.streamed
+    assert of.panel <= of.features
+    assert max(with_gradient, (of.features + 2 * of.panel) * row.feature) <= 2**workspace - of.block
+    assert of.whole == (of.staying == min(m, n))
+    assert of.whole or of.staying % of.panel == 0
+    assert of.panel >= min(n, m) or few_blocks(m, n, of.panel, of.panel)
 
 
 def test_memory_mapped_on_the_cpu(tmp_path: Any) -> None:
@@ -147,7 +185,7 @@ def test_on_the_gpu(cupy: Any, loss: str, dtype: Any) -> None:
     args = arguments(loss, *pairs("partly aligned", 1500, 1700, d, dtype, 0))
     truth = judged(loss, args, scale=scale, normalize=True)
     name, logit = np.dtype(dtype).name, 8.0
-    for workspace in (room(256, d, 8, 8), 2**28):
+    for workspace in (room(256, d, 1500, 1700), 2**28):
         options = {"scale": scale, "normalize": True, "offload": True, "workspace": workspace}
         got, again = (getattr(infonce, f"{loss}_loss_and_grad")(*args, **options) for _ in range(2))
         assert isinstance(got.loss, np.ndarray)
@@ -169,7 +207,7 @@ def test_pinned_mapped_and_strided(cupy: Any, tmp_path: Any) -> None:
     import cupyx
 
     plain = pairs("random", 1000, 1000, 48, np.float32, 0)
-    options = {"scale": 9.0, "offload": True, "workspace": room(256, 48, 4, 4)}
+    options = {"scale": 9.0, "offload": True, "workspace": room(256, 48, 1000, 1000, 4, 4)}
     want = infonce.clip_loss_and_grad(*plain, **options)
 
     def pinned(z: Any) -> Any:

@@ -1,0 +1,261 @@
+"""One fold: the blocks of a side that stays with a side that streams."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..problem import (
+    Array,
+    Epilogue,
+    Gradients,
+    Grid,
+    NotFinite,
+    Problem,
+    Sigmoid,
+    Statistics,
+    fast_replace,
+    slices,
+)
+from .device import Copies, Ticket
+from .epilogues import block_epilogue
+
+if TYPE_CHECKING:
+    from .backend import Offload
+
+# A panel of the side that streams, and the pieces of what stays that it meets, in this order. None:
+# what stays meets itself
+Step = tuple[slice | None, Sequence[slice]]
+
+
+@dataclass
+class Side:
+    """Queries or keys."""
+
+    features: Array  # on the host
+    panels: Sequence[slice]
+    to: Array = None  # where the gradient goes, on the host; None: it is not wanted
+    add: bool = False  # it is added to what is there
+
+
+@dataclass
+class Part:
+    """Rows of a side on the device."""
+
+    rows: slice
+    features: Array
+    gradient: Array | None
+
+    def part(self, rows: slice) -> Part:
+        here = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+        return Part(
+            rows, self.features[here], None if self.gradient is None else self.gradient[here]
+        )
+
+
+class Arrivals:
+    """Panels that stream. While one is used, the next is copied; they share two buffers."""
+
+    def __init__(self, xp: Any, copies: Copies, side: Side, panels: Sequence[slice]) -> None:
+        self.copies, self.side, self.panels = copies, side, deque(panels)
+        shape = max((p.stop - p.start for p in panels), default=0), side.features.shape[1]
+        dtype = side.features.dtype.newbyteorder("=")
+        self.buffers = deque(xp.empty(shape, dtype) for _ in panels[:2])
+        self.arriving = self.start()
+
+    def start(self) -> tuple[Array, Ticket] | None:
+        """Begin to copy the next panel, to the buffer that was used longer ago."""
+        if not self.panels:
+            return None
+        panel = self.panels.popleft()
+        target = self.buffers[0][: panel.stop - panel.start]
+        self.buffers.rotate(-1)
+        return target, self.copies.arrive(target, self.side.features[panel])
+
+    def take(self) -> Array:
+        """The next panel. The one before it is no longer used."""
+        assert self.arriving is not None
+        target, ticket = self.arriving
+        self.arriving = self.start()
+        ticket.wait()
+        return target
+
+
+class Departures:
+    """Gradients of panels on their way to the host, in two buffers of `size` bytes."""
+
+    def __init__(self, xp: Any, copies: Copies, size: int) -> None:
+        self.copies = copies
+        self.buffers = deque(xp.empty(size, np.uint8) for _ in range(2 if size else 0))
+        self.leaving: deque[Ticket] = deque()
+
+    def leave(self, side: Side, part: Part) -> None:
+        """Copy a complete gradient to the host. Its memory may be used again at once."""
+        gradient = part.gradient
+        if side.to is None or gradient is None:
+            return
+        target, dtype = side.to[part.rows], gradient.dtype
+        if not side.add and target.dtype.itemsize < dtype.itemsize:
+            dtype = target.dtype.newbyteorder("=")
+        if len(self.leaving) == len(self.buffers):
+            self.leaving.popleft().wait()
+        memory = self.buffers[0][: gradient.size * dtype.itemsize]
+        self.buffers.rotate(-1)
+        passing = memory.view(dtype).reshape(gradient.shape)
+        passing[...] = gradient
+        self.leaving.append(self.copies.leave(target, passing, side.add))
+
+
+class Fold:
+    """One visit of every block of a grid."""
+
+    def __init__(
+        self, offload: Offload, problem: Problem, grid: Grid, epilogue: Epilogue,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        self.offload, self.device = offload, offload.device
+        self.problem, self.grid, self.epilogue, self.gradients = problem, grid, epilogue, gradients
+        (m, n, _), layout = problem.shape, offload.layout
+        rows, columns = Side(problem.query, grid.rows), Side(problem.key, grid.columns)
+        staying, self.keys_stay = layout.features, n <= m
+        if gradients is not None:
+            staying = layout.staying
+            if gradients.want_query:
+                rows.to, rows.add = gradients.query, gradients.add_query
+            if gradients.want_key:
+                columns.to = gradients.key
+            if not layout.whole:  # one gradient at a time
+                self.keys_stay = gradients.want_key
+        if problem.symmetric:
+            self.keys_stay, columns.to = False, None
+        self.columns = columns
+        self.stay, self.stream = (columns, rows) if self.keys_stay else (rows, columns)
+        panels = self.stay.panels
+        rows_in_all = panels[-1].stop - panels[0].start
+        length = len(panels) if rows_in_all <= staying else staying // layout.panel
+        runs = [panels[i : i + length] for i in range(0, len(panels), length)]
+        self.runs = [(run, self.steps(run)) for run in runs]  # what stays at a time
+        self.done = 0
+        self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
+
+    def steps(self, run: Sequence[slice]) -> list[Step]:
+        """All that a run meets. Each piece has a gradient of its own; without gradients, pieces
+        serve only to begin before all of the run has arrived."""
+        whole, panels = slice(run[0].start, run[-1].stop), self.stream.panels
+        later = [whole] if self.gradients is None else run
+        if not self.problem.symmetric:
+            return [(panel, later if i else run) for i, panel in enumerate(panels)]
+        before = [] if self.grid.triangle else [p for p in panels if p.stop <= whole.start]
+        others = before + [p for p in panels if p.start >= whole.stop]
+        return [(None, [whole]), *((panel, later) for panel in others)]
+
+    def run(self) -> None:
+        for run, steps in self.runs:
+            self.visit(run, steps)
+
+    def visit(self, run: Sequence[slice], steps: Sequence[Step]) -> None:
+        """All blocks of a run."""
+        panels = [panel for panel, _ in steps if panel is not None]
+        longest = max(panel.stop - panel.start for panel in [*panels, *run])
+        arrivals = Arrivals(self.device.xp, self.offload.copies, self.stream, panels)
+        held, arriving = self.hold(run)
+        of_stream, of_block = (self.accumulator(z, longest) for z in (self.stream, self.columns))
+        for i, (panel, pieces) in enumerate(steps):
+            streaming = None
+            if panel is not None:
+                streaming = Part(panel, arrivals.take(), of_stream).part(panel)
+            for j, piece in enumerate(pieces):
+                while arriving and arriving[0][0] < piece.stop:
+                    arriving.popleft()[1].wait()
+                staying = held.part(piece)
+                if self.keys_stay:
+                    assert streaming is not None
+                    self.block(streaming, staying, j == 0, i == 0, of_block)
+                else:
+                    self.block(staying, streaming, i == 0, j == 0, of_block)
+                if i + 1 == len(steps):
+                    for part in slices(piece.stop, self.offload.layout.panel, piece.start):
+                        self.offload.departures.leave(self.stay, held.part(part))
+            if streaming is not None:
+                self.offload.departures.leave(self.stream, streaming)
+
+    def hold(self, run: Sequence[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
+        """What stays, and its panels that have not arrived: (first row, copy)."""
+        offload, features = self.offload, self.stay.features
+        start, stop = run[0].start, run[-1].stop
+        kept, arriving = offload.kept, deque[tuple[int, Ticket]]()
+        if kept is None or kept[0] is not features:
+            offload.kept = None  # its memory is free
+            dtype = features.dtype.newbyteorder("=")
+            there = self.device.xp.empty((stop - start, features.shape[1]), dtype)
+            for of in run:
+                target = there[of.start - start : of.stop - start]
+                arriving.append((of.start, offload.copies.arrive(target, features[of])))
+            if offload.layout.whole and len(there) == len(features):
+                offload.kept = features, there
+        else:
+            there = kept[1]
+        return Part(slice(start, stop), there, self.accumulator(self.stay, stop - start)), arriving
+
+    def accumulator(self, side: Side, rows: int) -> Array | None:
+        if side.to is None:
+            return None
+        return self.device.xp.empty((rows, side.features.shape[1]), self.offload.real)
+
+    def block(
+        self, queries: Part, keys: Part | None, first_of_queries: bool, first_of_keys: bool,
+        of_block: Array | None,
+    ) -> None:  # fmt: skip
+        """Fold one block; no keys: the queries are the keys. The first block of a gradient writes
+        it, others add to it."""
+        problem, gradients, xp = self.problem, self.gradients, self.device.xp
+        symmetric = keys is None
+        keys = keys or replace(queries, gradient=None)
+        rows, columns = queries.rows, keys.rows
+        diagonal, apart = rows == columns, rows.stop <= columns.start or columns.stop <= rows.start
+        row_ids, key_ids = problem.query_ids, problem.key_ids
+        block = fast_replace(
+            problem,
+            query=queries.features,
+            key=keys.features,
+            positives=self.offload.vectors.local_positives(problem.positives[rows], columns),
+            query_ids=None if row_ids is None else row_ids[rows],
+            key_ids=None if key_ids is None else key_ids[columns],
+            symmetric=symmetric,
+            key_shard=problem.key_shard or not diagonal,
+            no_local_positives=problem.no_local_positives or (self.offload.on_diagonal and apart),
+            # Off the diagonal of a triangle, columns are other rows, with their own sums
+            column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
+            workspace=self.offload.layout.block,
+            progress=None,
+        )
+        to, dk = None, keys.gradient
+        if gradients is not None:
+            of_keys = dk if first_of_keys or of_block is None else of_block[: len(keys.features)]
+            dots = None
+            if gradients.dots is not None:
+                of_dots = gradients.dots[rows if gradients.want_query else columns]
+                dots = xp.zeros(len(of_dots))
+            to = replace(
+                gradients, query=queries.gradient, key=of_keys, want_key=dk is not None,
+                add_query=queries.gradient is not None and not first_of_queries, dots=dots,
+            )  # fmt: skip
+        not_finite = None
+        if isinstance(self.epilogue, (Statistics, Sigmoid)):
+            marks = self.offload.marks
+            not_finite = NotFinite(marks.rows[rows], marks.any_key, not first_of_queries)
+        epilogue = block_epilogue(self.epilogue, rows, columns)
+        triangle = symmetric and self.grid.triangle
+        self.device.fold_block(block, triangle, epilogue, to, not_finite)
+        if to is not None:
+            if dk is not None and of_keys is not dk:
+                dk += of_keys
+            if to.dots is not None:
+                of_dots += to.dots
+        self.done += 1
+        if problem.progress is not None:
+            problem.progress(self.epilogue.phase, self.done, self.total)
