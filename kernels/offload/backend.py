@@ -41,18 +41,21 @@ from ..solve import Solution, one_pass, retrieval_ranks_of
 from .device import Copies, Device
 from .epilogues import copy_arrays, map_arrays
 from .fold import Departures, Fold
-from .layout import fits, layout, real_bytes, row_bytes
+from .layout import Layout, fits, layout, real_bytes, row_bytes
 
 
 def solve(problem: Problem, gradients: Gradients | None, device: Device) -> Solution:
     """`solve.solve` of a problem whose arrays are on the host."""
-    there = _vectors_on(device, problem)
+    cut, there = layout(problem, gradients), _vectors_on(device, problem)
     with device.copies() as copies:
-        room = fits(problem, gradients)
-        backend = Offload(problem, gradients, device, copies)
-        if room and (backend.one_panel or problem.symmetric or one_pass(problem, gradients)):
+        for to in (None, None) if gradients is None else (gradients.query, gradients.key):
+            if to is not None:
+                copies.touch(to)
+        room, one_panel = fits(problem, gradients), max(problem.shape[:2]) <= cut.panel
+        if room and (one_panel or problem.symmetric or one_pass(problem, gradients)):
             solution = _solve_whole(replace(there, workspace=room), gradients, device, copies)
         else:
+            backend = Offload(problem, gradients, cut, device, copies)
             solution = blocks.solve(there, backend, gradients)
     if not problem.retrieval_ranks:  # no one asks for them
         solution = replace(solution, statistics=None, direction_losses=None)
@@ -71,7 +74,7 @@ def fold_block(
     if gradients is not None:
         of_device = replace(gradients, dots=device.xp.zeros(len(gradients.dots)))
     with device.copies() as copies:
-        backend = Offload(problem, gradients, device, copies)
+        backend = Offload(problem, gradients, layout(problem, gradients), device, copies)
         blocks.fold_block(
             backend, _vectors_on(device, problem), triangle, there, of_device, not_finite=None
         )
@@ -126,20 +129,19 @@ class Offload:
     online = False
 
     def __init__(
-        self, problem: Problem, gradients: Gradients | None, device: Device, copies: Copies
-    ) -> None:
-        self.device, self.copies, self.vectors = device, copies, device.vectors
+        self, problem: Problem, gradients: Gradients | None, layout: Layout, device: Device,
+        copies: Copies,
+    ) -> None:  # fmt: skip
+        self.device, self.copies, self.vectors, self.layout = device, copies, device.vectors, layout
         self.real = np.dtype(f"f{real_bytes(problem)}")
-        self.layout = layout(problem, gradients)
-        m, n, _ = problem.shape
-        self.one_panel = max(m, n) <= self.layout.panel
+        m = len(problem.query)
         # key i is the positive of query i: none in blocks off the diagonal
         self.on_diagonal = problem.positives is None and not problem.symmetric
         marks = device.xp.zeros(m + 1)
         self.marks = NotFinite(marks[:m], marks[m:])
         # Features of a side on the host and on the device, if they stay in all folds
         self.kept: tuple[Array, Array] | None = None
-        size = self.layout.panel * row_bytes(problem, gradients).leaving
+        size = layout.panel * row_bytes(problem, gradients).leaving
         self.departures = Departures(device.xp, copies, size)
 
     # -- Backend

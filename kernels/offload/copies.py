@@ -35,8 +35,10 @@ from ..problem import (
 from ..solve import Solution
 from . import backend
 
-THREADS = 4  # of either direction
-CHUNK = 2**22  # bytes that a thread copies at a time
+THREADS = 6  # of either direction
+CHUNK = 2**22  # bytes that a thread copies at a time, at most; with fewer, it mostly waits for
+LEAST_CHUNK = 2**20  # Python's lock
+PAGE = 4096  # bytes
 PINNED = 1  # cudaMemoryTypeHost: host memory that the device can read
 
 
@@ -105,6 +107,12 @@ class Copies:
         self.current = cupy.cuda.get_current_stream()
         self.inwards, self.outwards = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self.pending: dict[Ticket, tuple[Array, Array]] = {}  # and the memory that they use
+        self.touching: list[Future[None]] = []
+
+    def touch(self, target: Array) -> None:
+        if target.flags.c_contiguous and not _pinned(target, target.dtype):
+            parts = _chunks(target)
+            self.touching += [_pool("out").submit(_touch, target[part]) for part in parts]
 
     def arrive(self, target: Array, source: Array) -> Ticket:
         ready = self.current.record()
@@ -116,6 +124,7 @@ class Copies:
         return self.ticket(self.submit("in", job, target, source), None, target, source)
 
     def leave(self, target: Array, source: Array, add: bool) -> Ticket:
+        wait(self.touching)  # they write to the same memory
         ready = self.current.record()
         if not add and _pinned(target, source.dtype):
             self.outwards.wait_event(ready)
@@ -132,8 +141,7 @@ class Copies:
         def on_lane(part: slice) -> Any:
             return job(_lane(self.device), target[part], source[part])
 
-        rows = max(1, CHUNK // max(1, source[:1].nbytes))
-        return [_pool(direction).submit(on_lane, part) for part in slices(len(source), rows)]
+        return [_pool(direction).submit(on_lane, part) for part in _chunks(target)]
 
     def ticket(
         self, parts: Sequence[Future[Any]], event: Any, target: Array, source: Array
@@ -144,6 +152,7 @@ class Copies:
 
     def finish(self, raising: bool = True) -> None:
         """Wait until nothing is copied any more."""
+        wait(self.touching)
         for made in list(self.pending):
             wait(made.parts)
             for part in made.parts:
@@ -165,6 +174,16 @@ class Ticket:
         for event in events:
             self.copies.current.wait_event(event)
         self.copies.pending.pop(self, None)
+
+
+def _chunks(array: Array) -> list[slice]:
+    """Rows that a thread copies at a time: all threads have some, if they are not too few."""
+    size = min(CHUNK, max(LEAST_CHUNK, array.nbytes // THREADS))
+    return slices(len(array), max(1, size // max(1, array[:1].nbytes)))
+
+
+def _touch(array: Array) -> None:
+    array.reshape(-1).view(np.uint8)[::PAGE] = 0
 
 
 def _pinned(array: Array, dtype: np.dtype[Any]) -> bool:

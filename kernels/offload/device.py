@@ -21,6 +21,11 @@ class Copies(Protocol):
     """Copies between host and device, beside the work of the device. A copy comes after the work
     asked for before it. Leaving the context waits for all of them."""
 
+    def touch(self, target: Array) -> None:
+        """Begin to have memory on the host that the system has not provided yet. All of `target`
+        will be written."""
+        ...
+
     def arrive(self, target: Array, source: Array) -> Ticket:
         """Copy rows of the host to an array on the device."""
         ...

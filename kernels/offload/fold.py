@@ -23,6 +23,7 @@ from ..problem import (
 )
 from .device import Copies, Ticket
 from .epilogues import block_epilogue
+from .layout import PIECE
 
 if TYPE_CHECKING:
     from .backend import Offload
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 # A panel of the side that streams, and the pieces of what stays that it meets, in this order. None:
 # what stays meets itself
 Step = tuple[slice | None, Sequence[slice]]
+
+
+def apart(rows: slice, columns: slice) -> bool:
+    """Whether no index is in both."""
+    return bool(rows.stop <= columns.start or columns.stop <= rows.start)
 
 
 @dataclass
@@ -137,30 +143,44 @@ class Fold:
         panels = self.stay.panels
         rows_in_all = panels[-1].stop - panels[0].start
         length = len(panels) if rows_in_all <= staying else staying // layout.panel
-        runs = [panels[i : i + length] for i in range(0, len(panels), length)]
+        runs = [list(panels[i : i + length]) for i in range(0, len(panels), length)]
         self.runs = [(run, self.steps(run)) for run in runs]  # what stays at a time
         self.done = 0
         self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
 
-    def steps(self, run: Sequence[slice]) -> list[Step]:
-        """All that a run meets. Each piece has a gradient of its own; without gradients, pieces
-        serve only to begin before all of the run has arrived."""
+    def steps(self, run: list[slice]) -> list[Step]:
+        """All that a run meets. Pieces are single panels where copies are to begin early: on
+        arrival, and before the last gradients leave."""
         whole, panels = slice(run[0].start, run[-1].stop), self.stream.panels
-        later = [whole] if self.gradients is None else run
-        if not self.problem.symmetric:
-            return [(panel, later if i else run) for i, panel in enumerate(panels)]
-        before = [] if self.grid.triangle else [p for p in panels if p.stop <= whole.start]
-        others = before + [p for p in panels if p.start >= whole.stop]
-        return [(None, [whole]), *((panel, later) for panel in others)]
+        if self.problem.symmetric:
+            before = [] if self.grid.triangle else [p for p in panels if p.stop <= whole.start]
+            panels = before + [p for p in panels if p.start >= whole.stop]
+        found: list[Step] = [(None, [whole])] if self.problem.symmetric else []
+        for i, panel in enumerate(panels):
+            if self.gradients is not None:
+                found.append((panel, run if i + 1 == len(panels) else self.pieces(run, panel)))
+            else:
+                found.append((panel, run if i == 0 and not found else [whole]))
+        return found
+
+    def pieces(self, run: list[slice], panel: slice) -> list[slice]:
+        """A run cut into pieces. On the diagonal they are single panels, as plans want them."""
+        found: list[slice] = []
+        for i in range(0, len(run), PIECE):
+            panels = run[i : i + PIECE]
+            piece = slice(panels[0].start, panels[-1].stop)
+            found.extend([piece] if apart(piece, panel) else panels)
+        return found
 
     def run(self) -> None:
         for run, steps in self.runs:
             self.visit(run, steps)
 
-    def visit(self, run: Sequence[slice], steps: Sequence[Step]) -> None:
+    def visit(self, run: list[slice], steps: Sequence[Step]) -> None:
         """All blocks of a run."""
         panels = [panel for panel, _ in steps if panel is not None]
-        longest = max(panel.stop - panel.start for panel in [*panels, *run])
+        met = [] if self.problem.symmetric else [piece for _, pieces in steps for piece in pieces]
+        longest = max((p.stop - p.start for p in [*panels, *met]), default=0)
         arrivals = Arrivals(self.device.xp, self.offload.copies, self.stream, panels)
         held, arriving = self.hold(run)
         of_stream, of_block = (self.accumulator(z, longest) for z in (self.stream, self.columns))
@@ -183,7 +203,7 @@ class Fold:
             if streaming is not None:
                 self.offload.departures.leave(self.stream, streaming)
 
-    def hold(self, run: Sequence[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
+    def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
         """What stays, and its panels that have not arrived: (first row, copy)."""
         offload, features = self.offload, self.stay.features
         start, stop = run[0].start, run[-1].stop
@@ -216,7 +236,9 @@ class Fold:
         symmetric = keys is None
         keys = keys or replace(queries, gradient=None)
         rows, columns = queries.rows, keys.rows
-        diagonal, apart = rows == columns, rows.stop <= columns.start or columns.stop <= rows.start
+        diagonal, no_local = rows == columns, problem.no_local_positives
+        if self.offload.on_diagonal:
+            no_local = no_local or apart(rows, columns)
         row_ids, key_ids = problem.query_ids, problem.key_ids
         block = fast_replace(
             problem,
@@ -227,7 +249,7 @@ class Fold:
             key_ids=None if key_ids is None else key_ids[columns],
             symmetric=symmetric,
             key_shard=problem.key_shard or not diagonal,
-            no_local_positives=problem.no_local_positives or (self.offload.on_diagonal and apart),
+            no_local_positives=no_local,
             # Off the diagonal of a triangle, columns are other rows, with their own sums
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             workspace=self.offload.layout.block,

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from ..problem import Gradients, Problem, least_block_side, workspace_too_small
 
-# Of a panel. With fewer rows a block is done before the host has queued the next, or the panel has
-# arrived; with more, less of the work is left to hide the first panel's copy and the last one's
-PANEL_ROWS, PANEL_BYTES = 16384, 2**24
-ENOUGH_ROWS = 8192  # of a panel, to compute logits once for both gradients
-COLUMNS = 4096  # of a block's gradient panel: with fewer, products take longer
+# Rows of a panel, or a power of two times as many. Products with gradient panels then fill all
+# multiprocessors of Hopper's largest cards: 66 tiles of 128 rows by two of 256 features
+WAVE = 8448
+MOST_WAVES = 4  # in a panel: what is copied before and after all products should be little
+FEWEST_PANELS = 3  # of a side that has at least as many waves, for the same reason
+PIECE = 2  # panels of the side that stays, in a block with a gradient
+COLUMNS = 4224  # of a block's gradient panel: with fewer, products take longer
 ROUND = 128  # a panel of more rows than this has a multiple of it
 
 
@@ -38,8 +40,8 @@ class RowBytes:
     @property
     def streamed(self) -> int:
         """Two panels arrive in turns and two gradients leave in turns. There is an accumulator of
-        the panel's gradient, and the gradient of one block."""
-        return 2 * self.feature + 2 * self.leaving + 2 * self.accumulator
+        the panel's gradient, and the gradient of one block's keys."""
+        return 2 * self.feature + 2 * self.leaving + (1 + PIECE) * self.accumulator
 
     @property
     def staying(self) -> int:
@@ -63,34 +65,47 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
 
 
 def block_row(m: int, n: int, d: int, item: int, real: int) -> int:
-    """Bytes of operands, of an accumulator, and of a row of the gradient panel."""
-    return d * (2 * item + real) + min(COLUMNS, max(m, n)) * item
+    """Bytes of the accumulators of a block's queries, and of a row of its gradient panel."""
+    return PIECE * d * real + min(COLUMNS, max(m, n)) * item
+
+
+def least_workspace(rows: int, row: RowBytes) -> int:
+    """Bytes for panels of so many rows, if neither side stays as a whole."""
+    return -(-4 * rows * (row.streamed + row.block) // 3)
 
 
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     """The largest panels that fit. ValueError if they are too many (`problem.few_blocks`).
 
-    If the smaller side fits with its gradient, it stays. Otherwise half of the workspace is for
-    what stays.
+    If the smaller side fits with its gradient, it stays. Otherwise a quarter of the workspace is
+    for what stays.
     """
     (m, n, _), workspace = problem.shape, problem.workspace
     row = row_bytes(problem, gradients)
-    staying, longest = min(m, n), max(m, n, 1)
-    streamed = row.streamed + row.block
-    rows = (workspace - staying * row.staying) // streamed
-    whole = rows >= min(ENOUGH_ROWS, longest)
+    smaller, larger = min(m, n), max(m, n)
+    each = row.streamed + row.block
+    longest = max(WAVE, min(MOST_WAVES * WAVE, -(-larger // FEWEST_PANELS)))
+
+    def panel_in(room: int) -> int:
+        most, rows = min(room // each, longest), WAVE
+        while 2 * rows <= most:
+            rows *= 2
+        return min(rows, most)
+
+    rows, staying = panel_in(workspace - smaller * row.staying), smaller
+    whole = rows >= min(WAVE, larger)
     if not whole:
-        rows, least = workspace // 2 // streamed, least_block_side(m, n)
+        rows, least = panel_in(3 * workspace // 4), least_block_side(m, n)
         if rows < least:
-            raise ValueError(workspace_too_small(problem.shape, 2 * streamed * least, workspace))
-    rows = min(rows, max(PANEL_ROWS, PANEL_BYTES // row.feature))
-    panel = _even(longest, rows)
+            least = least_workspace(least, row)
+            raise ValueError(workspace_too_small(problem.shape, least, workspace))
+    panel = _even(larger, rows)
     if not whole:
-        staying = min(staying, workspace // 2 // row.staying // panel * panel)
-        whole = staying == min(m, n)
+        staying = min(smaller, (workspace - panel * each) // row.staying // panel * panel)
+        whole = staying == smaller
     block = workspace - staying * row.staying - panel * row.streamed
     features = (workspace - block) // row.feature - 2 * panel
-    if features < min(m, n):
+    if features < smaller:
         features = features // panel * panel
     return Layout(panel, staying, features, block, whole)
 
@@ -105,7 +120,7 @@ def fits(problem: Problem, gradients: Gradients | None) -> int:
 
 def _even(n: int, most: int) -> int:
     """Rows of panels, at most `most`, that cut n rows evenly."""
-    rows = -(-n // -(-n // most))
+    rows = -(-n // -(-n // max(1, most)))
     if rows <= ROUND:
         return rows
     rounded = -(-rows // ROUND) * ROUND

@@ -1,6 +1,8 @@
 """Features in host memory, computed on a device panel by panel. Where there is no GPU, the device
 is a part of the host."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -36,11 +38,11 @@ def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[A
 @pytest.mark.parametrize("loss", LOSSES)
 @given(
     m=st.integers(1, 90), n=st.integers(1, 90), rows=st.integers(12, 70),
-    enough=st.integers(12, 90), labelled=st.booleans(), ids=st.booleans(),
+    wave=st.integers(4, 90), labelled=st.booleans(), ids=st.booleans(),
     normalize=st.booleans(), metrics=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_equal_to_the_host(
-    loss: str, m: int, n: int, rows: int, enough: int, labelled: bool, ids: bool,
+    loss: str, m: int, n: int, rows: int, wave: int, labelled: bool, ids: bool,
     normalize: bool, metrics: bool, seed: int,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
@@ -56,7 +58,7 @@ def test_equal_to_the_host(
         each = [rng.integers(0, 20, len(z)) for z in args]
         options["ids"] = tuple(each) if loss == "info_nce" else each[0]
     workspace = room(rows, d, *(len(z) for z in (args[0], args[-1])))
-    with mock.patch.object(layout, "ENOUGH_ROWS", enough):
+    with mock.patch.object(layout, "WAVE", wave):
         got, _ = on_host(loss, args, workspace=workspace, **options)
     close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
 
@@ -95,14 +97,18 @@ def test_progress_and_memory_too_small() -> None:
     def rooms(rows: int) -> int:
         return room(rows, 30, 60, 60)
 
-    on_host("clip", args, scale=1.0, workspace=rooms(20), progress=lambda *a: told.append(a))
-    # the first of three panels meets three pieces, the others meet all keys
-    assert told[:5] == [("log-sum-exp", i + 1, 5) for i in range(5)]
-    assert told[5:] == [("gradient", i + 1, 9) for i in range(9)]
+    def steps(phase: str, n: int) -> list[tuple[str, int, int]]:
+        return [(phase, i + 1, n) for i in range(n)]
+
+    options = {"scale": 1.0, "progress": lambda *step: told.append(step)}
+    on_host("clip", args, workspace=rooms(20), **options)
+    # the first of three panels meets three pieces, the others meet all keys; dQ, then dK
+    assert told == steps("log-sum-exp", 5) + 2 * steps("gradient", 9)
     told.clear()
-    on_host("clip", args, scale=1.0, workspace=rooms(6), progress=lambda *a: told.append(a))
-    gradient = [step for step in told if step[0] == "gradient"]
-    assert gradient == 2 * [("gradient", i + 1, 100) for i in range(100)]  # dQ, then dK
+    with mock.patch.multiple(layout, WAVE=10, MOST_WAVES=1):
+        on_host("clip", args, workspace=rooms(60), **options)
+    # six panels: the last meets one at a time, the others meet two, but one on the diagonal
+    assert told == steps("log-sum-exp", 6 + 5) + steps("gradient", 5 * 4 + 6)
     # 15 x 15 panels of 4 rows: two for each row and column
     with pytest.raises(ValueError, match=f"workspace: expected at least {rooms(4)} bytes"):
         on_host("clip", args, scale=1.0, workspace=rooms(4) - 1)
@@ -124,8 +130,7 @@ def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: i
     try:
         of = layout.layout(problem, gradients)
     except ValueError:
-        least = 2 * least_block_side(m, n) * (row.streamed + row.block)
-        assert 2**workspace < least
+        assert 2**workspace < layout.least_workspace(least_block_side(m, n), row)
         return
     assert of.block >= of.panel * row.block
     with_gradient = of.staying * row.staying + of.panel * row.streamed
@@ -241,6 +246,43 @@ def test_memory_stays_within_the_workspace(cupy: Any) -> None:
     vectors = 40 * 40_000 * 8
     assert 2**20 < found.peak < 32 * 2**20 + vectors
     assert found.used == 0
+
+
+@pytest.mark.gpu
+def test_errors_leave_nothing_behind(cupy: Any) -> None:
+    from infonce.cli.bench.gpu import _peak
+
+    args = pairs("random", 3000, 3000, 64, np.float32, 0)
+    options = {"scale": 9.0, "offload": True, "workspace": room(256, 64, 3000, 3000, 4, 4)}
+    want = infonce.clip_loss_and_grad(*args, **options)
+
+    def stop(phase: str, done: int, total: int) -> None:
+        if (phase, done) == ("gradient", 7):
+            raise RuntimeError("enough")
+
+    with _peak(cupy) as found:
+        with pytest.raises(RuntimeError, match="enough"):
+            infonce.clip_loss_and_grad(*args, progress=stop, **options)
+        gc.collect()
+        assert found.used == 0
+    got = infonce.clip_loss_and_grad(*args, **options)
+    for g, w in zip(got.grads, want.grads, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.gpu
+def test_in_threads(cupy: Any) -> None:
+    """Calls at the same time share the threads that copy, and get what each gets alone."""
+    options = {"scale": 9.0, "offload": True, "workspace": room(256, 64, 2000, 2000, 4, 4)}
+
+    def call(seed: int) -> list[bytes]:
+        args = pairs("random", 2000, 2000, 64, np.float32, seed)
+        return [g.tobytes() for g in infonce.clip_loss_and_grad(*args, **options).grads]
+
+    alone = list(map(call, range(4)))
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            assert list(threads.map(call, range(4))) == alone
 
 
 @pytest.mark.gpu

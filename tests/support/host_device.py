@@ -43,6 +43,9 @@ class Host:
         for copy in self.pending:
             copy.wait()
 
+    def touch(self, target: Any) -> None:
+        target[...] = np.nan
+
     def arrive(self, target: Any, source: Any) -> "Copy":
         self.largest = max(self.largest, len(source))
         self.arrived.append(len(source))
@@ -74,7 +77,7 @@ class Copy:
 def room(rows: int, d: int, m: int, n: int, item: int = 8, real: int = 8) -> int:
     """A workspace for panels of so many rows."""
     row = layout.RowBytes(d * item, d * real, d * item, layout.block_row(m, n, d, item, real))
-    return 2 * rows * (row.streamed + row.block)
+    return layout.least_workspace(rows, row)
 
 
 def close(got: Any, want: Any, tolerance: float = 1e-12) -> None:
