@@ -8,6 +8,8 @@ kept for later calls: 2 x `THREADS` buffers of `CHUNK` bytes (of a row, if that 
 
 from __future__ import annotations
 
+import math
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,6 +20,7 @@ from typing import Any
 import cupy
 import cupyx
 import numpy as np
+from cupy.cuda import runtime
 
 from ..gpu import plan, recorded, select
 from ..gpu.device.launcher import device_properties
@@ -38,8 +41,6 @@ from . import backend
 THREADS = 6  # of either direction
 CHUNK = 2**22  # bytes that a thread copies at a time, at most; with fewer, it mostly waits for
 LEAST_CHUNK = 2**20  # Python's lock
-PAGE = 4096  # bytes
-PINNED = 1  # cudaMemoryTypeHost: host memory that the device can read
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -103,7 +104,7 @@ class Copies:
     """See `infonce.kernels.offload.device.Copies`."""
 
     def __init__(self) -> None:
-        self.device = cupy.cuda.runtime.getDevice()
+        self.device = runtime.getDevice()
         self.current = cupy.cuda.get_current_stream()
         self.inwards, self.outwards = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self.pending: dict[Ticket, tuple[Array, Array]] = {}  # and the memory that they use
@@ -111,7 +112,7 @@ class Copies:
 
     def touch(self, target: Array) -> None:
         if target.flags.c_contiguous and not _pinned(target, target.dtype):
-            parts = _chunks(target)
+            parts = _chunks(target, target.nbytes)
             self.touching += [_pool("out").submit(_touch, target[part]) for part in parts]
 
     def arrive(self, target: Array, source: Array) -> Ticket:
@@ -120,8 +121,8 @@ class Copies:
             self.inwards.wait_event(ready)
             target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self.inwards)
             return self.ticket([], self.inwards.record(), target, source)
-        job = partial(_Lane.arrive, ready=ready)
-        return self.ticket(self.submit("in", job, target, source), None, target, source)
+        parts = self.submit("in", _Lane.arrive, target, source, ready)
+        return self.ticket(parts, None, target, source)
 
     def leave(self, target: Array, source: Array, add: bool) -> Ticket:
         wait(self.touching)  # they write to the same memory
@@ -130,18 +131,23 @@ class Copies:
             self.outwards.wait_event(ready)
             source.data.copy_to_host_async(target.ctypes.data, source.nbytes, self.outwards)
             return self.ticket([], self.outwards.record(), target, source)
-        job = partial(_Lane.leave, ready=ready, add=add)
-        return self.ticket(self.submit("out", job, target, source), None, target, source)
+        parts = self.submit("out", partial(_Lane.leave, add=add), source, target, ready)
+        return self.ticket(parts, None, target, source)
 
     def submit(
-        self, direction: str, job: Callable[..., Any], target: Array, source: Array
+        self, direction: str, copy: Callable[..., Any], there: Array, here: Array, ready: Any
     ) -> list[Future[Any]]:
-        """Copy by chunks of rows, each on the lane of a thread."""
+        """Copy by chunks of rows, each on the lane of a thread. Threads get addresses on the
+        device: its memory is free as soon as this call gives it back, not when threads do."""
 
-        def on_lane(part: slice) -> Any:
-            return job(_lane(self.device), target[part], source[part])
+        def on_lane(address: int, part: Array) -> Any:
+            return copy(_lane(device), address, part, dtype, ready)
 
-        return [_pool(direction).submit(on_lane, part) for part in _chunks(target)]
+        device, dtype, start, row = self.device, there.dtype, there.data.ptr, there[:1].nbytes
+        return [
+            _pool(direction).submit(on_lane, start + part.start * row, here[part])
+            for part in _chunks(here, there.nbytes)
+        ]
 
     def ticket(
         self, parts: Sequence[Future[Any]], event: Any, target: Array, source: Array
@@ -153,8 +159,9 @@ class Copies:
     def finish(self, raising: bool = True) -> None:
         """Wait until nothing is copied any more."""
         wait(self.touching)
-        for made in list(self.pending):
+        for made in self.pending:
             wait(made.parts)
+        for made in self.pending:
             for part in made.parts:
                 if raising or part.exception() is None:
                     part.result().synchronize()
@@ -176,27 +183,32 @@ class Ticket:
         self.copies.pending.pop(self, None)
 
 
-def _chunks(array: Array) -> list[slice]:
-    """Rows that a thread copies at a time: all threads have some, if they are not too few."""
-    size = min(CHUNK, max(LEAST_CHUNK, array.nbytes // THREADS))
-    return slices(len(array), max(1, size // max(1, array[:1].nbytes)))
-
-
-def _touch(array: Array) -> None:
-    array.reshape(-1).view(np.uint8)[::PAGE] = 0
-
-
 def _pinned(array: Array, dtype: np.dtype[Any]) -> bool:
     """Whether the GPU can copy this memory by itself, as elements of `dtype`."""
     if not array.flags.c_contiguous or not array.nbytes or array.dtype != dtype:
         return False
-    attributes = cupy.cuda.runtime.pointerGetAttributes(array.ctypes.data)
-    return bool(attributes.type == PINNED)
+    attributes = runtime.pointerGetAttributes(array.ctypes.data)
+    return bool(attributes.type == runtime.memoryTypeHost)
+
+
+# --- threads --------------------------------------------------------------------------------------
 
 
 @cache
 def _pool(direction: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, f"infonce-offload-{direction}")
+
+
+def _chunks(array: Array, size: int) -> list[slice]:
+    """Rows that a thread copies at a time, of `size` bytes: all threads have some, if they are not
+    too few."""
+    chunk, rows = min(CHUNK, max(LEAST_CHUNK, size // THREADS)), len(array)
+    return slices(rows, max(1, chunk * rows // max(1, size)))
+
+
+def _touch(array: Array) -> None:
+    """Write what is there to each page."""
+    array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] |= 0
 
 
 _of_thread = threading.local()
@@ -219,27 +231,32 @@ class _Lane:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.last = self.stream.record()
 
-    def buffer(self, like: Array) -> Array:
-        """Pinned memory for an array like this one. The copy before is done."""
+    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array in the pinned memory. The copy before is done."""
         self.last.synchronize()
-        if self.memory.nbytes < like.nbytes:
-            self.memory = cupyx.empty_pinned(like.nbytes, np.uint8)
-        return self.memory[: like.nbytes].view(like.dtype).reshape(like.shape)
+        size = math.prod(shape) * dtype.itemsize
+        if self.memory.nbytes < size:
+            self.memory = cupyx.empty_pinned(size, np.uint8)
+        return self.memory[:size].view(dtype).reshape(shape)
 
-    def arrive(self, target: Array, source: Array, ready: Any) -> Any:
-        staged = self.buffer(target)
-        np.copyto(staged, source)
+    def copy(self, target: int, source: int, size: int, kind: int, ready: Any) -> Any:
         self.stream.wait_event(ready)
-        target.data.copy_from_host_async(staged.ctypes.data, staged.nbytes, self.stream)
+        runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
         self.last = self.stream.record()
         return self.last
 
-    def leave(self, target: Array, source: Array, ready: Any, add: bool) -> Any:
-        staged = self.buffer(source)
-        self.stream.wait_event(ready)
-        source.data.copy_to_host_async(staged.ctypes.data, staged.nbytes, self.stream)
-        self.last = self.stream.record()
-        self.last.synchronize()
+    def arrive(self, address: int, source: Array, dtype: np.dtype[Any], ready: Any) -> Any:
+        staged = self.buffer(source.shape, dtype)
+        np.copyto(staged, source)
+        at, size = staged.ctypes.data, staged.nbytes
+        return self.copy(address, at, size, runtime.memcpyHostToDevice, ready)
+
+    def leave(
+        self, address: int, target: Array, dtype: np.dtype[Any], ready: Any, add: bool
+    ) -> Any:
+        staged = self.buffer(target.shape, dtype)
+        at, size = staged.ctypes.data, staged.nbytes
+        self.copy(at, address, size, runtime.memcpyDeviceToHost, ready).synchronize()
         if add:
             np.add(target, staged, out=target, casting="unsafe")
         else:
