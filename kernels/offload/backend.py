@@ -41,7 +41,7 @@ from ..solve import Solution, one_pass, retrieval_ranks_of
 from .device import Copies, Device
 from .epilogues import copy_arrays, map_arrays
 from .fold import Departures, Fold
-from .layout import Layout, fits, layout, real_bytes, row_bytes
+from .layout import Layout, layout, left_beside_all, real_bytes, row_bytes
 
 
 def solve(problem: Problem, gradients: Gradients | None, device: Device) -> Solution:
@@ -51,7 +51,7 @@ def solve(problem: Problem, gradients: Gradients | None, device: Device) -> Solu
         for to in (None, None) if gradients is None else (gradients.query, gradients.key):
             if to is not None:
                 copies.touch(to)
-        room, one_panel = fits(problem, gradients), max(problem.shape[:2]) <= cut.panel
+        room, one_panel = left_beside_all(problem, gradients), max(problem.shape[:2]) <= cut.panel
         if room and (one_panel or problem.symmetric or one_pass(problem, gradients)):
             solution = _solve_whole(replace(there, workspace=room), gradients, device, copies)
         else:
@@ -70,9 +70,10 @@ def fold_block(
     """`solve.fold_block` of a block whose arrays are on the host."""
     if to_clear is not None:
         to_clear.clear()
-    there, of_device = map_arrays(epilogue, device.put), gradients
-    if gradients is not None:
-        of_device = replace(gradients, dots=device.xp.zeros(len(gradients.dots)))
+    there, of_device, dots = map_arrays(epilogue, device.put), gradients, None
+    if gradients is not None and gradients.dots is not None:
+        dots = device.put(gradients.dots)
+        of_device = replace(gradients, dots=dots)
     with device.copies() as copies:
         backend = Offload(problem, gradients, layout(problem, gradients), device, copies)
         blocks.fold_block(
@@ -80,8 +81,8 @@ def fold_block(
         )
     if not isinstance(epilogue, SoftmaxGradient):
         copy_arrays(epilogue, map_arrays(there, device.get))
-    if gradients is not None and of_device is not None:
-        gradients.dots[...] = device.get(of_device.dots)
+    if gradients is not None and dots is not None:
+        gradients.dots[...] = device.get(dots)
     if not_finite is not None:
         not_finite.rows += device.get(backend.not_finite_marks(problem))
 

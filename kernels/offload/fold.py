@@ -38,6 +38,11 @@ def apart(rows: slice, columns: slice) -> bool:
     return bool(rows.stop <= columns.start or columns.stop <= rows.start)
 
 
+def longest(panels: Sequence[slice]) -> int:
+    """Rows of the longest panel."""
+    return max((panel.stop - panel.start for panel in panels), default=0)
+
+
 @dataclass
 class Side:
     """Queries or keys."""
@@ -68,7 +73,7 @@ class Arrivals:
 
     def __init__(self, xp: Any, copies: Copies, side: Side, panels: Sequence[slice]) -> None:
         self.copies, self.side, self.panels = copies, side, deque(panels)
-        shape = max((p.stop - p.start for p in panels), default=0), side.features.shape[1]
+        shape = longest(panels), side.features.shape[1]
         dtype = side.features.dtype.newbyteorder("=")
         self.buffers = deque(xp.empty(shape, dtype) for _ in panels[:2])
         self.arriving = self.start()
@@ -179,11 +184,11 @@ class Fold:
     def visit(self, run: list[slice], steps: Sequence[Step]) -> None:
         """All blocks of a run."""
         panels = [panel for panel, _ in steps if panel is not None]
-        met = [] if self.problem.symmetric else [piece for _, pieces in steps for piece in pieces]
-        longest = max((p.stop - p.start for p in [*panels, *met]), default=0)
+        met = [piece for _, pieces in steps for piece in pieces]
         arrivals = Arrivals(self.device.xp, self.offload.copies, self.stream, panels)
         held, arriving = self.hold(run)
-        of_stream, of_block = (self.accumulator(z, longest) for z in (self.stream, self.columns))
+        of_stream = self.accumulator(self.stream, longest(panels))
+        of_block = self.accumulator(self.columns, longest(met if self.keys_stay else panels))
         for i, (panel, pieces) in enumerate(steps):
             streaming = None
             if panel is not None:

@@ -104,17 +104,19 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
         staying = min(smaller, (workspace - panel * each) // row.staying // panel * panel)
         whole = staying == smaller
     block = workspace - staying * row.staying - panel * row.streamed
-    features = (workspace - block) // row.feature - 2 * panel
+    streamed = 2 * panel * (row.feature + row.leaving)
+    features = (workspace - block - streamed) // row.feature
     if features < smaller:
         features = features // panel * panel
     return Layout(panel, staying, features, block, whole)
 
 
-def fits(problem: Problem, gradients: Gradients | None) -> int:
+def left_beside_all(problem: Problem, gradients: Gradients | None) -> int:
     """The workspace that is left beside all features and gradients; 0 if that is less than half."""
-    row, (m, n, _) = row_bytes(problem, gradients), problem.shape
-    rows = m if problem.symmetric else m + n
-    left = problem.workspace - rows * (row.feature + row.leaving)
+    arrays = [problem.query] if problem.symmetric else [problem.query, problem.key]
+    if gradients is not None:
+        arrays += [g for g in (gradients.query, gradients.key) if g is not None]
+    left = problem.workspace - sum(array.nbytes for array in arrays)
     return left if 2 * left >= problem.workspace else 0
 
 

@@ -59,7 +59,8 @@ def test_equal_to_the_host(
         options["ids"] = tuple(each) if loss == "info_nce" else each[0]
     workspace = room(rows, d, *(len(z) for z in (args[0], args[-1])))
     with mock.patch.object(layout, "WAVE", wave):
-        got, _ = on_host(loss, args, workspace=workspace, **options)
+        got, device = on_host(loss, args, workspace=workspace, **options)
+    assert device.xp.peak + device.workspace <= workspace
     close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
 
 
@@ -135,7 +136,8 @@ def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: i
     assert of.block >= of.panel * row.block
     with_gradient = of.staying * row.staying + of.panel * row.streamed
     assert of.panel <= of.features
-    assert max(with_gradient, (of.features + 2 * of.panel) * row.feature) <= 2**workspace - of.block
+    without = of.features * row.feature + 2 * of.panel * (row.feature + row.leaving)
+    assert max(with_gradient, without) <= 2**workspace - of.block
     assert of.whole == (of.staying == min(m, n))
     assert of.whole or of.staying % of.panel == 0
     assert of.panel >= min(n, m) or few_blocks(m, n, of.panel, of.panel)

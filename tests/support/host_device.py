@@ -1,5 +1,6 @@
 """A part of the host that stands for a device, to which offloaded features go panel by panel."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -13,26 +14,45 @@ from infonce.kernels.offload import layout
 import infonce
 
 
+class Memory:
+    """What `offload` takes from NumPy. It counts the bytes of arrays that are not vectors."""
+
+    zeros, array = staticmethod(np.zeros), staticmethod(np.array)
+
+    def __init__(self) -> None:
+        self.used = self.peak = 0
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        array = np.empty(shape, dtype)
+        self.count(array.nbytes)
+        weakref.finalize(array, self.count, -array.nbytes)
+        return array
+
+    def count(self, size: int) -> None:
+        self.used += size
+        self.peak = max(self.peak, self.used)
+
+
 class Host:
     """A device whose memory is the host's. Its copies are as late as can be: features arrive when
     they are waited for, and gradients leave when all is done. What is being copied is spoiled."""
 
-    xp = np
     vectors = solve.Vectors(np)
     put = get = staticmethod(np.array)
 
     def __init__(self) -> None:
-        self.largest, self.blocks, self.whole = 0, 0, 0
-        self.arrived: list[int] = []  # rows
+        self.xp = Memory()
+        self.blocks, self.whole = 0, False
+        self.workspace = 0  # of blocks, or of the whole
 
     def solve(self, problem: Any, gradients: Any) -> Any:
-        self.whole += 1
+        self.whole, self.workspace = True, problem.workspace
         return solve.solve(problem, CPU(problem, gradients), gradients)
 
     def fold_block(
         self, problem: Any, triangle: bool, epilogue: Any, gradients: Any, not_finite: Any
     ) -> None:
-        self.blocks += 1
+        self.blocks, self.workspace = self.blocks + 1, problem.workspace
         backend = CPU(problem, gradients)
         solve.fold_block(backend, problem, triangle, epilogue, gradients, not_finite)
 
@@ -40,15 +60,13 @@ class Host:
     def copies(self) -> Iterator[Any]:
         self.pending: list[Copy] = []
         yield self
-        for copy in self.pending:
+        for copy in list(self.pending):
             copy.wait()
 
     def touch(self, target: Any) -> None:
         target[...] = np.nan
 
     def arrive(self, target: Any, source: Any) -> "Copy":
-        self.largest = max(self.largest, len(source))
-        self.arrived.append(len(source))
         return Copy(self, lambda: np.copyto(target, source), target)
 
     def leave(self, target: Any, source: Any, add: bool) -> "Copy":
@@ -63,15 +81,16 @@ class Host:
 
 class Copy:
     def __init__(self, host: Host, copy: Any, target: Any) -> None:
-        self.copy, self.done = copy, False
+        self.host, self.copy = host, copy
         if target is not None:
             target[...] = np.nan
         host.pending.append(self)
 
     def wait(self) -> None:
-        if not self.done:
+        if self in self.host.pending:
             self.copy()
-        self.done = True
+            self.host.pending.remove(self)
+            self.copy = None  # it holds memory
 
 
 def room(rows: int, d: int, m: int, n: int, item: int = 8, real: int = 8) -> int:
