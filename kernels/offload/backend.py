@@ -40,8 +40,8 @@ from ..problem import (
 from ..solve import Solution, one_pass, retrieval_ranks_of
 from .device import Copies, Device
 from .epilogues import copy_arrays, map_arrays
-from .fold import Departures, Fold
-from .layout import Layout, layout, left_beside_all, real_bytes, row_bytes
+from .fold import Context, Fold
+from .layout import Layout, layout, left_beside_all
 
 
 def solve(problem: Problem, gradients: Gradients | None, device: Device) -> Solution:
@@ -133,17 +133,8 @@ class Offload:
         self, problem: Problem, gradients: Gradients | None, layout: Layout, device: Device,
         copies: Copies,
     ) -> None:  # fmt: skip
-        self.device, self.copies, self.vectors, self.layout = device, copies, device.vectors, layout
-        self.real = np.dtype(f"f{real_bytes(problem)}")
-        m = len(problem.query)
-        # key i is the positive of query i: none in blocks off the diagonal
-        self.on_diagonal = problem.positives is None and not problem.symmetric
-        marks = device.xp.zeros(m + 1)
-        self.marks = NotFinite(marks[:m], marks[m:])
-        # Features of a side on the host and on the device, if they stay in all folds
-        self.kept: tuple[Array, Array] | None = None
-        size = layout.panel * row_bytes(problem, gradients).leaving
-        self.departures = Departures(device.xp, copies, size)
+        self.context = Context(problem, gradients, layout, device, copies)
+        self.vectors, self.layout = device.vectors, layout
 
     # -- Backend
 
@@ -159,7 +150,7 @@ class Offload:
 
     def not_finite_marks(self, problem: Problem) -> Array:
         """Marks that the fold of the losses has collected from all blocks."""
-        marks = self.marks.rows + self.marks.any_key
+        marks = self.context.marks.rows + self.context.marks.any_key
         return marks + marks.sum() if problem.symmetric else marks
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
@@ -176,9 +167,9 @@ class Offload:
         if gradients and gradients.want_query and gradients.want_key and not at_once:
             self.fold(problem, grid, epilogue, replace(gradients, want_key=False))
             if isinstance(epilogue, Sigmoid):  # complete: the second fold must not add to it
-                epilogue = map_arrays(epilogue, self.device.xp.array)
+                epilogue = map_arrays(epilogue, self.context.device.xp.array)
             self.fold(problem, grid, epilogue, replace(gradients, want_query=False, dots=None))
             return
         if gradients is not None and gradients.dots is not None:
             gradients.dots[:] = 0
-        Fold(self, problem, grid, epilogue, gradients).run()
+        Fold(self.context, problem, grid, epilogue, gradients).run()

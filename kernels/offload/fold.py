@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,116 +20,45 @@ from ..problem import (
     fast_replace,
     slices,
 )
-from .device import Copies, Ticket
+from .device import Copies, Device, Ticket
 from .epilogues import block_epilogue
-from .layout import PIECE
-
-if TYPE_CHECKING:
-    from .backend import Offload
+from .layout import PIECE, Layout, real_bytes, row_bytes
+from .panels import Arrivals, Departures, Part, Side, apart, longest
 
 # A panel of the side that streams, and the pieces of what stays that it meets, in this order. None:
 # what stays meets itself
 Step = tuple[slice | None, Sequence[slice]]
 
 
-def apart(rows: slice, columns: slice) -> bool:
-    """Whether no index is in both."""
-    return bool(rows.stop <= columns.start or columns.stop <= rows.start)
+class Context:
+    """What the folds of one call share."""
 
-
-def longest(panels: Sequence[slice]) -> int:
-    """Rows of the longest panel."""
-    return max((panel.stop - panel.start for panel in panels), default=0)
-
-
-@dataclass
-class Side:
-    """Queries or keys."""
-
-    features: Array  # on the host
-    panels: Sequence[slice]
-    to: Array = None  # where the gradient goes, on the host; None: it is not wanted
-    add: bool = False  # it is added to what is there
-
-
-@dataclass
-class Part:
-    """Rows of a side on the device."""
-
-    rows: slice
-    features: Array
-    gradient: Array | None
-
-    def part(self, rows: slice) -> Part:
-        here = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-        return Part(
-            rows, self.features[here], None if self.gradient is None else self.gradient[here]
-        )
-
-
-class Arrivals:
-    """Panels that stream. While one is used, the next is copied; they share two buffers."""
-
-    def __init__(self, xp: Any, copies: Copies, side: Side, panels: Sequence[slice]) -> None:
-        self.copies, self.side, self.panels = copies, side, deque(panels)
-        shape = longest(panels), side.features.shape[1]
-        dtype = side.features.dtype.newbyteorder("=")
-        self.buffers = deque(xp.empty(shape, dtype) for _ in panels[:2])
-        self.arriving = self.start()
-
-    def start(self) -> tuple[Array, Ticket] | None:
-        """Begin to copy the next panel, to the buffer that was used longer ago."""
-        if not self.panels:
-            return None
-        panel = self.panels.popleft()
-        target = self.buffers[0][: panel.stop - panel.start]
-        self.buffers.rotate(-1)
-        return target, self.copies.arrive(target, self.side.features[panel])
-
-    def take(self) -> Array:
-        """The next panel. The one before it is no longer used."""
-        assert self.arriving is not None
-        target, ticket = self.arriving
-        self.arriving = self.start()
-        ticket.wait()
-        return target
-
-
-class Departures:
-    """Gradients of panels on their way to the host, in two buffers of `size` bytes."""
-
-    def __init__(self, xp: Any, copies: Copies, size: int) -> None:
-        self.copies = copies
-        self.buffers = deque(xp.empty(size, np.uint8) for _ in range(2 if size else 0))
-        self.leaving: deque[Ticket] = deque()
-
-    def leave(self, side: Side, part: Part) -> None:
-        """Copy a complete gradient to the host. Its memory may be used again at once."""
-        gradient = part.gradient
-        if side.to is None or gradient is None:
-            return
-        target, dtype = side.to[part.rows], gradient.dtype
-        if not side.add and target.dtype.itemsize < dtype.itemsize:
-            dtype = target.dtype.newbyteorder("=")
-        if len(self.leaving) == len(self.buffers):
-            self.leaving.popleft().wait()
-        memory = self.buffers[0][: gradient.size * dtype.itemsize]
-        self.buffers.rotate(-1)
-        passing = memory.view(dtype).reshape(gradient.shape)
-        passing[...] = gradient
-        self.leaving.append(self.copies.leave(target, passing, side.add))
+    def __init__(
+        self, problem: Problem, gradients: Gradients | None, layout: Layout, device: Device,
+        copies: Copies,
+    ) -> None:  # fmt: skip
+        self.device, self.copies, self.layout = device, copies, layout
+        self.real = np.dtype(f"f{real_bytes(problem)}")
+        # key i is the positive of query i: none in blocks off the diagonal
+        self.on_diagonal = problem.positives is None and not problem.symmetric
+        m = len(problem.query)
+        marks = device.xp.zeros(m + 1)
+        self.marks = NotFinite(marks[:m], marks[m:])
+        self.kept: Array = None  # features of the smaller side, if they stay in all folds
+        size = layout.panel * row_bytes(problem, gradients).leaving
+        self.departures = Departures(device.xp, copies, size)
 
 
 class Fold:
     """One visit of every block of a grid."""
 
     def __init__(
-        self, offload: Offload, problem: Problem, grid: Grid, epilogue: Epilogue,
+        self, context: Context, problem: Problem, grid: Grid, epilogue: Epilogue,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        self.offload, self.device = offload, offload.device
+        self.context, self.device = context, context.device
         self.problem, self.grid, self.epilogue, self.gradients = problem, grid, epilogue, gradients
-        (m, n, _), layout = problem.shape, offload.layout
+        (m, n, _), layout = problem.shape, context.layout
         rows, columns = Side(problem.query, grid.rows), Side(problem.key, grid.columns)
         staying, self.keys_stay = layout.features, n <= m
         if gradients is not None:
@@ -185,7 +113,7 @@ class Fold:
         """All blocks of a run."""
         panels = [panel for panel, _ in steps if panel is not None]
         met = [piece for _, pieces in steps for piece in pieces]
-        arrivals = Arrivals(self.device.xp, self.offload.copies, self.stream, panels)
+        arrivals = Arrivals(self.device.xp, self.context.copies, self.stream, panels)
         held, arriving = self.hold(run)
         of_stream = self.accumulator(self.stream, longest(panels))
         of_block = self.accumulator(self.columns, longest(met if self.keys_stay else panels))
@@ -203,33 +131,30 @@ class Fold:
                 else:
                     self.block(staying, streaming, i == 0, j == 0, of_block)
                 if i + 1 == len(steps):
-                    for part in slices(piece.stop, self.offload.layout.panel, piece.start):
-                        self.offload.departures.leave(self.stay, held.part(part))
+                    for part in slices(piece.stop, self.context.layout.panel, piece.start):
+                        self.context.departures.leave(self.stay, held.part(part))
             if streaming is not None:
-                self.offload.departures.leave(self.stream, streaming)
+                self.context.departures.leave(self.stream, streaming)
 
     def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
         """What stays, and its panels that have not arrived: (first row, copy)."""
-        offload, features = self.offload, self.stay.features
+        context, features = self.context, self.stay.features
         start, stop = run[0].start, run[-1].stop
-        kept, arriving = offload.kept, deque[tuple[int, Ticket]]()
-        if kept is None or kept[0] is not features:
-            offload.kept = None  # its memory is free
+        there, arriving = context.kept, deque[tuple[int, Ticket]]()
+        if there is None:
             dtype = features.dtype.newbyteorder("=")
             there = self.device.xp.empty((stop - start, features.shape[1]), dtype)
             for of in run:
                 target = there[of.start - start : of.stop - start]
-                arriving.append((of.start, offload.copies.arrive(target, features[of])))
-            if offload.layout.whole and len(there) == len(features):
-                offload.kept = features, there
-        else:
-            there = kept[1]
+                arriving.append((of.start, context.copies.arrive(target, features[of])))
+            if context.layout.whole:
+                context.kept = there
         return Part(slice(start, stop), there, self.accumulator(self.stay, stop - start)), arriving
 
     def accumulator(self, side: Side, rows: int) -> Array | None:
         if side.to is None:
             return None
-        return self.device.xp.empty((rows, side.features.shape[1]), self.offload.real)
+        return self.device.xp.empty((rows, side.features.shape[1]), self.context.real)
 
     def block(
         self, queries: Part, keys: Part | None, first_of_queries: bool, first_of_keys: bool,
@@ -242,14 +167,14 @@ class Fold:
         keys = keys or replace(queries, gradient=None)
         rows, columns = queries.rows, keys.rows
         diagonal, no_local = rows == columns, problem.no_local_positives
-        if self.offload.on_diagonal:
+        if self.context.on_diagonal:
             no_local = no_local or apart(rows, columns)
         row_ids, key_ids = problem.query_ids, problem.key_ids
         block = fast_replace(
             problem,
             query=queries.features,
             key=keys.features,
-            positives=self.offload.vectors.local_positives(problem.positives[rows], columns),
+            positives=self.device.vectors.local_positives(problem.positives[rows], columns),
             query_ids=None if row_ids is None else row_ids[rows],
             key_ids=None if key_ids is None else key_ids[columns],
             symmetric=symmetric,
@@ -257,7 +182,7 @@ class Fold:
             no_local_positives=no_local,
             # Off the diagonal of a triangle, columns are other rows, with their own sums
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
-            workspace=self.offload.layout.block,
+            workspace=self.context.layout.block,
             progress=None,
         )
         to, dk = None, keys.gradient
@@ -273,7 +198,7 @@ class Fold:
             )  # fmt: skip
         not_finite = None
         if isinstance(self.epilogue, (Statistics, Sigmoid)):
-            marks = self.offload.marks
+            marks = self.context.marks
             not_finite = NotFinite(marks.rows[rows], marks.any_key, not first_of_queries)
         epilogue = block_epilogue(self.epilogue, rows, columns)
         triangle = symmetric and self.grid.triangle

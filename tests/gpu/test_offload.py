@@ -3,6 +3,7 @@ is a part of the host."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -62,6 +63,20 @@ def test_equal_to_the_host(
         got, device = on_host(loss, args, workspace=workspace, **options)
     assert device.xp.peak + device.workspace <= workspace
     close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("rows", "wave"), [(60, 60), (60, 10), (20, 60)])
+def test_what_stays(loss: str, rows: int, wave: int) -> None:
+    """All features, those of one side in all folds, or a part of them."""
+    args = arguments(loss, *pairs("random", 60, 60, 30, np.float64, 0))
+    options: dict[str, Any] = {"scale": 4.0, "workspace": room(rows, 30, 60, 60)}
+    with mock.patch.multiple(layout, WAVE=wave, MOST_WAVES=1):
+        got, device = on_host(loss, args, **options)
+    close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
+    little_to_hide = rows == wave or (rows > wave and loss in ("nt_xent", "lit"))
+    assert device.whole == little_to_hide
+    assert device.whole or device.blocks >= 9
 
 
 @pytest.mark.parametrize("wrt", [(), ("image",), ("text",), ("scale",), ("text", "scale")])
@@ -187,14 +202,16 @@ def cupy() -> Any:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_on_the_gpu(cupy: Any, loss: str, dtype: Any) -> None:
-    """Against float64, and bitwise the same from run to run, many panels and few."""
+    """Against float64, and bitwise the same from run to run, whatever stays."""
     d, scale = 64, 8.0
     args = arguments(loss, *pairs("partly aligned", 1500, 1700, d, dtype, 0))
     truth = judged(loss, args, scale=scale, normalize=True)
     name, logit = np.dtype(dtype).name, 8.0
-    for workspace in (room(256, d, 1500, 1700), 2**28):
+    for workspace, wave in ((room(256, d, 1500, 1700), 2000), (2**28, 256), (2**28, 2000)):
         options = {"scale": scale, "normalize": True, "offload": True, "workspace": workspace}
-        got, again = (getattr(infonce, f"{loss}_loss_and_grad")(*args, **options) for _ in range(2))
+        call = partial(getattr(infonce, f"{loss}_loss_and_grad"), *args, **options)
+        with mock.patch.multiple(layout, WAVE=wave, MOST_WAVES=1):
+            got, again = call(), call()
         assert isinstance(got.loss, np.ndarray)
         assert_loss(got.loss, truth.loss, name, logit)
         for field in got.grads._fields:
