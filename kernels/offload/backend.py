@@ -53,7 +53,8 @@ def solve(problem: Problem, gradients: Gradients | None, device: Device) -> Solu
                 copies.touch(to)
         room, one_panel = left_beside_all(problem, gradients), max(problem.shape[:2]) <= cut.panel
         if room and (one_panel or problem.symmetric or one_pass(problem, gradients)):
-            solution = _solve_whole(replace(there, workspace=room), gradients, device, copies)
+            there = replace(there, workspace=room, workspace_given=True)
+            solution = _solve_whole(there, gradients, device, copies)
         else:
             backend = Offload(problem, gradients, cut, device, copies)
             solution = blocks.solve(there, backend, gradients)

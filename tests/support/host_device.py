@@ -46,6 +46,7 @@ class Host:
         self.workspace = 0  # of blocks, or of the whole
 
     def solve(self, problem: Any, gradients: Any) -> Any:
+        assert problem.workspace_given  # a whole problem takes no more either
         self.whole, self.workspace = True, problem.workspace
         return solve.solve(problem, CPU(problem, gradients), gradients)
 
