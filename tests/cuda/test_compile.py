@@ -70,8 +70,8 @@ def compile_within_budget(
     name: str, precision: str, arch: str, tile: config.Tile, option: int
 ) -> None:
     defines = {
-        "PRECISION": precision.upper(), "BLOCK_N": tile.block_n, "STAGES": tile.stages,
-        "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks, TILED[name]: option,
+        "PRECISION": precision.upper(), "BLOCK_N": tile.block_n, "WARP_N": tile.warp_n,
+        "STAGES": tile.stages, "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks, TILED[name]: option,
     }  # fmt: skip
     code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, ("--ptxas-options=-v",))
     assert code

@@ -110,7 +110,7 @@ def test_tiles_fit_shared_memory(precision: str, d: int, arch: str) -> None:
     device = DEVICES[arch]
     tile = config.tile_for(precision, d, device)
     assert tile.shared + tile.static_shared <= device.shared_memory
-    assert tile.threads == 2 * tile.block_n
+    assert tile.threads == 64 * tile.block_n // tile.warp_n
 
 
 def test_device_with_too_little_shared_memory() -> None:

@@ -1,4 +1,4 @@
-"""Launches over one block of the logit matrix: a thread block for each tile, or a sweep."""
+"""Launches over one block of the logit matrix: tiles, or a sweep."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ class BlockLauncher:
         self, kernel: str, rows: slice, columns: slice, arguments: Fields,
         triangle: bool = False, **defines: int,
     ) -> None:  # fmt: skip
-        """A kernel of kernels/cuda/tiled: a thread block for each tile."""
+        """A kernel of kernels/cuda/tiled: persistent thread blocks, which take several tiles."""
         tile = self.tile
         assert isinstance(tile, config.Tile)
-        row_tiles, column_tiles = self.tiles()
+        blocks = tile.blocks(
+            self.q.rows, self.k.rows, self.context.properties.multiprocessors
+        )
         self.launcher.launch(
-            f"tiled/{kernel}.cu", kernel, row_tiles * column_tiles, tile.threads,
+            f"tiled/{kernel}.cu", kernel, blocks, tile.threads,
             {"block": self.block_fields(rows, columns, triangle), **arguments}, tile.shared,
-            BLOCK_N=tile.block_n, STAGES=tile.stages, LEVELS=tile.levels,
+            BLOCK_N=tile.block_n, WARP_N=tile.warp_n, STAGES=tile.stages, LEVELS=tile.levels,
             MIN_BLOCKS=tile.min_blocks, **defines,
         )  # fmt: skip
 
