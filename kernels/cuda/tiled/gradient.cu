@@ -39,24 +39,28 @@ __device__ __forceinline__ void prepare(FactorsShared& s, const Factors& f, cons
 // x <- P
 __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& f, Real c,
                                               bool one_exponential, const Position& p) {
+  Real v[LANE_N];
+  if (COLUMNS)
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int r = p.row(i);
-    const Real reference = f.row_reference[r], a = f.a[r], u = COLUMNS ? f.u[r] : 0;
-    if (one_exponential) {
+    for (int j = 0; j < LANE_N; ++j) v[j] = f.v[p.column(j)];
+  if (one_exponential) {
 #pragma unroll
-      for (int j = 0; j < LANE_N; ++j) {
-        const Real e = exp2_(fma(c, x[i][j], -reference));
-        x[i][j] = e * (COLUMNS ? fma(u, f.v[p.column(j)], a) : a);
-      }
-    } else {
+    for (int i = 0; i < 8; ++i) {
+      const int r = p.row(i);
+      const Real reference = f.row_reference[r], a = f.a[r], u = COLUMNS ? f.u[r] : 0;
 #pragma unroll
-      for (int j = 0; j < LANE_N; ++j) {
-        const int k = p.column(j);
-        const Real e = exp2_(fma(c, x[i][j], -reference));
-        const Real of_column = exp2_(fma(c, x[i][j], -f.column_reference[k]));
-        x[i][j] = fma(of_column, f.v[k], e * a);
-      }
+      for (int j = 0; j < LANE_N; ++j)
+        x[i][j] = exp2_(fma(c, x[i][j], -reference)) * (COLUMNS ? fma(u, v[j], a) : a);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = p.row(i);
+      const Real reference = f.row_reference[r], a = f.a[r];
+#pragma unroll
+      for (int j = 0; j < LANE_N; ++j)
+        x[i][j] = exp2_(fma(c, x[i][j], -reference)) * a +
+                  exp2_(fma(c, x[i][j], -f.column_reference[p.column(j)])) * v[j];
     }
   }
 }
@@ -76,11 +80,11 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     prepare(f, factors, block, tile);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, block, p);
+    apply_factors(x, shared, p);
     exclude(x, shared, block, tile, p);
     differentiate(x, f, c, one_exponential, p);
     at_positives(x, shared, block, tile, p, 0, [](int, Real) {});
-    apply_factors(x, shared, block, p);
+    apply_factors(x, shared, p);
     store_gradient_panel(x, panel, block, tile, p);
   }
 }

@@ -101,30 +101,26 @@ __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real 
   }
 }
 
-// row_pairs [column squares, row_stride], column_pairs [row tiles, column_stride], of which a tile has
-// BLOCK_N / SUM_COLUMNS and one. In a triangle both are the same array: row r of row tile a fills slots
-// b >= a as a row and a' < a as a column.
+// row_pairs [column tiles, row_stride], column_pairs [row tiles, column_stride]. In a triangle both
+// are the same array: row r of row tile a fills slots b >= a as a row and a' < a as a column.
 __device__ __forceinline__ void store_pairs(const Pairs& pairs, const Block& b, const Tile& t, Real c,
                                             Real2* row_pairs, i64 row_stride,
                                             Real2* column_pairs, i64 column_stride) {
-  for (int i = threadIdx.x; i < BLOCK_N / SUM_COLUMNS * BLOCK_M; i += TILED_THREADS) {
-    const int r = i % BLOCK_M, warp = i / BLOCK_M * SUM_WARPS;
-    const i64 row = t.row + r, column = t.column + warp * WARP_N;
-    if (row >= b.q.rows || column >= b.k.rows || (b.triangle && column < t.row)) continue;
-    Real2 pair = pairs.of_row[warp][r];
+  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
+    if (t.row + r >= b.q.rows) break;
+    Real2 pair = pairs.of_row[0][r];
 #pragma unroll
-    for (int w = 1; w < SUM_WARPS; ++w) pair = merge(pair, pairs.of_row[warp + w][r], c);
-    row_pairs[column / SUM_COLUMNS * row_stride + row] = pair;
+    for (int w = 1; w < WARPS_N; ++w) pair = merge(pair, pairs.of_row[w][r], c);
+    row_pairs[t.column / BLOCK_N * row_stride + t.row + r] = pair;
   }
-  if (!COLUMNS) return;
+  // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
+  if (!COLUMNS || (b.triangle && t.row == t.column)) return;
   for (int j = threadIdx.x; j < BLOCK_N; j += TILED_THREADS) {
-    const i64 column = t.column + j;
-    // The square on the diagonal of a triangle holds both (i, j) and (j, i)
-    if (column >= b.k.rows || (b.triangle && column < t.row + BLOCK_M)) continue;
+    if (t.column + j >= b.k.rows) break;
     Real2 pair = pairs.of_column[0][j];
 #pragma unroll
     for (int w = 1; w < WARPS_M; ++w) pair = merge(pair, pairs.of_column[w][j], c);
-    column_pairs[t.row / BLOCK_M * column_stride + column] = pair;
+    column_pairs[t.row / BLOCK_M * column_stride + t.column + j] = pair;
   }
 }
 
@@ -142,7 +138,7 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64
     prepare(shared, block, tile);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, block, p);
+    apply_factors(x, shared, p);
     at_positives(x, shared, block, tile, p, LOW, [&](int row, Real value) {
       positive[tile.row + row] = scale * (double)value;
     });

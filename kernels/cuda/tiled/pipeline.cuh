@@ -50,7 +50,7 @@ __device__ __forceinline__ Tile find_tile(const Block& b, int index) {
     if (!t.exists) return t;
     t.row = (i64)(group * ROW_TILES + rest % rows_here) * BLOCK_M;
     t.column = (i64)(rest / rows_here) * BLOCK_N;
-    if (!b.triangle || t.column + BLOCK_N > t.row) return t;
+    if (!b.triangle || t.column >= t.row) return t;
   }
 }
 
@@ -66,69 +66,80 @@ __device__ __forceinline__ int at_chunk(int row, int chunk) {
   return row * K_SLICE + ((chunk ^ (row & 7)) << 4);
 }
 
-// Start copying a K-slice, which begins at byte `offset`, of ROWS rows; what lies outside the matrix
-// becomes zero.
-template <int ROWS>
-__device__ __forceinline__ void start_copies(char* to, const Operand& z, i64 first, i64 part,
-                                             i64 offset, i64 width) {
-  constexpr int STEP = TILED_THREADS / 8;  // a multiple of 8: further rows keep the pattern
-  const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
-  const i64 existing = offset + chunk * 16 < width ? z.rows - first : 0;
-  const int rows = existing < ROWS ? (int)existing : ROWS;
-  const char* from = z.data + (first + row) * z.stride + part + offset + chunk * 16;
-  to += at_chunk(row, chunk);
-#pragma unroll
-  for (int r = 0; r < ROWS; r += STEP) {
-    cp_async_16(to + r * K_SLICE, from, row + r < rows ? 16 : 0);
-    from += STEP * z.stride;
+// A thread's share of one operand's copies: 16 bytes of every ROW_STEP-th row of a tile.
+struct Share {
+  static constexpr int ROW_STEP = TILED_THREADS / 8;  // a multiple of 8: all its rows have one pattern
+  const char* from;  // in the first of these rows
+  int rows;          // of the tile, from that row on
+
+  __device__ __forceinline__ void begin(const Operand& z, i64 first, bool exists) {
+    const int row = threadIdx.x / 8;
+    const i64 left = exists ? z.rows - first - row : 0;
+    from = z.data + (first + row) * z.stride + threadIdx.x % 8 * 16;
+    rows = left < BLOCK_M ? (int)left : BLOCK_M;
   }
-}
+
+  // Start copying to rows of a stage what lies at `offset` in ROWS rows; outside the matrix are zeros.
+  template <int ROWS>
+  __device__ __forceinline__ void start(char* to, i64 stride, i64 offset, bool in_row) const {
+    const int existing = in_row ? rows : 0;
+    const char* source = from + offset;
+    to += at_chunk(threadIdx.x / 8, threadIdx.x % 8);
+#pragma unroll
+    for (int r = 0; r < ROWS; r += ROW_STEP) {
+      cp_async_16(to + r * K_SLICE, source, r < existing ? 16 : 0);
+      source += ROW_STEP * stride;
+    }
+  }
+};
 
 struct Pipeline {
-  static constexpr int PIECES = 3;  // of a K-slice's copies: queries, and the keys' halves
-
   const Block& block;
-  char* const stages;      // STAGES * STAGE_BYTES of shared memory
-  const int row_slices;    // of a row
-  Tile ahead;              // whose K-slices are being copied
-  int slice = 0;           // the next of them
+  char* const stages;    // STAGES * STAGE_BYTES of shared memory
+  const int row_slices;  // of a row
+  Tile ahead;            // whose K-slices are being copied
+  Share q, k;
+  int slice = 0;                      // the next of them
   int filled = 0, read = STAGES - 1;  // stages: the next to be filled, the one that is read
 
   __device__ __forceinline__ Pipeline(const Block& b, char* memory)
-      : block(b), stages(memory), row_slices((int)((b.width + K_SLICE - 1) / K_SLICE)),
-        ahead(find_tile(b, blockIdx.x)) {
+      : block(b), stages(memory), row_slices((int)((b.width + K_SLICE - 1) / K_SLICE)) {
+    begin(find_tile(b, blockIdx.x));
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s)
-#pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece) start(piece);
+    for (int s = 0; s < STAGES - 1; ++s) {
+      start_queries();
+      start_keys();
+    }
   }
 
   // K-slices of a tile, over all pairs of parts.
   __device__ __forceinline__ int slices() const { return PASSES * row_slices; }
 
-  // Start the copies of a piece of the next K-slice. All pieces are started, in this order.
-  __device__ __forceinline__ void start(int piece) {
-    if (ahead.exists) {
-      char* to = stages + filled * STAGE_BYTES;
-      const int pass = PASSES > 1 ? slice / row_slices : 0;
-      const i64 offset = (i64)(slice - pass * row_slices) * K_SLICE, width = block.width;
-      if (piece == 0) {
-        const i64 part = PASSES > 1 && pass == 0 ? block.q.part : 0;
-        start_copies<BLOCK_M>(to, block.q, ahead.row, part, offset, width);
-      } else {
-        const i64 part = PASSES > 1 && pass == 1 ? block.k.part : 0;
-        const int first = (piece - 1) * (BLOCK_N / 2);
-        to += (BLOCK_M + first) * K_SLICE;
-        start_copies<BLOCK_N / 2>(to, block.k, ahead.column + first, part, offset, width);
-      }
-    }
-    if (piece + 1 < PIECES) return;
+  __device__ __forceinline__ void begin(const Tile& t) {
+    ahead = t;
+    q.begin(block.q, t.row, t.exists);
+    k.begin(block.k, t.column, t.exists);
+  }
+
+  // Start the copies of the next K-slice: of queries, then of keys.
+  __device__ __forceinline__ void start_queries() { start<0, BLOCK_M>(q, block.q); }
+  __device__ __forceinline__ void start_keys() {
+    start<1, BLOCK_N>(k, block.k);
     cp_async_commit();
     filled = filled == STAGES - 1 ? 0 : filled + 1;
-    if (++slice == slices()) {
-      slice = 0;
-      ahead = next_tile(block, ahead);
-    }
+    if (++slice < slices()) return;
+    slice = 0;
+    begin(next_tile(block, ahead));
+  }
+
+  template <int SIDE, int ROWS>
+  __device__ __forceinline__ void start(const Share& share, const Operand& z) {
+    const int pass = PASSES > 1 ? slice / row_slices : 0;
+    const int offset = (slice - pass * row_slices) * K_SLICE;
+    const i64 part = PASSES > 1 && pass == SIDE ? z.part : 0;
+    const bool in_row = offset + (int)(threadIdx.x % 8) * 16 < (int)block.width;
+    char* to = stages + filled * STAGE_BYTES + SIDE * BLOCK_M * K_SLICE;
+    share.start<ROWS>(to, z.stride, part + offset, in_row);
   }
 
   // Wait for the next K-slice to be read; returns its stage. All threads' copies to it come before its

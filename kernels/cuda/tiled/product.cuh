@@ -72,13 +72,6 @@ __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float&
 #endif
 }
 
-__device__ __forceinline__ void round_operand(u32 (&r)[4]) {
-#if PRECISION == TF32
-#pragma unroll
-  for (int i = 0; i < 4; ++i) r[i] = to_tf32(r[i]);
-#endif
-}
-
 // One step of a warp's rows, 16 rows in four registers.
 struct Fragments {
   u32 a[WARP_M / 16][4], b[WARP_N / 16][4];
@@ -95,17 +88,28 @@ struct Fragments {
     for (int m = 0; m < WARP_M / 16; ++m) ldmatrix_x4(a[m], q + m * 16 * K_SLICE);
   }
 
-  // x += products of this step
+  // To the precision of the products.
+  __device__ __forceinline__ void round() {
+#if PRECISION == TF32
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int n = 0; n < WARP_N / 16; ++n) b[n][i] = to_tf32(b[n][i]);
+#pragma unroll
+      for (int m = 0; m < WARP_M / 16; ++m) a[m][i] = to_tf32(a[m][i]);
+    }
+#endif
+  }
+
+  // x += products of this step, of which the first few use all fragments
+  static constexpr int PRODUCTS = WARP_M / 16 * (WARP_N / 8);
+  template <int FIRST, int LAST>
   __device__ __forceinline__ void multiply_add(Products& x) {
 #pragma unroll
-    for (int n = 0; n < WARP_N / 16; ++n) round_operand(b[n]);
-#pragma unroll
-    for (int m = 0; m < WARP_M / 16; ++m) {
-      round_operand(a[m]);
-#pragma unroll
-      for (int n = 0; n < WARP_N / 8; ++n)
-        multiply(x[2 * m][2 * n], x[2 * m][2 * n + 1], x[2 * m + 1][2 * n],
-                 x[2 * m + 1][2 * n + 1], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+    for (int i = FIRST; i < LAST; ++i) {
+      const int m = i % (WARP_M / 16), n = (i / (WARP_M / 16) + 2 * m) % (WARP_N / 8);
+      multiply(x[2 * m][2 * n], x[2 * m][2 * n + 1], x[2 * m + 1][2 * n], x[2 * m + 1][2 * n + 1],
+               a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
     }
   }
 };
@@ -161,18 +165,22 @@ __device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, co
 #if TENSOR_CORES
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
+      Fragments &now = fragments[step % 2], &next = fragments[(step + 1) % 2];
+      now.round();
+      now.multiply_add<0, Fragments::PRODUCTS / 8>(sum);
       if (step + 1 < STEPS) {
-        fragments[(step + 1) % 2].load(stage, step + 1, p);
-        pipeline.start(step);
+        next.load(stage, step + 1, p);
       } else if (!last) {
         stage = pipeline.next();
-        fragments[0].load(stage, 0, p);
+        next.load(stage, 0, p);
       }
-      fragments[step % 2].multiply_add(sum);
+      if (step == 0) pipeline.start_queries();
+      if (step == 1) pipeline.start_keys();
+      now.multiply_add<Fragments::PRODUCTS / 8, Fragments::PRODUCTS>(sum);
     }
 #else
-#pragma unroll
-    for (int piece = 0; piece < Pipeline::PIECES; ++piece) pipeline.start(piece);
+    pipeline.start_queries();
+    pipeline.start_keys();
     multiply_k_slice(sum, stage, p);
     if (!last) stage = pipeline.next();
 #endif

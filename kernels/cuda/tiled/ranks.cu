@@ -19,7 +19,7 @@ ranks(const __grid_constant__ Block block, const Real* row_threshold, const Real
     prepare(shared, block, tile);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, block, p);
+    apply_factors(x, shared, p);
     at_positives(x, shared, block, tile, p, LOW, [](int, Real) {});
     exclude(x, shared, block, tile, p);
 #pragma unroll

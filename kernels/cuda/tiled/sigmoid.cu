@@ -58,25 +58,23 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     fetch(s.a, row_factor + tile.row, block.q.rows - tile.row);
     Products x;
     tile_product(x, pipeline, p);
-    apply_factors(x, shared, block, p);
+    apply_factors(x, shared, p);
     at_positives(x, shared, block, tile, p, LOW, [&](int row, Real value) {
       positive[tile.row + row] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);
     differentiate(x, s, (Real)scale, (Real)bias.get(), p);
     __syncthreads();  // the writes of all strips' sums come before their reads
-    for (int i = threadIdx.x; i < BLOCK_N / SUM_COLUMNS * BLOCK_M; i += TILED_THREADS) {
-      const int r = i % BLOCK_M, warp = i / BLOCK_M * SUM_WARPS;
-      const i64 row = tile.row + r, column = tile.column + warp * WARP_N;
-      if (row >= block.q.rows || column >= block.k.rows) continue;
-      Real2 pair = s.of_row[warp][r];
+    for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
+      if (tile.row + r >= block.q.rows) break;
+      Real2 pair = s.of_row[0][r];
 #pragma unroll
-      for (int w = 1; w < SUM_WARPS; ++w)
-        pair = real2(pair.x + s.of_row[warp + w][r].x, pair.y + s.of_row[warp + w][r].y);
-      row_sums[column / SUM_COLUMNS * row_stride + row] = pair;
+      for (int w = 1; w < WARPS_N; ++w)
+        pair = real2(pair.x + s.of_row[w][r].x, pair.y + s.of_row[w][r].y);
+      row_sums[tile.column / BLOCK_N * row_stride + tile.row + r] = pair;
     }
     if (!PANEL) continue;
-    apply_factors(x, shared, block, p);
+    apply_factors(x, shared, p);
     store_gradient_panel(x, panel, block, tile, p);
   }
 }

@@ -3,10 +3,12 @@
 #pragma once
 #include "tiled/product.cuh"
 
-// Partial sums of rows are left for each SUM_COLUMNS columns of a tile, so that in a triangle every square
-// of the diagonal is left out where it should be.
-constexpr int SUM_COLUMNS = BLOCK_N < BLOCK_M ? BLOCK_N : BLOCK_M;
-constexpr int SUM_WARPS = SUM_COLUMNS / WARP_N;  // that share these columns
+#ifndef IDS
+#define IDS 0  // equal ids are no pair
+#endif
+#ifndef FACTORS
+#define FACTORS 0  // features stand for unit rows
+#endif
 
 // Shared memory beside the pipeline's stages.
 struct TileShared {
@@ -27,20 +29,19 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
   __syncthreads();  // all epilogues' reads of the last tile's numbers come before the copies
   const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
   fetch(s.positive, b.positives + t.row, rows);
-  if (b.query_ids) {
+  if (IDS) {
     fetch(s.row_id, b.query_ids + t.row, rows);
     fetch(s.column_id, b.key_ids + t.column, columns);
   }
-  if (b.q.factor) {
+  if (FACTORS) {
     fetch(s.row_factor, b.q.factor + t.row, rows);
     fetch(s.column_factor, b.k.factor + t.column, columns);
   }
 }
 
 // x_ij *= f_i f_j: raw products to products of unit rows.
-__device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, const Block& b,
-                                              const Position& p) {
-  if (!b.q.factor) return;
+__device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, const Position& p) {
+  if (!FACTORS) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
@@ -53,13 +54,18 @@ template <typename Take>
 __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, const Block& b,
                                              const Tile& t, const Position& p, Real instead,
                                              Take take) {
-  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
+  const i64 first = b.first_column + t.column;
+  bool any = false;
+#pragma unroll
+  for (int r = 0; r < WARP_M; r += 32)
+    any |= (u64)(s.positive[p.warp_m * WARP_M + r + p.lane] - first) < BLOCK_N;
+  if (!__any_sync(ALL_LANES, any)) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const i64 at = s.positive[p.row(i)] - b.first_column - t.column;
-    if (at < 0 || at >= BLOCK_N || at >= columns || p.row(i) >= rows) continue;
+    const i64 at = s.positive[p.row(i)] - first;
+    if (t.row + p.row(i) >= b.q.rows || at < 0 || at >= b.k.rows - t.column || at >= BLOCK_N) continue;
     bool found = false;
-    Real positive;
+    Real positive = 0;
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j)
       if ((int)at == p.column(j)) {
@@ -71,33 +77,24 @@ __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, c
   }
 }
 
-// Everything that is no pair becomes `low`: padding, i = j where symmetric, equal ids. It thus enters
-// no maximum and no sum.
+// Everything that is no pair becomes LOW: padding, i = j where symmetric, equal ids. It thus enters no
+// maximum and no sum.
 __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const Block& b,
-                                        const Tile& t, const Position& p, Real low = LOW) {
-  if (b.query_ids) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int j = 0; j < LANE_N; ++j)
-        if (s.row_id[p.row(i)] == s.column_id[p.column(j)]) x[i][j] = low;
-  }
-  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
-  if (rows < BLOCK_M || columns < BLOCK_N) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int j = 0; j < LANE_N; ++j)
-        if (p.row(i) >= rows || p.column(j) >= columns) x[i][j] = low;
-  }
+                                        const Tile& t, const Position& p) {
+  const int rows = (int)min((i64)BLOCK_M, b.q.rows - t.row);
+  const int columns = (int)min((i64)BLOCK_N, b.k.rows - t.column);
   const i64 diagonal = b.first_row + t.row - b.first_column - t.column;  // column - row there
-  if (b.symmetric && diagonal > -BLOCK_M && diagonal < BLOCK_N) {
+  const bool crossed = b.symmetric && diagonal > -BLOCK_M && diagonal < BLOCK_N;
+  if (!IDS && !crossed && rows == BLOCK_M && columns == BLOCK_N) return;
+  const int excluded = crossed ? (int)diagonal : BLOCK_N;  // no difference is BLOCK_N
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+  for (int i = 0; i < 8; ++i)
 #pragma unroll
-      for (int j = 0; j < LANE_N; ++j)
-        if (p.column(j) - p.row(i) == (int)diagonal) x[i][j] = low;
-  }
+    for (int j = 0; j < LANE_N; ++j) {
+      const int r = p.row(i), c = p.column(j);
+      if (r >= rows || c >= columns || c - r == excluded) x[i][j] = LOW;
+      if (IDS && s.row_id[r] == s.column_id[c]) x[i][j] = LOW;
+    }
 }
 
 // --- over lanes that share a row (4 of them) or a column (8) --------------------------------------------

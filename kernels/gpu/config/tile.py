@@ -49,21 +49,16 @@ class Tile:
         return min(tiles, self.min_blocks * multiprocessors)
 
     @property
-    def sum_columns(self) -> int:
-        """Columns of a tile that a partial sum of a row is over."""
-        return min(self.block_n, BLOCK_M)
-
-    @property
     def square(self) -> bool:
-        """Whether sums are over as many columns as rows: one triangle of them can be visited."""
-        return self.sum_columns == BLOCK_M
+        """Whether tiles of rows are tiles of columns too: one triangle of them can be visited."""
+        return self.block_n == BLOCK_M
 
     def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Partial sums that a launch leaves for each row."""
-        return -(-columns // self.sum_columns)
+        """Partial sums that a launch leaves for each row: one a tile."""
+        return -(-columns // self.block_n)
 
     def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """The same for each column: one a tile."""
+        """The same for each column."""
         return -(-rows // BLOCK_M)
 
     def row_sums(self, rows: int, columns: int) -> int:
@@ -77,12 +72,16 @@ class Tile:
 
 @lru_cache
 def tile_for(precision: str, d: int, device: Device) -> Tile:
-    """The tile with the deepest pipeline that the device's shared memory holds."""
+    """The tile with the deepest pipeline that the device's shared memory holds.
+
+    Two blocks on a multiprocessor where registers and shared memory allow: one computes products
+    while the other has its epilogue.
+    """
     two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (precision != "fp64" and d > LONG_SUM)
     levels = 2 if two_levels else 1
     candidates = [(128, 32, 3, 1), (128, 32, 2, 1), (64, 32, 2, 1)]
-    if levels == 1 and precision != "fp64":  # registers for 64 x 64 products a warp
-        candidates = [(256, 64, 4, 1), (256, 64, 3, 1), *candidates]
+    if levels == 1 and precision != "fp64":  # there are registers for 64 x 64 products a warp
+        candidates = [(128, 64, 3, 2), (128, 64, 2, 2), *candidates]
     for block_n, warp_n, stages, blocks in candidates:
         candidate = Tile(block_n, warp_n, stages, levels, blocks, ACCUMULATOR_BYTES[precision])
         needed = candidate.shared + candidate.static_shared

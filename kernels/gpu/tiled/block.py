@@ -21,6 +21,10 @@ class BlockLauncher:
         self.context, self.launcher, self.problem = context, context.launcher, problem
         self.tile: config.Tile | config.Sweep = context.sweep or context.tile
         self.scale = context.logit_scale  # before features are staged, which needs it
+        # what kernels are compiled for
+        self.options = {
+            "IDS": int(problem.query_ids is not None), "FACTORS": int(problem.normalize)
+        }  # fmt: skip
 
     def launch_tiles(
         self, kernel: str, rows: slice, columns: slice, arguments: Fields,
@@ -36,7 +40,7 @@ class BlockLauncher:
             f"tiled/{kernel}.cu", kernel, blocks, tile.threads,
             {"block": self.block_fields(rows, columns, triangle), **arguments}, tile.shared,
             BLOCK_N=tile.block_n, WARP_N=tile.warp_n, STAGES=tile.stages, LEVELS=tile.levels,
-            MIN_BLOCKS=tile.min_blocks, **defines,
+            MIN_BLOCKS=tile.min_blocks, **self.options, **defines,
         )  # fmt: skip
 
     def launch_sweep(
@@ -59,8 +63,7 @@ class BlockLauncher:
                 "segments": segments or sweep.segments(q.rows, k.rows, triangle), **arguments,
             },
             shape["SHARED"],
-            IDS=int(self.problem.query_ids is not None), FACTORS=int(self.problem.normalize),
-            **shape, **defines,
+            **self.options, **shape, **defines,
         )  # fmt: skip
 
     def operand_map(self, z: Operand, side: Side, box_rows: int) -> Any:
