@@ -41,13 +41,13 @@ struct Tile {
 __device__ __forceinline__ Tile find_tile(const Block& b, int index) {
   constexpr int ROW_TILES = 16;
   const int rows = (int)b.row_tiles, columns = (int)b.column_tiles;
-  Tile t;
+  Tile t = {};
   for (;; index += gridDim.x) {
-    const int group = index / (ROW_TILES * columns), rest = index % (ROW_TILES * columns);
-    const int left = rows - group * ROW_TILES, rows_here = left < ROW_TILES ? left : ROW_TILES;
     t.index = index;
-    t.exists = left > 0;
+    t.exists = index < rows * columns;
     if (!t.exists) return t;
+    const int group = index / (ROW_TILES * columns), rest = index % (ROW_TILES * columns);
+    const int rows_here = min(ROW_TILES, rows - group * ROW_TILES);
     t.row = (i64)(group * ROW_TILES + rest % rows_here) * BLOCK_M;
     t.column = (i64)(rest / rows_here) * BLOCK_N;
     if (!b.triangle || t.column >= t.row) return t;

@@ -46,7 +46,8 @@ __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, 
   for (int i = 0; i < 8; ++i)
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j)
-      x[i][j] *= s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
+      // one by one: products of factors would be kept, in as many registers as x
+      x[i][j] = x[i][j] * s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
 }
 
 // Hand each positive's product of the tile to `take(row in the tile, x)`, and put `instead` in its place.
