@@ -33,9 +33,7 @@ class BlockLauncher:
         """A kernel of kernels/cuda/tiled: persistent thread blocks, which take several tiles."""
         tile = self.tile
         assert isinstance(tile, config.Tile)
-        blocks = tile.blocks(
-            self.q.rows, self.k.rows, self.context.properties.multiprocessors
-        )
+        blocks = tile.blocks(self.q.rows, self.k.rows, self.context.properties.multiprocessors)
         self.launcher.launch(
             f"tiled/{kernel}.cu", kernel, blocks, tile.threads,
             {"block": self.block_fields(rows, columns, triangle), **arguments}, tile.shared,
