@@ -101,7 +101,7 @@ struct Fragments {
 #endif
   }
 
-  // x += products of this step, of which the first few use all fragments
+  // x += products FIRST to LAST of this step. The first four already use all fragments.
   static constexpr int PRODUCTS = WARP_M / 16 * (WARP_N / 8);
   template <int FIRST, int LAST>
   __device__ __forceinline__ void multiply_add(Products& x) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, co
     for (int step = 0; step < STEPS; ++step) {
       Fragments &now = fragments[step % 2], &next = fragments[(step + 1) % 2];
       now.round();
-      now.multiply_add<0, Fragments::PRODUCTS / 8>(sum);
+      now.multiply_add<0, 4>(sum);  // waits for `now`, and so not later for `next` as well
       if (step + 1 < STEPS) {
         next.load(stage, step + 1, p);
       } else if (!last) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void tile_product(Products& x, Pipeline& pipeline, co
       }
       if (step == 0) pipeline.start_queries();
       if (step == 1) pipeline.start_keys();
-      now.multiply_add<Fragments::PRODUCTS / 8, Fragments::PRODUCTS>(sum);
+      now.multiply_add<4, Fragments::PRODUCTS>(sum);
     }
 #else
     pipeline.start_queries();
