@@ -74,6 +74,7 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, Pairs& out,
 // The same with a maximum for each row and column.
 __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real c, Pairs& out,
                                                         const Position& p) {
+  __syncwarp();  // the writes of sum_strip come before those below
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     Real top = LOW, sum = 0;
