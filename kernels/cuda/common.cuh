@@ -101,9 +101,7 @@ struct Matrix {
 
 // --- elementary functions ------------------------------------------------------------------------------
 
-__device__ __forceinline__ Real max_(Real a, Real b) {  // ignores one NaN
-  return a > b || b != b ? a : b;
-}
+__device__ __forceinline__ Real max_(Real a, Real b) { return fmax(a, b); }  // ignores one NaN
 
 // 1 / (1 + e) and log(1 + e) for 0 <= e <= 1, to relative accuracy, by one division:
 // log(1 + e) = 2 atanh(s) = s p(s^2) with s = e / (2 + e) in [0, 1/3].

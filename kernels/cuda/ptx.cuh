@@ -105,6 +105,17 @@ __device__ __forceinline__ void cp_async_16(void* to, const void* from, u32 byte
   *(uint4*)to = bytes ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
 #endif
 }
+// One number of 4 or 8 bytes, or zero.
+template <class T>
+__device__ __forceinline__ void cp_async_number(T* to, const T* from, bool existing) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+               ::"r"(shared_address(to)), "l"(from), "n"(sizeof(T)), "r"(existing ? (u32)sizeof(T) : 0)
+               : "memory");
+#else
+  *to = existing ? *from : 0;
+#endif
+}
 __device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

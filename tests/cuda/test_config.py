@@ -110,7 +110,26 @@ def test_tiles_fit_shared_memory(precision: str, d: int, arch: str) -> None:
     device = DEVICES[arch]
     tile = config.tile_for(precision, d, device)
     assert tile.shared + tile.static_shared <= device.shared_memory
-    assert tile.threads == 2 * tile.block_n
+    assert tile.threads == 64 * tile.block_n // tile.warp_n
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
+def test_two_blocks_share_a_multiprocessor_where_they_fit(precision: str) -> None:
+    """One computes products while the other has its epilogue."""
+    for device, stages in ((DEVICES["sm_90a"], 3), (DEVICES["sm_80"], 2)):
+        tile = config.tile_for(precision, 512, device)
+        assert (tile.warp_n, tile.stages, tile.min_blocks) == (64, stages, 2)
+        of_all = 2 * (tile.shared + tile.static_shared + 1024)
+        assert of_all <= device.shared_memory_of_all
+    small = config.Device("89", 128, 99 * 1024, 100 * 1024)
+    assert config.tile_for(precision, 512, small).min_blocks == 1
+
+
+def test_a_launch_has_as_many_blocks_as_run_at_once() -> None:
+    tile = config.tile_for("bf16", 512, DEVICES["sm_90a"])
+    assert tile.blocks(128, 128, 132) == 1
+    assert tile.blocks(129, 300, 132) == 6
+    assert tile.blocks(16384, 16384, 132) == 264
 
 
 def test_device_with_too_little_shared_memory() -> None:

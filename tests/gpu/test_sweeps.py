@@ -222,9 +222,14 @@ def test_logits_far_apart(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_portable_kernels(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiled kernels of other cards, where sweeps would run."""
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_portable_kernels(loss: str, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiled kernels of other cards, where sweeps would run: a thread block has several tiles,
+    or one."""
+    device = launcher.device_properties(cupy.cuda.runtime.getDevice())
+    few = replace(device, multiprocessors=multiprocessors)
     monkeypatch.setattr(config.precision, "PORTABLE", True)
+    monkeypatch.setattr(context, "device_properties", lambda index: few)
     for (dtype, precision), (m, n, d) in itertools.product(
         SWEEPS, ((129, 257, 16), (300, 300, 70))
     ):

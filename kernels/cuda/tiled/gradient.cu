@@ -5,11 +5,11 @@
 //     P_ij = a_i 2^(c x_ij - R_i) + b_j 2^(c x_ij - C_j)        negatives
 //     P_ij = 0                                                  positives
 //
-// in units of a power of two that fits the element type. h_i = R_i / c is rounded, and what the
-// rounding leaves is in the factors, so that differences are taken before they are scaled:
+// in units of a power of two that fits the element type. R_i is rounded, as is c, and what the rounding
+// leaves is in the factors:
 //
-//     P_ij = e a_i + e u_i v_j,  e = 2^(c (x_ij - h_i))         `shared`: one exponential
-//     P_ij = e a_i + 2^(c (x_ij - h'_j)) v_j                    whatever the range of R and C
+//     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `shared`: one exponential
+//     P_ij = e a_i + 2^(c x_ij - C_j) v_j                     whatever the range of R and C
 //
 // Positives weigh most, and their rounding would not average out: what they add to a gradient is
 // one row times one number, added in full precision when the products are complete. Features that
@@ -25,19 +25,43 @@ struct FactorsShared {
   Real column_reference[BLOCK_N], v[BLOCK_N];
 };
 
-__device__ __forceinline__ void fetch(FactorsShared& s, const Factors& f, const Block& b,
-                                      const Tile& t) {
-  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
-    const bool inside = t.row + r < b.q.rows;
-    s.row_reference[r] = inside ? f.row_reference[t.row + r] : 0;
-    s.a[r] = inside ? f.a[t.row + r] : 0;
-    if (COLUMNS) s.u[r] = inside ? f.u[t.row + r] : 0;
-  }
+__device__ __forceinline__ void prepare(FactorsShared& s, const Factors& f, const Block& b,
+                                        const Tile& t) {
+  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
+  fetch(s.row_reference, f.row_reference + t.row, rows);
+  fetch(s.a, f.a + t.row, rows);
   if (!COLUMNS) return;
-  for (int c = threadIdx.x; c < BLOCK_N; c += TILED_THREADS) {
-    const bool inside = t.column + c < b.k.rows;
-    s.column_reference[c] = inside ? f.column_reference[t.column + c] : 0;
-    s.v[c] = inside ? f.v[t.column + c] : 0;
+  fetch(s.u, f.u + t.row, rows);
+  fetch(s.column_reference, f.column_reference + t.column, columns);
+  fetch(s.v, f.v + t.column, columns);
+}
+
+// x <- P
+__device__ __forceinline__ void differentiate(Products& x, const FactorsShared& f, Real c,
+                                              bool one_exponential, const Position& p) {
+  Real v[LANE_N];
+  if (COLUMNS)
+#pragma unroll
+    for (int j = 0; j < LANE_N; ++j) v[j] = f.v[p.column(j)];
+  if (one_exponential) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = p.row(i);
+      const Real reference = f.row_reference[r], a = f.a[r], u = COLUMNS ? f.u[r] : 0;
+#pragma unroll
+      for (int j = 0; j < LANE_N; ++j)
+        x[i][j] = exp2_(fma(c, x[i][j], -reference)) * (COLUMNS ? fma(u, v[j], a) : a);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = p.row(i);
+      const Real reference = f.row_reference[r], a = f.a[r];
+#pragma unroll
+      for (int j = 0; j < LANE_N; ++j)
+        x[i][j] = exp2_(fma(c, x[i][j], -reference)) * a +
+                  exp2_(fma(c, x[i][j], -f.column_reference[p.column(j)])) * v[j];
+    }
   }
 }
 
@@ -47,32 +71,20 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   __shared__ FactorsShared f;
-  const Tile tile = locate(block);
   const Position p;
-  fetch(f, factors, block, tile);
-  const bool has_positives = prepare(shared, block, tile);  // ends with a barrier: f is there too
-
-  Real x[8][8];
-  tile_product(x, block.q, block.k, tile.row, tile.column, block.width, stages, p);
-  apply_factors(x, shared, block, p);
   const Real c = (Real)(block.scale.get() * LOG2_E);
-  exclude(x, shared, block, tile, p);
-
   const bool one_exponential = !COLUMNS || *factors.shared;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int r = p.row(i);
-    const Real reference = f.row_reference[r], a = f.a[r], u = COLUMNS ? f.u[r] : 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int k = p.column(j);
-      const Real e = exp2_(c * (x[i][j] - reference));
-      if (!COLUMNS) x[i][j] = e * a;
-      else if (one_exponential) x[i][j] = e * (a + u * f.v[k]);
-      else x[i][j] = e * a + exp2_(c * (x[i][j] - f.column_reference[k])) * f.v[k];
-    }
+  Pipeline pipeline(block, stages);
+  for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
+    prepare(shared, block, tile);
+    prepare(f, factors, block, tile);
+    Products x;
+    tile_product(x, pipeline, p);
+    apply_factors(x, shared, p);
+    exclude(x, shared, block, tile, p);
+    differentiate(x, f, c, one_exponential, p);
+    at_positives(x, shared, block, tile, p, 0, [](int, Real) {});
+    apply_factors(x, shared, p);
+    store_gradient_panel(x, panel, block, tile, p);
   }
-  if (has_positives) at_positives(x, shared, p, [](int, Real) { return (Real)0; });
-  apply_factors(x, shared, block, p);
-  store_gradient_panel(x, panel, block, tile, p);
 }

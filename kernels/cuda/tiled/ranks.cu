@@ -13,38 +13,38 @@ ranks(const __grid_constant__ Block block, const Real* row_threshold, const Real
       u64* row_rank, u64* column_rank) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
-  const Tile tile = locate(block);
   const Position p;
-  const bool has_positives = prepare(shared, block, tile);
-
-  Real x[8][8];
-  tile_product(x, block.q, block.k, tile.row, tile.column, block.width, stages, p);
-  apply_factors(x, shared, block, p);
-  if (has_positives) at_positives(x, shared, p, [](int, Real) { return LOW; });
-  exclude(x, shared, block, tile, p);
-
+  Pipeline pipeline(block, stages);
+  for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
+    prepare(shared, block, tile);
+    Products x;
+    tile_product(x, pipeline, p);
+    apply_factors(x, shared, p);
+    at_positives(x, shared, block, tile, p, LOW, [](int, Real) {});
+    exclude(x, shared, block, tile, p);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const i64 row = tile.row + p.row(i);
-    const Real threshold = row < block.q.rows ? row_threshold[row] : 0;
-    int count = 0;
+    for (int i = 0; i < 8; ++i) {
+      const i64 row = tile.row + p.row(i);
+      const Real threshold = row < block.q.rows ? row_threshold[row] : 0;
+      int count = 0;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) count += x[i][j] > threshold;
-    count += __shfl_xor_sync(ALL_LANES, count, 1);
-    count += __shfl_xor_sync(ALL_LANES, count, 2);
-    if (p.t == 0 && count) atomicAdd(row_rank + row, (u64)count);
-  }
-  if (!COLUMNS) return;
+      for (int j = 0; j < LANE_N; ++j) count += x[i][j] > threshold;
+      count += __shfl_xor_sync(ALL_LANES, count, 1);
+      count += __shfl_xor_sync(ALL_LANES, count, 2);
+      if (p.t == 0 && count) atomicAdd(row_rank + row, (u64)count);
+    }
+    if (!COLUMNS) continue;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const i64 column = tile.column + p.column(j);
-    const Real threshold = column < block.k.rows ? column_threshold[column] : 0;
-    int count = 0;
+    for (int j = 0; j < LANE_N; ++j) {
+      const i64 column = tile.column + p.column(j);
+      const Real threshold = column < block.k.rows ? column_threshold[column] : 0;
+      int count = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) count += x[i][j] > threshold;
-    count += __shfl_xor_sync(ALL_LANES, count, 4);
-    count += __shfl_xor_sync(ALL_LANES, count, 8);
-    count += __shfl_xor_sync(ALL_LANES, count, 16);
-    if (p.g == 0 && count) atomicAdd(column_rank + column, (u64)count);
+      for (int i = 0; i < 8; ++i) count += x[i][j] > threshold;
+      count += __shfl_xor_sync(ALL_LANES, count, 4);
+      count += __shfl_xor_sync(ALL_LANES, count, 8);
+      count += __shfl_xor_sync(ALL_LANES, count, 16);
+      if (p.g == 0 && count) atomicAdd(column_rank + column, (u64)count);
+    }
   }
 }

@@ -15,9 +15,33 @@
 #define PANEL 1
 #endif
 
-struct RowSums {
-  Real2 of_row[WARPS_N][BLOCK_M];
+struct SigmoidShared {
+  Real a[BLOCK_M];
+  Real2 of_row[WARPS_N][BLOCK_M];  // sums
 };
+
+// x <- P; (loss, sum of P) of the strip's rows.
+__device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, Real scale, Real bias,
+                                              const Position& p) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    Real loss = 0, total = 0;
+    const Real a = s.a[p.row(i)];
+#pragma unroll
+    for (int j = 0; j < LANE_N; ++j) {
+      const Real z = fma(scale, x[i][j], bias);
+      const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
+      Real share, log1p;
+      sigmoid_parts(e, share, log1p);
+      loss += max_(z, 0) + log1p;
+      x[i][j] = (z < 0 ? e * share : share) * a;
+      total += x[i][j];
+    }
+    loss = row_sum(loss);
+    total = row_sum(total);
+    if (p.t == 0) s.of_row[p.warp_n][p.row(i)] = real2(loss, total);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias,
@@ -25,53 +49,32 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
         const __grid_constant__ GradientPanel panel) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
-  __shared__ Real a[BLOCK_M];
-  const Tile tile = locate(block);
+  __shared__ SigmoidShared s;
   const Position p;
-  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS)
-    a[r] = tile.row + r < block.q.rows ? row_factor[tile.row + r] : 0;
-  const bool has_positives = prepare(shared, block, tile);  // ends with a barrier: a is there too
-
-  Real x[8][8];
-  tile_product(x, block.q, block.k, tile.row, tile.column, block.width, stages, p);
-  apply_factors(x, shared, block, p);
   const double scale = block.scale.get();
-  const Real s = (Real)scale, b = (Real)bias.get();
-  if (has_positives)
-    at_positives(x, shared, p, [&](int row, Real value) {
+  Pipeline pipeline(block, stages);
+  for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
+    prepare(shared, block, tile);
+    fetch(s.a, row_factor + tile.row, block.q.rows - tile.row);
+    Products x;
+    tile_product(x, pipeline, p);
+    apply_factors(x, shared, p);
+    at_positives(x, shared, block, tile, p, LOW, [&](int row, Real value) {
       positive[tile.row + row] = scale * (double)value;
-      return LOW;
     });
-  exclude(x, shared, block, tile, p);
-
-  RowSums& sums = *(RowSums*)stages;
+    exclude(x, shared, block, tile, p);
+    differentiate(x, s, (Real)scale, (Real)bias.get(), p);
+    __syncthreads();  // the writes of all strips' sums come before their reads
+    for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
+      if (tile.row + r >= block.q.rows) break;
+      Real2 pair = s.of_row[0][r];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    Real loss = 0, total = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const Real z = s * x[i][j] + b;
-      const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
-      Real share, log1p;
-      sigmoid_parts(e, share, log1p);
-      loss += max_(z, 0) + log1p;
-      x[i][j] = (z < 0 ? e * share : share) * a[p.row(i)];
-      total += x[i][j];
+      for (int w = 1; w < WARPS_N; ++w)
+        pair = real2(pair.x + s.of_row[w][r].x, pair.y + s.of_row[w][r].y);
+      row_sums[tile.column / BLOCK_N * row_stride + tile.row + r] = pair;
     }
-    loss = row_sum(loss);
-    total = row_sum(total);
-    if (p.t == 0) sums.of_row[p.warp_n][p.row(i)] = real2(loss, total);
+    if (!PANEL) continue;
+    apply_factors(x, shared, p);
+    store_gradient_panel(x, panel, block, tile, p);
   }
-  __syncthreads();  // the writes of all strips' sums come before the reads below
-  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
-    if (tile.row + r >= block.q.rows) break;
-    Real2 pair = sums.of_row[0][r];
-#pragma unroll
-    for (int w = 1; w < WARPS_N; ++w)
-      pair = real2(pair.x + sums.of_row[w][r].x, pair.y + sums.of_row[w][r].y);
-    row_sums[tile.n * row_stride + tile.row + r] = pair;
-  }
-  if (!PANEL) return;
-  apply_factors(x, shared, block, p);
-  store_gradient_panel(x, panel, block, tile, p);
 }

@@ -1,101 +1,100 @@
-// One tile of logits: which one a block has, and which of its pairs do not count.
+// The epilogues' view of a tile of logits: what belongs to its rows and columns, which of its pairs do not
+// count, and how a panel of dL/dx is written.
 #pragma once
 #include "tiled/product.cuh"
 
-struct Tile {
-  i64 m, n;         // which tile
-  i64 row, column;  // its first, in the block
-};
+#ifndef IDS
+#define IDS 0  // equal ids are no pair
+#endif
+#ifndef FACTORS
+#define FACTORS 0  // features stand for unit rows
+#endif
 
-// Neighbouring thread blocks take tiles from the same few row panels, so that both operands' rows
-// are in the L2 cache when several want them.
-__device__ __forceinline__ Tile locate(const Block& b) {
-  constexpr i64 ROW_TILES = 16;
-  const i64 per_group = ROW_TILES * b.column_tiles;
-  const i64 group = blockIdx.x / per_group, rest = blockIdx.x % per_group;
-  const i64 left = b.row_tiles - group * ROW_TILES, rows_here = left < ROW_TILES ? left : ROW_TILES;
-  Tile t;
-  t.m = group * ROW_TILES + rest % rows_here;
-  t.n = rest / rows_here;
-  t.row = t.m * BLOCK_M;
-  t.column = t.n * BLOCK_N;
-  return t;
-}
-
-// Shared memory beside the product's stages.
+// Shared memory beside the pipeline's stages.
 struct TileShared {
-  int positive[BLOCK_M];  // column of the row's positive in this tile, or -1
+  i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix
   i64 row_id[BLOCK_M], column_id[BLOCK_N];
   Real row_factor[BLOCK_M], column_factor[BLOCK_N];
 };
 
-// Fetch what the epilogue will need, ahead of the product. True if the tile has positives.
-__device__ __forceinline__ bool prepare(TileShared& s, const Block& b, const Tile& t) {
-  bool any = false;
-  for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
-    const i64 row = t.row + r;
-    const bool inside = row < b.q.rows;
-    i64 at = inside ? b.positives[row] - b.first_column - t.column : -1;
-    if (at < 0 || at >= BLOCK_N || t.column + at >= b.k.rows) at = -1;
-    s.positive[r] = (int)at;
-    any |= at >= 0;
-    if (b.query_ids) s.row_id[r] = inside ? b.query_ids[row] : 0;
-    if (b.q.factor) s.row_factor[r] = inside ? b.q.factor[row] : 0;
+// Start copying the numbers of N rows or columns, of which so many exist.
+template <int N, class T>
+__device__ __forceinline__ void fetch(T (&to)[N], const T* from, i64 existing) {
+  for (int i = threadIdx.x; i < N; i += TILED_THREADS)
+    cp_async_number(&to[i], i < existing ? from + i : from, i < existing);
+}
+
+// Start copying what the epilogue will need: it arrives during the product.
+__device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Tile& t) {
+  __syncthreads();  // all epilogues' reads of the last tile's numbers come before the copies
+  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
+  fetch(s.positive, b.positives + t.row, rows);
+  if (IDS) {
+    fetch(s.row_id, b.query_ids + t.row, rows);
+    fetch(s.column_id, b.key_ids + t.column, columns);
   }
-  for (int c = threadIdx.x; c < BLOCK_N; c += TILED_THREADS) {
-    const i64 column = t.column + c;
-    const bool inside = column < b.k.rows;
-    if (b.key_ids) s.column_id[c] = inside ? b.key_ids[column] : 0;
-    if (b.k.factor) s.column_factor[c] = inside ? b.k.factor[column] : 0;
+  if (FACTORS) {
+    fetch(s.row_factor, b.q.factor + t.row, rows);
+    fetch(s.column_factor, b.k.factor + t.column, columns);
   }
-  return __syncthreads_or(any);  // also: the writes to `s` come before the epilogue's reads
 }
 
 // x_ij *= f_i f_j: raw products to products of unit rows.
-__device__ __forceinline__ void apply_factors(Real (&x)[8][8], const TileShared& s, const Block& b,
-                                              const Position& p) {
-  if (!b.q.factor) return;
+__device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, const Position& p) {
+  if (!FACTORS) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      x[i][j] *= s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
+    for (int j = 0; j < LANE_N; ++j)
+      // one by one: products of factors would be kept, in as many registers as x
+      x[i][j] = x[i][j] * s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
 }
 
-// Hand each positive's product of the tile to `take(row in the tile, x)`, whose result replaces it.
+// Hand each positive's product of the tile to `take(row in the tile, x)`, and put `instead` in its place.
 template <typename Take>
-__device__ __forceinline__ void at_positives(Real (&x)[8][8], const TileShared& s,
-                                             const Position& p, Take take) {
+__device__ __forceinline__ void at_positives(Products& x, const TileShared& s, const Block& b,
+                                             const Tile& t, const Position& p, Real instead,
+                                             Take take) {
+  const i64 first = b.first_column + t.column;
+  bool any = false;
+#pragma unroll
+  for (int r = 0; r < WARP_M; r += 32)
+    any |= (u64)(s.positive[p.warp_m * WARP_M + r + p.lane] - first) < BLOCK_N;
+  if (!__any_sync(ALL_LANES, any)) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int at = s.positive[p.row(i)];
+    const i64 at = s.positive[p.row(i)] - first;
+    if (t.row + p.row(i) >= b.q.rows || at < 0 || at >= b.k.rows - t.column || at >= BLOCK_N) continue;
+    bool found = false;
+    Real positive = 0;
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      if (at == p.column(j)) x[i][j] = take(p.row(i), x[i][j]);
+    for (int j = 0; j < LANE_N; ++j)
+      if ((int)at == p.column(j)) {
+        found = true;
+        positive = x[i][j];
+        x[i][j] = instead;
+      }
+    if (found) take(p.row(i), positive);
   }
 }
 
-// Everything that is no pair becomes `low`: padding, i = j where symmetric, equal ids. It thus enters
-// no maximum and no sum.
-__device__ __forceinline__ void exclude(Real (&x)[8][8], const TileShared& s, const Block& b,
-                                        const Tile& t, const Position& p, Real low = LOW) {
-  if (b.query_ids) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (s.row_id[p.row(i)] == s.column_id[p.column(j)]) x[i][j] = low;
-  }
-  const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
+// Everything that is no pair becomes LOW: padding, i = j where symmetric, equal ids. It thus enters no
+// maximum and no sum.
+__device__ __forceinline__ void exclude(Products& x, const TileShared& s, const Block& b,
+                                        const Tile& t, const Position& p) {
+  const int rows = (int)min((i64)BLOCK_M, b.q.rows - t.row);
+  const int columns = (int)min((i64)BLOCK_N, b.k.rows - t.column);
   const i64 diagonal = b.first_row + t.row - b.first_column - t.column;  // column - row there
   const bool crossed = b.symmetric && diagonal > -BLOCK_M && diagonal < BLOCK_N;
-  if (!crossed && rows >= BLOCK_M && columns >= BLOCK_N) return;
+  if (!IDS && !crossed && rows == BLOCK_M && columns == BLOCK_N) return;
+  const int excluded = crossed ? (int)diagonal : BLOCK_N;  // no difference is BLOCK_N
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < LANE_N; ++j) {
       const int r = p.row(i), c = p.column(j);
-      if (r >= rows || c >= columns || (crossed && c - r == diagonal)) x[i][j] = low;
+      if (r >= rows || c >= columns || c - r == excluded) x[i][j] = LOW;
+      if (IDS && s.row_id[r] == s.column_id[c]) x[i][j] = LOW;
     }
 }
 
@@ -123,15 +122,15 @@ __device__ __forceinline__ Real column_sum(Real x) {
 // --- panels of dL/dx --------------------------------------------------------------------------------------
 
 #if PRECISION >= BF16X3
-// One row's eight elements of this lane, in 8-byte pieces that fill 32-byte sectors: of two column
-// groups, even lanes take both words of the first, odd lanes of the second.
-__device__ __forceinline__ void store_words(Element* row, const u32 (&w)[4], i64 columns,
+// One row's elements of this lane, in 8-byte pieces that fill 32-byte sectors: of two column groups,
+// even lanes take both words of the first, odd lanes of the second.
+__device__ __forceinline__ void store_words(Element* row, const u32 (&w)[LANE_N / 2], i64 columns,
                                             const Position& p) {
   const bool odd = p.t & 1;
 #pragma unroll
-  for (int n = 0; n < 4; n += 2) {
+  for (int n = 0; n < LANE_N / 2; n += 2) {
     const u32 received = __shfl_xor_sync(ALL_LANES, odd ? w[n] : w[n + 1], 1);
-    const int column = p.warp_n * 32 + (n + (odd ? 1 : 0)) * 8 + (p.t & 2) * 2;
+    const int column = p.warp_n * WARP_N + (n + (odd ? 1 : 0)) * 8 + (p.t & 2) * 2;
     const uint2 words = odd ? make_uint2(received, w[n + 1]) : make_uint2(w[n], received);
     if (row && column < columns) *(uint2*)(row + column) = words;
   }
@@ -139,7 +138,7 @@ __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[4], i64
 #endif
 
 // Write the tile; `x` is ruined.
-__device__ __forceinline__ void store_gradient_panel(Real (&x)[8][8], const GradientPanel& out,
+__device__ __forceinline__ void store_gradient_panel(Products& x, const GradientPanel& out,
                                                      const Block& b, const Tile& t,
                                                      const Position& p) {
   // padding up to the stride, or to the next part, may be written
@@ -151,9 +150,9 @@ __device__ __forceinline__ void store_gradient_panel(Real (&x)[8][8], const Grad
 #if PRECISION >= BF16X3
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      u32 w[4];
+      u32 w[LANE_N / 2];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
+      for (int n = 0; n < LANE_N / 2; ++n) {
         Real &x0 = x[i][2 * n], &x1 = x[i][2 * n + 1];
         w[n] = round_pair(x0, x1);
       }
@@ -161,7 +160,7 @@ __device__ __forceinline__ void store_gradient_panel(Real (&x)[8][8], const Grad
     }
 #else
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < LANE_N / 2; ++n) {
       Real2 pair = real2(x[i][2 * n], x[i][2 * n + 1]);
 #if PRECISION == TF32
       pair.x = __uint_as_float(to_tf32(__float_as_uint(pair.x)));

@@ -66,29 +66,29 @@ struct FactorTargets {
   Real *column_reference, *v;   // [N]
 };
 
-// A log-sum-exp as kernels take it off the logits, in the products' precision: h = lse / c, or with
-// `scaled` lse as c x comes out, c being rounded there. Returns what is thus taken off.
-__device__ __forceinline__ double reference(double lse, double c, bool scaled, Real& h) {
-  const double rounded = (double)(Real)c, exact = scaled ? lse * (rounded / c) : lse / c;
+// A log-sum-exp as kernels take it off the logits: as c x comes out, c being rounded there to the
+// products' precision. Returns what is thus taken off.
+__device__ __forceinline__ double reference(double lse, double c, Real& h) {
+  const double rounded = (double)(Real)c, exact = lse * (rounded / c);
   h = isfinite(exact) ? (Real)exact : 0;
-  return scaled ? (double)h * (c / rounded) : c * (double)h;
+  return (double)h * (c / rounded);
 }
 
 extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 m, i64 n,
                                    const __grid_constant__ Scale scale, const Ranges* ranges,
-                                   const __grid_constant__ FactorTargets out, i64 scaled) {
+                                   const __grid_constant__ FactorTargets out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   const double c = scale.get() * LOG2_E, per_unit = 1 / ranges->unit;
   if (i < m) {
     Real h;
-    const double rest = reference(f.row_reference[i], c, scaled, h);
+    const double rest = reference(f.row_reference[i], c, h);
     out.row_reference[i] = h;
     out.a[i] = (Real)(f.row_factor[i] * exp2(rest - f.row_reference[i]) * per_unit);
     if (f.column_reference) out.u[i] = ranges->shared ? (Real)exp2(rest - ranges->middle) : 0;
   }
   if (f.column_reference && i < n) {
     Real h;
-    const double lse = f.column_reference[i], rest = reference(lse, c, scaled, h);
+    const double lse = f.column_reference[i], rest = reference(lse, c, h);
     out.column_reference[i] = h;
     out.v[i] = (Real)(f.column_factor[i] * exp2((ranges->shared ? ranges->middle : rest) - lse) * per_unit);
   }

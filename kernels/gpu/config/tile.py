@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .precision import K_SLICE, Device
+from .precision import ACCUMULATOR_BYTES, K_SLICE, Device
 
 BLOCK_M = 128  # rows of a tile
 RESERVED_SHARED = 1024  # bytes that the system takes of each block's shared memory
@@ -17,15 +17,17 @@ class Tile:
     """Shape of the tiled kernels' thread blocks: their -D options, and the launch they need."""
 
     block_n: int
-    stages: int
-    levels: int  # 2: sums of sums, for accuracy; in twice the registers
-    min_blocks: int  # on a multiprocessor, for which the compiler limits registers
+    warp_n: int = 32  # columns of a warp's products
+    stages: int = 2
+    levels: int = 2  # 2: sums of sums, for accuracy; in twice the registers
+    min_blocks: int = 1  # on a multiprocessor, for which the compiler limits registers
+    real: int = 4  # bytes of a logit
 
     panel_rows = BLOCK_M
 
     @property
     def threads(self) -> int:
-        return BLOCK_M // 64 * (self.block_n // 32) * 32
+        return BLOCK_M // 64 * (self.block_n // self.warp_n) * 32
 
     @property
     def shared(self) -> int:
@@ -34,8 +36,17 @@ class Tile:
 
     @property
     def static_shared(self) -> int:
-        """At most what kernels declare besides: positives, ids, factors, all in float64."""
-        return 4 * BLOCK_M + 16 * (BLOCK_M + self.block_n) + 8 * (4 * BLOCK_M + 2 * self.block_n)
+        """At most what kernels declare besides: positives, ids and factors, and then sums of strips
+        or the numbers of which gradients are made."""
+        sides = BLOCK_M + self.block_n
+        sums = 2 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
+        factors = 3 * BLOCK_M + 2 * self.block_n
+        return 8 * (BLOCK_M + sides) + self.real * (sides + max(sums, factors))
+
+    def blocks(self, rows: int, columns: int, multiprocessors: int) -> int:
+        """Thread blocks of a launch: as many as run at once, each of which takes several tiles."""
+        tiles = -(-rows // BLOCK_M) * -(-columns // self.block_n)
+        return min(tiles, self.min_blocks * multiprocessors)
 
     @property
     def square(self) -> bool:
@@ -63,16 +74,16 @@ class Tile:
 def tile_for(precision: str, d: int, device: Device) -> Tile:
     """The tile with the deepest pipeline that the device's shared memory holds.
 
-    Two blocks on a multiprocessor where registers allow: one computes products while the other has
-    its epilogue.
+    Two blocks on a multiprocessor where registers and shared memory allow: one computes products
+    while the other has its epilogue.
     """
     two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (precision != "fp64" and d > LONG_SUM)
     levels = 2 if two_levels else 1
-    candidates = [(128, 3, 1), (128, 2, 1), (64, 2, 1)]
-    if levels == 1 and precision != "fp64":
-        candidates = [(128, 3, 2), (128, 2, 2), *candidates]
-    for block_n, stages, blocks in candidates:
-        candidate = Tile(block_n, stages, levels, blocks)
+    candidates = [(128, 32, 3, 1), (128, 32, 2, 1), (64, 32, 2, 1)]
+    if levels == 1 and precision != "fp64":  # there are registers for 64 x 64 products a warp
+        candidates = [(128, 64, 3, 2), (128, 64, 2, 2), *candidates]
+    for block_n, warp_n, stages, blocks in candidates:
+        candidate = Tile(block_n, warp_n, stages, levels, blocks, ACCUMULATOR_BYTES[precision])
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)
         if needed <= device.shared_memory and together <= device.shared_memory_of_all:

@@ -52,7 +52,7 @@ class Needs:
         """Bytes for a block of rows x columns."""
         pair = 2 * ACCUMULATOR_BYTES[self.precision]
         operand_row = padded(d, self.precision) * OPERAND_BYTES[self.precision]
-        tile = self.sweep or Tile(block_n, 1, 1, 1)
+        tile = self.sweep or Tile(block_n)
         total = pair * tile.row_sums(rows, columns) if self.rows else 0
         if self.columns:
             total += pair * tile.column_sums(rows, columns)

@@ -1,4 +1,4 @@
-"""Launches over one block of the logit matrix: a thread block for each tile, or a sweep."""
+"""Launches over one block of the logit matrix: tiles, or a sweep."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ class BlockLauncher:
         self.context, self.launcher, self.problem = context, context.launcher, problem
         self.tile: config.Tile | config.Sweep = context.sweep or context.tile
         self.scale = context.logit_scale  # before features are staged, which needs it
+        # what kernels are compiled for
+        self.options = {
+            "IDS": int(problem.query_ids is not None), "FACTORS": int(problem.normalize)
+        }  # fmt: skip
 
     def launch_tiles(
         self, kernel: str, rows: slice, columns: slice, arguments: Fields,
         triangle: bool = False, **defines: int,
     ) -> None:  # fmt: skip
-        """A kernel of kernels/cuda/tiled: a thread block for each tile."""
+        """A kernel of kernels/cuda/tiled: persistent thread blocks, which take several tiles."""
         tile = self.tile
         assert isinstance(tile, config.Tile)
-        row_tiles, column_tiles = self.tiles()
+        blocks = tile.blocks(self.q.rows, self.k.rows, self.context.properties.multiprocessors)
         self.launcher.launch(
-            f"tiled/{kernel}.cu", kernel, row_tiles * column_tiles, tile.threads,
+            f"tiled/{kernel}.cu", kernel, blocks, tile.threads,
             {"block": self.block_fields(rows, columns, triangle), **arguments}, tile.shared,
-            BLOCK_N=tile.block_n, STAGES=tile.stages, LEVELS=tile.levels,
-            MIN_BLOCKS=tile.min_blocks, **defines,
+            BLOCK_N=tile.block_n, WARP_N=tile.warp_n, STAGES=tile.stages, LEVELS=tile.levels,
+            MIN_BLOCKS=tile.min_blocks, **self.options, **defines,
         )  # fmt: skip
 
     def launch_sweep(
@@ -57,8 +61,7 @@ class BlockLauncher:
                 "segments": segments or sweep.segments(q.rows, k.rows, triangle), **arguments,
             },
             shape["SHARED"],
-            IDS=int(self.problem.query_ids is not None), FACTORS=int(self.problem.normalize),
-            **shape, **defines,
+            **self.options, **shape, **defines,
         )  # fmt: skip
 
     def operand_map(self, z: Operand, side: Side, box_rows: int) -> Any:

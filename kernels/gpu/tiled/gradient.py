@@ -242,7 +242,6 @@ class SoftmaxFold(GradientFold):
                 "row_reference": self.row_reference, "a": self.a, "u": self.u,
                 "column_reference": self.column_reference, "v": self.v,
             },
-            scaled=isinstance(self.tile, config.Sweep),
         )  # fmt: skip
 
     def factors(self, rows: slice, columns: slice) -> Fields:

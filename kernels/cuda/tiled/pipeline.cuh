@@ -1,0 +1,153 @@
+// Which tiles a thread block computes, and the pipeline that brings their rows to shared memory.
+//
+// A launch has as many thread blocks as run at once, and each takes every gridDim.x-th tile. Both
+// operands lie row by row in memory, the features of a row one after another, so both are cut into
+// K-slices of 128 bytes a row. STAGES of them are in shared memory, and copies run STAGES - 1 K-slices
+// ahead of the products. After the last K-slice of a tile come those of the next tile: they arrive
+// during the epilogue.
+#pragma once
+#include "block.cuh"
+
+constexpr int BLOCK_M = 128;
+#ifndef BLOCK_N
+#define BLOCK_N 128
+#endif
+#ifndef WARP_N
+#define WARP_N 32
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1
+#endif
+constexpr int WARP_M = 64;
+constexpr int WARPS_M = BLOCK_M / WARP_M;
+constexpr int WARPS_N = BLOCK_N / WARP_N;
+constexpr int TILED_THREADS = WARPS_M * WARPS_N * 32;
+constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * K_SLICE;
+constexpr int PASSES = PARTS == 2 ? 3 : 1;  // over parts 1 0, 0 1, 0 0
+
+// --- tiles -----------------------------------------------------------------------------------------------
+
+struct Tile {
+  int index;        // in the order of visits
+  i64 row, column;  // its first, in the block
+  bool exists;
+};
+
+// The first tile of this thread block from `index` on. Tiles that are computed at the same time have the
+// same few rows and columns, which are then in the L2 cache when several want them.
+__device__ __forceinline__ Tile find_tile(const Block& b, int index) {
+  constexpr int ROW_TILES = 16;
+  const int rows = (int)b.row_tiles, columns = (int)b.column_tiles;
+  Tile t = {};
+  for (;; index += gridDim.x) {
+    t.index = index;
+    t.exists = index < rows * columns;
+    if (!t.exists) return t;
+    const int group = index / (ROW_TILES * columns), rest = index % (ROW_TILES * columns);
+    const int rows_here = min(ROW_TILES, rows - group * ROW_TILES);
+    t.row = (i64)(group * ROW_TILES + rest % rows_here) * BLOCK_M;
+    t.column = (i64)(rest / rows_here) * BLOCK_N;
+    if (!b.triangle || t.column >= t.row) return t;
+  }
+}
+
+__device__ __forceinline__ Tile next_tile(const Block& b, const Tile& t) {
+  return find_tile(b, t.index + gridDim.x);
+}
+
+// --- K-slices --------------------------------------------------------------------------------------------
+
+// Where the 16 bytes `chunk` of a row lie in a stage. Eight rows' chunks of one number are spread
+// over all banks.
+__device__ __forceinline__ int at_chunk(int row, int chunk) {
+  return row * K_SLICE + ((chunk ^ (row & 7)) << 4);
+}
+
+// A thread's share of one operand's copies: 16 bytes of every ROW_STEP-th row of a tile.
+struct Share {
+  static constexpr int ROW_STEP = TILED_THREADS / 8;  // a multiple of 8: all its rows have one pattern
+  const char* from;  // in the first of these rows
+  int rows;          // of the tile, from that row on
+
+  __device__ __forceinline__ void begin(const Operand& z, i64 first, bool exists) {
+    const int row = threadIdx.x / 8;
+    const i64 left = exists ? z.rows - first - row : 0;
+    from = z.data + (first + row) * z.stride + threadIdx.x % 8 * 16;
+    rows = left < BLOCK_M ? (int)left : BLOCK_M;
+  }
+
+  // Start copying to rows of a stage what lies at `offset` in ROWS rows; outside the matrix are zeros.
+  template <int ROWS>
+  __device__ __forceinline__ void start(char* to, i64 stride, i64 offset, bool in_row) const {
+    const int existing = in_row ? rows : 0;
+    const char* source = from + offset;
+    to += at_chunk(threadIdx.x / 8, threadIdx.x % 8);
+#pragma unroll
+    for (int r = 0; r < ROWS; r += ROW_STEP) {
+      cp_async_16(to + r * K_SLICE, source, r < existing ? 16 : 0);
+      source += ROW_STEP * stride;
+    }
+  }
+};
+
+struct Pipeline {
+  const Block& block;
+  char* const stages;    // STAGES * STAGE_BYTES of shared memory
+  const int row_slices;  // of a row
+  Tile ahead;            // whose K-slices are being copied
+  Share q, k;
+  int slice = 0;                      // the next of them
+  int filled = 0, read = STAGES - 1;  // stages: the next to be filled, the one that is read
+
+  __device__ __forceinline__ Pipeline(const Block& b, char* memory)
+      : block(b), stages(memory), row_slices((int)((b.width + K_SLICE - 1) / K_SLICE)) {
+    begin(find_tile(b, blockIdx.x));
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) {
+      start_queries();
+      start_keys();
+    }
+  }
+
+  // K-slices of a tile, over all pairs of parts.
+  __device__ __forceinline__ int slices() const { return PASSES * row_slices; }
+
+  __device__ __forceinline__ void begin(const Tile& t) {
+    ahead = t;
+    q.begin(block.q, t.row, t.exists);
+    k.begin(block.k, t.column, t.exists);
+  }
+
+  // Start the copies of the next K-slice: of queries, then of keys.
+  __device__ __forceinline__ void start_queries() { start<0, BLOCK_M>(q, block.q); }
+  __device__ __forceinline__ void start_keys() {
+    start<1, BLOCK_N>(k, block.k);
+    cp_async_commit();
+    filled = filled == STAGES - 1 ? 0 : filled + 1;
+    if (++slice < slices()) return;
+    slice = 0;
+    begin(next_tile(block, ahead));
+  }
+
+  template <int SIDE, int ROWS>
+  __device__ __forceinline__ void start(const Share& share, const Operand& z) {
+    const int pass = PASSES > 1 ? slice / row_slices : 0;
+    const int offset = (slice - pass * row_slices) * K_SLICE;
+    const i64 part = PASSES > 1 && pass == SIDE ? z.part : 0;
+    const bool in_row = offset + (int)(threadIdx.x % 8) * 16 < (int)block.width;
+    char* to = stages + filled * STAGE_BYTES + SIDE * BLOCK_M * K_SLICE;
+    share.start<ROWS>(to, z.stride, part + offset, in_row);
+  }
+
+  // Wait for the next K-slice to be read; returns its stage. All threads' copies to it come before its
+  // reads. All reads of the last one come before the copies that refill its stage.
+  __device__ __forceinline__ const char* next() {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    read = read == STAGES - 1 ? 0 : read + 1;
+    return stages + read * STAGE_BYTES;
+  }
+};
