@@ -58,6 +58,7 @@ class Problem:
     workspace: int = 256 * 2**20  # bytes
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
+    marks: Array = None  # [M] float64 added to losses: NaN for rows whose label is out of range
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -67,12 +68,10 @@ class Problem:
 
     @property
     def paired(self) -> bool:
-        """Whether each key's query is known without a list: key i is the positive of query i, or
-        queries and keys are the same views."""
-        m, n, _ = self.shape
-        by_default = self.positives is None and m == n
+        """Whether each key's query is known without a list: key i is the positive of query i, if
+        there is one, or queries and keys are the same views."""
         return not self.key_shard and (
-            self.symmetric or self.two_sided or self.bias is not None or by_default
+            self.symmetric or self.two_sided or self.bias is not None or self.positives is None
         )
 
     @property

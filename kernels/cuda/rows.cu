@@ -100,10 +100,11 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
 }
 
 // `any_key_not_finite` becomes NaN if a feature of any of n keys is not finite (all rows that write it
-// write the same). out[row] is NaN if a feature of query `row` is not finite, else 0.
+// write the same). out[row] is NaN if a feature of query `row` is not finite, else marks[row] (null: 0).
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
-                                      double* out, double* any_key_not_finite) {
+                                      const double* marks, double* out,
+                                      double* any_key_not_finite) {
   const bool of_query = warp_row() >= n;
   const i64 row = of_query ? warp_row() - n : warp_row();
   if (of_query && row >= m) return;
@@ -117,7 +118,7 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   }
   const bool bad = __any_sync(ALL_LANES, sum != 0);
   if (threadIdx.x % 32) return;
-  if (of_query) out[row] = bad ? NAN_ : 0;
+  if (of_query) out[row] = bad ? NAN_ : marks ? marks[row] : 0;
   else if (bad) *any_key_not_finite = NAN_;
 }
 
@@ -205,8 +206,9 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
 struct Positives {
   const double* gradient;  // dL/dx at the positive, by query
   const i64* partner;      // [queries] key of each query (-1: none of these); null: the same number
-  const i64* start;        // not null: rows are keys, and partner[start[j] .. start[j + 1]) j's queries
+  const i64 *begin, *end;  // not null: rows are keys, and partner[begin[j] .. end[j]) j's queries
   i64 by_partner;          // rows are keys: gradients go by partner
+  i64 others;              // rows of the other side: a row of a higher number has no partner
   Matrix z;                // the partners' features
   const Real* factor;
   const int* exponent;
@@ -215,10 +217,10 @@ struct Positives {
   template <class T>
   __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
-    const i64 first = start ? start[row] : row, end = start ? start[row + 1] : row + 1;
-    for (i64 s = first; s < end; ++s) {
+    const i64 last = begin ? end[row] : row + 1;
+    for (i64 s = begin ? begin[row] : row; s < last; ++s) {
       const i64 other = partner ? partner[s] : s;
-      if (other < 0) continue;
+      if (other < 0 || other >= others) continue;
       double weight = gradient[by_partner ? other : row];
       if (factor) weight *= own_factor * factor[other];
       T x[LANE_FEATURES];

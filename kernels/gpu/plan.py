@@ -4,7 +4,8 @@ Which kernels run, in what order, on which parts of which arrays depends on shap
 options, not on what arrays hold. So a call is recorded once, with placeholders for the addresses of
 its arrays and for its numbers (device/recorder.py), and every call of the same kind replays the
 recording with its own. Nothing else is kept from call to call, above all no memory of the device.
-It pays where Python would take longer than the device, for batches of some thousand rows.
+It pays where Python would take longer than the device, for batches of some thousand rows: a call of
+many steps (recorder.MAX_STEPS) is not recorded.
 
 A call is about dataclasses that hold arrays. A plan depends on the arrays' shapes, strides and
 dtypes and on fields that cannot hold an array; a number in a field that can (a scale, say) varies.
@@ -26,7 +27,8 @@ from cupy.cuda import driver, runtime
 
 from ..problem import Array
 from .config import Device, precision
-from .device.recorder import Launch, Placeholder, Pointer, Recorder, placeholder_of
+from .device.launches import Queue
+from .device.recorder import Launch, Placeholder, Pointer, Recorder, TooLong, placeholder_of
 from .device.tensor_map import SIZE, tensor_map
 
 ALIGNMENT = 256  # of arrays that a call makes
@@ -40,7 +42,7 @@ Build = Callable[..., dict[str, "Array | None"]]
 
 
 def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
-    """What `build(*parts, queue)` returns, by the plan for parts like these."""
+    """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one."""
     arrays: list[Array] = []
     numbers: list[float] = []
     like = tuple(_describe(part, arrays, numbers) for part in parts)
@@ -49,11 +51,21 @@ def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
     if plan is None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(build, parts, arrays)
-    return plan.run(arrays, numbers)
+        plan = _plans[key] = _recorded(build, parts, arrays)
+    if isinstance(plan, Plan):
+        return plan.run(arrays, numbers)
+    return {name: array for name, array in build(*parts, plan).items() if array is not None}
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+# A queue: for calls that take too long to be recorded
+_plans: dict[tuple[Any, ...], Plan | Queue] = {}
+
+
+def _recorded(build: Build, parts: Sequence[Any], given: Sequence[Array]) -> Plan | Queue:
+    try:
+        return Plan(build, parts, given)
+    except TooLong:
+        return Queue()
 
 
 def forget() -> None:

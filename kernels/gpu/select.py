@@ -15,6 +15,7 @@ from . import fused as gpu_fused
 from . import naive as gpu_naive
 from . import plan as gpu_plan
 from . import recorded
+from .device.arguments import whole_strides
 from .device.launcher import device_properties
 from .tiled.backend import GPU
 
@@ -33,36 +34,29 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         fused = True
     if fused:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
-    if planned(problem, gradients):
+    problem = plain(problem)
+    if planned(problem):
         properties = device_properties(device.id)
-        return Solution(**gpu_plan.call(recorded.solution, properties, wide(problem), gradients))
+        return recorded.solution_of(
+            gpu_plan.call(recorded.solution, properties, problem, gradients)
+        )
     return blocks.solve(problem, GPU(problem, gradients), gradients)
 
 
-def planned(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether a call has a plan: few blocks, and nothing but kernels, products and copies."""
-    m, n, _ = problem.shape
-    # without this the queries of each key are listed, by CuPy's functions
-    known = (
-        problem.paired or problem.no_local_positives or gradients is None or not gradients.want_key
-    )
-    return (
-        m * n <= problem.workspace
-        and known
-        and not (problem.retrieval_ranks or problem.progress)
-        and all(
-            step % array.dtype.itemsize == 0
-            for array in (problem.query, problem.key)
-            for step in array.strides
-        )
-    )
+def planned(problem: Problem) -> bool:
+    """Whether a call may have a plan: whoever wants to see its progress sees it launched."""
+    return problem.progress is None
 
 
-def wide(problem: Problem) -> Problem:
-    """The problem with its numbers on the device in float64, as kernels read them."""
+def plain(problem: Problem) -> Problem:
+    """The problem as kernels read it: numbers on the device in float64, strides whole elements."""
     made = {
         name: value.astype(np.float64)
         for name, value in (("scale", problem.scale), ("bias", problem.bias))
         if isinstance(value, cupy.ndarray) and value.dtype != np.float64
     }
+    query = whole_strides(problem.query)
+    key = query if problem.symmetric else whole_strides(problem.key)
+    if query is not problem.query or key is not problem.key:
+        made |= {"query": query, "key": key}
     return replace(problem, **made) if made else problem

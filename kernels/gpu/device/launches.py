@@ -31,7 +31,7 @@ class Queue:
         return tensor_map(data, *form)
 
     def gemm(self, *arguments: int) -> None:
-        """cublasGemmEx, from its second argument on."""
+        """One product or a batch of them: `cublas.gemm_ex`, from its second argument on."""
         gemm_ex(cupy.cuda.device.get_cublas_handle(), *arguments)
 
     def copy(self, to: Any, source: Any, size: int) -> None:

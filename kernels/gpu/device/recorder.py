@@ -23,8 +23,13 @@ from .tensor_map import SIZE
 
 # Placeholder addresses, which no memory has: of so many arrays, and so many bytes apart
 MAX_ARRAYS, SPACING = 256, 1 << 40
+MAX_STEPS = 256  # of more, the device takes longer than Python takes to ask for them
 FIRST = 0x7FF5 << 48
 GEMM_POINTERS = (6, 9, 13)  # A, B and C among the arguments of `Queue.gemm`
+
+
+class TooLong(Exception):
+    """A call takes more steps, or more arrays, than a recording holds."""
 
 
 class Placeholder(float):
@@ -106,7 +111,8 @@ class Recorder(Queue):
 
     def malloc(self, size: int) -> Any:
         """Memory of a new array: an allocator for CuPy."""
-        assert len(self.sizes) < MAX_ARRAYS
+        if len(self.sizes) == MAX_ARRAYS:
+            raise TooLong
         start = FIRST + len(self.sizes) * SPACING + SPACING // 2  # strides may be negative
         self.sizes.append(size)
         memory = cupy.cuda.UnownedMemory(start, size, None, runtime.getDevice())
@@ -129,7 +135,7 @@ class Recorder(Queue):
             self.parameters.append(8 * len(self.words.values))
             for letter, value in leaves:
                 self._add(letter, value)
-        self.steps.append(Launch(function.ptr, grid, block, shared, first))
+        self._append(Launch(function.ptr, grid, block, shared, first))
 
     def _add(self, letter: str, value: Any) -> None:
         if letter == POINTER:
@@ -168,7 +174,12 @@ class Recorder(Queue):
                 self.arguments.add_pointer(argument)
             else:
                 self.arguments.add(argument & (2**64 - 1))
-        self.steps.append(Step(do, slice(first, len(self.arguments.values))))
+        self._append(Step(do, slice(first, len(self.arguments.values))))
+
+    def _append(self, step: Launch | Step) -> None:
+        if len(self.steps) == MAX_STEPS:
+            raise TooLong
+        self.steps.append(step)
 
 
 def placeholder_of(address: int) -> Pointer:

@@ -68,8 +68,6 @@ class Side:
         self, launcher: Launcher, features: Array, normalize: bool, real: np.dtype[Any]
     ) -> None:
         item = features.dtype.itemsize
-        if any(s % item for s in features.strides):
-            features = cupy.ascontiguousarray(features)
         self.launcher, self.features = launcher, features
         self.factor = self.exponent = None
         self.shift = 0  # address of the power of two that features are divided by; 0: as they are
@@ -120,13 +118,20 @@ class Side:
 
 @dataclass
 class Accumulator:
-    """Unfinished gradients of rows first.., [rows, stride], in the panels' unit. Those of rows
-    before `first` may overlay their destination: `before`."""
+    """Unfinished gradients of rows first.., [rows, stride], in the panels' unit: the sum of
+    `copies` of them, one after another. Those of rows before `first` may overlay their
+    destination: `before`."""
 
     array: Array
     stride: int
     first: int
     before: Accumulator | None = None
+    copies: int = 1
+
+    @property
+    def copy_stride(self) -> int:
+        """Elements from copy to copy."""
+        return int(self.array.size) // self.copies
 
     def pointer(self, row: int) -> int:
         if self.before is not None and row < self.first:
