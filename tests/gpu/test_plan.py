@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import BFLOAT16, MISSING, dtype_of, gpu_only
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from judge import LOSSES
 
 import infonce
@@ -19,6 +21,7 @@ if not MISSING:
     from infonce.kernels.gpu import plan as gpu_plan
     from infonce.kernels.gpu import select as gpu_select
     from infonce.kernels.gpu import shard as gpu_ranks
+    from infonce.kernels.gpu.device import recorder
     from infonce.kernels.gpu.vectors import ElementwiseVectors
 
 PRECISIONS = [
@@ -45,7 +48,8 @@ def results(loss: str, args: list[Any], gradient: bool, **options: Any) -> list[
         return [getattr(infonce, f"{loss}_loss")(*args, **options).get()]
     out = getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
     lse = out.lse if isinstance(out.lse, tuple) else (out.lse,)
-    found = [z for z in (out.loss, *lse, *out.grads) if z is not None]
+    metrics = [] if out.metrics is None else vars(out.metrics).values()
+    found = [z for z in (out.loss, *lse, *out.grads, *metrics) if z is not None]
     return [cupy.asnumpy(array) for array in found]
 
 
@@ -107,14 +111,49 @@ def test_options(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_has_none(loss: str) -> None:
-    """What a plan does not know is computed without one."""
+def test_what_has_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that show their progress, and calls of more steps than a plan records."""
     args = features(loss, 600, 64, np.float32, 0)
-    if loss != "siglip":
-        results(loss, args, True, scale=14.0, method="tiled", metrics=True)
     results(loss, args, True, scale=14.0, method="tiled", progress=lambda *_: None)
-    results(loss, args, True, scale=14.0, method="tiled", workspace=2**18)
     assert not gpu_plan._plans
+    monkeypatch.setattr(recorder, "MAX_STEPS", 40)
+    for _ in range(2):
+        compare(monkeypatch, loss, args, True, scale=14.0, method="tiled", workspace=2**18)
+    assert not any(isinstance(plan, gpu_plan.Plan) for plan in gpu_plan._plans.values())
+    compare(monkeypatch, loss, args, True, scale=14.0, method="tiled")
+    assert sum(isinstance(plan, gpu_plan.Plan) for plan in gpu_plan._plans.values()) == 1
+
+
+@settings(max_examples=60)
+@given(
+    m=st.integers(1, 700), n=st.integers(1, 3000), d=st.integers(1, 300),
+    precision=st.sampled_from(PRECISIONS), labelled=st.sampled_from(["no", "one", "few", "any"]),
+    ids=st.booleans(), wrt=st.sampled_from([None, ("query",), ("key",), ("scale",)]),
+    workspace=st.sampled_from([2**20, 2**22, 2**28]), normalize=st.booleans(),
+    metrics=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_any_rectangle(
+    m: int, n: int, d: int, precision: tuple[str, str], labelled: str, ids: bool, wrt: Any,
+    workspace: int, normalize: bool, metrics: bool, seed: int,
+) -> None:  # fmt: skip
+    """Queries against any number of keys: labels of one key, of few, of any; pairs excluded."""
+    rng = np.random.default_rng(seed)
+    n = n if labelled != "no" else max(m, n)
+    dtype, compute = precision
+    args = [features("nt_xent", rows, d, dtype_of(dtype), seed + i)[0]
+            for i, rows in enumerate((m, n))]  # fmt: skip
+    if labelled != "no":
+        most = {"one": 1, "few": min(n, 3), "any": n}[labelled]
+        args.append(cupy.asarray(rng.integers(0, n, most)[rng.integers(0, most, m)]))
+    options: Any = {"wrt": wrt} if wrt else {}
+    if ids:
+        options["ids"] = tuple(cupy.asarray(rng.integers(0, n, rows)) for rows in (m, n))
+    with pytest.MonkeyPatch.context() as patch:
+        compare(
+            patch, "info_nce", args, True, scale=9.0, precision=compute, method="tiled",
+            workspace=workspace, normalize=normalize, metrics=metrics, **options,
+        )  # fmt: skip
+    assert gpu_plan._plans
 
 
 @pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
@@ -128,8 +167,6 @@ def test_blocks_of_many_ranks(
     real = np.dtype(np.float64 if precision == "fp64" else np.float32)
     sigmoid, pairs = loss == "siglip", loss in ("clip", "nt_xent")
     for own, n in ((True, m), (False, 270)):
-        if own and loss == "info_nce":
-            continue  # keys may be several queries' positives: no plan
         symmetric = own and loss == "nt_xent"
         query = features("nt_xent", m, d, dtype_of(dtype), 1)[0]
         key = query if symmetric else features("nt_xent", n, d, dtype_of(dtype), 2)[0]
@@ -141,7 +178,7 @@ def test_blocks_of_many_ranks(
             no_local_positives=not own,
             compute=precision,
         )  # fmt: skip
-        assert gpu_select.planned(problem, problems.Gradients())
+        assert gpu_select.planned(problem)
 
         def numbers(count: int, low: float = 0.0) -> Any:
             return cupy.asarray(rng.uniform(low, 1, count))
