@@ -1,4 +1,5 @@
-// Work on rows of features: norms, operands, finished gradients. One warp a row, any strides.
+// Work on rows of features: norms, operands, finished gradients. A warp a row, or half of one; any
+// strides.
 //
 // Normalisation, u = z / |z|. Features are brought near unit length by a power of two, which is
 // exact, s = 2^-e z, and the rest is a factor of the logits: u = f s, f = 2^e / |z| in (1, 2]. So
@@ -18,6 +19,10 @@ __device__ __forceinline__ i64 warp_row() {
 
 // Half a warp takes a row of up to so many features: twice as many rows are under way.
 constexpr int HALF_WARP_ROW = 128;
+__device__ __forceinline__ int lanes_of(i64 features) { return features <= HALF_WARP_ROW ? 16 : 32; }
+__device__ __forceinline__ i64 lanes_row(int lanes) {
+  return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
+}
 __device__ __forceinline__ double lanes_sum(double x, int lanes) {
   const u32 these = lanes == 32 ? ALL_LANES : 0xffffu << (threadIdx.x & 16);
   if (lanes == 32) x += __shfl_xor_sync(ALL_LANES, x, 16);
@@ -105,37 +110,40 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
                                       const double* marks, double* out,
                                       double* any_key_not_finite) {
-  const bool of_query = warp_row() >= n;
-  const i64 row = of_query ? warp_row() - n : warp_row();
-  if (of_query && row >= m) return;
+  const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
+  const bool of_query = lanes_row(lanes) >= n;
+  const i64 row = lanes_row(lanes) - (of_query ? n : 0);
+  const bool inside = !of_query || row < m;
   const Matrix& z = of_query ? queries : keys;
   float sum = 0;  // 0 x is NaN for an x that is not finite
-  for (i64 k = threadIdx.x % 32 * LANE_FEATURES; k < d; k += 32 * LANE_FEATURES) {
+  for (i64 k = lane * LANE_FEATURES; inside && k < d; k += lanes * LANE_FEATURES) {
     Real x[LANE_FEATURES];
     get_group(x, z, row, k, d - k);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) sum += (float)(x[i] * 0);
   }
-  const bool bad = __any_sync(ALL_LANES, sum != 0);
-  if (threadIdx.x % 32) return;
+  const u32 of_warp = __ballot_sync(ALL_LANES, sum != 0);
+  const bool bad = lanes == 32 ? of_warp : of_warp >> (threadIdx.x & 16) & 0xffff;
+  if (lane || !inside) return;
   if (of_query) out[row] = bad ? NAN_ : marks ? marks[row] : 0;
   else if (bad) *any_key_not_finite = NAN_;
 }
 
-// The bits of the largest finite size among n rows' features; `found` starts as 0.
+// The bits of the largest finite size among n rows' features; `found` starts as 0. Few warps take many
+// rows each, because all look at `found`.
 extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n, i64 d, u32* found) {
-  const i64 row = warp_row();
-  if (row >= n) return;
+  const int lanes = lanes_of(d);
   u32 largest = 0;  // sizes are in the order of their bits
-  for (i64 k = threadIdx.x % 32 * LANE_FEATURES; k < d; k += 32 * LANE_FEATURES) {
-    float x[LANE_FEATURES];
-    get_group(x, z, row, k, d - k);
+  for (i64 row = lanes_row(lanes); row < n; row += gridDim.x * (i64)ROWS_THREADS / lanes)
+    for (i64 k = threadIdx.x % lanes * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
+      float x[LANE_FEATURES];
+      get_group(x, z, row, k, d - k);
 #pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) {
-      const u32 size = __float_as_uint(fabsf(x[i]));
-      if (size < 0x7f800000) largest = max(largest, size);
+      for (int i = 0; i < LANE_FEATURES; ++i) {
+        const u32 size = __float_as_uint(fabsf(x[i]));
+        if (size < 0x7f800000) largest = max(largest, size);
+      }
     }
-  }
 #pragma unroll
   for (int by = 16; by > 0; by /= 2) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, by));
   if (threadIdx.x % 32 == 0 && largest > *(volatile u32*)found) atomicMax(found, largest);
@@ -160,12 +168,13 @@ extern "C" __global__ void find_shifts(const u32* of_queries, const u32* of_keys
 extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
                                  const int* exponent, const double* shift, char* out, i64 stride,
                                  i64 part) {
-  const i64 row = warp_row();
+  const i64 elements = PARTS > 1 ? part : stride;
+  const int lanes = lanes_of(elements), lane = threadIdx.x % lanes;
+  const i64 row = lanes_row(lanes);
   if (row >= n) return;
   const double by = shift ? 1 / *shift : 1;
 #if PRECISION >= BF16X3  // elements have 16 bits, and eight of them fill 16 bytes
-  const i64 elements = PARTS > 1 ? part : stride;
-  for (i64 k = threadIdx.x % 32 * LANE_FEATURES; k < elements; k += 32 * LANE_FEATURES) {
+  for (i64 k = lane * LANE_FEATURES; k < elements; k += lanes * LANE_FEATURES) {
     double whole[LANE_FEATURES];
     float x[LANE_FEATURES];
     get_group(whole, z, row, k, d - k);
@@ -187,7 +196,7 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
     }
   }
 #else
-  for (i64 k = threadIdx.x % 32; k < stride; k += 32) {
+  for (i64 k = lane; k < elements; k += lanes) {
     const i64 at = row * stride + k;
 #if PRECISION == FP64
     double x = k < d ? z.get(row, k) : 0;
@@ -287,8 +296,8 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const double* unit, i64 unit_step, const double* shift,
                                   double* dots,
                                   const __grid_constant__ Matrix out, i64 add) {
-  const int lanes = d <= HALF_WARP_ROW ? 16 : 32, lane = threadIdx.x % lanes;
-  const i64 of_these = (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
+  const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
+  const i64 of_these = lanes_row(lanes);
   if (of_these >= n) return;
   const Real* sum = acc + of_these * acc_stride;
   const i64 row = first + of_these;

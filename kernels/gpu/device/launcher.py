@@ -13,6 +13,7 @@ from . import compiler
 from .launches import Queue
 from .signatures import signature
 
+HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cu
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 
 
@@ -44,9 +45,16 @@ class Launcher:
         )
         self.queue.launch(function, signature(file, kernel), grid, block, shared, arguments)
 
-    def rows(self, kernel: str, rows: int, /, **arguments: Any) -> None:
-        """A kernel of rows.cu: one warp a row."""
-        self.launch("rows.cu", kernel, -(-rows // 8), 256, arguments)
+    def rows(
+        self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,
+        **arguments: Any,
+    ) -> None:  # fmt: skip
+        """A kernel of rows.cu, in `most` blocks at most: one warp a row, or half of one where
+        `features` are few."""
+        rows_of_block = 16 if features is not None and features <= HALF_WARP_ROW else 8
+        blocks = -(-rows // rows_of_block)
+        blocks = blocks if most is None else min(blocks, most)
+        self.launch("rows.cu", kernel, blocks, 256, arguments)
 
     def vectors(self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any) -> None:
         """A kernel of vectors.cu: so many threads an element."""

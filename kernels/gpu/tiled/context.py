@@ -108,6 +108,8 @@ class Context:
             problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric
         )
         self.scratch = Scratch(size)
+        # rows that lie staged at an address of the scratch, in a fold's layout: its buffers' rows
+        self.staged: dict[tuple[int, int], dict[int, slice]] = {}
 
     @cached_property
     def logit_scale(self) -> Fields:
@@ -129,8 +131,9 @@ class Context:
         for side in scaled:
             (n, d), of = side.features.shape, sides.index(side)
             self.launcher.rows(
-                "find_largest", n, z=matrix(side.features), n=n, d=d, found=address(largest, of)
-            )
+                "find_largest", n, d, most=8 * self.properties.multiprocessors,
+                z=matrix(side.features), n=n, d=d, found=address(largest, of),
+            )  # fmt: skip
             side.shift = address(self.shifts, of)
         of_keys = address(largest, len(sides) - 1)
         self.launcher.launch(
@@ -169,7 +172,7 @@ class Context:
         else:
             queries, out = self.query.features, cupy.empty(m) if out is None else out
         self.launcher.rows(
-            "not_finite", n + m, keys=matrix(self.key.features), n=n, queries=matrix(queries), m=m,
-            d=d, marks=problem.marks, out=out, any_key_not_finite=any_key,
+            "not_finite", n + m, d, keys=matrix(self.key.features), n=n, queries=matrix(queries),
+            m=m, d=d, marks=problem.marks, out=out, any_key_not_finite=any_key,
         )  # fmt: skip
         return out

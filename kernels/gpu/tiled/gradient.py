@@ -36,7 +36,6 @@ PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # It gets back 27, about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the
 # ratio of the two.
 LONG_SUM_FACTOR = 1.4
-HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cu
 NO_PANEL: Fields = {"data": 0, "stride": 0, "part": 0}
 # struct FactorSources: a vector for each field of the epilogue
 SOURCES = tuple(field.name for field in fields(SoftmaxGradient))
@@ -221,9 +220,8 @@ class GradientFold(Fold):
             self.launcher.vectors(
                 "add_copies", acc.copy_stride, sums=acc.array, n=acc.copy_stride, copies=acc.copies
             )
-        warps = -(-n // 2) if d <= HALF_WARP_ROW else n
         self.launcher.rows(
-            "finish", warps, acc=acc.pointer(rows.start), acc_stride=acc.stride, first=rows.start,
+            "finish", n, d, acc=acc.pointer(rows.start), acc_stride=acc.stride, first=rows.start,
             n=n, d=d, z=matrix(side.features), factor=side.factor, exponent=side.exponent,
             positives={
                 "gradient": self.positive_gradient, **partners, "others": len(other.features),

@@ -97,19 +97,21 @@ class Side:
         size = rows * self.padded * config.OPERAND_BYTES[self.launcher.precision]
         return scratch.take((size,))
 
-    def block(self, rows: slice, buffer: Array | None) -> Operand:
-        """Rows `rows`, in place or staged into `buffer`."""
+    def block(self, rows: slice, buffer: Array | None, staged: dict[int, slice]) -> Operand:
+        """Rows `rows`, in place or staged into `buffer`: unless `staged` says that it has them."""
         n, factor = rows.stop - rows.start, address(self.factor, rows.start)
         if buffer is None:
             stride = self.features.strides[0] // self.features.dtype.itemsize
             return Operand(address(self.features, rows.start), stride, 0, n, factor)
         parts = config.OPERAND_PARTS.get(self.launcher.precision, 1)
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
-        self.launcher.rows(
-            "stage", n, z=matrix(self.features, rows.start), n=n, d=self.features.shape[1],
-            exponent=address(self.exponent, rows.start), shift=self.shift, out=buffer,
-            stride=stride, part=part,
-        )  # fmt: skip
+        if staged.get(buffer.data.ptr) != rows:
+            staged[buffer.data.ptr] = rows
+            self.launcher.rows(
+                "stage", n, self.padded, z=matrix(self.features, rows.start), n=n,
+                d=self.features.shape[1], exponent=address(self.exponent, rows.start),
+                shift=self.shift, out=buffer, stride=stride, part=part,
+            )  # fmt: skip
         return Operand(buffer.data.ptr, stride, part, n, factor)
 
 
