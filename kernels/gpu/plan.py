@@ -14,6 +14,7 @@ dtypes and on fields that cannot hold an array; a number in a field that can (a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -25,7 +26,7 @@ import cupy
 import numpy as np
 from cupy.cuda import driver, runtime
 
-from ..problem import Array
+from ..problem import Array, Progress
 from .config import Device, precision
 from .device.launches import Queue
 from .device.recorder import Launch, Placeholder, Pointer, Recorder, TooLong, placeholder_of
@@ -55,6 +56,20 @@ def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
     if isinstance(plan, Plan):
         return plan.run(arrays, numbers)
     return {name: array for name, array in build(*parts, plan).items() if array is not None}
+
+
+def compile_kernels(build: Build, progress: Progress | None, *parts: Any) -> None:
+    """All kernels that `build(*parts, queue)` launches, side by side."""
+    arrays: list[Array] = []
+    for part in parts:
+        _describe(part, arrays, [])
+    recorder = Recorder()
+    with suppress(TooLong):
+        _record(recorder, build, parts, arrays)
+    for done, kernel in enumerate(recorder.compiling, 1):
+        kernel()
+        if progress is not None:
+            progress("compiling kernels", done, len(recorder.compiling))
 
 
 # A queue: for calls that take too long to be recorded
@@ -126,6 +141,16 @@ def _with_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Pla
     return part
 
 
+def _record(
+    recorder: Recorder, build: Build, parts: Sequence[Any], given: Sequence[Array]
+) -> dict[str, Array | None]:
+    """What `build` makes, all at placeholder addresses; `given` are the arrays of its parts."""
+    stand_ins = iter([recorder.stand_in(array) for array in given])
+    numbers = (Placeholder(i) for i in range(2**30))
+    with cupy.cuda.using_allocator(recorder.malloc):
+        return build(*(_with_placeholders(p, stand_ins, numbers) for p in parts), recorder)
+
+
 @dataclass(frozen=True)
 class _Result:
     """An array that a call returns, in memory that it makes."""
@@ -149,10 +174,7 @@ class Plan:
 
     def __init__(self, build: Build, parts: Sequence[Any], given: Sequence[Array]) -> None:
         recorder = Recorder()
-        stand_ins = iter([recorder.stand_in(array) for array in given])
-        numbers = (Placeholder(i) for i in range(2**30))
-        with cupy.cuda.using_allocator(recorder.malloc):
-            made = build(*(_with_placeholders(p, stand_ins, numbers) for p in parts), recorder)
+        made = _record(recorder, build, parts, given)
         self.results = {
             name: _Result(placeholder_of(z.data.ptr), z.shape, z.dtype, z.strides)
             for name, z in made.items()
@@ -160,6 +182,9 @@ class Plan:
         }
         self._place_memory(recorder.sizes, len(given))
 
+        self.functions = [
+            step.function().ptr if isinstance(step, Launch) else None for step in recorder.steps
+        ]
         self.steps, self.arrays = recorder.steps, len(recorder.sizes)
         self.parameters = np.array(recorder.parameters, np.int64)
         launches, others = recorder.words, recorder.arguments
@@ -231,11 +256,11 @@ class Plan:
         parameters = self.parameters + words.__array_interface__["data"][0]
         first = parameters.__array_interface__["data"][0]
         calls: list[Any] = []
-        for step in self.steps:
+        for step, function in zip(self.steps, self.functions, strict=True):
             if isinstance(step, Launch):
                 shape = step.grid, 1, 1, step.block, 1, 1, step.shared
                 at = first + 8 * step.first
-                calls.append((driver.launchKernel, (step.function, *shape, stream, at, 0)))
+                calls.append((driver.launchKernel, (function, *shape, stream, at, 0)))
             else:
                 calls.append((step.do, (stream, *others[step.arguments])))
         return _Arguments(calls, (words, parameters))

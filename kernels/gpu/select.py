@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import cupy
 import numpy as np
@@ -40,7 +41,24 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients)
         )
+    _compile_kernels(problem, gradients)
     return blocks.solve(problem, GPU(problem, gradients), gradients)
+
+
+_compiled: set[tuple[Any, ...]] = set()  # kinds of calls without a plan
+
+
+def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
+    """Of a first call of its kind: side by side, as calls with a plan have theirs compiled."""
+    kind = (
+        problem.query.device.id, *problem.shape, problem.query.dtype, problem.key.dtype,
+        problem.compute, problem.symmetric, problem.two_sided, problem.bias is None,
+        problem.normalize, problem.query_ids is None, problem.retrieval_ranks, gradients is None,
+    )  # fmt: skip
+    if kind not in _compiled:
+        _compiled.add(kind)
+        silent = problems.fast_replace(problem, progress=None)
+        gpu_plan.compile_kernels(recorded.solution, problem.progress, silent, gradients)
 
 
 def planned(problem: Problem) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import cupy
 from cupy.cuda import runtime
 
 from ...problem import Array
+from . import compiler
 from .cublas import gemm_ex
 from .launches import Queue
 from .signatures import POINTER, TENSOR_MAP, Signature
@@ -53,7 +55,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    function: int
+    function: Callable[[], Any]  # the kernel, once it is compiled
     grid: int
     block: int
     shared: int
@@ -101,6 +103,7 @@ class Words:
 class Recorder(Queue):
     def __init__(self) -> None:
         self.sizes: list[int] = []  # bytes of the call's arrays
+        self.compiling: list[Callable[[], Any]] = []  # one kernel of each file
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
         self.parameters: list[int] = []  # where each begins, in bytes
@@ -126,6 +129,13 @@ class Recorder(Queue):
 
     # -- what is recorded
 
+    def function(self, device: Any, file: str, name: str, shared: int, **defines: Any) -> Any:
+        """What waits for the kernel, which is compiled while more is recorded."""
+        kernel = partial(compiler.function, device, file, name, shared, **defines)
+        if compiler.start(device, file, **defines):
+            self.compiling.append(kernel)
+        return kernel
+
     def launch(
         self, function: Any, signature: Signature, grid: int, block: int, shared: int,
         arguments: Mapping[str, Any],
@@ -135,7 +145,7 @@ class Recorder(Queue):
             self.parameters.append(8 * len(self.words.values))
             for letter, value in leaves:
                 self._add(letter, value)
-        self._append(Launch(function.ptr, grid, block, shared, first))
+        self._append(Launch(function, grid, block, shared, first))
 
     def _add(self, letter: str, value: Any) -> None:
         if letter == POINTER:
