@@ -2,7 +2,9 @@
 
 import os
 import re
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from gpu_problems import DEVICES
@@ -238,6 +240,36 @@ def test_errors_name_file_and_line(tmp_path, monkeypatch) -> None:  # type: igno
         compiler.compile_for("outer.cu", {}, "sm_80")
     assert "inner.cuh(3)" in str(error.value)
     assert "outer.cu(4)" in str(error.value)
+
+
+class Card:
+    id, compute_capability = 0, "90"
+
+
+def test_files_of_a_call_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither file is done before both have begun, each once; an error reaches who waits."""
+    started: dict[tuple[Any, ...], Any] = {}
+    monkeypatch.setattr(compiler, "_started", started)
+    both = threading.Barrier(2, timeout=30)
+
+    def cubin(file: str, defines: Any, arch: str) -> bytes:
+        if file == "broken.cu":
+            raise RuntimeError("broken.cu does not compile")
+        both.wait()
+        return f"{file} {defines} {arch}".encode()
+
+    monkeypatch.setattr(compiler, "cubin", cubin)
+    files = ["rows.cu", "finish.cu"]
+    assert [compiler.start(Card, file, PRECISION="BF16") for file in (*files, *files)] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert [future.result() for future in started.values()] == [
+        f"{file} {{'PRECISION': 'BF16'}} sm_90a".encode() for file in files
+    ]
+    assert compiler.start(Card, "broken.cu")
+    with pytest.raises(RuntimeError, match=r"broken\.cu does not compile"):
+        compiler.function(Card, "broken.cu", "kernel")
+    assert len(started) == len(files)  # who asks again, compiles again
 
 
 def test_headers_are_part_of_the_source() -> None:

@@ -14,7 +14,7 @@ from cupy.cuda import runtime
 from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.gpu import config, plan, recorded
+from infonce.kernels.gpu import config, fused, plan, recorded
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import context
 from infonce.kernels.problem import Gradients, Problem
@@ -136,6 +136,23 @@ def test_calls_of_many_steps_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plan, "_plans", {})
     for _ in range(2):
         assert plan.call(build, DEVICES["sm_90a"]) == {"asked": 1}
+
+
+def test_one_launch_for_small_batches_without_a_long_side() -> None:
+    """A block meets all rows of the other side: 64 x 16384 took four times as long as by a plan."""
+    cases = {
+        "bf16": [(512, 512, 512, True), (512, 2048, 512, True), (128, 8192, 128, False),
+                 (256, 4096, 256, False), (64, 16384, 512, False), (2048, 2048, 64, False)],
+        "fp32": [(2048, 2048, 64, True), (256, 4096, 128, True), (64, 16384, 512, False),
+                 (1024, 1024, 1024, False)],
+    }  # fmt: skip
+    for precision, of in cases.items():
+        for m, n, d, pays in of:
+            into = recorder.Recorder()
+            query, key = (cupy.ndarray((rows, d), DTYPES[precision], into.malloc(16))
+                          for rows in (m, n))  # fmt: skip
+            problem = Problem(query, key, 14.0, 1 / m, compute=precision)
+            assert fused.pays(problem) == pays, (precision, m, n, d)
 
 
 @given(

@@ -30,8 +30,6 @@ def gemm_ex(handle: int, *arguments: int) -> None:
     """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`. Four
     more make it cublasGemmStridedBatchedEx: the elements from product to product of A, of B and of
     C, and how many products there are."""
-    from cupy.cuda import cublas
-
     name, types = "gemmEx", ONE
     if len(arguments) > len(ONE):
         name, types = "gemmStridedBatchedEx", BATCH
@@ -39,7 +37,7 @@ def gemm_ex(handle: int, *arguments: int) -> None:
         arguments = (*one[:9], of_a, *one[9:12], of_b, *one[12:16], of_c, count, *one[16:])
     stream = cupy.cuda.get_current_stream()
     if not stream.is_capturing():
-        getattr(cublas, name)(handle, *arguments)
+        getattr(cupy.cuda.cublas, name)(handle, *arguments)
         return
     library = _library()
     workspace = cupy.empty(WORKSPACE, np.uint8)  # cuBLAS's own must not be part of a graph
