@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from infonce.kernels.gpu import config, fused, plan, recorded
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import context
-from infonce.kernels.problem import Gradients, Problem
+from infonce.kernels.gpu.tiled.backend import GPU
+from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, slices
 
 pytestmark = pytest.mark.extras
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16x3": "float32",
@@ -65,6 +66,10 @@ def record(
     for array_made in made.values():
         if array_made is not None:
             recorder.placeholder_of(array_made.data.ptr)
+    return kernels(into)
+
+
+def kernels(into: recorder.Recorder) -> Counter[str]:
     return Counter(
         step.function.args[2] if isinstance(step, recorder.Launch) else step.do.__name__
         for step in into.steps
@@ -108,6 +113,22 @@ def test_rows_are_staged_once() -> None:
     assert record(512, 4096, 384, "fp32", normalize=True, labels=True)["stage"] == 2
     assert record(512, 4096, 384, "fp32", workspace=2**23)["stage"] > 4  # other blocks
     assert not record(512, 4096, 384, "bf16")["stage"]
+
+
+def test_what_other_blocks_overwrite_is_staged_again() -> None:
+    """A fold of blocks of other sizes lies between two folds of the same blocks."""
+    m, n, d = 512, 4096, 384
+    into = recorder.Recorder()
+    with cupy.cuda.using_allocator(into.malloc):
+        query, key, dq, dk = (cupy.empty((rows, d), np.float32) for rows in (m, n, m, n))
+        problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute="fp32")
+        gradients = Gradients(dq, dk, cupy.empty(m))
+        epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
+        gpu = GPU(problem, gradients, queue=into)
+        for step, staged in ((m, 2), (m, 2), (m // 2, 5), (m, 7)):
+            grid = Grid(slices(m, step), slices(n, n))
+            gpu.fold(problem, grid, epilogue, gradients)
+            assert kernels(into)["stage"] == staged
 
 
 def test_sums_of_few_queries_are_batched() -> None:
