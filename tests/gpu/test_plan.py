@@ -19,7 +19,7 @@ if not MISSING:
     import cupy
     from infonce.kernels.gpu import plan as gpu_plan
     from infonce.kernels.gpu import select as gpu_select
-    from infonce.kernels.gpu.device import recorder
+    from infonce.kernels.gpu.device import compiler, recorder
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +99,17 @@ def test_options(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that show their progress, and calls of more steps than a plan records."""
     args = features(loss, 600, 64, np.float32, 0)
-    results(loss, args, True, scale=14.0, method="tiled", progress=lambda *_: None)
+    told: list[str] = []
+    monkeypatch.setattr(gpu_select, "_compiled", set())
+    for known in ("_modules", "_functions", "_started"):
+        monkeypatch.setattr(compiler, known, {})
+    for _ in range(2):
+        results(
+            loss, args, True, scale=14.0, method="tiled", progress=lambda *of: told.append(of[0])
+        )
     assert not gpu_plan._plans
+    assert told[0] == "compiling kernels"  # side by side, before anything runs, and only once
+    assert told.count("compiling kernels") == len(compiler._modules)
     monkeypatch.setattr(recorder, "MAX_STEPS", 40)
     for _ in range(2):
         compare(monkeypatch, loss, args, True, scale=14.0, method="tiled", workspace=2**18)

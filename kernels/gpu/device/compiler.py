@@ -130,9 +130,11 @@ def start(device: Any, file: str, **defines: int | str) -> bool:
     if key in _modules or _started.setdefault(key, future) is not future:
         return False
 
+    arch = architecture(device.compute_capability)
+
     def compile_it() -> None:
         try:
-            future.set_result(cubin(file, defines, architecture(device.compute_capability)))
+            future.set_result(cubin(file, defines, arch))
         except BaseException as error:  # for the thread that waits
             future.set_exception(error)
 
