@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cupy
 import numpy as np
 
@@ -97,7 +95,8 @@ class TiledVectors(ElementwiseVectors):
             upstream = same = cupy.empty(m)
         spelling = {"positives": by_rule, "upstream": same, "value": value,
                     "symmetric": problem.symmetric}  # fmt: skip
-        return replace(problem, positives=positives, upstream=upstream), spelling
+        spelled = problems.fast_replace(problem, positives=positives, upstream=upstream)
+        return spelled, spelling
 
     def dots(self, n: int) -> Array:
         return cupy.empty(n)  # all are written when gradients are finished
