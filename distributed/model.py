@@ -21,10 +21,10 @@ from typing import Any
 
 import click
 import numpy as np
+from infonce.kernels.problem import WORKSPACE
 from rich.table import Table
 
 from infonce.cli import common
-from infonce.spec import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class Step:
 NVLINK = Link(20e-6, 300e9)  # large messages
 ITEM, DK = 2, 4  # bytes of a feature, and of dK's elements
 VECTORS = 300  # bytes a row in vectors: sums, log-sum-exps, factors, positives
-WORKSPACE = DEFAULTS["workspace"]
 
 
 def transfer_bytes(rows: float, dim: int) -> tuple[float, float]:

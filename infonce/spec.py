@@ -23,7 +23,7 @@ class LossOptions(TypedDict, total=False):
     reduction: Reduction
     method: Method
     precision: Precision
-    workspace: int
+    workspace: int | None
     offload: bool
     check_finite: bool
     progress: Callable[[str, int, int], None] | None
@@ -108,10 +108,12 @@ OPTIONS: dict[str, Option] = {
         compiled=True,
     ),
     "workspace": Option(
-        256 * 2**20,
+        None,
         "int, default 256 MiB",
         """Ceiling on temporary memory in bytes, for "fused" and "tiled". ValueError, with the least
-        that will do, where it would cut the M x N logits into more than 4 sqrt(M N) blocks.""",
+        that will do, where it would cut the M x N logits into more than 4 sqrt(M N) blocks. By
+        default "tiled" on a GPU takes up to five times the bytes of features and gradients if that
+        saves a product: of wide rows, exponentials of all logits are kept from fold to fold.""",
         compiled=True,
     ),
     "offload": Option(

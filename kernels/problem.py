@@ -17,6 +17,7 @@ T = TypeVar("T")
 Array = Any  # a NumPy or CuPy array
 Progress = Callable[[str, int, int], None]  # (phase, blocks done, blocks in all)
 
+WORKSPACE = 256 * 2**20  # bytes, where the caller gives none
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # The range of scales in float32 and float64. Above it, rounding alone changes the logits of unit
@@ -55,9 +56,10 @@ class Problem:
     normalize: bool = False
     compute: str = "fp32"  # precision of products and exponentials
     method: str = "auto"
-    workspace: int = 256 * 2**20  # bytes
+    workspace: int = WORKSPACE  # bytes
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
+    workspace_given: bool = True  # by the caller, who gets no more than that
     marks: Array = None  # [M] float64 added to losses: NaN for rows whose label is out of range
 
     @property

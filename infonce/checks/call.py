@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import gpu_missing, namespace, native, on_gpu
-from ..kernels.problem import Array, Gradients, Problem
+from ..kernels.problem import WORKSPACE, Array, Gradients, Problem
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import validation
 
@@ -59,7 +59,7 @@ class _StaticChecks:
     normalize: bool
     method: str
     compute: str
-    workspace: int
+    workspace: int | None  # None: not given
     check_finite: bool
     wrt: frozenset[str]
     new: dict[str, tuple[Any, Any]]  # shape and dtype of each feature gradient
@@ -127,7 +127,8 @@ def check(
         query, key, scale, upstream, positives, None if reduction == "none" else static.row_share,
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
         row_ids, column_ids, static.normalize, static.compute, static.method,
-        static.workspace, static.metrics, progress, marks,
+        static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
+        marks,
     )  # fmt: skip
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}

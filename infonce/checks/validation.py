@@ -69,7 +69,9 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
-def workspace(value: Any) -> int:
+def workspace(value: Any) -> int | None:
+    if value is None:
+        return None
     if not is_integer(value):
         raise TypeError(f"workspace: expected an integer number of bytes, got {what(value)}")
     if value <= 0:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .. import losses, spec
 from ..kernels.gpu.device import compiler
+from ..kernels.problem import WORKSPACE
 from . import machine
 from .common import human, progress_bar, stdout, to_json
 
@@ -28,7 +29,7 @@ OPTIONAL = {  # library -> the extra that brings it
 }
 WIDTHS = (128, 256, 384, 512, 768, 1024)
 SMALL_ROWS, LARGE_ROWS = 64, 8192
-COMPILE_WORKSPACE = 64 * 2**20  # of each call that compiles
+MOST_AT_ONCE = 8  # calls that compile: each takes a workspace
 
 
 @click.command()
@@ -55,7 +56,7 @@ def info(as_json: bool, compiles: bool) -> None:
         "optional": _optional(),
         "cuda_libraries": libraries,
         "transports": _transports(on_gpu),
-        "workspace_bytes": spec.DEFAULTS["workspace"],
+        "workspace_bytes": WORKSPACE,
         "compiled_code": _cache(),
         "compiled_kernels": str(compiler.cache_directory()),
         "compile_seconds": _compile_seconds() if can_compile and compiles else {},
@@ -160,7 +161,7 @@ def _compile_seconds() -> dict[str, float]:
             z = cupy.ones((rows, width), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
             features = [z] if loss.symmetric else [z, z.copy()]
             function = getattr(losses, f"{loss.name}_loss_and_grad")
-            function(*features, scale=1.0, workspace=COMPILE_WORKSPACE)
+            function(*features, scale=1.0)
 
     run_all(call, common_calls(int(device.compute_capability) >= 80))
     return {
@@ -170,8 +171,9 @@ def _compile_seconds() -> dict[str, float]:
 
 
 def run_all(call: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
-    """Each call in one of as many threads as there are processors; their number is shown."""
-    with progress_bar() as progress, ThreadPoolExecutor(os.cpu_count()) as threads:
+    """Some calls at once, each in a thread of its own; how many are done is shown."""
+    at_once = min(MOST_AT_ONCE, os.cpu_count() or 1)
+    with progress_bar() as progress, ThreadPoolExecutor(at_once) as threads:
         running = [threads.submit(call, *arguments) for arguments in calls]
         for done, future in enumerate(as_completed(running), 1):
             future.result()

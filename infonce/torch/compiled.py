@@ -13,7 +13,8 @@ from ..spec import COMPILED, DEFAULTS, LOSSES, Loss
 from .autograd import evaluate, transformed, wanted_of
 
 WIDEST = "fp64"  # range of scales, until the call itself knows its precision
-TYPES = {bool: "bool", str: "str", int: "int", float: "float"}  # Python's, in an operator's schema
+# Python's, in an operator's schema; the default None is that of a number of bytes
+TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
 SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
 SCHEMA = (
     "(str kind, Tensor query, Tensor? key, Tensor? labels, Tensor scale, Tensor? bias, "

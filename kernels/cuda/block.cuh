@@ -60,3 +60,10 @@ struct GradientPanel {
   i64 stride;     // elements, a multiple of 8
   i64 part;       // elements of a row that belong to one part (bf16x3, fp16x3)
 };
+
+// Numbers a row and a column, from which gradient panels are computed: tiled/gradient.cu.
+struct Factors {
+  const Real *row_reference, *a, *u;   // [rows]
+  const Real *column_reference, *v;    // [columns]
+  const i64* shared;
+};

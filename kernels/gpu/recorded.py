@@ -18,7 +18,8 @@ from .tiled.backend import GPU
 def solution(
     problem: Problem, gradients: Gradients | None, queue: Queue
 ) -> dict[str, Array | None]:
-    found = blocks.solve(problem, GPU(problem, gradients, queue=queue), gradients)
+    gpu = GPU(problem, gradients, queue=queue, both_folds=True)
+    found = blocks.solve(problem, gpu, gradients)
     made = {
         "losses": found.losses if found.loss is None else None, "loss": found.loss,
         "row_lse": found.row_lse, "column_lse": found.column_lse,

@@ -42,7 +42,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             gpu_plan.call(recorded.solution, properties, problem, gradients)
         )
     _compile_kernels(problem, gradients)
-    return blocks.solve(problem, GPU(problem, gradients), gradients)
+    return blocks.solve(problem, GPU(problem, gradients, both_folds=True), gradients)
 
 
 _compiled: set[tuple[Any, ...]] = set()  # kinds of calls without a plan

@@ -115,12 +115,12 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], extras)
         assert sweep is not None
         panel = name != "lse"
-        assert sweep.stages(panel) >= 3
-        assert sweep.shared(panel) <= DEVICES["sm_90a"].shared_memory
+        assert sweep.stages(panel, not panel) >= 3
+        assert sweep.shared(panel, not panel) <= DEVICES["sm_90a"].shared_memory
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
-            "STAGES": sweep.stages(panel), "CLUSTERED": int(sweep.clustered),
-            "SHARED": sweep.shared(panel), "IDS": int(extras), "FACTORS": int(extras),
+            "STAGES": sweep.stages(panel, not panel), "WIDE": int(sweep.wide),
+            "SHARED": sweep.shared(panel, not panel), "IDS": int(extras), "FACTORS": int(extras),
             **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
@@ -128,6 +128,26 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]
         assert "serialized" not in log  # products that wait for each other
         assert spilled(log) <= (SPILLS_EXTRAS if extras else budget), (defines, log)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("columns", [0, 1])
+def test_kept_exponentials(columns: int, extras: bool) -> None:
+    """The log-sum-exp sweep that stores them, and the kernel that makes a gradient of them."""
+    sweep = config.sweep_for("bf16", 2304, DEVICES["sm_90a"], extras)
+    assert sweep is not None
+    defines = {
+        "PRECISION": "BF16", **config.defines(sweep, True, True), "IDS": int(extras),
+        "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "KEEP": 1,
+    }  # fmt: skip
+    options = ("--ptxas-options=-v",)
+    log = compiler.compile_for("sm90/sweep_lse.cu", defines, "sm_90a", options)[1]
+    assert "serialized" not in log
+    assert spilled(log) <= SWEEPS["lse"][1], (defines, log)
+    defines = {"PRECISION": "BF16", "COLUMNS": columns}
+    log = compiler.compile_for("sm90/kept_gradient.cu", defines, "sm_90a", options)[1]
+    assert spilled(log) == 0
 
 
 @needs_nvrtc
@@ -141,13 +161,13 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
         config.sweep_for(precision, width, device, extras), precision, 10**5
     )
     assert sweep is not None
-    assert sweep.stages(True) % sweep.k_slices == 0
-    assert sweep.shared(True) <= device.shared_memory
+    assert sweep.stages(True, False) % sweep.k_slices == 0
+    assert sweep.shared(True, False) <= device.shared_memory
     for columns in (0, 1):
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
-            "STAGES": sweep.stages(True), "CLUSTERED": 0, "IN_REGISTERS": 1,
-            "SHARED": sweep.shared(True), "IDS": int(extras), "FACTORS": int(extras),
+            "STAGES": sweep.stages(True, False), "WIDE": 0, "IN_REGISTERS": 1,
+            "SHARED": sweep.shared(True, False), "IDS": int(extras), "FACTORS": int(extras),
             "COLUMNS": columns,
         }  # fmt: skip
         options = ("--ptxas-options=-v",)

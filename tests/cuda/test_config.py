@@ -34,8 +34,19 @@ def test_sweeps_are_for_hopper() -> None:
     assert config.sweep_for("bf16", 1024, DEVICES["sm_80"], False) is None
     assert config.sweep_for("bf16", 1024, DEVICES["sm_100"], False) is None
     assert config.sweep_for("fp32", 1024, device, False) is None
-    assert config.sweep_for("bf16", 2049, device, False) is None
-    assert config.sweep_for("bf16x3", 1025, device, False) is None
+
+
+def test_schedules_by_width() -> None:
+    """Rows of more than eight K-slices, all parts of them, do not stay in shared memory."""
+    device = DEVICES["sm_90a"]
+    for precision, width, schedule in [
+        ("bf16", 1024, "RESIDENT"), ("bf16", 1025, "WIDE"), ("fp16", 1025, "WIDE"),
+        ("bf16x3", 512, "RESIDENT"), ("bf16x3", 513, "WIDE"), ("bf16", 10**5, "WIDE"),
+        ("fp16x3", 2, "STREAMED"), ("fp16x3", 10**5, "STREAMED"),
+    ]:  # fmt: skip
+        sweep = config.sweep_for(precision, width, device, False)
+        assert sweep is not None
+        assert sweep.schedule.name == schedule
 
 
 @pytest.mark.parametrize(("precision", "by"), [("fp32", "fp16x3"), ("tf32", "fp16")])
@@ -80,11 +91,12 @@ def test_segments_keep_all_workers_busy(width: int, triangle: bool) -> None:
     assert sweep is not None
     for n in (1, 128, 129, 2048, 8192, 32768, 65536, 10**6):
         segments = sweep.segments(n, n, triangle)
-        tiles = -(-n // 128)
+        tiles = -(-n // sweep.block_n)
         meetings = tiles // 2 + tiles % 2 if triangle else tiles
         assert 1 <= segments <= meetings
         assert segments <= sweep.max_segments(n, n)
-        assert 2 * sweep.max_segments(n, n) * n <= sweep.row_sums(n, n)
+        slots = sweep.segment_slots * sweep.max_segments(n, n)
+        assert slots * n <= sweep.row_sums(n, n)
         assert sweep.column_slots(n, n, triangle) * n <= sweep.column_sums(n, n)
         if n >= 8192:  # at least nine tenths of the workers' time are of use
             rounds = -(-tiles * segments // sweep.workers)

@@ -85,7 +85,7 @@ class HostQueue(Queue):
             low = LOW_UNITS.get("fp16x3", 1.0) if self.precision == "fp32" else 1.0
             data, stride, part = (a["panel"][name] for name in ("data", "stride", "part"))
             block = self.p[top : top + q, left : left + k]
-            self.split(data.data.ptr, block, stride, part * (part != stride), low)
+            self.split(data, block, stride, part * (part != stride), low)
         elif function == "add_copies":
             sums = host(a["sums"].data.ptr, a["copies"], a["n"], a["n"], np.float32)
             sums[0] = sums.sum(0)

@@ -137,9 +137,7 @@ def test_one_pass_with_some_panels_swept_twice(
     d: int, workers: int, blocks_swept: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block of threads has many panels, and skips those that were good."""
-    monkeypatch.setattr(
-        config.Sweep, "blocks", lambda self, *_: workers * (2 if self.clustered else 1)
-    )
+    monkeypatch.setattr(config.Sweep, "blocks", lambda self, *_: workers * self.cluster)
     n = 1500
     text, image = pairs("partly aligned", n, n, d, np.float64, 0)
     for panel in (1, 4, 5, 11):

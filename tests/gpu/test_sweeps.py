@@ -42,9 +42,12 @@ SWEEPS = [
 @pytest.mark.parametrize(("dtype", "precision"), SWEEPS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_widths(loss: str, dtype: str, precision: str) -> None:
-    """Rows of one K-slice and of many; query panels of one block and of a cluster."""
-    for i, d in enumerate((63, 64, 65, 192, 256, 264, 509, 512, 513, 768, 1024, 1025)):
-        args = arguments(loss, *pairs(KINDS[i % 3], 300, 300, d, dtype_of(dtype), i))
+    """Rows of one K-slice and of many; query panels of one block and of a cluster, whose tiles have
+    256 rows and columns."""
+    widths = (63, 64, 65, 192, 256, 264, 509, 512, 513, 768, 1024, 1025, 1152, 2056)
+    for i, d in enumerate(widths):
+        n = 300 if d < 500 else (127, 129, 255, 256, 257, 384, 385, 513)[i % 8]
+        args = arguments(loss, *pairs(KINDS[i % 3], n, n, d, dtype_of(dtype), i))
         ref = judged(loss, args, scale=20.0)
         check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
 
@@ -193,13 +196,15 @@ def test_more_tiles_than_lanes_remember(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("portable", [False, True])
-def test_logits_far_apart(loss: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("portable", "d"), [(False, 64), (False, 600), (True, 64)])
+def test_logits_far_apart(
+    loss: str, portable: bool, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tile's rows or columns lie hundreds of powers of 2 from those of the tile before, from each
     other's, and from what was expected of them."""
     monkeypatch.setattr(config.precision, "PORTABLE", portable)
     rng = np.random.default_rng(0)
-    n, d = 900, 64
+    n = 900
     for kind in ("rising", "one high", "lengths"):
         image, text = pairs("random", n, n, d, np.float64, 1)
         if kind == "rising":  # every tile is above the ones before
@@ -226,3 +231,52 @@ def test_portable_kernels(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
         args = arguments(loss, *pairs("random", m, n, d, dtype_of(dtype), 0))
         ref = judged(loss, args, scale=20.0)
         check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
+
+
+@pytest.mark.parametrize("loss", ["clip", "info_nce"])
+@pytest.mark.parametrize("kind", ["random", "rising", "lengths"])
+def test_kept_exponentials(loss: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponentials kept between the folds, in one block and around the border of accumulators that
+    overlay their destination; query panels whose logits lie too far apart are computed anew."""
+    if launcher.device_properties(cupy.cuda.runtime.getDevice()).capability != "90":
+        pytest.skip("for Hopper")
+    contexts: list[Any] = []
+    make = context.Context.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        make(self, *args)
+        contexts.append(self)
+
+    monkeypatch.setattr(context.Context, "__init__", noted)
+    anew = 0
+    for i, (m, n, d) in enumerate(((128, 128, 520), (257, 385, 1024), (700, 1301, 600))):
+        if loss == "clip":
+            m = n
+        image, text = pairs("random", m, n, d, np.float64, i)
+        if kind == "rising":  # every tile is above the ones before
+            text = text + np.arange(n)[:, None] / n * image[0]
+            image = image + image[0]
+        elif kind == "lengths":
+            image = image * np.exp(np.random.default_rng(i).standard_normal((m, 1)))
+        args = arguments(loss, image.astype(BFLOAT16), text.astype(BFLOAT16))
+        for scale in (1.0, 14.0, 200.0):
+            ref = judged(loss, args, scale=scale)
+            workspace = 2**28
+            for overlaid in (False, n >= 256):
+                contexts.clear()
+                check(run(loss, args, "bf16", scale, workspace=workspace), ref, args, "bf16", scale)
+                (found,) = contexts
+                assert found.kept is not None
+                assert (found.blocking.overlaid > 0) == overlaid
+                anew += int(found.kept.anew.sum())
+                if n >= 256:  # too little for accumulators beside the gradients
+                    needs = found.needs
+                    whole = config.workspace._whole((m, n, d), needs, 2**40, found.tile.block_n)
+                    assert whole is not None
+                    workspace = whole[2] - 1
+    contexts.clear()
+    out = run(loss, args, "bf16", scale, workspace=2 * m * n)  # less than the panel of all logits
+    assert contexts[0].kept is None
+    check(out, ref, args, "bf16", scale)
+    # One sum a row can do with one reference exponent where rows are alike
+    assert (anew > 0) == (kind == "lengths" or (kind, loss) == ("rising", "clip"))

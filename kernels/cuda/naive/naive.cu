@@ -16,7 +16,7 @@
 //
 // This is the first of three steps. Here the whole logit matrix is in memory, and products are plain
 // multiply-adds. The next step, tiled/product.cuh, keeps a tile of logits in registers and uses the tensor
-// cores. The last one, sm90/sweep.cuh, is for Hopper.
+// cores. The last one, sm90/sweep/sweep.cuh, is for Hopper.
 #include "common.cuh"
 
 constexpr int NAIVE_THREADS = 256;

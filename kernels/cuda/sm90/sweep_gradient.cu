@@ -1,7 +1,7 @@
-// Gradient fold as a sweep (sweep.cuh): the gradient panel P = dL/dx that tiled/gradient.cu computes, from
+// Gradient fold as a sweep (sweep/sweep.cuh): the gradient panel P = dL/dx that tiled/gradient.cu computes, from
 // the same factors, at the speed of the tensor cores.
-#include "sm90/sweep_gradient.cuh"
-#include "sm90/sweep_panel.cuh"
+#include "sm90/sweep/gradient.cuh"
+#include "sm90/sweep/panel.cuh"
 
 struct Gradient : OfLogits {
   struct WarpgroupShared {
@@ -30,19 +30,20 @@ struct Gradient : OfLogits {
   __device__ __forceinline__ void end_panel(const Work&) { out.end(lane); }
 };
 
+// `wanted` [panels of ONLINE_PANEL_ROWS rows], or null: all are.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if CLUSTERED
+#if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                const __grid_constant__ Block block, i64 segments,
                const __grid_constant__ Factors factors, const __grid_constant__ GradientPanel panel,
-               const __grid_constant__ TensorMap panel_map) {
+               const __grid_constant__ TensorMap panel_map, const int* wanted) {
   SweepShared<Gradient>& shared = sweep_shared<Gradient>();
   const Lane lane;
   Gradient::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   Gradient gradient{{block, lane, shared.consumer[lane.consumer & 1], factors,
                      (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.shared},
                     GradientPanelStrip(panel_map, panel, group.strips, lane)};
-  sweep(shared, q, k, block, (int)segments, gradient, lane);
+  sweep(shared, q, k, block, (int)segments, gradient, lane, wanted);
 }

@@ -1,4 +1,4 @@
-// Log-sum-exp fold as a sweep (sweep.cuh): what tiled/lse.cu computes, at the speed of the tensor cores.
+// Log-sum-exp fold as a sweep (sweep/sweep.cuh): what tiled/lse.cu computes, at the speed of the tensor cores.
 //
 // A row keeps a running (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference
 // exponent r. It leaves one such pair a segment and consumer. A tile's columns are summed over the
@@ -19,7 +19,13 @@
 // more with reference exponents of their own. This is fast almost always, and right always.
 //
 // MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
-#include "sm90/sweep_logits.cuh"
+//
+// KEEP: the exponentials are kept, in bfloat16, in the memory of the gradient panel, with the reference
+// exponent of each strip and tile. The gradient fold then needs no products for them (kept_gradient.cu).
+// Where a tile's logits lie too far apart for one reference exponent, its query panel is marked: it will be
+// computed anew.
+#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/panel.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
@@ -27,6 +33,10 @@
 
 #ifndef MAXIMA
 #define MAXIMA 0
+#endif
+
+#ifndef KEEP
+#define KEEP 0
 #endif
 
 // A row's sum in a tile may be this: sums over all strips and panels stay below 2^127. What a row or a
@@ -38,12 +48,26 @@ constexpr int REFERENCE_STEP = 32;  // between reference exponents
 #define MARKS 1024  // tiles in a warp's bitmask: up to 32 a lane
 #endif
 
+// Rows of a kept tile have reference exponents this close to the strip's at least. What is lost of a row is
+// below 2^-126 of the strip's exponent then, nothing beside its largest term.
+constexpr float MAX_KEPT_DISTANCE = 64;
+
+// Where the exponentials go, and what they are relative to.
+struct Kept {
+  float* references;     // [strips of 16 rows, stride]: exponents, a tile each
+  i64 stride;
+  int* anew;             // [panels of ONLINE_PANEL_ROWS rows]: 1 for those to be computed anew
+};
+
 struct Lse {
   static constexpr bool SUMS = COLUMNS, PUBLISHES = false;
   struct ConsumerShared {
     Columns columns;
   };
   struct WarpgroupShared {
+#if KEEP
+    alignas(1024) GradientPanelStrip::Shared pieces;
+#endif
     float2 strips[COLUMNS ? 4 : 1][COLUMNS ? TILE_COLUMNS : 1];  // a strip's (max, sum) of columns
   };
 
@@ -57,6 +81,8 @@ struct Lse {
   float2* column_pairs;  // of this warpgroup, from this thread's column of tile 0 on
   u32* marks;            // [blocks, 32]
   float c;
+  const Kept& kept;
+  const GradientPanelStrip* out;  // KEEP
   u32 met;  // bit i of lane l: tile 32 l + i has column pairs; all bits, if there are too many tiles
 
   Work work;
@@ -93,7 +119,18 @@ struct Lse {
       // In a triangle the pair is met once, and its other row is this column
       if (b.triangle) positive[b.positives[row(half)] - b.first_column] = logit;
     });
-    if (MAXIMA || !sum_with_shared_reference(x)) sum_with_own_references(x);
+    u32 words[32];  // exponentials, two to a word (KEEP)
+    bool good = true;
+    if (MAXIMA || !sum_with_shared_reference(x, words)) good = sum_with_own_references(x, words);
+    if (!KEEP) return;
+    const int first_row = work.panel * PANEL_ROWS + lane.row() - lane.g;
+    if (lane.lane == 0 && first_row < b.q.rows) {
+      if (good) kept.references[first_row / 16 * kept.stride + t] = reference;
+      else kept.anew[first_row / ONLINE_PANEL_ROWS] = 1;
+    }
+    if (good)
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s) out->store(words, s, first_row, t * TILE_COLUMNS, lane);
   }
 
   // Of this thread's column.
@@ -103,17 +140,19 @@ struct Lse {
   __device__ __forceinline__ bool has_pairs(int t) const {
     return __shfl_sync(ALL_LANES, met, t / 32) >> t % 32 & 1;
   }
-  // Tiles first .. last have them.
+  // Key tiles first .. last have them.
   __device__ __forceinline__ void mark(int first, int last) {
+    first *= TILES;
+    last *= TILES;
     const auto below = [](int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; };
     met |= below(last - 32 * lane.lane) & ~below(first - 32 * lane.lane);
   }
 
   // Sums against the strip's reference exponent. False, and nothing has changed, if it does not serve.
-  __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64]) {
+  __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64], u32 (&words)[32]) {
     const float shift[2] = {reference, reference};
     float sum[2];
-    bool good = sums<false>(x, shift, nullptr, reference, sum);
+    bool good = sums<false>(x, shift, nullptr, reference, sum, words);
     if (__any_sync(ALL_LANES, !good || sum[0] > MAX_TILE_SUM || sum[1] > MAX_TILE_SUM)) return false;
     if (steady) {
 #pragma unroll
@@ -134,8 +173,9 @@ struct Lse {
     return true;
   }
 
-  // Sums against a reference exponent of each row.
-  __device__ __forceinline__ void sum_with_own_references(const float (&x)[64]) {
+  // Sums against a reference exponent of each row. Returns whether the strip's, which is the highest of
+  // them from now on, serves for all of the tile's exponentials.
+  __device__ __forceinline__ bool sum_with_own_references(const float (&x)[64], u32 (&words)[32]) {
     float own[2], shift[2], weight[2], sum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -151,11 +191,15 @@ struct Lse {
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, lanes));
 #pragma unroll
     for (int h = 0; h < 2; ++h) weight[h] = own[h] == LOW ? 0 : exp2_(own[h] - top);
-    sums<true>(x, shift, weight, top, sum);
+    bool good = sums<true>(x, shift, weight, top, sum, words);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) add(row_max[h], row_sum[h], own[h], sum[h]);
+    for (int h = 0; h < 2; ++h) {
+      add(row_max[h], row_sum[h], own[h], sum[h]);
+      good = good && (own[h] == LOW || own[h] >= top - MAX_KEPT_DISTANCE);
+    }
     steady = false;
     if (fabsf(top) < (float)INFINITY_) reference = top;
+    return __all_sync(ALL_LANES, good && reference == top);
   }
 
   // For terms up to x: there is more room above than the largest needs.
@@ -166,7 +210,8 @@ struct Lse {
   // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN.
   template <bool OWN>
   __device__ __forceinline__ bool sums(const float (&x)[64], const float (&shift)[2],
-                                       const float* weight, float top, float (&sum)[2]) {
+                                       const float* weight, float top, float (&sum)[2],
+                                       u32 (&words)[32]) {
     bool good = true;
     sum[0] = sum[1] = 0;
 #pragma unroll
@@ -179,6 +224,16 @@ struct Lse {
         sum[0] += e0;
         sum[1] += e1;
         if (COLUMNS) eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : e0 + e1;
+#if KEEP
+        const float kept0 = OWN ? e0 * weight[0] : e0, kept1 = OWN ? e1 * weight[1] : e1;
+        if (k % 2 == 0) {
+          words[i / 2] = __float_as_uint(kept0);
+          words[i / 2 + 1] = __float_as_uint(kept1);
+        } else {
+          words[i / 2] = to_bf16x2(__uint_as_float(words[i / 2]), kept0);
+          words[i / 2 + 1] = to_bf16x2(__uint_as_float(words[i / 2 + 1]), kept1);
+        }
+#endif
       }
       if (!COLUMNS) continue;
       float2 pair = make_float2(top, join_columns(eight, lane.lane, Plus()));
@@ -232,7 +287,7 @@ struct Lse {
       return;
     }
     // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
-    if (inside(t) && !(b.triangle && t == work.panel)) {
+    if (inside(t) && !(b.triangle && t / TILES == work.panel)) {
       float2 pair[4];
       bool same = true;
 #pragma unroll
@@ -249,6 +304,7 @@ struct Lse {
   }
 
   __device__ __forceinline__ void end_panel(const Work& w) {
+    if (KEEP) out->end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {  // threads that share a row have one reference exponent
       float all = row_sum[h];
@@ -280,22 +336,28 @@ struct Lse {
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
 // [STRIPS blocks, column_stride], of which a block's `marks` [32] tell where they are: bit i of number
-// l for tile 32 l + i, or all.
+// l for tile 32 l + i, or all. KEEP: `kept`, and the panel of exponentials.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if CLUSTERED
+#if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
           const __grid_constant__ Block block, i64 segments, double* positive, float2* row_pairs,
-          i64 row_stride, float2* column_pairs, i64 column_stride, u32* marks) {
+          i64 row_stride, float2* column_pairs, i64 column_stride, u32* marks,
+          const __grid_constant__ Kept kept, const __grid_constant__ GradientPanel panel,
+          const __grid_constant__ TensorMap panel_map) {
   SweepShared<Lse>& shared = sweep_shared<Lse>();
   const Lane lane;
-  Lse lse{block, lane, shared.consumer[lane.consumer & 1],
-          shared.group[lane.warpgroup % WARPGROUPS], positive, row_pairs, row_stride,
+  Lse::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
+  const GradientPanelStrip* out = nullptr;
+#if KEEP
+  const GradientPanelStrip strip(panel_map, panel, group.pieces, lane);
+  out = &strip;
+#endif
+  Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive, row_pairs, row_stride,
           column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + lane.thread,
-          marks,
-          (float)(block.scale.get() * LOG2_E)};
-  if (COLUMNS && block.column_tiles > MARKS) lse.begin();
+          marks, (float)(block.scale.get() * LOG2_E), kept, out};
+  if (COLUMNS && block.column_tiles * TILES > MARKS) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
   if (COLUMNS && lane.warpgroup < WARPGROUPS) lse.end();
 }

@@ -1,7 +1,7 @@
-// Gradient fold of narrow rows as a sweep (sweep.cuh, IN_REGISTERS). P = dL/dx stays in registers, and
+// Gradient fold of narrow rows as a sweep (sweep/sweep.cuh, IN_REGISTERS). P = dL/dx stays in registers, and
 // dQ += P K is accumulated at once, in the unit of P. For rows this short, it would take longer to write P
 // and to read it twice than to compute the products.
-#include "sm90/sweep_gradient.cuh"
+#include "sm90/sweep/gradient.cuh"
 
 constexpr int WIDTH = 64 * K_SLICES;  // of rows, in elements
 

@@ -1,4 +1,4 @@
-// One-sided losses in one pass, as a sweep (sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i), and
+// One-sided losses in one pass, as a sweep (sweep/sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i), and
 // the sum of each of its rows. dQ takes nothing but E K, in float32, and one factor for each row, which
 // follows from the log-sum-exps that are known at the end.
 //
@@ -8,10 +8,10 @@
 // such panels (`wanted`) are swept once more. The largest product of all may lie in an earlier tile, where
 // the sum was within its bounds still. That tile is within the bounds of the new r_i, too.
 #include "reference_exponents.cuh"
-#include "sm90/sweep_logits.cuh"
-#include "sm90/sweep_panel.cuh"
+#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/panel.cuh"
 
-static_assert(PANEL_ROWS == ONLINE_PANEL_ROWS, "check_heights tells which panels are wanted");
+static_assert(PANEL_ROWS % ONLINE_PANEL_ROWS == 0, "check_heights tells which panels are wanted");
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;
@@ -108,7 +108,7 @@ struct Online {
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where
 // it was looked for; sum). `wanted` [panels], or null: all are.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if CLUSTERED
+#if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,

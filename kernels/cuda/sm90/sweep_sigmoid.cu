@@ -1,7 +1,7 @@
-// Pairwise sigmoid as a sweep (sweep.cuh): what tiled/sigmoid.cu computes, at the speed of the tensor
+// Pairwise sigmoid as a sweep (sweep/sweep.cuh): what tiled/sigmoid.cu computes, at the speed of the tensor
 // cores.
-#include "sm90/sweep_logits.cuh"
-#include "sm90/sweep_panel.cuh"
+#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/panel.cuh"
 
 #ifndef PANEL
 #define PANEL 1
@@ -135,7 +135,7 @@ struct SigmoidLoss {
 
 // positive [rows]: logits without the bias; row_sums [slots, row_stride].
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
-#if CLUSTERED
+#if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,

@@ -20,12 +20,6 @@
 #define COLUMNS 1
 #endif
 
-struct Factors {
-  const Real *row_reference, *a, *u;  // [rows]
-  const Real *column_reference, *v;   // [columns]
-  const i64* shared;
-};
-
 struct FactorsShared {
   Real row_reference[BLOCK_M], a[BLOCK_M], u[BLOCK_M];
   Real column_reference[BLOCK_N], v[BLOCK_N];

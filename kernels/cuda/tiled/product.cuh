@@ -16,7 +16,7 @@
 // small terms first.
 //
 // This is the second of three steps. It adds to naive/naive.cu: logits stay in registers, products use the
-// tensor cores, and loads overlap with them. The last step, sm90/sweep.cuh, adds wgmma, TMA, and
+// tensor cores, and loads overlap with them. The last step, sm90/sweep/sweep.cuh, adds wgmma, TMA, and
 // epilogues that overlap with products.
 #pragma once
 #include "block.cuh"

@@ -32,29 +32,28 @@ __device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, 
 // (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. The maxima of the pairs
 // are raw products, or with `scale` ln 2 logits in base 2. The result is float64 and in base 2. A block
 // of threads has 32 rows, and MERGE_ROW_THREADS threads share the slots of a row. `marks` (or null) tell
-// which columns' pairs the blocks of a sweep have written (sweep_lse.cu); such a block has 2^strips slots.
+// which columns' pairs the blocks of a sweep have written (sweep_lse.cu); such a block has two slots.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
-            const __grid_constant__ Scale scale, double* max, double* sum, const u32* marks,
-            i64 strips) {
+            const __grid_constant__ Scale scale, double* max, double* sum, const u32* marks) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
   __shared__ int met[MAX_SWEEP_BLOCKS], count;  // blocks that have left pairs of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
   const i64 i = blockIdx.x * (i64)32 + lane;
   if (marks) {
     if (part == 0) {
-      const int found = find_met(marks, (int)(slots >> strips), i / TILE_COLUMNS, lane, met);
+      const int found = find_met(marks, (int)(slots / 2), i / TILE_COLUMNS, lane, met);
       if (lane == 0) count = found;
     }
     __syncthreads();  // the writes of met[] and count come before their reads
-    slots = (i64)count << strips;
+    slots = (i64)count * 2;
   }
   const double c = scale.get() * LOG2_E;
   Sum mine = {-INFINITY_, 0};
   if (i < n) {
 #pragma unroll 4
     for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
-      const i64 slot = marks ? ((i64)met[s >> strips] << strips) + (s & strips) : s;
+      const i64 slot = marks ? (i64)met[s / 2] * 2 + s % 2 : s;
       const Real2 pair = pairs[slot * stride + i];
       mine = merge(mine, Sum{c * (double)pair.x, (double)pair.y});
     }

@@ -11,6 +11,9 @@ from .tile import BLOCK_M
 
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 MAX_ROUNDS = 8  # segments that a worker gets where panels are cut into segments
+# Segments of a panel whose rows do not stay in shared memory. The least of them are in work at the
+# same time, for a few panels: their rows and keys stay in the L2 cache
+WIDE_SEGMENTS = 8, 64
 # bytes that epilogues keep in shared memory
 SUMS_BYTES = 4 * 1024  # column sums, for each consumer warpgroup
 PANEL_STRIP_BYTES = 8 * 1024  # a strip of the gradient panel, for each consumer warpgroup
@@ -18,14 +21,15 @@ FACTORS_BYTES = 2 * 1024  # factors of the columns
 EXTRAS_BYTES = 3 * 1024  # ids of the columns, and factors of normalised ones
 BARRIER_BYTES = 256
 PANEL_COST = 14.0  # of starting and ending a panel, in products of one K-slice
+WIDE_PANEL_COST = 3.0  # the same without loading the panel's rows
 
 
 class Schedule(Enum):
     """Where a sweep keeps the rows of queries and dL/dx."""
 
     RESIDENT = "the query panel stays in shared memory"
-    CLUSTERED = "a cluster of two blocks shares a query panel, half in each"
     STREAMED = "K-slices of queries pass through the pipeline beside those of keys"
+    WIDE = "as STREAMED, 128 x 256 logits a block, and a cluster of two blocks shares the keys"
     IN_REGISTERS = "as RESIDENT, and dL/dx stays in registers, where it is multiplied by the keys"
 
 
@@ -39,16 +43,15 @@ class Sweep:
     shared_memory: int  # bytes that a block can have
     extras: bool  # ids, or factors of normalised rows
 
-    block_n = BLOCK_M
-    square = True  # row panels and column tiles are as large: a triangle can be visited
+    square = True  # row panels and key tiles are as large: a triangle can be visited
 
     @cached_property
-    def clustered(self) -> bool:
-        return self.schedule is Schedule.CLUSTERED
+    def wide(self) -> bool:
+        return self.schedule is Schedule.WIDE
 
     @cached_property
     def streamed(self) -> bool:
-        return self.schedule is Schedule.STREAMED
+        return self.schedule in (Schedule.STREAMED, Schedule.WIDE)
 
     @cached_property
     def in_registers(self) -> bool:
@@ -56,49 +59,63 @@ class Sweep:
 
     # -- shared memory
 
-    def stages(self, panel: bool) -> int:
-        """Stages of the pipeline; `panel`: of a kernel that writes a gradient panel."""
-        left = self.shared_memory - self.reserved(panel) - self.query_panel_bytes
+    def stages(self, panel: bool, sums: bool) -> int:
+        """Stages of the pipeline; `panel`: of a kernel that writes a gradient panel; `sums`: of one
+        that sums columns. (Both, if it keeps exponentials.)"""
+        left = self.shared_memory - self.reserved(panel, sums) - self.query_panel_bytes
         if self.in_registers:  # whole tiles
             return min(6, left // self.stage_bytes // self.k_slices) * self.k_slices
         stages = min(8, left // self.stage_bytes)
-        return stages // 2 * 2 if self.streamed else stages  # both parts of some features
+        # both parts of some features
+        return stages // 2 * 2 if self.schedule is Schedule.STREAMED else stages
 
     @property
     def stage_bytes(self) -> int:
         """A K-slice of keys, and of queries where they are streamed."""
-        return (2 if self.streamed else 1) * BLOCK_M * K_SLICE
+        return (self.block_n + self.streamed * BLOCK_M) * K_SLICE
 
     @property
     def query_panel_bytes(self) -> int:
         """Queries that stay in shared memory."""
-        return 0 if self.streamed else self.k_slices * self.query_box * K_SLICE
+        return 0 if self.streamed else self.k_slices * self.panel_rows * K_SLICE
 
-    def reserved(self, panel: bool) -> int:
+    def reserved(self, panel: bool, sums: bool) -> int:
         """Bytes of shared memory beside the query panel and the stages."""
         of_panel = FACTORS_BYTES + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
-        sums = self.warpgroups * SUMS_BYTES
-        return BARRIER_BYTES + (of_panel if panel else sums) + self.extras * EXTRAS_BYTES
+        of_sums = self.warpgroups * SUMS_BYTES
+        return BARRIER_BYTES + panel * of_panel + sums * of_sums + self.extras * EXTRAS_BYTES
 
-    def shared(self, panel: bool) -> int:
+    def shared(self, panel: bool, sums: bool) -> int:
         """Dynamic shared memory in bytes."""
-        return self.query_panel_bytes + self.stages(panel) * self.stage_bytes + self.reserved(panel)
+        stages = self.stages(panel, sums) * self.stage_bytes
+        return self.query_panel_bytes + stages + self.reserved(panel, sums)
 
     # -- threads and rows
 
-    @property
+    @cached_property
     def panel_rows(self) -> int:
-        return BLOCK_M // 2 if self.in_registers else BLOCK_M
+        """Of a query panel."""
+        return BLOCK_M // 2 if self.in_registers else self.block_n
+
+    @cached_property
+    def block_n(self) -> int:
+        """Columns of a key tile."""
+        return 2 * BLOCK_M if self.wide else BLOCK_M
 
     @property
     def query_box(self) -> int:
         """Rows of a TMA box of queries."""
-        return BLOCK_M // 2 if self.clustered or self.in_registers else BLOCK_M
+        return min(self.panel_rows, BLOCK_M)
 
     @property
     def key_box(self) -> int:
         """Rows of a TMA box of keys."""
-        return BLOCK_M // 2 if self.clustered else BLOCK_M
+        return BLOCK_M
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a worker."""
+        return 2 if self.wide else 1
 
     @property
     def warpgroups(self) -> int:
@@ -112,12 +129,12 @@ class Sweep:
 
     @property
     def rows_at_once(self) -> int:
-        return self.workers * BLOCK_M * (2 if self.clustered else 1)
+        return self.workers * self.panel_rows
 
     def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Thread blocks of a launch."""
         items = -(-rows // self.panel_rows) * self.segments(rows, columns, triangle)
-        return min(self.workers, items) * (2 if self.clustered else 1)
+        return min(self.workers, items) * self.cluster
 
     # -- segments of panels, and the partial sums that they leave
 
@@ -125,11 +142,15 @@ class Sweep:
         """Into how many segments a panel's tiles are cut, to keep all workers busy to the end."""
         if self.in_registers:  # one block has a panel's sum in registers
             return 1
-        return _segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M), triangle)
+        return _segments(self, *self._tiles(rows, columns), triangle)
+
+    def _tiles(self, rows: int, columns: int) -> tuple[int, int]:
+        """Query panels, and key tiles."""
+        return -(-rows // self.panel_rows), -(-columns // self.block_n)
 
     def max_segments(self, rows: int, columns: int) -> int:
         """The most segments that `row_sums` has room for."""
-        return _max_segments(self, -(-rows // BLOCK_M), -(-columns // BLOCK_M))
+        return _max_segments(self, *self._tiles(rows, columns))
 
     @property
     def segment_slots(self) -> int:
@@ -142,26 +163,29 @@ class Sweep:
         return self.segment_slots * self.segments(rows, columns, triangle)
 
     def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Partial sums that a launch leaves for each column: one a block and half of its panels."""
-        return self.blocks(rows, columns, triangle) * (1 if self.clustered else 2)
+        """Partial sums that a launch leaves for each column: two a block."""
+        return 2 * self.blocks(rows, columns, triangle)
 
     def row_sums(self, rows: int, columns: int) -> int:
         """All partial sums that launches of up to rows x columns leave for rows."""
+        if self.wide:
+            return rows * self.max_segments(rows, columns)
         tiles = -(-columns // BLOCK_M)
         return 2 * max(rows, min(rows * tiles, MAX_ROUNDS * self.workers * BLOCK_M))
 
     def column_sums(self, rows: int, columns: int) -> int:
         """All partial sums that launches of up to rows x columns leave for columns."""
-        items = -(-rows // BLOCK_M) * -(-columns // BLOCK_M)
-        return 2 * columns * min(self.workers, items)
+        panels, tiles = self._tiles(rows, columns)
+        return 2 * columns * min(self.workers, panels * tiles) * self.cluster
 
 
 @lru_cache
-def defines(sweep: Sweep, panel: bool) -> dict[str, int]:
-    """-D options of a sweep's kernel; `panel`: it writes a gradient panel."""
+def defines(sweep: Sweep, panel: bool, sums: bool) -> dict[str, int]:
+    """-D options of a sweep's kernel; `panel` and `sums`: see `Sweep.stages`."""
     return {
-        "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(panel), "SHARED": sweep.shared(panel),
-        "CLUSTERED": int(sweep.clustered), "IN_REGISTERS": int(sweep.in_registers),
+        "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(panel, sums),
+        "SHARED": sweep.shared(panel, sums), "WIDE": int(sweep.wide),
+        "IN_REGISTERS": int(sweep.in_registers),
     }  # fmt: skip
 
 
@@ -172,12 +196,18 @@ def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
 
     def cost(segments: int) -> float:
         rounds = -(-panels * segments // sweep.workers)
-        return rounds * (-(-tiles // segments) + PANEL_COST / sweep.k_slices)
+        return rounds * (-(-tiles // segments) + of_panel / sweep.k_slices)
 
-    return min(range(1, _max_segments(sweep, panels, tiles) + 1), key=cost)
+    of_panel = WIDE_PANEL_COST if sweep.wide else PANEL_COST
+
+    most = _max_segments(sweep, panels, tiles)
+    least = min(WIDE_SEGMENTS[0], most) if sweep.wide else 1
+    return min(range(least, most + 1), key=cost)
 
 
 def _max_segments(sweep: Sweep, panels: int, tiles: int) -> int:
+    if sweep.wide:
+        return min(tiles, WIDE_SEGMENTS[1])
     return min(tiles, max(1, MAX_ROUNDS * sweep.workers // panels))
 
 
@@ -190,12 +220,10 @@ def sweep_for(precision: str, width: int, device: Device, extras: bool) -> Sweep
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
     k_slices = -(-width // K_SLICE) * OPERAND_PARTS.get(precision, 1)
-    schedule = Schedule.RESIDENT if k_slices <= 8 else Schedule.CLUSTERED
+    schedule = Schedule.RESIDENT if k_slices <= 8 else Schedule.WIDE
     if precision == "fp16x3":
         schedule = Schedule.STREAMED
-    elif k_slices > 16:
-        return None
-    workers = device.multiprocessors // (2 if schedule is Schedule.CLUSTERED else 1)
+    workers = device.multiprocessors // (2 if schedule is Schedule.WIDE else 1)
     return Sweep(k_slices, schedule, workers, device.shared_memory, extras)
 
 

@@ -73,6 +73,12 @@ class Needs:
         accumulators = (of.key_rows - of.overlaid) * self.accumulator_row(d)
         return self.block(of.rows, of.columns, d, block_n) + accumulators
 
+    def kept(self, rows: int, columns: int, d: int) -> int:
+        """Bytes for the exponentials of rows x columns logits, in a gradient panel, and for what
+        they are relative to."""
+        references = -(-rows // 16) * -(-columns // BLOCK_M) * 4
+        return self.panel(rows, columns, d) + references
+
 
 def panel_stride(columns: int, precision: str) -> int:
     """Elements in a row of a gradient panel, or in each of its parts, which lie side by side; tiles
@@ -112,6 +118,7 @@ class Blocking:
     columns: int
     key_rows: int  # rows of dK that accumulate at once; 0: all of them, in their destination
     overlaid: int = 0  # the first of them, whose accumulators overlay dK's destination
+    kept: bool = False  # the panel holds the exponentials of all logits between the folds
 
 
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
@@ -169,17 +176,40 @@ def blocking(
 
 @lru_cache(1024)
 def blockings(
-    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool
-) -> tuple[Blocking, Blocking, int]:
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
+    keep: int = 0,
+) -> tuple[Blocking, Blocking, int]:  # fmt: skip
     """Blocks of the log-sum-exp fold and, with its panels smaller ones, of the gradient fold; and
-    the bytes that serve both. ValueError where blocks that fit would be too many (`few_blocks`)."""
+    the bytes that serve both. ValueError where blocks that fit would be too many (`few_blocks`).
+    `keep`: if so many bytes hold all logits' exponentials, they are kept between the folds."""
     folds = needs.of_statistics, needs.of_gradient
     least = max(least_workspace(shape, of, block_n) for of in folds)
     if workspace < least:
         raise ValueError(workspace_too_small(shape, least, workspace))
+    kept = _whole(shape, needs, keep, block_n) if keep else None
+    if kept is not None:
+        return kept
     first, second = (blocking(shape, of, workspace, block_n, symmetric) for of in folds)
     sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
     return first, second, max(sizes)
+
+
+def _whole(
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
+) -> tuple[Blocking, Blocking, int] | None:
+    """`blockings` where all logits are one block, whose exponentials are kept; None if that does
+    not fit."""
+    m, n, d = shape
+    key_rows = n if needs.key_accumulator else 0
+    border = n // needs.overlay_rows // BLOCK_M * BLOCK_M if needs.overlay_rows else 0
+    beside_panel = replace(needs.of_gradient, gradient=False)  # the panel is counted as kept
+    for overlaid in (0, border) if key_rows else (0,):
+        of = Blocking(m, n, key_rows, overlaid, kept=True)
+        sizes = (fold.size(of, d, block_n) for fold in (needs.of_statistics, beside_panel))
+        size = needs.kept(m, n, d) + max(sizes)
+        if size <= workspace:
+            return of, of, size
+    return None
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -39,10 +39,10 @@ class GPU:
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None = None,
-        ahead: Gradients | None = None, queue: Queue | None = None,
+        ahead: Gradients | None = None, queue: Queue | None = None, both_folds: bool = False,
     ) -> None:  # fmt: skip
-        """`ahead` and `queue`: see `Context`."""
-        self.context = Context(problem, gradients, ahead, queue)
+        """`ahead`, `queue` and `both_folds`: see `Context`."""
+        self.context = Context(problem, gradients, ahead, queue, both_folds)
         self.vectors = TiledVectors(self.context, problem.query)
         self.online = self.context.online
 

@@ -39,13 +39,15 @@ class BlockLauncher:
 
     def launch_sweep(
         self, kernel: str, rows: slice, columns: slice, arguments: Fields,
-        triangle: bool = False, panel: bool = True, segments: int = 0, **defines: int,
+        triangle: bool = False, panel: bool = True, sums: bool = False, segments: int = 0,
+        **defines: int,
     ) -> None:  # fmt: skip
-        """A kernel of kernels/cuda/sm90: persistent thread blocks. `panel`: it writes a gradient
-        panel; `segments`: into how many each query panel's tiles are cut, 0 for the best number."""
+        """A kernel of kernels/cuda/sm90: persistent thread blocks. `panel` and `sums`: what it
+        makes, see `Sweep.stages`; `segments`: into how many each query panel's tiles are cut, 0 for
+        the best number."""
         context, sweep, q, k = self.context, self.tile, self.q, self.k
         assert isinstance(sweep, config.Sweep)
-        shape = config.defines(sweep, panel)
+        shape = config.defines(sweep, panel, sums)
         self.launcher.launch(
             f"sm90/{kernel}.cu", kernel, sweep.blocks(q.rows, k.rows, triangle), sweep.threads,
             {

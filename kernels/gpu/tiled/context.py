@@ -14,11 +14,12 @@ from ..config import precision
 from ..device.arguments import Fields, address, matrix, scalar
 from ..device.launcher import Launcher, device_properties
 from ..device.launches import Queue
-from .operands import Scratch, Side, in_place, overlay
+from .operands import Kept, Panel, Scratch, Side, in_place, overlay
 
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
 # kernels/cuda/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
 ONE_PASS = ("bf16x3", "bf16")
+KEEP_SHARE = 5  # of features and gradients: more memory than this is not taken unasked
 
 
 class Context:
@@ -28,11 +29,14 @@ class Context:
     workspaces of one size, and the memory pool holds one of them, not two.
 
     `queue`: runs launches on the current stream, or records them.
+
+    `both_folds`: the call makes log-sum-exps and gradients: exponentials may be kept between
+    the two folds.
     """
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None = None,
-        ahead: Gradients | None = None, queue: Queue | None = None,
+        ahead: Gradients | None = None, queue: Queue | None = None, both_folds: bool = False,
     ) -> None:  # fmt: skip
         gradients = gradients or ahead
         device = cupy.cuda.Device()
@@ -104,12 +108,28 @@ class Context:
             sweep=self.sweep, overlay_rows=overlay_rows,
             rows=problem.bias is not None or (self.online and one_pass(problem, gradients)),
         )  # fmt: skip
+        keep = 0
+        if both_folds and gradients is not None and self._may_keep(problem, gradients):
+            keep = _room_to_keep(problem, gradients)
         self.statistics_blocking, self.blocking, size = config.blockings(
-            problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric
+            problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric, keep
         )
-        self.scratch = Scratch(size)
+        self.scratch, self.kept = Scratch(size), None
         # rows that lie staged at an address of the scratch, in a fold's layout: its buffers' rows
         self.staged: dict[tuple[int, int], dict[int, slice]] = {}
+        if self.blocking.kept:
+            m, n, d = problem.shape
+            panel = Panel(self.scratch.keep((self.needs.panel(m, n, d),)), n, self.precision)
+            self.kept = Kept(self.scratch, self.launcher.queue, panel, m)
+
+    def _may_keep(self, problem: Problem, gradients: Gradients) -> bool:
+        """Whether keeping exponentials would be right and pay. Bfloat16 has the exponents that they
+        need. Of rows up to 1024 bytes, products take less time than writing and reading."""
+        return (
+            self.sweep is not None and self.sweep.wide and self.precision == "bf16"
+            and not (problem.symmetric or problem.retrieval_ranks or problem.bias is not None)
+            and not one_pass(problem, gradients)
+        )  # fmt: skip
 
     @cached_property
     def logit_scale(self) -> Fields:
@@ -176,3 +196,12 @@ class Context:
             m=m, d=d, marks=problem.marks, out=out, any_key_not_finite=any_key,
         )  # fmt: skip
         return out
+
+
+def _room_to_keep(problem: Problem, gradients: Gradients) -> int:
+    """Bytes of a workspace in which exponentials are kept."""
+    if problem.workspace_given:
+        return problem.workspace
+    arrays = problem.query, problem.key, gradients.query, gradients.key
+    whole = sum(int(z.nbytes) for z in arrays if z is not None)
+    return max(problem.workspace, KEEP_SHARE * whole)

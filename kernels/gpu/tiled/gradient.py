@@ -15,10 +15,9 @@ from ...problem import Array, Gradients, Grid, Problem, SoftmaxGradient
 from .. import config
 from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
-from ..device.tensor_map import SIZE
 from .context import Context
 from .fold import Fold
-from .operands import Accumulator, Operand
+from .operands import NO_PANEL, STRIP, Accumulator, Kept, Operand, Panel
 
 # Gradient panels are written in units that bring their largest element near this, as float16
 # overflows at 65504. (A quarter of it: factors of normalised rows are below 2 each)
@@ -36,7 +35,8 @@ PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # It gets back 27, about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the
 # ratio of the two.
 LONG_SUM_FACTOR = 1.4
-NO_PANEL: Fields = {"data": 0, "stride": 0, "part": 0}
+KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
+KEPT_COLUMNS = 8 * KEPT_THREADS
 # struct FactorSources: a vector for each field of the epilogue
 SOURCES = tuple(field.name for field in fields(SoftmaxGradient))
 RANGES = structure("vectors.cu", "Ranges")
@@ -78,11 +78,11 @@ class GradientFold(Fold):
         )
         if gradients is None:
             return
-        # elements from row to row of the panel, and from part to part of a row
-        self.panel_part = config.panel_stride(self.columns, context.precision)
-        self.stride = context.parts * self.panel_part
-        if context.needs.gradient:
-            self.panel = context.scratch.take((context.needs.panel(self.rows, self.columns, d),))
+        if context.kept is not None:
+            self.panel = context.kept.panel
+        elif context.needs.gradient:
+            memory = context.scratch.take((context.needs.panel(self.rows, self.columns, d),))
+            self.panel = Panel(memory, self.columns, context.precision)
         if problem.symmetric and self.by_columns:  # rows and columns share one accumulator
             self.of_rows = self.of_columns = self.accumulator(
                 gradients.query, context.query_in_place, slice(0, problem.shape[0]), d,
@@ -115,21 +115,12 @@ class GradientFold(Fold):
         made = self.context.scratch.take((copies, rows.stop - first, d), self.context.real)
         return Accumulator(made, d, first, before, copies)
 
-    @property
-    def panel_fields(self) -> Fields:
-        """struct GradientPanel."""
+    def panel_arguments(self) -> Fields:
+        """The gradient panel of a block, as a sweep takes it."""
         if self.gradients is None:
             return NO_PANEL
-        return {"data": self.panel, "stride": self.stride, "part": self.panel_part}
-
-    def panel_map(self) -> Any:
-        """Tensor map of the gradient panel, which a sweep stores in strips of 16 rows."""
-        if self.gradients is None:
-            return np.zeros(SIZE, np.uint8).view(f"V{SIZE}")
-        row_bytes = self.stride * self.context.item
-        return self.launcher.queue.tensor_map(
-            self.panel.data.ptr, self.q.rows, row_bytes, row_bytes, 16, self.context.precision
-        )
+        tensor_map = self.panel.map(self.launcher.queue, self.q.rows)
+        return {"panel": self.panel.fields, "panel_map": tensor_map}
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
         """dQ_a += P K_b and dK_b += P' Q_a."""
@@ -155,6 +146,7 @@ class GradientFold(Fold):
         """out[row : row + n] (+)= P z or P' z. cuBLAS counts columns first: there all this is
         the transpose, out' = z' P'."""
         precision, item, real = self.context.precision, self.context.item, self.context.real
+        panel = self.panel
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
         longest, copies = config.LONGEST_SUM.get(precision, k), out.copies
         for panel_part, z_part in PRODUCTS[self.context.parts]:
@@ -163,14 +155,14 @@ class GradientFold(Fold):
             for start, terms, sums in _sums(k, longest if large or copies > 1 else k, copies):
                 if large and precision in config.LONGEST_SUM:
                     unit = 1 + LONG_SUM_FACTOR * config.truncation_bias(precision, terms * item)
-                copy, apart = start // longest % copies, 1 if op == OP_N else self.stride
+                copy, apart = start // longest % copies, 1 if op == OP_N else panel.stride
                 new = first and start < copies * longest
                 batch = (terms * z.stride, terms * apart, out.copy_stride, sums)
                 self.launcher.queue.gemm(
                     OP_N, op, d, n, terms, _host_number(unit, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
-                    self.panel.data.ptr + (panel_part * self.panel_part + start * apart) * item,
-                    given, self.stride, _host_number(0.0 if new else 1.0, real)[1],
+                    panel.data + (panel_part * panel.part + start * apart) * item, given,
+                    panel.stride, _host_number(0.0 if new else 1.0, real)[1],
                     out.pointer(row) + copy * out.copy_stride * real.itemsize, made, out.stride,
                     COMPUTE[precision], -1, *(batch if sums > 1 else ()),
                 )  # fmt: skip
@@ -191,9 +183,9 @@ class GradientFold(Fold):
         out: Array = gradients.query if acc is self.of_rows else gradients.key
         if acc.before is not None:
             row_bytes = out.shape[1] * out.dtype.itemsize
-            for rows in problems.slices(acc.first, self.panel.nbytes // row_bytes):
+            for rows in problems.slices(acc.first, self.panel.memory.nbytes // row_bytes):
                 to = out[rows]
-                passing = cupy.ndarray(to.shape, to.dtype, self.panel.data)
+                passing = cupy.ndarray(to.shape, to.dtype, self.panel.memory.data)
                 self.finish(acc, rows, passing, rows.start)
                 self.launcher.queue.copy(to.data, passing.data, to.nbytes)
         self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
@@ -285,14 +277,32 @@ class SoftmaxFold(GradientFold):
         }  # fmt: skip
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
-        arguments = {"factors": self.factors(rows, columns), "panel": self.panel_fields}
-        of_columns = int(self.two_sided)
+        factors, of_columns = self.factors(rows, columns), int(self.two_sided)
+        kept, wanted = self.context.kept, None
+        if kept is not None:
+            self.panel, wanted = kept.panel.from_column(columns.start), kept.anew
+            self.from_kept(kept, rows, columns, factors)
         if isinstance(self.tile, config.Tile):
-            self.launch_tiles("gradient", rows, columns, arguments, COLUMNS=of_columns)
+            tiled: Fields = {"factors": factors, "panel": self.panel.fields}
+            self.launch_tiles("gradient", rows, columns, tiled, COLUMNS=of_columns)
         else:
-            arguments["panel_map"] = self.panel_map()
-            self.launch_sweep("sweep_gradient", rows, columns, arguments, COLUMNS=of_columns)
+            swept: Fields = {"factors": factors, **self.panel_arguments(), "wanted": wanted}
+            self.launch_sweep("sweep_gradient", rows, columns, swept, COLUMNS=of_columns)
         self.multiply(rows, columns, a, b)
+
+    def from_kept(self, kept: Kept, rows: slice, columns: slice, factors: Fields) -> None:
+        """The panel of exponentials becomes the gradient panel, but for query panels that are
+        wanted anew."""
+        strips, n = -(-self.q.rows // STRIP), self.k.rows
+        self.launcher.launch(
+            "sm90/kept_gradient.cu", "kept_gradient", strips * -(-n // KEPT_COLUMNS), KEPT_THREADS,
+            {
+                "b": self.block_fields(rows, columns, False), "f": factors,
+                "panel": self.panel.fields, "reference_stride": kept.tiles, "strips": strips,
+                "references": address(kept.references) + 4 * (columns.start // config.BLOCK_M),
+            },
+            COLUMNS=int(self.two_sided),
+        )  # fmt: skip
 
 
 class NarrowFold(SoftmaxFold):

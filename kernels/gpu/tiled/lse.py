@@ -12,6 +12,7 @@ from .. import config
 from ..device.arguments import Fields, address
 from .context import Context
 from .fold import Fold
+from .operands import NO_PANEL, NOTHING_KEPT
 
 # struct Scale of sums that are base-2 logits already: its product with log2 e is 1
 BASE_2: Fields = {"value": LN_2, "pointer": 0, "factor": 1.0, "shift": 0}
@@ -52,9 +53,15 @@ class StatisticsFold(Fold):
         if isinstance(tile, config.Tile):
             self.launch_tiles("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
         else:
+            kept = self.context.kept
+            arguments |= {"marks": self.marks, "kept": NOTHING_KEPT} | NO_PANEL
+            if kept is not None:
+                tensor_map = kept.panel.map(self.launcher.queue, m)
+                arguments |= {"kept": kept.fields, "panel": kept.panel.fields}
+                arguments["panel_map"] = tensor_map
             self.launch_sweep(
-                "sweep_lse", rows, columns, {**arguments, "marks": self.marks}, triangle,
-                panel=False, COLUMNS=int(both), MAXIMA=int(problem.retrieval_ranks),
+                "sweep_lse", rows, columns, arguments, triangle, panel=kept is not None, sums=True,
+                COLUMNS=int(both), MAXIMA=int(problem.retrieval_ranks), KEEP=int(kept is not None),
             )  # fmt: skip
         self.merge(self.row_pairs, row_slots, stats.rows, rows)
         if column_slots:
@@ -65,13 +72,11 @@ class StatisticsFold(Fold):
         self, pairs: Array, slots: int, sums: problems.Sums, of: slice, marks: Array | None = None
     ) -> None:
         n = of.stop - of.start
-        clustered = isinstance(self.tile, config.Sweep) and self.tile.clustered
         # Tiles leave raw products, sweeps base-2 logits
         scale = self.scale if isinstance(self.tile, config.Tile) else BASE_2
         self.launcher.vectors(
             "merge_pairs", n, threads=4, pairs=pairs, slots=slots, stride=n, n=n, scale=scale,
             max=address(sums.max, of.start), sum=address(sums.sum, of.start), marks=marks,
-            strips=0 if clustered else 1,
         )  # fmt: skip
 
 

@@ -45,8 +45,7 @@ class OnlineFold(GradientFold):
             arguments = {
                 "references": reference, "before": sum_of_rows,
                 "positive": address(self.epilogue.positive_logits, start), "row_pairs": self.pairs,
-                "row_stride": n, "wanted": wanted, "panel": self.panel_fields,
-                "panel_map": self.panel_map(),
+                "row_stride": n, "wanted": wanted, **self.panel_arguments(),
             }  # fmt: skip
             self.launch_sweep("sweep_online", rows, columns, arguments, segments=segments)
             return self.sweep.segment_slots * segments

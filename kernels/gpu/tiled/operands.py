@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,14 @@ from ...problem import Array
 from .. import config
 from ..device.arguments import Fields, address, matrix
 from ..device.launcher import Launcher
+from ..device.launches import Queue
+from ..device.tensor_map import SIZE
 
 DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
           "fp16": "float16"}  # fmt: skip
+
+
+STRIP = 16  # rows of a panel that a warp has: kernels/cuda/sm90/sweep/panel.cuh
 
 
 class Scratch:
@@ -26,13 +32,20 @@ class Scratch:
     def __init__(self, size: int) -> None:
         self.size = size + 16 * self.ALIGNMENT
         self.memory: Array = None
-        self.taken = 0
+        self.taken = self.kept = 0
 
     def reset(self) -> None:
-        """A fold begins: all of the memory is free."""
+        """A fold begins: all of the memory is free, but for what is kept."""
         if self.memory is None:
             self.memory = cupy.empty(self.size, np.uint8)
-        self.taken = 0
+        self.taken = self.kept
+
+    def keep(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
+        """An array for all folds, before the first of them."""
+        self.reset()
+        array = self.take(shape, dtype)
+        self.kept = self.taken
+        return array
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
         """An array in memory that is still free."""
@@ -113,6 +126,65 @@ class Side:
                 shift=self.shift, out=buffer, stride=stride, part=part,
             )  # fmt: skip
         return Operand(buffer.data.ptr, stride, part, n, factor)
+
+
+# --- gradient panels ------------------------------------------------------------------------------
+
+
+class Panel:
+    """dL/dx of a block: `columns` elements a row, or in each part of a row."""
+
+    def __init__(self, memory: Array, columns: int, precision: str) -> None:
+        self.memory, self.precision, self.first = memory, precision, 0
+        self.item = config.OPERAND_BYTES[precision] // config.OPERAND_PARTS.get(precision, 1)
+        # elements from part to part of a row, and from row to row
+        self.part = config.panel_stride(columns, precision)
+        self.stride = config.OPERAND_PARTS.get(precision, 1) * self.part
+
+    def from_column(self, first: int) -> Panel:
+        """The same memory without the columns before `first`."""
+        panel = copy(self)
+        panel.first = self.first + first
+        return panel
+
+    @property
+    def data(self) -> int:
+        """Address of the first element."""
+        return int(self.memory.data.ptr) + self.first * self.item
+
+    @property
+    def fields(self) -> Fields:
+        """struct GradientPanel."""
+        return {"data": self.data, "stride": self.stride, "part": self.part}
+
+    def map(self, queue: Queue, rows: int) -> Any:
+        """Tensor map of `rows` rows, which a sweep stores in strips of 16."""
+        width, stride = (self.stride - self.first) * self.item, self.stride * self.item
+        return queue.tensor_map(self.data, rows, width, stride, STRIP, self.precision)
+
+
+NO_PANEL: Fields = {
+    "panel": {"data": 0, "stride": 0, "part": 0},
+    "panel_map": np.zeros(SIZE, np.uint8).view(f"V{SIZE}"),
+}
+
+
+class Kept:
+    """Exponentials of all logits, which the log-sum-exp fold leaves to the gradient fold in the
+    memory of the gradient panel: see kernels/cuda/sm90/sweep_lse.cu."""
+
+    def __init__(self, scratch: Scratch, queue: Queue, panel: Panel, rows: int) -> None:
+        self.panel, self.tiles = panel, -(-panel.part // config.BLOCK_M)
+        self.references = scratch.keep((-(-rows // STRIP), self.tiles), np.float32)
+        self.anew = queue.zeros(-(-rows // config.BLOCK_M), np.int32)
+
+    @property
+    def fields(self) -> Fields:
+        """struct Kept."""
+        return {"references": self.references, "stride": self.tiles, "anew": self.anew}
+
+
+NOTHING_KEPT: Fields = {"references": 0, "stride": 0, "anew": 0}
 
 
 # --- accumulators ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from .. import config
 from ..device.arguments import address
 from .context import Context
 from .gradient import GradientFold
+from .operands import NO_PANEL
 
 
 class SigmoidFold(GradientFold):
@@ -36,13 +37,14 @@ class SigmoidFold(GradientFold):
         arguments = {
             "bias": self.context.bias, "row_factor": address(self.row_factor, start),
             "positive": address(epilogue.positive_logits, start), "row_sums": self.sums,
-            "row_stride": n, "panel": self.panel_fields,
+            "row_stride": n,
         }  # fmt: skip
         panel = int(self.gradients is not None)
         if isinstance(self.tile, config.Tile):
+            arguments["panel"] = self.panel.fields if panel else NO_PANEL["panel"]
             self.launch_tiles("sigmoid", rows, columns, arguments, PANEL=panel)
         else:
-            arguments["panel_map"] = self.panel_map()
+            arguments |= self.panel_arguments()
             self.launch_sweep("sweep_sigmoid", rows, columns, arguments, PANEL=panel)
         self.launcher.vectors(
             "add_pairs", n, pairs=self.sums, slots=self.tile.row_slots(n, self.k.rows), stride=n,

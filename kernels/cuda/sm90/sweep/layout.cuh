@@ -1,6 +1,7 @@
-// The layout of a sweep (sweep.cuh): sizes, barriers, shared memory, and which thread has which rows.
+// The layout of a sweep (sweep/sweep.cuh): sizes, barriers, shared memory, and which thread has which rows.
 #pragma once
 #include "block.cuh"
+#include "reference_exponents.cuh"
 
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
@@ -11,8 +12,8 @@
 #ifndef STAGES
 #define STAGES 5
 #endif
-#ifndef CLUSTERED
-#define CLUSTERED 0
+#ifndef WIDE
+#define WIDE 0
 #endif
 #ifndef IDS
 #define IDS 0
@@ -23,11 +24,12 @@
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif
-constexpr int PANEL_ROWS = IN_REGISTERS ? 64 : 128;  // of a query panel
-constexpr int BLOCKS = CLUSTERED ? 2 : 1;  // of a cluster, which share a query panel
-#define STREAMED (PRECISION == FP16X3)  // rows of Q come with the keys
-constexpr int STRIPS = PANEL_ROWS / 64 / BLOCKS;  // of 64 rows, that a block has of its query panel
-constexpr int HALVES = STREAMED ? 1 : STRIPS;  // warpgroups of a consumer, 64 rows each
+constexpr int PANEL_ROWS = WIDE ? 256 : IN_REGISTERS ? 64 : 128;  // of a query panel
+constexpr int BLOCKS = WIDE ? 2 : 1;                               // of a cluster, which share a query panel
+constexpr int TILES = WIDE ? 2 : 1;  // of TILE_COLUMNS keys each, that are multiplied at once: a key tile
+#define STREAMED (WIDE || PRECISION == FP16X3)        // rows of Q come with the keys
+constexpr int STRIPS = PANEL_ROWS / 64 / BLOCKS;      // of 64 rows, that a block has of its query panel
+constexpr int HALVES = STREAMED ? 1 : STRIPS;         // warpgroups of a consumer, 64 rows each
 constexpr int WARPGROUPS = 2 * HALVES;
 constexpr int OWN_ROWS = PANEL_ROWS / BLOCKS;
 constexpr int SLICES = 8;  // of a tile, 16 columns each: what epilogues do at once
@@ -51,24 +53,38 @@ constexpr int NEW_PANEL = PING_PONG + 2 * HALVES;
 constexpr int PANEL_WRITTEN = NEW_PANEL + 1;
 
 constexpr int K_SLICE_TILE_BYTES = TILE_COLUMNS * K_SLICE;
-constexpr int STAGE_BYTES = (STREAMED ? 2 : 1) * K_SLICE_TILE_BYTES;  // keys, or rows and keys
+constexpr int STAGE_ROWS_BYTES = STREAMED ? OWN_ROWS * K_SLICE : 0;  // of queries, before the keys
+constexpr int STAGE_BYTES = STAGE_ROWS_BYTES + TILES * K_SLICE_TILE_BYTES;
 constexpr int ROW_SLOTS = STREAMED ? 1 : 2;  // sums that a segment leaves for each row, one a consumer
 constexpr int K_SLICE_ELEMENTS = K_SLICE / 2;
+constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part
+// Stages that a key tile passes through. Small parts meet large ones in K-slices of their own (WIDE).
+constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES;
+// Warps that read a stage: those of one consumer, or (STREAMED) of all, in all blocks of the cluster
+constexpr int READERS = 4 * BLOCKS * (STREAMED ? WARPGROUPS : HALVES);
+constexpr int PANELS_AT_ONCE = 8;  // WIDE: that meet the same keys, which then come from the L2 cache
 
 // A query panel, and the key tiles that it meets in one segment: first .. last. In a triangle they go
-// on from the last tile to tile 0.
+// on from the last key tile to key tile 0.
 struct Work {
   int panel, segment, first, last;
 };
 
 // In a triangle a panel meets the tiles from the diagonal on and half way round, so that each pair of
 // panels meets once and all panels have the same work. Of panels of which only some are wanted, the
-// segments go to different blocks of threads.
+// segments go to different blocks of threads. Where rows of Q do not stay (WIDE), a few panels and a few
+// segments are in work at a time, so that their rows and keys stay in the L2 cache.
 __device__ __forceinline__ Work get_work(const Block& b, int segments, int item, bool some) {
   const int panels = (int)b.row_tiles, tiles = (int)b.column_tiles;
   Work w;
-  w.panel = some ? item / segments : item % panels;
-  w.segment = some ? item % segments : item / panels;
+  int first = 0, together = panels;
+  if (WIDE && !some) {
+    first = item / (PANELS_AT_ONCE * segments) * PANELS_AT_ONCE;
+    together = min(PANELS_AT_ONCE, panels - first);
+    item -= first * segments;
+  }
+  w.panel = some ? item / segments : first + item % together;
+  w.segment = some ? item % segments : item / together;
   int start = 0, count = tiles;
   if (b.triangle) {
     start = w.panel;
@@ -77,6 +93,18 @@ __device__ __forceinline__ Work get_work(const Block& b, int segments, int item,
   w.first = start + (int)((i64)count * w.segment / segments);
   w.last = start + (int)((i64)count * (w.segment + 1) / segments);
   return w;
+}
+
+// Whether a panel is visited where only some are: `wanted` has a number for each ONLINE_PANEL_ROWS rows.
+__device__ __forceinline__ bool is_wanted(const int* wanted, const Block& b, int panel) {
+  constexpr int EACH = (PANEL_ROWS + ONLINE_PANEL_ROWS - 1) / ONLINE_PANEL_ROWS;
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const i64 at = (i64)panel * EACH + i;
+    any |= at * ONLINE_PANEL_ROWS < b.q.rows && wanted[at];
+  }
+  return any;
 }
 
 template <class Epilogue>
@@ -118,7 +146,7 @@ struct Lane {
   __device__ int slot() const { return STREAMED ? 0 : consumer; }
   // The first of this thread's two rows in the panel; the other is eight below.
   __device__ int row() const {
-    return (CLUSTERED ? (int)cluster_rank() : strip()) * 64 + warp * 16 + g;
+    return (BLOCKS > 1 ? (int)cluster_rank() * OWN_ROWS : 0) + strip() * 64 + warp * 16 + g;
   }
   // The first or the second of them, in the block.
   __device__ i64 row_of(int panel, int h) const { return (i64)panel * PANEL_ROWS + row() + 8 * h; }
@@ -142,9 +170,16 @@ struct PipelineState {
   }
 };
 
-// Which K-slice is loaded as number i. Small parts come first, and are summed first: those of all
-// features, or (STREAMED) those of the same 64 features.
-__device__ __forceinline__ int k_slice_number(int i) {
-  if (STREAMED) return (PARTS - 1 - i % PARTS) * (K_SLICES / PARTS) + i / PARTS;
-  return (i + K_SLICES - K_SLICES / PARTS) % K_SLICES;
+// Which K-slice of the keys is loaded as number i. Small parts come first, and are summed first: those of
+// all features, or (FP16X3) those of the same 64 features.
+__device__ __forceinline__ int k_slice_of_keys(int i) {
+  if (PRECISION == FP16X3) return (PARTS - 1 - i % PARTS) * FEATURE_SLICES + i / PARTS;
+  if (WIDE && i >= K_SLICES) return i - K_SLICES;  // large parts once more
+  return (i + K_SLICES - FEATURE_SLICES) % K_SLICES;
+}
+// The same of the rows that are loaded with it (STREAMED): with small parts of keys come large ones of
+// rows, and (WIDE) with large ones first small, then large ones.
+__device__ __forceinline__ int k_slice_of_rows(int i) {
+  if (WIDE && PARTS == 2) return i < K_SLICES ? i : i - K_SLICES;
+  return k_slice_of_keys(i);
 }

@@ -1,7 +1,7 @@
 // Which logits of a sweep's tile are in the sums: all but positives, padding, the diagonal of one set of
 // rows, and pairs of equal ids. tiled/tile.cuh does the same for tiled kernels.
 #pragma once
-#include "sm90/sweep.cuh"
+#include "sm90/sweep/sweep.cuh"
 
 // What a thread knows of its two rows of a query panel.
 struct Rows {

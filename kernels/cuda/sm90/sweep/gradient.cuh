@@ -1,19 +1,13 @@
-// dL/dx of a sweep's tiles (sweep.cuh), from the factors that tiled/gradient.cu takes too.
+// dL/dx of a sweep's tiles (sweep/sweep.cuh), from the factors that tiled/gradient.cu takes too.
 //
 // There a reference exponent is R_i / c, rounded. Here it is R_i, rounded (`factors` of
 // vectors/factors.cuh with `scaled`), so that c x_ij - R_i is one instruction.
 #pragma once
-#include "sm90/sweep_logits.cuh"
+#include "sm90/sweep/logits.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
 #endif
-
-struct Factors {
-  const float *row_reference, *a, *u;  // [rows]
-  const float *column_reference, *v;   // [columns]
-  const i64* shared;
-};
 
 struct OfLogits {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;

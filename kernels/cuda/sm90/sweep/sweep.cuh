@@ -10,7 +10,7 @@
 //   consumer 1                         | products of tile 1 | epilogue of tile 1 | products of tile 3
 //   producer warp   loads K-slices by TMA into a ring of STAGES, as stages become empty
 //
-// This is the last of three steps: naive/naive.cu, tiled/product.cuh, sm90/sweep.cuh. It adds to the tiles
+// This is the last of three steps: naive/naive.cu, tiled/product.cuh, sm90/sweep/sweep.cuh. It adds to the tiles
 // of tiled/product.cuh: wgmma in place of mma.sync, TMA in place of cp.async, a producer warp that does
 // nothing but load, and epilogues that run while the other consumer multiplies.
 //
@@ -19,19 +19,12 @@
 // ping-pong: while one has the tensor cores, the other has the epilogue of its last tile. Exponentials
 // cost no time of their own as long as an epilogue is shorter than the products of a tile.
 //
-// CLUSTERED: 128 rows do not fit in shared memory. A cluster of two blocks shares a query panel, each with
-// 64 of its rows. Every K-slice of keys is fetched once for both: each block multicasts half of it. A
-// consumer is one warpgroup.
-//
 // BF16X3: a row holds its features' high parts, then their low parts. A K-slice of the keys' low parts
 // meets the rows' high parts. A K-slice of the keys' high parts meets both. Low times low would be lost
 // in rounding.
 //
-// STREAMED (FP16X3): sums are taken in two levels, because tensor cores truncate when they add. The
-// first level is half a K-slice, with the products of small parts first; the second level adds
-// K-slices. Rows of Q do not stay: a stage holds a K-slice of rows and one of keys. A consumer is one
-// warpgroup, and consumers do not ping-pong. Each has its 64 rows of every tile; as they drift apart,
-// one has its epilogue, or adds, while the other multiplies.
+// STREAMED (WIDE or FP16X3): rows of Q do not stay, K-slices of them come with those of the keys
+// (sweep/streamed.cuh).
 //
 // IN_REGISTERS (rows of up to 256 bytes): dL/dx of a tile is multiplied with the tile's keys at once, and
 // dQ is accumulated in registers (sweep_narrow.cu). A query panel is 64 rows, and a consumer one
@@ -46,7 +39,7 @@
 //     end_panel(work)
 //     end()                 if the epilogue SUMS columns
 #pragma once
-#include "sm90/sweep_layout.cuh"
+#include "sm90/sweep/layout.cuh"
 
 // --- the producer warp ---------------------------------------------------------------------------------
 
@@ -55,12 +48,12 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
                                         const TensorMap& k, const Block& b, int segments,
                                         const int* wanted) {
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
-  const u32 rank = CLUSTERED ? cluster_rank() : 0;
+  const u32 rank = BLOCKS > 1 ? cluster_rank() : 0;
   PipelineState pipe;
   u32 panels = 0;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !wanted[w.panel]) continue;
+    if (wanted && !is_wanted(wanted, b, w.panel)) continue;
     const int row = w.panel * PANEL_ROWS + rank * OWN_ROWS;
 #if !STREAMED
     // All consumers' reads of the last panel's rows come before these loads
@@ -70,23 +63,19 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
       tma_load(s.q[i], q, s.panel_full, i * K_SLICE_ELEMENTS, row);
 #endif
     for (int t = w.first; t < w.last; ++t) {
-      const int column = (t < tiles ? t : t - tiles) * TILE_COLUMNS;
-      for (int i = 0; i < K_SLICES; ++i, pipe.next()) {
+      const int column = (t < tiles ? t : t - tiles) * TILES * TILE_COLUMNS;
+      for (int i = 0; i < TILE_STAGES; ++i, pipe.next()) {
         u64& full = s.full[pipe.stage];
-        char* stage = s.k[pipe.stage];
+        char *rows = s.k[pipe.stage], *keys = rows + STAGE_ROWS_BYTES;
         // All consumers' reads of the K-slice in this stage come before the loads that refill it
         barrier_wait(s.empty[pipe.stage], pipe.phase ^ 1);
         barrier_expect(full, STAGE_BYTES);
-        const int feature = k_slice_number(i) * K_SLICE_ELEMENTS;
-#if STREAMED
-        tma_load(stage, q, full, feature, row);
-        tma_load(stage + K_SLICE_TILE_BYTES, k, full, feature, column);
-#elif CLUSTERED
-        const int half = TILE_COLUMNS / 2;
-        tma_load_multicast(stage + rank * half * K_SLICE, k, full, feature, column + rank * half, 3);
-#else
-        tma_load(stage, k, full, feature, column);
-#endif
+        const int feature = k_slice_of_keys(i) * K_SLICE_ELEMENTS;
+        if (STREAMED) tma_load(rows, q, full, k_slice_of_rows(i) * K_SLICE_ELEMENTS, row);
+        if (BLOCKS > 1)  // each block fetches one tile of the keys, for both
+          tma_load_multicast(keys + rank * K_SLICE_TILE_BYTES, k, full, feature,
+                             column + rank * TILE_COLUMNS, 3);
+        else tma_load(keys, k, full, feature, column);
       }
     }
     ++panels;
@@ -100,11 +89,8 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
 template <class Epilogue>
 __device__ __forceinline__ void release_stage(SweepShared<Epilogue>& s, u32 stage,
                                               const Lane& lane) {
-#if CLUSTERED
-  if (lane.lane < BLOCKS) barrier_arrive_at(s.empty[stage], lane.lane);
-#else
-  if (lane.lane == 0) barrier_arrive(s.empty[stage]);
-#endif
+  if (BLOCKS == 1 && lane.lane == 0) barrier_arrive(s.empty[stage]);
+  if (BLOCKS > 1 && lane.lane < BLOCKS) barrier_arrive_at(s.empty[stage], lane.lane);
 }
 
 // The same for all stages of a tile, which lie beside each other.
@@ -158,65 +144,7 @@ __device__ __forceinline__ void issue_products(float (&x)[64], SweepShared<Epilo
 }
 
 #if STREAMED
-// x = products of this warpgroup's 64 rows with a tile's.
-template <class Epilogue>
-__device__ __forceinline__ void streamed_products(float (&x)[64], SweepShared<Epilogue>& s,
-                                                  PipelineState& pipe, const Lane& lane) {
-  static_assert(STAGES % PARTS == 0, "parts of the same features lie beside each other");
-#pragma unroll
-  for (int i = 0; i < 64; ++i) x[i] = 0;
-#pragma unroll 1
-  for (int slice = 0; slice < K_SLICES / PARTS; ++slice) {
-    const u32 first = pipe.stage;
-    const u32 keys = shared_descriptor(shared_address(s.k[first]) + K_SLICE_TILE_BYTES);
-    const u32 rows = shared_descriptor(shared_address(s.k[first]) + lane.strip() * 64 * K_SLICE);
-    const int part = STAGE_BYTES / 16;  // from the small one to the large one
-    // The TMA writes to both stages come before the reads of wgmma
-    for (int p = 0; p < PARTS; ++p, pipe.next()) barrier_wait(s.full[pipe.stage], pipe.phase);
-    // The relative truncation bias grows with the length of a sum, and with how much its terms have
-    // one sign: products of large parts are summed half a K-slice at a time
-    float y[64], z[64];
-    warpgroup_arrive();
-    multiply_k_slice(y, rows, keys + part, true);
-    multiply_k_slice(y, rows + part, keys, false);
-    warpgroup_commit();
-    multiply_k_slice<0, K_SLICE_STEPS / 2>(y, rows + part, keys + part, false);
-    multiply_k_slice<K_SLICE_STEPS / 2>(z, rows + part, keys + part, true);
-    warpgroup_commit();
-    warpgroup_wait<1>();
-    release_stage(s, first, lane);
-    warpgroup_wait<0>();
-    release_stage(s, first + 1, lane);
-    fence_accumulators(y);
-    fence_accumulators(z);
-#pragma unroll
-    for (int i = 0; i < 64; ++i) x[i] += y[i] + z[i];
-  }
-}
-
-template <class Epilogue>
-__device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b, int segments,
-                                        Epilogue& epilogue, const Lane& lane, const int* wanted) {
-  const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
-  PipelineState pipe;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !wanted[w.panel]) continue;
-    epilogue.begin_panel(w);
-    for (int t = w.first; t < w.last; ++t) {
-      const int tile = t < tiles ? t : t - tiles;
-      float x[64];
-      streamed_products(x, s, pipe, lane);
-      lane.sync_warpgroup();  // the reads of the last tile's columns come before the writes of publish
-      epilogue.publish(tile);
-      lane.sync_warpgroup();  // the writes of publish come before the reads of tile
-      epilogue.tile(x, tile);
-      if (Epilogue::SUMS) lane.sync_warpgroup();  // all warps' sums are written before end_tile reads them
-      epilogue.end_tile(tile);
-    }
-    epilogue.end_panel(w);
-  }
-}
+#include "sm90/sweep/streamed.cuh"
 #else
 template <class Epilogue>
 __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b, int segments,
@@ -236,7 +164,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   if (!mine) named_barrier_arrive(ping_pong, sharers);  // consumer 0 begins
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !wanted[w.panel]) continue;
+    if (wanted && !is_wanted(wanted, b, w.panel)) continue;
     if (panels > 0) named_barrier_sync(NEW_PANEL, 128 * WARPGROUPS);  // why: see NEW_PANEL
     epilogue.begin_panel(w);
     barrier_wait(s.panel_full, panels & 1);  // the TMA writes of the rows come before the reads of wgmma
@@ -307,20 +235,20 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
     bool any = false;
     for (int item = blockIdx.x / BLOCKS + threadIdx.x * step; item < items;
          item += SWEEP_THREADS * step)
-      any |= wanted[item / segments] != 0;
+      any |= is_wanted(wanted, b, item / segments);
     if (!__syncthreads_or(any)) return;
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(s.full[i], 1);
-      barrier_init(s.empty[i], IN_REGISTERS ? 4 : 8);  // warps of a consumer, in all blocks of the cluster
+      barrier_init(s.empty[i], READERS);
     }
     barrier_init(s.panel_full, 1);
     barrier_init(s.panel_empty, 4 * WARPGROUPS);
     fence_barrier_init();
   }
   // The initial values of the mbarriers are written before any thread, or TMA, uses them
-  if (CLUSTERED) cluster_sync();
+  if (BLOCKS > 1) cluster_sync();
   else __syncthreads();
   if (lane.warpgroup < WARPGROUPS) {
     warpgroup_reg_alloc<HALVES == 1 ? 232 : 112>();
@@ -330,5 +258,5 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
     warpgroup_reg_dealloc<HALVES == 1 ? 40 : 32>();
     if (lane.thread == 0) produce(s, q, k, b, segments, wanted);
   }
-  if (CLUSTERED) cluster_sync();  // no block ends while another may arrive at its barriers
+  if (BLOCKS > 1) cluster_sync();  // no block ends while another may arrive at its barriers
 }

@@ -1,6 +1,6 @@
 // Gradient panels, dL/dx, as sweeps write them.
 #pragma once
-#include "sm90/sweep.cuh"
+#include "sm90/sweep/sweep.cuh"
 
 // A warp's strip of a tile of the gradient panel, 16 rows. The warp writes 128 bytes of each row to shared
 // memory, and a TMA store takes them from there. Shared memory limits the speed here; of all ways to
@@ -38,6 +38,14 @@ struct GradientPanelStrip {
       for (int back = PIECE / 16 - 1; back >= 0; --back) write(x, s - back);
       send(row, column + part * (int)panel.part, lane);
     }
+  }
+  // The same of rounded elements, two to a word.
+  __device__ __forceinline__ void store(const u32 (&words)[32], int s, int row, int column,
+                                        const Lane& lane) const {
+    if (16 * s % PIECE == 0) piece_read(lane);
+    stmatrix_x4(piece + (put ^ 16 * s % PIECE), words[4 * s], words[4 * s + 1], words[4 * s + 2],
+                words[4 * s + 3]);
+    if (16 * (s + 1) % PIECE == 0) send(row, column + 16 * (s + 1) - PIECE, lane);
   }
   // The TMA store's reads of the piece come before the writes that follow.
   __device__ __forceinline__ void piece_read(const Lane& lane) const {

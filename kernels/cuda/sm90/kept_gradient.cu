@@ -1,0 +1,67 @@
+// Gradient fold where the exponentials of a block were kept (sweep_lse.cu): the panel of them becomes the
+// gradient panel P = dL/dx, in place and without products.
+//
+// Kept is e = 2^(c x_ij - r), rounded, with one reference exponent r for 16 rows and 128 columns. With the
+// factors of sweep/gradient.cuh and s_i = 2^(r - R_i),
+//
+//     P_ij = e (a_i s_i + u_i s_i v_j)              `shared`: one exponential
+//     P_ij = e (a_i s_i + v_j 2^(r - C_j))          whatever the range of R and C
+//
+// Query panels that are to be computed anew hold anything here, and are overwritten afterwards.
+#include "block.cuh"
+
+#ifndef COLUMNS
+#define COLUMNS 1
+#endif
+
+constexpr int STRIP = 16;      // rows with one reference exponent, all by one thread
+constexpr int GROUP = 8;       // columns of a thread: 16 bytes
+constexpr int KEPT_THREADS = 128;
+constexpr int AT_ONCE = 4;     // rows whose loads are in flight together
+
+// A block of threads has 16 rows of KEPT_THREADS * GROUP columns.
+extern "C" __global__ void __launch_bounds__(KEPT_THREADS)
+kept_gradient(const __grid_constant__ Block b, const __grid_constant__ Factors f,
+              const __grid_constant__ GradientPanel panel, const float* references,
+              i64 reference_stride, i64 strips) {
+  const i64 strip = blockIdx.x % strips, row0 = strip * STRIP;
+  const i64 column = (blockIdx.x / strips * KEPT_THREADS + threadIdx.x) * GROUP;
+  if (column >= b.k.rows) return;
+  const float r = references[strip * reference_stride + column / TILE_COLUMNS];
+  const bool one = !COLUMNS || *f.shared;
+  float w[GROUP], factor[GROUP];
+#pragma unroll
+  for (int i = 0; i < GROUP; ++i) {
+    const i64 j = column + i;
+    const bool inside = j < b.k.rows;
+    w[i] = COLUMNS && inside ? f.v[j] * (one ? 1 : exp2_(r - f.column_reference[j])) : 0;
+    factor[i] = b.k.factor && inside ? b.k.factor[j] : 1;
+  }
+  uint4* at = (uint4*)(panel.data + row0 * panel.stride + column);
+  const i64 step = panel.stride / GROUP;
+  const int rows = (int)min((i64)STRIP, b.q.rows - row0);
+#pragma unroll
+  for (int first = 0; first < STRIP; first += AT_ONCE) {
+    uint4 e[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (first + i < rows) e[i] = at[(first + i) * step];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (first + i >= rows) continue;
+      const i64 row = row0 + first + i;
+      float s = exp2_(r - f.row_reference[row]);
+      if (b.q.factor) s *= b.q.factor[row];
+      const float a = f.a[row] * s;
+      const float u = !COLUMNS ? 0 : one ? f.u[row] * s : b.q.factor ? b.q.factor[row] : 1;
+      u32* word = (u32*)&e[i];
+#pragma unroll
+      for (int k = 0; k < GROUP / 2; ++k) {
+        float x0 = __uint_as_float(word[k] << 16) * fmaf(u, w[2 * k], a) * factor[2 * k];
+        float x1 = __uint_as_float(word[k] & 0xffff0000u) * fmaf(u, w[2 * k + 1], a) * factor[2 * k + 1];
+        word[k] = round_pair(x0, x1);
+      }
+      at[(first + i) * step] = e[i];
+    }
+  }
+}
