@@ -15,6 +15,7 @@ from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.gpu import config, recorded
+from infonce.kernels.gpu.device import cublas
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.tiled import context
 from infonce.kernels.gpu.tiled.gradient import LOW_UNITS
@@ -162,3 +163,38 @@ def test_sums_are_batched_here() -> None:
     """What the test above is about: several accumulators for each row of dQ."""
     for shape in ((300, 5000, 150), (100, 2000, 40), (256, 65536, 128)):
         assert config.sums_at_once(shape, "fp16x3", 132, 2**28) > 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("batch", [(), (7, 8, 9, 3)])
+def test_arguments_of_cublas(
+    batch: tuple[int, ...], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of its headers, one product or a batch, by CuPy's wrapper or under capture."""
+    names = ["transa", "transb", "m", "n", "k", "alpha", "A", "Atype", "lda", "B", "Btype", "ldb",
+             "beta", "C", "Ctype", "ldc", "compute", "algo"]  # fmt: skip
+    values = dict(zip(names, range(100, 118), strict=True))
+    wanted = list(values.values())
+    if batch:
+        wanted = [*wanted[:9], 7, *wanted[9:12], 8, *wanted[12:16], 9, 3, *wanted[16:]]
+    called: dict[str, list[Any]] = {}
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: called.update({name: list(arguments)}) or 0
+
+    class Stream:
+        ptr = 0
+
+        def is_capturing(self) -> bool:
+            return captured
+
+    monkeypatch.setitem(vars(cupy.cuda), "cublas", Library())  # which need not be there
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", Stream)
+    monkeypatch.setattr(cublas, "_library", Library)
+    with cupy.cuda.using_allocator(HostQueue(np.zeros((1, 1)), "fp32").malloc):
+        cublas.gemm_ex(55, *values.values(), *batch)
+    name = "gemmStridedBatchedEx" if batch else "gemmEx"
+    name = f"cublasG{name[1:]}" if captured else name
+    given = [getattr(argument, "value", argument) for argument in called[name]]
+    assert given == [55, *wanted]
