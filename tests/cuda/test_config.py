@@ -180,6 +180,33 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
         assert cut == config.blocking((n, n, d), replace(needs, overlay_rows=0), 2**28, 128, square)
 
 
+@pytest.mark.parametrize("overlay", [0, 2])
+@pytest.mark.parametrize("shape", [(200, 128, 520), (385, 257, 1024), (16384, 16384, 2048)])
+def test_kept_exponentials_fit(shape: tuple[int, int, int], overlay: int) -> None:
+    """All logits are one block then. Where accumulators have no room, the first of them overlay
+    their destination; with one byte less, nothing is kept."""
+    m, n, d = shape
+    sweep = config.sweep_for("bf16", 2 * d, DEVICES["sm_90a"], False)
+    needs = config.Needs("bf16", True, True, True, True, True, True, sweep, overlay_rows=overlay)
+
+    def blockings(keep: int) -> tuple[config.Blocking, config.Blocking, int]:
+        return config.blockings(shape, needs, 2**28, 256, False, keep)
+
+    first, second, size = blockings(2**40)
+    assert first == second == config.Blocking(m, n, n, 0, kept=True)
+    panel = 2 * m * config.panel_stride(n, "bf16")
+    assert size > panel + 4 * d * (m + n)
+    assert blockings(size)[0] == first
+    least = size
+    if overlay and n >= 256:
+        _, other, least = blockings(size - 1)
+        assert other.kept
+        assert other.overlaid == n // 2 // 128 * 128
+    assert least <= size
+    assert not blockings(least - 1)[0].kept
+    assert not blockings(0)[0].kept
+
+
 def test_a_batch_that_fits_is_one_block() -> None:
     needs = config.Needs("bf16", False, False, True, True, False, False)
     cut = config.blocking((8192, 8192, 512), needs, 2**28, 128, False)

@@ -44,7 +44,7 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
             for dtype in ("float64", "float32", "bfloat16", "float16"):
                 for rows, d in small:
                     yield loss, dtype, "auto", rows, d, {"method": method, "normalize": d == 20}
-        # one-part and two-part operands, rows that stay, that a cluster shares, that stream
+        # one-part and two-part operands, rows that stay, that stream, whose keys a cluster shares
         precisions = ("fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16")
         for precision in precisions:
             wide = {"bf16": 640, "fp16": 640, "tf32": 640, "bf16x3": 328}.get(precision, 264)
@@ -64,7 +64,10 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
         for dtype in ("bfloat16", "float16"):
             for d in (128, 60):
                 yield "nt_xent", dtype, "auto", 4352, d, {"method": "tiled"}
-        yield "clip", "bfloat16", "auto", 300, 1100, {"method": "tiled"}  # wider than clusters take
+        # wide rows: exponentials that are kept, and that are not
+        for loss in LOSSES:
+            yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled"}
+            yield loss, "bfloat16", "auto", 600, 1100, {"method": "tiled", "workspace": 3 * 2**20}
     yield "info_nce", "float32", "auto", 130, 40, {"method": "tiled", "labels": True}
     yield "clip", "float32", "auto", 300, 40, {"offload": True, "workspace": 2**20}
 
