@@ -95,10 +95,9 @@ def sums_at_once(
     accumulator of its own: where queries are few, one sum alone does not occupy all
     multiprocessors."""
     m, n, d = shape
-    longest = LONGEST_SUM.get(precision, n)
+    sums = -(-n // LONGEST_SUM[precision]) if precision in LONGEST_SUM else 1
     tiles = -(-m // BLOCK_M) * -(-d // BLOCK_M)  # of one sum
-    sums = -(-n // longest)
-    if sums == 1 or tiles >= multiprocessors:
+    if sums <= 1 or not 0 < tiles < multiprocessors:
         return 1
     room = workspace // 8 // (m * d * ACCUMULATOR_BYTES[precision])
 
