@@ -237,12 +237,15 @@ def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.Monk
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", ["_empty_sums", "_merge_sums", "_within", "_conclude"])
+@pytest.mark.parametrize("name", ["_empty_sums", "_merge_sums", "_within", "_conclude", "labels"])
 def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Their texts, and the header that goes before them, as CuPy puts them together."""
+    import cupy
     from infonce.kernels.gpu import vectors
 
-    kernel = getattr(vectors, name)
+    from infonce.checks import validation
+
+    kernel = validation._within(cupy) if name == "labels" else getattr(vectors, name)
     given = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]
     made = [f"{p.ctype}& {p.name}" for p in kernel.out_params]
     text = f"__device__ void apply({', '.join(given + made)}) {{\n{kernel.operation};\n}}\n"
