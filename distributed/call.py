@@ -281,7 +281,7 @@ def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
     if request.offload:
         from infonce.kernels.offload import copies as offload_gpu
 
-        return _folding(offload_gpu.backend), Vectors(np)
+        return offload_gpu.fold_block, Vectors(np)
     if arrays.on_gpu(request.problem.query):
         from infonce.kernels.gpu import select, shard
 

@@ -111,7 +111,7 @@ def memory(
         )
     vectors = VECTORS * rows
     if offload:
-        panels = rows * dim * (4 * ITEM + 3 * DK) + rows * (rows * ITEM + dim * DK)
+        panels = rows * dim * (2 * ITEM + 5 * DK) + rows * (rows * ITEM + dim * DK)
         return min(workspace, panels) + vectors
     row = dim * (2 * ITEM + 3 * DK)  # of buffers
     pieces = -(-rows // max(1, workspace // 2 // row))

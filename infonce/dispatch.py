@@ -119,7 +119,7 @@ def _backends_solution(request: Request) -> Solution:
     if request.offload:
         from .kernels.offload import copies as offload_gpu
 
-        return solve(problem, offload_gpu.backend(problem, gradients), gradients)
+        return offload_gpu.solve(problem, gradients)
     if arrays.on_gpu(problem.query):
         return _on_gpu().solve(problem, gradients)
     if problem.method == "naive":

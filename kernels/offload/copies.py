@@ -1,99 +1,248 @@
-"""The GPU as the device of `offload.backend`: copies of panels from and to host memory."""
+"""The GPU as the device of `offload.backend`, and copies of panels from and to host memory.
+
+The GPU copies pinned memory by itself. Other memory goes through pinned memory, by threads: one
+alone copies at a fraction of the rate of PCIe. Each of them has a pinned buffer and a stream, and
+while the GPU copies the buffer of one, the others fill or empty theirs. Threads and buffers are
+kept for later calls: 2 x `THREADS` buffers of `CHUNK` bytes (of a row, if that is longer) in all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+import math
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import cupy
 import cupyx
 import numpy as np
+from cupy.cuda import runtime
 
-from ..gpu.tiled.backend import GPU
-from ..problem import Array, Gradients, Problem, slices
-from .backend import Offload
+from ..gpu import select, shard
+from ..gpu.vectors import ElementwiseVectors
+from ..problem import (
+    Array,
+    Epilogue,
+    Gradients,
+    Problem,
+    slices,
+)
+from ..solve import Solution
+from . import backend
 
-COPY_THREADS = 4  # they fill pinned memory: one alone is slower than PCIe
-PINNED = 1  # cudaMemoryTypeHost: host memory that the device can read
-
-
-def backend(problem: Problem, gradients: Gradients | None = None) -> Offload:
-    """Folds blocks of host features on the current GPU."""
-    return Offload(problem, gradients, Device())
-
-
-@cache
-def _copy_pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(COPY_THREADS, "infonce-offload")
-
-
-def _copy(target: Array, source: Array) -> None:
-    """target[...] = source by several threads: np.copyto releases the GIL."""
-    parts = slices(len(source), max(1, -(-len(source) // COPY_THREADS)))
-    copies = [_copy_pool().submit(np.copyto, target[part], source[part]) for part in parts]
-    for copy in copies:
-        copy.result()
+THREADS = 6  # of either direction
+CHUNK = 2**22  # bytes that a thread copies at a time, at most; with fewer, it mostly waits for
+LEAST_CHUNK = 2**20  # Python's lock
 
 
-def _pinned(array: Array) -> bool:
-    """Whether this is pinned memory, which the GPU copies by itself while the host continues."""
-    if not array.flags.c_contiguous or not array.nbytes or not array.dtype.isnative:
-        return False
-    attributes = cupy.cuda.runtime.pointerGetAttributes(array.ctypes.data)
-    return bool(attributes.type == PINNED)
+def solve(problem: Problem, gradients: Gradients | None) -> Solution:
+    """Loss and gradients of host features, computed on the current GPU."""
+    return backend.solve(problem, gradients, GPU())
 
 
-class Device:
-    """The current GPU: see `infonce.kernels.offload.backend.Device`."""
+def fold_block(
+    problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None, *sums: Any
+) -> None:
+    """`solve.fold_block` of host arrays, on the current GPU."""
+    backend.fold_block(GPU(), problem, triangle, epilogue, gradients, *sums)
+
+
+class GPU:
+    """The current GPU: see `infonce.kernels.offload.device.Device`."""
 
     xp = cupy
-    backend = GPU
+    solve = staticmethod(select.solve)
+    fold_block = staticmethod(shard.fold_block)  # by a plan: of each shape there are many blocks
+
+    def __init__(self) -> None:
+        self.vectors = ElementwiseVectors()
 
     @staticmethod
     def put(array: Array) -> Array:
-        return cupy.asarray(np.asarray(array, array.dtype.newbyteorder("=")))
+        return cupy.asarray(array)
 
     @staticmethod
     def get(array: Array) -> Array:
         return cupy.asnumpy(array)
 
-    def stream(self, features: Array, panels: Sequence[slice]) -> Iterator[tuple[slice, Array]]:
-        """Double buffering: two buffers on the device and, unless the features are pinned, two
-        pinned ones on the host. A panel is copied while products with the previous one run."""
-        if not panels:
-            return
-        current, copying = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
-        shape = max(p.stop - p.start for p in panels), features.shape[1]
-        dtype = features.dtype.newbyteorder("=")
-        buffers = [cupy.empty(shape, dtype) for _ in panels[:2]]
-        staged = None
-        if not _pinned(features):
-            staged = [cupyx.empty_pinned(shape, dtype) for _ in panels[:2]]
-        copied: list[Any] = [None, None]
-        used = [current.record(), current.record()]  # the last use of each buffer
-
-        def start(i: int) -> None:
-            slot, source = i % 2, features[panels[i]]
-            target = buffers[slot][: len(source)]
-            if staged is not None:
-                if copied[slot] is not None:
-                    copied[slot].synchronize()  # the last copy from this staging buffer
-                _copy(staged[slot][: len(source)], source)
-                source = staged[slot][: len(source)]
-            copying.wait_event(used[slot])
-            target.set(source, stream=copying)
-            copied[slot] = copying.record()
-
+    @staticmethod
+    @contextmanager
+    def copies() -> Iterator[Copies]:
+        copies = Copies()
         try:
-            start(0)
-            for i, panel in enumerate(panels):
-                slot = i % 2
-                current.wait_event(copied[slot])
-                yield panel, buffers[slot][: panel.stop - panel.start]
-                used[slot] = current.record()
-                if i + 1 < len(panels):
-                    start(i + 1)
-        finally:
-            copying.synchronize()  # before the pools reuse the buffers
+            yield copies
+        except BaseException:
+            copies.finish(raising=False)
+            raise
+        copies.finish()
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+class Copies:
+    """See `infonce.kernels.offload.device.Copies`."""
+
+    def __init__(self) -> None:
+        self.device = runtime.getDevice()
+        self.current = cupy.cuda.get_current_stream()
+        self.inwards, self.outwards = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self.pending: dict[Ticket, tuple[Array, Array]] = {}  # and the memory that they use
+        self.touching: list[Future[None]] = []
+
+    def touch(self, target: Array) -> None:
+        if target.flags.c_contiguous and not _pinned(target, target.dtype):
+            parts = _chunks(target, target.nbytes)
+            self.touching += [_pool("out").submit(_touch, target[part]) for part in parts]
+
+    def arrive(self, target: Array, source: Array) -> Ticket:
+        ready = self.current.record()
+        if _pinned(source, target.dtype):
+            self.inwards.wait_event(ready)
+            target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self.inwards)
+            return self.ticket([], self.inwards.record(), target, source)
+        parts = self.submit("in", _Lane.arrive, target, source, ready)
+        return self.ticket(parts, None, target, source)
+
+    def leave(self, target: Array, source: Array, add: bool) -> Ticket:
+        wait(self.touching)  # they write to the same memory
+        ready = self.current.record()
+        if not add and _pinned(target, source.dtype):
+            self.outwards.wait_event(ready)
+            source.data.copy_to_host_async(target.ctypes.data, source.nbytes, self.outwards)
+            return self.ticket([], self.outwards.record(), target, source)
+        parts = self.submit("out", partial(_Lane.leave, add=add), source, target, ready)
+        return self.ticket(parts, None, target, source)
+
+    def submit(
+        self, direction: str, copy: Callable[..., Any], there: Array, here: Array, ready: Any
+    ) -> list[Future[Any]]:
+        """Copy by chunks of rows, each on the lane of a thread. Threads get addresses on the
+        device: its memory is free as soon as this call gives it back, not when threads do."""
+
+        def on_lane(address: int, part: Array) -> Any:
+            return copy(_lane(device), address, part, dtype, ready)
+
+        device, dtype, start, row = self.device, there.dtype, there.data.ptr, there[:1].nbytes
+        return [
+            _pool(direction).submit(on_lane, start + part.start * row, here[part])
+            for part in _chunks(here, there.nbytes)
+        ]
+
+    def ticket(
+        self, parts: Sequence[Future[Any]], event: Any, target: Array, source: Array
+    ) -> Ticket:
+        made = Ticket(self, parts, event)
+        self.pending[made] = target, source
+        return made
+
+    def finish(self, raising: bool = True) -> None:
+        """Wait until nothing is copied any more."""
+        wait(self.touching)
+        for made in self.pending:
+            wait(made.parts)
+        for made in self.pending:
+            for part in made.parts:
+                if raising or part.exception() is None:
+                    part.result().synchronize()
+        for stream in (self.inwards, self.outwards, self.current):
+            stream.synchronize()
+        self.pending.clear()
+
+
+class Ticket:
+    """See `infonce.kernels.offload.device.Ticket`."""
+
+    def __init__(self, copies: Copies, parts: Sequence[Future[Any]], event: Any) -> None:
+        self.copies, self.parts, self.event = copies, parts, event
+
+    def wait(self) -> None:
+        events = [self.event] if self.event is not None else [part.result() for part in self.parts]
+        for event in events:
+            self.copies.current.wait_event(event)
+        self.copies.pending.pop(self, None)
+
+
+def _pinned(array: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether the GPU can copy this memory by itself, as elements of `dtype`."""
+    if not array.flags.c_contiguous or not array.nbytes or array.dtype != dtype:
+        return False
+    attributes = runtime.pointerGetAttributes(array.ctypes.data)
+    return bool(attributes.type == runtime.memoryTypeHost)
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+@cache
+def _pool(direction: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, f"infonce-offload-{direction}")
+
+
+def _chunks(array: Array, size: int) -> list[slice]:
+    """Rows that a thread copies at a time, of `size` bytes: all threads have some, if they are not
+    too few."""
+    chunk, rows = min(CHUNK, max(LEAST_CHUNK, size // THREADS)), len(array)
+    return slices(rows, max(1, chunk * rows // max(1, size)))
+
+
+def _touch(array: Array) -> None:
+    """Write what is there to each page."""
+    array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] |= 0
+
+
+_of_thread = threading.local()
+
+
+def _lane(device: int) -> _Lane:
+    """The lane of this thread on a device, which becomes the current one."""
+    cupy.cuda.Device(device).use()
+    lanes: dict[int, _Lane] = _of_thread.__dict__.setdefault("lanes", {})
+    if device not in lanes:
+        lanes[device] = _Lane()
+    return lanes[device]
+
+
+class _Lane:
+    """A pinned buffer, and the stream of its copies."""
+
+    def __init__(self) -> None:
+        self.memory = cupyx.empty_pinned(CHUNK, np.uint8)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.last = self.stream.record()
+
+    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array in the pinned memory. The copy before is done."""
+        self.last.synchronize()
+        size = math.prod(shape) * dtype.itemsize
+        if self.memory.nbytes < size:
+            self.memory = cupyx.empty_pinned(size, np.uint8)
+        return self.memory[:size].view(dtype).reshape(shape)
+
+    def copy(self, target: int, source: int, size: int, kind: int, ready: Any) -> Any:
+        self.stream.wait_event(ready)
+        runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
+        self.last = self.stream.record()
+        return self.last
+
+    def arrive(self, address: int, source: Array, dtype: np.dtype[Any], ready: Any) -> Any:
+        staged = self.buffer(source.shape, dtype)
+        np.copyto(staged, source)
+        at, size = staged.ctypes.data, staged.nbytes
+        return self.copy(address, at, size, runtime.memcpyHostToDevice, ready)
+
+    def leave(
+        self, address: int, target: Array, dtype: np.dtype[Any], ready: Any, add: bool
+    ) -> Any:
+        staged = self.buffer(target.shape, dtype)
+        at, size = staged.ctypes.data, staged.nbytes
+        self.copy(at, address, size, runtime.memcpyDeviceToHost, ready).synchronize()
+        if add:
+            np.add(target, staged, out=target, casting="unsafe")
+        else:
+            np.copyto(target, staged, casting="unsafe")
+        return self.last

@@ -1,7 +1,11 @@
 """Features in host memory, computed on a device panel by panel. Where there is no GPU, the device
 is a part of the host."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +14,8 @@ from host_device import Host, close, room
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.offload import backend as offload
-from infonce.kernels.problem import SILENT
-from infonce.kernels.solve import solve
+from infonce.kernels.offload import layout
+from infonce.kernels.problem import SILENT, Gradients, Problem, few_blocks, least_block_side
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
@@ -22,26 +26,25 @@ from infonce.dispatch import _result
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Any, Host]:
+def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Host]:
     """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
     kind = spec.LOSSES[loss]
     with np.errstate(**SILENT):
         request = checks.check(kind, args, labels, None, options, with_grad=True)
         device = Host()
-        backend = offload.Offload(request.problem, request.gradients, device)
-        solution = solve(request.problem, backend, request.gradients)
-        return _result(kind, request, solution, lambda array: array), backend, device
+        solution = offload.solve(request.problem, request.gradients, device)
+        return _result(kind, request, solution, lambda array: array), device
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @given(
     m=st.integers(1, 90), n=st.integers(1, 90), rows=st.integers(12, 70),
-    labelled=st.booleans(), ids=st.booleans(), normalize=st.booleans(), metrics=st.booleans(),
-    seed=st.integers(0, 99),
+    wave=st.integers(4, 90), labelled=st.booleans(), ids=st.booleans(),
+    normalize=st.booleans(), metrics=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_equal_to_the_host(
-    loss: str, m: int, n: int, rows: int, labelled: bool, ids: bool, normalize: bool,
-    metrics: bool, seed: int,
+    loss: str, m: int, n: int, rows: int, wave: int, labelled: bool, ids: bool,
+    normalize: bool, metrics: bool, seed: int,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     if not labelled:
@@ -55,10 +58,28 @@ def test_equal_to_the_host(
     if ids:
         each = [rng.integers(0, 20, len(z)) for z in args]
         options["ids"] = tuple(each) if loss == "info_nce" else each[0]
-    got, backend, device = on_host(loss, args, workspace=room(rows, d), **options)
-    want = getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
-    assert max(device.largest, backend.rows) <= rows
-    close(got, want)
+    workspace = room(rows, d, *(len(z) for z in (args[0], args[-1])))
+    with mock.patch.object(layout, "WAVE", wave):
+        got, device = on_host(loss, args, workspace=workspace, **options)
+    assert device.xp.peak + device.workspace <= workspace
+    close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("rows", "wave"), [(60, 60), (60, 10), (20, 60)])
+def test_what_stays(loss: str, rows: int, wave: int) -> None:
+    """All features, those of one side in all folds, or a part of them."""
+    args = arguments(loss, *pairs("random", 60, 60, 30, np.float64, 0))
+    options: dict[str, Any] = {"scale": 4.0, "workspace": room(rows, 30, 60, 60)}
+    with mock.patch.multiple(layout, WAVE=wave, MOST_WAVES=1):
+        got, device = on_host(loss, args, **options)
+    close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
+    if rows == wave:
+        del options["workspace"]  # also by default
+        close(on_host(loss, args, **options)[0], got)
+    little_to_hide = rows == wave or (rows > wave and loss in ("nt_xent", "lit"))
+    assert device.whole == little_to_hide
+    assert device.whole or device.blocks >= 9
 
 
 @pytest.mark.parametrize("wrt", [(), ("image",), ("text",), ("scale",), ("text", "scale")])
@@ -66,7 +87,8 @@ def test_equal_to_the_host(
 def test_parts_of_the_gradient(loss: str, wrt: tuple[str, ...]) -> None:
     args = arguments(loss, *pairs("random", 70, 70, 30, np.float64, 0))
     options = {"scale": 4.0, "wrt": wrt, "reduction": "sum"}
-    got, _, _ = on_host(loss, args, workspace=room(20, 30), **options)
+    got, device = on_host(loss, args, workspace=room(20, 30, 70, 70), **options)
+    assert device.blocks > 4
     close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
     assert [name for name, g in got.grads._asdict().items() if g is not None] == list(wrt)
 
@@ -79,8 +101,10 @@ def test_not_a_number_stays_one(loss: str, row: int) -> None:
     for z in args:
         z[:, 3] = -1.0
     args[-1][row, 3] = np.inf
-    got, _, _ = on_host(loss, args, scale=4.0, reduction="none", workspace=room(16, 30))
-    want = getattr(infonce, f"{loss}_loss")(*args, scale=4.0, reduction="none")
+    options = {"scale": 4.0, "reduction": "none"}
+    got, device = on_host(loss, args, workspace=room(16, 30, 60, 60), **options)
+    assert device.blocks > 4
+    want = getattr(infonce, f"{loss}_loss")(*args, **options)
     assert np.isnan(want).any()
     np.testing.assert_array_equal(np.isnan(got.loss), np.isnan(want))
 
@@ -88,14 +112,53 @@ def test_not_a_number_stays_one(loss: str, row: int) -> None:
 def test_progress_and_memory_too_small() -> None:
     args = arguments("clip", *pairs("random", 60, 60, 30, np.float64, 0))
     told: list[tuple[str, int, int]] = []
-    on_host("clip", args, scale=1.0, workspace=room(20, 30), progress=lambda *a: told.append(a))
-    assert told[:9] == [("log-sum-exp", i + 1, 9) for i in range(9)]
-    assert {phase for phase, *_ in told} == {"log-sum-exp", "gradient"}
+
+    def rooms(rows: int) -> int:
+        return room(rows, 30, 60, 60)
+
+    def steps(phase: str, n: int) -> list[tuple[str, int, int]]:
+        return [(phase, i + 1, n) for i in range(n)]
+
+    options = {"scale": 1.0, "progress": lambda *step: told.append(step)}
+    on_host("clip", args, workspace=rooms(20), **options)
+    # the first of three panels meets three pieces, the others meet all keys; dQ, then dK
+    assert told == steps("log-sum-exp", 5) + 2 * steps("gradient", 9)
+    told.clear()
+    with mock.patch.multiple(layout, WAVE=10, MOST_WAVES=1):
+        on_host("clip", args, workspace=rooms(60), **options)
+    # six panels: the last meets one at a time, the others meet two, but one on the diagonal
+    assert told == steps("log-sum-exp", 6 + 5) + steps("gradient", 5 * 4 + 6)
     # 15 x 15 panels of 4 rows: two for each row and column
-    with pytest.raises(ValueError, match=f"workspace: expected at least {room(4, 30)} bytes"):
-        on_host("clip", args, scale=1.0, workspace=room(4, 30) - 1)
-    _, backend, _ = on_host("clip", args, scale=1.0, workspace=room(4, 30))
-    assert backend.rows == 4
+    with pytest.raises(ValueError, match=f"workspace: expected at least {rooms(4)} bytes"):
+        on_host("clip", args, scale=1.0, workspace=rooms(4) - 1)
+    on_host("clip", args, scale=1.0, workspace=rooms(4))
+
+
+@given(
+    m=st.integers(1, 10**6), n=st.integers(1, 10**6), d=st.integers(1, 2048),
+    dtype=st.sampled_from([np.float64, np.float32, np.float16]), gradient=st.booleans(),
+    workspace=st.integers(10, 36),
+)  # fmt: skip
+def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: int) -> None:
+    """What a fold keeps fits the workspace, and blocks are few."""
+    query, key = (np.broadcast_to(dtype(0), (rows, d)) for rows in (m, n))
+    compute = "fp64" if dtype is np.float64 else "fp32"
+    problem = Problem(query, key, 1.0, 1.0, compute=compute, workspace=2**workspace)
+    gradients = Gradients(query, key) if gradient else None
+    row = layout.row_bytes(problem, gradients)
+    try:
+        of = layout.layout(problem, gradients)
+    except ValueError:
+        assert 2**workspace < layout.least_workspace(least_block_side(m, n), row)
+        return
+    assert of.block >= of.panel * row.block
+    with_gradient = of.staying * row.staying + of.panel * row.streamed
+    assert of.panel <= of.features
+    without = of.features * row.feature + 2 * of.panel * (row.feature + row.leaving)
+    assert max(with_gradient, without) <= 2**workspace - of.block
+    assert of.whole == (of.staying == min(m, n))
+    assert of.whole or of.staying % of.panel == 0
+    assert of.panel >= min(n, m) or few_blocks(m, n, of.panel, of.panel)
 
 
 def test_memory_mapped_on_the_cpu(tmp_path: Any) -> None:
@@ -142,14 +205,16 @@ def cupy() -> Any:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_on_the_gpu(cupy: Any, loss: str, dtype: Any) -> None:
-    """Against float64, and bitwise the same from run to run, many panels and few."""
+    """Against float64, and bitwise the same from run to run, whatever stays."""
     d, scale = 64, 8.0
     args = arguments(loss, *pairs("partly aligned", 1500, 1700, d, dtype, 0))
     truth = judged(loss, args, scale=scale, normalize=True)
     name, logit = np.dtype(dtype).name, 8.0
-    for workspace in (room(256, d, 8, 8), 2**28):
+    for workspace, wave in ((room(256, d, 1500, 1700), 2000), (2**28, 256), (2**28, 2000)):
         options = {"scale": scale, "normalize": True, "offload": True, "workspace": workspace}
-        got, again = (getattr(infonce, f"{loss}_loss_and_grad")(*args, **options) for _ in range(2))
+        call = partial(getattr(infonce, f"{loss}_loss_and_grad"), *args, **options)
+        with mock.patch.multiple(layout, WAVE=wave, MOST_WAVES=1):
+            got, again = call(), call()
         assert isinstance(got.loss, np.ndarray)
         assert_loss(got.loss, truth.loss, name, logit)
         for field in got.grads._fields:
@@ -169,7 +234,7 @@ def test_pinned_mapped_and_strided(cupy: Any, tmp_path: Any) -> None:
     import cupyx
 
     plain = pairs("random", 1000, 1000, 48, np.float32, 0)
-    options = {"scale": 9.0, "offload": True, "workspace": room(256, 48, 4, 4)}
+    options = {"scale": 9.0, "offload": True, "workspace": room(256, 48, 1000, 1000, 4, 4)}
     want = infonce.clip_loss_and_grad(*plain, **options)
 
     def pinned(z: Any) -> Any:
@@ -203,6 +268,43 @@ def test_memory_stays_within_the_workspace(cupy: Any) -> None:
     vectors = 40 * 40_000 * 8
     assert 2**20 < found.peak < 32 * 2**20 + vectors
     assert found.used == 0
+
+
+@pytest.mark.gpu
+def test_errors_leave_nothing_behind(cupy: Any) -> None:
+    from infonce.cli.bench.gpu import _peak
+
+    args = pairs("random", 3000, 3000, 64, np.float32, 0)
+    options = {"scale": 9.0, "offload": True, "workspace": room(256, 64, 3000, 3000, 4, 4)}
+    want = infonce.clip_loss_and_grad(*args, **options)
+
+    def stop(phase: str, done: int, total: int) -> None:
+        if (phase, done) == ("gradient", 7):
+            raise RuntimeError("enough")
+
+    with _peak(cupy) as found:
+        with pytest.raises(RuntimeError, match="enough"):
+            infonce.clip_loss_and_grad(*args, progress=stop, **options)
+        gc.collect()
+        assert found.used == 0
+    got = infonce.clip_loss_and_grad(*args, **options)
+    for g, w in zip(got.grads, want.grads, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.gpu
+def test_in_threads(cupy: Any) -> None:
+    """Calls at the same time share the threads that copy, and get what each gets alone."""
+    options = {"scale": 9.0, "offload": True, "workspace": room(256, 64, 2000, 2000, 4, 4)}
+
+    def call(seed: int) -> list[bytes]:
+        args = pairs("random", 2000, 2000, 64, np.float32, seed)
+        return [g.tobytes() for g in infonce.clip_loss_and_grad(*args, **options).grads]
+
+    alone = list(map(call, range(4)))
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            assert list(threads.map(call, range(4))) == alone
 
 
 @pytest.mark.gpu

@@ -1,39 +1,103 @@
 """A part of the host that stands for a device, to which offloaded features go panel by panel."""
 
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from infonce.kernels import solve
 from infonce.kernels.cpu.backend import CPU
+from infonce.kernels.offload import layout
 
 import infonce
 
 
-class Host:
-    """A device whose memory is the host's, which spoils what it may use again."""
+class Memory:
+    """What `offload` takes from NumPy. It counts the bytes of arrays that are not vectors."""
 
-    xp = np
-    backend = CPU
+    zeros, array = staticmethod(np.zeros), staticmethod(np.array)
+
+    def __init__(self) -> None:
+        self.used = self.peak = 0
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        array = np.empty(shape, dtype)
+        self.count(array.nbytes)
+        weakref.finalize(array, self.count, -array.nbytes)
+        return array
+
+    def count(self, size: int) -> None:
+        self.used += size
+        self.peak = max(self.peak, self.used)
+
+
+class Host:
+    """A device whose memory is the host's. Its copies are as late as can be: features arrive when
+    they are waited for, and gradients leave when all is done. What is being copied is spoiled."""
+
+    vectors = solve.Vectors(np)
     put = get = staticmethod(np.array)
 
     def __init__(self) -> None:
-        self.largest = 0
+        self.xp = Memory()
+        self.blocks, self.whole = 0, False
+        self.workspace = 0  # of blocks, or of the whole
 
-    def stream(self, features: Any, panels: Any) -> Iterator[tuple[slice, Any]]:
-        last = None
-        for panel in panels:
-            there = np.array(features[panel])
-            self.largest = max(self.largest, len(there))
-            yield panel, there
-            if last is not None:
-                last[...] = np.nan
-            last = there
+    def solve(self, problem: Any, gradients: Any) -> Any:
+        assert problem.workspace_given  # a whole problem takes no more either
+        self.whole, self.workspace = True, problem.workspace
+        return solve.solve(problem, CPU(problem, gradients), gradients)
+
+    def fold_block(
+        self, problem: Any, triangle: bool, epilogue: Any, gradients: Any, not_finite: Any
+    ) -> None:
+        self.blocks, self.workspace = self.blocks + 1, problem.workspace
+        backend = CPU(problem, gradients)
+        solve.fold_block(backend, problem, triangle, epilogue, gradients, not_finite)
+
+    @contextmanager
+    def copies(self) -> Iterator[Any]:
+        self.pending: list[Copy] = []
+        yield self
+        for copy in list(self.pending):
+            copy.wait()
+
+    def touch(self, target: Any) -> None:
+        target[...] = np.nan
+
+    def arrive(self, target: Any, source: Any) -> "Copy":
+        return Copy(self, lambda: np.copyto(target, source), target)
+
+    def leave(self, target: Any, source: Any, add: bool) -> "Copy":
+        given = source.copy()
+
+        def copy() -> None:
+            np.testing.assert_array_equal(given, source)  # no one has used its memory again
+            target[...] = target + source if add else source
+
+        return Copy(self, copy, None if add else target)
 
 
-def room(rows: int, d: int, item: int = 8, real: int = 8) -> int:
+class Copy:
+    def __init__(self, host: Host, copy: Any, target: Any) -> None:
+        self.host, self.copy = host, copy
+        if target is not None:
+            target[...] = np.nan
+        host.pending.append(self)
+
+    def wait(self) -> None:
+        if self in self.host.pending:
+            self.copy()
+            self.host.pending.remove(self)
+            self.copy = None  # it holds memory
+
+
+def room(rows: int, d: int, m: int, n: int, item: int = 8, real: int = 8) -> int:
     """A workspace for panels of so many rows."""
-    return 2 * rows * d * (4 * item + 3 * real)
+    row = layout.RowBytes(d * item, d * real, d * item, layout.block_row(m, n, d, item, real))
+    return layout.least_workspace(rows, row)
 
 
 def close(got: Any, want: Any, tolerance: float = 1e-12) -> None:

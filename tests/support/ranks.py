@@ -4,6 +4,7 @@ every rank. The numbers that ranks get, against one process and against float64.
 Rank 0 leads: hypothesis runs there, and every example is sent to all ranks, which report back.
 """
 
+import functools
 import itertools
 import os
 import sys
@@ -322,18 +323,18 @@ def offload(place: str) -> None:
     """Shards in host memory, computed on a device: a GPU, or what stands for one."""
     from host_device import Host, close, room
     from infonce.distributed import call as calls
-    from infonce.kernels.offload.backend import Offload
+    from infonce.kernels.offload import backend as offloading
     from infonce.kernels.solve import Vectors
 
-    d, options = 30, {"scale": 9.0, "normalize": True, "workspace": room(16, 30)}
+    d, options = 30, {"scale": 9.0, "normalize": True, "workspace": room(16, 30, 150, 150)}
     spread = dict(options, timeout=60)
     if place == "gpu":
         import cupy
 
         cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
-        spread |= {"offload": True, "workspace": room(64, d)}
+        spread |= {"offload": True, "workspace": room(64, d, 150, 150)}
     else:
-        folding = calls._folding(lambda *of: Offload(*of, Host()))
+        folding = functools.partial(offloading.fold_block, Host())
         calls._backend = lambda request: (folding, Vectors(np))
     key = np.random.default_rng(0).standard_normal((150, d))
     query = key + np.random.default_rng(1).standard_normal((150, d))

@@ -1,0 +1,78 @@
+"""Epilogues between host and device, and of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from ..problem import (
+    Array,
+    Epilogue,
+    RetrievalRanks,
+    Sigmoid,
+    SoftmaxGradient,
+    Statistics,
+    Sums,
+)
+
+
+def map_arrays(
+    value: Any, function: Callable[[Array], Array], mapped: dict[int, Any] | None = None
+) -> Any:
+    """A dataclass or tuple of arrays, with `function` applied to each array. One object in two
+    places stays one."""
+    mapped = {} if mapped is None else mapped
+    if value is None:
+        return None
+    if id(value) not in mapped:
+        if is_dataclass(value):
+            parts = (map_arrays(getattr(value, f.name), function, mapped) for f in fields(value))
+            make: Any = type(value)
+            found: Any = make(*parts)
+        elif isinstance(value, tuple):
+            found = tuple(map_arrays(each, function, mapped) for each in value)
+        else:
+            found = function(value)
+        mapped[id(value)] = found
+    return mapped[id(value)]
+
+
+def copy_arrays(target: Any, source: Any) -> None:
+    """Copy the arrays of one epilogue into those of another."""
+    for f in fields(target):
+        to, of = getattr(target, f.name), getattr(source, f.name)
+        if isinstance(to, Sums):
+            copy_arrays(to, of)
+        elif to is not None:
+            to[...] = of
+
+
+def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
+    """The epilogue of one block: views of its rows and columns."""
+    if isinstance(epilogue, Statistics):
+        of_rows, of_columns = (
+            None if sums is None else Sums(sums.max[of], sums.sum[of])
+            for sums, of in ((epilogue.rows, rows), (epilogue.columns, columns))
+        )
+        assert of_rows is not None
+        return Statistics(of_rows, of_columns, epilogue.positive_logits[rows])
+    if isinstance(epilogue, RetrievalRanks):
+        part = RetrievalRanks(epilogue.positive_logits[rows], epilogue.row_rank[rows])
+        if epilogue.column_rank is not None:
+            part.column_positive_logits = epilogue.column_positive_logits[columns]
+            part.column_rank = epilogue.column_rank[columns]
+        return part
+    if isinstance(epilogue, SoftmaxGradient):
+        reference, factor, positive = (
+            epilogue.column_reference, epilogue.column_factor, epilogue.column_positive_gradient,
+        )  # fmt: skip
+        if reference is not None and factor is not None:  # key j is the positive of query j
+            positive = (epilogue.positive_gradient if positive is None else positive)[columns]
+            reference, factor = reference[columns], factor[columns]
+        return SoftmaxGradient(
+            epilogue.row_reference[rows], epilogue.row_factor[rows], reference, factor,
+            epilogue.positive_gradient[rows], positive,
+        )  # fmt: skip
+    assert isinstance(epilogue, Sigmoid)
+    return Sigmoid(*(getattr(epilogue, f.name)[rows] for f in fields(epilogue)))

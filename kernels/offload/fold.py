@@ -1,0 +1,213 @@
+"""One fold: the blocks of a side that stays with a side that streams."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..problem import (
+    Array,
+    Epilogue,
+    Gradients,
+    Grid,
+    NotFinite,
+    Problem,
+    Sigmoid,
+    Statistics,
+    fast_replace,
+    slices,
+)
+from .device import Copies, Device, Ticket
+from .epilogues import block_epilogue
+from .layout import PIECE, Layout, real_bytes, row_bytes
+from .panels import Arrivals, Departures, Part, Side, apart, longest
+
+# A panel of the side that streams, and the pieces of what stays that it meets, in this order. None:
+# what stays meets itself
+Step = tuple[slice | None, Sequence[slice]]
+
+
+class Context:
+    """What the folds of one call share."""
+
+    def __init__(
+        self, problem: Problem, gradients: Gradients | None, layout: Layout, device: Device,
+        copies: Copies,
+    ) -> None:  # fmt: skip
+        self.device, self.copies, self.layout = device, copies, layout
+        self.real = np.dtype(f"f{real_bytes(problem)}")
+        # key i is the positive of query i: none in blocks off the diagonal
+        self.on_diagonal = problem.positives is None and not problem.symmetric
+        m = len(problem.query)
+        marks = device.xp.zeros(m + 1)
+        self.marks = NotFinite(marks[:m], marks[m:])
+        self.kept: Array = None  # features of the smaller side, if they stay in all folds
+        size = layout.panel * row_bytes(problem, gradients).leaving
+        self.departures = Departures(device.xp, copies, size)
+
+
+class Fold:
+    """One visit of every block of a grid."""
+
+    def __init__(
+        self, context: Context, problem: Problem, grid: Grid, epilogue: Epilogue,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        self.context, self.device = context, context.device
+        self.problem, self.grid, self.epilogue, self.gradients = problem, grid, epilogue, gradients
+        (m, n, _), layout = problem.shape, context.layout
+        rows, columns = Side(problem.query, grid.rows), Side(problem.key, grid.columns)
+        staying, self.keys_stay = layout.features, n <= m
+        if gradients is not None:
+            staying = layout.staying
+            if gradients.want_query:
+                rows.to, rows.add = gradients.query, gradients.add_query
+            if gradients.want_key:
+                columns.to = gradients.key
+            if not layout.whole:  # one gradient at a time
+                self.keys_stay = gradients.want_key
+        if problem.symmetric:
+            self.keys_stay, columns.to = False, None
+        self.columns = columns
+        self.stay, self.stream = (columns, rows) if self.keys_stay else (rows, columns)
+        panels = self.stay.panels
+        rows_in_all = panels[-1].stop - panels[0].start
+        length = len(panels) if rows_in_all <= staying else staying // layout.panel
+        runs = [list(panels[i : i + length]) for i in range(0, len(panels), length)]
+        self.runs = [(run, self.steps(run)) for run in runs]  # what stays at a time
+        self.done = 0
+        self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
+
+    def steps(self, run: list[slice]) -> list[Step]:
+        """All that a run meets. Pieces are single panels where copies are to begin early: on
+        arrival, and before the last gradients leave."""
+        whole, panels = slice(run[0].start, run[-1].stop), self.stream.panels
+        if self.problem.symmetric:
+            before = [] if self.grid.triangle else [p for p in panels if p.stop <= whole.start]
+            panels = before + [p for p in panels if p.start >= whole.stop]
+        found: list[Step] = [(None, [whole])] if self.problem.symmetric else []
+        for i, panel in enumerate(panels):
+            if self.gradients is not None:
+                found.append((panel, run if i + 1 == len(panels) else self.pieces(run, panel)))
+            else:
+                found.append((panel, run if i == 0 and not found else [whole]))
+        return found
+
+    def pieces(self, run: list[slice], panel: slice) -> list[slice]:
+        """A run cut into pieces. On the diagonal they are single panels, as plans want them."""
+        found: list[slice] = []
+        for i in range(0, len(run), PIECE):
+            panels = run[i : i + PIECE]
+            piece = slice(panels[0].start, panels[-1].stop)
+            found.extend([piece] if apart(piece, panel) else panels)
+        return found
+
+    def run(self) -> None:
+        for run, steps in self.runs:
+            self.visit(run, steps)
+
+    def visit(self, run: list[slice], steps: Sequence[Step]) -> None:
+        """All blocks of a run."""
+        panels = [panel for panel, _ in steps if panel is not None]
+        met = [piece for _, pieces in steps for piece in pieces]
+        arrivals = Arrivals(self.device.xp, self.context.copies, self.stream, panels)
+        held, arriving = self.hold(run)
+        of_stream = self.accumulator(self.stream, longest(panels))
+        of_block = self.accumulator(self.columns, longest(met if self.keys_stay else panels))
+        for i, (panel, pieces) in enumerate(steps):
+            streaming = None
+            if panel is not None:
+                streaming = Part(panel, arrivals.take(), of_stream).part(panel)
+            for j, piece in enumerate(pieces):
+                while arriving and arriving[0][0] < piece.stop:
+                    arriving.popleft()[1].wait()
+                staying = held.part(piece)
+                if self.keys_stay:
+                    assert streaming is not None
+                    self.block(streaming, staying, j == 0, i == 0, of_block)
+                else:
+                    self.block(staying, streaming, i == 0, j == 0, of_block)
+                if i + 1 == len(steps):
+                    for part in slices(piece.stop, self.context.layout.panel, piece.start):
+                        self.context.departures.leave(self.stay, held.part(part))
+            if streaming is not None:
+                self.context.departures.leave(self.stream, streaming)
+
+    def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
+        """What stays, and its panels that have not arrived: (first row, copy)."""
+        context, features = self.context, self.stay.features
+        start, stop = run[0].start, run[-1].stop
+        there, arriving = context.kept, deque[tuple[int, Ticket]]()
+        if there is None:
+            dtype = features.dtype.newbyteorder("=")
+            there = self.device.xp.empty((stop - start, features.shape[1]), dtype)
+            for of in run:
+                target = there[of.start - start : of.stop - start]
+                arriving.append((of.start, context.copies.arrive(target, features[of])))
+            if context.layout.whole:
+                context.kept = there
+        return Part(slice(start, stop), there, self.accumulator(self.stay, stop - start)), arriving
+
+    def accumulator(self, side: Side, rows: int) -> Array | None:
+        if side.to is None:
+            return None
+        return self.device.xp.empty((rows, side.features.shape[1]), self.context.real)
+
+    def block(
+        self, queries: Part, keys: Part | None, first_of_queries: bool, first_of_keys: bool,
+        of_block: Array | None,
+    ) -> None:  # fmt: skip
+        """Fold one block; no keys: the queries are the keys. The first block of a gradient writes
+        it, others add to it."""
+        problem, gradients, xp = self.problem, self.gradients, self.device.xp
+        symmetric = keys is None
+        keys = keys or replace(queries, gradient=None)
+        rows, columns = queries.rows, keys.rows
+        diagonal, no_local = rows == columns, problem.no_local_positives
+        if self.context.on_diagonal:
+            no_local = no_local or apart(rows, columns)
+        row_ids, key_ids = problem.query_ids, problem.key_ids
+        block = fast_replace(
+            problem,
+            query=queries.features,
+            key=keys.features,
+            positives=self.device.vectors.local_positives(problem.positives[rows], columns),
+            query_ids=None if row_ids is None else row_ids[rows],
+            key_ids=None if key_ids is None else key_ids[columns],
+            symmetric=symmetric,
+            key_shard=problem.key_shard or not diagonal,
+            no_local_positives=no_local,
+            # Off the diagonal of a triangle, columns are other rows, with their own sums
+            column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
+            workspace=self.context.layout.block,
+            progress=None,
+        )
+        to, dk = None, keys.gradient
+        if gradients is not None:
+            of_keys = dk if first_of_keys or of_block is None else of_block[: len(keys.features)]
+            dots = None
+            if gradients.dots is not None:
+                of_dots = gradients.dots[rows if gradients.want_query else columns]
+                dots = xp.zeros(len(of_dots))
+            to = replace(
+                gradients, query=queries.gradient, key=of_keys, want_key=dk is not None,
+                add_query=queries.gradient is not None and not first_of_queries, dots=dots,
+            )  # fmt: skip
+        not_finite = None
+        if isinstance(self.epilogue, (Statistics, Sigmoid)):
+            marks = self.context.marks
+            not_finite = NotFinite(marks.rows[rows], marks.any_key, not first_of_queries)
+        epilogue = block_epilogue(self.epilogue, rows, columns)
+        triangle = symmetric and self.grid.triangle
+        self.device.fold_block(block, triangle, epilogue, to, not_finite)
+        if to is not None:
+            if dk is not None and of_keys is not dk:
+                dk += of_keys
+            if to.dots is not None:
+                of_dots += to.dots
+        self.done += 1
+        if problem.progress is not None:
+            problem.progress(self.epilogue.phase, self.done, self.total)
