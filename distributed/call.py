@@ -193,6 +193,8 @@ class _Call:
         mine = xp.arange(len(problem.positives)) + queries.starts[self.ranks.rank]
         partners = ring.take_at_positives(problem, problem.positives)
         wrong = (partners != mine) | (problem.positives == mine)
+        if problem.marks is not None:
+            wrong |= xp.isnan(problem.marks)
 
         def require_pairs() -> tuple[None, None]:
             if bool(wrong.any()):
@@ -211,13 +213,8 @@ class _Call:
     ) -> None:  # fmt: skip
         """Sums over ranks, in their order: bitwise the same on every rank and in every run."""
         assert self.transport is not None
-        sums = {"loss": solution.loss}  # where the backend has summed the losses
-        if solution.loss is None or request.without_positive is not None:
-            losses = solution.losses
-            if request.without_positive is not None:
-                xp = arrays.namespace(losses)
-                losses = xp.where(request.without_positive, xp.nan, losses)
-            sums = {"loss": losses.sum()}
+        loss = solution.losses.sum() if solution.loss is None else solution.loss
+        sums = {"loss": loss}
         if gradients is not None:
             sums |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
         if request.metrics and solution.direction_losses is not None:
@@ -288,7 +285,7 @@ def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
     if arrays.on_gpu(request.problem.query):
         from infonce.kernels.gpu import select, shard
 
-        request.problem = select.wide(request.problem)
+        request.problem = select.plain(request.problem)
         ahead = None
         if request.gradients is not None:
             ahead = Gradients(want_key=False, add_query=True)

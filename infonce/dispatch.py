@@ -136,9 +136,6 @@ def _reduce(request: Request, solution: Solution) -> Array:
     if solution.loss is not None:
         return _zero_d(request, solution.loss)
     losses = solution.losses
-    xp = arrays.namespace(losses)
-    if request.without_positive is not None:
-        losses = xp.where(request.without_positive, xp.nan, losses)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
     return _zero_d(request, losses.sum() if request.reduction == "sum" else losses.mean())

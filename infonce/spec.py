@@ -134,7 +134,8 @@ OPTIONS: dict[str, Option] = {
     "progress": Option(
         None,
         "callable (phase, done, total), optional",
-        """Called from the calling thread as blocks complete.""",
+        """Called from the calling thread as blocks complete, and in a first call on a GPU as
+        kernels are compiled.""",
     ),
     "wrt": Option(
         None,

@@ -60,6 +60,7 @@ class Problem:
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
     workspace_given: bool = True  # by the caller, who gets no more than that
+    marks: Array = None  # [M] float64 added to losses: NaN for rows whose label is out of range
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -69,12 +70,10 @@ class Problem:
 
     @property
     def paired(self) -> bool:
-        """Whether each key's query is known without a list: key i is the positive of query i, or
-        queries and keys are the same views."""
-        m, n, _ = self.shape
-        by_default = self.positives is None and m == n
+        """Whether each key's query is known without a list: key i is the positive of query i, if
+        there is one, or queries and keys are the same views."""
         return not self.key_shard and (
-            self.symmetric or self.two_sided or self.bias is not None or by_default
+            self.symmetric or self.two_sided or self.bias is not None or self.positives is None
         )
 
     @property

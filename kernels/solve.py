@@ -45,6 +45,7 @@ from .problem import (
     SoftmaxGradient,
     Statistics,
     Sums,
+    fast_replace,
     materialize_vectors,
     slices,
 )
@@ -112,7 +113,7 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
     vectors = backend.vectors
     if gradients is not None and gradients.dots is None:
         m, n, _ = problem.shape
-        gradients = replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+        gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
     if problem.bias is not None:
         return _solve_sigmoid(problem, backend, vectors, gradients)
     return _solve_softmax(problem, backend, vectors, gradients)

@@ -37,7 +37,6 @@ class Request:
     gradients: Gradients | None
     feature_grads: dict[str, Array]  # by argument name; those in `wrt`
     given_out: dict[str, Array]  # of these, the arrays of `out`, as the caller passed them
-    without_positive: Array | None  # [M] rows whose label is out of range (known on a GPU alone)
     wrt: frozenset[str]
     reduction: str
     dtype: np.dtype[Any]  # of the loss
@@ -117,22 +116,19 @@ def check(
     if static.check_finite:
         for name, z in zip(loss.arguments, arrays, strict=True):
             validation.finite(xp, name, z)
-    row_ids = column_ids = positives = without_positive = None
+    row_ids = column_ids = positives = marks = None
     if ids is not None:
         row_ids, column_ids = validation.ids(xp, loss, ids, len(query), len(key))
     if labelled:
-        positives, without_positive = validation.positives(
-            xp, labels, len(query), static.batch.columns
-        )
+        positives, marks = validation.positives(xp, labels, len(query), static.batch.columns)
     upstream = validation.upstream(xp, grad_out, reduction, len(query), static.row_share)
-    # losses of rows without a positive become NaN before they are reduced
-    reduced = reduction != "none" and without_positive is None
     # by position: keyword arguments take time that small batches notice
     problem = Problem(
-        query, key, scale, upstream, positives, static.row_share if reduced else None,
+        query, key, scale, upstream, positives, None if reduction == "none" else static.row_share,
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
         row_ids, column_ids, static.normalize, static.compute, static.method,
         static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
+        marks,
     )  # fmt: skip
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
@@ -149,8 +145,8 @@ def check(
         want_query, want_key = static.want_query, static.want_key
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
     return Request(
-        problem, gradients, outs, given_out, without_positive, wrt, reduction,
-        static.dtype, static.metrics, static.return_logits, static.offload,
+        problem, gradients, outs, given_out, wrt, reduction, static.dtype,
+        static.metrics, static.return_logits, static.offload,
     )  # fmt: skip
 
 

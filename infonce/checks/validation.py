@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -205,18 +206,31 @@ def integers(xp: Any, name: str, value: Any, n: int) -> Array:
     return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
 
 
-def positives(xp: Any, labels: Array | None, m: int, n: int) -> tuple[Array, Array | None]:
-    """[M] the positive key of each row; on a GPU also a mask of labels out of range."""
-    if labels is None:
-        return None, None
+def positives(xp: Any, labels: Array, m: int, n: int) -> tuple[Array, Array | None]:
+    """[M] the positive key of each row; on a GPU also `Problem.marks`."""
     labels = integers(xp, "labels", labels, m)
+    if xp is not np:  # to read them would wait for the device: such rows get a NaN loss instead
+        positives, marks = _within(xp)(labels, n)
+        return positives, marks
     outside = (labels < 0) | (labels >= n)
-    if xp is not np:  # to read it would wait for the device: such rows get a NaN loss instead
-        return xp.where(outside, 0, labels), outside
     if outside.any():
         i = int(outside.argmax())
         raise ValueError(f"labels: expected values in [0, {n}), got {labels[i]} at position {i}")
     return labels, None
+
+
+@cache
+def _within(cupy: Any) -> Any:
+    """Labels that are in range, the first key for others; and NaN for these, else 0."""
+    return cupy.ElementwiseKernel(
+        "int64 label, int64 n", "int64 positive, float64 mark",
+        """
+        const bool inside = label >= 0 && label < n;
+        positive = inside ? label : 0;
+        mark = inside ? 0 : __longlong_as_double(0x7ff8000000000000LL);
+        """,
+        "infonce_labels",
+    )  # fmt: skip
 
 
 def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import click
 import ml_dtypes
-import numpy as np
 from rich.table import Table
 
-from .. import losses
+from .. import losses, spec
 from ..kernels.gpu.device import compiler
 from ..kernels.problem import WORKSPACE
 from . import machine
-from .common import human, stdout, to_json
+from .common import human, progress_bar, stdout, to_json
 
 CUPY = {"cupy-cuda13x": "cuda13", "cupy-cuda12x": "cuda12"}  # of which one can be installed
 OPTIONAL = {  # library -> the extra that brings it
@@ -27,13 +27,19 @@ OPTIONAL = {  # library -> the extra that brings it
     "jax": "jax",
     **CUPY,
 }
+WIDTHS = (128, 256, 384, 512, 768, 1024)
+SMALL_ROWS, LARGE_ROWS = 64, 8192
+MOST_AT_ONCE = 8  # calls that compile: each takes a workspace
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
-    "--compile/--no-compile", "compiles", default=True, help="Time how kernels of a GPU compile."
-)
+    "--compile/--no-compile", "compiles", default=False,
+    help="Compile the GPU kernels of common calls (all losses; float32, bfloat16, float16; widths "
+    f"{', '.join(map(str, WIDTHS))}) into the cache, side by side, and time them: first calls then "
+    "compile nothing.",
+)  # fmt: skip
 def info(as_json: bool, compiles: bool) -> None:
     """Versions, processor, GPU, backends, optional libraries and caches of this machine."""
     cuda = machine.cuda()
@@ -79,7 +85,7 @@ def info(as_json: bool, compiles: bool) -> None:
     table.add_row("compiled code", report["compiled_code"])
     table.add_row("compiled kernels", report["compiled_kernels"])
     for kernel, seconds in report["compile_seconds"].items():
-        table.add_row("", f"{kernel}: {seconds:.1f} s at the first call")
+        table.add_row("", f"{kernel}: {seconds:.1f} s")
     stdout().print(table)
 
 
@@ -133,31 +139,46 @@ def _cuda_libraries() -> dict[str, str]:
     return states
 
 
+def common_calls(tensor_cores: bool) -> list[tuple[spec.Loss, str, int, int]]:
+    """(loss, dtype, rows, width) whose kernels `--compile` compiles: small batches in one launch,
+    and large ones of all common widths."""
+    dtypes = ("float32", "bfloat16", "float16") if tensor_cores else ("float32",)
+    sizes = [(SMALL_ROWS, WIDTHS[0]), *((LARGE_ROWS, width) for width in WIDTHS)]
+    return [
+        (loss, dtype, rows, width)
+        for rows, width in sizes for loss in spec.LOSSES.values() for dtype in dtypes
+    ]  # fmt: skip
+
+
 def _compile_seconds() -> dict[str, float]:
-    """Seconds to compile each kernel that a first call of a method needs, with an empty cache."""
+    """Compiles kernels of common calls into the cache. Seconds of each that was not there."""
     import cupy
 
-    with tempfile.TemporaryDirectory() as empty:
-        before = os.environ.get("INFONCE_CACHE_DIR")
-        os.environ["INFONCE_CACHE_DIR"] = empty
-        try:
-            tensor_cores = int(cupy.cuda.Device().compute_capability) >= 80
-            half = ml_dtypes.bfloat16 if tensor_cores else np.float32
-            calls: list[tuple[Any, Any]] = [
-                ("tiled", half), ("fused", np.float32), ("naive", np.float32)
-            ]  # fmt: skip
-            for method, dtype in calls:
-                z = cupy.ones((8, 8), dtype)
-                losses.clip_loss_and_grad(z, z.copy(), scale=1.0, method=method)
-        finally:
-            if before is None:
-                del os.environ["INFONCE_CACHE_DIR"]
-            else:
-                os.environ["INFONCE_CACHE_DIR"] = before
+    device = cupy.cuda.Device()
+
+    def call(loss: spec.Loss, dtype: str, rows: int, width: int) -> None:
+        with device:  # threads begin with the first
+            z = cupy.ones((rows, width), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+            features = [z] if loss.symmetric else [z, z.copy()]
+            function = getattr(losses, f"{loss.name}_loss_and_grad")
+            function(*features, scale=1.0)
+
+    run_all(call, common_calls(int(device.compute_capability) >= 80))
     return {
         f"{file} {' '.join(f'{name}={value}' for name, value in defines)}": seconds
         for (file, *defines), seconds in compiler.compile_seconds.items()
     }
+
+
+def run_all(call: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
+    """Some calls at once, each in a thread of its own; how many are done is shown."""
+    at_once = min(MOST_AT_ONCE, os.cpu_count() or 1)
+    with progress_bar() as progress, ThreadPoolExecutor(at_once) as threads:
+        running = [threads.submit(call, *arguments) for arguments in calls]
+        for done, future in enumerate(as_completed(running), 1):
+            future.result()
+            if progress is not None:
+                progress("calls compiled", done, len(calls))
 
 
 def _cpu() -> str:

@@ -21,13 +21,14 @@ TILE = 64  # rows and columns of a tile
 CHUNK_BYTES = 128  # of a row, in one step of a product
 MOST_PARTS = 16
 PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores,
-PAYS_LOGITS = 2**21  # and logits, unless it takes several products to make one
+PAYS_LOGITS = 2**21  # and logits, unless it takes several products to make one,
+PAYS_SIDE = 2048  # and rows of a side, twice as many for such products: one block meets them all
 
 # struct Fused is packed by position, in this order: names would take 2% of a small batch's time
 FIELDS = (
     "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_weight", "column_weight",
-    "reduction_weight", "upstream", "upstreams", "positives", "query_ids", "key_ids", "gradient",
-    "parts", "x", "row_inverse", "column_inverse", "row_bad", "column_bad", "row_gap",
+    "reduction_weight", "upstream", "upstreams", "positives", "marks", "query_ids", "key_ids",
+    "gradient", "parts", "x", "row_inverse", "column_inverse", "row_bad", "column_bad", "row_gap",
     "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse", "column_lse", "loss",
     "scale_grad", "bias_grad", "row_reference", "row_factor", "column_reference", "column_factor",
     "barrier",
@@ -53,7 +54,8 @@ def fits(problem: Problem) -> bool:
 
 def pays(problem: Problem) -> bool:
     m, n, d = problem.shape
-    few = m * n <= PAYS_LOGITS or problem.compute == "fp32"
+    several = problem.compute == "fp32"
+    few = (m * n <= PAYS_LOGITS or several) and max(m, n) <= (2 if several else 1) * PAYS_SIDE
     return few and m * n * d <= PAYS and fits(problem)
 
 
@@ -178,8 +180,8 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     arguments = _pack(
         *q, *k, *of_query, *of_key, m, n, d, *scale, *bias,
         problem.row_weight, problem.column_weight, problem.reduction_weight or 0.0,
-        upstream, address(each), address(problem.positives), address(problem.query_ids),
-        address(problem.key_ids), gradients is not None, launch.parts,
+        upstream, address(each), address(problem.positives), address(problem.marks),
+        address(problem.query_ids), address(problem.key_ids), gradients is not None, launch.parts,
         *addresses[:10], start, start + lse, start + column_lse,
         start + loss, start + loss + item, start + loss + 2 * item, *addresses[10:],
         barrier.data.ptr,

@@ -101,6 +101,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
                 stats.column_rank = (columns or rows).rank
             solution.statistics = stats
     solution.losses = solution.losses + u_bad + v_bad.sum()
+    if problem.marks is not None:
+        solution.losses += problem.marks
     solution.logits = x
     if gradients is None:
         return solution

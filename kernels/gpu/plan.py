@@ -4,7 +4,8 @@ Which kernels run, in what order, on which parts of which arrays depends on shap
 options, not on what arrays hold. So a call is recorded once, with placeholders for the addresses of
 its arrays and for its numbers (device/recorder.py), and every call of the same kind replays the
 recording with its own. Nothing else is kept from call to call, above all no memory of the device.
-It pays where Python would take longer than the device, for batches of some thousand rows.
+It pays where Python would take longer than the device, for batches of some thousand rows: a call of
+many steps (recorder.MAX_STEPS) is not recorded.
 
 A call is about dataclasses that hold arrays. A plan depends on the arrays' shapes, strides and
 dtypes and on fields that cannot hold an array; a number in a field that can (a scale, say) varies.
@@ -13,6 +14,7 @@ dtypes and on fields that cannot hold an array; a number in a field that can (a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -24,9 +26,10 @@ import cupy
 import numpy as np
 from cupy.cuda import driver, runtime
 
-from ..problem import Array
+from ..problem import Array, Progress
 from .config import Device, precision
-from .device.recorder import Launch, Placeholder, Pointer, Recorder, placeholder_of
+from .device.launches import Queue
+from .device.recorder import Launch, Placeholder, Pointer, Recorder, TooLong, placeholder_of
 from .device.tensor_map import SIZE, tensor_map
 
 ALIGNMENT = 256  # of arrays that a call makes
@@ -40,7 +43,7 @@ Build = Callable[..., dict[str, "Array | None"]]
 
 
 def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
-    """What `build(*parts, queue)` returns, by the plan for parts like these."""
+    """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one."""
     arrays: list[Array] = []
     numbers: list[float] = []
     like = tuple(_describe(part, arrays, numbers) for part in parts)
@@ -49,11 +52,35 @@ def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
     if plan is None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(build, parts, arrays)
-    return plan.run(arrays, numbers)
+        plan = _plans[key] = _recorded(build, parts, arrays)
+    if isinstance(plan, Plan):
+        return plan.run(arrays, numbers)
+    return {name: array for name, array in build(*parts, plan).items() if array is not None}
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+def compile_kernels(build: Build, progress: Progress | None, *parts: Any) -> None:
+    """All kernels that `build(*parts, queue)` launches, side by side."""
+    arrays: list[Array] = []
+    for part in parts:
+        _describe(part, arrays, [])
+    recorder = Recorder()
+    with suppress(TooLong):
+        _record(recorder, build, parts, arrays)
+    for done, kernel in enumerate(recorder.compiling, 1):
+        kernel()
+        if progress is not None:
+            progress("compiling kernels", done, len(recorder.compiling))
+
+
+# A queue: for calls that take too long to be recorded
+_plans: dict[tuple[Any, ...], Plan | Queue] = {}
+
+
+def _recorded(build: Build, parts: Sequence[Any], given: Sequence[Array]) -> Plan | Queue:
+    try:
+        return Plan(build, parts, given)
+    except TooLong:
+        return Queue()
 
 
 def forget() -> None:
@@ -114,6 +141,16 @@ def _with_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Pla
     return part
 
 
+def _record(
+    recorder: Recorder, build: Build, parts: Sequence[Any], given: Sequence[Array]
+) -> dict[str, Array | None]:
+    """What `build` makes, all at placeholder addresses; `given` are the arrays of its parts."""
+    stand_ins = iter([recorder.stand_in(array) for array in given])
+    numbers = (Placeholder(i) for i in range(2**30))
+    with cupy.cuda.using_allocator(recorder.malloc):
+        return build(*(_with_placeholders(p, stand_ins, numbers) for p in parts), recorder)
+
+
 @dataclass(frozen=True)
 class _Result:
     """An array that a call returns, in memory that it makes."""
@@ -137,10 +174,7 @@ class Plan:
 
     def __init__(self, build: Build, parts: Sequence[Any], given: Sequence[Array]) -> None:
         recorder = Recorder()
-        stand_ins = iter([recorder.stand_in(array) for array in given])
-        numbers = (Placeholder(i) for i in range(2**30))
-        with cupy.cuda.using_allocator(recorder.malloc):
-            made = build(*(_with_placeholders(p, stand_ins, numbers) for p in parts), recorder)
+        made = _record(recorder, build, parts, given)
         self.results = {
             name: _Result(placeholder_of(z.data.ptr), z.shape, z.dtype, z.strides)
             for name, z in made.items()
@@ -148,6 +182,9 @@ class Plan:
         }
         self._place_memory(recorder.sizes, len(given))
 
+        self.functions = [
+            step.function().ptr if isinstance(step, Launch) else None for step in recorder.steps
+        ]
         self.steps, self.arrays = recorder.steps, len(recorder.sizes)
         self.parameters = np.array(recorder.parameters, np.int64)
         launches, others = recorder.words, recorder.arguments
@@ -219,11 +256,11 @@ class Plan:
         parameters = self.parameters + words.__array_interface__["data"][0]
         first = parameters.__array_interface__["data"][0]
         calls: list[Any] = []
-        for step in self.steps:
+        for step, function in zip(self.steps, self.functions, strict=True):
             if isinstance(step, Launch):
                 shape = step.grid, 1, 1, step.block, 1, 1, step.shared
                 at = first + 8 * step.first
-                calls.append((driver.launchKernel, (step.function, *shape, stream, at, 0)))
+                calls.append((driver.launchKernel, (function, *shape, stream, at, 0)))
             else:
                 calls.append((step.do, (stream, *others[step.arguments])))
         return _Arguments(calls, (words, parameters))

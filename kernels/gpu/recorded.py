@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import solve as blocks
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
+from ..solve import Solution
 from .device.launches import Queue
 from .tiled.backend import GPU
 
@@ -19,11 +20,35 @@ def solution(
 ) -> dict[str, Array | None]:
     gpu = GPU(problem, gradients, queue=queue, both_folds=True)
     found = blocks.solve(problem, gpu, gradients)
-    return {
+    made = {
         "losses": found.losses if found.loss is None else None, "loss": found.loss,
         "row_lse": found.row_lse, "column_lse": found.column_lse,
         "scale_grad": found.scale_grad, "bias_grad": found.bias_grad,
     }  # fmt: skip
+    if problem.retrieval_ranks:
+        stats, losses = found.statistics, found.direction_losses
+        assert stats is not None
+        assert losses is not None
+        made |= {
+            "row_loss": losses[0], "column_loss": losses[1], "row_max": stats.rows.max,
+            "positive": stats.positive_logits, "row_rank": stats.row_rank,
+            "column_rank": stats.column_rank,
+        }  # fmt: skip
+    return made
+
+
+def solution_of(made: dict[str, Array]) -> Solution:
+    """The solution whose arrays `solution` has returned."""
+    get = made.get
+    statistics = direction_losses = None
+    if "row_rank" in made:
+        rows = Sums(made["row_max"], None)
+        statistics = Statistics(rows, None, made["positive"], made["row_rank"], get("column_rank"))
+        direction_losses = made["row_loss"], get("column_loss")
+    return Solution(
+        get("losses"), get("row_lse"), get("column_lse"), statistics, direction_losses,
+        scale_grad=get("scale_grad"), bias_grad=get("bias_grad"), loss=get("loss"),
+    )  # fmt: skip
 
 
 def block(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import cupy
 import numpy as np
@@ -15,6 +16,7 @@ from . import fused as gpu_fused
 from . import naive as gpu_naive
 from . import plan as gpu_plan
 from . import recorded
+from .device.arguments import whole_strides
 from .device.launcher import device_properties
 from .tiled.backend import GPU
 
@@ -33,36 +35,46 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         fused = True
     if fused:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
-    if planned(problem, gradients):
+    problem = plain(problem)
+    if planned(problem):
         properties = device_properties(device.id)
-        return Solution(**gpu_plan.call(recorded.solution, properties, wide(problem), gradients))
+        return recorded.solution_of(
+            gpu_plan.call(recorded.solution, properties, problem, gradients)
+        )
+    _compile_kernels(problem, gradients)
     return blocks.solve(problem, GPU(problem, gradients, both_folds=True), gradients)
 
 
-def planned(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether a call has a plan: few blocks, and nothing but kernels, products and copies."""
-    m, n, _ = problem.shape
-    # without this the queries of each key are listed, by CuPy's functions
-    known = (
-        problem.paired or problem.no_local_positives or gradients is None or not gradients.want_key
-    )
-    return (
-        m * n <= problem.workspace
-        and known
-        and not (problem.retrieval_ranks or problem.progress)
-        and all(
-            step % array.dtype.itemsize == 0
-            for array in (problem.query, problem.key)
-            for step in array.strides
-        )
-    )
+_compiled: set[tuple[Any, ...]] = set()  # kinds of calls without a plan
 
 
-def wide(problem: Problem) -> Problem:
-    """The problem with its numbers on the device in float64, as kernels read them."""
+def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
+    """Of a first call of its kind: side by side, as calls with a plan have theirs compiled."""
+    kind = (
+        problem.query.device.id, *problem.shape, problem.query.dtype, problem.key.dtype,
+        problem.compute, problem.symmetric, problem.two_sided, problem.bias is None,
+        problem.normalize, problem.query_ids is None, problem.retrieval_ranks, gradients is None,
+    )  # fmt: skip
+    if kind not in _compiled:
+        _compiled.add(kind)
+        silent = problems.fast_replace(problem, progress=None)
+        gpu_plan.compile_kernels(recorded.solution, problem.progress, silent, gradients)
+
+
+def planned(problem: Problem) -> bool:
+    """Whether a call may have a plan: whoever wants to see its progress sees it launched."""
+    return problem.progress is None
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem as kernels read it: numbers on the device in float64, strides whole elements."""
     made = {
         name: value.astype(np.float64)
         for name, value in (("scale", problem.scale), ("bias", problem.bias))
         if isinstance(value, cupy.ndarray) and value.dtype != np.float64
     }
+    query = whole_strides(problem.query)
+    key = query if problem.symmetric else whole_strides(problem.key)
+    if query is not problem.query or key is not problem.key:
+        made |= {"query": query, "key": key}
     return replace(problem, **made) if made else problem

@@ -22,8 +22,8 @@ def fold_block(
     ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
     """`solve.fold_block` on the current device; `ahead` as for `Context`."""
-    parts = select.wide(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
-    if select.planned(problem, gradients):
+    parts = select.plain(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
+    if select.planned(problem):
         gpu_plan.call(recorded.block, device_properties(problem.query.device.id), *parts)
     else:
         recorded.block(*parts, Queue())
@@ -87,6 +87,8 @@ class VectorsOverRanks(ElementwiseVectors):
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
         # what steps on vectors do not look at
-        problem = problems.fast_replace(problem, normalize=False, query_ids=None, key_ids=None)
+        problem = problems.fast_replace(
+            problem, normalize=False, query_ids=None, key_ids=None, marks=None
+        )
         properties = device_properties(problem.query.device.id)
         return gpu_plan.call(build, properties, problem, *parts)

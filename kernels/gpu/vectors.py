@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cupy
 import numpy as np
 
@@ -97,15 +95,13 @@ class TiledVectors(ElementwiseVectors):
             upstream = same = cupy.empty(m)
         spelling = {"positives": by_rule, "upstream": same, "value": value,
                     "symmetric": problem.symmetric}  # fmt: skip
-        return replace(problem, positives=positives, upstream=upstream), spelling
+        spelled = problems.fast_replace(problem, positives=positives, upstream=upstream)
+        return spelled, spelling
 
     def dots(self, n: int) -> Array:
         return cupy.empty(n)  # all are written when gradients are finished
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
-        if problem.retrieval_ranks:
-            self.any_key[...] = 0
-            return super().statistics(problem)
         m, n, _ = problem.shape
         two_sided = problem.two_sided
         memory = cupy.empty(3 * m + (2 * n if two_sided else 0))
@@ -115,8 +111,14 @@ class TiledVectors(ElementwiseVectors):
         positive = memory[2 * m : 3 * m]
         problem, spelling = self.materialize_vectors(problem)
         self.begin(rows, columns if two_sided else None, positive, spelling, self.any_key, m, n)
-        whole = columns if two_sided or problem.symmetric else None
-        return problem, Statistics(rows, whole, positive)
+        # ranks need true maxima, which a triangle of a symmetric loss does not leave
+        triangle = problem.symmetric and not problem.retrieval_ranks
+        stats = Statistics(rows, columns if two_sided or triangle else None, positive)
+        if problem.retrieval_ranks:
+            stats.row_rank = self.launcher.queue.zeros(m, np.int64)
+            if two_sided:
+                stats.column_rank = self.launcher.queue.zeros(n, np.int64)
+        return problem, stats
 
     def clear(self, sums: problems.Sums) -> None:
         """Nothing is folded in yet."""

@@ -22,17 +22,13 @@ import cupyx
 import numpy as np
 from cupy.cuda import runtime
 
-from ..gpu import plan, recorded, select
-from ..gpu.device.launcher import device_properties
-from ..gpu.device.launches import Queue
+from ..gpu import select, shard
 from ..gpu.vectors import ElementwiseVectors
 from ..problem import (
     Array,
     Epilogue,
     Gradients,
-    NotFinite,
     Problem,
-    fast_replace,
     slices,
 )
 from ..solve import Solution
@@ -60,22 +56,10 @@ class GPU:
 
     xp = cupy
     solve = staticmethod(select.solve)
+    fold_block = staticmethod(shard.fold_block)  # by a plan: of each shape there are many blocks
 
     def __init__(self) -> None:
         self.vectors = ElementwiseVectors()
-
-    @staticmethod
-    def fold_block(
-        problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
-        not_finite: NotFinite | None,
-    ) -> None:  # fmt: skip
-        """By a plan: of each shape there are many blocks, however large."""
-        m, n, _ = problem.shape
-        parts = problem, triangle, epilogue, gradients, not_finite, None, None
-        if select.planned(fast_replace(problem, workspace=m * n), gradients):
-            plan.call(recorded.block, device_properties(problem.query.device.id), *parts)
-        else:
-            recorded.block(*parts, Queue())
 
     @staticmethod
     def put(array: Array) -> Array:

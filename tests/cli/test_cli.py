@@ -1,5 +1,6 @@
 """The command line: help, demo and info."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from command_line import PNG, fail, succeed
 import infonce
 from infonce.cli import common
 from infonce.cli.bench import command
+from infonce.spec import LOSSES
 
 # --- help ----------------------------------------------------------------------------------------
 
@@ -150,6 +152,29 @@ def test_info_without_cudas_libraries(monkeypatch, extra):
     assert set(report["cuda_libraries"].values()) == {missing}
     assert [name for name in report["optional"] if name.startswith("cupy")] == list(installed)
     assert missing in succeed("info")
+
+
+def test_kernels_of_common_calls(monkeypatch):
+    """Every loss in every dtype, batches for both methods; all run, and the first failure shows."""
+    from infonce.cli import info
+
+    calls = info.common_calls(tensor_cores=True)
+    assert len(set(calls)) == len(calls) == len(LOSSES) * 3 * (1 + len(info.WIDTHS))
+    assert {dtype for _, dtype, *_ in info.common_calls(tensor_cores=False)} == {"float32"}
+    assert all(str(width) in succeed("info", "--help") for width in info.WIDTHS)
+
+    seen, shown = [], []
+    monkeypatch.setattr(info, "progress_bar", lambda: contextlib.nullcontext(
+        lambda *step: shown.append(step)))  # fmt: skip
+    info.run_all(lambda *call: seen.append(call), calls)
+    assert set(seen) == set(calls)
+    assert shown == [("calls compiled", done, len(calls)) for done in range(1, len(calls) + 1)]
+
+    def broken(loss, *_):
+        raise RuntimeError(f"{loss.name} does not compile")
+
+    with pytest.raises(RuntimeError, match="does not compile"):
+        info.run_all(broken, calls)
 
 
 def test_info_survives_whatever_is_missing(monkeypatch):

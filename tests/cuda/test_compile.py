@@ -2,7 +2,9 @@
 
 import os
 import re
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from gpu_problems import DEVICES
@@ -184,7 +186,11 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     ("file", "precision"),
     [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
     # whose code depends on the type of sums alone
-    + [(f, precision) for f in ("vectors.cu", "naive/naive.cu") for precision in ("FP64", "FP32")],
+    + [
+        (f, precision)
+        for f in ("finish.cu", "vectors.cu", "naive/naive.cu")
+        for precision in ("FP64", "FP32")
+    ],
 )
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     require_use(precision.lower(), arch)
@@ -235,12 +241,15 @@ def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.Monk
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", ["_empty_sums", "_merge_sums", "_within", "_conclude"])
+@pytest.mark.parametrize("name", ["_empty_sums", "_merge_sums", "_within", "_conclude", "labels"])
 def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Their texts, and the header that goes before them, as CuPy puts them together."""
+    import cupy
     from infonce.kernels.gpu import vectors
 
-    kernel = getattr(vectors, name)
+    from infonce.checks import validation
+
+    kernel = validation._within(cupy) if name == "labels" else getattr(vectors, name)
     given = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]
     made = [f"{p.ctype}& {p.name}" for p in kernel.out_params]
     text = f"__device__ void apply({', '.join(given + made)}) {{\n{kernel.operation};\n}}\n"
@@ -258,6 +267,36 @@ def test_errors_name_file_and_line(tmp_path, monkeypatch) -> None:  # type: igno
         compiler.compile_for("outer.cu", {}, "sm_80")
     assert "inner.cuh(3)" in str(error.value)
     assert "outer.cu(4)" in str(error.value)
+
+
+class Card:
+    id, compute_capability = 0, "90"
+
+
+def test_files_of_a_call_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither file is done before both have begun, each once; an error reaches who waits."""
+    started: dict[tuple[Any, ...], Any] = {}
+    monkeypatch.setattr(compiler, "_started", started)
+    both = threading.Barrier(2, timeout=30)
+
+    def cubin(file: str, defines: Any, arch: str) -> bytes:
+        if file == "broken.cu":
+            raise RuntimeError("broken.cu does not compile")
+        both.wait()
+        return f"{file} {defines} {arch}".encode()
+
+    monkeypatch.setattr(compiler, "cubin", cubin)
+    files = ["rows.cu", "finish.cu"]
+    assert [compiler.start(Card, file, PRECISION="BF16") for file in (*files, *files)] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert [future.result() for future in started.values()] == [
+        f"{file} {{'PRECISION': 'BF16'}} sm_90a".encode() for file in files
+    ]
+    assert compiler.start(Card, "broken.cu")
+    with pytest.raises(RuntimeError, match=r"broken\.cu does not compile"):
+        compiler.function(Card, "broken.cu", "kernel")
+    assert len(started) == len(files)  # who asks again, compiles again
 
 
 def test_headers_are_part_of_the_source() -> None:

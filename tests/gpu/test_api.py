@@ -153,6 +153,10 @@ def test_metrics_and_labels() -> None:
             reduction="none",
         )  # fmt: skip
         assert np.flatnonzero(np.isnan(rows.get())).tolist() == [3]
+        mean = call("info_nce", cupy.asarray(query), cupy.asarray(key), wrong, scale=6.0,
+                    method=method)  # fmt: skip
+        assert np.isnan(float(mean.loss))
+        assert all(np.isfinite(cupy.asnumpy(z)).all() for z in mean.grads)
 
 
 def test_fused_counts_no_ranks() -> None:

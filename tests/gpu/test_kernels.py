@@ -36,6 +36,7 @@ from judge import (
 pytestmark = gpu_only
 if not MISSING:
     import cupy
+    from infonce.kernels.gpu import select
     from infonce.kernels.gpu.tiled import context
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
     from infonce.kernels.gpu.tiled.operands import Accumulator
@@ -305,6 +306,7 @@ def test_destinations_lend_memory(
             outs[name] = whole[16:-16]
         with monkeypatch.context() as patch:
             patch.setattr(gpu_gradients, "Accumulator", recorded)
+            patch.setattr(select, "_compile_kernels", lambda *_: None)  # which makes them too
             overlaid = run(loss, args, precision, 10.0, outs=outs, **options)
             assert sum(acc.before is not None for acc in made) == 1
             patch.setattr(context, "overlay", lambda out, real: 0)

@@ -48,6 +48,7 @@ CASES = [
     ("float64", "fp64"), ("float32", "fp32"), ("float32", "tf32"), ("float32", "bf16x3"),
     ("bfloat16", "bf16"), ("float16", "fp16"), ("bfloat16", "fp32"), ("float16", "fp64"),
 ]  # fmt: skip
+PRECISIONS = CASES[:6]  # each once
 # what docs/methods.md promises, as in judge.py, by precision
 LOSS_BOUND = {"fp64": 1e-13, "fp32": 1e-6, "bf16x3": 1e-5, "tf32": 1e-4, "bf16": 1e-5,
               "fp16": 1e-5}  # fmt: skip
@@ -63,6 +64,13 @@ ELEMENT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16x3": 2.0**-17, "tf32": 2.0**
 
 def dtype_of(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def features(loss: str, n: int, d: int, dtype: Any, seed: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    z = rng.standard_normal((2, n, d))
+    z /= np.linalg.norm(z, axis=2, keepdims=True)
+    return [cupy.asarray(side.astype(dtype)) for side in z[: 1 if loss == "nt_xent" else 2]]
 
 
 def host(array: Any) -> Any:

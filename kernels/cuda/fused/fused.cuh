@@ -47,6 +47,7 @@ struct Fused {
   double upstream;            // of all rows, unless each has its own
   const double* upstreams;    // [M] or null
   const i64* positives;       // [M], or null: the other view of a sample, or i for i
+  const double* marks;        // [M] or null, added to losses
   const i64 *query_ids, *key_ids;
   i64 gradient;                                  // whether gradients are wanted
   i64 parts;                                     // of the features in phase 1

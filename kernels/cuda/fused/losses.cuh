@@ -115,6 +115,7 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
     double bad = 0;
     for (i64 j = team.lane; j < f.n; j += team.lanes) bad += f.column_bad[j];
     bad = team.sum(bad) + f.row_bad[i];
+    if (f.marks) bad += f.marks[i];
 
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (SIGMOID) {

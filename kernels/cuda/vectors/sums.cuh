@@ -84,6 +84,16 @@ extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, 
   b[i] += *unit * y;
 }
 
+// The sum of `copies` vectors of n numbers, one after another, to the first.
+extern "C" __global__ void add_copies(Real* sums, i64 n, i64 copies) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  Real sum = sums[i];
+#pragma unroll 8
+  for (i64 copy = 1; copy < copies; ++copy) sum += sums[copy * n + i];
+  sums[i] = sum;
+}
+
 // --- before and after the log-sum-exps -------------------------------------------------------------------
 
 // problem.materialize_vectors: positives by the loss's rule, one upstream gradient for all rows. A

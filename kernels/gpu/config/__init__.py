@@ -4,6 +4,7 @@ from .precision import (
     ACCUMULATOR_BYTES,
     FLOAT16,
     K_SLICE,
+    LONGEST_SUM,
     OPERAND_BYTES,
     OPERAND_PARTS,
     Device,
@@ -15,13 +16,22 @@ from .precision import (
 )
 from .sweep import SWEEP_PRECISIONS, Schedule, Sweep, defines, in_registers, sweep_for
 from .tile import BLOCK_M, Tile, tile_for
-from .workspace import Blocking, Needs, blocking, blockings, least_workspace, panel_stride
+from .workspace import (
+    Blocking,
+    Needs,
+    blocking,
+    blockings,
+    least_workspace,
+    panel_stride,
+    sums_at_once,
+)
 
 __all__ = [
     "ACCUMULATOR_BYTES",
     "BLOCK_M",
     "FLOAT16",
     "K_SLICE",
+    "LONGEST_SUM",
     "OPERAND_BYTES",
     "OPERAND_PARTS",
     "SWEEP_PRECISIONS",
@@ -39,6 +49,7 @@ __all__ = [
     "operands",
     "padded",
     "panel_stride",
+    "sums_at_once",
     "supported",
     "sweep_for",
     "sweep_truncation_bias",

@@ -16,6 +16,9 @@ OPERAND_BYTES = {
 ACCUMULATOR_BYTES = {precision: 8 if precision == "fp64" else 4 for precision in OPERAND_BYTES}
 OPERAND_PARTS = {"bf16x3": 2, "fp16x3": 2}  # an operand is a sum of so many 16-bit numbers
 FLOAT16 = ("fp16", "fp16x3")  # elements of operands
+# Tensor cores truncate when they add. Where float32's accuracy is asked for, sums of the products
+# that make gradients have this many terms at most
+LONGEST_SUM = {"fp16x3": 512}
 
 
 @dataclass(frozen=True, eq=False)  # by identity: hashed in every call

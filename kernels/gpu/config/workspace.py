@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from ...problem import least_block_side, workspace_too_small
-from .precision import ACCUMULATOR_BYTES, OPERAND_BYTES, OPERAND_PARTS, padded
+from .precision import ACCUMULATOR_BYTES, LONGEST_SUM, OPERAND_BYTES, OPERAND_PARTS, padded
 from .sweep import Sweep
 from .tile import BLOCK_M, Tile
+
+# Of adding up a tile of an accumulator, and of one product more, in the time of 512 terms of a tile
+ADDING_COST, LAUNCH_COST = 0.012, 2
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Needs:
     staged_key: bool
     columns: bool  # columns have sums of their own
     gradient: bool
-    query_accumulator: bool  # dQ of a panel accumulates in the workspace
+    query_accumulators: int  # so many dQ of a panel accumulate in the workspace
     key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
     sweep: Sweep | None = None  # instead of tiles
     rows: bool = True  # rows have sums
@@ -36,9 +39,7 @@ class Needs:
     @property
     def of_statistics(self) -> Needs:
         """Of the log-sum-exp fold alone."""
-        return replace(
-            self, gradient=False, query_accumulator=False, key_accumulator=False, rows=True
-        )
+        return replace(self, gradient=False, query_accumulators=0, key_accumulator=False, rows=True)
 
     @property
     def of_gradient(self) -> Needs:
@@ -59,9 +60,7 @@ class Needs:
         total += (self.staged_query * rows + self.staged_key * columns) * operand_row
         if self.gradient:
             total += self.panel(rows, columns, d)
-        if self.query_accumulator:
-            total += rows * self.accumulator_row(d)
-        return total
+        return total + self.query_accumulators * rows * self.accumulator_row(d)
 
     def panel(self, rows: int, columns: int, d: int) -> int:
         """Bytes for dL/dx of a block. At least one row of a gradient: finished rows that overlay
@@ -86,6 +85,28 @@ def panel_stride(columns: int, precision: str) -> int:
     are written whole."""
     piece = BLOCK_M if precision in OPERAND_PARTS else 8
     return -(-columns // piece) * piece
+
+
+@lru_cache(1024)
+def sums_at_once(
+    shape: tuple[int, int, int], precision: str, multiprocessors: int, workspace: int
+) -> int:
+    """Sums of `LONGEST_SUM` terms that make dQ are computed so many at a time, each into an
+    accumulator of its own: where queries are few, one sum alone does not occupy all
+    multiprocessors."""
+    m, n, d = shape
+    sums = -(-n // LONGEST_SUM[precision]) if precision in LONGEST_SUM else 1
+    tiles = -(-m // BLOCK_M) * -(-d // BLOCK_M)  # of one sum
+    if sums <= 1 or not 0 < tiles < multiprocessors:
+        return 1
+    room = workspace // 8 // (m * d * ACCUMULATOR_BYTES[precision])
+
+    def cost(at_once: int) -> float:
+        """In the time of a tile of a sum."""
+        waves = -(-at_once * tiles // multiprocessors)
+        return -(-sums // at_once) * (waves + LAUNCH_COST) + ADDING_COST * at_once * tiles
+
+    return min(range(1, max(1, min(sums, room)) + 1), key=cost)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infonce"
 
 
-def _cubin(file: str, defines: Defines, arch: str) -> bytes:
+def cubin(file: str, defines: Defines, arch: str) -> bytes:
     """Machine code from the cache, or compiled and put there."""
     from cupy.cuda import nvrtc
 
@@ -116,7 +117,33 @@ def _cubin(file: str, defines: Defines, arch: str) -> bytes:
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _modules: dict[tuple[Any, ...], Any] = {}
 _functions: dict[tuple[Any, ...], Any] = {}
+_started: dict[tuple[Any, ...], Future[bytes]] = {}  # modules that are compiled ahead
 _lock = threading.Lock()
+
+
+def start(device: Any, file: str, **defines: int | str) -> bool:
+    """Begin to compile `file` for the current device, in a thread of its own; False if this process
+    has it already. So all that a call needs is compiled side by side: NVRTC lets go of Python's
+    lock."""
+    key = _module_key(device, file, defines)
+    future: Future[bytes] = Future()
+    if key in _modules or _started.setdefault(key, future) is not future:
+        return False
+
+    arch = architecture(device.compute_capability)
+
+    def compile_it() -> None:
+        try:
+            future.set_result(cubin(file, defines, arch))
+        except BaseException as error:  # for the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=compile_it, name=f"compile {file}").start()
+    return True
+
+
+def _module_key(device: Any, file: str, defines: Defines) -> tuple[Any, ...]:
+    return device.id, file, *sorted(defines.items())
 
 
 def function(device: Any, file: str, name: str, shared: int = 0, **defines: int | str) -> Any:
@@ -138,10 +165,14 @@ def _load(device: Any, file: str, name: str, shared: int, defines: Defines) -> A
     from cupy.cuda import driver
     from cupy.cuda.function import Module
 
-    key = (device.id, file, *sorted(defines.items()))
+    key = _module_key(device, file, defines)
     if key not in _modules:
-        module = Module()
-        module.load(_cubin(file, defines, architecture(device.compute_capability)))
+        module, started = Module(), _started.pop(key, None)
+        if started is None:
+            code = cubin(file, defines, architecture(device.compute_capability))
+        else:
+            code = started.result()
+        module.load(code)
         _modules[key] = module
     kernel = _modules[key].get_function(name)
     if shared > 48 * 1024:  # beyond this a kernel has to ask

@@ -11,6 +11,10 @@ import numpy as np
 
 WORKSPACE = 32 * 2**20  # what cuBLAS asks for on Hopper; less elsewhere
 
+TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "p": ctypes.c_void_p}
+# of the arguments of cublasGemmEx and cublasGemmStridedBatchedEx, after the handle
+ONE, BATCH = "iiiiippiipiippiiii", "iiiiippiiqpiiqppiiqiii"
+
 
 @cache
 def _library() -> Any:
@@ -23,12 +27,17 @@ def _library() -> Any:
 
 
 def gemm_ex(handle: int, *arguments: int) -> None:
-    """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`."""
-    from cupy.cuda import cublas
-
+    """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`. Four
+    more make it cublasGemmStridedBatchedEx: the elements from product to product of A, of B and of
+    C, and how many products there are."""
+    name, types = "gemmEx", ONE
+    if len(arguments) > len(ONE):
+        name, types = "gemmStridedBatchedEx", BATCH
+        *one, of_a, of_b, of_c, count = arguments
+        arguments = (*one[:9], of_a, *one[9:12], of_b, *one[12:16], of_c, count, *one[16:])
     stream = cupy.cuda.get_current_stream()
     if not stream.is_capturing():
-        cublas.gemmEx(handle, *arguments)
+        getattr(cupy.cuda.cublas, name)(handle, *arguments)
         return
     library = _library()
     workspace = cupy.empty(WORKSPACE, np.uint8)  # cuBLAS's own must not be part of a graph
@@ -39,11 +48,8 @@ def gemm_ex(handle: int, *arguments: int) -> None:
             where, ctypes.c_void_p(workspace.data.ptr), ctypes.c_size_t(WORKSPACE)
         )
     )
-    pointers = {5, 6, 9, 12, 13}  # alpha, A, B, beta, C
-    converted = [
-        ctypes.c_void_p(a) if i in pointers else ctypes.c_int(a) for i, a in enumerate(arguments)
-    ]
-    _check(library.cublasGemmEx(where, *converted))
+    converted = [TYPES[letter](a) for letter, a in zip(types, arguments, strict=True)]
+    _check(getattr(library, f"cublasG{name[1:]}")(where, *converted))
 
 
 def _check(status: int) -> None:

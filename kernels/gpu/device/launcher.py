@@ -9,10 +9,10 @@ from typing import Any
 import cupy
 
 from .. import config
-from . import compiler
 from .launches import Queue
 from .signatures import signature
 
+HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cuh
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 
 
@@ -39,14 +39,21 @@ class Launcher:
         shared: int = 0, **defines: int | str,
     ) -> None:  # fmt: skip
         """`kernel` of `file` in kernels/cuda, with `arguments` by the names of its parameters."""
-        function = compiler.function(
+        function = self.queue.function(
             self.device, file, kernel, shared, PRECISION=PRECISIONS[self.precision], **defines
         )
         self.queue.launch(function, signature(file, kernel), grid, block, shared, arguments)
 
-    def rows(self, kernel: str, rows: int, /, **arguments: Any) -> None:
-        """A kernel of rows.cu: one warp a row."""
-        self.launch("rows.cu", kernel, -(-rows // 8), 256, arguments)
+    def rows(
+        self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,
+        file: str = "rows.cu", **arguments: Any,
+    ) -> None:  # fmt: skip
+        """A kernel of rows.cu or finish.cu, in `most` blocks at most: one warp a row, or half of
+        one where `features` are few."""
+        rows_of_block = 16 if features is not None and features <= HALF_WARP_ROW else 8
+        blocks = -(-rows // rows_of_block)
+        blocks = blocks if most is None else min(blocks, most)
+        self.launch(file, kernel, blocks, 256, arguments)
 
     def vectors(self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any) -> None:
         """A kernel of vectors.cu: so many threads an element."""

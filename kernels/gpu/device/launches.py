@@ -5,12 +5,13 @@ A `Queue` runs them on the current stream; a `Recorder` (recorder.py) writes the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cupy
 
 from ...problem import Array
+from . import compiler
 from .cublas import gemm_ex
 from .signatures import Signature
 from .tensor_map import tensor_map
@@ -18,6 +19,8 @@ from .tensor_map import tensor_map
 
 class Queue:
     """Runs everything at once, on the current stream."""
+
+    function: Callable[..., Any] = staticmethod(compiler.function)
 
     def launch(
         self, function: Any, signature: Signature, grid: int, block: int, shared: int,
@@ -31,7 +34,7 @@ class Queue:
         return tensor_map(data, *form)
 
     def gemm(self, *arguments: int) -> None:
-        """cublasGemmEx, from its second argument on."""
+        """One product or a batch of them: `cublas.gemm_ex`, from its second argument on."""
         gemm_ex(cupy.cuda.device.get_cublas_handle(), *arguments)
 
     def copy(self, to: Any, source: Any, size: int) -> None:

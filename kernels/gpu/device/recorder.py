@@ -10,12 +10,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import cupy
 from cupy.cuda import runtime
 
 from ...problem import Array
+from . import compiler
 from .cublas import gemm_ex
 from .launches import Queue
 from .signatures import POINTER, TENSOR_MAP, Signature
@@ -23,8 +25,13 @@ from .tensor_map import SIZE
 
 # Placeholder addresses, which no memory has: of so many arrays, and so many bytes apart
 MAX_ARRAYS, SPACING = 256, 1 << 40
+MAX_STEPS = 256  # of more, the device takes longer than Python takes to ask for them
 FIRST = 0x7FF5 << 48
 GEMM_POINTERS = (6, 9, 13)  # A, B and C among the arguments of `Queue.gemm`
+
+
+class TooLong(Exception):
+    """A call takes more steps, or more arrays, than a recording holds."""
 
 
 class Placeholder(float):
@@ -48,7 +55,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    function: int
+    function: Callable[[], Any]  # the kernel, once it is compiled
     grid: int
     block: int
     shared: int
@@ -96,6 +103,7 @@ class Words:
 class Recorder(Queue):
     def __init__(self) -> None:
         self.sizes: list[int] = []  # bytes of the call's arrays
+        self.compiling: list[Callable[[], Any]] = []  # one kernel of each file
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
         self.parameters: list[int] = []  # where each begins, in bytes
@@ -106,7 +114,8 @@ class Recorder(Queue):
 
     def malloc(self, size: int) -> Any:
         """Memory of a new array: an allocator for CuPy."""
-        assert len(self.sizes) < MAX_ARRAYS
+        if len(self.sizes) == MAX_ARRAYS:
+            raise TooLong
         start = FIRST + len(self.sizes) * SPACING + SPACING // 2  # strides may be negative
         self.sizes.append(size)
         memory = cupy.cuda.UnownedMemory(start, size, None, runtime.getDevice())
@@ -120,6 +129,13 @@ class Recorder(Queue):
 
     # -- what is recorded
 
+    def function(self, device: Any, file: str, name: str, shared: int, **defines: Any) -> Any:
+        """What waits for the kernel, which is compiled while more is recorded."""
+        kernel = partial(compiler.function, device, file, name, shared, **defines)
+        if compiler.start(device, file, **defines):
+            self.compiling.append(kernel)
+        return kernel
+
     def launch(
         self, function: Any, signature: Signature, grid: int, block: int, shared: int,
         arguments: Mapping[str, Any],
@@ -129,7 +145,7 @@ class Recorder(Queue):
             self.parameters.append(8 * len(self.words.values))
             for letter, value in leaves:
                 self._add(letter, value)
-        self.steps.append(Launch(function.ptr, grid, block, shared, first))
+        self._append(Launch(function, grid, block, shared, first))
 
     def _add(self, letter: str, value: Any) -> None:
         if letter == POINTER:
@@ -168,7 +184,12 @@ class Recorder(Queue):
                 self.arguments.add_pointer(argument)
             else:
                 self.arguments.add(argument & (2**64 - 1))
-        self.steps.append(Step(do, slice(first, len(self.arguments.values))))
+        self._append(Step(do, slice(first, len(self.arguments.values))))
+
+    def _append(self, step: Launch | Step) -> None:
+        if len(self.steps) == MAX_STEPS:
+            raise TooLong
+        self.steps.append(step)
 
 
 def placeholder_of(address: int) -> Pointer:

@@ -9,8 +9,6 @@ caller's current stream; nothing waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from ... import problem as problems
@@ -76,7 +74,7 @@ class GPU:
         if isinstance(epilogue, Statistics):
             (m, n, _), of = problem.shape, context.statistics_blocking
             rows, columns = problems.slices(m, of.rows), problems.slices(n, of.columns)
-            grid = replace(grid, rows=rows, columns=columns)
+            grid = problems.fast_replace(grid, rows=rows, columns=columns)
             StatisticsFold(context, problem, grid, epilogue).run()
             if epilogue.row_rank is not None:
                 RanksFold(
@@ -87,7 +85,8 @@ class GPU:
         elif isinstance(epilogue, OnlineSoftmax):
             OnlineFold(context, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient) and context.in_registers is not None:
-            NarrowFold(context, problem, replace(grid, triangle=False), epilogue, gradients).run()
+            whole = problems.fast_replace(grid, triangle=False)
+            NarrowFold(context, problem, whole, epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient):
             SoftmaxFold(context, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, Sigmoid):

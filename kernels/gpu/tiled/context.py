@@ -70,13 +70,23 @@ class Context:
         self.scale, self._scale = scalar(problem.scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
         self.paired = problem.paired  # asked before `materialize_vectors` hides the rule
-        self._queries_of_keys: tuple[Array, Array] | None = None
+        self._queries_of_keys: tuple[Array, Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
+        self.query_accumulators = 1  # of one row of dQ
         overlay_rows = 0
         if gradients is not None:
+            if gradients.want_query and not problem.symmetric:
+                self.query_accumulators = config.sums_at_once(
+                    problem.shape, self.precision, self.properties.multiprocessors,
+                    problem.workspace,
+                )  # fmt: skip
             accumulated = gradients.query if problem.symmetric else gradients.key
             overlay_rows = 0 if gradients.add_query else overlay(accumulated, self.real)
-            self.query_in_place = not gradients.add_query and in_place(gradients.query, self.real)
+            self.query_in_place = (
+                self.query_accumulators == 1
+                and not gradients.add_query
+                and in_place(gradients.query, self.real)
+            )
             self.key_in_place = not gradients.want_key or in_place(gradients.key, self.real)
         self.in_registers = None  # the sweep that writes no gradient panels
         if problem.symmetric and gradients is not None:
@@ -89,7 +99,9 @@ class Context:
             staged_key=not self.key.direct,
             columns=problem.two_sided or problem.symmetric,
             gradient=panels,
-            query_accumulator=gradients is not None and not self.query_in_place,
+            query_accumulators=(
+                0 if gradients is None or self.query_in_place else self.query_accumulators
+            ),
             # of a symmetric loss: the gradient of all rows
             key_accumulator=panels
             and not (self.query_in_place if problem.symmetric else self.key_in_place),
@@ -103,6 +115,8 @@ class Context:
             problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric, keep
         )
         self.scratch, self.kept = Scratch(size), None
+        # rows that lie staged at an address of the scratch, in a fold's layout: its buffers' rows
+        self.staged: dict[tuple[int, int], dict[int, slice]] = {}
         if self.blocking.kept:
             m, n, d = problem.shape
             panel = Panel(self.scratch.keep((self.needs.panel(m, n, d),)), n, self.precision)
@@ -137,8 +151,9 @@ class Context:
         for side in scaled:
             (n, d), of = side.features.shape, sides.index(side)
             self.launcher.rows(
-                "find_largest", n, z=matrix(side.features), n=n, d=d, found=address(largest, of)
-            )
+                "find_largest", n, d, most=8 * self.properties.multiprocessors,
+                z=matrix(side.features), n=n, d=d, found=address(largest, of),
+            )  # fmt: skip
             side.shift = address(self.shifts, of)
         of_keys = address(largest, len(sides) - 1)
         self.launcher.launch(
@@ -147,31 +162,29 @@ class Context:
         )  # fmt: skip
         return address(self.shifts, 2)
 
-    def queries_of_keys(self, problem: Problem) -> tuple[Array, Array]:
-        """Queries in the order of their positive keys, and where each key's begin: [M], [N + 1]."""
-        if problem.no_local_positives:
-            none = self.launcher.queue.zeros(problem.shape[1] + 1, np.int64)
-            return none, none
+    def queries_of_keys(self, problem: Problem) -> tuple[Array, Array, Array]:
+        """Queries by their positive keys [M], and where each key's begin and end there: 2 x [N]."""
         if self._queries_of_keys is None:
             m, n, _ = problem.shape
-            count = cupy.zeros(n + 1, np.int64)
-            positives = problem.positives
-            self.launcher.vectors("count_queries", m, positives=positives, m=m, count=count)
-            start = cupy.cumsum(count)
-            order, taken = cupy.empty(m, np.int64), start.copy()
-            self.launcher.vectors(
-                "list_queries", m, positives=positives, m=m, taken=taken, order=order
-            )
-            self.launcher.vectors("sort_queries", n, start=start, n=n, order=order)
-            self._queries_of_keys = order, start
+            launcher, positives = self.launcher, problem.positives
+            zeros = launcher.queue.zeros(n + 1, np.int64)
+            begin = end = zeros[:n]
+            order = zeros[n:]
+            if not problem.no_local_positives:
+                begin, taken, order = cupy.empty(n, np.int64), order, cupy.empty(m, np.int64)
+                launcher.vectors("count_queries", m, positives=positives, m=m, end=end)
+                launcher.vectors("place_queries", n, n=n, begin=begin, end=end, taken=taken)
+                launcher.vectors("list_queries", m, positives=positives, m=m, end=end, order=order)
+                launcher.vectors("sort_queries", n, begin=begin, end=end, n=n, order=order)
+            self._queries_of_keys = order, begin, end
         return self._queries_of_keys
 
     def not_finite(
         self, problem: Problem, any_key: Array, out: Array | None = None, known: bool = False
     ) -> Array | None:
         """Writes NaN into `any_key` if a key has a feature that is not finite. Returns the same for
-        each query, [M] zeros or NaN, in `out` if given; None where queries are the keys, or are
-        `known`."""
+        each query, [M] the problem's marks or NaN, in `out` if given; None where queries are the
+        keys, or are `known`."""
         m, n, d = problem.shape
         queries = None
         if problem.symmetric or known:
@@ -179,8 +192,8 @@ class Context:
         else:
             queries, out = self.query.features, cupy.empty(m) if out is None else out
         self.launcher.rows(
-            "not_finite", n + m, keys=matrix(self.key.features), n=n, queries=matrix(queries), m=m,
-            d=d, out=out, any_key_not_finite=any_key,
+            "not_finite", n + m, d, keys=matrix(self.key.features), n=n, queries=matrix(queries),
+            m=m, d=d, marks=problem.marks, out=out, any_key_not_finite=any_key,
         )  # fmt: skip
         return out
 

@@ -18,17 +18,18 @@ class Fold(BlockLauncher):
         context.scratch.reset()
         self.query_buffer = context.query.buffer(self.rows, context.scratch)
         self.key_buffer = context.key.buffer(self.columns, context.scratch)
-        self.staged: slice | None = None  # keys that are in the buffer
+        # what the last fold has left in these buffers, if they lie where they lay then
+        layout = self.rows, self.columns
+        self.staged = context.staged.setdefault(layout, {})
+        context.staged = {layout: self.staged}
 
     def run(self) -> None:
         done, total = 0, len(self.grid)
         for a, rows in enumerate(self.grid.rows):
-            self.q = self.context.query.block(rows, self.query_buffer)
+            self.q = self.context.query.block(rows, self.query_buffer, self.staged)
             for b in self.grid.visits(a):
                 columns = self.grid.columns[b]
-                if self.staged != columns:
-                    self.k = self.context.key.block(columns, self.key_buffer)
-                    self.staged = columns
+                self.k = self.context.key.block(columns, self.key_buffer, self.staged)
                 self.block(rows, columns, a, b)
                 done += 1
                 if self.problem.progress is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -29,13 +30,11 @@ OP_N, OP_T = 0, 1
 # Which parts of the two operands are multiplied, small terms first. The product of both low parts
 # is below float32's rounding
 PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
-# Tensor cores truncate when they add. Where float32's accuracy is asked for, sums of the high parts
-# have this many terms at most and are corrected by their mean truncation bias. A sum of 512 terms
-# loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed. It gets back 27,
-# about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the ratio of the two.
-LONGEST_SUM = {"fp16x3": 512}
+# Sums of config.LONGEST_SUM terms of the high parts are corrected by their mean truncation bias. A
+# sum of 512 terms loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed.
+# It gets back 27, about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the
+# ratio of the two.
 LONG_SUM_FACTOR = 1.4
-HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cu
 KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
 KEPT_COLUMNS = 8 * KEPT_THREADS
 # struct FactorSources: a vector for each field of the epilogue
@@ -48,6 +47,16 @@ def _host_number(value: float, real: np.dtype[Any]) -> tuple[Array, int]:
     """A factor of a product in the host's memory, and its address."""
     number = np.array(value, real)
     return number, number.ctypes.data
+
+
+def _sums(k: int, longest: int, at_once: int) -> Iterator[tuple[int, int, int]]:
+    """Sums over k in pieces of at most `longest` terms: where each product starts, its terms, and
+    how many such sums follow one another in it."""
+    whole = k // longest
+    for i in range(0, whole, at_once):
+        yield i * longest, longest, min(at_once, whole - i)
+    if k % longest:
+        yield whole * longest, k % longest, 1
 
 
 class GradientFold(Fold):
@@ -81,8 +90,12 @@ class GradientFold(Fold):
             )  # fmt: skip
             return
         if self.by_rows:
+            # the first block makes all copies
+            longest = config.LONGEST_SUM.get(context.precision, self.columns)
+            first = grid.columns[0].stop - grid.columns[0].start
+            copies = min(context.query_accumulators, -(-first // longest))
             self.of_rows = self.accumulator(
-                gradients.query, context.query_in_place, slice(0, self.rows), d
+                gradients.query, context.query_in_place, slice(0, self.rows), d, copies=copies
             )
         if self.by_columns:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
@@ -91,7 +104,7 @@ class GradientFold(Fold):
             )
 
     def accumulator(
-        self, out: Array, in_place: bool, rows: slice, d: int, overlaid: int = 0
+        self, out: Array, in_place: bool, rows: slice, d: int, overlaid: int = 0, copies: int = 1
     ) -> Accumulator:
         if in_place:
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
@@ -99,8 +112,8 @@ class GradientFold(Fold):
         if overlaid:
             before = Accumulator(cupy.ndarray((overlaid, d), self.context.real, out.data), d, 0)
         first = rows.start + overlaid
-        made = self.context.scratch.take((rows.stop - first, d), self.context.real)
-        return Accumulator(made, d, first, before)
+        made = self.context.scratch.take((copies, rows.stop - first, d), self.context.real)
+        return Accumulator(made, d, first, before, copies)
 
     def panel_arguments(self) -> Fields:
         """The gradient panel of a block, as a sweep takes it."""
@@ -135,23 +148,25 @@ class GradientFold(Fold):
         precision, item, real = self.context.precision, self.context.item, self.context.real
         panel = self.panel
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
+        longest, copies = config.LONGEST_SUM.get(precision, k), out.copies
         for panel_part, z_part in PRODUCTS[self.context.parts]:
             large = panel_part == z_part == 0
-            longest = LONGEST_SUM.get(precision, k) if large else k
             unit = 1 / LOW_UNITS.get(precision, 1.0) if panel_part else 1.0
-            for start in range(0, k, longest):
-                at = panel_part * panel.part + start * (1 if op == OP_N else panel.stride)
-                terms = min(longest, k - start)
-                if large and precision in LONGEST_SUM:
+            for start, terms, sums in _sums(k, longest if large or copies > 1 else k, copies):
+                if large and precision in config.LONGEST_SUM:
                     unit = 1 + LONG_SUM_FACTOR * config.truncation_bias(precision, terms * item)
+                copy, apart = start // longest % copies, 1 if op == OP_N else panel.stride
+                new = first and start < copies * longest
+                batch = (terms * z.stride, terms * apart, out.copy_stride, sums)
                 self.launcher.queue.gemm(
                     OP_N, op, d, n, terms, _host_number(unit, real)[1],
                     z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
-                    panel.data + at * item, given, panel.stride,
-                    _host_number(0.0 if first else 1.0, real)[1], out.pointer(row), made,
-                    out.stride, COMPUTE[precision], -1,
+                    panel.data + (panel_part * panel.part + start * apart) * item, given,
+                    panel.stride, _host_number(0.0 if new else 1.0, real)[1],
+                    out.pointer(row) + copy * out.copy_stride * real.itemsize, made, out.stride,
+                    COMPUTE[precision], -1, *(batch if sums > 1 else ()),
                 )  # fmt: skip
-                first = False
+            first = False
 
     def end_rows(self, rows: slice) -> None:
         if self.of_rows is not None and not self.symmetric_sweep:
@@ -184,20 +199,26 @@ class GradientFold(Fold):
         n, d = rows.stop - rows.start, problem.shape[2]
         if acc is self.of_rows:
             side, other, dots, add = context.query, context.key, gradients.dots, gradients.add_query
-            partners = {"partner": problem.positives, "start": None, "by_partner": False}
+            partners = {"partner": problem.positives, "begin": None, "end": None,
+                        "by_partner": False}  # fmt: skip
         else:
             side, other, add = context.key, context.query, False
             dots = None if gradients.want_query else gradients.dots
-            order = start = None
+            order = begin = end = None
             if not context.paired:
-                order, start = context.queries_of_keys(problem)
-            partners = {"partner": order, "start": start, "by_partner": True}
-        warps = -(-n // 2) if d <= HALF_WARP_ROW else n
+                order, begin, end = context.queries_of_keys(problem)
+            partners = {"partner": order, "begin": begin, "end": end, "by_partner": True}
+        if acc.copies > 1:
+            self.launcher.vectors(
+                "add_copies", acc.copy_stride, sums=acc.array, n=acc.copy_stride, copies=acc.copies
+            )
         self.launcher.rows(
-            "finish", warps, acc=acc.pointer(rows.start), acc_stride=acc.stride, first=rows.start,
-            n=n, d=d, z=matrix(side.features), factor=side.factor, exponent=side.exponent,
+            "finish", n, d, file="finish.cu", acc=acc.pointer(rows.start), acc_stride=acc.stride,
+            first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
+            exponent=side.exponent,
             positives={
-                "gradient": self.positive_gradient, **partners, "z": matrix(other.features),
+                "gradient": self.positive_gradient, **partners, "others": len(other.features),
+                "z": matrix(other.features),
                 "factor": other.factor, "exponent": other.exponent,
             },
             unit=self.unit, unit_step=self.unit_step, shift=other.shift, dots=dots,

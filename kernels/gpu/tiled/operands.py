@@ -81,8 +81,6 @@ class Side:
         self, launcher: Launcher, features: Array, normalize: bool, real: np.dtype[Any]
     ) -> None:
         item = features.dtype.itemsize
-        if any(s % item for s in features.strides):
-            features = cupy.ascontiguousarray(features)
         self.launcher, self.features = launcher, features
         self.factor = self.exponent = None
         self.shift = 0  # address of the power of two that features are divided by; 0: as they are
@@ -112,19 +110,21 @@ class Side:
         size = rows * self.padded * config.OPERAND_BYTES[self.launcher.precision]
         return scratch.take((size,))
 
-    def block(self, rows: slice, buffer: Array | None) -> Operand:
-        """Rows `rows`, in place or staged into `buffer`."""
+    def block(self, rows: slice, buffer: Array | None, staged: dict[int, slice]) -> Operand:
+        """Rows `rows`, in place or staged into `buffer`: unless `staged` says that it has them."""
         n, factor = rows.stop - rows.start, address(self.factor, rows.start)
         if buffer is None:
             stride = self.features.strides[0] // self.features.dtype.itemsize
             return Operand(address(self.features, rows.start), stride, 0, n, factor)
         parts = config.OPERAND_PARTS.get(self.launcher.precision, 1)
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
-        self.launcher.rows(
-            "stage", n, z=matrix(self.features, rows.start), n=n, d=self.features.shape[1],
-            exponent=address(self.exponent, rows.start), shift=self.shift, out=buffer,
-            stride=stride, part=part,
-        )  # fmt: skip
+        if staged.get(buffer.data.ptr) != rows:
+            staged[buffer.data.ptr] = rows
+            self.launcher.rows(
+                "stage", n, self.padded, z=matrix(self.features, rows.start), n=n,
+                d=self.features.shape[1], exponent=address(self.exponent, rows.start),
+                shift=self.shift, out=buffer, stride=stride, part=part,
+            )  # fmt: skip
         return Operand(buffer.data.ptr, stride, part, n, factor)
 
 
@@ -192,13 +192,20 @@ NOTHING_KEPT: Fields = {"references": 0, "stride": 0, "anew": 0}
 
 @dataclass
 class Accumulator:
-    """Unfinished gradients of rows first.., [rows, stride], in the panels' unit. Those of rows
-    before `first` may overlay their destination: `before`."""
+    """Unfinished gradients of rows first.., [rows, stride], in the panels' unit: the sum of
+    `copies` of them, one after another. Those of rows before `first` may overlay their
+    destination: `before`."""
 
     array: Array
     stride: int
     first: int
     before: Accumulator | None = None
+    copies: int = 1
+
+    @property
+    def copy_stride(self) -> int:
+        """Elements from copy to copy."""
+        return int(self.array.size) // self.copies
 
     def pointer(self, row: int) -> int:
         if self.before is not None and row < self.first:

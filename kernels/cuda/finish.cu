@@ -1,0 +1,174 @@
+// Finished gradients, from sums over gradient panels. A warp a row, or half of one.
+//
+// With P_ij f_i f_j in the panels, the products give g_i = f_i dU_i (rows.cuh says what f, s and e are),
+// and the gradient with respect to the rows as they came is
+//
+//     dz = (dU - u <dU, u>) / |z| = 2^-e (g - f^2 s <g, s>),     <dU, u> = <g, s>.
+//
+// A row of zeros has zero gradient.
+#include "rows.cuh"
+
+__device__ __forceinline__ double lanes_sum(double x, int lanes) {
+  const u32 these = lanes == 32 ? ALL_LANES : 0xffffu << (threadIdx.x & 16);
+  if (lanes == 32) x += __shfl_xor_sync(ALL_LANES, x, 16);
+#pragma unroll
+  for (int by = 8; by > 0; by /= 2) x += __shfl_xor_sync(these, x, by);
+  return x;
+}
+
+template <class T>
+__device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Matrix& z, i64 row,
+                                          i64 column, i64 n) {
+  const i64 at = row * z.row_stride + column * z.column_stride;
+  const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
+  char* to = z.data + at * size;
+  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 16 == 0;
+  if (whole && size == 2) {
+    u32 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = (float)x[2 * i], high = (float)x[2 * i + 1];
+      w[i] = z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
+    }
+    *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
+  } else if (whole && size == 4) {
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; i += 4)
+      *(float4*)(to + i * 4) = make_float4((float)x[i], (float)x[i + 1], (float)x[i + 2],
+                                           (float)x[i + 3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i)
+      if (i < n) z.set(row, column + i, x[i]);
+  }
+}
+
+// Positives of a row: (row, partner) pairs whose dL/dx is not in the gradient panels.
+struct Positives {
+  const double* gradient;  // dL/dx at the positive, by query
+  const i64* partner;      // [queries] key of each query (-1: none of these); null: the same number
+  const i64 *begin, *end;  // not null: rows are keys, and partner[begin[j] .. end[j]) j's queries
+  i64 by_partner;          // rows are keys: gradients go by partner
+  i64 others;              // rows of the other side: a row of a higher number has no partner
+  Matrix z;                // the partners' features
+  const Real* factor;
+  const int* exponent;
+
+  // Add to `g` what positives add to the gradient of row `row`, from feature `column` on.
+  template <class T>
+  __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
+                                      double own_factor) const {
+    const i64 last = begin ? end[row] : row + 1;
+    for (i64 s = begin ? begin[row] : row; s < last; ++s) {
+      const i64 other = partner ? partner[s] : s;
+      if (other < 0 || other >= others) continue;
+      double weight = gradient[by_partner ? other : row];
+      if (factor) weight *= own_factor * factor[other];
+      T x[LANE_FEATURES];
+      get_group(x, z, other, column, n);
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; ++i)
+        g[i] += (T)weight * (factor ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
+    }
+  }
+};
+
+// Eight features of a row, and of its gradient.
+template <class T>
+struct Finished {
+  T g[LANE_FEATURES];  // the gradient, without its part along the row
+  T x[LANE_FEATURES];  // the row, near unit length
+
+  __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
+                                      const Matrix& z, i64 row, i64 column, i64 d, double factor,
+                                      int exponent, bool with_row = true) {
+    const i64 n = d - column;
+    const bool whole = sizeof(Real) == 4 && n >= LANE_FEATURES && (u64)(sum + column) % 16 == 0;
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; i += 4) {
+        const float4 four = *(const float4*)(sum + column + i);
+        g[i] = four.x, g[i + 1] = four.y, g[i + 2] = four.z, g[i + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; ++i) g[i] = i < n ? sum[column + i] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;
+    positives.add(g, row, column, n, factor);
+    if (!with_row) return;
+    get_group(x, z, row, column, n);
+    if (exponent)
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; ++i) x[i] = (T)ldexp((double)x[i], -exponent);
+  }
+  __device__ __forceinline__ double dot() const {
+    T sum = 0;
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) sum += g[i] * x[i];
+    return sum;
+  }
+};
+
+// Sums are multiplied by this root and by its size, not by the unit at once: beside large sums, the unit
+// may be too small for a float.
+__device__ __forceinline__ double signed_root(double unit) {
+  return copysign(sqrt(fabs(unit)), unit);
+}
+
+// Finish the gradients of n rows from row `first` on, whose sums are in `acc` [n, acc_stride]. Sums are in
+// the gradient panels' unit; with `unit_step` 1, each row has a unit of its own. The other side's features
+// were divided by `shift` (null: 1). Positives are added here. The gradients are written to `out` (data
+// null: nowhere), or added to what is there, and <gradient, row> is written to `dots` (or null).
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 4 ? 3 : 2)
+finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
+                                  const __grid_constant__ Matrix z, const Real* factor,
+                                  const int* exponent, const __grid_constant__ Positives positives,
+                                  const double* unit, i64 unit_step, const double* shift,
+                                  double* dots,
+                                  const __grid_constant__ Matrix out, i64 add) {
+  const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
+  const i64 of_these = lanes_row(lanes);
+  if (of_these >= n) return;
+  const Real* sum = acc + of_these * acc_stride;
+  const i64 row = first + of_these;
+  const double root_of_unit = signed_root(unit[unit_step * row]) * sqrt(shift ? *shift : 1.0);
+  double dot = 0;
+  if (!factor) {  // all at once, in the products' precision
+    const Real root = (Real)root_of_unit;
+#pragma unroll 1
+    for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
+      Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
+      if (dots) dot += f.dot();
+      if (!out.data) continue;
+      if (add) {
+        Real before[LANE_FEATURES];
+        get_group(before, out, row, k, d - k);
+#pragma unroll
+        for (int i = 0; i < LANE_FEATURES; ++i) f.g[i] += before[i];
+      }
+      set_group(f.g, out, row, k, d - k);
+    }
+    if (dots) dot = lanes_sum(dot, lanes);
+    if (dots && lane == 0) dots[row] = dot;
+    return;
+  }
+  const int e = exponent[row];
+  const double f = factor[row], root = root_of_unit;
+  for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
+    dot += Finished<double>(sum, root, positives, z, row, k, d, f, e).dot();
+  dot = lanes_sum(dot, lanes);
+  if (dots && lane == 0) dots[row] = dot;
+  if (!out.data) return;
+  const double along = f * f * dot;
+  for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
+    Finished<double> row_of(sum, root, positives, z, row, k, d, f, e);
+    double before[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (add) get_group(before, out, row, k, d - k);
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i)
+      row_of.g[i] = ldexp(row_of.g[i] - along * row_of.x[i], -e) + before[i];
+    set_group(row_of.g, out, row, k, d - k);
+  }
+}

@@ -1,0 +1,45 @@
+// Rows of features: which threads work on one, and how they read it. Any strides.
+//
+// Normalisation, u = z / |z|. Features are brought near unit length by a power of two, which is
+// exact, s = 2^-e z, and the rest is a factor of the logits: u = f s, f = 2^e / |z| in (1, 2]. So
+// 16-bit features are never rounded again. A row of zeros has no direction: it stays zero (f = 0).
+#pragma once
+#include "common.cuh"
+
+constexpr int ROWS_THREADS = 256;
+
+// Half a warp takes a row of up to so many features: twice as many rows are under way.
+constexpr int HALF_WARP_ROW = 128;
+__device__ __forceinline__ int lanes_of(i64 features) { return features <= HALF_WARP_ROW ? 16 : 32; }
+__device__ __forceinline__ i64 lanes_row(int lanes) {
+  return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
+}
+
+// Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
+constexpr int LANE_FEATURES = 8;
+template <class T>
+__device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column,
+                                          i64 n) {
+  const i64 at = row * z.row_stride + column * z.column_stride;
+  const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
+  const char* from = z.data + at * size;
+  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)from % 16 == 0;
+  if (whole && size == 2) {
+    const uint4 words = *(const uint4*)from;
+    const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) {
+      const unsigned short half = (unsigned short)(w[i / 2] >> i % 2 * 16);
+      x[i] = z.dtype == DTYPE_BFLOAT16 ? from_bf16(half) : from_fp16(half);
+    }
+  } else if (whole && size == 4) {
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; i += 4) {
+      const float4 four = *(const float4*)(from + i * 4);
+      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) x[i] = i < n ? (T)z.get(row, column + i) : (T)0;
+  }
+}

@@ -1,0 +1,200 @@
+"""Which products make dQ and dK of gradient panels: run by NumPy on the host, without a GPU."""
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+import cupy
+from cupy.cuda import runtime
+from gpu_problems import DEVICES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from infonce.kernels.gpu import config, recorded
+from infonce.kernels.gpu.device import cublas
+from infonce.kernels.gpu.device.launches import Queue
+from infonce.kernels.gpu.tiled import context
+from infonce.kernels.gpu.tiled.gradient import LOW_UNITS
+from infonce.kernels.problem import Gradients, Problem
+
+pytestmark = pytest.mark.extras
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ELEMENT = {"fp64": np.dtype("f8"), "fp32": np.dtype("f2"), "bf16": BFLOAT16, "bf16x3": BFLOAT16}
+FEATURES = {"fp64": "f8", "fp32": "f4", "bf16": BFLOAT16, "bf16x3": "f4"}
+CUBLAS_TYPES = {0: np.dtype("f4"), 1: np.dtype("f8"), 2: np.dtype("f2"), 14: BFLOAT16}
+# of P and of features in two 16-bit parts, and of sums in float32
+BOUND = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 6e-3, "bf16x3": 1e-4}
+
+
+class Device:
+    id, compute_capability = 0, "90"
+
+
+def host(address: int, rows: int, columns: int, stride: int, dtype: Any) -> np.ndarray:
+    """A matrix in the host's memory, `stride` elements from row to row."""
+    item = np.dtype(dtype).itemsize
+    size = ((rows - 1) * stride + columns) * item
+    memory = np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
+    return np.lib.stride_tricks.as_strided(memory, (rows, columns), (stride * item, item))
+
+
+class HostQueue(Queue):
+    """Does what matters here of some kernels, and cuBLAS's products, on arrays in host memory."""
+
+    def __init__(self, p: np.ndarray, precision: str) -> None:
+        self.p, self.precision, self.element = p, precision, ELEMENT[precision]
+        self.arrays: list[np.ndarray] = []
+        self.sums: dict[bool, dict[int, np.ndarray]] = {False: {}, True: {}}  # of queries, of keys
+
+    def malloc(self, size: int) -> Any:
+        self.arrays.append(np.full(size + 16, 0xFF, np.uint8))  # NaN, whatever the type
+        start = self.arrays[-1].ctypes.data
+        memory = cupy.cuda.UnownedMemory(start, size + 16, None, 0)
+        return cupy.cuda.MemoryPointer(memory, -start % 16)
+
+    def split(self, to: int, values: np.ndarray, stride: int, part: int, low: float) -> None:
+        """Values as operands or panels hold them: one part, or the rest beside it in units of 1 /
+        low."""
+        into = host(to, len(values), stride, stride, self.element)
+        into[:, : values.shape[1]] = first = values.astype(self.element)
+        if part:
+            rest = (values - first.astype(np.float64)) * low
+            into[:, part : part + values.shape[1]] = rest.astype(self.element)
+
+    def function(self, device: Any, file: str, name: str, shared: int, **defines: Any) -> str:  # type: ignore[override]
+        return name
+
+    def launch(
+        self, function: Any, signature: Any, grid: int, block: int, shared: int,
+        arguments: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        a = arguments
+        if function == "stage":
+            rows = host(
+                a["z"]["data"], a["n"], a["d"], a["z"]["row_stride"], FEATURES[self.precision]
+            )
+            wide = np.zeros((a["n"], a["part"] or a["stride"]))
+            wide[:, : a["d"]] = rows
+            self.split(a["out"].data.ptr, wide, a["stride"], a["part"], 1.0)
+        elif function in ("gradient", "sweep_gradient", "sweep_online"):
+            q, k = a["block"]["q"]["rows"], a["block"]["k"]["rows"]
+            top, left = a["block"]["first_row"], a["block"]["first_column"]
+            low = LOW_UNITS.get("fp16x3", 1.0) if self.precision == "fp32" else 1.0
+            data, stride, part = (a["panel"][name] for name in ("data", "stride", "part"))
+            block = self.p[top : top + q, left : left + k]
+            self.split(data, block, stride, part * (part != stride), low)
+        elif function == "add_copies":
+            sums = host(a["sums"].data.ptr, a["copies"], a["n"], a["n"], np.float32)
+            sums[0] = sums.sum(0)
+        elif function == "finish":
+            real = np.float64 if self.precision == "fp64" else np.float32
+            rows = host(a["acc"], a["n"], a["d"], a["acc_stride"], real)
+            of = self.sums[a["positives"]["by_partner"]]
+            of |= {a["first"] + i: row.astype(np.float64) for i, row in enumerate(rows)}
+
+    def tensor_map(self, data: int, *form: Any) -> Any:
+        return None
+
+    def zeros(self, n: int, dtype: Any) -> Any:
+        return cupy.empty(n, dtype)
+
+    def gemm(self, *arguments: int) -> None:
+        (_, op, d, n, k, alpha, z, given, z_stride, p, _, p_stride, beta, out, made, out_stride,
+         *_), batch = arguments[:18], arguments[18:] or (0, 0, 0, 1)  # fmt: skip
+        element, real = CUBLAS_TYPES[given], CUBLAS_TYPES[made]
+        of_alpha, of_beta = (float(host(number, 1, 1, 1, real)[0, 0]) for number in (alpha, beta))
+        for i in range(batch[3]):
+            shape = (n, k) if op == 0 else (k, n)
+            left = host(p + i * batch[1] * element.itemsize, *shape, p_stride, element)
+            right = host(z + i * batch[0] * element.itemsize, k, d, z_stride, element)
+            to = host(out + i * batch[2] * real.itemsize, n, d, out_stride, real)
+            product = (left if op == 0 else left.T).astype(np.float64) @ right.astype(np.float64)
+            to[...] = of_alpha * product + (of_beta * to if of_beta else 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu_needed() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cupy.cuda, "Device", Device)
+        patch.setattr(runtime, "getDevice", lambda: 0)
+        patch.setattr(context, "device_properties", lambda _: DEVICES["sm_90a"])
+        yield
+
+
+@settings(max_examples=60)
+@given(
+    m=st.integers(1, 300), n=st.integers(1, 5000), d=st.integers(1, 150),
+    precision=st.sampled_from(sorted(ELEMENT)), keys=st.booleans(),
+    workspace=st.sampled_from([2**17, 2**20, 2**22, 2**28]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_gradients_are_products_with_all_of_the_panels(
+    m: int, n: int, d: int, precision: str, workspace: int, keys: bool, seed: int
+) -> None:
+    """dQ = P K and dK = P' Q, whatever the blocks, the sums that are batched and their rest, and
+    what lies staged from fold to fold."""
+    n, rng = max(m, n), np.random.default_rng(seed)
+    p = rng.standard_normal((m, n))
+    query, key = (rng.standard_normal((rows, d)).astype(FEATURES[precision]) for rows in (m, n))
+    queue = HostQueue(p, precision)
+    with cupy.cuda.using_allocator(queue.malloc):
+
+        def array(values: np.ndarray) -> Any:
+            made = cupy.empty(values.shape, values.dtype)
+            host(made.data.ptr, *values.shape, values.shape[1], values.dtype)[...] = values
+            return made
+
+        problem = Problem(array(query), array(key), 1.0, 1 / m, cupy.empty(m, np.int64),
+                          compute=precision, workspace=workspace)  # fmt: skip
+        gradients = Gradients(cupy.empty_like(problem.query), cupy.empty_like(problem.key),
+                              cupy.empty(m), want_key=keys)  # fmt: skip
+        recorded.solution(problem, gradients, queue)
+    wanted = {False: p @ key.astype(np.float64), True: p.T @ query.astype(np.float64)}
+    for of_keys in (False, True)[: 1 + keys]:
+        found = np.stack([queue.sums[of_keys][i] for i in range(n if of_keys else m)])
+        error = np.linalg.norm(found - wanted[of_keys]) / np.linalg.norm(wanted[of_keys])
+        assert error <= BOUND[precision], (of_keys, error)
+
+
+def test_sums_are_batched_here() -> None:
+    """What the test above is about: several accumulators for each row of dQ."""
+    for shape in ((300, 5000, 150), (100, 2000, 40), (256, 65536, 128)):
+        assert config.sums_at_once(shape, "fp16x3", 132, 2**28) > 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("batch", [(), (7, 8, 9, 3)])
+def test_arguments_of_cublas(
+    batch: tuple[int, ...], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of its headers, one product or a batch, by CuPy's wrapper or under capture."""
+    names = ["transa", "transb", "m", "n", "k", "alpha", "A", "Atype", "lda", "B", "Btype", "ldb",
+             "beta", "C", "Ctype", "ldc", "compute", "algo"]  # fmt: skip
+    values = dict(zip(names, range(100, 118), strict=True))
+    wanted = list(values.values())
+    if batch:
+        wanted = [*wanted[:9], 7, *wanted[9:12], 8, *wanted[12:16], 9, 3, *wanted[16:]]
+    called: dict[str, list[Any]] = {}
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: called.update({name: list(arguments)}) or 0
+
+    class Stream:
+        ptr = 0
+
+        def is_capturing(self) -> bool:
+            return captured
+
+    monkeypatch.setitem(vars(cupy.cuda), "cublas", Library())  # which need not be there
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", Stream)
+    monkeypatch.setattr(cublas, "_library", Library)
+    with cupy.cuda.using_allocator(HostQueue(np.zeros((1, 1)), "fp32").malloc):
+        cublas.gemm_ex(55, *values.values(), *batch)
+    name = "gemmStridedBatchedEx" if batch else "gemmEx"
+    name = f"cublasG{name[1:]}" if captured else name
+    given = [getattr(argument, "value", argument) for argument in called[name]]
+    assert given == [55, *wanted]

@@ -1,0 +1,188 @@
+"""What calls record, without a GPU: every option that `select.solve` takes, and which launches."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+import cupy
+from cupy.cuda import runtime
+from gpu_problems import DEVICES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from infonce.kernels.gpu import config, fused, plan, recorded
+from infonce.kernels.gpu.device import compiler, recorder
+from infonce.kernels.gpu.tiled import context
+from infonce.kernels.gpu.tiled.backend import GPU
+from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, slices
+
+pytestmark = pytest.mark.extras
+DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16x3": "float32",
+          "bf16": ml_dtypes.bfloat16, "fp16": "float16"}  # fmt: skip
+
+
+class Device:
+    id, compute_capability = 0, "90"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu_needed() -> Iterator[None]:
+    """Nothing is compiled, and the device is one that this machine need not have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cupy.cuda, "Device", Device)
+        patch.setattr(runtime, "getDevice", lambda: 0)
+        patch.setattr(compiler, "start", lambda *_, **__: False)
+        patch.setattr(context, "device_properties", lambda _: DEVICES["sm_90a"])
+        yield
+
+
+def record(
+    m: int, n: int, d: int, precision: str, labels: bool = False, ids: bool = False,
+    wrt: tuple[bool, bool] = (True, True), gradient: bool = True, **options: Any,
+) -> Counter[str]:  # fmt: skip
+    """How often each kernel, and each step of another kind, is in the recording of a call."""
+    into = recorder.Recorder()
+
+    def array(*shape: int, dtype: Any = DTYPES[precision]) -> Any:
+        return cupy.ndarray(shape, dtype, into.malloc(16))
+
+    problem = Problem(
+        array(m, d), array(n, d), 14.0, 1 / m, array(m, dtype=np.int64) if labels else None,
+        1 / m, query_ids=array(m, dtype=np.int64) if ids else None,
+        key_ids=array(n, dtype=np.int64) if ids else None, compute=precision,
+        marks=array(m, dtype=np.float64) if labels else None, **options,
+    )  # fmt: skip
+    gradients = None
+    if gradient:
+        want_query, want_key = wrt
+        query, key = array(m, d) if want_query else None, array(n, d) if want_key else None
+        gradients = Gradients(query, key, None, want_query, want_key)
+    with cupy.cuda.using_allocator(into.malloc):
+        made = recorded.solution(problem, gradients, into)
+    for array_made in made.values():
+        if array_made is not None:
+            recorder.placeholder_of(array_made.data.ptr)
+    return kernels(into)
+
+
+def kernels(into: recorder.Recorder) -> Counter[str]:
+    return Counter(
+        step.function.args[2] if isinstance(step, recorder.Launch) else step.do.__name__
+        for step in into.steps
+    )
+
+
+@settings(max_examples=200)
+@given(
+    m=st.integers(1, 3000), n=st.integers(1, 70000), d=st.integers(1, 1100),
+    precision=st.sampled_from(sorted(DTYPES)), labels=st.booleans(), ids=st.booleans(),
+    wrt=st.sampled_from([(True, True), (True, False), (False, True)]), gradient=st.booleans(),
+    normalize=st.booleans(), ranks=st.booleans(), workspace=st.sampled_from([2**24, 2**28]),
+)  # fmt: skip
+def test_any_call_of_info_nce(
+    m: int, n: int, d: int, precision: str, labels: bool, ids: bool, wrt: tuple[bool, bool],
+    gradient: bool, normalize: bool, ranks: bool, workspace: int,
+) -> None:  # fmt: skip
+    """Nothing but what a plan can replay, at addresses of the call's own arrays."""
+    n = n if labels else max(m, n)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "MAX_STEPS", 10**6)
+        found = record(
+            m, n, d, precision, labels, ids, wrt, gradient, normalize=normalize,
+            retrieval_ranks=ranks, workspace=workspace,
+        )  # fmt: skip
+    listed = labels and gradient and wrt[1]
+    for kernel in ("count_queries", "place_queries", "list_queries", "sort_queries"):
+        assert found[kernel] == listed
+    assert (found["ranks"] > 0) == ranks
+    assert found["totals"] == 1
+
+
+def test_queries_of_keys_without_labels_need_no_list() -> None:
+    assert not record(256, 65536, 128, "bf16")["count_queries"]
+    assert record(256, 65536, 128, "bf16", labels=True)["count_queries"] == 1
+
+
+def test_rows_are_staged_once() -> None:
+    """The log-sum-exp fold and the gradient fold read the same copies if blocks are the same."""
+    assert record(512, 4096, 384, "fp32")["stage"] == 2
+    assert record(512, 4096, 384, "fp32", normalize=True, labels=True)["stage"] == 2
+    assert record(512, 4096, 384, "fp32", workspace=2**23)["stage"] > 4  # other blocks
+    assert not record(512, 4096, 384, "bf16")["stage"]
+
+
+def test_what_other_blocks_overwrite_is_staged_again() -> None:
+    """A fold of blocks of other sizes lies between two folds of the same blocks."""
+    m, n, d = 512, 4096, 384
+    into = recorder.Recorder()
+    with cupy.cuda.using_allocator(into.malloc):
+        query, key, dq, dk = (cupy.empty((rows, d), np.float32) for rows in (m, n, m, n))
+        problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute="fp32")
+        gradients = Gradients(dq, dk, cupy.empty(m))
+        epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
+        gpu = GPU(problem, gradients, queue=into)
+        for step, staged in ((m, 2), (m, 2), (m // 2, 5), (m, 7)):
+            grid = Grid(slices(m, step), slices(n, n))
+            gpu.fold(problem, grid, epilogue, gradients)
+            assert kernels(into)["stage"] == staged
+
+
+def test_sums_of_few_queries_are_batched() -> None:
+    """A queue of keys: the products that make dQ do not come one by one."""
+    for wrt in ((True, True), (True, False)):
+        found = record(256, 65536, 128, "fp32", wrt=wrt)
+        assert found["_gemm"] <= 6 + 3 * wrt[1]
+        assert found["add_copies"] == 1
+    assert not record(256, 65536, 128, "bf16")["add_copies"]
+    assert not record(256, 65536, 128, "fp32", wrt=(False, True))["add_copies"]
+
+
+def test_calls_of_many_steps_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_STEPS", 30)
+    with pytest.raises(recorder.TooLong):
+        record(3000, 3000, 64, "bf16", workspace=2**20)
+    monkeypatch.setattr(recorder, "MAX_ARRAYS", 8)
+    with pytest.raises(recorder.TooLong):
+        record(300, 300, 64, "bf16")
+
+    def build(queue: Any) -> dict[str, Any]:
+        if isinstance(queue, recorder.Recorder):
+            raise recorder.TooLong
+        return {"asked": 1, "not made": None}
+
+    monkeypatch.setattr(plan, "_plans", {})
+    for _ in range(2):
+        assert plan.call(build, DEVICES["sm_90a"]) == {"asked": 1}
+
+
+def test_one_launch_for_small_batches_without_a_long_side() -> None:
+    """A block meets all rows of the other side: 64 x 16384 took four times as long as by a plan."""
+    cases = {
+        "bf16": [(512, 512, 512, True), (512, 2048, 512, True), (128, 8192, 128, False),
+                 (256, 4096, 256, False), (64, 16384, 512, False), (2048, 2048, 64, False)],
+        "fp32": [(2048, 2048, 64, True), (256, 4096, 128, True), (64, 16384, 512, False),
+                 (1024, 1024, 1024, False)],
+    }  # fmt: skip
+    for precision, of in cases.items():
+        for m, n, d, pays in of:
+            into = recorder.Recorder()
+            query, key = (cupy.ndarray((rows, d), DTYPES[precision], into.malloc(16))
+                          for rows in (m, n))  # fmt: skip
+            problem = Problem(query, key, 14.0, 1 / m, compute=precision)
+            assert fused.pays(problem) == pays, (precision, m, n, d)
+
+
+@given(
+    m=st.integers(0, 5000), n=st.integers(0, 10**6), d=st.integers(1, 5000),
+    precision=st.sampled_from(sorted(config.OPERAND_BYTES)), workspace=st.integers(10**4, 2**30),
+)  # fmt: skip
+def test_accumulators_fit_the_workspace(
+    m: int, n: int, d: int, precision: str, workspace: int
+) -> None:
+    copies = config.sums_at_once((m, n, d), precision, 132, workspace)
+    assert copies == 1 or copies * m * d * 4 <= workspace // 8
+    assert 1 <= copies <= max(1, -(-n // config.LONGEST_SUM.get(precision, n + 1)))
