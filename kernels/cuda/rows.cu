@@ -26,6 +26,18 @@ __device__ __forceinline__ double lanes_sum(double x, int lanes) {
   return x;
 }
 
+// 16 bytes of memory, at once or, where rows begin anywhere, in four pieces.
+__device__ __forceinline__ uint4 get_16_bytes(const char* from) {
+  if ((u64)from % 16 == 0) return *(const uint4*)from;
+  const u32* words = (const u32*)from;
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+__device__ __forceinline__ void set_16_bytes(char* to, uint4 x) {
+  u32* words = (u32*)to;
+  if ((u64)to % 16 == 0) *(uint4*)to = x;
+  else words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+}
+
 // Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
 constexpr int LANE_FEATURES = 8;
 template <class T>
@@ -34,9 +46,9 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   const char* from = z.data + at * size;
-  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)from % 16 == 0;
+  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)from % 4 == 0;
   if (whole && size == 2) {
-    const uint4 words = *(const uint4*)from;
+    const uint4 words = get_16_bytes(from);
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) {
@@ -46,8 +58,9 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
   } else if (whole && size == 4) {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i += 4) {
-      const float4 four = *(const float4*)(from + i * 4);
-      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+      const uint4 four = get_16_bytes(from + i * 4);
+      x[i] = __uint_as_float(four.x), x[i + 1] = __uint_as_float(four.y);
+      x[i + 2] = __uint_as_float(four.z), x[i + 3] = __uint_as_float(four.w);
     }
   } else {
 #pragma unroll
@@ -60,7 +73,7 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   char* to = z.data + at * size;
-  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 16 == 0;
+  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 4 == 0;
   if (whole && size == 2) {
     u32 w[4];
 #pragma unroll
@@ -68,12 +81,13 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
       const float low = (float)x[2 * i], high = (float)x[2 * i + 1];
       w[i] = z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
     }
-    *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
+    set_16_bytes(to, make_uint4(w[0], w[1], w[2], w[3]));
   } else if (whole && size == 4) {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i += 4)
-      *(float4*)(to + i * 4) = make_float4((float)x[i], (float)x[i + 1], (float)x[i + 2],
-                                           (float)x[i + 3]);
+      set_16_bytes(to + i * 4, make_uint4(__float_as_uint((float)x[i]), __float_as_uint((float)x[i + 1]),
+                                          __float_as_uint((float)x[i + 2]),
+                                          __float_as_uint((float)x[i + 3])));
   } else {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i)

@@ -7,15 +7,25 @@ from .precision import (
     OPERAND_BYTES,
     OPERAND_PARTS,
     Device,
+    element_bytes,
     operands,
     padded,
+    product_width,
     supported,
     sweep_truncation_bias,
     truncation_bias,
 )
 from .sweep import SWEEP_PRECISIONS, Schedule, Sweep, defines, in_registers, sweep_for
 from .tile import BLOCK_M, Tile, tile_for
-from .workspace import Blocking, Needs, blocking, blockings, least_workspace, panel_stride
+from .workspace import (
+    Blocking,
+    Needs,
+    blocking,
+    blockings,
+    least_workspace,
+    panel_stride,
+    staged_once,
+)
 
 __all__ = [
     "ACCUMULATOR_BYTES",
@@ -34,11 +44,14 @@ __all__ = [
     "blocking",
     "blockings",
     "defines",
+    "element_bytes",
     "in_registers",
     "least_workspace",
     "operands",
     "padded",
     "panel_stride",
+    "product_width",
+    "staged_once",
     "supported",
     "sweep_for",
     "sweep_truncation_bias",
