@@ -193,7 +193,7 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
 
 def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch):
     assert not set(peers.PEERS) & set(contenders_gpu.METHODS)
-    assert peers.Device.methods == (*contenders_gpu.METHODS, *peers.PEERS)
+    assert peers.Device.methods == (*contenders_gpu.METHODS, *peers.WAYS, *peers.PEERS)
     for name in ("release", "of_torch", "by_autograd", "peer"):
         where = bench_gpu.Device if name == "release" else peers
         monkeypatch.setattr(where, name, lambda *given, name=name: (name, *given[-2:]))
@@ -223,6 +223,145 @@ def test_options_and_the_loss_alone_are_of_the_benchmark(peers, monkeypatch):
     assert gradients == []
     with pytest.raises(ValueError, match="panels has no loss alone"):
         place.contender("panels", alone, [features])
+
+
+def test_ways_to_call_the_library(peers, monkeypatch):
+    """With more workspace; with the kernels of every card, while the call lasts."""
+    monkeypatch.setattr(bench_gpu.Device, "release", lambda self: None)
+    seen = []
+
+    def recorded(*features, **options):
+        seen.append((options["workspace"], peers.precision.PORTABLE))
+        return clip(*features, **options)
+
+    clip = contenders_gpu.infonce.clip_loss_and_grad
+    monkeypatch.setattr(contenders_gpu.infonce, "clip_loss_and_grad", recorded)
+    place = object.__new__(peers.Device)  # its constructor wants a GPU
+    features = arguments("clip", *pairs("random", 12, 12, 5, np.float32, 0))
+    case = peers.Case(KINDS["clip"], 12, 5, scale=2.0, workspace=2**20)
+    losses = {
+        float(place.contender(method, case, [features])()[0])
+        for method in ("auto", peers.ROOMY, peers.PORTABLE)
+    }
+    assert len(losses) == 1
+    assert sorted(seen) == [(2**20, False), (2**20, True), (2**30, False)]
+    assert not peers.precision.PORTABLE
+
+
+def test_calls_are_timed_while_the_host_is_ahead(peers, monkeypatch):
+    place, order = object.__new__(peers.Device), []
+    monkeypatch.setattr(peers, "busy", lambda: lambda *given: order.append("busy"))
+    monkeypatch.setattr(peers.Device, "_elapsed", lambda self, run, calls: [run()] * calls)
+    monkeypatch.setattr(peers.Device, "_wall", lambda self, run: 5.0)
+    monkeypatch.setattr(bench_gpu, "TURN", 0.5)
+
+    def takes(seconds):
+        return lambda: order.append("call") or seconds
+
+    place.ahead = True
+    assert place.turn(takes(0.2)) == {"seconds": [0.2, 0.2]}  # the first is left out
+    assert order == ["busy", "call"] * 3
+    assert place.turn(takes(0.6)) == {"seconds": [0.6]}
+    assert place.turn(takes(1e-3))["wall"] == [5.0] * peers.CALLS
+    order.clear()
+    place.ahead = False
+    place.turn(takes(0.2))
+    assert "busy" not in order
+
+
+@pytest.mark.parametrize("wrt", [(), ("query",)])
+def test_labels_that_point_into_more_keys(wrt):
+    """Of this library, and of the loop over panels that judges it."""
+    torch = pytest.importorskip("torch")
+    features = pairs("random", 9, 30, 5, np.float64, 0)
+    case = measure.Case(KINDS["info_nce"], 9, 5, "float64", scale=4.0, keys=30, wrt=wrt)
+    assert case.shapes == [(9, 5), (30, 5)]
+    assert case.products == (2 if wrt else 4)
+    assert case.operations == case.products * 2 * 9 * 30 * 5
+    assert 0 <= case.positives.min() < case.positives.max() < 30
+    want = reference.info_nce(*features, scale=4.0, labels=case.positives)
+    judged = contenders_gpu.by_panels(case, list(map(torch.as_tensor, features)), torch.float64)
+    for loss, gradients in (judged, contenders_gpu.library("auto", case, [features])()):
+        assert close(float(loss), want.loss)
+        expected = case.gradients_of([want.grads["query"], want.grads["key"]])
+        assert len(gradients) == len(expected) == (1 if wrt else 2)
+        for got, wanted in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-9, atol=1e-14)
+
+
+def test_sections_of_the_benchmark(peers, monkeypatch, tmp_path, capsys):
+    """One that fails says so, and the others are measured and written."""
+    script = importlib.import_module("gpu")
+    for section in script.SECTIONS.values():
+        assert set(section.methods) <= {"auto", *peers.Device.methods}
+        assert len(section.goals) <= len(section.cases)
+    sections = {
+        name: dataclasses.replace(section, cases=section.cases[:2])
+        for name, section in script.SECTIONS.items()
+        if section.ahead
+    }
+    names = {"widths", "rectangles", "ragged", "portable", "offload", "one_sided"}
+    assert set(sections) == names
+
+    class Place(Pretended):
+        rates = (1.0,)
+
+        def __init__(self, dtype):
+            pass
+
+        def contender(self, method, case, inputs):
+            if method == peers.PORTABLE:
+                raise RuntimeError("broken")  # none of `skipped_errors`
+            return super().contender("quick", case, inputs)
+
+        def release(self):
+            pass
+
+        def describe(self):
+            return {"gemm": {"gflops": [1e3]}}
+
+    def main(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), *arguments])
+        return script.main()
+
+    monkeypatch.setattr(script, "SECTIONS", sections)
+    monkeypatch.setattr(script, "Device", Place)
+    monkeypatch.setattr(script, "sampled", lambda place, case: {})
+    out = tmp_path / "gpu.json"
+    assert main("--commit", "abc") == "failed: portable"
+    assert "portable failed: RuntimeError: broken" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["results"]
+    assert {row["section"] for row in rows} == names - {"portable"}
+    goals = {
+        (row["dim"], row["method"]): row.get("goal_s") for row in rows if row["section"] == "widths"
+    }
+    assert goals[768, "auto"] == 2.35e-3
+    assert goals[768, peers.ROOMY] is goals[512, "auto"] is None
+    keys = {(row["keys"], *row["wrt"]) for row in rows if row["section"] == "rectangles"}
+    assert keys == {(65536,), (65536, "query")}
+    assert {row["workspace_bytes"] for row in rows if row["section"] == "offload"} == {2**30}
+    assert main("--only", "widths") is None
+    assert {row["section"] for row in json.loads(out.read_text())["results"]} == {"widths"}
+    with pytest.raises(SystemExit):
+        main("--only", "widths,nothing")
+    assert "got nothing" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("method", ["offload", "offload, pinned"])
+def test_features_in_host_memory_are_contenders(peers, method):
+    place = peers.Device("bfloat16")
+    case = peers.Case(KINDS["clip"], 300, 40, "bfloat16", workspace=2**22)
+    inputs = place.inputs(case)
+    want = place.reference(case, inputs[0])
+    run = place.contender(method, case, inputs)
+    found = measure.errors(run(), want)
+    assert found["loss_error"] < 1e-5
+    assert found["gradient_error"] < 1e-2
+    place.ahead = True
+    assert place.turn(run)["seconds"]
+    assert place.memory(method, run)["peak_bytes"] > 0
 
 
 @pytest.mark.gpu
