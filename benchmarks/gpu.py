@@ -1,6 +1,7 @@
 """Loss and gradient on one GPU, everything side by side in one process.
 
-    python benchmarks/gpu.py [--only clip,small] [--quick] [--out benchmarks/results/gpu.json]
+    python benchmarks/gpu.py [--only clip,small] [--without torch] [--quick]
+                             [--out benchmarks/results/gpu.json]
 
 This library beside the bare cuBLAS products that loss and gradient consist of, torch,
 torch.compile, a simple loop over panels, and other projects' losses where they are installed
@@ -31,6 +32,7 @@ import infonce
 from infonce.cli.bench import gpu, measure
 from infonce.cli.common import to_json, written_whole
 
+METHODS = ("auto", *Device.methods)
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -123,14 +125,17 @@ def main() -> str | None:
     """Returns which sections failed, if any did."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", help=f"sections, a list of: {', '.join(SECTIONS)}")
+    parser.add_argument("--without", help=f"contenders, a list of: {', '.join(METHODS)}")
     parser.add_argument("--quick", action="store_true", help="an eighth of the rows, two rounds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--commit", help="for a copy that is no checkout")
     options = parser.parse_args()
     chosen = list(SECTIONS) if options.only is None else options.only.split(",")
-    if unknown := set(chosen) - set(SECTIONS):
-        parser.error(f"--only: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
+    left_out = [] if options.without is None else options.without.split(",")
+    for name, given, known in (("only", chosen, SECTIONS), ("without", left_out, METHODS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     rounds = 2 if options.quick else options.rounds
     place = Device("bfloat16")
     settings = {
@@ -141,6 +146,8 @@ def main() -> str | None:
     failed = []
     for name in chosen:
         section = smaller(SECTIONS[name]) if options.quick else SECTIONS[name]
+        methods = tuple(method for method in section.methods if method not in left_out)
+        section = replace(section, methods=methods)
         start = time.perf_counter()
         try:
             for rows in run(name, section, place, rounds):

@@ -28,7 +28,7 @@ PACKAGES = {
 measure.PACKAGES.update(PACKAGES)
 ROOMY = "1 GiB"  # the library with a workspace of that size
 PORTABLE = "portable"  # with the kernels that run on every card
-OFFLOAD, PINNED = "offload", "offload, pinned"  # with features and gradients in host memory
+OFFLOAD, PINNED = "offload", "offload pinned"  # with features and gradients in host memory
 WAYS = (ROOMY, PORTABLE, OFFLOAD, PINNED)
 AHEAD = 6_000_000  # clocks that the device is kept busy before a call is timed, some 4 ms
 CALLS = 8  # in a turn that is timed so

@@ -340,16 +340,20 @@ def test_sections_of_the_benchmark(peers, monkeypatch, tmp_path, capsys):
     keys = {(row["keys"], *row["wrt"]) for row in rows if row["section"] == "rectangles"}
     assert keys == {(65536,), (65536, "query")}
     assert {row["workspace_bytes"] for row in rows if row["section"] == "offload"} == {2**30}
-    assert main("--only", "widths") is None
-    assert {row["section"] for row in json.loads(out.read_text())["results"]} == {"widths"}
-    with pytest.raises(SystemExit):
-        main("--only", "widths,nothing")
-    assert "got nothing" in capsys.readouterr().err
+    assert main("--only", "widths", "--without", "products,torch.compile") is None
+    rows = json.loads(out.read_text())["results"]
+    assert {row["section"] for row in rows} == {"widths"}
+    assert {row["method"] for row in rows} == {"auto", peers.ROOMY}
+    for option, names in (("--only", "widths,nothing"), ("--without", "auto,nothing")):
+        with pytest.raises(SystemExit):
+            main(option, names)
+        assert f"{option}: expected some of" in (printed := capsys.readouterr().err)
+        assert "got nothing" in printed
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-@pytest.mark.parametrize("method", ["offload", "offload, pinned"])
+@pytest.mark.parametrize("method", ["offload", "offload pinned"])
 def test_features_in_host_memory_are_contenders(peers, method):
     place = peers.Device("bfloat16")
     case = peers.Case(KINDS["clip"], 300, 40, "bfloat16", workspace=2**22)

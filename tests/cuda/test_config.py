@@ -184,12 +184,12 @@ def test_blocks_fit_beside_operands_that_are_staged_once(
 ) -> None:
     m, n, d = shape
     size = (m + n) * config.padded(d, precision) * config.OPERAND_BYTES[precision]
-    assert config.staged_once(size, 4 * size) == size
-    assert config.staged_once(size, 4 * size - 1) == 0
+    assert config.staged_once(size, 5 * size) == size
+    assert config.staged_once(size, 5 * size - 1) == 0
     for key_accumulator in (False, True):
         by_blocks = config.Needs(precision, True, True, True, True, True, key_accumulator)
         needs = replace(by_blocks, staged_once=size)
-        workspace = max(4 * size, config.least_workspace(shape, by_blocks, 128))
+        workspace = max(5 * size, config.least_workspace(shape, by_blocks, 128))
         *cuts, bytes_of_both = config.blockings(shape, needs, workspace, 128, False)
         assert bytes_of_both + size <= workspace
         for cut in cuts:

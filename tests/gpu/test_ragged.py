@@ -79,7 +79,7 @@ def test_features_are_staged_once_where_they_fit(
     args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), 2))
     operands = config.operands(precision, device_properties(cupy.cuda.runtime.getDevice()))
     row = config.padded(d, operands) * config.OPERAND_BYTES[operands]
-    least = 4 * sum(len(z) for z in args) * row
+    least = 5 * sum(len(z) for z in args) * row
     staged: list[str] = []
     rows = Launcher.rows
 
@@ -94,7 +94,7 @@ def test_features_are_staged_once_where_they_fit(
         results.append(run(loss, args, precision, 10.0, normalize=normalize, workspace=workspace))
         if workspace == least:
             assert len(staged) == len(args)
-        elif loss != "siglip":  # whose one fold has one block
+        elif loss not in ("siglip", "lit"):  # which may take one fold, of one block
             assert len(staged) > len(args)
     once, by_blocks = results
     assert once.loss == pytest.approx(by_blocks.loss, rel=1e-5)

@@ -91,7 +91,7 @@ class Needs:
 def staged_once(size: int, workspace: int) -> int:
     """`size` bytes of operands if all of them are to be staged before the folds, which then have so
     much less of the workspace; 0 if each fold is to stage blocks of them."""
-    return size if size <= workspace // 4 else 0
+    return size if size <= workspace // 5 else 0
 
 
 def panel_stride(columns: int, precision: str) -> int:
