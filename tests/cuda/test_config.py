@@ -217,14 +217,16 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
         assert cut == config.blocking((n, n, d), replace(needs, overlay_row=0), 2**28, 128, square)
 
 
-@pytest.mark.parametrize("overlay", [0, 2])
+@pytest.mark.parametrize("overlaid", [False, True])
 @pytest.mark.parametrize("shape", [(200, 128, 520), (385, 257, 1024), (16384, 16384, 2048)])
-def test_kept_exponentials_fit(shape: tuple[int, int, int], overlay: int) -> None:
+def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool) -> None:
     """All logits are one block then. Where accumulators have no room, the first of them overlay
     their destination; with one byte less, nothing is kept."""
     m, n, d = shape
     sweep = config.sweep_for("bf16", 2 * d, DEVICES["sm_90a"], False)
-    needs = config.Needs("bf16", True, True, True, True, True, True, sweep, overlay_rows=overlay)
+    needs = config.Needs(
+        "bf16", True, True, True, True, True, True, sweep, overlay_row=2 * d * overlaid
+    )
 
     def blockings(keep: int) -> tuple[config.Blocking, config.Blocking, int]:
         return config.blockings(shape, needs, 2**28, 256, False, keep)
@@ -235,13 +237,27 @@ def test_kept_exponentials_fit(shape: tuple[int, int, int], overlay: int) -> Non
     assert size > panel + 4 * d * (m + n)
     assert blockings(size)[0] == first
     least = size
-    if overlay and n >= 256:
+    if overlaid and n >= 256:
         _, other, least = blockings(size - 1)
         assert other.kept
         assert other.overlaid == n // 2 // 128 * 128
     assert least <= size
     assert not blockings(least - 1)[0].kept
     assert not blockings(0)[0].kept
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_accumulators_that_overlay_nearly_all_of_a_gradient(square: bool) -> None:
+    """Of float32, in rows of 2000 bytes where accumulators have 2048: blocks stay large."""
+    n, d = 65536, 500
+    sweep = config.sweep_for("fp16x3", 1024, DEVICES["sm_90a"], False)
+    needs = config.Needs(
+        "fp16x3", True, True, False, True, True, True, sweep, False, overlay_row=4 * d
+    )
+    cut = config.blocking((n, n, d), needs, 2**28, 128, square)
+    assert (cut.overlaid, cut.key_rows) == (64000, n)
+    assert cut.rows * cut.columns >= 6144 * 6144
+    assert needs.size(cut, d, 128) <= 2**28
 
 
 def test_a_batch_that_fits_is_one_block() -> None:

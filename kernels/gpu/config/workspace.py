@@ -131,7 +131,7 @@ def blocking(
 
     Accumulators of dK take up to half of the workspace. Where they would take more than a quarter,
     the first of them overlay dK's destination, if that makes all of them fit; no block straddles
-    the border.
+    the border. Destinations whose rows are nearly as long as an accumulator's hold nearly all.
 
     `symmetric`: rows and columns get the same ranges.
     """
@@ -144,7 +144,7 @@ def blocking(
         if border and n - border <= most:
             key_rows, overlaid = n, border
     room = workspace - needs.staged_once - (key_rows - overlaid) * row
-    n -= overlaid
+    n = max(overlaid, n - overlaid)  # each block lies on one side of the border
     m = n if symmetric else m
 
     def fits(rows: int, columns: int) -> bool:
