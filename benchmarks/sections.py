@@ -138,7 +138,7 @@ SECTIONS: dict[str, Section] = {
     "ragged": Section(
         "Sizes that are not round, beside round ones",
         tuple(case("clip", n, d) for n, d in RAGGED),
-        ("auto", "products", "torch.compile"),
+        ("auto", "products"),
         ahead=True,
     ),
     "portable": Section(

@@ -24,14 +24,7 @@ from gpu_problems import (
     host,
     run,
 )
-from judge import (
-    KINDS,
-    LOSSES,
-    VIEWS,
-    arguments,
-    judged,
-    pairs,
-)
+from judge import KINDS, LOSSES, VIEWS, arguments, judged, pairs
 
 pytestmark = gpu_only
 if not MISSING:
