@@ -32,7 +32,7 @@ class Case:
     rows: int
     dim: int
     dtype: str = "float32"
-    workspace: int = 256 * 2**20
+    workspace: int | None = None  # None: not given
     scale: float = 1 / TEMPERATURE
     keys: int | None = None  # rows of keys, among which labels point; None: each query has its own
     wrt: tuple[str, ...] = ()  # features that get a gradient; none: all that the loss has
