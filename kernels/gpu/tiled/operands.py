@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -128,13 +128,12 @@ class Side:
             n = len(self.features)
             self.memory = cupy.empty(self.staged_bytes(n), np.uint8)
             self.whole = self.stage(slice(0, n), self.memory)
-        offset = rows.start * self.whole.stride * config.element_bytes(self.precision)
-        return replace(
-            self.whole, data=self.whole.data + offset, rows=rows.stop - rows.start,
-            factor=address(self.factor, rows.start),
-        )  # fmt: skip
+        z, n, factor = self.whole, rows.stop - rows.start, address(self.factor, rows.start)
+        offset = rows.start * z.stride * config.element_bytes(self.precision)
+        return Operand(z.data + offset, z.stride, z.part, n, factor)
 
     def stage(self, rows: slice, buffer: Array) -> Operand:
+        """Rows `rows`, copied into `buffer`."""
         n, factor = rows.stop - rows.start, address(self.factor, rows.start)
         parts = config.OPERAND_PARTS.get(self.precision, 1)
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
