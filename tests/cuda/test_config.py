@@ -244,6 +244,13 @@ def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool) -> N
     assert least <= size
     assert not blockings(least - 1)[0].kept
     assert not blockings(0)[0].kept
+    # beside operands that are staged once, which the folds then do not stage
+    staged = 2 * (m + n) * config.padded(d, "bf16")
+    needs = replace(needs, staged_once=staged)
+    assert blockings(size)[:2] == (first, first)
+    assert blockings(size)[2] == size - staged
+    if not overlaid:
+        assert not blockings(size - 1)[0].kept
 
 
 @pytest.mark.parametrize("square", [False, True])
