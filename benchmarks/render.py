@@ -14,8 +14,8 @@ columns. The end of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_
 | `goals` | the cases with a goal, and whether it was reached |
 
 Records of benchmarks/gpu.py have plots too, drawn where matplotlib is installed: NAME.png (useful
-TFLOP/s, all contenders) and NAME-peers.png (time and memory). `--check` writes nothing and exits
-with 1 if a page is not what would be written.
+TFLOP/s, all contenders), NAME-peers.png (time and memory) and NAME-shapes.png (time over
+torch.compile's). `--check` writes nothing and exits with 1 if a page is not what would be written.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def _cases(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Row]]]:
 
 
 def _all_cases(record: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
-    return {case: rows for table in _cases(record).values() for case, rows in table.items()}
+    """Of all tables; what two of them have counts in the first."""
+    tables = reversed(_cases(record).values())
+    return {case: rows for table in tables for case, rows in table.items()}
 
 
 def peers(record: Mapping[str, Any]) -> str:
@@ -165,10 +167,10 @@ def _brief(row: Row) -> str:
 def goals(record: Mapping[str, Any]) -> str:
     """Cases with a goal, in milliseconds."""
     lines = [_line(["case", "goal (ms)", "measured (ms)", ""]), "|---|---|---|---|"]
-    for case, rows in _all_cases(record).items():
-        row = rows.get(LIBRARY, {})
+    for row in record["results"]:
         if "median_s" in row and "goal_s" in row:
             goal, time = row["goal_s"], row[row["timed"]]
+            case = _case(row) + ("" if row["method"] == LIBRARY else f", {row['method']}")
             verdict = "reached" if time <= goal else "missed"
             lines.append(_line([case, _ms(goal), _ms(time), verdict]))
     return "\n".join(lines) + "\n"
@@ -182,7 +184,10 @@ def _case(row: Row) -> str:
     """What was measured, in words."""
     precision = "" if row["precision"] == "auto" else f", {row['precision']}"
     alone = "" if row["gradient"] else ", loss alone"
-    return f"{row['loss']} {row['dtype']} {row['size']} x {row['dim']}{precision}{alone}"
+    if row.get("wrt"):
+        alone = f", gradient of {' and '.join(row['wrt'])} alone"
+    of = f" of {row['keys']}" if "keys" in row else ""
+    return f"{row['loss']} {row['dtype']} {row['size']}{of} x {row['dim']}{precision}{alone}"
 
 
 def _standing(rows: Mapping[str, Row]) -> tuple[str, str]:
@@ -251,6 +256,59 @@ def roofline(record: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def over_compiled(record: Mapping[str, Any], path: Path) -> None:
+    """Plot CLIP's time over torch.compile's: of most widths against the width, of most batches
+    against the batch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, (along, fixed, label) in zip(
+        figure.subplots(1, 2),
+        (("dim", "size", "features in a row"), ("size", "dim", "rows in the batch")),
+        strict=True,
+    ):
+        lines: dict[Any, dict[str, dict[int, float]]] = {}  # of a fixed value, by method
+        for row, ratio in _ratios(record):
+            of_method = lines.setdefault(row[fixed], {}).setdefault(row["method"], {})
+            of_method.setdefault(row[along], ratio)  # of two sections, the first counts
+        value = max(lines, key=lambda of: max(map(len, lines[of].values())))
+        for method, points in lines[value].items():
+            style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")
+            axes.plot(
+                *zip(*sorted(points.items()), strict=True), style, label=NAMES.get(method, method)
+            )
+        axes.axhline(1, color="gray", linestyle=":")
+        axes.set(xscale="log", xlabel=label, ylim=(0, None), ylabel="time over torch.compile's")
+        places = sorted({at for points in lines[value].values() for at in points})
+        ticks = [at for i, at in enumerate(places) if i == 0 or at > 1.05 * places[i - 1]]
+        axes.set_xticks(ticks, [str(at) for at in ticks], rotation=45)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.set_title(f"{value} {'rows' if fixed == 'size' else 'features'}", fontsize="medium")
+    figure.suptitle(f"CLIP loss and gradient, bfloat16, on {record['device']}", fontsize="medium")
+    labelled = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()[:-1]}
+    figure.legend(labelled.values(), labelled.keys(), loc="outside right upper")
+    figure.savefig(path, dpi=100)
+
+
+def _ratios(record: Mapping[str, Any]) -> list[tuple[Row, float]]:
+    """Results of CLIP in bfloat16, and their times over torch.compile's in the same section."""
+    rows = [
+        row
+        for row in record["results"]
+        if (row.get("loss"), row.get("dtype")) == ("clip", "bfloat16") and "median_s" in row
+    ]
+    compiled = {
+        (row["section"], _case(row)): row["median_s"]
+        for row in rows
+        if row["method"] == "torch.compile"
+    }
+    pairs = ((row, compiled.get((row["section"], _case(row)))) for row in rows)
+    return [
+        (row, row["median_s"] / time) for row, time in pairs if time and row["method"] not in OTHERS
+    ]
+
+
 def time_and_memory(record: Mapping[str, Any], path: Path) -> None:
     """Plot time and memory of CLIP against the batch, beside the other projects."""
     from matplotlib.figure import Figure
@@ -312,12 +370,14 @@ def main() -> int:
 def draw(results: Path, name: str) -> None:
     """The plots of a record that has some to draw."""
     record = json.loads((results / f"{name}.json").read_text())
-    if any(map(drawn, record["results"])):
-        try:
+    try:
+        if any(map(drawn, record["results"])):
             roofline(record, results / f"{name}.png")
             time_and_memory(record, results / f"{name}-peers.png")
-        except ImportError as error:
-            print(f"{name}.png is not drawn: {error}", file=sys.stderr)
+        if _ratios(record):
+            over_compiled(record, results / f"{name}-shapes.png")
+    except ImportError as error:
+        print(f"{name}.png is not drawn: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

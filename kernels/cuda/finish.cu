@@ -16,13 +16,20 @@ __device__ __forceinline__ double lanes_sum(double x, int lanes) {
   return x;
 }
 
+// 16 bytes, at once or, where rows begin anywhere, in four pieces.
+__device__ __forceinline__ void set_16_bytes(char* to, uint4 x) {
+  u32* words = (u32*)to;
+  if ((u64)to % 16 == 0) *(uint4*)to = x;
+  else words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+}
+
 template <class T>
 __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Matrix& z, i64 row,
                                           i64 column, i64 n) {
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   char* to = z.data + at * size;
-  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 16 == 0;
+  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)to % 4 == 0;
   if (whole && size == 2) {
     u32 w[4];
 #pragma unroll
@@ -30,12 +37,13 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
       const float low = (float)x[2 * i], high = (float)x[2 * i + 1];
       w[i] = z.dtype == DTYPE_BFLOAT16 ? to_bf16x2(low, high) : to_fp16x2(low, high);
     }
-    *(uint4*)to = make_uint4(w[0], w[1], w[2], w[3]);
+    set_16_bytes(to, make_uint4(w[0], w[1], w[2], w[3]));
   } else if (whole && size == 4) {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i += 4)
-      *(float4*)(to + i * 4) = make_float4((float)x[i], (float)x[i + 1], (float)x[i + 2],
-                                           (float)x[i + 3]);
+      set_16_bytes(to + i * 4, make_uint4(__float_as_uint((float)x[i]), __float_as_uint((float)x[i + 1]),
+                                          __float_as_uint((float)x[i + 2]),
+                                          __float_as_uint((float)x[i + 3])));
   } else {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i)

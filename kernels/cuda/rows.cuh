@@ -15,6 +15,13 @@ __device__ __forceinline__ i64 lanes_row(int lanes) {
   return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
 }
 
+// 16 bytes of memory, at once or, where rows begin anywhere, in four pieces.
+__device__ __forceinline__ uint4 get_16_bytes(const char* from) {
+  if ((u64)from % 16 == 0) return *(const uint4*)from;
+  const u32* words = (const u32*)from;
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
 constexpr int LANE_FEATURES = 8;
 template <class T>
@@ -23,9 +30,9 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
   const i64 at = row * z.row_stride + column * z.column_stride;
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
   const char* from = z.data + at * size;
-  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)from % 16 == 0;
+  const bool whole = n >= LANE_FEATURES && z.column_stride == 1 && (u64)from % 4 == 0;
   if (whole && size == 2) {
-    const uint4 words = *(const uint4*)from;
+    const uint4 words = get_16_bytes(from);
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) {
@@ -35,8 +42,9 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
   } else if (whole && size == 4) {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i += 4) {
-      const float4 four = *(const float4*)(from + i * 4);
-      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+      const uint4 four = get_16_bytes(from + i * 4);
+      x[i] = __uint_as_float(four.x), x[i + 1] = __uint_as_float(four.y);
+      x[i + 2] = __uint_as_float(four.z), x[i + 3] = __uint_as_float(four.w);
     }
   } else {
 #pragma unroll

@@ -1,6 +1,5 @@
-"""`infonce bench`: contenders, rounds, what is said and recorded."""
+"""`infonce bench`: what is said and recorded."""
 
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -8,24 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_line import PNG, close, fail, run, succeed
 from gpu_problems import MISSING
-from judge import LOSSES, arguments, pairs
+from judge import LOSSES
 
-from infonce import reference
-from infonce.cli.bench import contenders_gpu, cpu, measure
+from infonce.cli.bench import cpu
 from infonce.cli.bench import gpu as bench_gpu
 from infonce.cli.bench.command import _figure
-from infonce.spec import LOSSES as KINDS
-
-
-@pytest.fixture
-def peers(monkeypatch):
-    """Other projects' losses: a script, no part of the package."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("peers")
 
 
 @pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce", "nt_xent"])
@@ -69,16 +58,6 @@ def test_bench_skips_and_says_why(monkeypatch):
     assert result.exit_code == 1
     assert "skipped 64 torch: " in result.stdout
     assert result.stderr.startswith("infonce: error: nothing was measured")
-
-
-def test_what_is_missing_says_what_to_install(peers):
-    for module, package in (
-        ("torch", "'infonce[torch]'"), ("open_clip.loss", "open_clip_torch"),
-        ("cut_cross_entropy", "cut-cross-entropy"), ("inf_cl", "inf_cl"),
-    ):  # fmt: skip
-        error = ModuleNotFoundError(f"No module named {module!r}", name=module)
-        assert measure._reason(error) == f"No module named {module!r}: pip install {package}"
-    assert measure._reason(ImportError("this torch has no CUDA")) == "this torch has no CUDA"
 
 
 def test_bench_goes_on_where_inputs_have_no_room(tmp_path, monkeypatch):
@@ -189,126 +168,6 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
             assert row["gradient_error"] < bound, row
             assert row["loss_error"] < bound, row
     assert plot.read_bytes().startswith(PNG)
-
-
-def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch):
-    assert not set(peers.PEERS) & set(contenders_gpu.METHODS)
-    assert peers.Device.methods == (*contenders_gpu.METHODS, *peers.PEERS)
-    for name in ("release", "of_torch", "by_autograd", "peer"):
-        where = bench_gpu.Device if name == "release" else peers
-        monkeypatch.setattr(where, name, lambda *given, name=name: (name, *given[-2:]))
-    monkeypatch.setattr(contenders_gpu, "contender", lambda *given: given)
-    place = object.__new__(peers.Device)  # its constructor wants a GPU
-    clip, lit = (peers.Case(KINDS[name], 4, 3) for name in ("clip", "lit"))
-    assert place.contender("torch", lit, []) == ("torch", lit, [])
-    want = ("by_autograd", ("of_torch", []), ("peer", "open_clip", 4))
-    assert place.contender("open_clip", clip, []) == want
-    with pytest.raises(ValueError, match="open_clip has no lit"):
-        place.contender("open_clip", lit, [])
-
-
-def test_options_and_the_loss_alone_are_of_the_benchmark(peers, monkeypatch):
-    monkeypatch.setattr(bench_gpu.Device, "release", lambda self: None)
-    place = object.__new__(peers.Device)  # its constructor wants a GPU
-    features = arguments("clip", *pairs("random", 12, 12, 5, np.float32, 0))
-    want = reference.clip(*features, scale=2.0)
-    case = peers.Case(KINDS["clip"], 12, 5, scale=2.0, precision="fp64", grad_dtype="float64")
-    loss, gradients = place.contender("auto", case, [features])()
-    assert close(float(loss), want.loss)
-    np.testing.assert_allclose(gradients[1], want.grads["text"], rtol=1e-9)
-    alone = dataclasses.replace(case, gradient=False)
-    assert (case.products, alone.products) == (4, 1)
-    loss, gradients = place.contender("auto", alone, [features])()
-    assert close(float(loss), want.loss)
-    assert gradients == []
-    with pytest.raises(ValueError, match="panels has no loss alone"):
-        place.contender("panels", alone, [features])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_bare_products(dtype):
-    import cupy
-
-    rng = np.random.default_rng(0)
-    kind = measure.DTYPES[dtype]
-    a, b = (rng.integers(-4, 5, shape).astype(kind) for shape in ((24, 40), (40, 16)))
-    want = a.astype(np.float64) @ b.astype(np.float64)
-    for turned_a in (False, True):
-        for turned_b in (False, True):
-            out = cupy.full((24, 16), np.nan, np.float64 if dtype == "float64" else np.float32)
-            first, second = a.T if turned_a else a, b.T if turned_b else b
-            operands = [cupy.asarray(np.ascontiguousarray(z)) for z in (first, second)]
-            contenders_gpu.product(
-                contenders_gpu.PRECISION[dtype], out, *operands,
-                transpose_a=turned_a, transpose_b=turned_b,
-            )  # fmt: skip
-            assert np.array_equal(out.get(), want)  # small integers: exact in every arithmetic
-    with pytest.raises(ValueError, match="bf16x3"):
-        contenders_gpu.product("bf16x3", out, out, out)
-
-
-@pytest.mark.extras
-@pytest.mark.parametrize("kind", LOSSES)
-def test_panels_judge_like_the_reference(monkeypatch, kind):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(contenders_gpu, "PANEL", 7)
-    case = measure.Case(KINDS[kind], 24, 5, "float64", scale=4.0)
-    features = arguments(kind, *pairs("partly aligned", 24, 24, 5, np.float64, 0))
-    if kind == "nt_xent":
-        features = (features[0][:24],)
-    want = getattr(reference, kind)(*features, scale=4.0)
-    loss, gradients = contenders_gpu.by_panels(case, list(map(torch.as_tensor, features)),
-                                           torch.float64)  # fmt: skip
-    assert close(float(loss), want.loss)
-    expected = case.gradients_of([want.grads[name] for name in case.kind.arguments])
-    for got, wanted in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-14)
-
-
-class Pretended:
-    """A place to measure where everything takes as long as it is told to."""
-
-    methods = ("quick", "slow", "missing")
-
-    def inputs(self, case):
-        return [[np.full((case.rows, case.dim), 2.0)]]
-
-    def reference(self, case, features):
-        return 4.0, [features[0]]
-
-    def contender(self, method, case, inputs):
-        if method == "missing":
-            raise ImportError("not\n here")
-        return lambda: (5.0, [1.5 * inputs[0][0]]) if method == "quick" else (4.0, inputs[0])
-
-    def memory(self, method, run):
-        return {"peak_bytes": 7}
-
-    def turn(self, run):
-        quick = run()[0] == 5.0
-        return {"seconds": [1.0, 3.0, 2.0], "wall": [5.0]} if quick else {"seconds": [8.0]}
-
-    def time_gemm(self):
-        pass
-
-    def skipped_errors(self):
-        return (ImportError,)
-
-
-def test_rounds_of_a_comparison():
-    case = measure.Case(KINDS["clip"], 4, 2)
-    quick, slow, missing = measure.compare(Pretended(), case, Pretended.methods, 2)
-    assert quick["seconds"] == [1.0, 3.0, 2.0] * 2
-    assert (quick["median_s"], quick["min_s"], quick["max_s"]) == (2.0, 1.0, 3.0)
-    assert quick["wall_s"] == 5.0
-    assert "wall_s" not in slow
-    assert close(quick["gflops"], 8 * 4 * 4 * 2 / 2.0 / 1e9)
-    assert close(quick["loss_error"], 0.25)
-    assert close(quick["gradient_error"], 0.5)
-    assert slow["loss_error"] == slow["gradient_error"] == 0
-    assert missing == {"size": 4, "method": "missing", "skipped": "not here"}
 
 
 def test_bench_prints_the_environment(monkeypatch):

@@ -158,10 +158,12 @@ def test_blocks_fit_the_workspace(
     shape: tuple[int, int, int], precision: str, workspace: int
 ) -> None:
     m, n, d = shape
+    accumulator = config.product_width(d, precision) * config.ACCUMULATOR_BYTES[precision]
     for key_accumulator, overlay in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
         needs = config.Needs(
-            precision, True, True, True, True, True, key_accumulator, overlay_rows=overlay
-        )
+            precision, True, True, True, True, True, key_accumulator,
+            overlay_row=overlay and accumulator // overlay,
+        )  # fmt: skip
         for square in {False, m == n}:
             size = max(workspace, config.least_workspace(shape, needs, 128))
             assert size == workspace or (m == 10**6 and size < 2**26)
@@ -178,6 +180,41 @@ def test_blocks_fit_the_workspace(
             assert not cut.overlaid or cut.key_rows == n
 
 
+@pytest.mark.parametrize("precision", config.OPERAND_BYTES)
+def test_rows_of_whole_16_bytes(precision: str) -> None:
+    """Staged rows have whole K-slices, short ones of one part 16 bytes; products count as many
+    features where those given are no multiple of 16 bytes."""
+    item, parts = config.element_bytes(precision), config.OPERAND_PARTS.get(precision, 1)
+    assert item * parts == config.OPERAND_BYTES[precision]
+    for d in (*range(1, 131), 499, 500, 504, 512, 513):
+        staged, width = config.padded(d, precision), config.product_width(d, precision)
+        piece = 16 if d * item < config.K_SLICE and parts == 1 else config.K_SLICE
+        assert staged * item % piece == 0
+        assert d <= staged < d + piece // item
+        assert width == (staged if d * item % 16 else d)
+        assert config.product_width(width, precision) == width
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp16x3", "bf16"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (9, 9, 3), (300, 7, 33), (7, 300, 33),
+                                   (5000, 5000, 129), (10**6, 10**6, 3)])  # fmt: skip
+def test_blocks_fit_beside_operands_that_are_staged_once(
+    shape: tuple[int, int, int], precision: str
+) -> None:
+    m, n, d = shape
+    size = (m + n) * config.padded(d, precision) * config.OPERAND_BYTES[precision]
+    assert config.staged_once(size, 5 * size) == size
+    assert config.staged_once(size, 5 * size - 1) == 0
+    for key_accumulator in (False, True):
+        by_blocks = config.Needs(precision, True, True, True, True, True, key_accumulator)
+        needs = replace(by_blocks, staged_once=size)
+        workspace = max(5 * size, config.least_workspace(shape, by_blocks, 128))
+        *cuts, bytes_of_both = config.blockings(shape, needs, workspace, 128, False)
+        assert bytes_of_both + size <= workspace
+        for cut in cuts:
+            assert few_blocks(m, n, cut.rows, cut.columns)
+
+
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize(("d", "overlaid"), [(128, 0), (768, 32768), (1024, 32768), (1100, 0)])
 def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool) -> None:
@@ -187,7 +224,7 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
     device = config.Device("90", 132, 227 * 1024, 228 * 1024)
     sweep = config.sweep_for("bf16", 2 * d, device, False)
     needs = config.Needs(
-        "bf16", False, False, False, True, True, True, sweep, False, overlay_rows=2
+        "bf16", False, False, False, True, True, True, sweep, False, overlay_row=2 * d
     )
     cut = config.blocking((n, n, d), needs, 2**28, 128, square)
     assert cut.overlaid == overlaid
@@ -196,17 +233,19 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
         assert cut.key_rows == n
         assert cut.rows * cut.columns >= 6144 * 6144
     else:
-        assert cut == config.blocking((n, n, d), replace(needs, overlay_rows=0), 2**28, 128, square)
+        assert cut == config.blocking((n, n, d), replace(needs, overlay_row=0), 2**28, 128, square)
 
 
-@pytest.mark.parametrize("overlay", [0, 2])
+@pytest.mark.parametrize("overlaid", [False, True])
 @pytest.mark.parametrize("shape", [(200, 128, 520), (385, 257, 1024), (16384, 16384, 2048)])
-def test_kept_exponentials_fit(shape: tuple[int, int, int], overlay: int) -> None:
+def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool) -> None:
     """All logits are one block then. Where accumulators have no room, the first of them overlay
     their destination; with one byte less, nothing is kept."""
     m, n, d = shape
     sweep = config.sweep_for("bf16", 2 * d, DEVICES["sm_90a"], False)
-    needs = config.Needs("bf16", True, True, True, True, True, True, sweep, overlay_rows=overlay)
+    needs = config.Needs(
+        "bf16", True, True, True, True, True, True, sweep, overlay_row=2 * d * overlaid
+    )
 
     def blockings(keep: int) -> tuple[config.Blocking, config.Blocking, int]:
         return config.blockings(shape, needs, 2**28, 256, False, keep)
@@ -217,13 +256,34 @@ def test_kept_exponentials_fit(shape: tuple[int, int, int], overlay: int) -> Non
     assert size > panel + 4 * d * (m + n)
     assert blockings(size)[0] == first
     least = size
-    if overlay and n >= 256:
+    if overlaid and n >= 256:
         _, other, least = blockings(size - 1)
         assert other.kept
         assert other.overlaid == n // 2 // 128 * 128
     assert least <= size
     assert not blockings(least - 1)[0].kept
     assert not blockings(0)[0].kept
+    # beside operands that are staged once, which the folds then do not stage
+    staged = 2 * (m + n) * config.padded(d, "bf16")
+    needs = replace(needs, staged_once=staged)
+    assert blockings(size)[:2] == (first, first)
+    assert blockings(size)[2] == size - staged
+    if not overlaid:
+        assert not blockings(size - 1)[0].kept
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_accumulators_that_overlay_nearly_all_of_a_gradient(square: bool) -> None:
+    """Of float32, in rows of 2000 bytes where accumulators have 2048: blocks stay large."""
+    n, d = 65536, 500
+    sweep = config.sweep_for("fp16x3", 1024, DEVICES["sm_90a"], False)
+    needs = config.Needs(
+        "fp16x3", True, True, False, True, True, True, sweep, False, overlay_row=4 * d
+    )
+    cut = config.blocking((n, n, d), needs, 2**28, 128, square)
+    assert (cut.overlaid, cut.key_rows) == (64000, n)
+    assert cut.rows * cut.columns >= 6144 * 6144
+    assert needs.size(cut, d, 128) <= 2**28
 
 
 def test_a_batch_that_fits_is_one_block() -> None:

@@ -223,8 +223,8 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     marks = (f"<!-- {kind}:gpu begin -->\n<!-- {kind}:gpu end -->\n" for kind in kinds)
     readme.write_text("".join(marks))
 
-    def row(size: int, method: str, **measured: object) -> dict[str, object]:
-        kind = {"section": "clip", "table": "Half", "loss": "clip", "dtype": "bfloat16"}
+    def row(size: int, method: str, table: str = "Half", **measured: object) -> dict[str, object]:
+        kind = {"section": table.lower(), "table": table, "loss": "clip", "dtype": "bfloat16"}
         about = {"precision": "auto", "gradient": True, "dim": 512, "size": size}
         return {**kind, **about, "method": method, **measured}
 
@@ -243,6 +243,19 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
             row(8192, "captured", median_s=1e-4, gflops=9e5, peak_bytes=None),
             row(8192, "torch", median_s=2e-3, gflops=1e5, peak_bytes=9 * 2**20),
             row(8192, "panels", median_s=3e-3, gflops=1e5, peak_bytes=2**22),
+            # of two sections, the first counts
+            row(8192, "auto", "Wide", median_s=5e-3, gflops=9e5, peak_bytes=2**20),
+            row(8192, "torch.compile", "Wide", median_s=4e-3, gflops=9e5, peak_bytes=2**20),
+            row(8192, "auto", "Wide", dim=768, median_s=6e-3, gflops=9e5, peak_bytes=2**20),
+            row(8192, "1 GiB", "Wide", dim=768, median_s=6e-3, gflops=9e5, peak_bytes=2**30,
+                goal_s=5e-3, timed="median_s"),
+            row(8192, "torch.compile", "Wide", dim=768, median_s=6e-3, gflops=9e5, peak_bytes=0),
+            row(65536, "auto", "Wide", dim=768, median_s=6e-2, gflops=9e5, peak_bytes=2**20),
+            row(65536, "torch.compile", "Wide", dim=768, skipped="no memory"),
+            row(256, "auto", "Labels", loss="info_nce", dim=128, keys=4096, wrt=["query"],
+                median_s=1e-3, wall_s=2e-3, gflops=9e5, peak_bytes=0),
+            row(256, "auto", "Labels", loss="info_nce", dim=128, keys=4096, wrt=[],
+                median_s=2e-3, gflops=9e5, peak_bytes=0),
         ],
     }  # fmt: skip
     (tmp_path / "gpu.json").write_text(json.dumps(record))
@@ -262,6 +275,10 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     assert (
         "| clip bfloat16 8192 x 512 | 1 ms, 1 MiB | - | torch: 2 ms, 9 MiB | panels: 3 ms, 4 MiB |"
     ) in lines
-    for plot in ("gpu.png", "gpu-peers.png"):
+    query_alone = "info_nce bfloat16 256 of 4096 x 128, gradient of query alone"
+    assert f"| {query_alone} | - | 900 | 1 (2), 0 MiB |" in lines
+    assert "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 2, 0 MiB |" in lines
+    assert "| clip bfloat16 8192 x 768, 1 GiB | 5 | 6 | missed |" in lines
+    for plot in ("gpu.png", "gpu-peers.png", "gpu-shapes.png"):
         assert (tmp_path / plot).read_bytes().startswith(PNG)
     subprocess.run([*command, "--check"], check=True)

@@ -32,7 +32,7 @@ def contender(method: str, case: Case, features: Sequence[Array]) -> Run:
     if method == "products":
         return _products(case, features)
     if method == "numpy":
-        return lambda: _numpy(case.kind, features, case.scale)
+        return lambda: _numpy(case, features)
     return _torch(case, features)
 
 
@@ -49,12 +49,6 @@ def _library(method: str, case: Case, features: Sequence[Array], gradients: list
         *features, scale=case.scale, method=method, workspace=case.workspace, out=gradients
     )
     return float(result.loss), gradients
-
-
-def positives(kind: Loss, rows: int) -> Array:
-    """[rows] the key that is each query's positive."""
-    shift = rows // 2 if kind.symmetric else 0
-    return (np.arange(rows) + shift) % rows
 
 
 def _products(case: Case, features: Sequence[Array]) -> Run:
@@ -75,12 +69,12 @@ def _products(case: Case, features: Sequence[Array]) -> Run:
     return run
 
 
-def _numpy(kind: Loss, features: Sequence[Array], scale: float) -> Outcome:
+def _numpy(case: Case, features: Sequence[Array]) -> Outcome:
     """The whole matrix, with the maximum taken out of the exponentials and nothing else done."""
+    kind, scale, y = case.kind, case.scale, case.positives
     dtype = np.result_type(features[0].dtype, np.float32)
     query, key = (features[i].astype(dtype, copy=False) for i in (0, -1))
     rows = np.arange(len(query))
-    y = positives(kind, len(query))
     x = scale * (query @ key.T)
     if kind.sigmoid:
         x += kind.bias
@@ -133,7 +127,7 @@ def _torch(case: Case, features: Sequence[Array]) -> Run:
     leaves = [torch.as_tensor(z.astype(np.promote_types(z.dtype, np.float32))) for z in features]
     wanted = [leaf.requires_grad_() for leaf in case.gradients_of(leaves)]
     factor = torch.tensor(case.scale, dtype=leaves[0].dtype, requires_grad=True)
-    y = torch.as_tensor(positives(case.kind, case.rows))
+    y = torch.as_tensor(case.positives)
 
     def run() -> Outcome:
         loss = torch_loss(case.kind, leaves[0], leaves[-1], factor, y)

@@ -14,7 +14,7 @@ import numpy as np
 
 import infonce
 
-from .contenders_cpu import LIBRARY, positives, torch_loss
+from .contenders_cpu import LIBRARY, torch_loss
 from .measure import Array, Case, Outcome, Run
 
 METHODS = ("products", *LIBRARY, "captured", "panels", "torch", "torch.compile")
@@ -41,7 +41,7 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
         wide = torch.float64 if case.dtype == "float64" else torch.float32
         turns = itertools.cycle(tensors)
         return lambda: by_panels(case, next(turns), wide)
-    y = torch.as_tensor(positives(case.kind, case.rows), device="cuda")
+    y = torch.as_tensor(case.positives, device="cuda")
 
     def whole(query: Any, key: Any, scale: Any) -> Any:
         return torch_loss(case.kind, query, key, scale, y)
@@ -57,10 +57,18 @@ def library(
 ) -> Run:  # fmt: skip
     """A call of this library by a method; "captured": in a CUDA graph."""
     function = getattr(infonce, f"{case.kind.name}_loss_and_grad")
-    options |= {
+    options = {
         "scale": case.scale, "method": "auto" if method == "captured" else method,
-        "workspace": case.workspace,
+        "workspace": case.workspace, **options,
     }  # fmt: skip
+    if case.wrt:
+        options["wrt"] = case.wrt
+    if case.keys is not None:
+        options["labels"] = case.positives
+        if not isinstance(inputs[0][0], np.ndarray):
+            import cupy
+
+            options["labels"] = cupy.asarray(case.positives)
     calls: list[Callable[[], Any]] = [
         infonce.capture(function, *features, **options) if method == "captured"
         else partial(function, *features, **options)
@@ -80,20 +88,19 @@ def products(case: Case, inputs: Sequence[Sequence[Array]], precision: str) -> R
     """The products that loss and gradient are made of, from cuBLAS, and nothing else."""
     import cupy
 
-    n, d = case.rows, case.dim
     turns = itertools.cycle(inputs)
     real = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
-    gradients = len(case.gradients_of(case.kind.arguments))
-    logits = int(case.products) - gradients  # how often they are computed
+    gradients = case.gradients_of(case.shapes)
+    logits = int(case.products) - len(gradients)  # how often they are computed
 
     def run() -> Outcome:
         features = next(turns)
         query, key = features[0], features[-1]
-        x = cupy.empty((n, n), query.dtype)
+        x = cupy.empty((len(query), len(key)), query.dtype)
         for _ in range(logits):
             product(precision, x, query, key, transpose_b=True)
-        for i in range(gradients):
-            gradient = cupy.empty((n, d), real)
+        for i, shape in enumerate(gradients):
+            gradient = cupy.empty(shape, real)
             product(precision, gradient, x, (key, query)[i], transpose_a=i == 1)
         return float("nan"), []
 
@@ -165,9 +172,10 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
         features = [z.double() for z in features]
     query, key = features[0], features[-1]
     device = query.device
-    y = torch.as_tensor(positives(kind, n), device=device)
+    y = torch.as_tensor(case.positives, device=device)
     panels = [slice(a, min(a + PANEL, n)) for a in range(0, n, PANEL)]
     gradients = [torch.zeros(z.shape, dtype=wide, device=device) for z in features]
+    of_key = kind.arguments[-1] in case.gradients_of(kind.arguments)
     loss = torch.zeros((), dtype=wide, device=device)
 
     def logits(panel: slice) -> tuple[Any, Any, Any]:
@@ -183,7 +191,7 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
     def add_gradient(panel: slice, g: Any) -> None:
         g = g.to(query.dtype)
         gradients[0][panel] += g @ key
-        if not kind.locked:
+        if of_key:
             gradients[-1].add_(g.T @ query[panel])
 
     if kind.sigmoid:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from .. import machine
 from . import contenders_gpu
 from .contenders_gpu import METHODS, by_panels, product
@@ -46,10 +48,10 @@ class Device:
 
     def inputs(self, case: Case) -> list[list[Array]]:
         cache = self.cupy.cuda.Device().attributes["L2CacheSize"]
-        one = [self._unit_rows(case.rows, case.dim, case.dtype) for _ in case.kind.arguments]
+        one = [self._unit_rows(*shape, case.dtype) for shape in case.shapes]
         sets = min(MOST_INPUTS, 1 + -(-cache // sum(z.nbytes for z in one)))
         others = [
-            [self._unit_rows(case.rows, case.dim, case.dtype) for _ in one] for _ in range(1, sets)
+            [self._unit_rows(*shape, case.dtype) for shape in case.shapes] for _ in range(1, sets)
         ]
         return [one, *others]
 
@@ -93,7 +95,8 @@ class Device:
         peak = hook.peak
         if torch is not None:
             peak += torch.cuda.max_memory_allocated() - before
-        return {"peak_bytes": max(0, peak - sum(gradient.nbytes for gradient in outcome[1]))}
+        made = sum(g.nbytes for g in outcome[1] if not isinstance(g, np.ndarray))
+        return {"peak_bytes": max(0, peak - made)}
 
     def turn(self, run: Run) -> dict[str, list[float]]:
         """Calls are queued one after another as in a training loop; the first, which refills caches

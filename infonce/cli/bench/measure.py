@@ -32,26 +32,43 @@ class Case:
     rows: int
     dim: int
     dtype: str = "float32"
-    workspace: int = 256 * 2**20
+    workspace: int | None = None  # None: not given
     scale: float = 1 / TEMPERATURE
+    keys: int | None = None  # rows of keys, among which labels point; None: each query has its own
+    wrt: tuple[str, ...] = ()  # features that get a gradient; none: all that the loss has
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the features, one for each argument."""
+        last = self.rows if self.keys is None else self.keys
+        return [(self.rows, self.dim), (last, self.dim)][: len(self.kind.arguments)]
+
+    @property
+    def positives(self) -> Array:
+        """[rows] the key that is each query's positive."""
+        if self.keys is not None:
+            return np.random.default_rng(0).integers(0, self.keys, self.rows)
+        shift = self.rows // 2 if self.kind.symmetric else 0
+        return (np.arange(self.rows) + shift) % self.rows
 
     @property
     def products(self) -> float:
         """Matrix products of 2 N N D operations that loss and gradient need, without the logits
         being kept: all of them, or one triangle where rows are columns."""
-        if self.kind.symmetric or self.kind.locked:
+        if self.kind.symmetric or self.kind.locked or self.wrt:
             return 2.0
         return 3.0 if self.kind.sigmoid else 4.0
 
     @property
     def operations(self) -> float:
         """Floating-point operations of these products, whatever a contender executes."""
-        return self.products * 2 * self.rows**2 * self.dim
+        return self.products * 2 * self.rows * self.shapes[-1][0] * self.dim
 
     def gradients_of(self, values: Sequence[Any]) -> list[Any]:
         """Those of `values`, one for each argument, whose argument gets a gradient."""
         pairs = zip(self.kind.arguments, values, strict=True)
-        return [value for name, value in pairs if name not in self.kind.locked]
+        wanted = self.wrt or [a for a in self.kind.arguments if a not in self.kind.locked]
+        return [value for name, value in pairs if name in wanted]
 
 
 class Bench(Protocol):
@@ -187,6 +204,8 @@ def errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
 
 
 def _distance(got: Array, want: Array) -> float:
+    if isinstance(got, np.ndarray) and not isinstance(want, np.ndarray):
+        want = want.get()  # gradients in host memory, of features there
     wide = got.astype(np.float64)
     wide -= want
     return float(np.linalg.norm(wide) / np.linalg.norm(want))

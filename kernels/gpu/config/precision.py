@@ -69,7 +69,21 @@ def supported(precision: str, device: Device) -> bool:
 
 
 def padded(d: int, precision: str) -> int:
-    """Elements in a staged row, or in each of its parts, a multiple of 16 bytes. Parts are whole
-    K-slices, so that no K-slice holds elements of both."""
-    piece = K_SLICE // 2 if precision in OPERAND_PARTS else 16 // OPERAND_BYTES[precision]
-    return -(-d // piece) * piece
+    """Elements in a staged row, or in each of its parts: whole K-slices, so that none holds
+    elements of two parts, and rows begin where lines of the cache do. A row of one part that is
+    shorter than a K-slice has a multiple of 16 bytes."""
+    item = element_bytes(precision)
+    piece = 16 if d * item < K_SLICE and precision not in OPERAND_PARTS else K_SLICE
+    return -(-d * item // piece) * piece // item
+
+
+def product_width(d: int, precision: str) -> int:
+    """Features of a row in the products that make gradients: d, or those of a staged row with its
+    zeros where d of them are no multiple of 16 bytes. cuBLAS has fast kernels for such multiples
+    alone."""
+    return padded(d, precision) if d * element_bytes(precision) % 16 else d
+
+
+def element_bytes(precision: str) -> int:
+    """Bytes of an element of operands, of one part."""
+    return OPERAND_BYTES[precision] // OPERAND_PARTS.get(precision, 1)

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from ...problem import least_block_side, workspace_too_small
-from .precision import ACCUMULATOR_BYTES, LONGEST_SUM, OPERAND_BYTES, OPERAND_PARTS, padded
+from .precision import (
+    ACCUMULATOR_BYTES,
+    LONGEST_SUM,
+    OPERAND_BYTES,
+    OPERAND_PARTS,
+    padded,
+    product_width,
+)
 from .sweep import Sweep
 from .tile import BLOCK_M, Tile
 
@@ -32,9 +39,11 @@ class Needs:
     key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
     sweep: Sweep | None = None  # instead of tiles
     rows: bool = True  # rows have sums
-    # Rows of dK's destination that one row of an accumulator covers, where accumulators overlay it;
-    # 0: they have memory of their own
-    overlay_rows: int = 0
+    # Bytes of a row of dK's destination where accumulators overlay it, whose rows have at least as
+    # many; 0: they have memory of their own
+    overlay_row: int = 0
+    # Bytes of the copies where all rows are copied before the folds; 0: each fold copies a block's
+    staged_once: int = 0
 
     @property
     def of_statistics(self) -> Needs:
@@ -47,7 +56,7 @@ class Needs:
         return replace(self, columns=False)
 
     def accumulator_row(self, d: int) -> int:
-        return d * ACCUMULATOR_BYTES[self.precision]
+        return product_width(d, self.precision) * ACCUMULATOR_BYTES[self.precision]
 
     def block(self, rows: int, columns: int, d: int, block_n: int) -> int:
         """Bytes for a block of rows x columns."""
@@ -57,7 +66,8 @@ class Needs:
         total = pair * tile.row_sums(rows, columns) if self.rows else 0
         if self.columns:
             total += pair * tile.column_sums(rows, columns)
-        total += (self.staged_query * rows + self.staged_key * columns) * operand_row
+        if not self.staged_once:
+            total += (self.staged_query * rows + self.staged_key * columns) * operand_row
         if self.gradient:
             total += self.panel(rows, columns, d)
         return total + self.query_accumulators * rows * self.accumulator_row(d)
@@ -73,11 +83,21 @@ class Needs:
         accumulators = (of.key_rows - of.overlaid) * self.accumulator_row(d)
         return self.block(of.rows, of.columns, d, block_n) + accumulators
 
+    def border(self, n: int, d: int) -> int:
+        """How many rows of n of dK's accumulators can overlay their destination: whole tiles."""
+        return n * self.overlay_row // self.accumulator_row(d) // BLOCK_M * BLOCK_M
+
     def kept(self, rows: int, columns: int, d: int) -> int:
         """Bytes for the exponentials of rows x columns logits, in a gradient panel, and for what
         they are relative to."""
         references = -(-rows // 16) * -(-columns // BLOCK_M) * 4
         return self.panel(rows, columns, d) + references
+
+
+def staged_once(size: int, workspace: int) -> int:
+    """`size` bytes of operands if all of them are to be staged before the folds, which then have so
+    much less of the workspace; 0 if each fold is to stage blocks of them."""
+    return size if size <= workspace // 5 else 0
 
 
 def panel_stride(columns: int, precision: str) -> int:
@@ -139,7 +159,7 @@ def blocking(
 
     Accumulators of dK take up to half of the workspace. Where they would take more than a quarter,
     the first of them overlay dK's destination, if that makes all of them fit; no block straddles
-    the border.
+    the border. Destinations whose rows are nearly as long as an accumulator's hold nearly all.
 
     `symmetric`: rows and columns get the same ranges.
     """
@@ -147,12 +167,12 @@ def blocking(
     row = needs.accumulator_row(d)
     most = max(1, workspace // 2 // row)
     key_rows, overlaid = min(n, most) if needs.key_accumulator else 0, 0
-    if needs.overlay_rows and 2 * key_rows > most:
-        border = n // needs.overlay_rows // BLOCK_M * BLOCK_M
+    if needs.overlay_row and 2 * key_rows > most:
+        border = needs.border(n, d)
         if border and n - border <= most:
             key_rows, overlaid = n, border
-    room = workspace - (key_rows - overlaid) * row
-    n -= overlaid
+    room = workspace - needs.staged_once - (key_rows - overlaid) * row
+    n = max(overlaid, n - overlaid)  # each block lies on one side of the border
     m = n if symmetric else m
 
     def fits(rows: int, columns: int) -> bool:
@@ -200,13 +220,13 @@ def _whole(
     not fit."""
     m, n, d = shape
     key_rows = n if needs.key_accumulator else 0
-    border = n // needs.overlay_rows // BLOCK_M * BLOCK_M if needs.overlay_rows else 0
+    border = needs.border(n, d)
     beside_panel = replace(needs.of_gradient, gradient=False)  # the panel is counted as kept
     for overlaid in (0, border) if key_rows else (0,):
         of = Blocking(m, n, key_rows, overlaid, kept=True)
         sizes = (fold.size(of, d, block_n) for fold in (needs.of_statistics, beside_panel))
         size = needs.kept(m, n, d) + max(sizes)
-        if size <= workspace:
+        if size + needs.staged_once <= workspace:
             return of, of, size
     return None
 

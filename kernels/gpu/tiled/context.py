@@ -57,10 +57,17 @@ class Context:
             if problem.symmetric
             else Side(self.launcher, problem.key, problem.normalize, self.real)
         )
-        # bytes of an element (of one part), and of a row's part
         self.parts = config.OPERAND_PARTS.get(self.precision, 1)
-        self.item = config.OPERAND_BYTES[self.precision] // self.parts
-        self.width = max(self.query.padded, self.key.padded) * self.item
+        # bytes of an element (of one part), and of a row's part; features in gradients' products
+        self.item = config.element_bytes(self.precision)
+        self.width = min(self.query.padded, self.key.padded) * self.item
+        self.product_width = config.product_width(problem.shape[2], self.precision)
+        sides = self.sides
+        once = config.staged_once(
+            sum(side.staged_bytes(len(side.features)) for side in sides), problem.workspace
+        )
+        for side in sides:
+            side.stage_once = once > 0
         extras = problem.normalize or problem.query_ids is not None
         self.sweep = None
         if not precision.PORTABLE:
@@ -73,7 +80,7 @@ class Context:
         self._queries_of_keys: tuple[Array, Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
         self.query_accumulators = 1  # of one row of dQ
-        overlay_rows = 0
+        overlay_row = 0
         if gradients is not None:
             if gradients.want_query and not problem.symmetric:
                 self.query_accumulators = config.sums_at_once(
@@ -81,13 +88,14 @@ class Context:
                     problem.workspace,
                 )  # fmt: skip
             accumulated = gradients.query if problem.symmetric else gradients.key
-            overlay_rows = 0 if gradients.add_query else overlay(accumulated, self.real)
+            form = self.product_width, self.real
+            overlay_row = 0 if gradients.add_query else overlay(accumulated, *form)
             self.query_in_place = (
                 self.query_accumulators == 1
                 and not gradients.add_query
-                and in_place(gradients.query, self.real)
+                and in_place(gradients.query, *form)
             )
-            self.key_in_place = not gradients.want_key or in_place(gradients.key, self.real)
+            self.key_in_place = not gradients.want_key or in_place(gradients.key, *form)
         self.in_registers = None  # the sweep that writes no gradient panels
         if problem.symmetric and gradients is not None:
             rows = len(problem.query)
@@ -105,7 +113,7 @@ class Context:
             # of a symmetric loss: the gradient of all rows
             key_accumulator=panels
             and not (self.query_in_place if problem.symmetric else self.key_in_place),
-            sweep=self.sweep, overlay_rows=overlay_rows,
+            sweep=self.sweep, overlay_row=overlay_row, staged_once=once,
             rows=problem.bias is not None or (self.online and one_pass(problem, gradients)),
         )  # fmt: skip
         keep = 0
@@ -131,19 +139,25 @@ class Context:
             and not one_pass(problem, gradients)
         )  # fmt: skip
 
+    @property
+    def sides(self) -> list[Side]:
+        """The sides that differ."""
+        return [self.query] if self.key is self.query else [self.query, self.key]
+
     @cached_property
     def logit_scale(self) -> Fields:
         """struct Scale, by which products are multiplied to be logits."""
-        bias = (
-            0.0 if self.sweep is None else config.sweep_truncation_bias(self.precision, self.width)
-        )
+        bias = 0.0
+        if self.sweep is not None:
+            width = self.query.features.shape[1] * self.item  # adding zeros cuts nothing off
+            bias = config.sweep_truncation_bias(self.precision, width)
         return {**self.scale, "factor": 1 + bias, "shift": self._scale_features()}
 
     def _scale_features(self) -> int:
         """Chooses a power-of-two scale per side so that float16 operands neither overflow nor
         underflow. Returns the address of what products are then to be multiplied by; 0: features
         stay as they are."""
-        sides = [self.query] if self.key is self.query else [self.query, self.key]
+        sides = self.sides
         scaled = [side for side in sides if side.features.dtype != np.float16]
         if self.precision not in config.FLOAT16 or self.query.factor is not None or not scaled:
             return 0

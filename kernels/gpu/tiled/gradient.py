@@ -17,7 +17,7 @@ from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
 from .context import Context
 from .fold import Fold
-from .operands import NO_PANEL, STRIP, Accumulator, Kept, Operand, Panel
+from .operands import NO_PANEL, STRIP, Accumulator, Kept, Panel
 
 # Gradient panels are written in units that bring their largest element near this, as float16
 # overflows at 65504. (A quarter of it: factors of normalised rows are below 2 each)
@@ -35,6 +35,10 @@ PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 # It gets back 27, about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the
 # ratio of the two.
 LONG_SUM_FACTOR = 1.4
+# cuBLAS has fast kernels where sizes along contiguous memory are multiples of 16 bytes: of a row of
+# the panel too. From so many multiplications on, it pays to multiply the keys that remain apart
+WHOLE_BYTES = 16
+LARGE_PRODUCT = 2**30
 KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
 KEPT_COLUMNS = 8 * KEPT_THREADS
 # struct FactorSources: a vector for each field of the epilogue
@@ -70,7 +74,6 @@ class GradientFold(Fold):
         self.gradients = gradients
         self.unit, self.unit_step = cupy.empty(RANGES.size // 8), 0  # Ranges, or one unit a row
         self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
-        d = problem.shape[2]
         self.of_rows = self.of_columns = None
         self.by_rows = gradients is not None and (gradients.want_query or problem.symmetric)
         self.by_columns = gradients is not None and (
@@ -81,39 +84,40 @@ class GradientFold(Fold):
         if context.kept is not None:
             self.panel = context.kept.panel
         elif context.needs.gradient:
-            memory = context.scratch.take((context.needs.panel(self.rows, self.columns, d),))
-            self.panel = Panel(memory, self.columns, context.precision)
+            size = context.needs.panel(self.rows, self.columns, problem.shape[2])
+            self.panel = Panel(context.scratch.take((size,)), self.columns, context.precision)
         if problem.symmetric and self.by_columns:  # rows and columns share one accumulator
             self.of_rows = self.of_columns = self.accumulator(
-                gradients.query, context.query_in_place, slice(0, problem.shape[0]), d,
+                gradients.query, context.query_in_place, slice(0, problem.shape[0]),
                 context.blocking.overlaid,
             )  # fmt: skip
             return
         if self.by_rows:
-            # the first block makes all copies
+            # the first block makes all copies, without the keys that are multiplied apart
             longest = config.LONGEST_SUM.get(context.precision, self.columns)
             first = grid.columns[0].stop - grid.columns[0].start
-            copies = min(context.query_accumulators, -(-first // longest))
+            first -= first % (WHOLE_BYTES // context.item)
+            copies = min(context.query_accumulators, max(1, -(-first // longest)))
             self.of_rows = self.accumulator(
-                gradients.query, context.query_in_place, slice(0, self.rows), d, copies=copies
+                gradients.query, context.query_in_place, slice(0, self.rows), copies=copies
             )
         if self.by_columns:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
             self.of_columns = self.accumulator(
-                gradients.key, context.key_in_place, keys, d, context.blocking.overlaid
+                gradients.key, context.key_in_place, keys, context.blocking.overlaid
             )
 
     def accumulator(
-        self, out: Array, in_place: bool, rows: slice, d: int, overlaid: int = 0, copies: int = 1
+        self, out: Array, in_place: bool, rows: slice, overlaid: int = 0, copies: int = 1
     ) -> Accumulator:
         if in_place:
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
-        before = None
+        before, width, real = None, self.context.product_width, self.context.real
         if overlaid:
-            before = Accumulator(cupy.ndarray((overlaid, d), self.context.real, out.data), d, 0)
+            before = Accumulator(cupy.ndarray((overlaid, width), real, out.data), width, 0)
         first = rows.start + overlaid
-        made = self.context.scratch.take((copies, rows.stop - first, d), self.context.real)
-        return Accumulator(made, d, first, before, copies)
+        made = self.context.scratch.take((copies, rows.stop - first, width), real)
+        return Accumulator(made, width, first, before, copies)
 
     def panel_arguments(self) -> Fields:
         """The gradient panel of a block, as a sweep takes it."""
@@ -124,27 +128,38 @@ class GradientFold(Fold):
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
         """dQ_a += P K_b and dK_b += P' Q_a."""
-        q, k, diagonal = self.q, self.k, self.problem.symmetric and rows == columns
-        d = self.problem.shape[2]
-        if self.of_rows is not None:
-            of = self.of_rows
-            if not self.symmetric_sweep and not self.context.query_in_place:
-                of.first = rows.start  # it holds the rows of this panel alone
-            first = b == self.grid.visits(a)[0] and not (self.symmetric_sweep and a > 0)
-            self.product(OP_N, d, q.rows, k.rows, k, of, rows.start, first)
-        if self.of_columns is not None and not diagonal:
-            self.product(OP_T, d, k.rows, q.rows, q, self.of_columns, columns.start, a == 0)
+        of, diagonal = self.of_rows, self.problem.symmetric and rows == columns
+        if of is not None and not self.symmetric_sweep and not self.context.query_in_place:
+            of.first = rows.start  # it holds the rows of this panel alone
+        first = b == self.grid.visits(a)[0] and not (self.symmetric_sweep and a > 0)
+        for keys in self.keys_of_products():
+            if of is not None:
+                self.product(OP_N, keys, of, rows.start, first and keys.start == 0)
+            if self.of_columns is not None and not diagonal:
+                row = columns.start + keys.start
+                self.product(OP_T, keys, self.of_columns, row, a == 0)
+
+    def keys_of_products(self) -> list[slice]:
+        """The block's keys as products take them: a multiple of `WHOLE_BYTES`, and the rest."""
+        n, rest = self.k.rows, 0
+        if self.q.rows * n * self.context.product_width >= LARGE_PRODUCT:
+            rest = n % (WHOLE_BYTES // self.context.item)
+        return problems.slices(n - rest, n) + problems.slices(n, n, n - rest)
 
     @property
     def symmetric_sweep(self) -> bool:
         return self.problem.symmetric and self.grid.triangle
 
     def product(
-        self, op: int, d: int, n: int, k: int, z: Operand, out: Accumulator, row: int,
-        first: bool,
+        self, op: int, keys: slice, out: Accumulator, row: int, first: bool
     ) -> None:  # fmt: skip
-        """out[row : row + n] (+)= P z or P' z. cuBLAS counts columns first: there all this is
-        the transpose, out' = z' P'."""
+        """Of `keys` of the block, P K to the rows of `out` from `row` on, or P' Q; added to what is
+        there unless it is the `first`. cuBLAS counts columns first: there all this is the
+        transpose, out' = K' P' or Q' P."""
+        n, k = self.q.rows, keys.stop - keys.start
+        z, first_row = self.k, keys.start
+        if op == OP_T:
+            n, k, z, first_row = k, n, self.q, 0
         precision, item, real = self.context.precision, self.context.item, self.context.real
         panel = self.panel
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
@@ -159,10 +174,11 @@ class GradientFold(Fold):
                 new = first and start < copies * longest
                 batch = (terms * z.stride, terms * apart, out.copy_stride, sums)
                 self.launcher.queue.gemm(
-                    OP_N, op, d, n, terms, _host_number(unit, real)[1],
-                    z.data + (z_part * z.part + start * z.stride) * item, given, z.stride,
-                    panel.data + (panel_part * panel.part + start * apart) * item, given,
-                    panel.stride, _host_number(0.0 if new else 1.0, real)[1],
+                    OP_N, op, self.context.product_width, n, terms, _host_number(unit, real)[1],
+                    z.data + (z_part * z.part + (first_row + start) * z.stride) * item, given,
+                    z.stride,
+                    panel.data + (panel_part * panel.part + keys.start + start * apart) * item,
+                    given, panel.stride, _host_number(0.0 if new else 1.0, real)[1],
                     out.pointer(row) + copy * out.copy_stride * real.itemsize, made, out.stride,
                     COMPUTE[precision], -1, *(batch if sums > 1 else ()),
                 )  # fmt: skip

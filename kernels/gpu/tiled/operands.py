@@ -75,26 +75,31 @@ class Operand:
 
 
 class Side:
-    """One side's features: read in place, or staged a block at a time in the operands' format."""
+    """One side's features: read in place, or staged in the operands' format, all of them once or a
+    block at a time."""
 
     def __init__(
         self, launcher: Launcher, features: Array, normalize: bool, real: np.dtype[Any]
     ) -> None:
         item = features.dtype.itemsize
-        self.launcher, self.features = launcher, features
+        self.launcher, self.precision, self.features = launcher, launcher.precision, features
         self.factor = self.exponent = None
         self.shift = 0  # address of the power of two that features are divided by; 0: as they are
         n, d = features.shape
         self.direct = (
             not normalize
-            and DIRECT.get(launcher.precision) == features.dtype.name
+            and DIRECT.get(self.precision) == features.dtype.name
             and (features.strides[1] == item or d == 1)
             and d * item % 16 == 0
             and features.strides[0] % 16 == 0
             and features.strides[0] >= d * item
             and features.data.ptr % 16 == 0
         )
-        self.padded = d if self.direct else config.padded(d, launcher.precision)
+        self.padded = d if self.direct else config.padded(d, self.precision)
+        self.whole: Operand | None = None  # all rows, where they need not be staged by blocks
+        self.stage_once = False
+        if self.direct:
+            self.whole = Operand(address(features), features.strides[0] // item, 0, n, 0)
         if normalize:
             self.factor = cupy.empty(n, real)
             self.exponent = cupy.empty(n, np.int32)
@@ -103,20 +108,33 @@ class Side:
                 exponent=self.exponent,
             )  # fmt: skip
 
+    def staged_bytes(self, rows: int) -> int:
+        """Bytes of `rows` rows staged; 0 where they are read in place."""
+        return 0 if self.direct else rows * self.padded * config.OPERAND_BYTES[self.precision]
+
     def buffer(self, rows: int, scratch: Scratch) -> Array:
-        """Room for staging `rows` rows; None where they are read in place."""
-        if self.direct:
+        """Room for staging blocks of `rows` rows; None where they are not staged by blocks."""
+        if self.direct or self.stage_once:
             return None
-        size = rows * self.padded * config.OPERAND_BYTES[self.launcher.precision]
-        return scratch.take((size,))
+        return scratch.take((self.staged_bytes(rows),))
 
     def block(self, rows: slice, buffer: Array | None, staged: dict[int, slice]) -> Operand:
-        """Rows `rows`, in place or staged into `buffer`: unless `staged` says that it has them."""
+        """Rows `rows`, of the whole or staged into `buffer`: unless `staged` says that it has
+        them."""
+        if buffer is not None:
+            return self.stage(rows, buffer, staged)
+        if self.whole is None:
+            n = len(self.features)
+            self.memory = cupy.empty(self.staged_bytes(n), np.uint8)
+            self.whole = self.stage(slice(0, n), self.memory, {})
+        z, n, factor = self.whole, rows.stop - rows.start, address(self.factor, rows.start)
+        offset = rows.start * z.stride * config.element_bytes(self.precision)
+        return Operand(z.data + offset, z.stride, z.part, n, factor)
+
+    def stage(self, rows: slice, buffer: Array, staged: dict[int, slice]) -> Operand:
+        """Rows `rows`, copied into `buffer`."""
         n, factor = rows.stop - rows.start, address(self.factor, rows.start)
-        if buffer is None:
-            stride = self.features.strides[0] // self.features.dtype.itemsize
-            return Operand(address(self.features, rows.start), stride, 0, n, factor)
-        parts = config.OPERAND_PARTS.get(self.launcher.precision, 1)
+        parts = config.OPERAND_PARTS.get(self.precision, 1)
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
         if staged.get(buffer.data.ptr) != rows:
             staged[buffer.data.ptr] = rows
@@ -136,7 +154,7 @@ class Panel:
 
     def __init__(self, memory: Array, columns: int, precision: str) -> None:
         self.memory, self.precision, self.first = memory, precision, 0
-        self.item = config.OPERAND_BYTES[precision] // config.OPERAND_PARTS.get(precision, 1)
+        self.item = config.element_bytes(precision)
         # elements from part to part of a row, and from row to row
         self.part = config.panel_stride(columns, precision)
         self.stride = config.OPERAND_PARTS.get(precision, 1) * self.part
@@ -214,19 +232,22 @@ class Accumulator:
         return int(self.array.data.ptr + offset)
 
 
-def in_place(out: Array | None, real: np.dtype[Any]) -> bool:
-    """Whether gradients can accumulate in their destination."""
+def in_place(out: Array | None, width: int, real: np.dtype[Any]) -> bool:
+    """Whether gradients can accumulate in their destination, in products of `width` features."""
     return out is not None and (
         out.dtype == real
-        and (out.strides[1] == real.itemsize or out.shape[1] == 1)
-        and out.strides[0] >= out.shape[1] * real.itemsize
-        and out.strides[0] % real.itemsize == 0
+        and out.shape[1] == width
+        and out.strides[1] == real.itemsize
+        and out.strides[0] >= width * real.itemsize
+        and out.strides[0] % 16 == 0
+        and out.data.ptr % 16 == 0
     )
 
 
-def overlay(out: Array | None, real: np.dtype[Any]) -> int:
-    """How many rows of the destination one row of an accumulator covers; 0 where it cannot overlay
-    the destination."""
+def overlay(out: Array | None, width: int, real: np.dtype[Any]) -> int:
+    """Bytes of a row of the destination, where accumulators can overlay it; else 0. Rows may not be
+    longer than accumulators: finished ones would overwrite others that are not."""
     if out is None or not out.flags.c_contiguous or out.data.ptr % 16:
         return 0
-    return int(real.itemsize // out.dtype.itemsize)
+    row = out.shape[1] * out.dtype.itemsize
+    return int(row) if row <= width * real.itemsize else 0

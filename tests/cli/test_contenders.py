@@ -1,0 +1,299 @@
+"""What `infonce bench` and benchmarks/gpu.py compare: cases, contenders, rounds, sections."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import close
+from gpu_problems import MISSING
+from judge import LOSSES, arguments, pairs
+
+from infonce import reference
+from infonce.cli.bench import contenders_gpu, measure
+from infonce.cli.bench import gpu as bench_gpu
+from infonce.spec import LOSSES as KINDS
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """The contenders of benchmarks/gpu.py: a script, no part of the package."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("peers")
+
+
+def test_what_is_missing_says_what_to_install(peers):
+    for module, package in (
+        ("torch", "'infonce[torch]'"), ("open_clip.loss", "open_clip_torch"),
+        ("cut_cross_entropy", "cut-cross-entropy"), ("inf_cl", "inf_cl"),
+    ):  # fmt: skip
+        error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+        assert measure._reason(error) == f"No module named {module!r}: pip install {package}"
+    assert measure._reason(ImportError("this torch has no CUDA")) == "this torch has no CUDA"
+
+
+def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch):
+    assert not set(peers.PEERS) & set(contenders_gpu.METHODS)
+    assert peers.Device.methods == (*contenders_gpu.METHODS, *peers.WAYS, *peers.PEERS)
+    for name in ("release", "of_torch", "by_autograd", "peer"):
+        where = bench_gpu.Device if name == "release" else peers
+        monkeypatch.setattr(where, name, lambda *given, name=name: (name, *given[-2:]))
+    monkeypatch.setattr(contenders_gpu, "contender", lambda *given: given)
+    place = object.__new__(peers.Device)  # its constructor wants a GPU
+    clip, lit = (peers.Case(KINDS[name], 4, 3) for name in ("clip", "lit"))
+    assert place.contender("torch", lit, []) == ("torch", lit, [])
+    want = ("by_autograd", ("of_torch", []), ("peer", "open_clip", 4))
+    assert place.contender("open_clip", clip, []) == want
+    with pytest.raises(ValueError, match="open_clip has no lit"):
+        place.contender("open_clip", lit, [])
+
+
+def test_options_and_the_loss_alone_are_of_the_benchmark(peers, monkeypatch):
+    monkeypatch.setattr(bench_gpu.Device, "release", lambda self: None)
+    place = object.__new__(peers.Device)  # its constructor wants a GPU
+    features = arguments("clip", *pairs("random", 12, 12, 5, np.float32, 0))
+    want = reference.clip(*features, scale=2.0)
+    case = peers.Case(KINDS["clip"], 12, 5, scale=2.0, precision="fp64", grad_dtype="float64")
+    loss, gradients = place.contender("auto", case, [features])()
+    assert close(float(loss), want.loss)
+    np.testing.assert_allclose(gradients[1], want.grads["text"], rtol=1e-9)
+    alone = dataclasses.replace(case, gradient=False)
+    assert (case.products, alone.products) == (4, 1)
+    loss, gradients = place.contender("auto", alone, [features])()
+    assert close(float(loss), want.loss)
+    assert gradients == []
+    with pytest.raises(ValueError, match="panels has no loss alone"):
+        place.contender("panels", alone, [features])
+
+
+def test_ways_to_call_the_library(peers, monkeypatch):
+    """With more workspace; with the kernels of every card, while the call lasts."""
+    monkeypatch.setattr(bench_gpu.Device, "release", lambda self: None)
+    seen = []
+
+    def recorded(*features, **options):
+        seen.append((options["workspace"], peers.precision.PORTABLE))
+        return clip(*features, **options)
+
+    clip = contenders_gpu.infonce.clip_loss_and_grad
+    monkeypatch.setattr(contenders_gpu.infonce, "clip_loss_and_grad", recorded)
+    place = object.__new__(peers.Device)  # its constructor wants a GPU
+    features = arguments("clip", *pairs("random", 12, 12, 5, np.float32, 0))
+    case = peers.Case(KINDS["clip"], 12, 5, scale=2.0, workspace=2**20)
+    losses = {
+        float(place.contender(method, case, [features])()[0])
+        for method in ("auto", peers.ROOMY, peers.PORTABLE)
+    }
+    assert len(losses) == 1
+    assert sorted(seen) == [(2**20, False), (2**20, True), (2**30, False)]
+    assert not peers.precision.PORTABLE
+
+
+def test_calls_are_timed_while_the_host_is_ahead(peers, monkeypatch):
+    place, order = object.__new__(peers.Device), []
+    monkeypatch.setattr(peers, "busy", lambda: lambda *given: order.append("busy"))
+    monkeypatch.setattr(peers.Device, "_elapsed", lambda self, run, calls: [run()] * calls)
+    monkeypatch.setattr(peers.Device, "_wall", lambda self, run: 5.0)
+    monkeypatch.setattr(bench_gpu, "TURN", 0.5)
+
+    def takes(seconds):
+        return lambda: order.append("call") or seconds
+
+    place.ahead = True
+    assert place.turn(takes(0.2)) == {"seconds": [0.2, 0.2]}  # the first is left out
+    assert order == ["busy", "call"] * 3
+    assert place.turn(takes(0.6)) == {"seconds": [0.6]}
+    assert place.turn(takes(1e-3))["wall"] == [5.0] * peers.CALLS
+    order.clear()
+    place.ahead = False
+    place.turn(takes(0.2))
+    assert "busy" not in order
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("wrt", [(), ("query",)])
+def test_labels_that_point_into_more_keys(wrt):
+    """Of this library, and of the loop over panels that judges it."""
+    torch = pytest.importorskip("torch")
+    features = pairs("random", 9, 30, 5, np.float64, 0)
+    case = measure.Case(KINDS["info_nce"], 9, 5, "float64", scale=4.0, keys=30, wrt=wrt)
+    assert case.shapes == [(9, 5), (30, 5)]
+    assert case.products == (2 if wrt else 4)
+    assert case.operations == case.products * 2 * 9 * 30 * 5
+    assert 0 <= case.positives.min() < case.positives.max() < 30
+    want = reference.info_nce(*features, scale=4.0, labels=case.positives)
+    judged = contenders_gpu.by_panels(case, list(map(torch.as_tensor, features)), torch.float64)
+    for loss, gradients in (judged, contenders_gpu.library("auto", case, [features])()):
+        assert close(float(loss), want.loss)
+        expected = case.gradients_of([want.grads["query"], want.grads["key"]])
+        assert len(gradients) == len(expected) == (1 if wrt else 2)
+        for got, wanted in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-9, atol=1e-14)
+
+
+def test_sections_of_the_benchmark(peers, monkeypatch, tmp_path, capsys):
+    """One that fails says so, and the others are measured and written."""
+    script = importlib.import_module("gpu")
+    for section in script.SECTIONS.values():
+        assert set(section.methods) <= {"auto", *peers.Device.methods}
+        assert len(section.goals) <= len(section.cases)
+    sections = {
+        name: dataclasses.replace(section, cases=section.cases[:2])
+        for name, section in script.SECTIONS.items()
+        if section.ahead
+    }
+    names = {"widths", "rectangles", "ragged", "portable", "offload", "one_sided"}
+    assert set(sections) == names
+
+    class Place(Pretended):
+        rates = (1.0,)
+
+        def __init__(self, dtype):
+            pass
+
+        def contender(self, method, case, inputs):
+            if method == peers.PORTABLE:
+                raise RuntimeError("broken")  # none of `skipped_errors`
+            return super().contender("quick", case, inputs)
+
+        def release(self):
+            pass
+
+        def describe(self):
+            return {"gemm": {"gflops": [1e3]}}
+
+    def main(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), *arguments])
+        return script.main()
+
+    monkeypatch.setattr(script, "SECTIONS", sections)
+    monkeypatch.setattr(script, "Device", Place)
+    monkeypatch.setattr(script, "sampled", lambda place, case: {})
+    out = tmp_path / "gpu.json"
+    assert main("--commit", "abc") == "failed: portable"
+    assert "portable failed: RuntimeError: broken" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["results"]
+    assert {row["section"] for row in rows} == names - {"portable"}
+    goals = {
+        (row["dim"], row["method"]): row.get("goal_s") for row in rows if row["section"] == "widths"
+    }
+    assert goals[768, "auto"] == 2.35e-3
+    assert goals[768, peers.ROOMY] is goals[512, "auto"] is None
+    keys = {(row["keys"], *row["wrt"]) for row in rows if row["section"] == "rectangles"}
+    assert keys == {(65536,), (65536, "query")}
+    assert {row["workspace_bytes"] for row in rows if row["section"] == "offload"} == {2**30}
+    assert main("--only", "widths", "--without", "products,torch.compile") is None
+    rows = json.loads(out.read_text())["results"]
+    assert {row["section"] for row in rows} == {"widths"}
+    assert {row["method"] for row in rows} == {"auto", peers.ROOMY}
+    for option, names in (("--only", "widths,nothing"), ("--without", "auto,nothing")):
+        with pytest.raises(SystemExit):
+            main(option, names)
+        assert f"{option}: expected some of" in (printed := capsys.readouterr().err)
+        assert "got nothing" in printed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("method", ["offload", "offload pinned"])
+def test_features_in_host_memory_are_contenders(peers, method):
+    place = peers.Device("bfloat16")
+    case = peers.Case(KINDS["clip"], 300, 40, "bfloat16", workspace=2**22)
+    inputs = place.inputs(case)
+    want = place.reference(case, inputs[0])
+    run = place.contender(method, case, inputs)
+    found = measure.errors(run(), want)
+    assert found["loss_error"] < 1e-5
+    assert found["gradient_error"] < 1e-2
+    place.ahead = True
+    assert place.turn(run)["seconds"]
+    assert place.memory(method, run)["peak_bytes"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_bare_products(dtype):
+    import cupy
+
+    rng = np.random.default_rng(0)
+    kind = measure.DTYPES[dtype]
+    a, b = (rng.integers(-4, 5, shape).astype(kind) for shape in ((24, 40), (40, 16)))
+    want = a.astype(np.float64) @ b.astype(np.float64)
+    for turned_a in (False, True):
+        for turned_b in (False, True):
+            out = cupy.full((24, 16), np.nan, np.float64 if dtype == "float64" else np.float32)
+            first, second = a.T if turned_a else a, b.T if turned_b else b
+            operands = [cupy.asarray(np.ascontiguousarray(z)) for z in (first, second)]
+            contenders_gpu.product(
+                contenders_gpu.PRECISION[dtype], out, *operands,
+                transpose_a=turned_a, transpose_b=turned_b,
+            )  # fmt: skip
+            assert np.array_equal(out.get(), want)  # small integers: exact in every arithmetic
+    with pytest.raises(ValueError, match="bf16x3"):
+        contenders_gpu.product("bf16x3", out, out, out)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("kind", LOSSES)
+def test_panels_judge_like_the_reference(monkeypatch, kind):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(contenders_gpu, "PANEL", 7)
+    case = measure.Case(KINDS[kind], 24, 5, "float64", scale=4.0)
+    features = arguments(kind, *pairs("partly aligned", 24, 24, 5, np.float64, 0))
+    if kind == "nt_xent":
+        features = (features[0][:24],)
+    want = getattr(reference, kind)(*features, scale=4.0)
+    loss, gradients = contenders_gpu.by_panels(case, list(map(torch.as_tensor, features)),
+                                           torch.float64)  # fmt: skip
+    assert close(float(loss), want.loss)
+    expected = case.gradients_of([want.grads[name] for name in case.kind.arguments])
+    for got, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-14)
+
+
+class Pretended:
+    """A place to measure where everything takes as long as it is told to."""
+
+    methods = ("quick", "slow", "missing")
+
+    def inputs(self, case):
+        return [[np.full((case.rows, case.dim), 2.0)]]
+
+    def reference(self, case, features):
+        return 4.0, [features[0]]
+
+    def contender(self, method, case, inputs):
+        if method == "missing":
+            raise ImportError("not\n here")
+        return lambda: (5.0, [1.5 * inputs[0][0]]) if method == "quick" else (4.0, inputs[0])
+
+    def memory(self, method, run):
+        return {"peak_bytes": 7}
+
+    def turn(self, run):
+        quick = run()[0] == 5.0
+        return {"seconds": [1.0, 3.0, 2.0], "wall": [5.0]} if quick else {"seconds": [8.0]}
+
+    def time_gemm(self):
+        pass
+
+    def skipped_errors(self):
+        return (ImportError,)
+
+
+def test_rounds_of_a_comparison():
+    case = measure.Case(KINDS["clip"], 4, 2)
+    quick, slow, missing = measure.compare(Pretended(), case, Pretended.methods, 2)
+    assert quick["seconds"] == [1.0, 3.0, 2.0] * 2
+    assert (quick["median_s"], quick["min_s"], quick["max_s"]) == (2.0, 1.0, 3.0)
+    assert quick["wall_s"] == 5.0
+    assert "wall_s" not in slow
+    assert close(quick["gflops"], 8 * 4 * 4 * 2 / 2.0 / 1e9)
+    assert close(quick["loss_error"], 0.25)
+    assert close(quick["gradient_error"], 0.5)
+    assert slow["loss_error"] == slow["gradient_error"] == 0
+    assert missing == {"size": 4, "method": "missing", "skipped": "not here"}

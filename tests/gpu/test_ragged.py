@@ -1,0 +1,108 @@
+"""Widths and numbers of rows that are no multiples of what the hardware likes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import CASES, MISSING, check, dtype_of, gpu_only, run
+from judge import LOSSES, VIEWS, arguments, judged, pairs
+
+pytestmark = gpu_only
+if not MISSING:
+    import cupy
+    from infonce.kernels.gpu import config
+    from infonce.kernels.gpu.device.launcher import Launcher, device_properties
+    from infonce.kernels.gpu.device.launches import Queue
+    from infonce.kernels.gpu.tiled import gradient as gpu_gradients
+
+ITEM = {0: 4, 1: 8, 2: 2, 14: 2}  # bytes of an element, by cuBLAS's number for its type
+
+
+@pytest.mark.parametrize(("dtype", "precision"), CASES[:6])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_large_products_are_of_whole_16_bytes(
+    loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which cuBLAS's fast kernels ask for: of sizes along contiguous memory, strides, addresses."""
+    asked: list[tuple[int, ...]] = []
+    gemm = Queue.gemm
+
+    def recorded(queue: Any, *given: int) -> None:
+        asked.append(given)
+        gemm(queue, *given)
+
+    monkeypatch.setattr(Queue, "gemm", recorded)
+    for n, d in ((1601, 500), (1443, 513)):
+        args = arguments(loss, *pairs("random", n, n, d, dtype_of(dtype), d))
+        check(run(loss, args, precision, 10.0), judged(loss, args, scale=10.0), args, precision,
+              10.0)  # fmt: skip
+    large = [product for product in asked if np.prod(product[2:5], dtype=float) >= 2**28]
+    assert large
+    for _, op_b, m, n, k, _, a, type_a, lda, b, type_b, ldb, _, c, type_c, ldc, *_ in large:
+        assert not any(address % 16 for address in (a, b, c))
+        assert not any(size * ITEM[type_a] % 16 for size in (m, lda))
+        assert not any(size * ITEM[type_b] % 16 for size in (n if op_b else k, ldb))
+        assert not any(size * ITEM[type_c] % 16 for size in (m, ldc))
+
+
+@pytest.mark.parametrize(("dtype", "precision"), CASES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_keys_that_remain(
+    loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer keys than 16 bytes hold, as many, and one more or less; also where blocks are many."""
+    monkeypatch.setattr(gpu_gradients, "LARGE_PRODUCT", 0)
+    sizes = [(5, 1), (5, 3), (9, 7), (9, 8), (8, 9), (20, 15), (17, 17), (130, 127), (120, 129),
+             (260, 250), (600, 521)]  # fmt: skip
+    widths = (1, 7, 8, 9, 63, 64, 65, 100, 127, 129, 260)
+    for i, ((m, n), d) in enumerate(zip(sizes, widths, strict=True)):
+        m = m if loss == "info_nce" else n
+        args = arguments(loss, *pairs("partly aligned", m, n, d, dtype_of(dtype), i))
+        options: dict[str, Any] = {}
+        if loss == "info_nce":
+            options["labels"] = np.random.default_rng(i).integers(0, n, m)
+        ref = judged(loss, args, scale=10.0, **options)
+        for workspace in (2**28, 150_000 + 3000 * d):
+            view = VIEWS[i % len(VIEWS)]
+            out = run(loss, args, precision, 10.0, workspace=workspace, view=view, **options)
+            check(out, ref, args, precision, 10.0)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), CASES[:6])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_features_are_staged_once_where_they_fit(
+    loss: str, dtype: str, precision: str, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both sides of the workspace that has room, to the same gradients."""
+    n, d = 300, 101
+    args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), 2))
+    operands = config.operands(precision, device_properties(cupy.cuda.runtime.getDevice()))
+    row = config.padded(d, operands) * config.OPERAND_BYTES[operands]
+    least = 5 * sum(len(z) for z in args) * row
+    staged: list[str] = []
+    rows = Launcher.rows
+
+    def recorded(launcher: Any, kernel: str, n: int, /, **given: Any) -> None:
+        staged.extend([kernel] * (kernel == "stage"))
+        rows(launcher, kernel, n, **given)
+
+    monkeypatch.setattr(Launcher, "rows", recorded)
+    results = []
+    for workspace in (least, least - 1):
+        staged.clear()
+        results.append(run(loss, args, precision, 10.0, normalize=normalize, workspace=workspace))
+        if workspace == least:
+            assert len(staged) == len(args)
+        elif loss not in ("siglip", "lit"):  # which may take one fold, of one block
+            assert len(staged) > len(args)
+    once, by_blocks = results
+    assert once.loss == pytest.approx(by_blocks.loss, rel=1e-5)
+    if not normalize:
+        ref = judged(loss, args, scale=10.0)
+        for result in results:
+            check(result, ref, args, precision, 10.0)
+    for name, got in once.grads.items():
+        want = np.asarray(by_blocks.grads[name], np.float64)
+        error = np.linalg.norm(np.asarray(got, np.float64) - want)
+        assert error <= 4e-3 * np.linalg.norm(want), name
