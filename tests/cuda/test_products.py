@@ -99,6 +99,9 @@ class HostQueue(Queue):
     def tensor_map(self, data: int, *form: Any) -> Any:
         return None
 
+    def copy(self, to: Any, source: Any, size: int) -> None:
+        """Of finished gradients, which nothing here looks at."""
+
     def zeros(self, n: int, dtype: Any) -> Any:
         return cupy.empty(n, dtype)
 
@@ -129,7 +132,7 @@ def no_gpu_needed() -> Iterator[None]:
 @given(
     m=st.integers(1, 300), n=st.integers(1, 5000), d=st.integers(1, 150),
     precision=st.sampled_from(sorted(ELEMENT)), keys=st.booleans(),
-    workspace=st.sampled_from([2**17, 2**20, 2**22, 2**28]), seed=st.integers(0, 99),
+    workspace=st.sampled_from([2**18, 2**20, 2**22, 2**28]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_gradients_are_products_with_all_of_the_panels(
     m: int, n: int, d: int, precision: str, workspace: int, keys: bool, seed: int
@@ -152,10 +155,12 @@ def test_gradients_are_products_with_all_of_the_panels(
         gradients = Gradients(cupy.empty_like(problem.query), cupy.empty_like(problem.key),
                               cupy.empty(m), want_key=keys)  # fmt: skip
         recorded.solution(problem, gradients, queue)
-    wanted = {False: p @ key.astype(np.float64), True: p.T @ query.astype(np.float64)}
     for of_keys in (False, True)[: 1 + keys]:
+        left, right = (p.T, query) if of_keys else (p, key)
+        right = right.astype(np.float64)
         found = np.stack([queue.sums[of_keys][i] for i in range(n if of_keys else m)])
-        error = np.linalg.norm(found - wanted[of_keys]) / np.linalg.norm(wanted[of_keys])
+        size = np.sqrt(left**2 @ right**2)  # of sums whose terms have random signs
+        error = np.linalg.norm(found - left @ right) / np.linalg.norm(size)
         assert error <= BOUND[precision], (of_keys, error)
 
 
