@@ -115,8 +115,9 @@ def test_rows_are_staged_once() -> None:
     assert not record(512, 4096, 384, "bf16")["stage"]
 
 
-def test_what_other_blocks_overwrite_is_staged_again() -> None:
+def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fold of blocks of other sizes lies between two folds of the same blocks."""
+    monkeypatch.setattr(config, "staged_once", lambda *_: 0)
     m, n, d = 512, 4096, 384
     into = recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
