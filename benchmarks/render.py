@@ -296,7 +296,9 @@ def _ratios(record: Mapping[str, Any]) -> list[tuple[Row, float]]:
     rows = [
         row
         for row in record["results"]
-        if (row.get("loss"), row.get("dtype")) == ("clip", "bfloat16") and "median_s" in row
+        if (row.get("loss"), row.get("dtype")) == ("clip", "bfloat16")
+        and row.get("section") in ("widths", "portable")
+        and "median_s" in row
     ]
     compiled = {
         (row["section"], _case(row)): row["median_s"]
@@ -371,7 +373,7 @@ def draw(results: Path, name: str) -> None:
     """The plots of a record that has some to draw."""
     record = json.loads((results / f"{name}.json").read_text())
     try:
-        if any(map(drawn, record["results"])):
+        if any(drawn(row) and row["method"] == "torch" for row in record["results"]):
             roofline(record, results / f"{name}.png")
             time_and_memory(record, results / f"{name}-peers.png")
         if _ratios(record):
