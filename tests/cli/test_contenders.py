@@ -134,8 +134,10 @@ def test_labels_that_point_into_more_keys(wrt):
             np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.extras
 def test_sections_of_the_benchmark(peers, monkeypatch, tmp_path, capsys):
     """One that fails says so, and the others are measured and written."""
+    pytest.importorskip("cupy")
     script = importlib.import_module("gpu")
     for section in script.SECTIONS.values():
         assert set(section.methods) <= {"auto", *peers.Device.methods}

@@ -273,8 +273,10 @@ class Card:
     id, compute_capability = 0, "90"
 
 
+@pytest.mark.extras
 def test_files_of_a_call_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither file is done before both have begun, each once; an error reaches who waits."""
+    pytest.importorskip("cupy")
     started: dict[tuple[Any, ...], Any] = {}
     monkeypatch.setattr(compiler, "_started", started)
     both = threading.Barrier(2, timeout=30)
