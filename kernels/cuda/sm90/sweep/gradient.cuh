@@ -1,7 +1,4 @@
 // dL/dx of a sweep's tiles (sweep/sweep.cuh), from the factors that tiled/gradient.cu takes too.
-//
-// There a reference exponent is R_i / c, rounded. Here it is R_i, rounded (`factors` of
-// vectors/factors.cuh with `scaled`), so that c x_ij - R_i is one instruction.
 #pragma once
 #include "sm90/sweep/logits.cuh"
 
