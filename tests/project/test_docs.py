@@ -224,7 +224,8 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     readme.write_text("".join(marks))
 
     def row(size: int, method: str, table: str = "Half", **measured: object) -> dict[str, object]:
-        kind = {"section": table.lower(), "table": table, "loss": "clip", "dtype": "bfloat16"}
+        section = "widths" if table == "Wide" else table.lower()
+        kind = {"section": section, "table": table, "loss": "clip", "dtype": "bfloat16"}
         about = {"precision": "auto", "gradient": True, "dim": 512, "size": size}
         return {**kind, **about, "method": method, **measured}
 
