@@ -8,6 +8,7 @@ from bad_calls import CASES, K, Q
 from judge import LOSSES, arguments, pairs
 
 import infonce
+from infonce import dispatch
 from infonce.checks import call as checks
 
 
@@ -134,3 +135,22 @@ def test_the_second_call_of_a_kind_is_not_checked_again(
     again = infonce.clip_loss_and_grad(Q, K, scale=1.0, wrt=wrt)
     for got, want in zip(again.grads, first.grads, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_a_workspace_that_is_given_is_told_from_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who gives one gets no more than that, also if it is as large as the default."""
+    problems: list[Any] = []
+
+    def solve(request: Any) -> Any:
+        problems.append(request.problem)
+        return solved(request)
+
+    solved = dispatch._solve
+    monkeypatch.setattr(dispatch, "_solve", solve)
+    z = np.eye(4)
+    for options in ({}, {"workspace": None}, {"workspace": 2**28}, {"workspace": 2**20}):
+        infonce.clip_loss(z, z, scale=1.0, **options)
+    assert [p.workspace for p in problems] == [2**28, 2**28, 2**28, 2**20]
+    assert [p.workspace_given for p in problems] == [False, False, True, True]

@@ -46,7 +46,7 @@ __device__ __forceinline__ void streamed_products(float (&x)[TILES][64], SweepSh
   for (int i = 0; i < TILES; ++i) fence_accumulators(x[i]);
 }
 #else
-// The same.
+// x = products of this warpgroup's 64 rows with a key tile, added up K-slice by K-slice.
 template <class Epilogue>
 __device__ __forceinline__ void streamed_products(float (&of_tile)[TILES][64], SweepShared<Epilogue>& s,
                                                   PipelineState& pipe, const Lane& lane) {
