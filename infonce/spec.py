@@ -112,8 +112,8 @@ OPTIONS: dict[str, Option] = {
         "int, default 256 MiB",
         """Ceiling on temporary memory in bytes, for "fused" and "tiled". ValueError, with the least
         that will do, where it would cut the M x N logits into more than 4 sqrt(M N) blocks. By
-        default "tiled" on a GPU takes up to five times the bytes of features and gradients if that
-        saves a product: of wide rows, exponentials of all logits are kept from fold to fold.""",
+        default "tiled" on a GPU takes up to a 32nd of its memory if that saves products: of wide
+        rows, exponentials of the logits are kept from fold to fold.""",
         compiled=True,
     ),
     "offload": Option(

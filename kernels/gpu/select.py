@@ -36,8 +36,18 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if fused:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     problem = plain(problem)
+    try:
+        return _tiled(problem, gradients)
+    except MemoryError:
+        if problem.workspace_given:
+            raise
+    # Once more, with no more than the default
+    return _tiled(replace(problem, workspace_given=True), gradients)
+
+
+def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
     if planned(problem):
-        properties = device_properties(device.id)
+        properties = device_properties(problem.query.device.id)
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients)
         )

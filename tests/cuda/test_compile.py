@@ -64,7 +64,7 @@ def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
 def test_other_variants(name: str) -> None:
     """One direction, or no panel; ids and factors; sums in two levels; a card whose shared memory
     has no room for two blocks."""
-    device, small = DEVICES["sm_90a"], config.Device("89", 128, 99 * 1024, 100 * 1024)
+    device, small = DEVICES["sm_90a"], config.Device("89", 128, 99 * 1024, 100 * 1024, 24 * 2**30)
     two_blocks, two_levels = (config.tile_for("bf16", d, device) for d in (64, 4096))
     assert (two_blocks.min_blocks, two_levels.levels) == (2, 2)
     compile_within_budget(name, "bf16", "sm_90a", two_blocks, 0)
@@ -138,19 +138,20 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("columns", [0, 1])
-def test_kept_exponentials(columns: int, extras: bool) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16x3"])
+def test_kept_exponentials(precision: str, columns: int, extras: bool) -> None:
     """The log-sum-exp sweep that stores them, and the kernel that makes a gradient of them."""
-    sweep = config.sweep_for("bf16", 2304, DEVICES["sm_90a"], extras)
+    sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras)
     assert sweep is not None
     defines = {
-        "PRECISION": "BF16", **config.defines(sweep, True, True), "IDS": int(extras),
+        "PRECISION": precision.upper(), **config.defines(sweep, True, True), "IDS": int(extras),
         "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "KEEP": 1,
     }  # fmt: skip
     options = ("--ptxas-options=-v",)
     log = compiler.compile_for("sm90/sweep_lse.cu", defines, "sm_90a", options)[1]
     assert "serialized" not in log
     assert spilled(log) <= SWEEPS["lse"][1], (defines, log)
-    defines = {"PRECISION": "BF16", "COLUMNS": columns}
+    defines = {"PRECISION": precision.upper(), "COLUMNS": columns}
     log = compiler.compile_for("sm90/kept_gradient.cu", defines, "sm_90a", options)[1]
     assert spilled(log) == 0
 

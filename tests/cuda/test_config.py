@@ -121,7 +121,7 @@ def test_two_blocks_share_a_multiprocessor_where_they_fit(precision: str) -> Non
         assert (tile.warp_n, tile.stages, tile.min_blocks) == (64, stages, 2)
         of_all = 2 * (tile.shared + tile.static_shared + 1024)
         assert of_all <= device.shared_memory_of_all
-    small = config.Device("89", 128, 99 * 1024, 100 * 1024)
+    small = config.Device("89", 128, 99 * 1024, 100 * 1024, 24 * 2**30)
     assert config.tile_for(precision, 512, small).min_blocks == 1
 
 
@@ -134,7 +134,7 @@ def test_a_launch_has_as_many_blocks_as_run_at_once() -> None:
 
 def test_device_with_too_little_shared_memory() -> None:
     with pytest.raises(ValueError, match="shared memory"):
-        config.tile_for("fp32", 64, config.Device("75", 1, 48 * 1024, 48 * 1024))
+        config.tile_for("fp32", 64, config.Device("75", 1, 48 * 1024, 48 * 1024, 2**34))
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
@@ -221,8 +221,7 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
     """Where 16-bit dK of 65536 keys has no room in float32, half of it lies in its destination; not
     where it fits a quarter of the workspace, nor where the other half has no room."""
     n = 65536
-    device = config.Device("90", 132, 227 * 1024, 228 * 1024)
-    sweep = config.sweep_for("bf16", 2 * d, device, False)
+    sweep = config.sweep_for("bf16", 2 * d, DEVICES["sm_90a"], False)
     needs = config.Needs(
         "bf16", False, False, False, True, True, True, sweep, False, overlay_row=2 * d
     )
@@ -236,40 +235,54 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
         assert cut == config.blocking((n, n, d), replace(needs, overlay_row=0), 2**28, 128, square)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16x3"])
 @pytest.mark.parametrize("overlaid", [False, True])
 @pytest.mark.parametrize("shape", [(200, 128, 520), (385, 257, 1024), (16384, 16384, 2048)])
-def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool) -> None:
-    """All logits are one block then. Where accumulators have no room, the first of them overlay
-    their destination; with one byte less, nothing is kept."""
+def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool, precision: str) -> None:
+    """Of all logits, in one block, or of the first columns: as many as fit, 8192 at least.
+    Accumulators overlay their destination where more fits then."""
     m, n, d = shape
-    sweep = config.sweep_for("bf16", 2 * d, DEVICES["sm_90a"], False)
+    item = config.OPERAND_BYTES[precision]
+    sweep = config.sweep_for(precision, 2 * d, DEVICES["sm_90a"], False)
+    assert sweep is not None
     needs = config.Needs(
-        "bf16", True, True, True, True, True, True, sweep, overlay_row=2 * d * overlaid
+        precision, True, True, True, True, True, True, sweep, overlay_row=item * d * overlaid
     )
 
     def blockings(keep: int) -> tuple[config.Blocking, config.Blocking, int]:
-        return config.blockings(shape, needs, 2**28, 256, False, keep)
+        return config.blockings(shape, needs, 2**28, sweep.block_n, False, keep)
 
     first, second, size = blockings(2**40)
-    assert first == second == config.Blocking(m, n, n, 0, kept=True)
-    panel = 2 * m * config.panel_stride(n, "bf16")
+    assert first == second == config.Blocking(m, n, n, 0, kept=n)
+    panel = item * m * config.panel_stride(n, precision)
     assert size > panel + 4 * d * (m + n)
-    assert blockings(size)[0] == first
-    least = size
-    if overlaid and n >= 256:
-        _, other, least = blockings(size - 1)
-        assert other.kept
-        assert other.overlaid == n // 2 // 128 * 128
-    assert least <= size
-    assert not blockings(least - 1)[0].kept
+    assert blockings(size) == (first, second, size)
+    if overlaid and n >= 256:  # less room: whole all the same, then in part
+        first, second, size = blockings(size - 1)
+        assert (first.kept, second.overlaid) == (n, needs.border(n, d))
+        assert (first.columns, first.overlaid) == (n, 0)
+    kept = n
+    for room in range(size, size // 40, -(size // 40)):
+        first, second, taken = blockings(room)
+        if not first.kept:
+            assert second.kept == 0
+            break
+        assert taken <= room
+        assert second.kept == second.columns == first.kept <= kept
+        assert second.rows == first.rows == m
+        kept = first.kept
+        assert kept == n or kept % sweep.block_n == 0
+        blocks = second.column_blocks(n)
+        assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
+        assert blocks[-1].stop == n
+        for border in (kept, second.overlaid):
+            assert all(b.stop <= border or b.start >= border for b in blocks)
+    assert kept == n if n <= 8192 else 8192 <= kept < 1.1 * 8192
     assert not blockings(0)[0].kept
     # beside operands that are staged once, which the folds then do not stage
-    staged = 2 * (m + n) * config.padded(d, "bf16")
+    staged = item * (m + n) * config.padded(d, precision)
     needs = replace(needs, staged_once=staged)
-    assert blockings(size)[:2] == (first, first)
-    assert blockings(size)[2] == size - staged
-    if not overlaid:
-        assert not blockings(size - 1)[0].kept
+    assert blockings(2**40)[2] == config.blockings(shape, needs, 2**28, 256, False, 2**40)[2]
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -239,11 +239,15 @@ def test_portable_kernels(loss: str, multiprocessors: int, monkeypatch: pytest.M
         check(run(loss, args, precision, 20.0), ref, args, precision, 20.0)
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "bf16"), ("float32", "fp16x3")])
 @pytest.mark.parametrize("loss", ["clip", "info_nce"])
 @pytest.mark.parametrize("kind", ["random", "rising", "lengths"])
-def test_kept_exponentials(loss: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exponentials kept between the folds, in one block and around the border of accumulators that
-    overlay their destination; query panels whose logits lie too far apart are computed anew."""
+def test_kept_exponentials(
+    loss: str, kind: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exponentials kept between the folds: of all logits in one block, of all on either side of the
+    border of accumulators that overlay their destination, of the first columns. Query panels
+    whose logits lie too far apart are computed anew."""
     if launcher.device_properties(cupy.cuda.runtime.getDevice()).capability != "90":
         pytest.skip("for Hopper")
     contexts: list[Any] = []
@@ -255,6 +259,8 @@ def test_kept_exponentials(loss: str, kind: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(context.Context, "__init__", noted)
     monkeypatch.setattr(select, "_compile_kernels", lambda *_: None)  # which makes them too
+    monkeypatch.setattr(config.workspace, "LEAST_KEPT", 256)
+    asked = {"fp16x3": "fp32"}.get(precision, precision)
     anew = 0
     for i, (m, n, d) in enumerate(((128, 128, 520), (257, 385, 1024), (700, 1301, 600))):
         if loss == "clip":
@@ -265,25 +271,42 @@ def test_kept_exponentials(loss: str, kind: str, monkeypatch: pytest.MonkeyPatch
             image = image + image[0]
         elif kind == "lengths":
             image = image * np.exp(np.random.default_rng(i).standard_normal((m, 1)))
-        args = arguments(loss, image.astype(BFLOAT16), text.astype(BFLOAT16))
+        args = arguments(loss, image.astype(dtype_of(dtype)), text.astype(dtype_of(dtype)))
         for scale in (1.0, 14.0, 200.0):
             ref = judged(loss, args, scale=scale)
-            workspace = 2**28
-            for overlaid in (False, n >= 256):
+            columns: list[int] = []
+            workspaces = [2**28]
+            for workspace in workspaces:
                 contexts.clear()
-                check(run(loss, args, "bf16", scale, workspace=workspace), ref, args, "bf16", scale)
+                out = run(loss, args, asked, scale, workspace=workspace)
+                check(out, ref, args, asked, scale)
                 (found,) = contexts
+                assert found.precision == precision
                 assert found.kept is not None
-                assert (found.blocking.overlaid > 0) == overlaid
                 anew += int(found.kept.anew.sum())
-                if n >= 256:  # too little for accumulators beside the gradients
-                    needs = found.needs
-                    whole = config.workspace._whole((m, n, d), needs, 2**40, found.tile.block_n)
-                    assert whole is not None
-                    workspace = whole[2] - 1
+                if not columns:
+                    workspaces += [w for w in smaller_workspaces((m, n, d), found) if w]
+                columns.append(found.kept.columns)
+            assert columns[0] == n
+            assert min(columns) < n or n < 1301
     contexts.clear()
-    out = run(loss, args, "bf16", scale, workspace=2 * m * n)  # less than the panel of all logits
+    out = run(loss, args, asked, scale, workspace=2**20)  # has no room for 256 columns
     assert contexts[0].kept is None
-    check(out, ref, args, "bf16", scale)
+    check(out, ref, args, asked, scale)
     if kind == "lengths":
         assert anew > 0
+
+
+def smaller_workspaces(shape: tuple[int, int, int], of: Any) -> list[int]:
+    """The largest workspaces in which all exponentials are kept around a border, and a part; 0 for
+    those that do not exist."""
+    found = [0, 0]
+    block_n = of.sweep.block_n
+    _, _, size = config.workspace._keeping(shape, of.needs, 2**40, block_n)
+    for room in range(size - 1, size // 20, -(size // 50)):
+        kept = config.workspace._keeping(shape, of.needs, room, block_n)
+        if kept is not None:
+            part = kept[1].kept < shape[1]
+            if not found[part] and (part or kept[1].overlaid):
+                found[part] = room
+    return found

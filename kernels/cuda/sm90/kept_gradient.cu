@@ -1,7 +1,7 @@
 // Gradient fold where the exponentials of a block were kept (sweep_lse.cu): the panel of them becomes the
 // gradient panel P = dL/dx, in place and without products.
 //
-// Kept is e = 2^(c x_ij - r), rounded, with one reference exponent r for 16 rows and 128 columns. With the
+// Kept is e = 2^(c x_ij - r), as sweep_lse.cu wrote it, with one reference exponent r for 16 rows and 128 columns. With the
 // factors of sweep/gradient.cuh and s_i = 2^(r - R_i),
 //
 //     P_ij = e (a_i s_i + u_i s_i v_j)              `shared`: one exponential
@@ -17,7 +17,7 @@
 constexpr int STRIP = 16;      // rows with one reference exponent, all by one thread
 constexpr int GROUP = 8;       // columns of a thread: 16 bytes
 constexpr int KEPT_THREADS = 128;
-constexpr int AT_ONCE = 4;     // rows whose loads are in flight together
+constexpr int AT_ONCE = 4 / PARTS;  // rows whose loads are in flight together
 
 // A block of threads has 16 rows of KEPT_THREADS * GROUP columns.
 extern "C" __global__ void __launch_bounds__(KEPT_THREADS)
@@ -38,14 +38,16 @@ kept_gradient(const __grid_constant__ Block b, const __grid_constant__ Factors f
     factor[i] = b.k.factor && inside ? b.k.factor[j] : 1;
   }
   uint4* at = (uint4*)(panel.data + row0 * panel.stride + column);
-  const i64 step = panel.stride / GROUP;
+  const i64 step = panel.stride / GROUP, part_step = panel.part / GROUP;
   const int rows = (int)min((i64)STRIP, b.q.rows - row0);
 #pragma unroll
   for (int first = 0; first < STRIP; first += AT_ONCE) {
-    uint4 e[AT_ONCE];
+    uint4 e[AT_ONCE][PARTS];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (first + i < rows) e[i] = at[(first + i) * step];
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        if (first + i < rows) e[i][part] = at[(first + i) * step + part * part_step];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       if (first + i >= rows) continue;
@@ -54,14 +56,18 @@ kept_gradient(const __grid_constant__ Block b, const __grid_constant__ Factors f
       if (b.q.factor) s *= b.q.factor[row];
       const float a = f.a[row] * s;
       const float u = !COLUMNS ? 0 : one ? f.u[row] * s : b.q.factor ? b.q.factor[row] : 1;
-      u32* word = (u32*)&e[i];
 #pragma unroll
       for (int k = 0; k < GROUP / 2; ++k) {
-        float x0 = __uint_as_float(word[k] << 16) * fmaf(u, w[2 * k], a) * factor[2 * k];
-        float x1 = __uint_as_float(word[k] & 0xffff0000u) * fmaf(u, w[2 * k + 1], a) * factor[2 * k + 1];
-        word[k] = round_pair(x0, x1);
+        u32 &word = ((u32*)&e[i][0])[k], &other = ((u32*)&e[i][PARTS - 1])[k];
+        float x0 = __uint_as_float(PARTS == 2 ? word : word << 16);
+        float x1 = __uint_as_float(PARTS == 2 ? other : word & 0xffff0000u);
+        x0 *= fmaf(u, w[2 * k], a) * factor[2 * k];
+        x1 *= fmaf(u, w[2 * k + 1], a) * factor[2 * k + 1];
+        word = round_pair(x0, x1);
+        if (PARTS == 2) other = round_pair(x0, x1);
       }
-      at[(first + i) * step] = e[i];
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) at[(first + i) * step + part * part_step] = e[i][part];
     }
   }
 }

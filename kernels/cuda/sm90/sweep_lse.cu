@@ -20,8 +20,10 @@
 //
 // MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
 //
-// KEEP: the exponentials are kept, in bfloat16, in the memory of the gradient panel, with the reference
-// exponent of each strip and tile. The gradient fold then needs no products for them (kept_gradient.cu).
+// KEEP: the exponentials are kept in the memory of the gradient panel, with the reference exponent of
+// each strip and tile. The gradient fold then needs no products for them (kept_gradient.cu). They are
+// rounded to bfloat16. Where panels have two parts they are float32: the first part's words hold the even
+// columns, the second's the odd ones.
 // Where a tile's logits lie too far apart for one reference exponent, its query panel is marked: it will be
 // computed anew.
 #include "sm90/sweep/logits.cuh"
@@ -51,6 +53,7 @@ constexpr int REFERENCE_STEP = 32;  // between reference exponents
 // Rows of a kept tile have reference exponents this close to the strip's at least. What is lost of a row is
 // below 2^-126 of the strip's exponent then, nothing beside its largest term.
 constexpr float MAX_KEPT_DISTANCE = 64;
+constexpr int KEPT_WORDS = 32 * PARTS;  // a thread's exponentials of a tile
 
 // Where the exponentials go, and what they are relative to.
 struct Kept {
@@ -119,7 +122,7 @@ struct Lse {
       // In a triangle the pair is met once, and its other row is this column
       if (b.triangle) positive[b.positives[row(half)] - b.first_column] = logit;
     });
-    u32 words[32];  // exponentials, two to a word (KEEP)
+    u32 words[KEPT_WORDS];  // exponentials (KEEP)
     bool good = true;
     if (MAXIMA || !sum_with_shared_reference(x, words)) good = sum_with_own_references(x, words);
     if (!KEEP) return;
@@ -149,7 +152,8 @@ struct Lse {
   }
 
   // Sums against the strip's reference exponent. False, and nothing has changed, if it does not serve.
-  __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64], u32 (&words)[32]) {
+  __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64],
+                                                            u32 (&words)[KEPT_WORDS]) {
     const float shift[2] = {reference, reference};
     float sum[2];
     bool good = sums<false>(x, shift, nullptr, reference, sum, words);
@@ -175,7 +179,8 @@ struct Lse {
 
   // Sums against a reference exponent of each row. Returns whether the strip's, which is the highest of
   // them from now on, serves for all of the tile's exponentials.
-  __device__ __forceinline__ bool sum_with_own_references(const float (&x)[64], u32 (&words)[32]) {
+  __device__ __forceinline__ bool sum_with_own_references(const float (&x)[64],
+                                                          u32 (&words)[KEPT_WORDS]) {
     float own[2], shift[2], weight[2], sum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -211,7 +216,7 @@ struct Lse {
   template <bool OWN>
   __device__ __forceinline__ bool sums(const float (&x)[64], const float (&shift)[2],
                                        const float* weight, float top, float (&sum)[2],
-                                       u32 (&words)[32]) {
+                                       u32 (&words)[KEPT_WORDS]) {
     bool good = true;
     sum[0] = sum[1] = 0;
 #pragma unroll
@@ -226,7 +231,10 @@ struct Lse {
         if (COLUMNS) eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : e0 + e1;
 #if KEEP
         const float kept0 = OWN ? e0 * weight[0] : e0, kept1 = OWN ? e1 * weight[1] : e1;
-        if (k % 2 == 0) {
+        if (PARTS == 2) {
+          words[i] = __float_as_uint(kept0);
+          words[i + 2] = __float_as_uint(kept1);
+        } else if (k % 2 == 0) {
           words[i / 2] = __float_as_uint(kept0);
           words[i / 2 + 1] = __float_as_uint(kept1);
         } else {

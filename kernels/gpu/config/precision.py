@@ -29,6 +29,7 @@ class Device:
     multiprocessors: int
     shared_memory: int  # bytes that a block can have
     shared_memory_of_all: int  # bytes that the blocks of one multiprocessor share
+    memory: int  # bytes of all of its memory
 
 
 def operands(precision: str, device: Device) -> str:

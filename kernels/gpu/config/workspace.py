@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 
-from ...problem import least_block_side, workspace_too_small
+from ...problem import least_block_side, slices, workspace_too_small
 from .precision import (
     ACCUMULATOR_BYTES,
     LONGEST_SUM,
@@ -22,6 +23,9 @@ from .precision import (
 from .sweep import Sweep
 from .tile import BLOCK_M, Tile
 
+# Columns whose exponentials are kept, at least, or all: blocks have all rows then, and with fewer
+# columns their products take longer than what is saved
+LEAST_KEPT = 8192
 # Of adding up a tile of an accumulator, and of one product more, in the time of 512 terms of a tile
 ADDING_COST, LAUNCH_COST = 0.012, 2
 
@@ -137,7 +141,13 @@ class Blocking:
     columns: int
     key_rows: int  # rows of dK that accumulate at once; 0: all of them, in their destination
     overlaid: int = 0  # the first of them, whose accumulators overlay dK's destination
-    kept: bool = False  # the panel holds the exponentials of all logits between the folds
+    # Columns, from the first, whose exponentials the panel holds between the folds, of all rows
+    kept: int = 0
+
+    def column_blocks(self, n: int) -> list[slice]:
+        """Blocks of n columns, none on both sides of what is overlaid, or of what is kept."""
+        borders = sorted({0, self.overlaid, self.kept, n})
+        return [of for a, b in pairwise(borders) for of in slices(b, self.columns, a)]
 
 
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
@@ -200,12 +210,12 @@ def blockings(
 ) -> tuple[Blocking, Blocking, int]:  # fmt: skip
     """Blocks of the log-sum-exp fold and, with its panels smaller ones, of the gradient fold; and
     the bytes that serve both. ValueError where blocks that fit would be too many (`few_blocks`).
-    `keep`: if so many bytes hold all logits' exponentials, they are kept between the folds."""
+    `keep`: so many bytes may be taken to keep exponentials between the folds, as many as fit."""
     folds = needs.of_statistics, needs.of_gradient
     least = max(least_workspace(shape, of, block_n) for of in folds)
     if workspace < least:
         raise ValueError(workspace_too_small(shape, least, workspace))
-    kept = _whole(shape, needs, keep, block_n) if keep else None
+    kept = _keeping(shape, needs, keep, block_n) if keep else None
     if kept is not None:
         return kept
     first, second = (blocking(shape, of, workspace, block_n, symmetric) for of in folds)
@@ -213,22 +223,36 @@ def blockings(
     return first, second, max(sizes)
 
 
-def _whole(
+def _keeping(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
 ) -> tuple[Blocking, Blocking, int] | None:
-    """`blockings` where all logits are one block, whose exponentials are kept; None if that does
-    not fit."""
+    """`blockings` that keep the exponentials of as many columns as fit; None if these are too few.
+
+    Blocks have all rows. The first is kept; the gradient panels of the others take its memory.
+    Accumulators of dK overlay their destination only where more is kept then.
+    """
     m, n, d = shape
     key_rows = n if needs.key_accumulator else 0
-    border = needs.border(n, d)
     beside_panel = replace(needs.of_gradient, gradient=False)  # the panel is counted as kept
-    for overlaid in (0, border) if key_rows else (0,):
-        of = Blocking(m, n, key_rows, overlaid, kept=True)
+
+    def size(overlaid: int, columns: int) -> int:
+        of = Blocking(m, columns, key_rows, overlaid)
         sizes = (fold.size(of, d, block_n) for fold in (needs.of_statistics, beside_panel))
-        size = needs.kept(m, n, d) + max(sizes)
-        if size + needs.staged_once <= workspace:
-            return of, of, size
-    return None
+        return needs.kept(m, columns, d) + max(sizes) + needs.staged_once
+
+    def fits(overlaid: int, columns: int) -> bool:
+        return size(overlaid, columns) <= workspace
+
+    found: tuple[Blocking, Blocking, int] | None = None
+    for overlaid in (0, needs.border(n, d)) if key_rows else (0,):
+        columns = _largest(n, partial(fits, overlaid))
+        if columns < n and needs.sweep is not None:
+            columns -= columns % needs.sweep.block_n
+        least = min(n, LEAST_KEPT) if found is None else found[0].kept + 1
+        if columns >= least:
+            of = Blocking(m, columns, key_rows, overlaid, kept=columns)
+            found = replace(of, overlaid=0), of, size(overlaid, columns) - needs.staged_once
+    return found
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -25,6 +25,7 @@ def device_properties(index: int) -> config.Device:
         attributes["MultiProcessorCount"],
         attributes["MaxSharedMemoryPerBlockOptin"],
         attributes["MaxSharedMemoryPerMultiprocessor"],
+        device.mem_info[1],
     )
 
 

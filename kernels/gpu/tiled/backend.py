@@ -49,8 +49,7 @@ class GPU:
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
         of = self.context.blocking
-        step, border = of.columns, of.overlaid
-        columns = [*problems.slices(border, step), *problems.slices(n, step, border)]
+        columns = of.column_blocks(n)
         rows = columns if problem.symmetric else problems.slices(m, of.rows)
         return Grid(rows, columns, triangle)
 
@@ -73,7 +72,7 @@ class GPU:
         context = self.context
         if isinstance(epilogue, Statistics):
             (m, n, _), of = problem.shape, context.statistics_blocking
-            rows, columns = problems.slices(m, of.rows), problems.slices(n, of.columns)
+            rows, columns = problems.slices(m, of.rows), of.column_blocks(n)
             grid = problems.fast_replace(grid, rows=rows, columns=columns)
             StatisticsFold(context, problem, grid, epilogue).run()
             if epilogue.row_rank is not None:

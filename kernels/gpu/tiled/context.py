@@ -19,7 +19,10 @@ from .operands import Kept, Panel, Scratch, Side, in_place, overlay
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
 # kernels/cuda/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
 ONE_PASS = ("bf16x3", "bf16")
-KEEP_SHARE = 5  # of features and gradients: more memory than this is not taken unasked
+# Exponentials are kept of rows of so many K-slices: in bfloat16, or in float32 in the place of the
+# two float16 parts of dL/dx
+LEAST_SLICES = {"bf16": 9, "fp16x3": 12}
+KEEP_SHARE = 32  # one part in so many of the device's memory is taken for them unasked
 
 
 class Context:
@@ -118,23 +121,28 @@ class Context:
         )  # fmt: skip
         keep = 0
         if both_folds and gradients is not None and self._may_keep(problem, gradients):
-            keep = _room_to_keep(problem, gradients)
+            keep = problem.workspace
+            if not problem.workspace_given:
+                keep = max(keep, self.properties.memory // KEEP_SHARE)
         self.statistics_blocking, self.blocking, size = config.blockings(
             problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric, keep
         )
         self.scratch, self.kept = Scratch(size), None
         # rows that lie staged at an address of the scratch, in a fold's layout: its buffers' rows
         self.staged: dict[tuple[int, int], dict[int, slice]] = {}
-        if self.blocking.kept:
-            m, n, d = problem.shape
-            panel = Panel(self.scratch.keep((self.needs.panel(m, n, d),)), n, self.precision)
-            self.kept = Kept(self.scratch, self.launcher.queue, panel, m)
+        columns = self.blocking.kept
+        if columns:
+            m, _, d = problem.shape
+            memory = self.scratch.keep((self.needs.panel(m, columns, d),))
+            panel = Panel(memory, columns, self.precision)
+            self.kept = Kept(self.scratch, self.launcher.queue, panel, m, columns)
 
     def _may_keep(self, problem: Problem, gradients: Gradients) -> bool:
-        """Whether keeping exponentials would be right and pay. Bfloat16 has the exponents that they
-        need. Of rows up to 1024 bytes, products take less time than writing and reading."""
+        """Whether keeping exponentials would be right and pay: they need the exponents of bfloat16
+        or float32, and products of shorter rows take less time than writing and reading."""
+        least = LEAST_SLICES.get(self.precision)
         return (
-            self.sweep is not None and self.sweep.wide and self.precision == "bf16"
+            self.sweep is not None and least is not None and self.sweep.k_slices >= least
             and not (problem.symmetric or problem.retrieval_ranks or problem.bias is not None)
             and not one_pass(problem, gradients)
         )  # fmt: skip
@@ -210,12 +218,3 @@ class Context:
             m=m, d=d, marks=problem.marks, out=out, any_key_not_finite=any_key,
         )  # fmt: skip
         return out
-
-
-def _room_to_keep(problem: Problem, gradients: Gradients) -> int:
-    """Bytes of a workspace in which exponentials are kept."""
-    if problem.workspace_given:
-        return problem.workspace
-    arrays = problem.query, problem.key, gradients.query, gradients.key
-    whole = sum(int(z.nbytes) for z in arrays if z is not None)
-    return max(problem.workspace, KEEP_SHARE * whole)

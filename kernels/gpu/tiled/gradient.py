@@ -295,8 +295,10 @@ class SoftmaxFold(GradientFold):
         factors, of_columns = self.factors(rows, columns), int(self.two_sided)
         kept, wanted = self.context.kept, None
         if kept is not None:
-            self.panel, wanted = kept.panel.from_column(columns.start), kept.anew
-            self.from_kept(kept, rows, columns, factors)
+            self.panel = kept.panel
+            if kept.has(columns):
+                self.panel, wanted = kept.panel.from_column(columns.start), kept.anew
+                self.from_kept(kept, rows, columns, factors)
         if isinstance(self.tile, config.Tile):
             tiled: Fields = {"factors": factors, "panel": self.panel.fields}
             self.launch_tiles("gradient", rows, columns, tiled, COLUMNS=of_columns)

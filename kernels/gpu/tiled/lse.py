@@ -55,6 +55,8 @@ class StatisticsFold(Fold):
         else:
             kept = self.context.kept
             arguments |= {"marks": self.marks, "kept": NOTHING_KEPT} | NO_PANEL
+            if kept is not None and not kept.has(columns):
+                kept = None
             if kept is not None:
                 tensor_map = kept.panel.map(self.launcher.queue, m)
                 arguments |= {"kept": kept.fields, "panel": kept.panel.fields}

@@ -188,13 +188,20 @@ NO_PANEL: Fields = {
 
 
 class Kept:
-    """Exponentials of all logits, which the log-sum-exp fold leaves to the gradient fold in the
-    memory of the gradient panel: see kernels/cuda/sm90/sweep_lse.cu."""
+    """Exponentials of the first columns' logits, which the log-sum-exp fold leaves to the gradient
+    fold in the memory of the gradient panel: see kernels/cuda/sm90/sweep_lse.cu."""
 
-    def __init__(self, scratch: Scratch, queue: Queue, panel: Panel, rows: int) -> None:
-        self.panel, self.tiles = panel, -(-panel.part // config.BLOCK_M)
+    def __init__(
+        self, scratch: Scratch, queue: Queue, panel: Panel, rows: int, columns: int
+    ) -> None:
+        self.panel, self.columns = panel, columns
+        self.tiles = -(-columns // config.BLOCK_M)
         self.references = scratch.keep((-(-rows // STRIP), self.tiles), np.float32)
         self.anew = queue.zeros(-(-rows // config.BLOCK_M), np.int32)
+
+    def has(self, columns: slice) -> bool:
+        """Whether exponentials of a block of these columns are kept."""
+        return bool(columns.stop <= self.columns)
 
     @property
     def fields(self) -> Fields:

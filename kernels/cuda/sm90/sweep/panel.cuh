@@ -39,13 +39,21 @@ struct GradientPanelStrip {
       send(row, column + part * (int)panel.part, lane);
     }
   }
-  // The same of rounded elements, two to a word.
-  __device__ __forceinline__ void store(const u32 (&words)[32], int s, int row, int column,
+  // The same of words as they are: of each pair of columns, one for each part.
+  __device__ __forceinline__ void store(const u32 (&words)[32 * PARTS], int s, int row, int column,
                                         const Lane& lane) const {
-    if (16 * s % PIECE == 0) piece_read(lane);
-    stmatrix_x4(piece + (put ^ 16 * s % PIECE), words[4 * s], words[4 * s + 1], words[4 * s + 2],
-                words[4 * s + 3]);
-    if (16 * (s + 1) % PIECE == 0) send(row, column + 16 * (s + 1) - PIECE, lane);
+    if (16 * (s + 1) % PIECE) return;
+    const int first = s + 1 - PIECE / 16;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      piece_read(lane);
+#pragma unroll
+      for (int k = 4 * first; k < 4 * (s + 1); k += 4)
+        stmatrix_x4(piece + (put ^ 4 * k % PIECE), words[PARTS * k + part],
+                    words[PARTS * (k + 1) + part], words[PARTS * (k + 2) + part],
+                    words[PARTS * (k + 3) + part]);
+      send(row, column + 16 * first + part * (int)panel.part, lane);
+    }
   }
   // The TMA store's reads of the piece come before the writes that follow.
   __device__ __forceinline__ void piece_read(const Lane& lane) const {
