@@ -141,6 +141,9 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   if (of_these >= n) return;
   const Real* sum = acc + of_these * acc_stride;
   const i64 row = first + of_these;
+  prefetch_row(sum, d * sizeof(Real), lane, lanes);
+  if (factor || dots) prefetch_row(z, row, d, lane, lanes);
+  if (!positives.partner && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
   const double root_of_unit = signed_root(unit[unit_step * row]) * sqrt(shift ? *shift : 1.0);
   double dot = 0;
   if (!factor) {  // all at once, in the products' precision

@@ -245,6 +245,10 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* from
 __device__ __forceinline__ void tma_stores_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+// All stores that this thread started are complete.
+__device__ __forceinline__ void tma_stores_written() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 // Raise or lower the number of registers of each thread of this warpgroup (setmaxnreg).
 template <int N>

@@ -22,6 +22,17 @@ __device__ __forceinline__ uint4 get_16_bytes(const char* from) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// A row's lanes ask for `bytes` bytes of it: they are in the L2 cache when they are read, one after another.
+__device__ __forceinline__ void prefetch_row(const void* row, i64 bytes, int lane, int lanes) {
+  constexpr int LINE = 128;
+  for (i64 at = lane * LINE; at < bytes; at += lanes * LINE)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)row + at));
+}
+__device__ __forceinline__ void prefetch_row(const Matrix& z, i64 row, i64 d, int lane, int lanes) {
+  const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;
+  if (z.column_stride == 1) prefetch_row(z.data + row * z.row_stride * size, d * size, lane, lanes);
+}
+
 // Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
 constexpr int LANE_FEATURES = 8;
 template <class T>

@@ -53,7 +53,6 @@ constexpr int REFERENCE_STEP = 32;  // between reference exponents
 // Rows of a kept tile have reference exponents this close to the strip's at least. What is lost of a row is
 // below 2^-126 of the strip's exponent then, nothing beside its largest term.
 constexpr float MAX_KEPT_DISTANCE = 64;
-constexpr int KEPT_WORDS = 32 * PARTS;  // a thread's exponentials of a tile
 
 // Where the exponentials go, and what they are relative to.
 struct Kept {
@@ -122,18 +121,20 @@ struct Lse {
       // In a triangle the pair is met once, and its other row is this column
       if (b.triangle) positive[b.positives[row(half)] - b.first_column] = logit;
     });
-    u32 words[KEPT_WORDS];  // exponentials (KEEP)
     bool good = true;
-    if (MAXIMA || !sum_with_shared_reference(x, words)) good = sum_with_own_references(x, words);
-    if (!KEEP) return;
-    const int first_row = work.panel * PANEL_ROWS + lane.row() - lane.g;
-    if (lane.lane == 0 && first_row < b.q.rows) {
-      if (good) kept.references[first_row / 16 * kept.stride + t] = reference;
-      else kept.anew[first_row / ONLINE_PANEL_ROWS] = 1;
+    if (MAXIMA || !sum_with_shared_reference(x, t)) {
+      if (KEEP) out->written(lane);
+      good = sum_with_own_references(x, t);
     }
-    if (good)
-#pragma unroll
-      for (int s = 0; s < SLICES; ++s) out->store(words, s, first_row, t * TILE_COLUMNS, lane);
+    if (!KEEP) return;
+    if (lane.lane == 0 && first_row() < b.q.rows) {
+      if (good) kept.references[first_row() / 16 * kept.stride + t] = reference;
+      else kept.anew[first_row() / ONLINE_PANEL_ROWS] = 1;
+    }
+  }
+
+  __device__ __forceinline__ int first_row() const {  // of this warp's strip
+    return work.panel * PANEL_ROWS + lane.row() - lane.g;
   }
 
   // Of this thread's column.
@@ -152,11 +153,10 @@ struct Lse {
   }
 
   // Sums against the strip's reference exponent. False, and nothing has changed, if it does not serve.
-  __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64],
-                                                            u32 (&words)[KEPT_WORDS]) {
+  __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64], int t) {
     const float shift[2] = {reference, reference};
     float sum[2];
-    bool good = sums<false>(x, shift, nullptr, reference, sum, words);
+    bool good = sums<false>(x, t, shift, nullptr, reference, sum);
     if (__any_sync(ALL_LANES, !good || sum[0] > MAX_TILE_SUM || sum[1] > MAX_TILE_SUM)) return false;
     if (steady) {
 #pragma unroll
@@ -179,8 +179,7 @@ struct Lse {
 
   // Sums against a reference exponent of each row. Returns whether the strip's, which is the highest of
   // them from now on, serves for all of the tile's exponentials.
-  __device__ __forceinline__ bool sum_with_own_references(const float (&x)[64],
-                                                          u32 (&words)[KEPT_WORDS]) {
+  __device__ __forceinline__ bool sum_with_own_references(const float (&x)[64], int t) {
     float own[2], shift[2], weight[2], sum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -196,7 +195,7 @@ struct Lse {
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, lanes));
 #pragma unroll
     for (int h = 0; h < 2; ++h) weight[h] = own[h] == LOW ? 0 : exp2_(own[h] - top);
-    bool good = sums<true>(x, shift, weight, top, sum, words);
+    bool good = sums<true>(x, t, shift, weight, top, sum);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       add(row_max[h], row_sum[h], own[h], sum[h]);
@@ -212,12 +211,15 @@ struct Lse {
     return REFERENCE_STEP * (rintf(x * c / REFERENCE_STEP) - 1);
   }
 
-  // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN.
+  // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN. KEEP
+  // stores the exponentials, in pieces, so that each is on its way while the next is computed.
   template <bool OWN>
-  __device__ __forceinline__ bool sums(const float (&x)[64], const float (&shift)[2],
-                                       const float* weight, float top, float (&sum)[2],
-                                       u32 (&words)[KEPT_WORDS]) {
+  __device__ __forceinline__ bool sums(const float (&x)[64], int t, const float (&shift)[2],
+                                       const float* weight, float top, float (&sum)[2]) {
     bool good = true;
+#if KEEP
+    u32 words[PIECE / 4 * PARTS];
+#endif
     sum[0] = sum[1] = 0;
 #pragma unroll
     for (int s = 0; s < SLICES / 2; ++s) {  // 32 columns
@@ -231,18 +233,23 @@ struct Lse {
         if (COLUMNS) eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : e0 + e1;
 #if KEEP
         const float kept0 = OWN ? e0 * weight[0] : e0, kept1 = OWN ? e1 * weight[1] : e1;
+        u32 *word = words + i % (PIECE / 2) / 2 * PARTS, *below = word + PARTS;  // 8 rows below
         if (PARTS == 2) {
-          words[i] = __float_as_uint(kept0);
-          words[i + 2] = __float_as_uint(kept1);
+          word[k % 2] = __float_as_uint(kept0);
+          below[k % 2] = __float_as_uint(kept1);
         } else if (k % 2 == 0) {
-          words[i / 2] = __float_as_uint(kept0);
-          words[i / 2 + 1] = __float_as_uint(kept1);
+          *word = __float_as_uint(kept0);
+          *below = __float_as_uint(kept1);
         } else {
-          words[i / 2] = to_bf16x2(__uint_as_float(words[i / 2]), kept0);
-          words[i / 2 + 1] = to_bf16x2(__uint_as_float(words[i / 2 + 1]), kept1);
+          *word = to_bf16x2(__uint_as_float(*word), kept0);
+          *below = to_bf16x2(__uint_as_float(*below), kept1);
         }
 #endif
       }
+#if KEEP
+      if (32 * (s + 1) % PIECE == 0)
+        out->store_piece(words, first_row(), t * TILE_COLUMNS + 32 * (s + 1) - PIECE, lane);
+#endif
       if (!COLUMNS) continue;
       float2 pair = make_float2(top, join_columns(eight, lane.lane, Plus()));
       if (pair.y < MIN_EXACT_SUM) good = false;

@@ -39,21 +39,23 @@ struct GradientPanelStrip {
       send(row, column + part * (int)panel.part, lane);
     }
   }
-  // The same of words as they are: of each pair of columns, one for each part.
-  __device__ __forceinline__ void store(const u32 (&words)[32 * PARTS], int s, int row, int column,
-                                        const Lane& lane) const {
-    if (16 * (s + 1) % PIECE) return;
-    const int first = s + 1 - PIECE / 16;
+  // A piece of the strip, of words as they are: for each pair of columns, one for each part.
+  __device__ __forceinline__ void store_piece(const u32 (&words)[PIECE / 4 * PARTS], int row, int column,
+                                              const Lane& lane) const {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       piece_read(lane);
 #pragma unroll
-      for (int k = 4 * first; k < 4 * (s + 1); k += 4)
-        stmatrix_x4(piece + (put ^ 4 * k % PIECE), words[PARTS * k + part],
-                    words[PARTS * (k + 1) + part], words[PARTS * (k + 2) + part],
-                    words[PARTS * (k + 3) + part]);
-      send(row, column + 16 * first + part * (int)panel.part, lane);
+      for (int k = 0; k < PIECE / 4; k += 4)
+        stmatrix_x4(piece + (put ^ 4 * k), words[PARTS * k + part], words[PARTS * (k + 1) + part],
+                    words[PARTS * (k + 2) + part], words[PARTS * (k + 3) + part]);
+      send(row, column + part * (int)panel.part, lane);
     }
+  }
+  // What was stored is written. Else later stores to the same place could come before it.
+  __device__ __forceinline__ void written(const Lane& lane) const {
+    if (lane.lane == 0) tma_stores_written();
+    __syncwarp();
   }
   // The TMA store's reads of the piece come before the writes that follow.
   __device__ __forceinline__ void piece_read(const Lane& lane) const {
