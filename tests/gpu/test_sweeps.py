@@ -274,39 +274,22 @@ def test_kept_exponentials(
         args = arguments(loss, image.astype(dtype_of(dtype)), text.astype(dtype_of(dtype)))
         for scale in (1.0, 14.0, 200.0):
             ref = judged(loss, args, scale=scale)
-            columns: list[int] = []
-            workspaces = [2**28]
-            for workspace in workspaces:
+            kept: set[tuple[int, bool]] = set()  # columns, and whether accumulators are overlaid
+            workspace = 2**28
+            while True:
                 contexts.clear()
                 out = run(loss, args, asked, scale, workspace=workspace)
                 check(out, ref, args, asked, scale)
                 (found,) = contexts
                 assert found.precision == precision
-                assert found.kept is not None
+                if found.kept is None:
+                    break
                 anew += int(found.kept.anew.sum())
-                if not columns:
-                    workspaces += [w for w in smaller_workspaces((m, n, d), found) if w]
-                columns.append(found.kept.columns)
-            assert columns[0] == n
+                kept.add((found.kept.columns, found.blocking.overlaid > 0))
+                workspace = min(workspace, found.scratch.size) * 9 // 10
+            columns = {of for of, _ in kept}
+            assert max(columns) == n
             assert min(columns) < n or n < 1301
-    contexts.clear()
-    out = run(loss, args, asked, scale, workspace=2**20)  # has no room for 256 columns
-    assert contexts[0].kept is None
-    check(out, ref, args, asked, scale)
+            assert (precision == "bf16" and n >= 256) == ((n, True) in kept)
     if kind == "lengths":
         assert anew > 0
-
-
-def smaller_workspaces(shape: tuple[int, int, int], of: Any) -> list[int]:
-    """The largest workspaces in which all exponentials are kept around a border, and a part; 0 for
-    those that do not exist."""
-    found = [0, 0]
-    block_n = of.sweep.block_n
-    _, _, size = config.workspace._keeping(shape, of.needs, 2**40, block_n)
-    for room in range(size - 1, size // 20, -(size // 50)):
-        kept = config.workspace._keeping(shape, of.needs, room, block_n)
-        if kept is not None:
-            part = kept[1].kept < shape[1]
-            if not found[part] and (part or kept[1].overlaid):
-                found[part] = room
-    return found
