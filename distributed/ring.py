@@ -55,8 +55,6 @@ class Ring:
     `problem` has this rank's rows and keys; its positives are indices of the keys of all ranks.
     """
 
-    online = False  # log-sum-exps first, then the gradients
-
     def __init__(
         self,
         problem: Problem,
@@ -89,6 +87,9 @@ class Ring:
         return int(max(1, -(-self.keys.largest // room)))
 
     # -- the methods of a backend
+
+    def online(self, problem: Problem, gradients: Gradients) -> bool:
+        return False  # log-sum-exps first, then the gradients
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape

@@ -212,9 +212,11 @@ class SoftmaxGradient:
 
 @dataclass
 class OnlineSoftmax:
-    """LSE fold and sum_j 2^(x2_ij - max_i) k_j in one pass, for a loss of which only dQ is wanted.
+    """LSE fold and gradients in one pass, for a loss with one softmax, over the keys of each row.
 
-    (In place of the maximum, any number near it will do.)
+    With e_ij = 2^(x2_ij - max_i), dQ_i follows from sum_j e_ij k_j and one factor, which is known
+    when row i has met all keys. Then dK_j follows from sum_i e_ij (factor_i q_i). (In place of the
+    maximum, any number near it will do.)
     """
 
     rows: Sums

@@ -54,11 +54,14 @@ from .problem import (
 class Backend(Protocol):
     """What the CPU, a GPU, or a ring of ranks supplies to the folds."""
 
-    online: bool  # whether it folds `OnlineSoftmax`
-
     @property
     def vectors(self) -> Vectors:
         """The mathematics on vectors of length M or N."""
+        ...
+
+    def online(self, problem: Problem, gradients: Gradients) -> bool:
+        """Whether it folds `OnlineSoftmax` for a problem with `one_softmax`, and makes these
+        gradients in that fold."""
         ...
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
@@ -135,11 +138,16 @@ def fold_block(
         not_finite.rows += backend.not_finite_marks(problem)
 
 
-def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether `OnlineSoftmax` suffices: dQ alone is wanted, and only rows have sums."""
+def one_softmax(problem: Problem) -> bool:
+    """Whether `OnlineSoftmax` has all that is asked for: only rows have sums."""
     if problem.bias is not None or problem.two_sided or problem.symmetric:
         return False
-    return not problem.retrieval_ranks and gradients is not None and not gradients.want_key
+    return not problem.retrieval_ranks
+
+
+def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
+    """Whether dQ is all that follows from the sums of rows."""
+    return one_softmax(problem) and gradients is not None and not gradients.want_key
 
 
 def _solve_softmax(
@@ -147,7 +155,7 @@ def _solve_softmax(
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
-    online = backend.online and one_pass(problem, gradients)
+    online = gradients is not None and one_softmax(problem) and backend.online(problem, gradients)
     if online:
         backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive_logits), gradients)
     else:

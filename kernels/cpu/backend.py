@@ -26,7 +26,7 @@ from ..problem import (
     slices,
     workspace_too_small,
 )
-from ..solve import Vectors
+from ..solve import Vectors, one_pass
 from .context import Context
 from .fold import Fold
 from .operands import Side, inverse_norms, not_finite
@@ -45,7 +45,6 @@ class CPU:
     """Blocks of one problem on the CPU: see `infonce.kernels.solve.Backend`."""
 
     vectors = Vectors(np)
-    online = True
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
         m, n, d = problem.shape
@@ -125,6 +124,9 @@ class CPU:
             raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
         context.threads = min(context.threads, room // one)
         return bm, bn
+
+    def online(self, problem: Problem, gradients: Gradients) -> bool:
+        return one_pass(problem, gradients)
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape

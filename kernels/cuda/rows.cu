@@ -79,15 +79,15 @@ extern "C" __global__ void find_shifts(const u32* of_queries, const u32* of_keys
 
 // Operands of the products: rows of `stride` elements, or of parts of `part` elements each. Features beyond
 // d are zeros. Rows are divided by powers of two: 2^exponent[row], or *shift for all rows, or (both null)
-// not at all.
+// not at all. Rows of 16-bit elements are also multiplied by weight[row] / *unit, if there are weights.
 extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
-                                 const int* exponent, const double* shift, char* out, i64 stride,
-                                 i64 part) {
+                                 const int* exponent, const double* shift, const double* weight,
+                                 const double* unit, char* out, i64 stride, i64 part) {
   const i64 elements = PARTS > 1 ? part : stride;
   const int lanes = lanes_of(elements), lane = threadIdx.x % lanes;
   const i64 row = lanes_row(lanes);
   if (row >= n) return;
-  const double by = shift ? 1 / *shift : 1;
+  const double by = (shift ? 1 / *shift : 1) * (weight ? weight[row] / *unit : 1);
 #if PRECISION >= BF16X3  // elements have 16 bits, and eight of them fill 16 bytes
   for (i64 k = lane * LANE_FEATURES; k < elements; k += lanes * LANE_FEATURES) {
     double whole[LANE_FEATURES];
@@ -95,7 +95,7 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
     get_group(whole, z, row, k, d - k);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i)
-      x[i] = (float)(exponent ? ldexp(whole[i], -exponent[row]) : whole[i] * by);
+      x[i] = (float)((exponent ? ldexp(whole[i], -exponent[row]) : whole[i]) * by);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
       u32 w[LANE_FEATURES / 2];

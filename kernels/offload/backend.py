@@ -128,8 +128,6 @@ def _solve_whole(
 class Offload:
     """Blocks of one problem between host and device: see `infonce.kernels.solve.Backend`."""
 
-    online = False
-
     def __init__(
         self, problem: Problem, gradients: Gradients | None, layout: Layout, device: Device,
         copies: Copies,
@@ -138,6 +136,9 @@ class Offload:
         self.vectors, self.layout = device.vectors, layout
 
     # -- Backend
+
+    def online(self, problem: Problem, gradients: Gradients) -> bool:
+        return False  # log-sum-exps first, then the gradients
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape

@@ -15,6 +15,7 @@ from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.gpu import config, recorded
+from infonce.kernels.gpu.config import workspace as blocks
 from infonce.kernels.gpu.device import cublas
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.tiled import context
@@ -28,6 +29,7 @@ FEATURES = {"fp64": "f8", "fp32": "f4", "bf16": BFLOAT16, "bf16x3": "f4"}
 CUBLAS_TYPES = {0: np.dtype("f4"), 1: np.dtype("f8"), 2: np.dtype("f2"), 14: BFLOAT16}
 # of P and of features in two 16-bit parts, and of sums in float32
 BOUND = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 6e-3, "bf16x3": 1e-4}
+UNIT = 4.0  # of panels
 
 
 class Device:
@@ -42,13 +44,23 @@ def host(address: int, rows: int, columns: int, stride: int, dtype: Any) -> np.n
     return np.lib.stride_tricks.as_strided(memory, (rows, columns), (stride * item, item))
 
 
+def number(array: Any, i: int = 0) -> float:
+    """A float64 number of an array."""
+    return float(host(array.data.ptr + 8 * i, 1, 1, 1, "f8")[0, 0])
+
+
 class HostQueue(Queue):
-    """Does what matters here of some kernels, and cuBLAS's products, on arrays in host memory."""
+    """Does what matters here of some kernels, and cuBLAS's products, on arrays in host memory. In
+    one pass, each row of P has a unit of its own."""
 
     def __init__(self, p: np.ndarray, precision: str) -> None:
         self.p, self.precision, self.element = p, precision, ELEMENT[precision]
         self.arrays: list[np.ndarray] = []
         self.sums: dict[bool, dict[int, np.ndarray]] = {False: {}, True: {}}  # of queries, of keys
+        self.row_units = np.exp2(np.arange(len(p)) % 7 - 3) * (-1) ** np.arange(len(p))
+        self.rows = slice(0)  # of the last block
+        self.swept: list[int] = []  # rows of blocks in one pass
+        self.copied = 0
 
     def malloc(self, size: int) -> Any:
         self.arrays.append(np.full(size + 16, 0xFF, np.uint8))  # NaN, whatever the type
@@ -79,14 +91,25 @@ class HostQueue(Queue):
             )
             wide = np.zeros((a["n"], a["part"] or a["stride"]))
             wide[:, : a["d"]] = rows
+            if a["weight"]:
+                wide *= host(a["weight"], a["n"], 1, 1, "f8") / number(a["unit"])
             self.split(a["out"].data.ptr, wide, a["stride"], a["part"], 1.0)
         elif function in ("gradient", "sweep_gradient", "sweep_online"):
             q, k = a["block"]["q"]["rows"], a["block"]["k"]["rows"]
             top, left = a["block"]["first_row"], a["block"]["first_column"]
             low = LOW_UNITS.get("fp16x3", 1.0) if self.precision == "fp32" else 1.0
             data, stride, part = (a["panel"][name] for name in ("data", "stride", "part"))
-            block = self.p[top : top + q, left : left + k]
+            self.rows = slice(top, top + q)
+            unit: Any = UNIT
+            if function == "sweep_online":
+                unit = self.row_units[self.rows, None]
+                self.swept += [q] * (a["wanted"] is None)
+            block = self.p[self.rows, left : left + k] / unit
             self.split(data, block, stride, part * (part != stride), low)
+        elif function == "ranges":
+            host(a["out"].data.ptr, 1, 1, 1, "f8")[...] = UNIT
+        elif function == "end_online":
+            host(a["unit"], 1, a["n"], a["n"], "f8")[...] = self.row_units[self.rows]
         elif function == "add_copies":
             sums = host(a["sums"].data.ptr, a["copies"], a["n"], a["n"], np.float32)
             sums[0] = sums.sum(0)
@@ -94,13 +117,15 @@ class HostQueue(Queue):
             real = np.float64 if self.precision == "fp64" else np.float32
             rows = host(a["acc"], a["n"], a["d"], a["acc_stride"], real)
             of = self.sums[a["positives"]["by_partner"]]
-            of |= {a["first"] + i: row.astype(np.float64) for i, row in enumerate(rows)}
+            for i, row in enumerate(rows.astype(np.float64), a["first"]):
+                of[i] = row * number(a["unit"], i * a["unit_step"])
 
     def tensor_map(self, data: int, *form: Any) -> Any:
         return None
 
     def copy(self, to: Any, source: Any, size: int) -> None:
-        """Of finished gradients, which nothing here looks at."""
+        """Of finished gradients whose accumulators overlay them. Nothing here looks at them."""
+        self.copied += 1
 
     def zeros(self, n: int, dtype: Any) -> Any:
         return cupy.empty(n, dtype)
@@ -131,15 +156,29 @@ def no_gpu_needed() -> Iterator[None]:
 @settings(max_examples=60)
 @given(
     m=st.integers(1, 300), n=st.integers(1, 5000), d=st.integers(1, 150),
-    precision=st.sampled_from(sorted(ELEMENT)), keys=st.booleans(),
+    precision=st.sampled_from(sorted(ELEMENT)),
+    wrt=st.sampled_from([(True, False), (True, True), (False, True)]),
+    least_rows=st.sampled_from([1, blocks.ALL_KEYS_ROWS]),
     workspace=st.sampled_from([2**18, 2**20, 2**22, 2**28]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_gradients_are_products_with_all_of_the_panels(
-    m: int, n: int, d: int, precision: str, workspace: int, keys: bool, seed: int
-) -> None:
+    m: int, n: int, d: int, precision: str, workspace: int, wrt: tuple[bool, bool],
+    least_rows: int, seed: int,
+) -> None:  # fmt: skip
     """dQ = P K and dK = P' Q, whatever the blocks, the sums that are batched and their rest, and
-    what lies staged from fold to fold."""
-    n, rng = max(m, n), np.random.default_rng(seed)
+    what lies staged from fold to fold; in one pass or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "ALL_KEYS_ROWS", least_rows)
+        config.all_keys_blocking.cache_clear()
+        gradients_of_panels(m, max(m, n), d, precision, workspace, wrt, seed)
+    config.all_keys_blocking.cache_clear()
+
+
+def gradients_of_panels(
+    m: int, n: int, d: int, precision: str, workspace: int, wrt: tuple[bool, bool], seed: int
+) -> HostQueue:
+    """Checks the gradients of random panels. Returns the queue that made them."""
+    rng = np.random.default_rng(seed)
     p = rng.standard_normal((m, n))
     query, key = (rng.standard_normal((rows, d)).astype(FEATURES[precision]) for rows in (m, n))
     queue = HostQueue(p, precision)
@@ -152,16 +191,38 @@ def test_gradients_are_products_with_all_of_the_panels(
 
         problem = Problem(array(query), array(key), 1.0, 1 / m, cupy.empty(m, np.int64),
                           compute=precision, workspace=workspace)  # fmt: skip
-        gradients = Gradients(cupy.empty_like(problem.query), cupy.empty_like(problem.key),
-                              cupy.empty(m), want_key=keys)  # fmt: skip
+        gradients = Gradients(
+            cupy.empty_like(problem.query), cupy.empty_like(problem.key),
+            cupy.empty(m if wrt[0] else n), *wrt,
+        )  # fmt: skip
         recorded.solution(problem, gradients, queue)
-    for of_keys in (False, True)[: 1 + keys]:
+    for of_keys in (of for of, wanted in zip((False, True), wrt, strict=True) if wanted):
         left, right = (p.T, query) if of_keys else (p, key)
         right = right.astype(np.float64)
         found = np.stack([queue.sums[of_keys][i] for i in range(n if of_keys else m)])
         size = np.sqrt(left**2 @ right**2)  # of sums whose terms have random signs
         error = np.linalg.norm(found - left @ right) / np.linalg.norm(size)
         assert error <= BOUND[precision], (of_keys, error)
+    return queue
+
+
+@pytest.mark.parametrize("wrt", [(True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("precision", "d", "workspace"),
+    [("bf16", 72, 900_000), ("bf16", 70, 1_100_000), ("bf16x3", 72, 900_000)],
+)
+def test_blocks_of_all_keys_add_to_their_gradients(
+    precision: str, d: int, workspace: int, wrt: tuple[bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In one pass. The first accumulators of a 16-bit dK overlay it. A float32 dK holds all."""
+    monkeypatch.setattr(blocks, "ALL_KEYS_ROWS", 1)
+    config.all_keys_blocking.cache_clear()
+    queue = gradients_of_panels(300, 1500, d, precision, workspace, wrt, 0)
+    assert len(queue.swept) > 1
+    assert sum(queue.swept) == 300
+    assert (queue.copied > 0) == (precision == "bf16")
+    config.all_keys_blocking.cache_clear()
 
 
 def test_sums_are_batched_here() -> None:

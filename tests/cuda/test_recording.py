@@ -112,7 +112,7 @@ def test_rows_are_staged_once() -> None:
     assert record(512, 4096, 384, "fp32")["stage"] == 2
     assert record(512, 4096, 384, "fp32", normalize=True, labels=True)["stage"] == 2
     assert record(512, 4096, 384, "fp32", workspace=2**23)["stage"] > 4  # other blocks
-    assert not record(512, 4096, 384, "bf16")["stage"]
+    assert not record(512, 4096, 384, "bf16", wrt=(True, False))["stage"]
 
 
 def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +130,39 @@ def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyP
             grid = Grid(slices(m, step), slices(n, n))
             gpu.fold(problem, grid, epilogue, gradients)
             assert kernels(into)["stage"] == staged
+
+
+@pytest.mark.parametrize("wrt", [(True, True), (False, True)])
+@pytest.mark.parametrize("precision", ["bf16", "bf16x3"])
+def test_one_fold_makes_both_gradients_of_one_softmax(
+    precision: str, wrt: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks of all keys have enough rows. Of each pair of parts there is one product for dQ
+    and one for dK, or two where some of its accumulators overlay it."""
+    monkeypatch.setattr(recorder, "MAX_STEPS", 10**6)
+    of_parts = 3 if precision == "bf16x3" else 1
+
+    def blocks(m: int, n: int, d: int, **options: Any) -> int:
+        """Blocks that are swept in one pass; 0 for two folds."""
+        found = record(m, n, d, precision, wrt=wrt, **options)
+        swept = found["end_online"]
+        assert found["sweep_online"] == 2 * swept
+        assert (found["sweep_lse"] == found["sweep_gradient"] == 0) == (swept > 0)
+        if swept:
+            products = wrt[0] + 1 + (found["_copy"] > 0)
+            assert found["_gemm"] == products * of_parts * swept
+        return swept
+
+    for m, n, d in ((1024, 8192, 384), (2048, 16384, 768), (4096, 4096, 512)):
+        assert blocks(m, n, d) == 1
+        assert blocks(m, n, d, normalize=True, labels=True, ids=True) == 1
+    large = 65536, 65536, 512
+    assert blocks(*large, workspace=2**30) == (9 if precision == "bf16" else 19)
+    assert blocks(*large) == (47 if precision == "bf16" else 0)
+    assert not blocks(*large, workspace=2**27)
+    assert not blocks(1024, 8192, 384, retrieval_ranks=True)
+    assert not blocks(1024, 8192, 384, row_weight=0.5, column_weight=0.5)
+    assert not record(4096, 4096, 512, "fp16", wrt=wrt)["sweep_online"]
 
 
 def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from .tile import BLOCK_M, Tile, tile_for
 from .workspace import (
     Blocking,
     Needs,
+    all_keys_blocking,
     blocking,
     blockings,
     least_workspace,
@@ -44,6 +45,7 @@ __all__ = [
     "Schedule",
     "Sweep",
     "Tile",
+    "all_keys_blocking",
     "blocking",
     "blockings",
     "defines",

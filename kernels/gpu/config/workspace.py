@@ -28,6 +28,8 @@ from .tile import BLOCK_M, Tile
 LEAST_KEPT = 8192
 # Of adding up a tile of an accumulator, and of one product more, in the time of 512 terms of a tile
 ADDING_COST, LAUNCH_COST = 0.012, 2
+# Least rows of blocks of all keys. With 900, adding to dK costs as much as computing logits again
+ALL_KEYS_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Needs:
     overlay_row: int = 0
     # Bytes of the copies where all rows are copied before the folds; 0: each fold copies a block's
     staged_once: int = 0
+    weighted_query: bool = False  # rows of queries are copied once more, for dK
 
     @property
     def of_statistics(self) -> Needs:
@@ -72,6 +75,7 @@ class Needs:
             total += pair * tile.column_sums(rows, columns)
         if not self.staged_once:
             total += (self.staged_query * rows + self.staged_key * columns) * operand_row
+        total += self.weighted_query * rows * operand_row
         if self.gradient:
             total += self.panel(rows, columns, d)
         return total + self.query_accumulators * rows * self.accumulator_row(d)
@@ -221,6 +225,35 @@ def blockings(
     first, second = (blocking(shape, of, workspace, block_n, symmetric) for of in folds)
     sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
     return first, second, max(sizes)
+
+
+@lru_cache(1024)
+def all_keys_blocking(
+    shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
+) -> tuple[Blocking, Blocking, int] | None:
+    """`blockings` of one fold for log-sum-exps, dQ and dK: blocks have all keys, as rows' sums must
+    be complete before dK gains products with their queries. None if too few rows fit."""
+    m, n, d = shape
+    needs = replace(needs, rows=True, columns=False, weighted_query=True)
+    key_rows = n if needs.key_accumulator else 0
+
+    def size(rows: int, overlaid: int) -> int:
+        return needs.size(Blocking(rows, n, key_rows, overlaid), d, block_n)
+
+    def rows_that_fit(overlaid: int) -> int:
+        room = workspace - needs.staged_once
+        rows = _largest(m, lambda rows: size(rows, overlaid) <= room)
+        return rows if size(rows, overlaid) <= room else 0
+
+    overlaid, rows = 0, rows_that_fit(0)
+    if rows < m and key_rows:
+        overlaid = needs.border(n, d)
+        rows = rows_that_fit(overlaid)
+    rows = rows and _even(m, rows)
+    if rows < min(m, ALL_KEYS_ROWS):
+        return None
+    of = Blocking(rows, n, key_rows, overlaid)
+    return of, of, size(rows, overlaid)
 
 
 def _keeping(

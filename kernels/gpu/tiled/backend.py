@@ -3,7 +3,7 @@
 A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
 but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
 the precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
-(float64). Where dQ alone is wanted, Hopper does both in one fold. Everything is queued on the
+(float64). Where only rows have a softmax, Hopper does both in one fold. Everything is queued on the
 caller's current stream; nothing waits for the device.
 """
 
@@ -44,7 +44,9 @@ class GPU:
         """`ahead`, `queue` and `both_folds`: see `Context`."""
         self.context = Context(problem, gradients, ahead, queue, both_folds)
         self.vectors = TiledVectors(self.context, problem.query)
-        self.online = self.context.online
+
+    def online(self, problem: Problem, gradients: Gradients) -> bool:
+        return self.context.online
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape
@@ -82,6 +84,8 @@ class GPU:
         elif isinstance(epilogue, RetrievalRanks):
             RanksFold(context, problem, grid, epilogue).run()
         elif isinstance(epilogue, OnlineSoftmax):
+            if gradients is not None and gradients.want_key:
+                grid = problems.fast_replace(grid, columns=[slice(0, problem.shape[1])])
             OnlineFold(context, problem, grid, epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient) and context.in_registers is not None:
             whole = problems.fast_replace(grid, triangle=False)

@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 
 from ...problem import Array, Gradients, Problem
-from ...solve import one_pass
+from ...solve import one_pass, one_softmax
 from .. import config
 from ..config import precision
 from ..device.arguments import Fields, address, matrix, scalar
@@ -33,8 +33,8 @@ class Context:
 
     `queue`: runs launches on the current stream, or records them.
 
-    `both_folds`: the call makes log-sum-exps and gradients: exponentials may be kept between
-    the two folds.
+    `both_folds`: the call makes log-sum-exps and gradients: there may be one fold for both, or
+    exponentials may be kept between the two.
     """
 
     def __init__(
@@ -75,8 +75,11 @@ class Context:
         self.sweep = None
         if not precision.PORTABLE:
             self.sweep = config.sweep_for(self.precision, self.width, self.properties, extras)
-        # Without it: log-sum-exps first, then dQ from panels, which is one product more
-        self.online = self.sweep is not None and self.precision in ONE_PASS
+        # Without it: log-sum-exps first, then gradients from panels, which is one product more
+        self.online = (
+            both_folds and gradients is not None and one_softmax(problem)
+            and self.sweep is not None and self.precision in ONE_PASS
+        )  # fmt: skip
         self.scale, self._scale = scalar(problem.scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
         self.paired = problem.paired  # asked before `materialize_vectors` hides the rule
@@ -119,14 +122,17 @@ class Context:
             sweep=self.sweep, overlay_row=overlay_row, staged_once=once,
             rows=problem.bias is not None or (self.online and one_pass(problem, gradients)),
         )  # fmt: skip
-        keep = 0
-        if both_folds and gradients is not None and self._may_keep(problem, gradients):
-            keep = problem.workspace
-            if not problem.workspace_given:
-                keep = max(keep, self.properties.memory // KEEP_SHARE)
-        self.statistics_blocking, self.blocking, size = config.blockings(
-            problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric, keep
-        )
+        room, found = problem.workspace, None
+        keep = both_folds and gradients is not None and self._may_keep(problem, gradients)
+        if keep and not problem.workspace_given:
+            room = max(room, self.properties.memory // KEEP_SHARE)
+        if self.online and gradients is not None and gradients.want_key:
+            found = config.all_keys_blocking(problem.shape, self.needs, room, self.tile.block_n)
+            self.online = found is not None
+        self.statistics_blocking, self.blocking, size = found or config.blockings(
+            problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric,
+            room if keep else 0,
+        )  # fmt: skip
         self.scratch, self.kept = Scratch(size), None
         # rows that lie staged at an address of the scratch, in a fold's layout: its buffers' rows
         self.staged: dict[tuple[int, int], dict[int, slice]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import cupy
@@ -17,7 +18,7 @@ from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
 from .context import Context
 from .fold import Fold
-from .operands import NO_PANEL, STRIP, Accumulator, Kept, Panel
+from .operands import NO_PANEL, STRIP, Accumulator, Kept, Operand, Panel
 
 # Gradient panels are written in units that bring their largest element near this, as float16
 # overflows at 65504. (A quarter of it: factors of normalised rows are below 2 each)
@@ -72,7 +73,8 @@ class GradientFold(Fold):
     ) -> None:  # fmt: skip
         super().__init__(context, problem, grid, phase)
         self.gradients = gradients
-        self.unit, self.unit_step = cupy.empty(RANGES.size // 8), 0  # Ranges, or one unit a row
+        self.unit = cupy.empty(RANGES.size // 8)  # Ranges
+        self.row_unit: Array = None  # [M] if each row of dQ has a unit of its own
         self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
         self.of_rows = self.of_columns = None
         self.by_rows = gradients is not None and (gradients.want_query or problem.symmetric)
@@ -128,38 +130,53 @@ class GradientFold(Fold):
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
         """dQ_a += P K_b and dK_b += P' Q_a."""
-        of, diagonal = self.of_rows, self.problem.symmetric and rows == columns
-        if of is not None and not self.symmetric_sweep and not self.context.query_in_place:
+        self.add_to_rows(rows, a, b)
+        if not (self.problem.symmetric and rows == columns):
+            self.add_to_columns(self.q, columns, a == 0)
+
+    def add_to_rows(self, rows: slice, a: int, b: int) -> None:
+        """dQ_a += P K_b."""
+        of = self.of_rows
+        if of is None:
+            return
+        if not self.symmetric_sweep and not self.context.query_in_place:
             of.first = rows.start  # it holds the rows of this panel alone
         first = b == self.grid.visits(a)[0] and not (self.symmetric_sweep and a > 0)
         for keys in self.keys_of_products():
-            if of is not None:
-                self.product(OP_N, keys, of, rows.start, first and keys.start == 0)
-            if self.of_columns is not None and not diagonal:
-                row = columns.start + keys.start
-                self.product(OP_T, keys, self.of_columns, row, a == 0)
+            self.product(OP_N, keys, self.k, of, rows.start, first and keys.start == 0)
 
-    def keys_of_products(self) -> list[slice]:
-        """The block's keys as products take them: a multiple of `WHOLE_BYTES`, and the rest."""
+    def add_to_columns(self, q: Operand, columns: slice, first: bool) -> None:
+        """dK_b += P' Q_a, with the rows of Q_a in `q`, which are the `first`."""
+        of = self.of_columns
+        if of is None:
+            return
+        border = of.first - columns.start
+        for keys in self.keys_of_products(border):
+            self.product(OP_T, keys, q, of, columns.start + keys.start, first)
+
+    def keys_of_products(self, border: int = 0) -> list[slice]:
+        """The block's keys as products take them: those before the `border` between two
+        accumulators, a multiple of `WHOLE_BYTES`, and the rest."""
         n, rest = self.k.rows, 0
+        border = min(max(border, 0), n)
         if self.q.rows * n * self.context.product_width >= LARGE_PRODUCT:
-            rest = n % (WHOLE_BYTES // self.context.item)
-        return problems.slices(n - rest, n) + problems.slices(n, n, n - rest)
+            rest = (n - border) % (WHOLE_BYTES // self.context.item)
+        edges = 0, border, n - rest, n
+        return [slice(i, j) for i, j in pairwise(edges) if i < j]
 
     @property
     def symmetric_sweep(self) -> bool:
         return self.problem.symmetric and self.grid.triangle
 
     def product(
-        self, op: int, keys: slice, out: Accumulator, row: int, first: bool
+        self, op: int, keys: slice, z: Operand, out: Accumulator, row: int, first: bool
     ) -> None:  # fmt: skip
-        """Of `keys` of the block, P K to the rows of `out` from `row` on, or P' Q; added to what is
-        there unless it is the `first`. cuBLAS counts columns first: there all this is the
-        transpose, out' = K' P' or Q' P."""
-        n, k = self.q.rows, keys.stop - keys.start
-        z, first_row = self.k, keys.start
+        """Of `keys` of the block, P K to the rows of `out` from `row` on, or P' Q, with K or Q in
+        `z`; added to what is there unless it is the `first`. cuBLAS counts columns first: there all
+        this is the transpose, out' = K' P' or Q' P."""
+        n, k, first_row = self.q.rows, keys.stop - keys.start, keys.start
         if op == OP_T:
-            n, k, z, first_row = k, n, self.q, 0
+            n, k, first_row = k, n, 0
         precision, item, real = self.context.precision, self.context.item, self.context.real
         panel = self.panel
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
@@ -213,7 +230,10 @@ class GradientFold(Fold):
         context, problem, gradients = self.context, self.problem, self.gradients
         assert gradients is not None
         n, d = rows.stop - rows.start, problem.shape[2]
+        unit, unit_step = self.unit, 0
         if acc is self.of_rows:
+            if self.row_unit is not None:
+                unit, unit_step = self.row_unit, 1
             side, other, dots, add = context.query, context.key, gradients.dots, gradients.add_query
             partners = {"partner": problem.positives, "begin": None, "end": None,
                         "by_partner": False}  # fmt: skip
@@ -237,7 +257,7 @@ class GradientFold(Fold):
                 "z": matrix(other.features),
                 "factor": other.factor, "exponent": other.exponent,
             },
-            unit=self.unit, unit_step=self.unit_step, shift=other.shift, dots=dots,
+            unit=unit, unit_step=unit_step, shift=other.shift, dots=dots,
             out=matrix(out, -first), add=add,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""One pass for dQ alone: log-sum-exps and dQ together, against reference exponents given before."""
+"""One pass for one softmax: log-sum-exps and gradients, against given reference exponents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .gradient import GradientFold
 
 class OnlineFold(GradientFold):
     """Sums of 2^(x2 - r), and the same times keys. The reference exponent r of a row follows its
-    logits: kernels/cuda/reference_exponents.cuh."""
+    logits: kernels/cuda/reference_exponents.cuh.
+
+    Where dK is wanted, a block has all keys. Then the sums of its rows are complete, and the panel
+    is multiplied once more, by queries that are weighted with their rows' units."""
 
     def __init__(
         self, context: Context, problem: Problem, grid: Grid, epilogue: OnlineSoftmax,
@@ -30,10 +33,14 @@ class OnlineFold(GradientFold):
         self.references = self.launcher.queue.zeros(m, context.real)
         # which query panels are to be swept once more
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
-        self.unit, self.unit_step = cupy.empty(m), 1
+        self.row_unit = cupy.empty(m)
         self.positive_gradient = cupy.empty(m)
         sums = context.sweep.row_sums(self.rows, self.columns)
         self.pairs = context.scratch.take((sums, 2), context.real)
+        if self.of_columns is not None:
+            self.weighted = context.scratch.take((self.rows * context.query.row_bytes,))
+            # dK's unit is the largest upstream gradient: no query is weighted by more than it needs
+            self.find_ranges(m, problem.shape[1], row_factor=problem.upstream)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
@@ -65,7 +72,7 @@ class OnlineFold(GradientFold):
             "add_wanted", n, pairs=self.pairs, slots=slots, n=n, sum=sum_of_rows,
             wanted=self.wanted,
         )  # fmt: skip
-        self.multiply(rows, columns, a, b)
+        self.add_to_rows(rows, a, b)
 
     def launch_panels(self, kernel: str, rows: int, /, **arguments: Any) -> None:
         """A thread block for each query panel, four threads a row."""
@@ -81,7 +88,10 @@ class OnlineFold(GradientFold):
             upstream=address(self.problem.upstream, start),
             factor=address(self.context.query.factor, start), n=n,
             row_weight=self.problem.row_weight, scale=self.scale,
-            unit=address(self.unit, start),
+            unit=address(self.row_unit, start),
             positive_gradient=address(self.positive_gradient, start),
         )  # fmt: skip
+        if self.of_columns is not None:
+            weighted = self.context.query.stage(rows, self.weighted, {}, self.row_unit, self.unit)
+            self.add_to_columns(weighted, self.grid.columns[0], start == 0)
         super().end_rows(rows)

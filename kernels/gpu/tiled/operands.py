@@ -108,9 +108,14 @@ class Side:
                 exponent=self.exponent,
             )  # fmt: skip
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a staged row."""
+        return self.padded * config.OPERAND_BYTES[self.precision]
+
     def staged_bytes(self, rows: int) -> int:
         """Bytes of `rows` rows staged; 0 where they are read in place."""
-        return 0 if self.direct else rows * self.padded * config.OPERAND_BYTES[self.precision]
+        return 0 if self.direct else rows * self.row_bytes
 
     def buffer(self, rows: int, scratch: Scratch) -> Array:
         """Room for staging blocks of `rows` rows; None where they are not staged by blocks."""
@@ -131,8 +136,11 @@ class Side:
         offset = rows.start * z.stride * config.element_bytes(self.precision)
         return Operand(z.data + offset, z.stride, z.part, n, factor)
 
-    def stage(self, rows: slice, buffer: Array, staged: dict[int, slice]) -> Operand:
-        """Rows `rows`, copied into `buffer`."""
+    def stage(
+        self, rows: slice, buffer: Array, staged: dict[int, slice], weight: Array = None,
+        unit: Array = None,
+    ) -> Operand:  # fmt: skip
+        """Rows `rows`, copied into `buffer`; each times its `weight`, if given, over `unit`."""
         n, factor = rows.stop - rows.start, address(self.factor, rows.start)
         parts = config.OPERAND_PARTS.get(self.precision, 1)
         part, stride = self.padded if parts > 1 else 0, self.padded * parts
@@ -141,7 +149,8 @@ class Side:
             self.launcher.rows(
                 "stage", n, self.padded, z=matrix(self.features, rows.start), n=n,
                 d=self.features.shape[1], exponent=address(self.exponent, rows.start),
-                shift=self.shift, out=buffer, stride=stride, part=part,
+                shift=self.shift, weight=address(weight, rows.start), unit=unit, out=buffer,
+                stride=stride, part=part,
             )  # fmt: skip
         return Operand(buffer.data.ptr, stride, part, n, factor)
 
