@@ -1,6 +1,7 @@
-"""One pass over the pairs, for LiT and for InfoNCE with respect to queries, against the float64
-references."""
+"""One pass over the pairs, for LiT and InfoNCE, against the float64 references."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ if not MISSING:
 
 ONE_SIDED = ["info_nce", "lit"]
 ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
+BOTH = ("query", "key")
+Limit = Callable[[int, bool], None]
 
 
 @pytest.fixture
@@ -50,6 +53,29 @@ def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return swept
 
 
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
+    """Sets how many rows blocks of all keys have at most (0: any number), and whether dK's first
+    accumulators overlay it."""
+    chosen: list[Any] = [0, False]
+    unlimited = config.all_keys_blocking
+
+    def blocking(shape: tuple[int, int, int], needs: config.Needs, *room: int) -> Any:
+        found = unlimited(shape, needs, *room)
+        if found is None or not chosen[0]:
+            return found
+        (_, n, d), (rows, overlaid) = shape, chosen
+        border = needs.border(n, d) if overlaid and needs.key_accumulator else 0
+        cut = replace(found[1], rows=min(found[1].rows, rows), overlaid=border)
+        return cut, cut, found[2]
+
+    def choose(rows: int, overlaid: bool) -> None:
+        chosen[:] = rows, overlaid
+
+    monkeypatch.setattr(config, "all_keys_blocking", blocking)
+    return choose
+
+
 def for_tensor_cores(z: np.ndarray, dtype: str) -> Any:
     """Features whose products are exact: what is left are the errors of sums and panels."""
     return z.astype(BFLOAT16).astype(dtype_of(dtype))
@@ -61,15 +87,20 @@ def one_sided(loss: str, args: Any, precision: str, scale: float, **options: Any
     return run(loss, args, precision, scale, **options)
 
 
+def sizes(i: int, dtype: str) -> tuple[int, int, int]:
+    """M, N and D of case i of 16: rows of i K-slices, sizes around the tiles' edges."""
+    k_slice = 128 // dtype_of(dtype).itemsize
+    d = k_slice * i + (-1, 0, -k_slice + 1)[i % 3]
+    return *((127, 385), (129, 128), (300, 257), (640, 901))[i % 4], d
+
+
 @pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
 @pytest.mark.parametrize("loss", ONE_SIDED)
 def test_one_pass(loss: str, dtype: str, precision: str, blocks_swept: list[list[int]]) -> None:
     """Rows of 1 to 16 K-slices, sizes around the tiles' edges, every temperature, several row
     panels and column blocks, gradients that accumulate in the workspace or in place."""
-    k_slice = 128 // dtype_of(dtype).itemsize
     for i in range(1, 17):
-        d = k_slice * i + (-1, 0, -k_slice + 1)[i % 3]
-        m, n = ((127, 385), (129, 128), (300, 257), (640, 901))[i % 4]
+        m, n, d = sizes(i, dtype)
         temperature = TEMPERATURES[i % 4]
         for workspace in (2**28, 100_000 + 500 * d):
             args = pairs(KINDS[i % 4], m, n, d, np.float64, i)
@@ -89,12 +120,96 @@ def test_one_pass(loss: str, dtype: str, precision: str, blocks_swept: list[list
                 raise AssertionError(f"{m, n, d} at {temperature}: {error}") from None
 
 
+@pytest.mark.parametrize("wrt", [BOTH, ("key",)])
+@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
+def test_one_pass_with_keys(
+    dtype: str, precision: str, wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
+) -> None:
+    """The same with dK: one block of all keys, or several, which add to dK where it is, in the
+    workspace, or in both."""
+    for i in range(1, 17):
+        m, n, d = sizes(i, dtype)
+        scale = 1 / TEMPERATURES[i % 4]
+        args = tuple(
+            for_tensor_cores(z, dtype) for z in pairs(KINDS[i % 4], m, n, d, np.float64, i)
+        )
+        labels = np.random.default_rng(i).integers(0, n, m)
+        ref = judged("info_nce", args, scale=scale, labels=labels)
+        for rows in (0, 128, 384):
+            limit(rows, i % 4 < 2)
+            blocks_swept.clear()
+            out = run("info_nce", args, precision, scale, labels=labels, wrt=wrt,
+                      grad_dtype=(None, np.float32)[i % 2])  # fmt: skip
+            assert len(blocks_swept) == (-(-m // rows) if rows else 1)
+            try:
+                check(out, ref, args, "bf16", scale)
+            except AssertionError as error:
+                raise AssertionError(f"{m, n, d} by {rows} at {scale}: {error}") from None
+
+
+@pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
+def test_workspace_of_one_pass_with_keys(
+    dtype: str, precision: str, blocks_swept: list[list[int]]
+) -> None:
+    """Two blocks in 14 MiB, or in 28 of float32. In 6 MiB blocks would have too few rows: two folds
+    then."""
+    m, n, d = 2300, 4104, 256
+    args = tuple(for_tensor_cores(z, dtype) for z in pairs("partly aligned", m, n, d, "f8", 0))
+    ref = judged("info_nce", args, scale=14.0)
+    given = [cupy.asarray(z) for z in args]
+    outs = {"query": cupy.empty_like(given[0]), "key": cupy.empty_like(given[1])}
+    for mib, blocks in ((7 * given[0].itemsize, 2), (6, 0)):
+        workspace = mib * 2**20
+        options: Any = {"workspace": workspace, "outs": outs}
+        run("info_nce", given, precision, 14.0, **options)
+        blocks_swept.clear()
+        pool = cupy.cuda.MemoryPool()
+        with cupy.cuda.using_allocator(pool.malloc):
+            out = run("info_nce", given, precision, 14.0, **options)
+            assert pool.total_bytes() <= workspace + 64 * 8 * (m + n) + 2**20
+        assert len(blocks_swept) == blocks
+        check(out, ref, args, "bf16", 14.0)
+
+
+@pytest.mark.parametrize("rows", [0, 128])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_upstream_gradients_of_one_pass_with_keys(
+    normalize: bool, rows: int, blocks_swept: list[list[int]], limit: Limit
+) -> None:
+    """Of any size, of both signs and zero: dK has one unit for all rows."""
+    m, n, d, scale = 300, 520, 64, 14.0
+    query, key = (for_tensor_cores(z, "float32") for z in pairs("random", m, n, d, "f8", 5))
+    labels = np.random.default_rng(0).integers(0, n, m)
+    unit = [z / np.linalg.norm(z.astype(np.float64), axis=1, keepdims=True) for z in (query, key)]
+    x = scale * unit[0] @ unit[1].T
+    p = np.exp(x - x.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(m), labels] -= 1
+    rng = np.random.default_rng(1)
+    limit(rows, False)
+    for upstream in (np.full(m, 1e-30), np.full(m, 1e30), np.full(m, -3.0), np.zeros(m),
+                     rng.standard_normal(m) * (np.arange(m) % 3 > 0),
+                     10.0 ** rng.uniform(-6, 6, m)):  # fmt: skip
+        out = run("info_nce", (query, key), "bf16x3", scale, labels=labels, normalize=normalize,
+                  upstream=upstream, wrt=BOTH)  # fmt: skip
+        g = scale * upstream[:, None] * p
+        for name, z, dz in (("query", 0, g @ unit[1]), ("key", 1, g.T @ unit[0])):
+            size = np.linalg.norm(dz)
+            if normalize:
+                dz = dz - unit[z] * (dz * unit[z]).sum(1, keepdims=True)
+            error = np.linalg.norm(out.grads[name].astype(np.float64) - dz)
+            assert error <= GRAD_BOUND["bf16x3"] * size + 1e-38, (name, upstream[:3])
+    assert len(blocks_swept) == 6 * (-(-m // rows) if rows else 1)
+
+
+@pytest.mark.parametrize("wrt", [("query",), BOTH])
 @pytest.mark.parametrize("kind", ["3", "30", "rising", "falling", "all low", "late"])
 @pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
 @pytest.mark.parametrize("d", [40, 1000])
 def test_one_pass_where_heights_are_no_good(
-    d: int, dtype: str, precision: str, kind: str, blocks_swept: list[list[int]]
-) -> None:
+    d: int, dtype: str, precision: str, kind: str, wrt: tuple[str, ...],
+    blocks_swept: list[list[int]], limit: Limit,
+) -> None:  # fmt: skip
     """Rows that leave the range of the height they were given, at first or in a later block, above
     or below: hundreds of powers of 2 from block to block."""
     if dtype == "float32" and d > 512:
@@ -117,10 +232,13 @@ def test_one_pass_where_heights_are_no_good(
     for i, scale in enumerate((1.0, 14.0, 100.0, 200.0)):
         ref = judged("info_nce", args, scale=scale, labels=labels, ids=ids)
         for workspace in (2**28, 200_000 + 400 * d):
+            if wrt == BOTH:
+                limit(0 if workspace == 2**28 else 128, i % 2 > 0)
+                workspace = 2**28
             blocks_swept.clear()
             whole = cupy.full((m, d + 24), 7.0, np.float32)
             options: Any = [{}, {"grad_dtype": np.float32}, {"outs": {"query": whole[:, 8:-16]}}]
-            out = run("info_nce", args, precision, scale, labels=labels, ids=ids, wrt=("query",),
+            out = run("info_nce", args, precision, scale, labels=labels, ids=ids, wrt=wrt,
                       workspace=workspace, **options[i % 3])  # fmt: skip
             check(out, ref, args, "bf16", scale)
             assert i % 3 < 2 or bool((whole[:, :8] == 7).all() and (whole[:, -16:] == 7).all())
@@ -149,9 +267,10 @@ def test_one_pass_with_some_panels_swept_twice(
     check(out, ref, args, "bf16", 14.0)
 
 
+@pytest.mark.parametrize("wrt", [("query",), BOTH])
 @pytest.mark.parametrize(("dtype", "precision"), ONE_PASS)
 def test_one_pass_with_ids_and_normalised(
-    dtype: str, precision: str, blocks_swept: list[list[int]]
+    dtype: str, precision: str, wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
 ) -> None:
     """Excluded pairs; rows that have no negatives; lengths that normalisation takes away."""
     m, n, d = 260, 700, 72
@@ -161,12 +280,13 @@ def test_one_pass_with_ids_and_normalised(
     ids = rng.integers(0, 9, m), rng.integers(0, 9, n)
     none = np.full(m, 7), np.full(n, 7)
     none[0][20:] = 8  # only the first rows are without negatives
+    limit(128, True)
     for scale in (14.0, 200.0):
         for pair in (ids, none):
             ref = judged("info_nce", (query, key), scale=scale, labels=labels, ids=pair)
             for workspace in (2**28, 400_000):
                 out = run("info_nce", (query, key), precision, scale, labels=labels, ids=pair,
-                          wrt=("query",), workspace=workspace)  # fmt: skip
+                          wrt=wrt, workspace=workspace)  # fmt: skip
                 check(out, ref, (query, key), "bf16", scale)
                 if pair is none:
                     assert np.all(out.losses[:20] == 0)
@@ -176,20 +296,28 @@ def test_one_pass_with_ids_and_normalised(
                      for z, by in zip((query, key), lengths, strict=True))  # fmt: skip
         ref = judged("info_nce", args, scale=scale, labels=labels, normalize=True)
         for workspace in (2**28, 400_000):
-            out = run("info_nce", args, precision, scale, labels=labels, normalize=True,
-                      wrt=("query",), workspace=workspace, grad_dtype=np.float32)  # fmt: skip
+            out = run("info_nce", args, precision, scale, labels=labels, normalize=True, wrt=wrt,
+                      workspace=workspace, grad_dtype=np.float32)  # fmt: skip
             assert out.loss == pytest.approx(ref.loss, rel=1e-4)
-            want = ref.grads["query"]
-            # what remains after the part along the row is taken off is judged beside the whole
-            inverse = 1 / np.linalg.norm(args[0].astype(np.float64), axis=1)
-            size = np.linalg.norm(want) + scale * np.linalg.norm(inverse) / m
-            assert np.linalg.norm(out.grads["query"] - want) <= GRAD_BOUND["bf16"] * size
+            for name, z in zip(wrt, args, strict=False):
+                want = ref.grads[name]
+                # what remains after the part along the row is taken off is judged beside the whole
+                inverse = 1 / np.linalg.norm(z.astype(np.float64), axis=1)
+                size = np.linalg.norm(want) + scale * np.linalg.norm(inverse) / len(z)
+                assert np.linalg.norm(out.grads[name] - want) <= GRAD_BOUND["bf16"] * size
     assert blocks_swept
 
 
-def test_one_pass_is_reproducible_and_sees_nan(blocks_swept: list[list[int]]) -> None:
+@pytest.mark.parametrize("wrt", [("query",), BOTH])
+def test_one_pass_is_reproducible_and_sees_nan(
+    wrt: tuple[str, ...], blocks_swept: list[list[int]], limit: Limit
+) -> None:
     args = tuple(z.astype(BFLOAT16) for z in pairs("long", 700, 900, 72, np.float64, 0))
-    options: Any = {"wrt": ("query",), "workspace": 500_000, "labels": np.arange(700)}
+    options: Any = {"wrt": wrt, "labels": np.arange(700)}
+    if wrt == BOTH:
+        limit(256, True)
+    else:
+        options["workspace"] = 500_000
     first = run("info_nce", args, "bf16", 100.0, **options)
     assert any(blocks_swept)
     again = run("info_nce", args, "bf16", 100.0, **options)
@@ -204,5 +332,6 @@ def test_one_pass_is_reproducible_and_sees_nan(blocks_swept: list[list[int]]) ->
         assert np.isnan(out.losses[5])
         assert np.allclose(out.losses[finite], first.losses[finite], rtol=1e-5)
         assert np.isfinite(out.grads["query"][finite].astype(np.float32)).all()
+        assert wrt != BOTH or np.isnan(out.grads["key"].astype(np.float32)).all()
         key[600, 2] = value
         assert np.isnan(run("info_nce", (args[0], key), "bf16", 100.0, **options).losses).all()

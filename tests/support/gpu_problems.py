@@ -96,7 +96,7 @@ def evaluate(
     name: str, args: Any, precision: str, scale: Any, *, bias: Any = -10.0, labels: Any = None,
     ids: Any = None, normalize: bool = False, workspace: int = 2**28, view: str = "contiguous",
     wrt: tuple[str, ...] | None = None, grad_dtype: Any = None, outs: Any = None,
-    gradient: bool = True, ranks: bool = False, method: str = "tiled",
+    gradient: bool = True, ranks: bool = False, method: str = "tiled", upstream: Any = None,
 ) -> tuple[Any, dict[str, Any], Any]:  # fmt: skip
     """Solution, gradients and upstream of loss `name`, the way dispatch gets them."""
     kind = LOSSES[name]
@@ -108,7 +108,7 @@ def evaluate(
     else:
         positives = cupy.arange(m) if labels is None else cupy.asarray(labels, np.int64)
     pair = ids if isinstance(ids, tuple) else (ids, ids)
-    upstream = cupy.full(m, 1.0 / m)
+    upstream = cupy.full(m, 1.0 / m) if upstream is None else cupy.asarray(upstream)
     problem = Problem(
         query=query, key=key, scale=scale, upstream=upstream, positives=positives,
         row_weight=kind.row_weight, column_weight=kind.column_weight,
