@@ -285,6 +285,53 @@ def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool, prec
     assert blockings(2**40)[2] == config.blockings(shape, needs, 2**28, 256, False, 2**40)[2]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16x3"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (1000, 70000, 96), (65536, 65536, 512),
+                                   (10**6, 100, 64), (10**6, 10**6, 512)])  # fmt: skip
+@pytest.mark.parametrize("workspace", [2**16, 2**24, 2**28, 2**30, 2**34])
+def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspace: int) -> None:
+    """They fit, and fewer would not. All have about as many rows, at least 768."""
+    m, n, d = shape
+    item = config.element_bytes(precision)
+    sweep = config.sweep_for(precision, d * item, DEVICES["sm_90a"], False)
+    for staged, once, accumulator in (
+        (False, 0, False), (False, 0, True), (True, 0, True), (True, workspace // 5, True)
+    ):  # fmt: skip
+        needs = config.Needs(
+            precision, staged, staged, False, True, True, accumulator, sweep,
+            overlay_row=item * d, staged_once=once,
+        )  # fmt: skip
+        found = config.all_keys_blocking(shape, needs, workspace, sweep.block_n)
+        weighted = replace(needs, weighted_query=True)
+        room = workspace - once
+        more = config.Blocking(m, n, n * accumulator, needs.border(n, d) * accumulator)
+        if found is None:
+            assert weighted.size(replace(more, rows=min(m, 2 * 768)), d, sweep.block_n) > room
+            continue
+        first, cut, size = found
+        assert first == cut
+        assert cut.columns == n
+        assert cut.key_rows == n * accumulator
+        assert cut.overlaid in (0, more.overlaid)
+        assert cut.rows >= min(m, 768)
+        assert weighted.size(cut, d, sweep.block_n) == size <= room
+        if cut.rows < m:
+            blocks = -(-m // cut.rows)
+            assert cut.rows == -(-m // (128 * blocks)) * 128
+            fewer = -(-m // (128 * (blocks - 1))) * 128
+            assert weighted.size(replace(more, rows=min(m, fewer)), d, sweep.block_n) > room
+
+
+def test_blocks_of_all_keys_have_room_by_default() -> None:
+    """Of 98304 rows of 512 features in bfloat16, not of 131072."""
+    sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False)
+    for n, rows in ((32768, 3328), (65536, 1408), (98304, 768)):
+        needs = config.Needs("bf16", False, False, False, True, True, True, sweep, overlay_row=1024)
+        _, cut, _ = config.all_keys_blocking((n, n, 512), needs, 2**28, 128)
+        assert (cut.rows, cut.overlaid) == (rows, n // 2)
+    assert config.all_keys_blocking((131072, 131072, 512), needs, 2**28, 128) is None
+
+
 @pytest.mark.parametrize("square", [False, True])
 def test_accumulators_that_overlay_nearly_all_of_a_gradient(square: bool) -> None:
     """Of float32, in rows of 2000 bytes where accumulators have 2048: blocks stay large."""
