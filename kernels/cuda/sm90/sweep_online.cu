@@ -1,6 +1,6 @@
 // One-sided losses in one pass, as a sweep (sweep/sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i), and
-// the sum of each of its rows. dQ takes nothing but E K, in float32, and one factor for each row, which
-// follows from the log-sum-exps that are known at the end.
+// the sum of each of its rows. dQ takes nothing but E K, in float32, and one factor u_i for each row, which
+// follows from the log-sum-exps that are known at the end. Then dK takes E' (u Q).
 //
 // Reference exponents r_i are given (reference_exponents.cuh), so there is no maximum to find. A sum
 // outside its bounds tells that r_i does not serve. From that tile on, the tiles of the query panel are
