@@ -290,7 +290,7 @@ def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool, prec
                                    (10**6, 100, 64), (10**6, 10**6, 512)])  # fmt: skip
 @pytest.mark.parametrize("workspace", [2**16, 2**24, 2**28, 2**30, 2**34])
 def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspace: int) -> None:
-    """They fit, and fewer would not. All have about as many rows, at least 768."""
+    """They fit, and fewer would not. All have about as many rows, at least 1024."""
     m, n, d = shape
     item = config.element_bytes(precision)
     sweep = config.sweep_for(precision, d * item, DEVICES["sm_90a"], False)
@@ -306,14 +306,14 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
         room = workspace - once
         more = config.Blocking(m, n, n * accumulator, needs.border(n, d) * accumulator)
         if found is None:
-            assert weighted.size(replace(more, rows=min(m, 2 * 768)), d, sweep.block_n) > room
+            assert weighted.size(replace(more, rows=min(m, 2 * 1024)), d, sweep.block_n) > room
             continue
         first, cut, size = found
         assert first == cut
         assert cut.columns == n
         assert cut.key_rows == n * accumulator
         assert cut.overlaid in (0, more.overlaid)
-        assert cut.rows >= min(m, 768)
+        assert cut.rows >= min(m, 1024)
         assert weighted.size(cut, d, sweep.block_n) == size <= room
         if cut.rows < m:
             blocks = -(-m // cut.rows)
@@ -323,13 +323,13 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
 
 
 def test_blocks_of_all_keys_have_room_by_default() -> None:
-    """Of 98304 rows of 512 features in bfloat16, not of 131072."""
+    """Of 65536 rows of 512 features in bfloat16, not of 98304."""
     sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False)
-    for n, rows in ((32768, 3328), (65536, 1408), (98304, 768)):
+    for n, rows in ((32768, 3328), (65536, 1408)):
         needs = config.Needs("bf16", False, False, False, True, True, True, sweep, overlay_row=1024)
         _, cut, _ = config.all_keys_blocking((n, n, 512), needs, 2**28, 128)
         assert (cut.rows, cut.overlaid) == (rows, n // 2)
-    assert config.all_keys_blocking((131072, 131072, 512), needs, 2**28, 128) is None
+    assert config.all_keys_blocking((98304, 98304, 512), needs, 2**28, 128) is None
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -180,7 +180,9 @@ def test_upstream_gradients_of_one_pass_with_keys(
     m, n, d, scale = 300, 520, 64, 14.0
     query, key = (for_tensor_cores(z, "float32") for z in pairs("random", m, n, d, "f8", 5))
     labels = np.random.default_rng(0).integers(0, n, m)
-    unit = [z / np.linalg.norm(z.astype(np.float64), axis=1, keepdims=True) for z in (query, key)]
+    wide = [z.astype(np.float64) for z in (query, key)]
+    length = [np.linalg.norm(z, axis=1, keepdims=True) if normalize else 1.0 for z in wide]
+    unit = [z / by for z, by in zip(wide, length, strict=True)]
     x = scale * unit[0] @ unit[1].T
     p = np.exp(x - x.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
@@ -196,7 +198,7 @@ def test_upstream_gradients_of_one_pass_with_keys(
         for name, z, dz in (("query", 0, g @ unit[1]), ("key", 1, g.T @ unit[0])):
             size = np.linalg.norm(dz)
             if normalize:
-                dz = dz - unit[z] * (dz * unit[z]).sum(1, keepdims=True)
+                dz = (dz - unit[z] * (dz * unit[z]).sum(1, keepdims=True)) / length[z]
             error = np.linalg.norm(out.grads[name].astype(np.float64) - dz)
             assert error <= GRAD_BOUND["bf16x3"] * size + 1e-38, (name, upstream[:3])
     assert len(blocks_swept) == 6 * (-(-m // rows) if rows else 1)
