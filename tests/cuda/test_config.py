@@ -287,11 +287,14 @@ def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool, prec
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16x3"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (1000, 70000, 96), (65536, 65536, 512),
-                                   (10**6, 100, 64), (10**6, 10**6, 512)])  # fmt: skip
+                                   (65536, 65536, 4096), (10**6, 100, 64),
+                                   (10**6, 10**6, 512)])  # fmt: skip
 @pytest.mark.parametrize("workspace", [2**16, 2**24, 2**28, 2**30, 2**34])
 def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspace: int) -> None:
-    """They fit, and fewer would not. All have about as many rows, at least 1024."""
+    """They fit, and larger ones would not. They have at least 1024 rows, and about as many all, or
+    such that 128 x 128 tiles of dQ fill 132 multiprocessors."""
     m, n, d = shape
+    wave = 132 // -(-d // 128) * 128
     item = config.element_bytes(precision)
     sweep = config.sweep_for(precision, d * item, DEVICES["sm_90a"], False)
     for staged, once, accumulator in (
@@ -316,19 +319,23 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
         assert cut.rows >= min(m, 1024)
         assert weighted.size(cut, d, sweep.block_n) == size <= room
         if cut.rows < m:
-            blocks = -(-m // cut.rows)
-            assert cut.rows == -(-m // (128 * blocks)) * 128
-            fewer = -(-m // (128 * (blocks - 1))) * 128
-            assert weighted.size(replace(more, rows=min(m, fewer)), d, sweep.block_n) > room
+            larger = cut.rows + wave
+            if wave < 1024 or cut.rows < wave:
+                blocks = -(-m // cut.rows)
+                assert cut.rows == -(-m // (128 * blocks)) * 128
+                larger = -(-m // (128 * (blocks - 1))) * 128
+            else:
+                assert cut.rows % wave == 0
+            assert weighted.size(replace(more, rows=min(m, larger)), d, sweep.block_n) > room
 
 
 def test_blocks_of_all_keys_have_room_by_default() -> None:
     """Of 65536 rows of 512 features in bfloat16, not of 98304."""
     sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False)
-    for n, rows in ((32768, 3328), (65536, 1408)):
+    for n, rows in ((16384, 4224), (32768, 3328), (65536, 1408)):
         needs = config.Needs("bf16", False, False, False, True, True, True, sweep, overlay_row=1024)
         _, cut, _ = config.all_keys_blocking((n, n, 512), needs, 2**28, 128)
-        assert (cut.rows, cut.overlaid) == (rows, n // 2)
+        assert (cut.rows, cut.overlaid) == (rows, n // 2 if n > 16384 else 0)
     assert config.all_keys_blocking((98304, 98304, 512), needs, 2**28, 128) is None
 
 

@@ -234,26 +234,29 @@ def all_keys_blocking(
     """`blockings` of one fold for log-sum-exps, dQ and dK: blocks have all keys, as rows' sums must
     be complete before dK gains products with their queries. None if too few rows fit."""
     m, n, d = shape
+    assert needs.sweep is not None
+    # rows of which tiles of dQ occupy all multiprocessors
+    wave = needs.sweep.rows_at_once // -(-d // BLOCK_M) // BLOCK_M * BLOCK_M
     needs = replace(needs, rows=True, columns=False, weighted_query=True)
     key_rows = n if needs.key_accumulator else 0
+    room = workspace - needs.staged_once
 
-    def size(rows: int, overlaid: int) -> int:
+    def size(overlaid: int, rows: int) -> int:
         return needs.size(Blocking(rows, n, key_rows, overlaid), d, block_n)
 
-    def rows_that_fit(overlaid: int) -> int:
-        room = workspace - needs.staged_once
-        rows = _largest(m, lambda rows: size(rows, overlaid) <= room)
-        return rows if size(rows, overlaid) <= room else 0
+    def rows_of_block(overlaid: int) -> int:
+        rows = _largest(m, lambda rows: size(overlaid, rows) <= room)
+        if size(overlaid, rows) > room:
+            return 0
+        return rows - rows % wave if ALL_KEYS_ROWS <= wave <= rows < m else _even(m, rows)
 
-    overlaid, rows = 0, rows_that_fit(0)
-    if rows < m and key_rows:
-        overlaid = needs.border(n, d)
-        rows = rows_that_fit(overlaid)
-    rows = rows and _even(m, rows)
+    border = needs.border(n, d) if key_rows else 0
+    overlaid = border if rows_of_block(border) > rows_of_block(0) else 0
+    rows = rows_of_block(overlaid)
     if rows < min(m, ALL_KEYS_ROWS):
         return None
     of = Blocking(rows, n, key_rows, overlaid)
-    return of, of, size(rows, overlaid)
+    return of, of, size(overlaid, rows)
 
 
 def _keeping(

@@ -39,7 +39,7 @@ class OnlineFold(GradientFold):
         self.pairs = context.scratch.take((sums, 2), context.real)
         if self.of_columns is not None:
             self.weighted = context.scratch.take((self.rows * context.query.row_bytes,))
-            # dK's unit is the largest upstream gradient: no query is weighted by more than it needs
+            # dK's unit is the largest upstream gradient, so weights of any size fit 16-bit elements
             self.find_ranges(m, problem.shape[1], row_factor=problem.upstream)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
