@@ -6,7 +6,14 @@
 //     dz = (dU - u <dU, u>) / |z| = 2^-e (g - f^2 s <g, s>),     <dU, u> = <g, s>.
 //
 // A row of zeros has zero gradient.
+//
+// FACTORS: rows are normalised, and have factors and exponents. Without, a row needs fewer registers, and
+// more rows are under way.
 #include "rows.cuh"
+
+#ifndef FACTORS
+#define FACTORS 0
+#endif
 
 __device__ __forceinline__ double lanes_sum(double x, int lanes) {
   const u32 these = lanes == 32 ? ALL_LANES : 0xffffu << (threadIdx.x & 16);
@@ -71,12 +78,12 @@ struct Positives {
       const i64 other = partner ? partner[s] : s;
       if (other < 0 || other >= others) continue;
       double weight = gradient[by_partner ? other : row];
-      if (factor) weight *= own_factor * factor[other];
+      if (FACTORS) weight *= own_factor * factor[other];
       T x[LANE_FEATURES];
       get_group(x, z, other, column, n);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i)
-        g[i] += (T)weight * (factor ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
+        g[i] += (T)weight * (FACTORS ? (T)ldexp((double)x[i], -exponent[other]) : x[i]);
     }
   }
 };
@@ -107,7 +114,7 @@ struct Finished {
     positives.add(g, row, column, n, factor);
     if (!with_row) return;
     get_group(x, z, row, column, n);
-    if (exponent)
+    if (FACTORS)
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i) x[i] = (T)ldexp((double)x[i], -exponent);
   }
@@ -129,7 +136,7 @@ __device__ __forceinline__ double signed_root(double unit) {
 // the gradient panels' unit; with `unit_step` 1, each row has a unit of its own. The other side's features
 // were divided by `shift` (null: 1). Positives are added here. The gradients are written to `out` (data
 // null: nowhere), or added to what is there, and <gradient, row> is written to `dots` (or null).
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 4 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 ? 2 : FACTORS ? 3 : 4)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
                                   const int* exponent, const __grid_constant__ Positives positives,
@@ -142,29 +149,28 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const Real* sum = acc + of_these * acc_stride;
   const i64 row = first + of_these;
   prefetch_row(sum, d * sizeof(Real), lane, lanes);
-  if (factor || dots) prefetch_row(z, row, d, lane, lanes);
+  if (FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
   if (!positives.partner && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
   const double root_of_unit = signed_root(unit[unit_step * row]) * sqrt(shift ? *shift : 1.0);
   double dot = 0;
-  if (!factor) {  // all at once, in the products' precision
-    const Real root = (Real)root_of_unit;
+#if !FACTORS  // all at once, in the products' precision
+  const Real root = (Real)root_of_unit;
 #pragma unroll 1
-    for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-      Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
-      if (dots) dot += f.dot();
-      if (!out.data) continue;
-      if (add) {
-        Real before[LANE_FEATURES];
-        get_group(before, out, row, k, d - k);
+  for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
+    Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
+    if (dots) dot += f.dot();
+    if (!out.data) continue;
+    if (add) {
+      Real before[LANE_FEATURES];
+      get_group(before, out, row, k, d - k);
 #pragma unroll
-        for (int i = 0; i < LANE_FEATURES; ++i) f.g[i] += before[i];
-      }
-      set_group(f.g, out, row, k, d - k);
+      for (int i = 0; i < LANE_FEATURES; ++i) f.g[i] += before[i];
     }
-    if (dots) dot = lanes_sum(dot, lanes);
-    if (dots && lane == 0) dots[row] = dot;
-    return;
+    set_group(f.g, out, row, k, d - k);
   }
+  if (dots) dot = lanes_sum(dot, lanes);
+  if (dots && lane == 0) dots[row] = dot;
+#else
   const int e = exponent[row];
   const double f = factor[row], root = root_of_unit;
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
@@ -182,4 +188,5 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
       row_of.g[i] = ldexp(row_of.g[i] - along * row_of.x[i], -e) + before[i];
     set_group(row_of.g, out, row, k, d - k);
   }
+#endif
 }

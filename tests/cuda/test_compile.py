@@ -188,16 +188,22 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     ("file", "precision"),
     [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
     # whose code depends on the type of sums alone
-    + [
-        (f, precision)
-        for f in ("finish.cu", "vectors.cu", "naive/naive.cu")
-        for precision in ("FP64", "FP32")
-    ],
+    + [(f, precision) for f in ("vectors.cu", "naive/naive.cu") for precision in ("FP64", "FP32")],
 )
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     require_use(precision.lower(), arch)
     options = ("--ptxas-options=-v",)
     assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 32
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("factors", [0, 1])
+@pytest.mark.parametrize("precision", ["FP32", "FP64"])
+def test_finish(precision: str, factors: int, arch: str) -> None:
+    defines = {"PRECISION": precision, "FACTORS": factors}
+    log = compiler.compile_for("finish.cu", defines, arch, ("--ptxas-options=-v",))[1]
+    assert spilled(log) <= 32
 
 
 @needs_nvrtc

@@ -47,14 +47,14 @@ class Launcher:
 
     def rows(
         self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,
-        file: str = "rows.cu", **arguments: Any,
+        file: str = "rows.cu", defines: Mapping[str, int] | None = None, **arguments: Any,
     ) -> None:  # fmt: skip
-        """A kernel of rows.cu or finish.cu, in `most` blocks at most: one warp a row, or half of
-        one where `features` are few."""
+        """A kernel of rows.cu or finish.cu, with its -D options, in `most` blocks at most: one warp
+        a row, or half of one where `features` are few."""
         rows_of_block = 16 if features is not None and features <= HALF_WARP_ROW else 8
         blocks = -(-rows // rows_of_block)
         blocks = blocks if most is None else min(blocks, most)
-        self.launch(file, kernel, blocks, 256, arguments)
+        self.launch(file, kernel, blocks, 256, arguments, **(defines or {}))
 
     def vectors(self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any) -> None:
         """A kernel of vectors.cu: so many threads an element."""

@@ -249,7 +249,8 @@ class GradientFold(Fold):
                 "add_copies", acc.copy_stride, sums=acc.array, n=acc.copy_stride, copies=acc.copies
             )
         self.launcher.rows(
-            "finish", n, d, file="finish.cu", acc=acc.pointer(rows.start), acc_stride=acc.stride,
+            "finish", n, d, file="finish.cu", defines={"FACTORS": self.options["FACTORS"]},
+            acc=acc.pointer(rows.start), acc_stride=acc.stride,
             first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
             exponent=side.exponent,
             positives={
