@@ -175,14 +175,14 @@ class _Call:
         ddp = ranks.size if self.ring_options["gradient_scale"] == "ddp" else 1
         if ddp != 1:
             problem.upstream = problem.upstream * ddp
-        if gradients is not None:
+        if gradients is not None and problem.dots:
             rows = len(problem.query) if gradients.want_query else keys.largest
             gradients.dots = vectors.xp.zeros(rows)
         ring = Ring(problem, keys, ranks, self.transport, fold, self.labels is not None, vectors)
         if self.kind.symmetric and self.labels is not None:
             self.check_pairs(ring, request, queries)
         solution = solve(problem, ring, gradients)
-        self.reduce(request, solution, gradients, queries, ddp)
+        self.reduce(request, solution, queries, ddp)
         if not self.with_grad:
             return arrays.converter_to(like)(dispatch._reduce(request, solution))
         return dispatch._result(self.kind, request, solution, arrays.converter_to(like))
@@ -207,16 +207,11 @@ class _Call:
 
         agree(self.ranks, require_pairs)
 
-    def reduce(
-        self, request: Request, solution: Solution, gradients: Gradients | None,
-        queries: Partition, ddp: int,
-    ) -> None:  # fmt: skip
+    def reduce(self, request: Request, solution: Solution, queries: Partition, ddp: int) -> None:
         """Sums over ranks, in their order: bitwise the same on every rank and in every run."""
         assert self.transport is not None
         loss = solution.losses.sum() if solution.loss is None else solution.loss
-        sums = {"loss": loss}
-        if gradients is not None:
-            sums |= {"scale": solution.scale_grad, "bias": solution.bias_grad}
+        sums = {"loss": loss, "scale": solution.scale_grad, "bias": solution.bias_grad}
         if request.metrics and solution.direction_losses is not None:
             rows, columns = solution.direction_losses
             sums |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}

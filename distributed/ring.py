@@ -143,11 +143,12 @@ class Ring:
         """Rows' sums stay, columns' sums travel."""
         xp = self.xp
         half = problem.symmetric and stats.columns is stats.rows
+        of_sums = 2 + problem.moments  # vectors: max, sum, moment
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             columns = None
             if sums:
-                columns = Sums(*sums[:2])
+                columns = Sums(*sums[:of_sums])
             elif half and keys.owner == self.ranks.rank:
                 columns = stats.rows  # one triangle of this block
             part = fast_replace(stats, columns=columns, row_rank=None, column_rank=None)
@@ -161,23 +162,25 @@ class Ring:
                 # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
                 # rank this rank's rows are found by their column sums alone
                 columns.sum += self.all_marks.sum()
-                sums[2][:] = self._by_keys(problem, keys, stats.positive_logits)
+                sums[-1][:] = self._by_keys(problem, keys, stats.positive_logits)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
-            self.vectors.merge(Sums(*sums[:2]), Sums(*arrived[:2]))
-            for mine, theirs in zip(sums[2:], arrived[2:], strict=True):
+            self.vectors.merge(Sums(*sums[:of_sums]), Sums(*arrived[:of_sums]))
+            for mine, theirs in zip(sums[of_sums:], arrived[of_sums:], strict=True):
                 mine[:] = xp.where(xp.isnan(mine), theirs, mine)
 
         def keep(mine: slice, sums: list[Array]) -> None:
             assert stats.columns is not None
-            to = Sums(stats.columns.max[mine], stats.columns.sum[mine])
+            to = list(stats.columns.part(mine).arrays[:of_sums])
             if half:
-                combine([to.max, to.sum, stats.positive_logits[mine]], sums)
+                combine([*to, stats.positive_logits[mine]], sums)
             else:
-                to.max[:], to.sum[:] = sums
+                for own, arrived in zip(to, sums, strict=True):
+                    own[:] = arrived
 
         wide = np.dtype(np.float64)
-        kinds: list[RowType] = [((), wide)] * (2 * problem.two_sided + 3 * half)
+        travelling = of_sums * (problem.two_sided or half) + half
+        kinds: list[RowType] = [((), wide)] * travelling
         self.circulate(own, visit, kinds, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
@@ -230,7 +233,8 @@ class Ring:
                 dq = xp.empty(dq.shape, self.real)
             dq[...] = 0
         half = problem.symmetric  # gradients visit each pair of shards once, also with metrics
-        dots = xp.empty(len(gradients.dots))  # of one block
+        wanted = gradients.dots
+        dots = None if wanted is None else xp.empty(len(wanted))  # of one block
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
@@ -245,15 +249,16 @@ class Ring:
                 gradients, query=dq, key=key, want_key=key is not None, dots=dots,
                 add_query=dq is not None,
             )  # fmt: skip
-            if not gradients.want_query:
+            if dots is not None and not gradients.want_query:
                 mine.dots = dots[: len(keys)]
-            if self._block(problem, keys, arrays, part, mine):
-                total = gradients.dots[: len(mine.dots)]
+            if not self._block(problem, keys, arrays, part, mine):
+                if key is not None:
+                    key[...] = 0
+            elif mine.dots is not None:
+                total = wanted[: len(mine.dots)]
                 total += mine.dots
                 if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
                     total += mine.dots
-            elif key is not None:
-                key[...] = 0
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             sums[0] += arrived[0]

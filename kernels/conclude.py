@@ -1,4 +1,4 @@
-"""What follows for a row or column from the (max, sum) of its negatives and its positive's logit.
+"""What follows for a row or column from the sums of its negatives and its positive's logit.
 
 kernels/cuda/conclude.cuh is the counterpart on a GPU, formula by formula.
 """
@@ -20,17 +20,29 @@ class Direction:
     negative_probability: Array  # sigmoid(n - p): 1 minus the probability of the positive
     reference: Array  # of `SoftmaxGradient`
     reference_probability: Any  # 2^(reference - log-sum-exp): of a logit as large as `reference`
+    log_scale_grad: Array = None  # d loss / d log(scale); None: the sums have no moments
 
 
 def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
-    """From the (max, sum) of the negatives and the positive's logit, base 2."""
+    """From the sums of the negatives and the positive's logit, base 2.
+
+    With E[x] the mean of the negatives' logits under their own softmax,
+
+        d loss / d log(scale) = sigmoid(n - p) (E[x] - p).
+
+    Nothing cancels but the logits themselves.
+    """
     gap = (sums.max - positive) + xp.log2(sums.sum)
     top = xp.maximum(sums.max, positive)
     total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
     lse2 = top + xp.log2(total)
     # A column's max may be a bound above all its logits: then total < 1, and lse2 is below top
     reference, probability = xp.minimum(top, lse2), 1.0 / xp.maximum(total, 1.0)
-    return Direction(softplus2(xp, gap), LN_2 * lse2, sigmoid2(xp, gap), reference, probability)
+    share, log_scale_grad = sigmoid2(xp, gap), None
+    if sums.moment is not None:
+        mean = sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
+        log_scale_grad = LN_2 * share * (mean - xp.where(sums.sum == 0, 0.0, positive))
+    return Direction(softplus2(xp, gap), LN_2 * lse2, share, reference, probability, log_scale_grad)
 
 
 def softplus2(xp: Any, gap: Array) -> Array:

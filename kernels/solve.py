@@ -5,7 +5,8 @@ A contrastive loss and its gradient need no matrix of size M x N. Both are folds
 
 1. **LSE fold.** A block yields partial (max, sum) pairs for its rows and its columns. They merge by
    ``m = max(m1, m2); sum = sum1 2^(m1 - m) + sum2 2^(m2 - m)`` with identity (-inf, 0), so tiles,
-   devices and ranks fold in any grouping.
+   devices and ranks fold in any grouping. For the gradient of the scale, a first moment of the
+   logits may go with each sum, and merges like it.
 2. **Gradient fold.** With the log-sum-exps known, a block yields dL/dx, and from it its
    contributions to dQ_a and dK_b.
 
@@ -22,6 +23,11 @@ and P - 1 is exact where P rounds to 1.
 spacing of float64 numbers is larger than the difference between a log-sum-exp and the largest
 logit. So probabilities are 2^(x2 - r) divided by sum_j 2^(x2_ij - r), where the reference exponent
 r is the largest logit. Whatever the logits, no probability exceeds 1.
+
+**The gradient of the scale** has two sources (`problem.moments_pay`). One is the first fold alone:
+the derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives' logits under
+their softmax, and that of a row's loss ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. It does not see the
+rounding of dL/dx to 16 bits. The other is ``sum_i <dQ_i, q_i>``, with feature gradients.
 
 Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware computes.
 """
@@ -114,7 +120,7 @@ class Solution:
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of `problem`: the one path every loss and backend takes."""
     vectors = backend.vectors
-    if gradients is not None and gradients.dots is None:
+    if gradients is not None and problem.dots and gradients.dots is None:
         m, n, _ = problem.shape
         gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
     if problem.bias is not None:
@@ -172,7 +178,8 @@ def _solve_softmax(
             rows.reference, end.row_factor, reference, factor, end.positive_gradient
         )
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
-    loss, scale_grad, _ = vectors.totals(problem, end.losses, gradients)
+    of_scale = end.log_scale_grad if gradients is None or problem.moments else gradients.dots
+    loss, scale_grad, _ = vectors.totals(problem, end.losses, of_scale, None)
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
@@ -189,6 +196,7 @@ class Conclusion:
     row_factor: Array  # a of SoftmaxGradient
     column_factor: Array | None  # b, of a two-sided loss
     positive_gradient: Array  # [M], of SoftmaxGradient
+    log_scale_grad: Array | None = None  # [M], weighted; where the sums have moments
 
 
 class Vectors:
@@ -199,17 +207,20 @@ class Vectors:
 
     # -- operations on parts of vectors: of a block, a panel or a rank
 
-    def identity(self, n: int) -> Sums:
+    def identity(self, n: int, moments: bool) -> Sums:
         """Empty sums."""
-        return Sums(self.xp.full(n, -self.xp.inf), self.xp.zeros(n))
+        xp = self.xp
+        return Sums(xp.full(n, -xp.inf), xp.zeros(n), xp.zeros(n) if moments else None)
 
     def merge(self, sums: Sums, other: Sums) -> None:
         """Fold `other` into `sums`."""
         xp = self.xp
         top = xp.maximum(sums.max, other.max)
         finite = xp.where(xp.isneginf(top), 0.0, top)  # two empty sums: no difference of infinities
-        sums.sum[:] = sums.sum * xp.exp2(sums.max - finite)
-        sums.sum += other.sum * xp.exp2(other.max - finite)
+        mine, others = xp.exp2(sums.max - finite), xp.exp2(other.max - finite)
+        sums.sum[:] = sums.sum * mine + other.sum * others
+        if sums.moment is not None:
+            sums.moment[:] = sums.moment * mine + other.moment * others
         sums.max[:] = top
 
     def local_positives(self, positives: Array, keys: slice) -> Array:
@@ -230,13 +241,13 @@ class Vectors:
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         """The problem with its vectors as arrays, and the identity of the LSE fold."""
         problem, xp = materialize_vectors(problem, self.xp), self.xp
-        m, n, _ = problem.shape
-        rows = self.identity(m)
+        (m, n, _), moments = problem.shape, problem.moments
+        rows = self.identity(m, moments)
         # A triangle merges column sums into row sums, and the max of a column sum may be a bound.
         # Metrics report true maxima: they take the whole square
         columns = rows if problem.symmetric and not problem.retrieval_ranks else None
         if problem.two_sided:
-            columns = self.identity(n)
+            columns = self.identity(n, moments)
         stats = Statistics(rows, columns, xp.full(m, xp.nan))
         if problem.retrieval_ranks:
             stats.row_rank = xp.zeros(m, xp.int64)
@@ -259,7 +270,10 @@ class Vectors:
                 xp, stats.positive_logits, problem.positives
             )
         rows = self.direction(stats.rows, stats.positive_logits)
-        losses = problem.row_weight * rows.loss + backend.not_finite_marks(problem)
+        marks, log_scale_grad = backend.not_finite_marks(problem), rows.log_scale_grad
+        losses = problem.row_weight * rows.loss + marks
+        if log_scale_grad is not None:
+            log_scale_grad = problem.row_weight * log_scale_grad
         a = problem.upstream * (problem.row_weight * problem.scale)
         at_positive = a * rows.negative_probability
         row_factor = a * rows.reference_probability
@@ -270,32 +284,47 @@ class Vectors:
         elif problem.two_sided and stats.columns is not None:  # key i is the positive of query i
             columns = self.direction(stats.columns, stats.positive_logits)
             losses = losses + problem.column_weight * columns.loss
+            if log_scale_grad is not None:
+                log_scale_grad += problem.column_weight * columns.log_scale_grad
             b = problem.upstream * (problem.column_weight * problem.scale)
             at_positive = at_positive + b * columns.negative_probability
             b = b * columns.reference_probability
-        return Conclusion(losses, rows, columns, row_factor, b, -at_positive)
+        if log_scale_grad is not None:
+            log_scale_grad = problem.upstream * log_scale_grad + marks
+        return Conclusion(losses, rows, columns, row_factor, b, -at_positive, log_scale_grad)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         """The problem with its vectors as arrays, and the sigmoid fold's epilogue."""
         xp, m = self.xp, problem.shape[0]
         problem = materialize_vectors(problem, xp)
         row_factor = problem.upstream * problem.scale
-        return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), xp.full(m, xp.nan))
+        log_scale_grad = xp.zeros(m) if problem.moments else None
+        positive = xp.full(m, xp.nan)
+        return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), log_scale_grad, positive)
 
-    def mark_not_finite(self, problem: Problem, losses: Array, backend: Backend) -> Array:
-        """Losses; NaN where they depend on a feature that is NaN or infinite."""
-        return losses + backend.not_finite_marks(problem)
+    def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: Backend) -> Array:
+        """Losses; NaN, as is d log(scale), where they depend on a feature that is not finite."""
+        marks = backend.not_finite_marks(problem)
+        if fold.log_scale_grad is not None:
+            fold.log_scale_grad += marks
+        return fold.losses + marks
 
     def totals(
-        self, problem: Problem, losses: Array, gradients: Gradients | None,
-        of_bias: Array | None = None,
+        self, problem: Problem, losses: Array, log_scale_grad: Array | None,
+        bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        """The reduced loss (None: the caller reduces), and the gradients of scale and bias."""
-        if gradients is None:
-            return None, None, None
-        halves = 2.0 if problem.symmetric else 1.0  # every pair stands twice in <dZ, z>
-        bias_grad = None if of_bias is None else of_bias.sum() / problem.scale
-        return None, gradients.dots.sum() / (halves * problem.scale), bias_grad
+        """The reduced loss (None: the caller reduces), and the gradients of scale and bias, where
+        they are wanted. `log_scale_grad` has the rows' moments, or `Gradients.dots`."""
+        scale = problem.scale
+        of_bias = None if bias_grad is None else bias_grad.sum() / scale
+        if log_scale_grad is None:
+            return None, None, of_bias
+        return None, log_scale_grad.sum() / (pair_counts(problem) * scale), of_bias
+
+
+def pair_counts(problem: Problem) -> float:
+    """How often a pair's dL/dx x counts in the sum of `log_scale_grad`."""
+    return 2.0 if problem.symmetric and problem.dots else 1.0  # twice in <dZ, z>
 
 
 def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
@@ -351,6 +380,10 @@ def _solve_sigmoid(
         backend.fold(problem, backend.grid(problem, False), epilogue, None)
     else:
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
-    losses = vectors.mark_not_finite(problem, epilogue.losses, backend)
-    loss, scale_grad, bias_grad = vectors.totals(problem, losses, gradients, epilogue.bias_grad)
+    losses = vectors.mark_not_finite(problem, epilogue, backend)
+    bias_grad = epilogue.bias_grad if problem.scalar_grads else None
+    of_scale = epilogue.log_scale_grad
+    if gradients is not None and not problem.moments:
+        of_scale = gradients.dots
+    loss, scale_grad, bias_grad = vectors.totals(problem, losses, of_scale, bias_grad)
     return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)

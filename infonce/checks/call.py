@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import gpu_missing, namespace, native, on_gpu
-from ..kernels.problem import WORKSPACE, Array, Gradients, Problem
+from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import validation
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
+SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -66,6 +67,8 @@ class _StaticChecks:
     grad_dtype: np.dtype[Any] | None
     want_query: bool
     want_key: bool
+    scalar_grads: bool  # the gradients of scale and bias are wanted
+    moments: bool  # see `moments_pay`
     reduction: str
     row_share: float  # weight of a row in the reduced loss
     dtype: np.dtype[Any]  # of the loss
@@ -128,7 +131,7 @@ def check(
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
         row_ids, column_ids, static.normalize, static.compute, static.method,
         static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
-        marks,
+        marks, static.scalar_grads, static.moments,
     )  # fmt: skip
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
@@ -140,9 +143,9 @@ def check(
     elif with_grad:
         outs, given_out = _out(xp, loss, arrays, out, static)
     gradients = None
-    if wrt:
+    want_query, want_key = static.want_query, static.want_key
+    if want_query or want_key:
         of_query, of_key = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
-        want_query, want_key = static.want_query, static.want_key
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
     return Request(
         problem, gradients, outs, given_out, wrt, reduction, static.dtype,
@@ -233,7 +236,10 @@ def _check_static(
     if loss.sigmoid and o["metrics"]:
         raise ValueError("metrics: expected False for siglip, which ranks nothing, got True")
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
+    want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
+    scalar_grads, on_cpu = not wrt.isdisjoint(SCALARS), on_host and not o["offload"]
+    logits = batch.rows * batch.columns
     grad_dtype = validation.grad_dtype(o["grad_dtype"])
     return _StaticChecks(
         xp=namespace(query),
@@ -252,9 +258,10 @@ def _check_static(
             if name in wrt
         },
         grad_dtype=grad_dtype,
-        # the folds find the gradients of scale and bias with dQ, or with dK where dQ is not wanted
-        want_query=loss.arguments[0] in wrt or not want_key,
+        want_query=want_query,
         want_key=want_key,
+        scalar_grads=scalar_grads,
+        moments=scalar_grads and moments_pay(logits, want_query or want_key, on_cpu),
         reduction=o["reduction"],
         row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,

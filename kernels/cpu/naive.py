@@ -56,13 +56,15 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     solution.logits = x
     finite = np.isfinite(u).all(axis=1) & np.isfinite(v).all()
     solution.losses = solution.losses + np.where(finite, 0.0, np.nan)
-    if gradients is None:
+    if gradients is None and not problem.scalar_grads:
         return solution
 
     halves = 2.0 if problem.symmetric else 1.0  # every pair is twice in <dZ, z>
     logits = np.where(g == 0, 0, x)  # 0 times the -inf of an excluded pair would be NaN
     solution.scale_grad = np.vdot(g, logits).astype(np.float64) / (halves * problem.scale)
     solution.bias_grad = g.sum(dtype=np.float64)
+    if gradients is None:
+        return solution
     g *= scale
     if gradients.query is not None:
         gradients.query[...] = _normalization_backward(g @ v, u, norms)

@@ -52,9 +52,10 @@ class Worker:
         if fold.gradients is not None:
             self.product = buffer(max(bm, bn), d)
             self.dq = None if context.query_in_place else buffer(bm, d)
-        self.row_max, self.row_sum = np.empty(bm), np.empty(bm)
-        self.column_max, self.column_sum = np.empty(bn), np.empty(bn)
-        self.sums = np.empty(bn, context.dtype)
+        # Sums of a tile; of its columns, once more in the compute dtype
+        of_columns = 2 if fold.problem.moments else 1
+        self.of_rows, self.of_columns = (Sums(*np.empty((1 + of_columns, n))) for n in (bm, bn))
+        self.partial = np.empty((of_columns, bn), context.dtype)
 
     def panel(self, a: int, report: Callable[[], None]) -> None:
         """Fold one row panel, from left to right."""
@@ -144,17 +145,20 @@ class Worker:
             return None
         if isinstance(epilogue, Sigmoid):
             bias, positives = float(fold.problem.bias), fold.problem.positives[rows]
-            losses, sums = epilogue.losses[rows], epilogue.bias_grad[rows]
-            tile.sigmoid(x, float(fold.problem.scale), bias, fold.a[rows], losses, sums)
+            scale, moments = float(fold.problem.scale), epilogue.log_scale_grad
+            sums = (
+                epilogue.losses[rows], epilogue.bias_grad[rows],
+                None if moments is None else moments[rows],
+            )  # fmt: skip
+            tile.sigmoid(x, scale, bias, fold.a[rows], *sums)
             tile.sigmoid_positives(
-                x, positives, columns.start, epilogue.positive_logits[rows], bias,
-                epilogue.row_factor[rows], losses, sums,
+                x, positives, columns.start, epilogue.positive_logits[rows], scale, bias,
+                epilogue.row_factor[rows], *sums,
             )  # fmt: skip
             return None
         if isinstance(epilogue, OnlineSoftmax):
-            sums = epilogue.rows
-            self.rescale = self.row_max[: len(x)]
-            tile.online_softmax(x, fold.c, sums.max[rows], sums.sum[rows], self.rescale)
+            self.rescale = self.of_rows.max[: len(x)]
+            tile.online_softmax(x, fold.c, *epilogue.rows.part(rows).arrays, self.rescale)
             return None
         if isinstance(epilogue, RetrievalRanks):
             tile.count_above(x, fold.c, epilogue.positive_logits[rows], epilogue.row_rank[rows])
@@ -168,26 +172,25 @@ class Worker:
         self, stats: Statistics, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
         fold = self.fold
-        row_max, row_sum = self.row_max[: len(x)], self.row_sum[: len(x)]
-        column_max, column_sum = self.column_max[: x.shape[1]], self.column_sum[: x.shape[1]]
+        m, n = x.shape
+        of_rows, of_columns = self.of_rows.part(slice(m)), self.of_columns.part(slice(n))
         both = stats.columns is not None and not diagonal
         if both:
+            partial = self.partial[:, :n]
             tile.row_and_column_statistics(
-                x, fold.c, row_max, row_sum, column_max, column_sum, self.sums[: x.shape[1]]
+                x, fold.c, *of_rows.arrays, *of_columns.arrays, partial[0], partial[-1]
             )
         else:
-            tile.row_statistics(x, fold.c, row_max, row_sum)
+            tile.row_statistics(x, fold.c, *of_rows.arrays)
 
         def merge() -> None:
             # Rows too: in the symmetric case, columns of earlier panels are these rows
-            tile.merge(stats.rows.max[rows], stats.rows.sum[rows], row_max, row_sum)
+            tile.merge(*stats.rows.part(rows).arrays, *of_rows.arrays)
             if stats.row_rank is not None:
                 tile.count_above(x, fold.c, fold.rank_threshold[rows], stats.row_rank[rows])
             if both:
                 assert stats.columns is not None
-                tile.merge(
-                    stats.columns.max[columns], stats.columns.sum[columns], column_max, column_sum
-                )
+                tile.merge(*stats.columns.part(columns).arrays, *of_columns.arrays)
                 if stats.column_rank is not None:
                     threshold = fold.rank_threshold[columns]
                     tile.count_above_columns(x, fold.c, threshold, stats.column_rank[columns])
@@ -229,16 +232,19 @@ class Worker:
             total = fold.column_accumulator(rows)  # complete: all earlier panels have added
             g = np.add(total, g, out=total)
         destination = None if self.dq is None else gradients.query
-        fold.store(
-            g, fold.context.query, rows, self.query_buffer, destination, True, gradients.add_query
-        )
+        side, add = fold.context.query, gradients.add_query
+        need_dots = gradients.dots is not None
+        fold.store(g, side, rows, self.query_buffer, destination, need_dots, add)
 
     def finish_online(self, stats: OnlineSoftmax, g: Array, rows: slice) -> None:
         """sum_j 2^(c (x - max)) k_j over negatives -> a_i (sum_j p_ij k_j - (1 - p_iy) k_y)."""
         problem, context = self.fold.problem, self.fold.context
-        maximum, positive = stats.rows.max[rows], stats.positive_logits[rows]
-        maximum *= self.fold.c  # it was a maximum of raw products
-        end = conclude(np, Sums(maximum, stats.rows.sum[rows]), positive)
+        sums, positive = stats.rows.part(rows), stats.positive_logits[rows]
+        maximum = sums.max
+        maximum *= self.fold.c  # it was a maximum of raw products, and the moment one of them
+        if sums.moment is not None:
+            sums.moment *= self.fold.c
+        end = conclude(np, sums, positive)
         a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
         of_sum = a * end.reference_probability * np.exp2(maximum - end.reference)
         np.multiply(g, of_sum[:, None], out=g, casting="same_kind")

@@ -60,23 +60,34 @@ def insert_positives(x, positives, first_column, values):  # type: ignore[no-unt
 
 
 @compiled
-def merge(total_max, total_sum, part_max, part_sum):  # type: ignore[no-untyped-def]
-    """(max, sum) <- (max, sum) + (part_max, part_sum); (-inf, 0) is the identity."""
+def merge(  # type: ignore[no-untyped-def]
+    total_max, total_sum, total_moment, part_max, part_sum, part_moment
+):
+    """(max, sum) <- (max, sum) + (part_max, part_sum); (-inf, 0) is the identity. Moments (or None)
+    are added with the same factors."""
     for i in range(total_max.size):
         m = part_max[i]
         if m == -np.inf:
             continue
         if m > total_max[i]:
-            total_sum[i] = total_sum[i] * 2.0 ** (total_max[i] - m) + part_sum[i]
+            lower = 2.0 ** (total_max[i] - m)
+            total_sum[i] = total_sum[i] * lower + part_sum[i]
+            if total_moment is not None:
+                total_moment[i] = total_moment[i] * lower + part_moment[i]
             total_max[i] = m
         else:
-            total_sum[i] += part_sum[i] * 2.0 ** (m - total_max[i])
+            lower = 2.0 ** (m - total_max[i])
+            total_sum[i] += part_sum[i] * lower
+            if total_moment is not None:
+                total_moment[i] += part_moment[i] * lower
 
 
 @compiled
-def row_statistics(x, c, row_max, row_sum):  # type: ignore[no-untyped-def]
-    """(max, sum) of 2^(c x) of each row of the tile."""
+def row_statistics(x, c, row_max, row_sum, row_moment):  # type: ignore[no-untyped-def]
+    """(max, sum) of 2^(c x) of each row of the tile; and the moment sum_j 2^(c x - max) c x, unless
+    `row_moment` is None."""
     wide_vectors()
+    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row = x[i]
         top = row[0]
@@ -84,19 +95,29 @@ def row_statistics(x, c, row_max, row_sum):  # type: ignore[no-untyped-def]
             top = fmax(top, row[j])
         row_max[i] = np.float64(c) * np.float64(top)
         row_sum[i] = 0.0
+        if row_moment is not None:
+            row_moment[i] = 0.0
         if top == -np.inf:  # all pairs are excluded
             continue
         scale = x.dtype.type(c)
-        total = x.dtype.type(0)
+        total, moment = zero, zero
         for j in range(row.size):
-            total += exp2(scale * (row[j] - top))
+            e = exp2(scale * (row[j] - top))
+            total += e
+            if row_moment is not None:
+                moment += e * (row[j] if row[j] != low else zero)
         row_sum[i] = total
+        if row_moment is not None:
+            row_moment[i] = np.float64(c) * np.float64(moment)
 
 
 @compiled
-def column_statistics(x, c, column_max, column_sum):  # type: ignore[no-untyped-def]
-    """(max, sum) of 2^(c x) of each column of the tile, with the columns' own maxima."""
+def column_statistics(  # type: ignore[no-untyped-def]
+    x, c, column_max, column_sum, column_moment
+):
+    """The same of each column of the tile, with the columns' own maxima."""
     wide_vectors()
+    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     m, n = x.shape
     scale = x.dtype.type(c)
     high = x[0].copy()
@@ -104,7 +125,7 @@ def column_statistics(x, c, column_max, column_sum):  # type: ignore[no-untyped-
         row = x[i]
         for j in range(n):
             high[j] = fmax(high[j], row[j])
-    sums = np.zeros_like(high)
+    sums, moments = np.zeros_like(high), np.zeros_like(high)
     for j in range(n):
         column_max[j] = np.float64(c) * np.float64(high[j])
         if high[j] == -np.inf:
@@ -112,16 +133,22 @@ def column_statistics(x, c, column_max, column_sum):  # type: ignore[no-untyped-
     for i in range(m):
         row = x[i]
         for j in range(n):
-            sums[j] += exp2(scale * (row[j] - high[j]))
+            e = exp2(scale * (row[j] - high[j]))
+            sums[j] += e
+            if column_moment is not None:
+                moments[j] += e * (row[j] if row[j] != low else zero)
     for j in range(n):
-        column_sum[j] = 0.0 if column_max[j] == -np.inf else np.float64(sums[j])
+        empty = column_max[j] == -np.inf
+        column_sum[j] = 0.0 if empty else np.float64(sums[j])
+        if column_moment is not None:
+            column_moment[j] = 0.0 if empty else np.float64(c) * np.float64(moments[j])
 
 
 @compiled
 def row_and_column_statistics(  # type: ignore[no-untyped-def]
-    x, c, row_max, row_sum, column_max, column_sum, sums
+    x, c, row_max, row_sum, row_moment, column_max, column_sum, column_moment, sums, moments
 ):
-    """(max, sum) of 2^(c x) of each row and column of the tile, with one exponential a logit.
+    """The same of each row and column of the tile, with one exponential a logit.
 
     The exponential e_ij = 2^(c x_ij - r_i) is exact for the row, whose own maximum r_i it has; the
     columns take it times 2^(r_i - top), `top` being the largest r_i so far. A column far below its
@@ -131,7 +158,10 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
     wide_vectors()
     m, n = x.shape
     scale = x.dtype.type(c)
-    sums[:] = 0  # [n] in x's dtype
+    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
+    sums[:] = 0  # [n] in x's dtype, as are `moments`
+    if row_moment is not None:
+        moments[:] = 0
     top = -np.inf
     for i in range(m):
         row = x[i]
@@ -140,29 +170,41 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
             high = fmax(high, row[j])
         row_max[i] = np.float64(c) * np.float64(high)
         row_sum[i] = 0.0
+        if row_moment is not None:
+            row_moment[i] = 0.0
         if high == -np.inf:
             continue
         if row_max[i] > top:
             lower = x.dtype.type(2.0 ** (top - row_max[i]))
             for j in range(n):
                 sums[j] *= lower
+                if row_moment is not None:
+                    moments[j] *= lower
             top = row_max[i]
         weight = x.dtype.type(2.0 ** (row_max[i] - top))
-        total = x.dtype.type(0)
+        total, moment = zero, zero
         for j in range(n):
             e = exp2(scale * (row[j] - high))
             total += e
             sums[j] += e * weight
+            if row_moment is not None:
+                ex = e * (row[j] if row[j] != low else zero)
+                moment += ex
+                moments[j] += ex * weight
         row_sum[i] = total
+        if row_moment is not None:
+            row_moment[i] = np.float64(c) * np.float64(moment)
 
     least = np.inf
     for j in range(n):
         column_max[j] = top
         column_sum[j] = sums[j]
+        if row_moment is not None:
+            column_moment[j] = np.float64(c) * np.float64(moments[j])
         least = min(least, column_sum[j])
     # the terms that underflowed are below m 2^-126 (float32): negligible in a sum of 2^-80
     if least < 2.0**-80:
-        column_statistics(x, c, column_max, column_sum)
+        column_statistics(x, c, column_max, column_sum, column_moment)
 
 
 @compiled
@@ -231,10 +273,14 @@ def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def online_softmax(x, c, row_max, row_sum, rescale):  # type: ignore[no-untyped-def]
-    """x <- 2^(c (x - row_max)), row_max being the running maximum of the raw products. Earlier sums
-    have to be multiplied by rescale[i] = 2^(c (old maximum - new maximum))."""
+def online_softmax(  # type: ignore[no-untyped-def]
+    x, c, row_max, row_sum, row_moment, rescale
+):
+    """x <- 2^(c (x - row_max)), row_max being the running maximum of the raw products, of which
+    row_moment (or None) is the moment. Earlier sums have to be multiplied by
+    rescale[i] = 2^(c (old maximum - new maximum))."""
     wide_vectors()
+    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     scale = x.dtype.type(c)
     for i in range(x.shape[0]):
         row = x[i]
@@ -247,29 +293,38 @@ def online_softmax(x, c, row_max, row_sum, rescale):  # type: ignore[no-untyped-
             row_max[i] = high
             rescale[i] = 2.0 ** (c * (old - row_max[i]))
             row_sum[i] *= rescale[i]
+            if row_moment is not None:
+                row_moment[i] *= rescale[i]
         if row_max[i] == -np.inf:
             row[:] = 0
             continue
         r = x.dtype.type(row_max[i])  # exact: the maximum of numbers of this type
-        total = x.dtype.type(0)
+        total, moment = zero, zero
         for j in range(row.size):
             e = probability(scale * (row[j] - r))
+            if row_moment is not None:
+                moment += e * (row[j] if row[j] != low else zero)
             row[j] = e
             total += e
         row_sum[i] += total
+        if row_moment is not None:
+            row_moment[i] += moment
 
 
 @compiled
-def sigmoid(x, scale, bias, a, losses, gradient_sums):  # type: ignore[no-untyped-def]
-    """Negatives: x <- a_i sigmoid(z), losses += softplus(z), with z = scale x + bias."""
+def sigmoid(  # type: ignore[no-untyped-def]
+    x, scale, bias, a, losses, gradient_sums, moments
+):
+    """Negatives: x <- a_i sigmoid(z), losses += softplus(z), with z = scale x + bias. Gradients are
+    added to gradient_sums, and times x to `moments` (or None)."""
     wide_vectors()
     one = x.dtype.type(1)
-    zero = x.dtype.type(0)
+    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     s, b = x.dtype.type(scale), x.dtype.type(bias)
     log2_e = x.dtype.type(1.4426950408889634)
     for i in range(x.shape[0]):
         row, ai = x[i], a[i]
-        loss, total = zero, zero
+        loss, total, moment = zero, zero, zero
         for j in range(row.size):
             z = s * row[j] + b
             e = exp2(-abs(z) * log2_e)
@@ -278,16 +333,20 @@ def sigmoid(x, scale, bias, a, losses, gradient_sums):  # type: ignore[no-untype
             loss += (z if z > zero else zero) + log1p(e)
             p = z if z != z else ai * p
             total += p
+            if moments is not None:
+                moment += p * (row[j] if row[j] != low else zero)
             row[j] = p
         losses[i] += loss
         gradient_sums[i] += total
+        if moments is not None:
+            moments[i] += moment
 
 
 @compiled
 def sigmoid_positives(  # type: ignore[no-untyped-def]
-    x, positives, first_column, logits, bias, a, losses, gradient_sums
+    x, positives, first_column, logits, scale, bias, a, losses, gradient_sums, moments
 ):
-    """Positives: x <- -a_i sigmoid(-z), losses += softplus(-z)."""
+    """Positives: x <- -a_i sigmoid(-z), losses += softplus(-z), z = logits + bias."""
     for i in range(x.shape[0]):
         j = positives[i] - first_column
         if 0 <= j < x.shape[1]:
@@ -296,4 +355,6 @@ def sigmoid_positives(  # type: ignore[no-untyped-def]
             p = (e if z >= 0 else 1.0) / (1.0 + e)
             losses[i] += max(-z, 0.0) + np.log1p(e)
             gradient_sums[i] += -a[i] * p
+            if moments is not None:
+                moments[i] += -a[i] * p * (logits[i] / scale)
             x[i, j] = -a[i] * p

@@ -31,7 +31,16 @@ typedef float2 Real2;
 // Macros: without <limits>, NVRTC has no constant expression for these.
 #define INFINITY_ __longlong_as_double(0x7ff0000000000000LL)
 #define NAN_ __longlong_as_double(0x7ff8000000000000LL)
-#define LOW ((Real)-INFINITY_)  // the logit of an excluded pair
+#define LOW ((Real)-INFINITY_)  // less than all logits
+#ifndef MOMENTS
+#define MOMENTS 0  // sums of 2^x come with sums of 2^x x, from which the gradient of the scale follows
+#endif
+// The product of an excluded pair: in no sum, as 2^(c EXCLUDED) is 0. With moments, 0 times it is 0, too.
+#if MOMENTS
+constexpr Real EXCLUDED = sizeof(Real) == 8 ? -0x1.fffffffffffffp1023 : -0x1.fffffep127f;
+#else
+#define EXCLUDED LOW
+#endif
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int LOW_UNITS = 2048;  // low parts of a float16 panel are multiplied by this: no underflow
 constexpr int TILE_COLUMNS = 128;  // of a sweep
@@ -63,6 +72,18 @@ struct Scale : Scalar {
   }
   __device__ double get() const { return bare() * factor * (shift ? *shift : 1); }
 };
+
+// A maximum of products; LOW if all of them are excluded.
+__device__ __forceinline__ Real or_low(Real largest) {
+  return MOMENTS && largest == EXCLUDED ? LOW : largest;
+}
+
+// What products are multiplied by to be logits, at least so much that 2^(factor EXCLUDED) is 0. Products
+// of float16 are below 2^60: with less, all logits are nothing beside 1. NaN stays.
+__device__ __forceinline__ double logit_factor(double factor) {
+  const double least = sizeof(Real) == 8 ? 0x1p-1000 : 0x1p-100;
+  return MOMENTS && factor < least ? least : factor;
+}
 
 // Element types of the caller's arrays.
 #define DTYPE_FLOAT64 0

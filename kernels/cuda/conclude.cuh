@@ -1,5 +1,5 @@
-// What follows for a row, or a column, from its (max, sum): the largest base-2 logit of its negatives,
-// and the sum of 2^(logit - max) over them.
+// What follows for a row, or a column, from its (max, sum, moment): the largest base-2 logit of its
+// negatives, the sum of 2^(logit - max) over them, and that of 2^(logit - max) logit (0: not wanted).
 //
 // All kernels take it from here: vectors.cu, fused.cu, naive.cu, and the elementwise kernels of
 // kernels/gpu/vectors.py. The latter are compiled with the text of this file alone, so it includes
@@ -15,22 +15,23 @@
 //     loss                    conclude: softplus2(gap)
 //     negative_probability    conclude: sigmoid2(gap)
 //     lse2                    conclude: top + log2(total)   positive + log2(1 + 2^gap)
+//     log_scale_grad          conclude: log_scale_grad      sigmoid2(gap) (moment / sum - positive), natural
 //
 // In Python, the gradient's exponents are taken off `reference`, which is at most the log-sum-exp, and
 // `reference_probability` is what remains, 2^(reference - lse2). On a GPU they are lse2 and 1.
 //
-// All of this is float64. Without negatives (max, sum) is (-inf, 0): loss and
-// negative_probability are 0. NaN stays NaN.
+// All of this is float64. Without negatives (max, sum, moment) is (-inf, 0, 0): loss,
+// negative_probability and log_scale_grad are 0. NaN stays NaN.
 #pragma once
 
 constexpr double LOG2_E = 1.4426950408889634;
 constexpr double LN_2 = 0.6931471805599453;
 
 struct Sum {
-  double max, sum;
+  double max, sum, moment;
 };
 
-// (max, sum) + (max, sum). Of two empty sums, no difference of infinities is taken. `exp2_of` is 2^x in
+// The sum of both. Of two empty sums, no difference of infinities is taken. `exp2_of` is 2^x in
 // the precision that the caller wants. It takes half the difference of the maxima, and its result is
 // squared: sums are as large as 2^127, so that a factor counts which is too small for a float.
 template <class Exp2>
@@ -43,8 +44,10 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b, Exp2 exp2_of) {
   if (b.max != a.max) {
     const double half = exp2_of(0.5 * (b.max - a.max));
     b.sum *= half * half;
+    b.moment *= half * half;
   }
   a.sum += b.sum;
+  a.moment += b.moment;
   return a;
 }
 
@@ -62,6 +65,7 @@ struct Direction {
   double loss;                  // natural units
   double negative_probability;  // of all negatives in the softmax
   double lse2;                  // log-sum-exp of all logits, base 2
+  double log_scale_grad;        // d loss / d log(scale)
 };
 
 __device__ __forceinline__ Direction conclude_direction(Sum negatives, double positive) {
@@ -70,5 +74,8 @@ __device__ __forceinline__ Direction conclude_direction(Sum negatives, double po
   d.loss = softplus2(d.gap);
   d.negative_probability = sigmoid2(d.gap);
   d.lse2 = positive + LOG2_E * d.loss;
+  const double mean = negatives.moment / negatives.sum;
+  d.log_scale_grad = negatives.sum == 0 ? LN_2 * d.negative_probability
+                                        : LN_2 * d.negative_probability * (mean - positive);
   return d;
 }

@@ -181,7 +181,8 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         *q, *k, *of_query, *of_key, m, n, d, *scale, *bias,
         problem.row_weight, problem.column_weight, problem.reduction_weight or 0.0,
         upstream, address(each), address(problem.positives), address(problem.marks),
-        address(problem.query_ids), address(problem.key_ids), gradients is not None, launch.parts,
+        address(problem.query_ids), address(problem.key_ids),
+        problem.scalar_grads or gradients is not None, launch.parts,
         *addresses[:10], start, start + lse, start + column_lse,
         start + loss, start + loss + item, start + loss + 2 * item, *addresses[10:],
         barrier.data.ptr,
@@ -202,7 +203,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         solution.row_lse = array((m,), real, out + lse)
         if two_sided:
             solution.column_lse = array((n,), real, out + column_lse)
-    if gradients is not None:
+    if problem.scalar_grads:
         solution.scale_grad = array((), real, out + (loss + item))
         if sigmoid:
             solution.bias_grad = array((), real, out + (loss + 2 * item))

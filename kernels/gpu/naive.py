@@ -104,7 +104,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if problem.marks is not None:
         solution.losses += problem.marks
     solution.logits = x
-    if gradients is None:
+    if gradients is None and not problem.scalar_grads:
         return solution
 
     g, dots, sums = cupy.empty((m, n), real), cupy.empty(m), cupy.empty(m)
@@ -126,8 +126,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         launch("to_features", len(own), g=du, u=own, d=d, normalize=normalize, inverse=inverse,
                out=matrix(out))  # fmt: skip
 
-    if gradients.query is not None:
+    if gradients is not None and gradients.query is not None:
         features(BOTH if symmetric else ROWS, v, u, u_inverse, gradients.query)
-    if gradients.key is not None:
+    if gradients is not None and gradients.key is not None:
         features(COLUMNS, u, v, v_inverse, gradients.key)
     return solution

@@ -72,8 +72,9 @@ def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     problem, stats = gpu.vectors.statistics(problem)
     columns = stats.columns or Sums(None, None)
     return {
-        "row_max": stats.rows.max, "row_sum": stats.rows.sum,
-        "column_max": columns.max, "column_sum": columns.sum, "positive": stats.positive_logits,
+        "row_max": stats.rows.max, "row_sum": stats.rows.sum, "row_moment": stats.rows.moment,
+        "column_max": columns.max, "column_sum": columns.sum, "column_moment": columns.moment,
+        "positive": stats.positive_logits,
         "upstream": None if problem.upstream is given else problem.upstream,
     }  # fmt: skip
 
@@ -85,7 +86,7 @@ def conclude(
     end = gpu.vectors.conclude(problem, stats, False, True, None, not_finite)
     found: dict[str, Array | None] = {
         "losses": end.losses, "row_factor": end.row_factor, "column_factor": end.column_factor,
-        "positive_gradient": end.positive_gradient,
+        "positive_gradient": end.positive_gradient, "log_scale_grad": end.log_scale_grad,
     }  # fmt: skip
     for side, of in (("row", end.rows), ("column", end.columns)):
         if of is not None:
@@ -98,10 +99,10 @@ def conclude(
 
 
 def totals(
-    problem: Problem, losses: Array, dots: Array | None, of_bias: Array | None, queue: Queue
-) -> dict[str, Array | None]:
+    problem: Problem, losses: Array, log_scale_grad: Array | None, bias_grad: Array | None,
+    queue: Queue,
+) -> dict[str, Array | None]:  # fmt: skip
     gpu = GPU(problem, queue=queue)
     gpu.vectors.double, gpu.vectors.out = True, np.dtype(np.float64)
-    gradients = None if dots is None else Gradients(dots=dots)
-    loss, scale_grad, bias_grad = gpu.vectors.totals(problem, losses, gradients, of_bias)
-    return {"loss": loss, "scale_grad": scale_grad, "bias_grad": bias_grad}
+    made = gpu.vectors.totals(problem, losses, log_scale_grad, bias_grad)
+    return dict(zip(("loss", "scale_grad", "bias_grad"), made, strict=True))

@@ -64,6 +64,7 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
         problem.query.device.id, *problem.shape, problem.query.dtype, problem.key.dtype,
         problem.compute, problem.symmetric, problem.two_sided, problem.bias is None,
         problem.normalize, problem.query_ids is None, problem.retrieval_ranks, gradients is None,
+        problem.scalar_grads, problem.moments,
     )  # fmt: skip
     if kind not in _compiled:
         _compiled.add(kind)

@@ -37,10 +37,11 @@ class VectorsOverRanks(ElementwiseVectors):
             return super().statistics(problem)
         made = self.plan(recorded.begin, problem)
         upstream = made.get("upstream", problem.upstream)
-        rows = Sums(made["row_max"], made["row_sum"])
-        columns = rows if problem.symmetric else None
-        if problem.two_sided:
-            columns = Sums(made["column_max"], made["column_sum"])
+        rows, of_columns = (
+            Sums(*(made.get(f"{side}_{name}") for name in ("max", "sum", "moment")))
+            for side in ("row", "column")
+        )
+        columns = rows if problem.symmetric else of_columns if problem.two_sided else None
         return replace(problem, upstream=upstream), Statistics(rows, columns, made["positive"])
 
     def conclude(
@@ -66,19 +67,18 @@ class VectorsOverRanks(ElementwiseVectors):
             )
         return blocks.Conclusion(
             found("losses"), rows, columns if problem.two_sided else None, found("row_factor"),
-            found("column_factor"), positive_gradient,
+            found("column_factor"), positive_gradient, found("log_scale_grad"),
         )  # fmt: skip
 
     def totals(
-        self, problem: Problem, losses: Array, gradients: Gradients | None,
-        of_bias: Array | None = None,
+        self, problem: Problem, losses: Array, log_scale_grad: Array | None,
+        bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
         """The sum of the losses, whatever the reduction: others' are to be added."""
         if not self.known(problem):
-            return super().totals(problem, losses, gradients, of_bias)
-        dots = None if gradients is None else gradients.dots
+            return super().totals(problem, losses, log_scale_grad, bias_grad)
         whole = problems.fast_replace(problem, reduction_weight=1.0)
-        found = self.plan(recorded.totals, whole, losses, dots, of_bias).get
+        found = self.plan(recorded.totals, whole, losses, log_scale_grad, bias_grad).get
         return found("loss"), found("scale_grad"), found("bias_grad")
 
     def known(self, problem: Problem) -> bool:

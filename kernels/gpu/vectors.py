@@ -8,9 +8,9 @@ import numpy as np
 from .. import problem as problems
 from .. import solve as blocks
 from ..conclude import Direction
-from ..problem import Array, Gradients, Problem, Sigmoid, Statistics
+from ..problem import Array, Problem, Sigmoid, Statistics
 from .device import compiler
-from .device.arguments import Fields, address
+from .device.arguments import Fields, address, sums_fields
 from .tiled.context import Context
 
 # struct Spelling where all vectors are given
@@ -23,7 +23,7 @@ _empty_sums = cupy.ElementwiseKernel(
     "", "float64 max, float64 sum",
     "max = __longlong_as_double(0xfff0000000000000LL); sum = 0;", "infonce_empty_sums",
 )  # fmt: skip
-# solve.Vectors.merge in place, and solve.Vectors.local_positives
+# solve.Vectors.merge in place, without and with moments; and solve.Vectors.local_positives
 _merge_sums = cupy.ElementwiseKernel(
     "float64 other_max, float64 other_sum", "float64 max, float64 sum",
     """
@@ -34,18 +34,28 @@ _merge_sums = cupy.ElementwiseKernel(
     """,
     "infonce_merge_sums", preamble=_CONCLUDE,
 )  # fmt: skip
+_merge_moments = cupy.ElementwiseKernel(
+    "float64 other_max, float64 other_sum, float64 other_moment",
+    "float64 max, float64 sum, float64 moment",
+    """
+    const Sum other = {other_max, other_sum, other_moment};
+    const Sum both = merge(Sum{max, sum, moment}, other, [](double x) { return exp2(x); });
+    max = both.max, sum = both.sum, moment = both.moment;
+    """,
+    "infonce_merge_moments", preamble=_CONCLUDE,
+)  # fmt: skip
 _within = cupy.ElementwiseKernel(
     "int64 positive, int64 start, int64 stop", "int64 local",
     "local = positive >= start && positive < stop ? positive - start : -1", "infonce_within",
 )  # fmt: skip
 # conclude_direction (CuPy has a logaddexp2, which loses small losses)
 _conclude = cupy.ElementwiseKernel(
-    "float64 max, float64 sum, float64 positive",
-    "float64 loss, float64 lse, float64 probability, float64 lse2",
+    "float64 max, float64 sum, float64 moment, float64 positive",
+    "float64 loss, float64 lse, float64 probability, float64 lse2, float64 log_scale_grad",
     """
-    const Direction d = conclude_direction(Sum{max, sum}, positive);
+    const Direction d = conclude_direction(Sum{max, sum, moment}, positive);
     loss = d.loss, lse = LN_2 * d.lse2, lse2 = d.lse2;
-    probability = d.negative_probability;
+    probability = d.negative_probability, log_scale_grad = d.log_scale_grad;
     """,
     "infonce_conclude", preamble=_CONCLUDE,
 )  # fmt: skip
@@ -57,18 +67,26 @@ class ElementwiseVectors(blocks.Vectors):
     def __init__(self) -> None:
         super().__init__(cupy)
 
-    def identity(self, n: int) -> problems.Sums:
-        return problems.Sums(*_empty_sums(size=n))
+    def identity(self, n: int, moments: bool) -> problems.Sums:
+        top, total = _empty_sums(size=n)
+        return problems.Sums(top, total, cupy.zeros(n) if moments else None)
 
     def merge(self, sums: problems.Sums, other: problems.Sums) -> None:
-        _merge_sums(other.max, other.sum, sums.max, sums.sum)
+        if sums.moment is None:
+            _merge_sums(other.max, other.sum, sums.max, sums.sum)
+        else:
+            _merge_moments(*other.arrays, *sums.arrays)
 
     def local_positives(self, positives: Array, keys: slice) -> Array:
         return _within(positives, keys.start, keys.stop)
 
     def direction(self, sums: problems.Sums, positive: Array) -> Direction:
-        loss, lse, probability, lse2 = _conclude(sums.max, sums.sum, positive)
-        return Direction(loss, lse, probability, reference=lse2, reference_probability=1.0)
+        moment = 0.0 if sums.moment is None else sums.moment
+        loss, lse, probability, lse2, of_scale = _conclude(sums.max, sums.sum, moment, positive)
+        return Direction(
+            loss, lse, probability, reference=lse2, reference_probability=1.0,
+            log_scale_grad=None if sums.moment is None else of_scale,
+        )  # fmt: skip
 
 
 class TiledVectors(ElementwiseVectors):
@@ -103,12 +121,17 @@ class TiledVectors(ElementwiseVectors):
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         m, n, _ = problem.shape
-        two_sided = problem.two_sided
-        memory = cupy.empty(3 * m + (2 * n if two_sided else 0))
-        rows = columns = problems.Sums(memory[:m], memory[m : 2 * m])
+        two_sided, vectors = problem.two_sided, 2 + problem.moments
+        memory = cupy.empty((vectors + 1) * m + (vectors * n if two_sided else 0))
+
+        def sums(first: int, size: int) -> problems.Sums:
+            starts = range(first, first + vectors * size, size)
+            return problems.Sums(*(memory[start : start + size] for start in starts))
+
+        rows = columns = sums(0, m)
+        positive = memory[vectors * m : (vectors + 1) * m]
         if two_sided:
-            columns = problems.Sums(memory[3 * m : 3 * m + n], memory[3 * m + n :])
-        positive = memory[2 * m : 3 * m]
+            columns = sums((vectors + 1) * m, n)
         problem, spelling = self.materialize_vectors(problem)
         self.begin(rows, columns if two_sided else None, positive, spelling, self.any_key, m, n)
         # ranks need true maxima, which a triangle of a symmetric loss does not leave
@@ -145,6 +168,7 @@ class TiledVectors(ElementwiseVectors):
             not_finite = problems.NotFinite(context.not_finite(problem, self.any_key), self.any_key)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
+        log_scale_grad = cupy.empty(m) if problem.moments else None
         losses, row_loss, row_lse2, row_factor, positive_gradient = out[:5]
         column_loss, column_lse2, column_factor = out[5:] if two_sided else (None, None, None)
         columns = stats.columns if two_sided and stats.columns is not None else stats.rows
@@ -159,7 +183,7 @@ class TiledVectors(ElementwiseVectors):
             "losses": losses, "row_loss": row_loss, "row_lse2": row_lse2,
             "column_loss": column_loss, "column_lse2": column_lse2, "row_factor": row_factor,
             "column_factor": column_factor, "positive_gradient": positive_gradient,
-            "row_lse": lses, "column_lse": address(lses, 1),
+            "log_scale_grad": log_scale_grad, "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
         self.launcher.vectors("conclude", m, f=concluding)
         probability = None  # no longer needed
@@ -167,22 +191,25 @@ class TiledVectors(ElementwiseVectors):
             losses, Direction(row_loss, lses[0], probability, row_lse2, 1.0),
             Direction(column_loss, lses[1], probability, column_lse2, 1.0)
             if two_sided else None,
-            row_factor, column_factor, positive_gradient,
+            row_factor, column_factor, positive_gradient, log_scale_grad,
         )  # fmt: skip
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         m = problem.shape[0]
         row_factor, losses, bias_grad, positive = cupy.empty((4, m))
+        log_scale_grad = cupy.empty(m) if problem.moments else None
         problem, spelling = self.materialize_vectors(problem)
         self.launcher.vectors(
             "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.context.scale,
-            row_factor=row_factor, losses=losses, bias_grad=bias_grad, positive=positive,
+            row_factor=row_factor, losses=losses, bias_grad=bias_grad,
+            log_scale_grad=log_scale_grad, positive=positive,
             spelling=spelling, any_key_not_finite=self.any_key,
         )  # fmt: skip
-        return problem, Sigmoid(row_factor, losses, bias_grad, positive)
+        return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 
-    def mark_not_finite(self, problem: Problem, losses: Array, backend: blocks.Backend) -> Array:
-        return self.add_marks(problem, losses, self.any_key)
+    def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: blocks.Backend) -> Array:
+        """d log(scale) is NaN already: of an infinite feature, it has products 0 times infinity."""
+        return self.add_marks(problem, fold.losses, self.any_key)
 
     def add_marks(self, problem: Problem, losses: Array, any_key: Array) -> Array:
         """Adds NaN to losses that depend on a feature that is not finite; `any_key` holds 0."""
@@ -193,29 +220,23 @@ class TiledVectors(ElementwiseVectors):
         return losses
 
     def totals(
-        self, problem: Problem, losses: Array, gradients: Gradients | None,
-        of_bias: Array | None = None,
+        self, problem: Problem, losses: Array, log_scale_grad: Array | None,
+        bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
         out = cupy.empty(3, self.out)
-        dots = None if gradients is None else gradients.dots
-        of_bias = None if gradients is None else of_bias
         self.launcher.launch(
             "vectors.cu", "totals", 1, 1024,
             {
                 "losses": losses, "m": len(losses), "share": problem.reduction_weight or 0.0,
-                "dots": dots, "count": 0 if dots is None else len(dots),
-                "halves": 2 if problem.symmetric else 1,  # every pair stands twice in <dZ, z>
-                "of_bias": of_bias, "scale": self.context.scale, "out": out,
+                "log_scale_grad": log_scale_grad,
+                "count": 0 if log_scale_grad is None else len(log_scale_grad),
+                "pair_counts": blocks.pair_counts(problem), "bias_grad": bias_grad,
+                "scale": self.context.scale, "out": out,
                 "is_float": not self.double,
             },
         )  # fmt: skip
         return (
             None if problem.reduction_weight is None else out[0],
-            None if dots is None else out[1],
-            None if of_bias is None else out[2],
+            None if log_scale_grad is None else out[1],
+            None if bias_grad is None else out[2],
         )
-
-
-def sums_fields(sums: problems.Sums | None) -> Fields:
-    """struct Sums; null pointers for None."""
-    return {"max": sums and sums.max, "sum": sums and sums.sum}

@@ -52,7 +52,7 @@ def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
     """The epilogue of one block: views of its rows and columns."""
     if isinstance(epilogue, Statistics):
         of_rows, of_columns = (
-            None if sums is None else Sums(sums.max[of], sums.sum[of])
+            None if sums is None else sums.part(of)
             for sums, of in ((epilogue.rows, rows), (epilogue.columns, columns))
         )
         assert of_rows is not None
@@ -75,4 +75,5 @@ def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
             epilogue.positive_gradient[rows], positive,
         )  # fmt: skip
     assert isinstance(epilogue, Sigmoid)
-    return Sigmoid(*(getattr(epilogue, f.name)[rows] for f in fields(epilogue)))
+    of_epilogue = (getattr(epilogue, f.name) for f in fields(epilogue))
+    return Sigmoid(*(None if v is None else v[rows] for v in of_epilogue))

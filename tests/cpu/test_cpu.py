@@ -314,16 +314,19 @@ def _log1p_of(x, out):  # type: ignore[no-untyped-def]
     )
 )  # fmt: skip
 def test_merge_is_a_sum(parts: list[tuple[float, float]]) -> None:
-    """Any order, -inf the identity, far apart or close."""
+    """Any order, -inf the identity, far apart or close; moments go with the sums."""
     from mpmath import mp
 
     parts = [(m, 0.0 if m == -np.inf else s) for m, s in parts]
     with mp.workdps(50):
         want = sum((mp.mpf(s) * mp.mpf(2) ** m if s else 0 for m, s in parts), mp.mpf(0))
         for order in (parts, parts[::-1]):
-            top, total = np.array([-np.inf]), np.array([0.0])
+            top, total, moment = np.array([-np.inf]), np.array([0.0]), np.array([0.0])
             for m, s in order:
-                tile.merge(top, total, np.array([m]), np.array([s]))
+                part = np.array([m]), np.array([s])
+                tile.merge(top.copy(), total.copy(), None, *part, None)
+                tile.merge(top, total, moment, *part, -3.0 * part[1])
+            assert moment[0] == pytest.approx(-3.0 * total[0], rel=1e-14)
             if want == 0:
                 assert top[0] == -np.inf
                 assert total[0] == 0

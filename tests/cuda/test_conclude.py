@@ -19,7 +19,7 @@ from mpmath import mp
 
 INF, NAN = math.inf, math.nan
 Numbers = list[tuple[float, ...]]
-# loss, share, log-sum-exp in base 2 from (max, sum, positive)
+# loss, share, log-sum-exp in base 2, d log(scale) from (max, sum, moment, positive)
 Conclude = Callable[[np.ndarray], np.ndarray]
 
 WRAPPER = """
@@ -28,15 +28,16 @@ WRAPPER = """
 #define __forceinline__ inline
 #include "conclude.cuh"
 extern "C" void directions(long n, const double* in, double* out) {
-  for (; n > 0; --n, in += 3, out += 3) {
-    const Direction d = conclude_direction(Sum{in[0], in[1]}, in[2]);
-    out[0] = d.loss, out[1] = d.negative_probability, out[2] = d.lse2;
+  for (; n > 0; --n, in += 4, out += 4) {
+    const Direction d = conclude_direction(Sum{in[0], in[1], in[2]}, in[3]);
+    out[0] = d.loss, out[1] = d.negative_probability, out[2] = d.lse2, out[3] = d.log_scale_grad;
   }
 }
 extern "C" void merged(long n, const double* in, double* out) {
-  for (; n > 0; --n, in += 4, out += 2) {
-    const Sum s = merge(Sum{in[0], in[1]}, Sum{in[2], in[3]}, [](double x) { return exp2(x); });
-    out[0] = s.max, out[1] = s.sum;
+  for (; n > 0; --n, in += 6, out += 3) {
+    const Sum a = {in[0], in[1], in[2]}, b = {in[3], in[4], in[5]};
+    const Sum s = merge(a, b, [](double x) { return exp2(x); });
+    out[0] = s.max, out[1] = s.sum, out[2] = s.moment;
   }
 }
 """
@@ -65,18 +66,19 @@ def called(function: Any, rows: np.ndarray, results: int) -> np.ndarray:
 
 
 def in_numpy(rows: np.ndarray) -> np.ndarray:
-    maxima, sums, positive = rows.T
-    d = conclude_in_python(np, Sums(maxima, sums), positive)
-    return np.stack([d.loss, d.negative_probability, d.lse / LN_2], 1)
+    *sums, positive = rows.T
+    d = conclude_in_python(np, Sums(*sums), positive)
+    return np.stack([d.loss, d.negative_probability, d.lse / LN_2, d.log_scale_grad], 1)
 
 
 def on_gpu(rows: np.ndarray) -> np.ndarray:
     import cupy
     from infonce.kernels.gpu.vectors import ElementwiseVectors
 
-    maxima, sums, positive = (cupy.asarray(z) for z in rows.T)
-    d = ElementwiseVectors().direction(Sums(maxima, sums), positive)
-    return np.stack([cupy.asnumpy(z) for z in (d.loss, d.negative_probability, d.reference)], 1)
+    *sums, positive = (cupy.asarray(z) for z in rows.T)
+    d = ElementwiseVectors().direction(Sums(*sums), positive)
+    made = d.loss, d.negative_probability, d.reference, d.log_scale_grad
+    return np.stack([cupy.asnumpy(z) for z in made], 1)
 
 
 @pytest.fixture(params=["header", pytest.param("gpu", marks=gpu_only)])
@@ -84,7 +86,7 @@ def conclude(request: pytest.FixtureRequest) -> Conclude:
     if request.param == "gpu":
         return on_gpu
     library = request.getfixturevalue("header")
-    return lambda rows: called(library.directions, rows, 3)
+    return lambda rows: called(library.directions, rows, 4)
 
 
 def finite_cases() -> np.ndarray:
@@ -101,16 +103,21 @@ def finite_cases() -> np.ndarray:
     huge = [
         (2.0**s + 64 * a, 2.0**k, 2.0**s) for s in (55, 57) for a in (-1, 0, 1) for k in (0, 1, 3)
     ]
-    return np.concatenate([of_gaps, huge])
+    rows = np.concatenate([of_gaps, huge])
+    mean = rng.uniform(-1, 1, len(rows)) * np.maximum(1, np.abs(rows[:, 0]))
+    return np.insert(rows, 2, mean * rows[:, 1], axis=1)
 
 
-def reference(row: np.ndarray) -> tuple[mp.mpf, mp.mpf, mp.mpf]:
+def reference(row: np.ndarray) -> tuple[mp.mpf, mp.mpf, mp.mpf, mp.mpf]:
     with mp.workdps(60):
-        top, total, positive = (mp.mpf(float(z)) for z in row)
+        top, total, moment, positive = (mp.mpf(float(z)) for z in row)
         gap = top - positive + mp.log(total, 2)
         odds = mp.mpf(2) ** gap
-        loss = mp.log1p(odds)
-        return loss, odds / (1 + odds), positive + loss / mp.log(2)
+        loss, share = mp.log1p(odds), odds / (1 + odds)
+        return (
+            loss, share, positive + loss / mp.log(2),
+            mp.log(2) * share * (moment / total - positive),
+        )  # fmt: skip
 
 
 def ulps(found: float, expected: mp.mpf, of: float | None = None) -> float:
@@ -124,26 +131,31 @@ def ulps(found: float, expected: mp.mpf, of: float | None = None) -> float:
 def test_finite(conclude: Conclude) -> None:
     rows = finite_cases()
     for row, found in zip(rows, conclude(rows), strict=True):
-        loss, share, lse2 = reference(row)
+        loss, share, lse2, of_scale = reference(row)
         # CUDA's log2 is off by up to 1 ulp, of powers of two as well, and with it the gap
         gap = math.ulp(math.log2(row[1])) if conclude is on_gpu else 0.0
         bound = 4 + math.log(2) * gap / 2.0**-53
         assert ulps(found[0], loss) <= bound, row
         assert ulps(found[1], share) <= bound, row
-        assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 2]]), abs(lse2))) <= 4, row
+        assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 3]]), abs(lse2))) <= 4, row
+        size = float(share) * max(abs(row[2] / row[1]), abs(row[3]), 1.0)  # before they cancel
+        assert size < 2.0**-960 or ulps(found[3], of_scale, size) <= bound + 4, row
 
 
 def test_the_counterpart_in_python() -> None:
     """Its share is 2^(gap - softplus), to the digits that this exponent has."""
     rows = finite_cases()
     for row, found in zip(rows, in_numpy(rows), strict=True):
-        loss, share, lse2 = reference(row)
+        loss, share, lse2, of_scale = reference(row)
         assert ulps(found[0], loss) <= 4, row
-        assert ulps(found[1], share) <= 4 + abs(row[0] - row[2]) + abs(math.log2(row[1])), row
-        assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 2]]), abs(lse2))) <= 4, row
+        of_share = 4 + abs(row[0] - row[3]) + abs(math.log2(row[1]))
+        assert ulps(found[1], share) <= of_share, row
+        assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 3]]), abs(lse2))) <= 4, row
+        size = float(share) * max(abs(row[2] / row[1]), abs(row[3]), 1.0)  # before they cancel
+        assert size < 2.0**-960 or ulps(found[3], of_scale, size) <= of_share + 4, row
 
 
-NO_NUMBERS: Numbers = [  # max, sum, positive; loss, share, lse2
+NO_NUMBERS: Numbers = [  # max, sum, positive; loss, share, lse2. Moments are sums times maxima
     (-INF, 0, 3, 0, 0, 3),  # no negatives
     (-INF, 0, 0, 0, 0, 0),
     (5, 2, -INF, INF, 1, NAN),
@@ -163,7 +175,15 @@ NO_NUMBERS: Numbers = [  # max, sum, positive; loss, share, lse2
 
 def test_infinities_and_nan(conclude: Conclude) -> None:
     table = np.array(NO_NUMBERS, float)
-    np.testing.assert_array_equal(conclude(np.ascontiguousarray(table[:, :3])), table[:, 3:])
+    top, total, positive = table[:, :3].T
+    with np.errstate(invalid="ignore"):
+        moment = np.where(total == 0, 0.0, total * top)
+        mean = np.where(total == 0, positive, top)
+        of_scale = np.where(total == 0, table[:, 4], LN_2 * table[:, 4] * (mean - positive))
+    found = conclude(np.stack([top, total, moment, positive], 1))
+    np.testing.assert_array_equal(found[:, :3], table[:, 3:])
+    np.testing.assert_array_equal(np.isfinite(found[:, 3]), np.isfinite(of_scale))
+    np.testing.assert_array_equal(found[:2, 3], 0.0)  # without negatives
 
 
 MERGED: Numbers = [  # max, sum; max, sum; max, sum of both
@@ -183,15 +203,19 @@ MERGED: Numbers = [  # max, sum; max, sum; max, sum of both
 @pytest.mark.parametrize("where", ["header", pytest.param("gpu", marks=gpu_only)])
 def test_merge(where: str, request: pytest.FixtureRequest) -> None:
     table = np.array(MERGED, float)
-    rows = np.ascontiguousarray(table[:, :4])
+    rows = np.ascontiguousarray(np.insert(table[:, :4], [2, 4], -3.0 * table[:, [1, 3]], axis=1))
     if where == "gpu":
         import cupy
         from infonce.kernels.gpu.vectors import ElementwiseVectors
 
         columns = [cupy.asarray(np.ascontiguousarray(z)) for z in rows.T]
-        sums = Sums(*columns[:2])
-        ElementwiseVectors().merge(sums, Sums(*columns[2:]))
-        found = np.stack([sums.max.get(), sums.sum.get()], 1)
+        sums, other = Sums(*columns[:3]), Sums(*columns[3:])
+        alone = Sums(sums.max.copy(), sums.sum.copy())
+        ElementwiseVectors().merge(alone, Sums(*columns[3:5]))
+        ElementwiseVectors().merge(sums, other)
+        found = np.stack([z.get() for z in sums.arrays], 1)
+        np.testing.assert_array_equal(alone.sum.get(), sums.sum.get())
     else:
-        found = called(request.getfixturevalue("header").merged, rows, 2)
-    np.testing.assert_array_equal(found, table[:, 4:])
+        found = called(request.getfixturevalue("header").merged, rows, 3)
+    np.testing.assert_array_equal(found[:, :2], table[:, 4:])
+    np.testing.assert_array_equal(found[:, 2], -3.0 * table[:, 5])

@@ -192,9 +192,8 @@ def gradients_of_panels(
         problem = Problem(array(query), array(key), 1.0, 1 / m, cupy.empty(m, np.int64),
                           compute=precision, workspace=workspace)  # fmt: skip
         gradients = Gradients(
-            cupy.empty_like(problem.query), cupy.empty_like(problem.key),
-            cupy.empty(m if wrt[0] else n), *wrt,
-        )  # fmt: skip
+            cupy.empty_like(problem.query), cupy.empty_like(problem.key), None, *wrt
+        )
         recorded.solution(problem, gradients, queue)
     for of_keys in (of for of, wanted in zip((False, True), wrt, strict=True) if wanted):
         left, right = (p.T, query) if of_keys else (p, key)

@@ -40,11 +40,16 @@ def no_gpu_needed() -> Iterator[None]:
         yield
 
 
-def record(
+def record(*shape: Any, **options: Any) -> Counter[str]:
+    """How often each kernel, and each step of another kind, is in the recording of a call."""
+    return kernels(recording(*shape, **options))
+
+
+def recording(
     m: int, n: int, d: int, precision: str, labels: bool = False, ids: bool = False,
     wrt: tuple[bool, bool] = (True, True), gradient: bool = True, **options: Any,
-) -> Counter[str]:  # fmt: skip
-    """How often each kernel, and each step of another kind, is in the recording of a call."""
+) -> recorder.Recorder:  # fmt: skip
+    """Of a call."""
     into = recorder.Recorder()
 
     def array(*shape: int, dtype: Any = DTYPES[precision]) -> Any:
@@ -66,7 +71,7 @@ def record(
     for array_made in made.values():
         if array_made is not None:
             recorder.placeholder_of(array_made.data.ptr)
-    return kernels(into)
+    return into
 
 
 def kernels(into: recorder.Recorder) -> Counter[str]:
@@ -81,11 +86,14 @@ def kernels(into: recorder.Recorder) -> Counter[str]:
     m=st.integers(1, 3000), n=st.integers(1, 70000), d=st.integers(1, 1100),
     precision=st.sampled_from(sorted(DTYPES)), labels=st.booleans(), ids=st.booleans(),
     wrt=st.sampled_from([(True, True), (True, False), (False, True)]), gradient=st.booleans(),
-    normalize=st.booleans(), ranks=st.booleans(), workspace=st.sampled_from([2**24, 2**28]),
+    normalize=st.booleans(), ranks=st.booleans(),
+    scalars=st.sampled_from([(False, False), (True, False), (True, True)]),
+    workspace=st.sampled_from([2**24, 2**28]),
 )  # fmt: skip
 def test_any_call_of_info_nce(
     m: int, n: int, d: int, precision: str, labels: bool, ids: bool, wrt: tuple[bool, bool],
-    gradient: bool, normalize: bool, ranks: bool, workspace: int,
+    gradient: bool, normalize: bool, ranks: bool, scalars: tuple[bool, bool],
+    workspace: int,
 ) -> None:  # fmt: skip
     """Nothing but what a plan can replay, at addresses of the call's own arrays."""
     n = n if labels else max(m, n)
@@ -93,7 +101,8 @@ def test_any_call_of_info_nce(
         patch.setattr(recorder, "MAX_STEPS", 10**6)
         found = record(
             m, n, d, precision, labels, ids, wrt, gradient, normalize=normalize,
-            retrieval_ranks=ranks, workspace=workspace,
+            retrieval_ranks=ranks, scalar_grads=scalars[0], moments=scalars[1],
+            workspace=workspace,
         )  # fmt: skip
     listed = labels and gradient and wrt[1]
     for kernel in ("count_queries", "place_queries", "list_queries", "sort_queries"):
@@ -105,6 +114,45 @@ def test_any_call_of_info_nce(
 def test_queries_of_keys_without_labels_need_no_list() -> None:
     assert not record(256, 65536, 128, "bf16")["count_queries"]
     assert record(256, 65536, 128, "bf16", labels=True)["count_queries"] == 1
+
+
+LOSSES: list[dict[str, Any]] = [
+    {}, {"row_weight": 0.5, "column_weight": 0.5}, {"bias": -10.0}
+]  # fmt: skip
+
+
+def launches(into: recorder.Recorder) -> list[tuple[str, dict[str, int], int, int]]:
+    """Kernel, -D options, blocks and shared memory of each launch."""
+    return [
+        (step.function.args[2], step.function.keywords, step.grid, step.shared)  # type: ignore[attr-defined]
+        for step in into.steps
+        if isinstance(step, recorder.Launch)
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None:
+    """From feature gradients, it changes no launch. From moments, kernels that sum have an option
+    more; without feature gradients there is one fold, and no product for gradients."""
+    shape = 1000, 1000, 384, precision
+    without = launches(recording(*shape, **loss))
+    assert launches(recording(*shape, scalar_grads=True, **loss)) == without
+    with_moments = recording(*shape, scalar_grads=True, moments=True, **loss)
+    summing = {"lse", "sweep_lse", "sweep_online", "sigmoid", "sweep_sigmoid"}
+    for (kernel, options, *_), (same, before, *_) in zip(
+        launches(with_moments), without, strict=True
+    ):
+        assert kernel == same
+        assert options.get("MOMENTS", 0) == (kernel in summing)
+        assert before.get("MOMENTS", 0) == 0
+    alone = recording(*shape, gradient=False, scalar_grads=True, moments=True, **loss)
+    found = kernels(alone)
+    assert sum(found[kernel] for kernel in summing) == 1
+    assert not {"gemm", "finish", "gradient", "sweep_gradient"} & found.keys()
+    one_pass = recording(*shape, wrt=(True, False), scalar_grads=True, moments=True, **loss)
+    for kernel, options, *_ in launches(one_pass):
+        assert options.get("MOMENTS", 0) == (kernel in summing)
 
 
 def test_rows_are_staged_once() -> None:
@@ -123,7 +171,7 @@ def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyP
     with cupy.cuda.using_allocator(into.malloc):
         query, key, dq, dk = (cupy.empty((rows, d), np.float32) for rows in (m, n, m, n))
         problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute="fp32")
-        gradients = Gradients(dq, dk, cupy.empty(m))
+        gradients = Gradients(dq, dk)
         epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
         gpu = GPU(problem, gradients, queue=into)
         for step, staged in ((m, 2), (m, 2), (m // 2, 5), (m, 7)):

@@ -41,7 +41,7 @@ def test_blocks_of_many_ranks(
             positives=cupy.asarray(positives), column_weight=0.5 * pairs,
             bias=-10.0 if sigmoid else None, symmetric=symmetric, key_shard=not own,
             no_local_positives=not own,
-            compute=precision,
+            compute=precision, scalar_grads=True, moments=True,
         )  # fmt: skip
         assert gpu_select.planned(problem)
 
@@ -49,28 +49,31 @@ def test_blocks_of_many_ranks(
             return cupy.asarray(rng.uniform(low, 1, count))
 
         rows, columns = numbers(m), numbers(n) if pairs or symmetric else None
-        before = [numbers(m), numbers(m, 0.5), numbers(n), numbers(n, 0.5), numbers(m)]
+        before = [*(numbers(k, low) for k in (m, n) for low in (0.0, 0.5, 0.0)), numbers(m)]
         gathered = [numbers(m * d).reshape(m, d), numbers(n * d).reshape(n, d)]
 
         def fold(gradient: bool, order: Any = (problem, symmetric, before, gathered, rows, columns),
                  ) -> list[Any]:  # fmt: skip
             problem, symmetric, before, gathered, rows, columns = order
-            of_rows = problems.Sums(before[0].copy(), before[1].copy())
-            of_columns = of_rows if symmetric else problems.Sums(before[2].copy(), before[3].copy())
+            of_rows = problems.Sums(*(z.copy() for z in before[:3]))
+            of_columns = of_rows
+            if not symmetric:
+                of_columns = problems.Sums(*(z.copy() for z in before[3:6]))
             dq, dk = (z.astype(real) for z in gathered)
-            vectors = [cupy.zeros(m) for _ in range(4)]
+            vectors = [cupy.zeros(m) for _ in range(5)]  # of the sigmoid's fold, and dots
             epilogue: Any = problems.Statistics(
-                of_rows, of_columns if columns is not None else None, before[4].copy()
+                of_rows, of_columns if columns is not None else None, before[6].copy()
             )
             if sigmoid:
-                epilogue = problems.Sigmoid(rows, *vectors[:3])
+                epilogue = problems.Sigmoid(rows, *vectors[:4])
             elif gradient:
                 share = None if columns is None else 0.5 * columns
                 epilogue = problems.SoftmaxGradient(4 + rows, rows, columns, share, -rows)
             gradients = None
             if gradient:
-                gradients = problems.Gradients(dq, dk, vectors[3], want_key=not symmetric,
-                                             add_query=True)  # fmt: skip
+                gradients = problems.Gradients(
+                    dq, dk, vectors[4], want_key=not symmetric, add_query=True
+                )
             triangle = symmetric and not gradient and not sigmoid
             statistics = isinstance(epilogue, problems.Statistics)
             to_clear = None
@@ -79,7 +82,7 @@ def test_blocks_of_many_ranks(
             bad = cupy.zeros(m + 1)
             marks = problems.NotFinite(bad[:m], bad[m:]) if statistics or sigmoid else None
             gpu_ranks.fold_block(problem, triangle, epilogue, gradients, marks, to_clear)
-            made = [*vectors, dq, dk, *vars(of_rows).values(), *vars(of_columns).values(), bad]
+            made = [*vectors, dq, dk, *of_rows.arrays, *of_columns.arrays, bad]
             return [z.get() for z in made]
 
         for gradient in (False, True):
@@ -103,18 +106,18 @@ def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool =
     problem = problems.Problem(
         query=query, key=key, scale=14.0, upstream=cupy.full(m, 1 / m),
         positives=cupy.full(m, -1), column_weight=0.5, key_shard=True, no_local_positives=True,
-        compute="bf16",
+        compute="bf16", scalar_grads=True, moments=True,
     )  # fmt: skip
     vectors = ElementwiseVectors()
-    rows = vectors.identity(m)
-    columns = problems.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan))
+    rows = vectors.identity(m, True)
+    columns = problems.Sums(cupy.full(n, 77.0), cupy.full(n, np.nan), cupy.full(n, np.nan))
     if not clear:
-        columns = vectors.identity(n)
+        columns = vectors.identity(n, True)
     found = cupy.zeros(m + 1)
     stats = problems.Statistics(rows, columns, cupy.full(m, np.nan))
     bad = problems.NotFinite(found[:m], found[m:], checked)
     gpu_ranks.fold_block(problem, False, stats, None, bad, columns if clear else None)
-    return columns.max.get(), columns.sum.get(), np.isnan(found.get())
+    return *(z.get() for z in columns.arrays), np.isnan(found.get())
 
 
 @pytest.mark.parametrize("planned", [True, False])
@@ -122,7 +125,7 @@ def test_sums_that_hold_nothing_yet(planned: bool, monkeypatch: pytest.MonkeyPat
     if not planned:
         monkeypatch.setattr(gpu_select, "planned", lambda *_: False)
     made, want = (statistics_block(300, 270, None, clear) for clear in (True, False))
-    assert np.isfinite(want[:2]).all()
+    assert np.isfinite(want[:3]).all()
     for a, b in zip(made, want, strict=True):
         assert np.array_equal(a, b)
 
@@ -136,7 +139,7 @@ def test_what_is_not_finite_in_a_block(planned: bool, monkeypatch: pytest.Monkey
         (None, False, []), ("key", False, [300]), ("query", False, [150]), ("query", True, []),
         ("key", True, [300]),
     ):  # fmt: skip
-        bad = statistics_block(300, 270, infinite, True, checked)[2]
+        bad = statistics_block(300, 270, infinite, True, checked)[-1]
         assert np.flatnonzero(bad).tolist() == where
 
 
@@ -152,6 +155,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
         positives=cupy.asarray((np.arange(m) + m // 2 * (loss == "nt_xent")) % m) + 7 * m,
         row_weight=0.5 if loss == "clip" else 1.0, column_weight=0.5 * (loss == "clip"),
         bias=-10.0 if loss == "siglip" else None, symmetric=loss == "nt_xent", compute=precision,
+        scalar_grads=True, moments=True,
     )  # fmt: skip
 
     class Ring:
@@ -165,8 +169,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
 
     one = Ring()
     one.not_finite.rows[5] = np.nan
-    dots, of_bias, losses = (cupy.asarray(rng.standard_normal(m)) for _ in range(3))
-    gradients = problems.Gradients(dots=dots)
+    log_scale_grad, bias_grad, losses = (cupy.asarray(rng.standard_normal(m)) for _ in range(3))
     found: list[list[Any]] = []
     for steps in (gpu_ranks.VectorsOverRanks(), ElementwiseVectors()):
         made: list[Any] = []
@@ -176,24 +179,27 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                 spelled, stats = steps.statistics(given)
                 assert (stats.columns is None) == (loss == "info_nce")
                 assert (stats.columns is stats.rows) == (loss == "nt_xent")
-                made += [spelled.upstream, stats.rows.max, stats.rows.sum, stats.positive_logits]
+                made += [spelled.upstream, *stats.rows.arrays, stats.positive_logits]
                 numbers = np.random.default_rng(4)
-                for vector in (stats.rows.max, stats.positive_logits, stats.rows.sum):
+                for vector in (stats.rows.max, stats.positive_logits, *stats.rows.arrays[1:]):
                     vector[:] = cupy.asarray(numbers.uniform(1, 9, m))
                 if loss == "clip":
                     assert (stats.columns.max == -np.inf).all()
                     assert not stats.columns.sum.any()
+                    assert not stats.columns.moment.any()
                     stats.columns.max[:] = stats.rows.sum
                     stats.columns.sum[:] = stats.positive_logits
+                    stats.columns.moment[:] = stats.rows.max
                 end = steps.conclude(spelled, stats, False, True, one)
                 assert (end.columns is None) == (loss != "clip")
                 made += [end.losses, end.row_factor, end.column_factor, end.positive_gradient]
+                made += [end.log_scale_grad]
                 for of in (end.rows, end.columns):
                     made += [] if of is None else [of.loss, of.lse, of.reference]
-            loss_sum, scale_grad, bias_grad = steps.totals(given, losses, gradients, of_bias)
+            loss_sum, *of_scalars = steps.totals(given, losses, log_scale_grad, bias_grad)
             if isinstance(steps, gpu_ranks.VectorsOverRanks):
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
-            made += [scale_grad, bias_grad]
+            made += of_scalars
         found.append([z.get() for z in made if z is not None])
     assert gpu_plan._plans
     lse = 1e-13 if precision == "fp64" or dtype == "float64" else 1e-6

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from infonce.kernels.gpu import config
-from infonce.kernels.problem import Gradients, Problem
+from infonce.kernels.problem import Gradients, Problem, moments_pay
 from judge import (
     cancelling,
     largest_logit,
@@ -102,13 +102,15 @@ def evaluate(
     kind = LOSSES[name]
     arrays = [z if isinstance(z, cupy.ndarray) else device_view(z, view) for z in args]
     query, key = arrays[0], arrays[-1]
-    m, n = len(query), len(key)
+    m = len(query)
     if kind.symmetric:
         positives = (cupy.arange(m) + m // 2) % m
     else:
         positives = cupy.arange(m) if labels is None else cupy.asarray(labels, np.int64)
     pair = ids if isinstance(ids, tuple) else (ids, ids)
     upstream = cupy.full(m, 1.0 / m) if upstream is None else cupy.asarray(upstream)
+    wanted = [a for a in kind.arguments if a not in kind.locked] if wrt is None else list(wrt)
+    moments = gradient and moments_pay(m * len(key), bool(wanted), False)
     problem = Problem(
         query=query, key=key, scale=scale, upstream=upstream, positives=positives,
         row_weight=kind.row_weight, column_weight=kind.column_weight,
@@ -116,9 +118,9 @@ def evaluate(
         query_ids=None if ids is None else cupy.asarray(pair[0], np.int64),
         key_ids=None if ids is None else cupy.asarray(pair[1], np.int64),
         normalize=normalize, compute=precision, method=method, workspace=workspace,
-        retrieval_ranks=ranks, progress=lambda *_: None,  # so that folds are visited, not planned
+        retrieval_ranks=ranks, scalar_grads=gradient, moments=moments,
+        progress=lambda *_: None,  # so that folds are visited, not planned
     )  # fmt: skip
-    wanted = [a for a in kind.arguments if a not in kind.locked] if wrt is None else list(wrt)
     made: dict[str, Any] = {}
     gradients = None
     if gradient:
@@ -129,13 +131,14 @@ def evaluate(
                     made[a] = cupy.full(z.shape, np.nan, grad_dtype or z.dtype)
         last = kind.arguments[-1]
         want_key = not kind.symmetric and last in made
-        want_query = kind.arguments[0] in made or not want_key
-        gradients = Gradients(
-            query=made.get(kind.arguments[0]), key=made.get(last) if want_key else None,
-            dots=cupy.zeros(m if want_query else n), want_query=want_query, want_key=want_key,
-        )  # fmt: skip
+        want_query = kind.arguments[0] in made
+        if want_query or want_key:
+            gradients = Gradients(
+                made.get(kind.arguments[0]), made.get(last) if want_key else None, None,
+                want_query, want_key,
+            )  # fmt: skip
     solution = gpu.solve(problem, gradients)
-    if gradients is not None:
+    if gradient:
         made["scale"] = solution.scale_grad
         if kind.sigmoid:
             made["bias"] = solution.bias_grad

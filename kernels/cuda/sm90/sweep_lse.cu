@@ -18,6 +18,8 @@
 // highest of them is the strip's from there on. Columns that are too small even so are summed once
 // more with reference exponents of their own. This is fast almost always, and right always.
 //
+// MOMENTS: with each sum of 2^(c x - r) goes the sum of 2^(c x - r) x, a float of its own beside the pair.
+//
 // MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
 //
 // KEEP: the exponentials are kept in the memory of the gradient panel, with the reference exponent of
@@ -28,6 +30,7 @@
 // computed anew.
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/panel.cuh"
+#include "sm90/sweep/partial.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
@@ -45,6 +48,7 @@
 // column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
 constexpr float MAX_TILE_SUM = 0x1p80f;
 constexpr float MIN_EXACT_SUM = 0x1p-80f;
+constexpr float MAX_TILE_MOMENT = 0x1p100f;  // sums stay below 2^127, as above
 constexpr int REFERENCE_STEP = 32;  // between reference exponents
 #ifndef MARKS
 #define MARKS 1024  // tiles in a warp's bitmask: up to 32 a lane
@@ -70,7 +74,7 @@ struct Lse {
 #if KEEP
     alignas(1024) GradientPanelStrip::Shared pieces;
 #endif
-    float2 strips[COLUMNS ? 4 : 1][COLUMNS ? TILE_COLUMNS : 1];  // a strip's (max, sum) of columns
+    StripSums<COLUMNS ? 4 : 1> strips;
   };
 
   const Block& b;
@@ -78,9 +82,9 @@ struct Lse {
   ConsumerShared& consumer;
   WarpgroupShared& group;
   double* positive;
-  float2* row_pairs;  // [slots, row_stride]
+  Partials row_partials;  // [slots, row_stride]
   i64 row_stride;
-  float2* column_pairs;  // of this warpgroup, from this thread's column of tile 0 on
+  Partials column_partials;  // of this warpgroup, from this thread's column of tile 0 on
   u32* marks;            // [blocks, 32]
   float c;
   const Kept& kept;
@@ -89,10 +93,11 @@ struct Lse {
 
   Work work;
   Rows rows;
-  float row_max[2], row_sum[2];  // reference exponent and sum so far; four threads share a row's sum
-  float reference;               // reference exponent of the strip
-  bool steady;                   // it is that of all rows' sums
-  float2 column_pair;            // of this thread's column, of all panels so far
+  Partial of_row[2];   // so far; four threads share a row's sum
+  float reference;     // reference exponent of the strip
+  bool steady;         // it is that of all rows' sums
+  Partial of_column;   // of this thread's column, of all panels so far
+  Partial of_strip;    // of this thread's column, in the tile and this warp's strip (KEEPS_OWN_STRIP)
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
     return lane.row_of(work.panel, h);
@@ -102,7 +107,7 @@ struct Lse {
     work = w;
     rows.load(b, w.panel, lane);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) row_max[h] = LOW, row_sum[h] = 0;
+    for (int h = 0; h < 2; ++h) of_row[h] = Partial::empty();
     steady = false;
   }
 
@@ -110,8 +115,8 @@ struct Lse {
     consumer.columns.publish(b, t, lane);
     if (!COLUMNS) return;
     // While the last products run, in time for end_tile
-    column_pair = make_float2(LOW, 0);
-    if (has_pairs(t) && inside(t)) column_pair = column_pairs[t * TILE_COLUMNS];
+    of_column = Partial::empty();
+    if (has_pairs(t) && inside(t)) of_column = column_partials.get(t * TILE_COLUMNS);
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
@@ -137,9 +142,12 @@ struct Lse {
     return work.panel * PANEL_ROWS + lane.row() - lane.g;
   }
 
-  // Of this thread's column.
+  // This thread's column of a tile: of the warp's 32, the one whose sums `join_columns` leaves to it.
+  __device__ __forceinline__ static int column(const Lane& lane) {
+    return lane.warp * 32 + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2;
+  }
   __device__ __forceinline__ bool inside(int t) const {
-    return t * TILE_COLUMNS + lane.thread < (int)b.k.rows;
+    return t * TILE_COLUMNS + column(lane) < (int)b.k.rows;
   }
   __device__ __forceinline__ bool has_pairs(int t) const {
     return __shfl_sync(ALL_LANES, met, t / 32) >> t % 32 & 1;
@@ -155,32 +163,39 @@ struct Lse {
   // Sums against the strip's reference exponent. False, and nothing has changed, if it does not serve.
   __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64], int t) {
     const float shift[2] = {reference, reference};
-    float sum[2];
-    bool good = sums<false>(x, t, shift, nullptr, reference, sum);
-    if (__any_sync(ALL_LANES, !good || sum[0] > MAX_TILE_SUM || sum[1] > MAX_TILE_SUM)) return false;
-    if (steady) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) row_sum[h] += sum[h];
-      return true;
-    }
-    float max[2];
+    Partial of_tile[2] = {{reference}, {reference}};
+    bool good = sums<false>(x, t, shift, nullptr, reference, of_tile);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      max[h] = reference;
-      add(max[h], sum[h], row_max[h], row_sum[h]);
-      if (max[h] == reference && sum[h] < MIN_EXACT_SUM && row(h) < b.q.rows) good = false;
+      if (of_tile[h].sum > MAX_TILE_SUM) good = false;
+      if (MOMENTS && fabsf(of_tile[h].moment) > MAX_TILE_MOMENT) good = false;
+    }
+    if (__any_sync(ALL_LANES, !good)) return false;
+    if (steady) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        of_row[h].sum += of_tile[h].sum;
+        if (MOMENTS) of_row[h].moment += of_tile[h].moment;
+      }
+      return true;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      of_tile[h].add(of_row[h]);
+      const bool small = of_tile[h].reference == reference && of_tile[h].sum < MIN_EXACT_SUM;
+      if (small && row(h) < b.q.rows) good = false;
     }
     if (__any_sync(ALL_LANES, !good)) return false;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) row_max[h] = max[h], row_sum[h] = sum[h];
-    steady = __all_sync(ALL_LANES, max[0] == reference && max[1] == reference);
+    for (int h = 0; h < 2; ++h) of_row[h] = of_tile[h];
+    steady = __all_sync(ALL_LANES, of_row[0].reference == reference && of_row[1].reference == reference);
     return true;
   }
 
   // Sums against a reference exponent of each row. Returns whether the strip's, which is the highest of
   // them from now on, serves for all of the tile's exponentials.
   __device__ __forceinline__ bool sum_with_own_references(const float (&x)[64], int t) {
-    float own[2], shift[2], weight[2], sum[2];
+    float own[2], shift[2], weight[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float high = largest(x, h);
@@ -195,10 +210,11 @@ struct Lse {
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, lanes));
 #pragma unroll
     for (int h = 0; h < 2; ++h) weight[h] = own[h] == LOW ? 0 : exp2_(own[h] - top);
-    bool good = sums<true>(x, t, shift, weight, top, sum);
+    Partial of_tile[2] = {{own[0]}, {own[1]}};
+    bool good = sums<true>(x, t, shift, weight, top, of_tile);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      add(row_max[h], row_sum[h], own[h], sum[h]);
+      of_row[h].add(of_tile[h]);
       good = good && (own[h] == LOW || own[h] >= top - MAX_KEPT_DISTANCE);
     }
     steady = false;
@@ -215,22 +231,27 @@ struct Lse {
   // stores the exponentials, in pieces, so that each is on its way while the next is computed.
   template <bool OWN>
   __device__ __forceinline__ bool sums(const float (&x)[64], int t, const float (&shift)[2],
-                                       const float* weight, float top, float (&sum)[2]) {
+                                       const float* weight, float top, Partial (&of_tile)[2]) {
     bool good = true;
 #if KEEP
     u32 words[PIECE / 4 * PARTS];
 #endif
-    sum[0] = sum[1] = 0;
 #pragma unroll
     for (int s = 0; s < SLICES / 2; ++s) {  // 32 columns
-      float eight[8];
+      float eight[8], moments[8];
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const int i = 16 * s + k / 2 * 4 + k % 2;
         const float e0 = exp2_(fmaf(x[i], c, -shift[0])), e1 = exp2_(fmaf(x[i + 2], c, -shift[1]));
-        sum[0] += e0;
-        sum[1] += e1;
+        of_tile[0].sum += e0;
+        of_tile[1].sum += e1;
         if (COLUMNS) eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : e0 + e1;
+        if (MOMENTS) {
+          of_tile[0].moment = fmaf(e0, x[i], of_tile[0].moment);
+          of_tile[1].moment = fmaf(e1, x[i + 2], of_tile[1].moment);
+          const float w0 = OWN ? e0 * weight[0] : e0, w1 = OWN ? e1 * weight[1] : e1;
+          moments[k] = fmaf(w0, x[i], w1 * x[i + 2]);
+        }
 #if KEEP
         const float kept0 = OWN ? e0 * weight[0] : e0, kept1 = OWN ? e1 * weight[1] : e1;
         u32 *word = words + i % (PIECE / 2) / 2 * PARTS, *below = word + PARTS;  // 8 rows below
@@ -251,49 +272,37 @@ struct Lse {
         out->store_piece(words, first_row(), t * TILE_COLUMNS + 32 * (s + 1) - PIECE, lane);
 #endif
       if (!COLUMNS) continue;
-      float2 pair = make_float2(top, join_columns(eight, lane.lane, Plus()));
-      if (pair.y < MIN_EXACT_SUM) good = false;
-      if (OWN && __any_sync(ALL_LANES, pair.y < MIN_EXACT_SUM)) pair = own_references(x, s);
-      group.strips[lane.warp][32 * s + lane.g / 2 * 8 + 2 * lane.t + lane.g % 2] = pair;
+      Partial of_columns = {top, join_columns(eight, lane.lane, Plus()), 0};
+      if (MOMENTS) of_columns.moment = join_columns(moments, lane.lane, Plus());
+      if (of_columns.sum < MIN_EXACT_SUM) good = false;
+      if (OWN && __any_sync(ALL_LANES, of_columns.sum < MIN_EXACT_SUM)) of_columns = own_references(x, s);
+      if (KEEPS_OWN_STRIP && s == lane.warp) of_strip = of_columns;
+      else group.strips.of(s, s ^ lane.warp).set(lane.lane, of_columns);
     }
     return good;
   }
 
   // 32 columns, each with a reference exponent of its own.
-  __device__ __forceinline__ float2 own_references(const float (&x)[64], int s) {
-    float v[8];
+  __device__ __forceinline__ Partial own_references(const float (&x)[64], int s) {
+    float v[8], moments[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 16 * s + k / 2 * 4 + k % 2;
       v[k] = fmaxf(x[i], x[i + 2]);
     }
-    const float own = reference_for(join_columns(v, lane.lane, Larger()));
+    const float own = reference_for(or_low(join_columns(v, lane.lane, Larger())));
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int i = 16 * s + k / 2 * 4 + k % 2;
       float shift = __shfl_sync(ALL_LANES, own, k * 4 + lane.t);
       if (shift == LOW) shift = 0;
-      v[k] = exp2_(fmaf(x[i], c, -shift)) + exp2_(fmaf(x[i + 2], c, -shift));
+      const float e0 = exp2_(fmaf(x[i], c, -shift)), e1 = exp2_(fmaf(x[i + 2], c, -shift));
+      v[k] = e0 + e1;
+      if (MOMENTS) moments[k] = fmaf(e0, x[i], e1 * x[i + 2]);
     }
-    return make_float2(own, join_columns(v, lane.lane, Plus()));
-  }
-
-  // sum 2^by for by <= 0, in two steps: 2^by alone may be too small for a float.
-  __device__ __forceinline__ static float lowered(float sum, float by) {
-    const float half = exp2_(0.5f * by);
-    return sum * half * half;
-  }
-
-  // (r, sum) + (r, sum); an empty sum has r = -inf.
-  __device__ __forceinline__ static void add(float& max, float& sum, float other_max,
-                                             float other_sum) {
-    if (max != other_max) {
-      const float most = fmaxf(max, other_max);
-      sum = lowered(sum, max - most);
-      other_sum = lowered(other_sum, other_max - most);
-      max = most;
-    }
-    sum += other_sum;
+    Partial of_columns = {own, join_columns(v, lane.lane, Plus()), 0};
+    if (MOMENTS) of_columns.moment = join_columns(moments, lane.lane, Plus());
+    return of_columns;
   }
 
   __device__ __forceinline__ void end_tile(int t) {
@@ -303,18 +312,22 @@ struct Lse {
     }
     // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
     if (inside(t) && !(b.triangle && t / TILES == work.panel)) {
-      float2 pair[4];
+      Partial strip[4];
       bool same = true;
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        pair[w] = group.strips[w][lane.thread];
-        same = same && pair[w].x == column_pair.x;
+        const bool own = KEEPS_OWN_STRIP && w == 0;
+        strip[w] = own ? of_strip : group.strips.of(lane.warp, w).get(lane.lane);
+        same = same && strip[w].reference == of_column.reference;
       }
-      if (same) column_pair.y += (pair[0].y + pair[1].y) + (pair[2].y + pair[3].y);
-      else
+      if (same) {
+        of_column.sum += (strip[0].sum + strip[1].sum) + (strip[2].sum + strip[3].sum);
+        if (MOMENTS)
+          of_column.moment += (strip[0].moment + strip[1].moment) + (strip[2].moment + strip[3].moment);
+      } else
 #pragma unroll
-        for (int w = 0; w < 4; ++w) add(column_pair.x, column_pair.y, pair[w].x, pair[w].y);
-      column_pairs[t * TILE_COLUMNS] = column_pair;
+        for (int w = 0; w < 4; ++w) of_column.add(strip[w]);
+      column_partials.set(t * TILE_COLUMNS, of_column);
     }
   }
 
@@ -322,12 +335,15 @@ struct Lse {
     if (KEEP) out->end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {  // threads that share a row have one reference exponent
-      float all = row_sum[h];
-      all += __shfl_xor_sync(ALL_LANES, all, 1);
-      all += __shfl_xor_sync(ALL_LANES, all, 2);
+      Partial all = of_row[h];
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2) {
+        all.sum += __shfl_xor_sync(ALL_LANES, all.sum, lanes);
+        if (MOMENTS) all.moment += __shfl_xor_sync(ALL_LANES, all.moment, lanes);
+      }
+      if (all.sum == 0) all.reference = LOW;
       if (lane.t == 0 && row(h) < b.q.rows)
-        row_pairs[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h)] =
-            make_float2(all == 0 ? LOW : row_max[h], all);
+        row_partials.set((ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h), all);
     }
     if (!COLUMNS) return;
     // Of a triangle's tiles on the diagonal, rows' sums are all
@@ -340,7 +356,7 @@ struct Lse {
   __device__ __forceinline__ void begin() {
     met = ~0u;
     if (lane.warpgroup < WARPGROUPS)
-      for (int t = 0; inside(t); ++t) column_pairs[t * TILE_COLUMNS] = make_float2(LOW, 0);
+      for (int t = 0; inside(t); ++t) column_partials.set(t * TILE_COLUMNS, Partial::empty());
   }
 
   // After the last panel.
@@ -351,7 +367,8 @@ struct Lse {
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
 // [STRIPS blocks, column_stride], of which a block's `marks` [32] tell where they are: bit i of number
-// l for tile 32 l + i, or all. KEEP: `kept`, and the panel of exponentials.
+// l for tile 32 l + i, or all. KEEP: `kept`, and the panel of exponentials. MOMENTS: row_moments and
+// column_moments, like the pairs; of raw products.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -360,7 +377,7 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
           const __grid_constant__ Block block, i64 segments, double* positive, float2* row_pairs,
           i64 row_stride, float2* column_pairs, i64 column_stride, u32* marks,
           const __grid_constant__ Kept kept, const __grid_constant__ GradientPanel panel,
-          const __grid_constant__ TensorMap panel_map) {
+          const __grid_constant__ TensorMap panel_map, float* row_moments, float* column_moments) {
   SweepShared<Lse>& shared = sweep_shared<Lse>();
   const Lane lane;
   Lse::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
@@ -369,9 +386,11 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
   const GradientPanelStrip strip(panel_map, panel, group.pieces, lane);
   out = &strip;
 #endif
-  Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive, row_pairs, row_stride,
-          column_pairs + (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + lane.thread,
-          marks, (float)(block.scale.get() * LOG2_E), kept, out};
+  const i64 first = (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + Lse::column(lane);
+  Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive,
+          Partials{row_pairs, row_moments}, row_stride,
+          Partials{column_pairs, column_moments}.from(first), marks,
+          (float)logit_factor(block.scale.get() * LOG2_E), kept, out};
   if (COLUMNS && block.column_tiles * TILES > MARKS) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
   if (COLUMNS && lane.warpgroup < WARPGROUPS) lse.end();

@@ -7,6 +7,8 @@
 // searched for the largest product of each row. The caller sets new reference exponents from them, and
 // such panels (`wanted`) are swept once more. The largest product of all may lie in an earlier tile, where
 // the sum was within its bounds still. That tile is within the bounds of the new r_i, too.
+//
+// MOMENTS: sums of e_ij x_ij beside those of e_ij.
 #include "reference_exponents.cuh"
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/panel.cuh"
@@ -30,6 +32,7 @@ struct Online {
   double* positive;
   float2* row_pairs;  // [slots, row_stride]
   i64 row_stride;
+  float* row_moments;  // like the pairs (MOMENTS)
   GradientPanelStrip out;
   double scale;
   float c;
@@ -37,7 +40,7 @@ struct Online {
   Work work;
   Rows rows;
   float reference[2], least;
-  float sum[2], high[2];  // so far; this thread's, of four that share a row
+  float sum[2], high[2], moment[2];  // so far; this thread's, of four that share a row
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
     return lane.row_of(work.panel, h);
@@ -53,6 +56,7 @@ struct Online {
       reference[h] = inside ? references[row(h)] : 0;
       sum[h] = inside ? 0 : 1;  // padding is within the bounds
       high[h] = LOW;
+      moment[h] = 0;
       // With terms from before, a row may have none in this block
       if (inside && before[row(h)] == 0) least = MIN_REFERENCED_SUM;
     }
@@ -73,6 +77,7 @@ struct Online {
         const int h = i / 2 % 2;
         e[i] = exp2_(fmaf(x[i], c, -reference[h]));
         of_tile[h] += e[i];
+        if (MOMENTS) moment[h] = fmaf(e[i], x[i], moment[h]);
 #if FACTORS
         e[i] *= consumer.columns.factor[column_of(i, lane)];  // the row's is taken at the end
 #endif
@@ -96,17 +101,20 @@ struct Online {
       for (int lanes = 1; lanes < SHARERS; lanes *= 2) {
         high[h] = fmaxf(high[h], __shfl_xor_sync(ALL_LANES, high[h], lanes));
         sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], lanes);
+        if (MOMENTS) moment[h] += __shfl_xor_sync(ALL_LANES, moment[h], lanes);
       }
-      if (lane.t == 0 && row(h) < b.q.rows)
-        row_pairs[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h)] =
-            make_float2(high[h], sum[h]);
+      const i64 at = (ROW_SLOTS * w.segment + lane.slot()) * row_stride + row(h);
+      if (lane.t == 0 && row(h) < b.q.rows) {
+        row_pairs[at] = make_float2(high[h], sum[h]);
+        if (MOMENTS) row_moments[at] = moment[h];
+      }
     }
     out.end(lane);
   }
 };
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where
-// it was looked for; sum). `wanted` [panels], or null: all are.
+// it was looked for; sum), and row_moments like them (MOMENTS). `wanted` [panels], or null: all are.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -115,13 +123,13 @@ sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ Tensor
              const __grid_constant__ Block block, i64 segments, const float* references,
              const double* before, double* positive, float2* row_pairs, i64 row_stride,
              const int* wanted, const __grid_constant__ GradientPanel panel,
-             const __grid_constant__ TensorMap panel_map) {
+             const __grid_constant__ TensorMap panel_map, float* row_moments) {
   SweepShared<Online>& shared = sweep_shared<Online>();
   const Lane lane;
   Online::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   const double scale = block.scale.get() * LOG2_E;
   Online online{block, lane, shared.consumer[lane.consumer & 1], references, before, positive,
-                row_pairs, row_stride, GradientPanelStrip(panel_map, panel, group.strips, lane), scale,
+                row_pairs, row_stride, row_moments, GradientPanelStrip(panel_map, panel, group.strips, lane), scale,
                 (float)scale};
   sweep(shared, q, k, block, (int)segments, online, lane, wanted);
 }

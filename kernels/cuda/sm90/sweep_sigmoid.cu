@@ -16,6 +16,11 @@ constexpr bool HAS_CALMER = PARTS == 1;
 
 enum { ANY, CALM_TILE, CALMER_TILE };
 
+// Numbers of a row, or of its part in a tile.
+struct RowSums {
+  float loss, gradient, moment;  // sums of the losses, of P, and of P x (MOMENTS)
+};
+
 struct SigmoidLoss {
   static constexpr bool SUMS = false, PUBLISHES = false;
   struct ConsumerShared {
@@ -30,7 +35,8 @@ struct SigmoidLoss {
   ConsumerShared& consumer;
   const float* row_factor;
   double* positive;
-  float2* row_sums;
+  float2* row_sums;    // (loss, sum of P)
+  float* row_moments;  // sums of P x (MOMENTS)
   i64 row_stride;
   GradientPanelStrip out;
   double scale;
@@ -39,8 +45,8 @@ struct SigmoidLoss {
   Work work;
   Rows rows;
   float a[2];
-  float2 sums[2];   // (loss in base 2, sum of P) of the panel so far; this thread's columns
-  float2 of_tile[2];
+  RowSums sums[2];  // of the panel so far; this thread's columns
+  RowSums of_tile[2];
 
   __device__ __forceinline__ void begin_panel(const Work& w) {
     work = w;
@@ -49,7 +55,7 @@ struct SigmoidLoss {
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.row_of(w.panel, h);
       a[h] = row < b.q.rows ? row_factor[row] : 0;
-      sums[h] = make_float2(0, 0);
+      sums[h] = RowSums{};
     }
   }
 
@@ -60,7 +66,7 @@ struct SigmoidLoss {
       positive[lane.row_of(work.panel, half)] = scale * (double)value;
     });
 #pragma unroll
-    for (int h = 0; h < 2; ++h) of_tile[h] = make_float2(0, 0);
+    for (int h = 0; h < 2; ++h) of_tile[h] = RowSums{};
     float most = x[0];
 #pragma unroll
     for (int i = 1; i < 64; ++i) most = fmaxf(most, x[i]);
@@ -79,9 +85,12 @@ struct SigmoidLoss {
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
         const float z = fmaf(c, x[i], bias);
+        float product = 0;
+        // P takes the place of x: without a copy, the accumulators of wgmma do not stay where they are
+        if (MOMENTS) asm volatile("mov.f32 %0, %1;" : "=f"(product) : "f"(x[i]));
         if (RANGE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
           const float e = exp2_(z), ea = e * a[h];
-          of_tile[h].x = fmaf(fmaf(e, -0.5f, 1.0f), e, of_tile[h].x);
+          of_tile[h].loss = fmaf(fmaf(e, -0.5f, 1.0f), e, of_tile[h].loss);
           x[i] = fmaf(-e, ea, ea);
         } else if (RANGE == CALM_TILE) {
           const float e = exp2_(z);
@@ -91,16 +100,17 @@ struct SigmoidLoss {
           g = fmaf(g, e, 1.0f);
           log1p = fmaf(log1p, e, 1.0f);
           g = fmaf(g, e, -1.0f);
-          of_tile[h].x = fmaf(log1p, e, of_tile[h].x);
+          of_tile[h].loss = fmaf(log1p, e, of_tile[h].loss);
           x[i] = fmaf(g, e, 1.0f) * e * a[h];
         } else {
           const float e = exp2_(-fabsf(z));
           float share, log1p;
           sigmoid_parts(e, share, log1p);
-          of_tile[h].x += fmaf(fmaxf(z, 0), (float)LN_2, log1p);
+          of_tile[h].loss += fmaf(fmaxf(z, 0), (float)LN_2, log1p);
           x[i] = (z < 0 ? e * share : share) * a[h];
         }
-        of_tile[h].y += x[i];
+        of_tile[h].gradient += x[i];
+        if (MOMENTS) sums[h].moment = fmaf(x[i], product, sums[h].moment);
 #if FACTORS
         x[i] *= rows.factor[h] * consumer.columns.factor[column_of(i, lane)];
 #endif
@@ -112,8 +122,8 @@ struct SigmoidLoss {
   __device__ __forceinline__ void end_tile(int) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      sums[h].x += of_tile[h].x;
-      sums[h].y += of_tile[h].y;
+      sums[h].loss += of_tile[h].loss;
+      sums[h].gradient += of_tile[h].gradient;
     }
   }
 
@@ -123,17 +133,21 @@ struct SigmoidLoss {
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2) {
-        sums[h].x += __shfl_xor_sync(ALL_LANES, sums[h].x, lanes);
-        sums[h].y += __shfl_xor_sync(ALL_LANES, sums[h].y, lanes);
+        sums[h].loss += __shfl_xor_sync(ALL_LANES, sums[h].loss, lanes);
+        sums[h].gradient += __shfl_xor_sync(ALL_LANES, sums[h].gradient, lanes);
+        if (MOMENTS) sums[h].moment += __shfl_xor_sync(ALL_LANES, sums[h].moment, lanes);
       }
       const i64 row = lane.row_of(w.panel, h);
-      if (lane.t == 0 && row < b.q.rows)
-        row_sums[(ROW_SLOTS * w.segment + lane.slot()) * row_stride + row] = sums[h];
+      const i64 at = (ROW_SLOTS * w.segment + lane.slot()) * row_stride + row;
+      if (lane.t == 0 && row < b.q.rows) {
+        row_sums[at] = make_float2(sums[h].loss, sums[h].gradient);
+        if (MOMENTS) row_moments[at] = sums[h].moment;
+      }
     }
   }
 };
 
-// positive [rows]: logits without the bias; row_sums [slots, row_stride].
+// positive [rows]: logits without the bias; row_sums and row_moments [slots, row_stride].
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -142,13 +156,13 @@ sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ Tenso
               const __grid_constant__ Block block, i64 segments,
               const __grid_constant__ Scalar bias, const float* row_factor, double* positive,
               float2* row_sums, i64 row_stride, const __grid_constant__ GradientPanel panel,
-              const __grid_constant__ TensorMap panel_map) {
+              const __grid_constant__ TensorMap panel_map, float* row_moments) {
   SweepShared<SigmoidLoss>& shared = sweep_shared<SigmoidLoss>();
   const Lane lane;
   const double scale = block.scale.get();
   SigmoidLoss::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   SigmoidLoss loss{block, lane, shared.consumer[lane.consumer & 1], row_factor, positive, row_sums,
-                   row_stride, GradientPanelStrip(panel_map, panel, group.strips, lane), scale,
-                   (float)(scale * LOG2_E), (float)(bias.get() * LOG2_E)};
+                   row_moments, row_stride, GradientPanelStrip(panel_map, panel, group.strips, lane),
+                   scale, (float)logit_factor(scale * LOG2_E), (float)(bias.get() * LOG2_E)};
   sweep(shared, q, k, block, (int)segments, loss, lane);
 }

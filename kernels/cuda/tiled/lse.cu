@@ -2,7 +2,7 @@
 //
 // With c = scale log2 e and x = q . k, a tile yields for each of its rows, and with COLUMNS for each
 // of its columns, pairs (m, sum 2^(c (x - m))) over the negatives; positives' logits are recorded and
-// stay out of the sums. Pairs of different tiles are merged by another kernel in a fixed order: no
+// stay out of the sums. With MOMENTS, the sum of 2^(c (x - m)) x goes with each pair. Pairs of different tiles are merged by another kernel in a fixed order: no
 // atomics, the same bits from run to run.
 //
 // One exponential a logit serves both directions: all rows and columns of a warp's strip, 64 x WARP_N
@@ -19,133 +19,181 @@
 // up to 1 is as large as the other bound, which is for features that are not finite.
 constexpr Real MIN_EXACT_SUM = (Real)0x1p-80, MAX_EXACT_SUM = (Real)0x1p80;
 
-struct Pairs {
-  Real2 of_row[WARPS_N][BLOCK_M], of_column[WARPS_M][BLOCK_N];
+// (m, sum 2^(c (x - m))), and the sum of 2^(c (x - m)) x (MOMENTS). An empty sum has m = -inf.
+struct Partial {
+  Real top, sum, moment;
 };
 
-// (m, sum) + (m, sum), identity (-inf, 0). A NaN sum stays.
-__device__ __forceinline__ Real2 merge(Real2 a, Real2 b, Real c) {
-  const Real top = max_(a.x, b.x);
-  if (top == LOW) return real2(LOW, a.y + b.y);
-  return real2(top, a.y * exp2_(c * (a.x - top)) + b.y * exp2_(c * (b.x - top)));
+// A NaN sum stays.
+__device__ __forceinline__ Partial merge(const Partial& a, const Partial& b, Real c) {
+  const Real top = max_(a.top, b.top);
+  if (top == LOW) return {LOW, a.sum + b.sum, 0};
+  const Real of_a = exp2_(c * (a.top - top)), of_b = exp2_(c * (b.top - top));
+  return {top, a.sum * of_a + b.sum * of_b, MOMENTS ? a.moment * of_a + b.moment * of_b : 0};
 }
+
+// Partial sums of n rows or columns: pairs (m, sum), and moments beside them.
+struct Partials {
+  Real2* pairs;
+  Real* moments;
+
+  __device__ __forceinline__ Partial get(i64 i) const {
+    return {pairs[i].x, pairs[i].y, MOMENTS ? moments[i] : 0};
+  }
+  __device__ __forceinline__ void set(i64 i, const Partial& p) const {
+    pairs[i] = real2(p.top, p.sum);
+    if (MOMENTS) moments[i] = p.moment;
+  }
+};
+
+// Of the strips of a tile.
+struct StripSums {
+  Real2 row_pairs[WARPS_N][BLOCK_M], column_pairs[WARPS_M][BLOCK_N];
+#if MOMENTS
+  Real row_moments[WARPS_N][BLOCK_M], column_moments[WARPS_M][BLOCK_N];
+  __device__ __forceinline__ Partials rows(int warp) { return {row_pairs[warp], row_moments[warp]}; }
+  __device__ __forceinline__ Partials columns(int warp) {
+    return {column_pairs[warp], column_moments[warp]};
+  }
+#else
+  __device__ __forceinline__ Partials rows(int warp) { return {row_pairs[warp], nullptr}; }
+  __device__ __forceinline__ Partials columns(int warp) { return {column_pairs[warp], nullptr}; }
+#endif
+};
 
 __device__ __forceinline__ bool is_exact(Real sum) {
   return sum >= MIN_EXACT_SUM && sum <= MAX_EXACT_SUM;
 }
 
 // Sums of a strip around its maximum. False if one of them is not exact.
-__device__ __forceinline__ bool sum_strip(const Products& x, Real c, Pairs& out,
+__device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& out,
                                           const Position& p) {
   Real top = LOW;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) top = max_(top, x[i][j]);
-  top = column_max(row_max(top));
+  top = or_low(column_max(row_max(top)));
   // c (x - top) = (c x - reference) + rest: one instruction a logit, and no rounding lost
   const Real reference = c * top, rest = exp2_(-fma(c, top, -reference));
 
   bool exact = true;
-  Real of_column[LANE_N / 8][8] = {};
+  Real of_column[LANE_N / 8][8] = {}, column_moment[LANE_N / 8][8] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    Real sum = 0;
+    Real sum = 0, moment = 0;
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const Real e = exp2_(fma(c, x[i][j], -reference));
       sum += e;
       if (COLUMNS) of_column[j / 8][j % 8] += e;
+      if (MOMENTS) {
+        moment = fma(e, x[i][j], moment);
+        if (COLUMNS) column_moment[j / 8][j % 8] = fma(e, x[i][j], column_moment[j / 8][j % 8]);
+      }
     }
     sum = row_sum(sum) * rest;
+    if (MOMENTS) moment = row_sum(moment) * rest;
     exact &= is_exact(sum);
-    if (p.t == 0) out.of_row[p.warp_n][p.row(i)] = real2(top, sum);
+    if (p.t == 0) out.rows(p.warp_n).set(p.row(i), {top, sum, moment});
   }
   if (COLUMNS)
 #pragma unroll
     for (int j = 0; j < LANE_N / 8; ++j) {
       const Real sum = join_columns(of_column[j], p.lane, Plus()) * rest;
+      const Real moment = MOMENTS ? join_columns(column_moment[j], p.lane, Plus()) * rest : 0;
       exact &= is_exact(sum);
-      out.of_column[p.warp_m][p.column(8 * j + p.g)] = real2(top, sum);
+      out.columns(p.warp_m).set(p.column(8 * j + p.g), {top, sum, moment});
     }
   return __all_sync(ALL_LANES, exact);
 }
 
 // The same with a maximum for each row and column.
-__device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real c, Pairs& out,
+__device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real c, StripSums& out,
                                                         const Position& p) {
   __syncwarp();  // the writes of sum_strip come before those below
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    Real top = LOW, sum = 0;
+    Real top = LOW, sum = 0, moment = 0;
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) top = max_(top, x[i][j]);
-    top = row_max(top);
+    top = or_low(row_max(top));
     const Real shift = top == LOW ? 0 : top;  // 2^(-inf - 0) adds nothing
 #pragma unroll
-    for (int j = 0; j < LANE_N; ++j) sum += exp2_(c * (x[i][j] - shift));
+    for (int j = 0; j < LANE_N; ++j) {
+      const Real e = exp2_(c * (x[i][j] - shift));
+      sum += e;
+      if (MOMENTS) moment = fma(e, x[i][j], moment);
+    }
     sum = row_sum(sum);
-    if (p.t == 0) out.of_row[p.warp_n][p.row(i)] = real2(top, sum);
+    if (MOMENTS) moment = row_sum(moment);
+    if (p.t == 0) out.rows(p.warp_n).set(p.row(i), {top, sum, moment});
   }
   if (!COLUMNS) return;
 #pragma unroll
   for (int j = 0; j < LANE_N; ++j) {
-    Real top = LOW, sum = 0;
+    Real top = LOW, sum = 0, moment = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) top = max_(top, x[i][j]);
-    top = column_max(top);
+    top = or_low(column_max(top));
     const Real shift = top == LOW ? 0 : top;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum += exp2_(c * (x[i][j] - shift));
+    for (int i = 0; i < 8; ++i) {
+      const Real e = exp2_(c * (x[i][j] - shift));
+      sum += e;
+      if (MOMENTS) moment = fma(e, x[i][j], moment);
+    }
     sum = column_sum(sum);
-    if (p.g == 0) out.of_column[p.warp_m][p.column(j)] = real2(top, sum);
+    if (MOMENTS) moment = column_sum(moment);
+    if (p.g == 0) out.columns(p.warp_m).set(p.column(j), {top, sum, moment});
   }
 }
 
-// row_pairs [column tiles, row_stride], column_pairs [row tiles, column_stride]. In a triangle both
-// are the same array: row r of row tile a fills slots b >= a as a row and a' < a as a column.
-__device__ __forceinline__ void store_pairs(const Pairs& pairs, const Block& b, const Tile& t, Real c,
-                                            Real2* row_pairs, i64 row_stride,
-                                            Real2* column_pairs, i64 column_stride) {
+// To `rows` [column tiles, row_stride] and `columns` [row tiles, column_stride]. In a triangle both are
+// the same arrays: row r of row tile a fills slots b >= a as a row and a' < a as a column.
+__device__ __forceinline__ void store_sums(StripSums& sums, const Block& b, const Tile& t, Real c,
+                                           const Partials& rows, i64 row_stride,
+                                           const Partials& columns, i64 column_stride) {
   for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
     if (t.row + r >= b.q.rows) break;
-    Real2 pair = pairs.of_row[0][r];
+    Partial all = sums.rows(0).get(r);
 #pragma unroll
-    for (int w = 1; w < WARPS_N; ++w) pair = merge(pair, pairs.of_row[w][r], c);
-    row_pairs[t.column / BLOCK_N * row_stride + t.row + r] = pair;
+    for (int w = 1; w < WARPS_N; ++w) all = merge(all, sums.rows(w).get(r), c);
+    rows.set(t.column / BLOCK_N * row_stride + t.row + r, all);
   }
   // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
   if (!COLUMNS || (b.triangle && t.row == t.column)) return;
   for (int j = threadIdx.x; j < BLOCK_N; j += TILED_THREADS) {
     if (t.column + j >= b.k.rows) break;
-    Real2 pair = pairs.of_column[0][j];
+    Partial all = sums.columns(0).get(j);
 #pragma unroll
-    for (int w = 1; w < WARPS_M; ++w) pair = merge(pair, pairs.of_column[w][j], c);
-    column_pairs[t.row / BLOCK_M * column_stride + t.column + j] = pair;
+    for (int w = 1; w < WARPS_M; ++w) all = merge(all, sums.columns(w).get(j), c);
+    columns.set(t.row / BLOCK_M * column_stride + t.column + j, all);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64 row_stride,
-    Real2* column_pairs, i64 column_stride) {
+    Real2* column_pairs, i64 column_stride, Real* row_moments, Real* column_moments) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
-  __shared__ Pairs pairs;
+  __shared__ StripSums sums;
   const Position p;
   const double scale = block.scale.get() * LOG2_E;
-  const Real c = (Real)scale;
+  const Real c = (Real)logit_factor(scale);
   Pipeline pipeline(block, stages);
   for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
     prepare(shared, block, tile);
     Products x;
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
-    at_positives(x, shared, block, tile, p, LOW, [&](int row, Real value) {
+    at_positives(x, shared, block, tile, p, EXCLUDED, [&](int row, Real value) {
       positive[tile.row + row] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);
-    if (!sum_strip(x, c, pairs, p)) sum_strip_by_own_maxima(x, c, pairs, p);
-    __syncthreads();  // the writes of all strips' pairs come before their reads
-    store_pairs(pairs, block, tile, c, row_pairs, row_stride, column_pairs, column_stride);
+    if (!sum_strip(x, c, sums, p)) sum_strip_by_own_maxima(x, c, sums, p);
+    __syncthreads();  // the writes of all strips' sums come before their reads
+    store_sums(sums, block, tile, c, Partials{row_pairs, row_moments}, row_stride,
+               Partials{column_pairs, column_moments}, column_stride);
   }
 }

@@ -5,7 +5,7 @@
 //     loss_i  = sum_j softplus(-t_ij z_ij)
 //     P_ij    = -t_ij a_i sigmoid(-t_ij z_ij)
 //
-// A tile yields (loss, sum of P) for each of its rows, over the negatives. Another kernel adds them in a
+// A tile yields (loss, sum of P) for each of its rows, and with MOMENTS the sum of P x, over the negatives. Another kernel adds them in a
 // fixed order. With PANEL, P is written for the matrix products that make dQ and dK of it. Positives'
 // logits are recorded. What follows from them is computed in float64 for each row, and added in full
 // precision when sums and products are complete.
@@ -18,35 +18,43 @@
 struct SigmoidShared {
   Real a[BLOCK_M];
   Real2 of_row[WARPS_N][BLOCK_M];  // sums
+#if MOMENTS
+  Real moment_of_row[WARPS_N][BLOCK_M];
+#endif
 };
 
-// x <- P; (loss, sum of P) of the strip's rows.
+// x <- P; the sums of the strip's rows.
 __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, Real scale, Real bias,
                                               const Position& p) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    Real loss = 0, total = 0;
+    Real loss = 0, total = 0, moment = 0;
     const Real a = s.a[p.row(i)];
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
-      const Real z = fma(scale, x[i][j], bias);
+      const Real product = x[i][j], z = fma(scale, product, bias);
       const Real e = exp2_(-fabs(z) * (Real)LOG2_E);
       Real share, log1p;
       sigmoid_parts(e, share, log1p);
       loss += max_(z, 0) + log1p;
       x[i][j] = (z < 0 ? e * share : share) * a;
       total += x[i][j];
+      if (MOMENTS) moment = fma(x[i][j], product, moment);
     }
     loss = row_sum(loss);
     total = row_sum(total);
     if (p.t == 0) s.of_row[p.warp_n][p.row(i)] = real2(loss, total);
+#if MOMENTS
+    moment = row_sum(moment);
+    if (p.t == 0) s.moment_of_row[p.warp_n][p.row(i)] = moment;
+#endif
   }
 }
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias,
         const Real* row_factor, double* positive, Real2* row_sums, i64 row_stride,
-        const __grid_constant__ GradientPanel panel) {
+        const __grid_constant__ GradientPanel panel, Real* row_moments) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   __shared__ SigmoidShared s;
@@ -59,11 +67,11 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     Products x;
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
-    at_positives(x, shared, block, tile, p, LOW, [&](int row, Real value) {
+    at_positives(x, shared, block, tile, p, EXCLUDED, [&](int row, Real value) {
       positive[tile.row + row] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);
-    differentiate(x, s, (Real)scale, (Real)bias.get(), p);
+    differentiate(x, s, (Real)logit_factor(scale), (Real)bias.get(), p);
     __syncthreads();  // the writes of all strips' sums come before their reads
     for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
       if (tile.row + r >= block.q.rows) break;
@@ -71,7 +79,14 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
 #pragma unroll
       for (int w = 1; w < WARPS_N; ++w)
         pair = real2(pair.x + s.of_row[w][r].x, pair.y + s.of_row[w][r].y);
-      row_sums[tile.column / BLOCK_N * row_stride + tile.row + r] = pair;
+      const i64 at = tile.column / BLOCK_N * row_stride + tile.row + r;
+      row_sums[at] = pair;
+#if MOMENTS
+      Real moment = s.moment_of_row[0][r];
+#pragma unroll
+      for (int w = 1; w < WARPS_N; ++w) moment += s.moment_of_row[w][r];
+      row_moments[at] = moment;
+#endif
     }
     if (!PANEL) continue;
     apply_factors(x, shared, p);

@@ -78,7 +78,7 @@ __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, c
   }
 }
 
-// Everything that is no pair becomes LOW: padding, i = j where symmetric, equal ids. It thus enters no
+// Everything that is no pair becomes EXCLUDED: padding, i = j where symmetric, equal ids. It thus enters no
 // maximum and no sum.
 __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const Block& b,
                                         const Tile& t, const Position& p) {
@@ -93,8 +93,8 @@ __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const 
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const int r = p.row(i), c = p.column(j);
-      if (r >= rows || c >= columns || c - r == excluded) x[i][j] = LOW;
-      if (IDS && s.row_id[r] == s.column_id[c]) x[i][j] = LOW;
+      if (r >= rows || c >= columns || c - r == excluded) x[i][j] = EXCLUDED;
+      if (IDS && s.row_id[r] == s.column_id[c]) x[i][j] = EXCLUDED;
     }
 }
 

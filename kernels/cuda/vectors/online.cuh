@@ -8,11 +8,12 @@ constexpr int PANEL_THREADS = PANEL_ROW_THREADS * ONLINE_PANEL_ROWS;
 
 // What a row's slots hold together.
 struct Found {
-  double sum;
+  double sum, moment;
   Real high, most;  // the largest product, if it was looked for; the largest of the slots' sums
 
   __device__ __forceinline__ void add(const Found& f) {
     sum += f.sum;
+    moment += f.moment;
     high = max_(high, f.high);
     most = max_(most, f.most);
   }
@@ -20,16 +21,17 @@ struct Found {
 
 // What the slots of each row of a panel hold, added in a fixed order by all threads of a block. The first
 // ONLINE_PANEL_ROWS threads have the result, a row each.
-__device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
+__device__ __forceinline__ Found find(const Real2* pairs, const Real* moments, i64 slots, i64 n) {
   __shared__ Found parts[PANEL_ROW_THREADS][ONLINE_PANEL_ROWS];
   const int row = threadIdx.x % ONLINE_PANEL_ROWS, part = threadIdx.x / ONLINE_PANEL_ROWS;
   const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + row;
-  Found all = {0, (Real)-INFINITY_, 0};
+  Found all = {0, 0, (Real)-INFINITY_, 0};
   if (i < n)
 #pragma unroll 4
     for (i64 s = part; s < slots; s += PANEL_ROW_THREADS) {
       const Real2 pair = pairs[s * n + i];
-      all.add(Found{(double)pair.y, pair.x, pair.y});
+      const double moment = moments ? (double)moments[s * n + i] : 0;
+      all.add(Found{(double)pair.y, moment, pair.x, pair.y});
     }
   parts[part][row] = all;
   __syncthreads();  // the writes of parts[] come before the reads below
@@ -40,15 +42,16 @@ __device__ __forceinline__ Found find(const Real2* pairs, i64 slots, i64 n) {
 }
 
 // Checks the reference exponents of a query panel, one block a panel. If all rows are within the
-// bounds, their sums gain what the slots hold. Else the panel is `wanted` once more: rows outside the
+// bounds, their sums (and moments, unless null) gain what the slots hold. Else the panel is `wanted` once more: rows outside the
 // bounds get new reference exponents, and what was gathered against the old ones, sums and the
 // gradient `acc` [n, acc_stride] (null: nothing yet), is scaled to the new ones.
 extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
-check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scale scale,
-              Real* reference, double* sum, Real* acc, i64 acc_stride, i64 d, int* wanted) {
+check_heights(const Real2* pairs, const Real* moments, i64 slots, i64 n,
+              const __grid_constant__ Scale scale, Real* reference, double* sum, double* moment,
+              Real* acc, i64 acc_stride, i64 d, int* wanted) {
   __shared__ Real factor[ONLINE_PANEL_ROWS];
   const i64 first = blockIdx.x * (i64)ONLINE_PANEL_ROWS, i = first + threadIdx.x;
-  const Found f = find(pairs, slots, n);
+  const Found f = find(pairs, moments, slots, n);
   const bool mine = threadIdx.x < ONLINE_PANEL_ROWS && i < n;
   bool outside = false;
   if (mine)
@@ -58,6 +61,7 @@ check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scal
   if (threadIdx.x == 0) wanted[blockIdx.x] = again;
   if (!again) {
     if (mine) sum[i] += f.sum;
+    if (mine && moment) moment[i] += f.moment;
     return;
   }
   if (threadIdx.x < ONLINE_PANEL_ROWS) factor[threadIdx.x] = 1;
@@ -67,6 +71,7 @@ check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scal
       const Real by = exp2_(reference[i] - now);
       factor[threadIdx.x] = by;
       sum[i] *= by;
+      if (moment) moment[i] *= by;
     }
     reference[i] = now;
   }
@@ -80,14 +85,18 @@ check_heights(const Real2* pairs, i64 slots, i64 n, const __grid_constant__ Scal
 
 // The sums of panels that were swept once more.
 extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
-add_wanted(const Real2* pairs, i64 slots, i64 n, double* sum, const int* wanted) {
+add_wanted(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* sum, double* moment,
+           const int* wanted) {
   if (!wanted[blockIdx.x]) return;
   const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + threadIdx.x;
-  const Found f = find(pairs, slots, n);
-  if (threadIdx.x < ONLINE_PANEL_ROWS && i < n) sum[i] += f.sum;
+  const Found f = find(pairs, moments, slots, n);
+  if (threadIdx.x >= ONLINE_PANEL_ROWS || i >= n) return;
+  sum[i] += f.sum;
+  if (moment) moment[i] += f.moment;
 }
 
 // Rows have met all columns. Written are their maxima, which are the reference exponents of the sums;
+// their moments, which were of raw products;
 // the unit of their gradients, a 2^(max - log-sum-exp) = a negative_probability / sum, with the row's own factor where
 // rows are normalised; and dL/dx at the positive.
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
@@ -99,7 +108,8 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   if (i >= n) return;
   const double c = scale.get() * LOG2_E;
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
-  const Direction row = conclude_direction(rows, i, positive[i]);
+  if (rows.moment) rows.moment[i] *= c;
+  const Direction row = conclude_direction(rows.get(i), positive[i]);
   const double a = upstream[i] * (row_weight * scale.bare());
   unit[i] = rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
   positive_gradient[i] = -(a * row.negative_probability);

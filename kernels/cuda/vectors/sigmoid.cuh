@@ -5,7 +5,8 @@
 // The sigmoid fold's beginning: upstream with the scale folded in, sums of nothing, no positives yet.
 extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
                                          const __grid_constant__ Scale scale, double* row_factor,
-                                         double* losses, double* bias_grad, double* positive,
+                                         double* losses, double* bias_grad,
+                                         double* log_scale_grad, double* positive,
                                          const __grid_constant__ Spelling spelling,
                                          double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
@@ -14,6 +15,7 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
   spelling.write(i, m);
   row_factor[i] = upstream[i] * scale.bare();
   losses[i] = bias_grad[i] = 0;
+  if (log_scale_grad) log_scale_grad[i] = 0;
   positive[i] = NAN_;
 }
 
@@ -25,11 +27,13 @@ extern "C" __global__ void mark_not_finite(i64 m, double* losses, const double* 
 }
 
 // From positives' logits without the bias: out = -a sigmoid(-z), and what positives add to the sums over
-// the negatives, softplus(-z) and out. A row whose positive is not among these keys adds nothing.
+// the negatives: softplus(-z), out, and out times the product of the features. A row whose positive is not among these keys adds nothing.
 extern "C" __global__ void sigmoid_positives(const double* logits, const double* a,
                                              const i64* positives, i64 n,
-                                             const __grid_constant__ Scalar bias, double* out,
-                                             double* losses, double* bias_grad) {
+                                             const __grid_constant__ Scalar bias,
+                                             const __grid_constant__ Scale scale, double* out,
+                                             double* losses, double* bias_grad,
+                                             double* log_scale_grad) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
   if (positives[i] < 0) {
@@ -41,4 +45,5 @@ extern "C" __global__ void sigmoid_positives(const double* logits, const double*
   const double positive_gradient = -a[i] * sigmoid2(gap);
   out[i] = positive_gradient;
   bias_grad[i] += positive_gradient;
+  if (log_scale_grad) log_scale_grad[i] += positive_gradient * (logits[i] / scale.bare());
 }

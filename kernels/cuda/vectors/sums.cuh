@@ -29,13 +29,26 @@ __device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, 
   return found;
 }
 
-// (max, sum) of each row <- itself + pairs[0 .. slots), always in the same order. The maxima of the pairs
-// are raw products, or with `scale` ln 2 logits in base 2. The result is float64 and in base 2. A block
-// of threads has 32 rows, and MERGE_ROW_THREADS threads share the slots of a row. `marks` (or null) tell
-// which columns' pairs the blocks of a sweep have written (sweep_lse.cu); such a block has two slots.
+// Rows' sums over a part of their columns: float64, base 2. Moments may be null.
+struct Sums {
+  double *max, *sum, *moment;
+
+  __device__ __forceinline__ Sum get(i64 i) const { return {max[i], sum[i], moment ? moment[i] : 0}; }
+  __device__ __forceinline__ void set(i64 i, const Sum& s) const {
+    max[i] = s.max, sum[i] = s.sum;
+    if (moment) moment[i] = s.moment;
+  }
+};
+
+// The sums of each row <- themselves + pairs[0 .. slots) and moments[0 .. slots) (null: none), always in
+// the same order. The maxima of the pairs are raw products, or with `scale` ln 2 logits in base 2; moments
+// are of raw products, which `logit_scale` makes logits. A block of threads has 32 rows, and
+// MERGE_ROW_THREADS threads share the slots of a row. `marks` (or null) tell which columns' pairs the
+// blocks of a sweep have written (sweep_lse.cu); such a block has two slots.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
-            const __grid_constant__ Scale scale, double* max, double* sum, const u32* marks) {
+            const __grid_constant__ Scale scale, const __grid_constant__ Sums sums, const u32* marks,
+            const Real* moments, const __grid_constant__ Scale logit_scale) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
   __shared__ int met[MAX_SWEEP_BLOCKS], count;  // blocks that have left pairs of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
@@ -48,40 +61,44 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
     __syncthreads();  // the writes of met[] and count come before their reads
     slots = (i64)count * 2;
   }
-  const double c = scale.get() * LOG2_E;
-  Sum mine = {-INFINITY_, 0};
+  const double c = scale.get() * LOG2_E, c_moments = moments ? logit_scale.get() * LOG2_E : 0;
+  Sum mine = {-INFINITY_, 0, 0};
   if (i < n) {
 #pragma unroll 4
     for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
       const i64 slot = marks ? (i64)met[s / 2] * 2 + s % 2 : s;
       const Real2 pair = pairs[slot * stride + i];
-      mine = merge(mine, Sum{c * (double)pair.x, (double)pair.y});
+      const double moment = moments ? c_moments * (double)moments[slot * stride + i] : 0;
+      mine = merge(mine, Sum{c * (double)pair.x, (double)pair.y, moment});
     }
   }
   parts[part][lane] = mine;
   __syncthreads();  // the writes of parts[] come before the reads below
   if (part != 0 || i >= n) return;
-  Sum total = {max[i], sum[i]};
+  Sum total = sums.get(i);
 #pragma unroll
   for (int p = 0; p < MERGE_ROW_THREADS; ++p) total = merge(total, parts[p][lane]);
-  max[i] = total.max;
-  sum[i] = total.sum;
+  sums.set(i, total);
 }
 
-// a[i] += sum over slots of pairs.x, b[i] += unit * that of pairs.y
-extern "C" __global__ void add_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
-                                     const double* unit, double* a, double* b) {
+// a[i] += sum over slots of pairs.x, b[i] += unit * that of pairs.y; and c[i] (or null) += unit * factor *
+// that of z, with the factor of `scale` that makes products those of the features.
+extern "C" __global__ void add_pairs(const Real2* pairs, const Real* z, i64 slots, i64 stride, i64 n,
+                                     const double* unit, const __grid_constant__ Scale scale, double* a,
+                                     double* b, double* c) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
-  double x = 0, y = 0;
+  double x = 0, y = 0, of_z = 0;
 #pragma unroll 4
   for (i64 s = 0; s < slots; ++s) {
     const Real2 pair = pairs[s * stride + i];
     x += pair.x;
     y += pair.y;
+    if (c) of_z += z[s * stride + i];
   }
   a[i] += x;
   b[i] += *unit * y;
+  if (c) c[i] += *unit * (scale.get() / scale.bare()) * of_z;
 }
 
 // The sum of `copies` vectors of n numbers, one after another, to the first.
@@ -109,11 +126,7 @@ struct Spelling {
   }
 };
 
-struct Sums {
-  double *max, *sum;
-};
-
-// The fold's identity: sums (-inf, 0), no positives yet. Columns may have none (null), and
+// The fold's identity: sums (-inf, 0, 0), no positives yet. Columns may have none (null), and
 // `any_key_not_finite` may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  const __grid_constant__ Sums columns, double* positive, i64 m,
@@ -121,15 +134,11 @@ extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) {
-    rows.max[i] = -INFINITY_, rows.sum[i] = 0, positive[i] = NAN_;
+    rows.set(i, {-INFINITY_, 0, 0}), positive[i] = NAN_;
     spelling.write(i, m);
   }
-  if (columns.max && i < n) columns.max[i] = -INFINITY_, columns.sum[i] = 0;
+  if (columns.max && i < n) columns.set(i, {-INFINITY_, 0, 0});
   if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
-}
-
-__device__ __forceinline__ Direction conclude_direction(const Sums& s, i64 i, double positive) {
-  return conclude_direction(Sum{s.max[i], s.sum[i]}, positive);
 }
 
 struct Concluding {
@@ -144,7 +153,7 @@ struct Concluding {
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // results
   double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *row_factor, *column_factor,
-      *positive_gradient;
+      *positive_gradient, *log_scale_grad;  // the last one may be null
   void *row_lse, *column_lse;
 };
 
@@ -162,23 +171,27 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   double positive = f.positive[i];
   // A triangle met the pair once, from its lower row
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
-  const Direction row = conclude_direction(f.rows, i, positive);
+  const Direction row = conclude_direction(f.rows.get(i), positive);
   const double a = upstream * (f.row_weight * scale);
-  double loss = f.row_weight * row.loss, positive_gradient = a * row.negative_probability;
+  double loss = f.row_weight * row.loss, log_scale_grad = f.row_weight * row.log_scale_grad;
+  double positive_gradient = a * row.negative_probability;
   if (f.symmetric && partner >= 0)
     positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
-                   conclude_direction(f.rows, partner, positive).negative_probability;
+                         conclude_direction(f.rows.get(partner), positive).negative_probability;
   if (f.two_sided) {
-    const Direction column = conclude_direction(f.columns, i, positive);
+    const Direction column = conclude_direction(f.columns.get(i), positive);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
+    log_scale_grad += f.column_weight * column.log_scale_grad;
     positive_gradient += b * column.negative_probability;
     f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
     f.column_lse2[i] = column.lse2;
     put_lse(f, f.column_lse, i, column.lse2);
   }
-  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
+  const double mark = *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
+  f.losses[i] = loss + mark;
+  if (f.log_scale_grad) f.log_scale_grad[i] = upstream * log_scale_grad + mark;
   f.row_loss[i] = row.loss;
   f.row_lse2[i] = row.lse2;
   put_lse(f, f.row_lse, i, row.lse2);
@@ -198,13 +211,14 @@ __device__ __forceinline__ double add_up(const double* x, i64 n) {
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 
-// out[0] = share * sum of losses, out[1] = sum of dots / (halves scale), out[2] = sum of of_bias /
-// scale; null: 0.
+// out[0] = share * sum of losses, out[1] = sum of log_scale_grad / (pair_counts scale), out[2] = sum of
+// bias_grad / scale; null: 0.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
-totals(const double* losses, i64 m, double share, const double* dots, i64 count, double halves,
-       const double* of_bias, const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  const double sums[3] = {share * add_up(losses, m), add_up(dots, count) / (halves * scale.bare()),
-                          add_up(of_bias, m) / scale.bare()};
+totals(const double* losses, i64 m, double share, const double* log_scale_grad, i64 count,
+       double pair_counts, const double* bias_grad, const __grid_constant__ Scale scale, void* out, i64 is_float) {
+  const double sums[3] = {share * add_up(losses, m),
+                          add_up(log_scale_grad, count) / (pair_counts * scale.bare()),
+                          add_up(bias_grad, m) / scale.bare()};
   if (threadIdx.x) return;
 #pragma unroll
   for (int i = 0; i < 3; ++i)

@@ -15,7 +15,9 @@ MAX_ROUNDS = 8  # segments that a worker gets where panels are cut into segments
 # same time, for a few panels: their rows and keys stay in the L2 cache
 WIDE_SEGMENTS = 8, 64
 # bytes that epilogues keep in shared memory
-SUMS_BYTES = 4 * 1024  # column sums, for each consumer warpgroup
+# column sums, for each consumer warpgroup: pairs of four strips, or of three with their moments
+SUMS_BYTES = 4 * 1024
+MOMENTS_BYTES = 4608
 PANEL_STRIP_BYTES = 8 * 1024  # a strip of the gradient panel, for each consumer warpgroup
 FACTORS_BYTES = 2 * 1024  # factors of the columns
 EXTRAS_BYTES = 3 * 1024  # ids of the columns, and factors of normalised ones
@@ -42,6 +44,7 @@ class Sweep:
     workers: int  # blocks, or clusters of two, that run at once
     shared_memory: int  # bytes that a block can have
     extras: bool  # ids, or factors of normalised rows
+    moments: bool = False  # sums have first moments
 
     square = True  # row panels and key tiles are as large: a triangle can be visited
 
@@ -82,7 +85,7 @@ class Sweep:
     def reserved(self, panel: bool, sums: bool) -> int:
         """Bytes of shared memory beside the query panel and the stages."""
         of_panel = FACTORS_BYTES + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
-        of_sums = self.warpgroups * SUMS_BYTES
+        of_sums = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
         return BARRIER_BYTES + panel * of_panel + sums * of_sums + self.extras * EXTRAS_BYTES
 
     def shared(self, panel: bool, sums: bool) -> int:
@@ -212,10 +215,12 @@ def _max_segments(sweep: Sweep, panels: int, tiles: int) -> int:
 
 
 @lru_cache
-def sweep_for(precision: str, width: int, device: Device, extras: bool) -> Sweep | None:
+def sweep_for(
+    precision: str, width: int, device: Device, extras: bool, moments: bool = False
+) -> Sweep | None:
     """The sweep for rows of `width` bytes in each part; None where tiled kernels are to be used.
 
-    `extras`: ids or factors of normalised rows.
+    `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
     """
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
@@ -224,7 +229,7 @@ def sweep_for(precision: str, width: int, device: Device, extras: bool) -> Sweep
     if precision == "fp16x3":
         schedule = Schedule.STREAMED
     workers = device.multiprocessors // (2 if schedule is Schedule.WIDE else 1)
-    return Sweep(k_slices, schedule, workers, device.shared_memory, extras)
+    return Sweep(k_slices, schedule, workers, device.shared_memory, extras, moments)
 
 
 @lru_cache

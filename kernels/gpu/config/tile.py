@@ -39,7 +39,7 @@ class Tile:
         """At most what kernels declare besides: positives, ids and factors, and then sums of strips
         or the numbers of which gradients are made."""
         sides = BLOCK_M + self.block_n
-        sums = 2 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
+        sums = 3 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
         factors = 3 * BLOCK_M + 2 * self.block_n
         return 8 * (BLOCK_M + sides) + self.real * (sides + max(sums, factors))
 

@@ -51,6 +51,7 @@ class Needs:
     # Bytes of the copies where all rows are copied before the folds; 0: each fold copies a block's
     staged_once: int = 0
     weighted_query: bool = False  # rows of queries are copied once more, for dK
+    moments: bool = False  # sums have first moments
 
     @property
     def of_statistics(self) -> Needs:
@@ -67,12 +68,12 @@ class Needs:
 
     def block(self, rows: int, columns: int, d: int, block_n: int) -> int:
         """Bytes for a block of rows x columns."""
-        pair = 2 * ACCUMULATOR_BYTES[self.precision]
+        partial = (3 if self.moments else 2) * ACCUMULATOR_BYTES[self.precision]
         operand_row = padded(d, self.precision) * OPERAND_BYTES[self.precision]
         tile = self.sweep or Tile(block_n)
-        total = pair * tile.row_sums(rows, columns) if self.rows else 0
+        total = partial * tile.row_sums(rows, columns) if self.rows else 0
         if self.columns:
-            total += pair * tile.column_sums(rows, columns)
+            total += partial * tile.column_sums(rows, columns)
         if not self.staged_once:
             total += (self.staged_query * rows + self.staged_key * columns) * operand_row
         total += self.weighted_query * rows * operand_row

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ...problem import Array
+from ...problem import Array, Sums
 
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
 Fields = dict[str, Any]  # of a structure that a kernel takes, by the names that CUDA gives them
@@ -62,3 +62,12 @@ def scalar(value: Any) -> tuple[Fields, Array]:
     """`scalar_values` by their names."""
     values, kept = scalar_values(value)
     return dict(zip(SCALAR, values, strict=True)), kept
+
+
+def sums_fields(sums: Sums | None, first: int = 0) -> Fields:
+    """struct Sums, from row `first` on; null pointers for None."""
+    arrays = (None, None, None) if sums is None else sums.arrays
+    return {
+        name: address(array, first)
+        for name, array in zip(("max", "sum", "moment"), arrays, strict=True)
+    }

@@ -25,6 +25,8 @@ class BlockLauncher:
         self.options = {
             "IDS": int(problem.query_ids is not None), "FACTORS": int(problem.normalize)
         }  # fmt: skip
+        # and those kernels that sum
+        self.of_sums: dict[str, Any] = {"MOMENTS": 1} if problem.moments else {}
 
     def launch_tiles(
         self, kernel: str, rows: slice, columns: slice, arguments: Fields,

@@ -74,7 +74,9 @@ class Context:
         extras = problem.normalize or problem.query_ids is not None
         self.sweep = None
         if not precision.PORTABLE:
-            self.sweep = config.sweep_for(self.precision, self.width, self.properties, extras)
+            self.sweep = config.sweep_for(
+                self.precision, self.width, self.properties, extras, problem.moments
+            )
         # Without it: log-sum-exps first, then gradients from panels, which is one product more
         self.online = (
             both_folds and gradients is not None and one_softmax(problem)
@@ -119,7 +121,8 @@ class Context:
             # of a symmetric loss: the gradient of all rows
             key_accumulator=panels
             and not (self.query_in_place if problem.symmetric else self.key_in_place),
-            sweep=self.sweep, overlay_row=overlay_row, staged_once=once,
+            moments=problem.moments, sweep=self.sweep,
+            overlay_row=overlay_row, staged_once=once,
             rows=problem.bias is not None or (self.online and one_pass(problem, gradients)),
         )  # fmt: skip
         room, found = problem.workspace, None

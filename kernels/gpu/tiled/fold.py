@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...problem import Grid, Problem
+from ...problem import Array, Grid, Problem
 from .block import BlockLauncher
 from .context import Context
 
@@ -22,6 +22,14 @@ class Fold(BlockLauncher):
         layout = self.rows, self.columns
         self.staged = context.staged.setdefault(layout, {})
         context.staged = {layout: self.staged}
+
+    def partial_sums(self, n: int) -> tuple[Array, Array | None]:
+        """Memory for n partial sums: pairs of numbers, and moments where they are wanted."""
+        scratch, real, moments = self.context.scratch, self.context.real, None
+        pairs = scratch.take((n, 2), real)
+        if self.problem.moments:
+            moments = scratch.take((n,), real)
+        return pairs, moments
 
     def run(self) -> None:
         done, total = 0, len(self.grid)

@@ -9,7 +9,7 @@ import numpy as np
 from ... import problem as problems
 from ...problem import LN_2, Array, Grid, Problem, RetrievalRanks, Statistics
 from .. import config
-from ..device.arguments import Fields, address
+from ..device.arguments import Fields, address, sums_fields
 from .context import Context
 from .fold import Fold
 from .operands import NO_PANEL, NOTHING_KEPT
@@ -22,14 +22,11 @@ class StatisticsFold(Fold):
     def __init__(self, context: Context, problem: Problem, grid: Grid, stats: Statistics) -> None:
         super().__init__(context, problem, grid, stats.phase)
         self.stats = stats
-
-        def pairs(n: int) -> Array:
-            return context.scratch.take((n, 2), context.real)
-
-        self.row_pairs = pairs(self.tile.row_sums(self.rows, self.columns))
-        self.column_pairs = self.marks = None
+        self.of_rows = self.partial_sums(self.tile.row_sums(self.rows, self.columns))
+        self.of_columns: tuple[Array | None, Array | None] = None, None
+        self.marks = None
         if stats.columns is not None:
-            self.column_pairs = pairs(self.tile.column_sums(self.rows, self.columns))
+            self.of_columns = self.partial_sums(self.tile.column_sums(self.rows, self.columns))
             if isinstance(self.tile, config.Sweep):
                 blocks_of_threads = 2 * self.tile.workers
                 assert blocks_of_threads <= 512  # MAX_SWEEP_BLOCKS of vectors/sums.cuh
@@ -43,15 +40,17 @@ class StatisticsFold(Fold):
         both = stats.columns is not None and (not whole or triangle)
         row_slots = tile.row_slots(m, n, triangle)
         column_slots = tile.column_slots(m, n, triangle) if both else 0
-        column_pairs = self.column_pairs
+        of_columns = self.of_columns
         if triangle and isinstance(tile, config.Tile):  # one slot a tile, on either side
-            column_pairs, column_slots = self.row_pairs, 0
+            of_columns, column_slots = self.of_rows, 0
         arguments = {
-            "positive": address(stats.positive_logits, rows.start), "row_pairs": self.row_pairs,
-            "row_stride": m, "column_pairs": column_pairs, "column_stride": n,
+            "positive": address(stats.positive_logits, rows.start),
+            "row_pairs": self.of_rows[0], "row_moments": self.of_rows[1], "row_stride": m,
+            "column_pairs": of_columns[0], "column_moments": of_columns[1], "column_stride": n,
         }  # fmt: skip
+        defines = {"COLUMNS": int(both), **self.of_sums}
         if isinstance(tile, config.Tile):
-            self.launch_tiles("lse", rows, columns, arguments, triangle, COLUMNS=int(both))
+            self.launch_tiles("lse", rows, columns, arguments, triangle, **defines)
         else:
             kept = self.context.kept
             arguments |= {"marks": self.marks, "kept": NOTHING_KEPT} | NO_PANEL
@@ -63,22 +62,24 @@ class StatisticsFold(Fold):
                 arguments["panel_map"] = tensor_map
             self.launch_sweep(
                 "sweep_lse", rows, columns, arguments, triangle, panel=kept is not None, sums=True,
-                COLUMNS=int(both), MAXIMA=int(problem.retrieval_ranks), KEEP=int(kept is not None),
+                MAXIMA=int(problem.retrieval_ranks), KEEP=int(kept is not None), **defines,
             )  # fmt: skip
-        self.merge(self.row_pairs, row_slots, stats.rows, rows)
+        self.merge(self.of_rows, row_slots, stats.rows, rows)
         if column_slots:
             assert stats.columns is not None
-            self.merge(column_pairs, column_slots, stats.columns, columns, self.marks)
+            self.merge(of_columns, column_slots, stats.columns, columns, self.marks)
 
     def merge(
-        self, pairs: Array, slots: int, sums: problems.Sums, of: slice, marks: Array | None = None
-    ) -> None:
+        self, partial: tuple[Array, Array], slots: int, sums: problems.Sums, of: slice,
+        marks: Array | None = None,
+    ) -> None:  # fmt: skip
         n = of.stop - of.start
         # Tiles leave raw products, sweeps base-2 logits
         scale = self.scale if isinstance(self.tile, config.Tile) else BASE_2
         self.launcher.vectors(
-            "merge_pairs", n, threads=4, pairs=pairs, slots=slots, stride=n, n=n, scale=scale,
-            max=address(sums.max, of.start), sum=address(sums.sum, of.start), marks=marks,
+            "merge_pairs", n, threads=4, pairs=partial[0], moments=partial[1], slots=slots,
+            stride=n, n=n, scale=scale, logit_scale=self.scale, sums=sums_fields(sums, of.start),
+            marks=marks,
         )  # fmt: skip
 
 

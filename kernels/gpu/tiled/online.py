@@ -9,7 +9,7 @@ import numpy as np
 
 from ...problem import Gradients, Grid, OnlineSoftmax, Problem
 from .. import config
-from ..device.arguments import address
+from ..device.arguments import address, sums_fields
 from .context import Context
 from .gradient import GradientFold
 
@@ -36,7 +36,7 @@ class OnlineFold(GradientFold):
         self.row_unit = cupy.empty(m)
         self.positive_gradient = cupy.empty(m)
         sums = context.sweep.row_sums(self.rows, self.columns)
-        self.pairs = context.scratch.take((sums, 2), context.real)
+        self.pairs, self.moments = self.partial_sums(sums)
         if self.of_columns is not None:
             self.weighted = context.scratch.take((self.rows * context.query.row_bytes,))
             # dK's unit is the largest upstream gradient, so weights of any size fit 16-bit elements
@@ -45,16 +45,19 @@ class OnlineFold(GradientFold):
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
         sums, reference = self.epilogue.rows, address(self.references, start)
-        sum_of_rows = address(sums.sum, start)
+        sum_of_rows, moment_of_rows = address(sums.sum, start), address(sums.moment, start)
 
         def sweep(wanted: Any, segments: int) -> int:
             """Returns how many pairs a row has then."""
             arguments = {
                 "references": reference, "before": sum_of_rows,
                 "positive": address(self.epilogue.positive_logits, start), "row_pairs": self.pairs,
-                "row_stride": n, "wanted": wanted, **self.panel_arguments(),
+                "row_stride": n, "row_moments": self.moments, "wanted": wanted,
+                **self.panel_arguments(),
             }  # fmt: skip
-            self.launch_sweep("sweep_online", rows, columns, arguments, segments=segments)
+            self.launch_sweep(
+                "sweep_online", rows, columns, arguments, segments=segments, **self.of_sums
+            )
             return self.sweep.segment_slots * segments
 
         acc, acc_stride = 0, 0
@@ -62,15 +65,15 @@ class OnlineFold(GradientFold):
             acc, acc_stride = self.of_rows.pointer(start), self.of_rows.stride
         slots = sweep(None, self.sweep.segments(n, self.k.rows))
         self.launch_panels(
-            "check_heights", n, pairs=self.pairs, slots=slots, n=n, scale=self.scale,
-            reference=reference, sum=sum_of_rows, acc=acc, acc_stride=acc_stride, d=d,
-            wanted=self.wanted,
+            "check_heights", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
+            scale=self.scale, reference=reference, sum=sum_of_rows, moment=moment_of_rows,
+            acc=acc, acc_stride=acc_stride, d=d, wanted=self.wanted,
         )  # fmt: skip
         # Mostly none, or a few panels that all multiprocessors share
         slots = sweep(self.wanted, self.sweep.max_segments(n, self.k.rows))
         self.launch_panels(
-            "add_wanted", n, pairs=self.pairs, slots=slots, n=n, sum=sum_of_rows,
-            wanted=self.wanted,
+            "add_wanted", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
+            sum=sum_of_rows, moment=moment_of_rows, wanted=self.wanted,
         )  # fmt: skip
         self.add_to_rows(rows, a, b)
 
@@ -83,7 +86,7 @@ class OnlineFold(GradientFold):
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
         self.launcher.vectors(
             "end_online", n, reference=address(self.references, start),
-            rows={"max": address(sums.max, start), "sum": address(sums.sum, start)},
+            rows=sums_fields(sums, start),
             positive=address(self.epilogue.positive_logits, start),
             upstream=address(self.problem.upstream, start),
             factor=address(self.context.query.factor, start), n=n,

@@ -28,28 +28,27 @@ class SigmoidFold(GradientFold):
         self.launcher.vectors(
             "per_unit", m, x=self.factor, n=m, ranges=self.unit, out=self.row_factor
         )
-        self.sums = context.scratch.take(
-            (self.tile.row_sums(self.rows, self.columns), 2), context.real
-        )
+        self.sums, self.moments = self.partial_sums(self.tile.row_sums(self.rows, self.columns))
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
         arguments = {
             "bias": self.context.bias, "row_factor": address(self.row_factor, start),
             "positive": address(epilogue.positive_logits, start), "row_sums": self.sums,
-            "row_stride": n,
+            "row_stride": n, "row_moments": self.moments,
         }  # fmt: skip
-        panel = int(self.gradients is not None)
+        defines = {"PANEL": int(self.gradients is not None), **self.of_sums}
         if isinstance(self.tile, config.Tile):
-            arguments["panel"] = self.panel.fields if panel else NO_PANEL["panel"]
-            self.launch_tiles("sigmoid", rows, columns, arguments, PANEL=panel)
+            arguments["panel"] = self.panel.fields if defines["PANEL"] else NO_PANEL["panel"]
+            self.launch_tiles("sigmoid", rows, columns, arguments, **defines)
         else:
             arguments |= self.panel_arguments()
-            self.launch_sweep("sweep_sigmoid", rows, columns, arguments, PANEL=panel)
+            self.launch_sweep("sweep_sigmoid", rows, columns, arguments, **defines)
         self.launcher.vectors(
-            "add_pairs", n, pairs=self.sums, slots=self.tile.row_slots(n, self.k.rows), stride=n,
-            n=n, unit=self.unit, a=address(epilogue.losses, start),
-            b=address(epilogue.bias_grad, start),
+            "add_pairs", n, pairs=self.sums, z=self.moments,
+            slots=self.tile.row_slots(n, self.k.rows), stride=n, n=n, unit=self.unit,
+            scale=self.scale, a=address(epilogue.losses, start),
+            b=address(epilogue.bias_grad, start), c=address(epilogue.log_scale_grad, start),
         )  # fmt: skip
         if self.gradients is not None:
             self.multiply(rows, columns, a, b)
@@ -59,7 +58,9 @@ class SigmoidFold(GradientFold):
         self.launcher.vectors(
             "sigmoid_positives", n, logits=address(epilogue.positive_logits, start),
             a=address(self.factor, start), positives=address(self.problem.positives, start), n=n,
-            bias=self.context.bias, out=address(self.positive_gradient, start),
+            bias=self.context.bias, scale=self.context.scale,
+            out=address(self.positive_gradient, start),
             losses=address(epilogue.losses, start), bias_grad=address(epilogue.bias_grad, start),
+            log_scale_grad=address(epilogue.log_scale_grad, start),
         )  # fmt: skip
         super().end_rows(rows)

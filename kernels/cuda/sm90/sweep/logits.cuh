@@ -60,16 +60,16 @@ __device__ __forceinline__ int column_of(int i, const Lane& lane) {
   return i / 4 * 8 + 2 * lane.t + i % 2;
 }
 
-// The largest of this thread's products in the first or the second of its rows.
+// The largest of this thread's products in the first or the second of its rows; LOW if all are excluded.
 __device__ __forceinline__ float largest(const float (&x)[64], int h) {
   float high = x[2 * h];
 #pragma unroll
   for (int i = 1; i < 32; ++i) high = fmaxf(high, x[i / 2 * 4 + 2 * h + i % 2]);
-  return high;
+  return or_low(high);
 }
 
 // Raw products of a tile become products of unit rows. A positive's product is handed to `take(h, x)`,
-// where h is 0 or 1 for this thread's first or second row. It becomes LOW then, like everything that is
+// where h is 0 or 1 for this thread's first or second row. It becomes EXCLUDED then, like everything that is
 // not in the sums: padding, i = j where symmetric, equal ids.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
@@ -89,7 +89,7 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
     for (int i = 0; i < 64; ++i)
       if (column_of(i, lane) == at[i / 2 % 2]) {
         value[i / 2 % 2] = x[i];
-        x[i] = LOW;
+        x[i] = EXCLUDED;
       }
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -98,7 +98,7 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
 #if IDS
 #pragma unroll
   for (int i = 0; i < 64; ++i)
-    if (rows.id[i / 2 % 2] == columns.id[column_of(i, lane)]) x[i] = LOW;
+    if (rows.id[i / 2 % 2] == columns.id[column_of(i, lane)]) x[i] = EXCLUDED;
 #endif
   const int diagonal = rows.diagonal - first;
   const bool crossed = diagonal > -PANEL_ROWS && diagonal < TILE_COLUMNS;
@@ -113,6 +113,6 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
     const int column = column_of(i, lane);
-    if (column >= end[i / 2 % 2] || column == itself[i / 2 % 2]) x[i] = LOW;
+    if (column >= end[i / 2 % 2] || column == itself[i / 2 % 2]) x[i] = EXCLUDED;
   }
 }

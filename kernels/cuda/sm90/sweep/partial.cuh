@@ -1,0 +1,68 @@
+// Partial sums of a row or a column, against a reference exponent: how they are added, and kept in memory.
+#pragma once
+#include "common.cuh"
+
+// (r, sum 2^(c x - r)), and the sum of 2^(c x - r) x (MOMENTS). An empty sum has r = -inf.
+struct Partial {
+  float reference, sum, moment;
+
+  __device__ __forceinline__ static Partial empty() { return {LOW, 0, 0}; }
+
+  // Multiply by 2^by for by <= 0, in two steps: 2^by alone may be too small for a float.
+  __device__ __forceinline__ void lower(float by) {
+    const float half = exp2_(0.5f * by);
+    sum = sum * half * half;
+    if (MOMENTS) moment = moment * half * half;
+  }
+  __device__ __forceinline__ void add(Partial other) {
+    if (reference != other.reference) {
+      const float most = fmaxf(reference, other.reference);
+      lower(reference - most);
+      other.lower(other.reference - most);
+      reference = most;
+    }
+    sum += other.sum;
+    if (MOMENTS) moment += other.moment;
+  }
+};
+
+// Where partial sums are in memory: pairs (r, sum), and moments beside them (MOMENTS).
+struct Partials {
+  float2* pairs;
+  float* moments;
+
+  __device__ __forceinline__ Partials from(i64 first) const {
+    return {pairs + first, MOMENTS ? moments + first : nullptr};
+  }
+  __device__ __forceinline__ Partial get(i64 i) const {
+    const float2 pair = pairs[i];
+    return {pair.x, pair.y, MOMENTS ? moments[i] : 0};
+  }
+  __device__ __forceinline__ void set(i64 i, const Partial& p) const {
+    pairs[i] = make_float2(p.reference, p.sum);
+    if (MOMENTS) moments[i] = p.moment;
+  }
+};
+
+// With moments, shared memory has no room for the sums that a warp has of its own columns: they stay in
+// registers.
+constexpr bool KEEPS_OWN_STRIP = MOMENTS;
+
+// What the strips of four warps have for the 32 columns that each of WARPS warps adds up.
+template <int WARPS>
+struct StripSums {
+  static constexpr int STRIPS = KEEPS_OWN_STRIP ? 3 : 4;
+  float2 pairs[WARPS][STRIPS][32];
+#if MOMENTS
+  float moments[WARPS][STRIPS][32];
+#endif
+
+  // Of the columns of warp `warp`, what warp `warp ^ other` has.
+  __device__ __forceinline__ Partials of(int warp, int other) {
+#if MOMENTS
+    return {pairs[warp][other - 1], moments[warp][other - 1]};
+#else
+    return {pairs[warp][other], nullptr};
+#endif
+  }
+};

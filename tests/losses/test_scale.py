@@ -1,0 +1,259 @@
+"""The gradient of the scale: in full precision where batches are small, and in one fold alone."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu_problems import ELEMENT, MISSING, PRODUCT
+from infonce.kernels import problem as problems
+from infonce.kernels.cpu import backend as cpu
+from judge import LOSSES, arguments, judged, pairs
+
+import infonce
+from infonce.checks import call as checks
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+if not MISSING:
+    import cupy
+on_host_and_gpu = pytest.mark.parametrize("place", ["host", pytest.param("gpu", marks=GPU)])
+CASES = [  # dtype of the features, precision of the products
+    (np.float64, "fp64"), (np.float32, "fp32"), (BFLOAT16, "bf16"), (np.float16, "fp16"),
+    (np.float32, "bf16x3"), (np.float32, "tf32"),
+]  # fmt: skip
+KINDS = ["random", "aligned", "identical rows", "nearly identical"]
+
+
+def features(loss: str, kind: str, n: int, d: int, dtype: Any) -> tuple[np.ndarray, ...]:
+    """ "nearly identical": all logits nearly the same, so that the loss hardly depends on the
+    scale."""
+    if kind != "nearly identical":
+        return arguments(loss, *pairs(kind, n, n, d, dtype, n))
+    rng = np.random.default_rng(n)
+    z = rng.standard_normal(d) + 0.02 * rng.standard_normal((2, n, d))
+    z /= np.linalg.norm(z, axis=2, keepdims=True)
+    return arguments(loss, *z.astype(dtype))
+
+
+def evaluate(
+    place: str, loss: str, args: tuple[np.ndarray, ...], precision: str, **options: Any
+) -> float:
+    """d scale."""
+    if place == "gpu":
+        args = tuple(map(cupy.asarray, args))
+        options["precision"] = precision
+        for name in ("labels", "ids", "grad_out"):
+            if isinstance(options.get(name), np.ndarray):
+                options[name] = cupy.asarray(options[name])
+    elif precision not in ("fp64", "fp32"):
+        options["precision"] = "fp32"
+    function: Callable[..., infonce.LossAndGrad] = getattr(infonce, f"{loss}_loss_and_grad")
+    return float(function(*args, **options).grads.scale)
+
+
+def terms(loss: str, args: tuple[np.ndarray, ...], scale: float, bias: float = -10.0) -> float:
+    """sum_ij |dL/dx_ij| |q_i| |k_j|: at least the size of what is added up."""
+    query, key = (np.asarray(z, np.float64) for z in (args[0], args[-1]))
+    length = np.linalg.norm(query, axis=1)[:, None] * np.linalg.norm(key, axis=1)
+    m, index = len(query), np.arange(len(query))
+    x = scale * query @ key.T
+    positive = (index + m // 2) % m if loss == "nt_xent" else index
+    if loss == "siglip":
+        z = x + bias
+        z[index, positive] *= -1
+        share = np.exp(z - np.logaddexp(0, z)) / m
+    else:
+        if loss == "nt_xent":
+            np.fill_diagonal(x, -np.inf)
+        share = np.abs(_softmax(x, 1) - np.eye(len(key))[positive]) / m
+        if loss == "clip":
+            share = (share + np.abs(_softmax(x, 0) - np.eye(m)) / m) / 2
+    return float(np.sum(share * length))
+
+
+def bound(loss: str, args: tuple[np.ndarray, ...], scale: float, precision: str) -> float:
+    """What rounding the logits may do. A logit is off by u of its largest terms, and with it the
+    logarithm of its probability, twice: in the exponential and in the sum. A few roundings of
+    float32 come on top. All of this is relative to the terms."""
+    lengths = [np.linalg.norm(np.asarray(z, np.float64), axis=1).max() for z in args]
+    roundoff = 2.0**-53 if precision == "fp64" else 2.0**-24
+    relative = 4 * PRODUCT[precision] * (1 + scale * lengths[0] * lengths[-1]) + 16 * roundoff
+    tiny = 0.0 if precision == "fp64" else 2.0**-126  # below: no normal numbers
+    return float(relative * terms(loss, args, scale)) + tiny
+
+
+def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
+    p = np.exp(x - x.max(axis=axis, keepdims=True))
+    return p / p.sum(axis=axis, keepdims=True)
+
+
+@on_host_and_gpu
+@pytest.mark.parametrize(("dtype", "precision"), CASES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_tiny_batches(loss: str, dtype: Any, precision: str, place: str) -> None:
+    """Few terms, which hardly average out; of some features, they cancel."""
+    if place == "host" and precision in ("bf16x3", "tf32"):
+        pytest.skip("of a GPU alone")
+    for kind in KINDS:
+        for n in (2, 4, 16, 40):
+            for scale in (0.01, 14.0, 100.0):
+                args = features(loss, kind, n, 32, dtype)
+                want = judged(loss, args, scale=scale).grads["scale"]
+                limit = bound(loss, args, scale, precision)
+                for method in ("tiled", "fused", "naive"):
+                    of_method = precision
+                    if method != "tiled" and precision != "fp64":
+                        of_method = "fp32"
+                    got = evaluate(place, loss, args, of_method, scale=scale, method=method)
+                    error = abs(got - want)
+                    assert error <= limit, (kind, n, scale, method, got, want, error / limit)
+
+
+@on_host_and_gpu
+@pytest.mark.parametrize(("dtype", "precision"), CASES[1:4])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("n", "d"), [(126, 16), (128, 64), (130, 128), (258, 512), (514, 1040)])
+def test_both_sides_of_tile_boundaries(
+    n: int, d: int, loss: str, dtype: Any, precision: str, place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Blocks of the whole and of parts; the scale alone, and with features."""
+    monkeypatch.setattr(cpu, "TILE", (64, 96))
+    monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 64)
+    args = features(loss, "random", n, d, dtype)
+    want = judged(loss, args, scale=14.0).grads["scale"]
+    limit = bound(loss, args, 14.0, precision)
+    one_side = {"info_nce": "query", "nt_xent": "features", "clip": "text", "lit": "text"}
+    for options in (
+        {}, {"wrt": ("scale",)}, {"wrt": (one_side.get(loss, "image"), "scale")},
+        {"metrics": loss != "siglip"}, {"workspace": 2**21},
+    ):  # fmt: skip
+        got = evaluate(place, loss, args, precision, scale=14.0, method="tiled", **options)
+        assert abs(got - want) <= limit, (options, got, want, abs(got - want) / limit)
+
+
+@on_host_and_gpu
+@pytest.mark.parametrize("scale", [200.0, 1e5, 2.0**24])
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_rows_far_apart(dtype: Any, scale: float, place: str) -> None:
+    """Logits of a tile that no one reference exponent serves."""
+    rng = np.random.default_rng(5)
+    z = rng.standard_normal((2, 150, 64))
+    z /= np.linalg.norm(z, axis=2, keepdims=True)
+    z[:, ::3] *= 2.0**-6
+    for loss in ("clip", "nt_xent", "info_nce"):
+        args = arguments(loss, *z.astype(dtype))
+        precision = "fp32" if dtype is np.float32 else "bf16"
+        want = judged(loss, args, scale=scale).grads["scale"]
+        got = evaluate(place, loss, args, precision, scale=scale, method="tiled")
+        limit = bound(loss, args, scale, precision)
+        assert abs(got - want) <= limit, (loss, got, want, limit)
+
+
+@on_host_and_gpu
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_options(dtype: Any, place: str) -> None:
+    """Which pairs count, what rows weigh, and normalisation."""
+    query, key = pairs("partly aligned", 130, 200, 48, dtype, 3)
+    precision = "fp32" if dtype is np.float32 else "bf16"
+    rng = np.random.default_rng(4)
+    labels, grad_out = rng.integers(0, 200, 130), rng.uniform(-1, 1, 130)
+    ids = np.arange(130) // 3
+    limit = 3 * bound("info_nce", (query, key), 14.0, precision)
+    for loss, args, options, given in (
+        ("info_nce", (query, key, labels), {"labels": labels}, {}),
+        ("clip", (query, key[:130]), {"ids": ids}, {"ids": ids}),
+        ("clip", (2 * query, key[:130]), {"normalize": True}, {"normalize": True}),
+        ("siglip", (2 * query, key[:130]), {"normalize": True}, {"normalize": True}),
+        ("lit", (query, key[:130]), {"weights": grad_out},
+         {"grad_out": grad_out, "reduction": "none"}),
+    ):  # fmt: skip
+        features_of = args[:2]
+        want = judged(loss, features_of, scale=14.0, **options).grads["scale"]
+        if len(args) == 3:
+            given = {**given, "labels": labels}
+        got = evaluate(place, loss, features_of, precision, scale=14.0, method="tiled", **given)
+        assert abs(got - want) <= limit * (130 if "grad_out" in given else 1), (loss, options, got)
+
+
+@on_host_and_gpu
+@pytest.mark.parametrize("method", ["tiled", "fused", "naive"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_without_negatives(loss: str, method: str, place: str) -> None:
+    """Nothing depends on the scale but SigLIP's loss of its one pair."""
+    for rows in (2, 1) if loss == "nt_xent" else (1,):
+        args = features(loss, "random", rows, 8, np.float32)[: 1 if loss == "nt_xent" else 2]
+        if loss == "nt_xent":
+            args = (args[0][:2],)
+        want = judged(loss, args, scale=3.0).grads["scale"]
+        got = evaluate(place, loss, args, "fp32", scale=3.0, method=method)
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_features_that_are_not_finite(loss: str, bad: float) -> None:
+    args = features(loss, "random", 20, 8, np.float32)
+    args[0][3, 2] = bad
+    for wrt in (("scale",), None):
+        for method in ("tiled", "naive"):
+            options = {} if wrt is None else {"wrt": wrt}
+            got = evaluate("host", loss, args, "fp32", scale=3.0, method=method, **options)
+            assert not np.isfinite(got), (wrt, method)
+
+
+@on_host_and_gpu
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_scale_alone_takes_one_fold(loss: str, place: str) -> None:
+    args = features(loss, "random", 200, 64, np.float32)
+    phases: set[str] = set()
+    for wrt in (("scale",), ("scale", "bias"), ("bias",)):
+        if "bias" in wrt and loss != "siglip":
+            continue
+        function = getattr(infonce, f"{loss}_loss_and_grad")
+        given = map(cupy.asarray, args) if place == "gpu" else args
+        function(
+            *given, scale=9.0, method="tiled", wrt=wrt, progress=lambda phase, *_: phases.add(phase)
+        )
+    phases.discard("compiling kernels")
+    assert phases == {"sigmoid loss" if loss == "siglip" else "log-sum-exp"}
+
+
+def test_where_moments_pay() -> None:
+    """Without feature gradients; or on a GPU, for few logits."""
+    few = problems.FEW_LOGITS
+    for logits, features_too, on_cpu, pay in (
+        (few, True, False, True), (few + 1, True, False, False), (few + 1, False, False, True),
+        (few, True, True, False), (few + 1, False, True, True),
+    ):  # fmt: skip
+        assert problems.moments_pay(logits, features_too, on_cpu) == pay
+
+
+@pytest.fixture
+def no_few_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All batches are large."""
+    monkeypatch.setattr(problems, "FEW_LOGITS", 0)
+    checks._cache.clear()
+    yield
+    checks._cache.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.usefixtures("no_few_logits")
+@pytest.mark.parametrize(("dtype", "precision"), CASES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_from_feature_gradients(loss: str, dtype: Any, precision: str) -> None:
+    """Off by what dL/dx is rounded by; the scale alone is not."""
+    for kind in KINDS[:2]:
+        args = features(loss, kind, 300, 64, dtype)
+        want = judged(loss, args, scale=14.0).grads["scale"]
+        limit = bound(loss, args, 14.0, precision)
+        rounding = 4 * limit + ELEMENT[precision] * terms(loss, args, 14.0)
+        got = evaluate("gpu", loss, args, precision, scale=14.0, method="tiled")
+        assert abs(got - want) <= rounding, (kind, got, want)
+        alone = {"scale": 14.0, "method": "tiled", "wrt": ("scale",)}
+        got = evaluate("gpu", loss, args, precision, **alone)
+        assert abs(got - want) <= limit, (kind, got, want)
