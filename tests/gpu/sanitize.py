@@ -36,6 +36,14 @@ CHECKED = [
 ]  # fmt: skip
 
 
+def features(loss: str) -> list[str]:
+    """The arguments that get gradients."""
+    from infonce.spec import LOSSES as BY_NAME
+
+    of = BY_NAME[loss]
+    return [name for name in of.arguments if name not in of.locked]
+
+
 def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any]]]:
     """(loss, dtype, precision, rows, features, options) of every schedule."""
     small = ((34, 20), (130, 72))
@@ -47,7 +55,7 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
         # one-part and two-part operands, rows that stay, that stream, whose keys a cluster shares
         precisions = ("fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16")
         for precision in precisions:
-            wide = {"bf16": 640, "fp16": 640, "tf32": 640, "bf16x3": 328}.get(precision, 264)
+            wide = {"fp64": 264, "fp32": 330, "bf16x3": 328}.get(precision, 640)
             for rows, d in ((130, 72), (258, 129), (200, wide)):
                 dtype = OF_16_BITS.get(precision, "float64" if precision == "fp64" else "float32")
                 plain = {"method": "tiled"}
@@ -57,6 +65,8 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
                 yield loss, dtype, precision, rows, d, plain | {"normalize": True, "ids": True}
                 yield loss, dtype, precision, rows, d, plain | {"workspace": 2**18}
                 yield loss, dtype, precision, rows, d, plain | {"progress": lambda *_: None}
+                # the gradient of the scale takes sums of its own in batches of this size
+                yield loss, dtype, precision, rows, d, plain | {"wrt": features(loss)}
                 if loss != "siglip":
                     yield loss, dtype, precision, rows, d, plain | {"metrics": True}
     # narrow rows, whose gradient stays in registers
@@ -67,6 +77,7 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
         # wide rows: exponentials that are kept, and that are not
         for loss in LOSSES:
             yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled"}
+            yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled", "wrt": features(loss)}
             yield loss, "bfloat16", "auto", 600, 1100, {"method": "tiled", "workspace": 3 * 2**20}
     yield "info_nce", "float32", "auto", 130, 40, {"method": "tiled", "labels": True}
     yield "clip", "float32", "auto", 300, 40, {"offload": True, "workspace": 2**20}
