@@ -18,7 +18,7 @@ from infonce.kernels.gpu import config, fused, plan, recorded
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import context
 from infonce.kernels.gpu.tiled.backend import GPU
-from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, slices
+from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, moments_pay, slices
 
 pytestmark = pytest.mark.extras
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16x3": "float32",
@@ -153,6 +153,18 @@ def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None
     one_pass = recording(*shape, wrt=(True, False), scalar_grads=True, moments=True, **loss)
     for kernel, options, *_ in launches(one_pass):
         assert options.get("MOMENTS", 0) == (kernel in summing)
+
+
+@pytest.mark.parametrize("loss", LOSSES[1:])
+def test_many_logits_are_launched_as_before(loss: dict[str, Any]) -> None:
+    """From 2^24 logits on, the gradient of the scale is at hardly any cost."""
+    for rows, few in ((4096, True), (4104, False)):
+        moments = moments_pay(rows * rows, True, False)
+        assert moments == few
+        shape = rows, rows, 128, "bf16"
+        without = launches(recording(*shape, **loss))
+        found = launches(recording(*shape, scalar_grads=True, moments=moments, **loss))
+        assert (found == without) == (not few)
 
 
 def test_rows_are_staged_once() -> None:
