@@ -270,8 +270,9 @@ class Vectors:
                 xp, stats.positive_logits, problem.positives
             )
         rows = self.direction(stats.rows, stats.positive_logits)
-        marks, log_scale_grad = backend.not_finite_marks(problem), rows.log_scale_grad
-        losses = problem.row_weight * rows.loss + marks
+        losses = problem.row_weight * rows.loss + backend.not_finite_marks(problem)
+        # NaN by itself where a feature is not finite
+        log_scale_grad = rows.log_scale_grad
         if log_scale_grad is not None:
             log_scale_grad = problem.row_weight * log_scale_grad
         a = problem.upstream * (problem.row_weight * problem.scale)
@@ -290,7 +291,7 @@ class Vectors:
             at_positive = at_positive + b * columns.negative_probability
             b = b * columns.reference_probability
         if log_scale_grad is not None:
-            log_scale_grad = problem.upstream * log_scale_grad + marks
+            log_scale_grad = problem.upstream * log_scale_grad
         return Conclusion(losses, rows, columns, row_factor, b, -at_positive, log_scale_grad)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:

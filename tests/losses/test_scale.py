@@ -192,16 +192,18 @@ def test_rows_without_negatives(loss: str, method: str, place: str) -> None:
         assert got == pytest.approx(want, rel=1e-5, abs=1e-12)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@on_host_and_gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_features_that_are_not_finite(loss: str, bad: float) -> None:
-    args = features(loss, "random", 20, 8, np.float32)
-    args[0][3, 2] = bad
-    for wrt in (("scale",), None):
-        for method in ("tiled", "naive"):
-            options = {} if wrt is None else {"wrt": wrt}
-            got = evaluate("host", loss, args, "fp32", scale=3.0, method=method, **options)
-            assert not np.isfinite(got), (wrt, method)
+def test_features_that_are_not_finite(loss: str, bad: float, place: str) -> None:
+    for of in (0, -1):
+        args = features(loss, "random", 20, 8, np.float32)
+        args[of][3, 2] = bad
+        for wrt in (("scale",), None):
+            for method in ("tiled", "naive"):
+                options = {} if wrt is None else {"wrt": wrt}
+                got = evaluate(place, loss, args, "fp32", scale=3.0, method=method, **options)
+                assert not np.isfinite(got), (of, wrt, method)
 
 
 @on_host_and_gpu

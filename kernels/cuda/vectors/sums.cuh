@@ -189,9 +189,9 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
     f.column_lse2[i] = column.lse2;
     put_lse(f, f.column_lse, i, column.lse2);
   }
-  const double mark = *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
-  f.losses[i] = loss + mark;
-  if (f.log_scale_grad) f.log_scale_grad[i] = upstream * log_scale_grad + mark;
+  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
+  // NaN by itself where a feature is not finite
+  if (f.log_scale_grad) f.log_scale_grad[i] = upstream * log_scale_grad;
   f.row_loss[i] = row.loss;
   f.row_lse2[i] = row.lse2;
   put_lse(f, f.row_lse, i, row.lse2);
