@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .communicators.base import Communicator, RankError
@@ -43,7 +43,7 @@ def packed(facts: dict[str, Any]) -> bytes:
     return pickle.dumps(facts)
 
 
-def require_same(everyone: list[bytes]) -> None:
+def require_same(everyone: Sequence[bytes]) -> None:
     """`AgreedError` of a ValueError that names the first fact in which a rank differs."""
     for r, facts in enumerate(everyone):
         if facts == everyone[0]:

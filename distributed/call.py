@@ -1,4 +1,4 @@
-"""One call of a loss over ranks: its checks, the folds on a ring, sums over the ranks."""
+"""One call of a loss over ranks: its checks, the folds, sums over the ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from infonce.spec import Loss
 from .agreement import AgreedError, agree, packed, require_same
 from .communicators.base import Communicator
 from .communicators.mpi import connect
+from .exchanges import choice as exchanges
+from .folds import FoldBlock, FoldsOverRanks
 from .partition import Partition
-from .ring import FoldBlock, Ring
-from .transports import choice
+from .transports import choice as transports
 from .transports.base import Transport
 
 # Options that have to be the same on all ranks and are fields of `Problem` by the same name; all
@@ -31,17 +32,17 @@ SHARED = [name for name in spec.COMPILED if name not in ("method", "reduction", 
 
 def evaluate(
     kind: Loss, given: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
-    ring_options: Mapping[str, Any], with_grad: bool,
+    rank_options: Mapping[str, Any], with_grad: bool,
 ) -> Any:  # fmt: skip
-    """The result of one call on this rank; `ring_options` are those of distributed/losses.py."""
-    timeout = ring_options["timeout"]
+    """The result of one call on this rank; `rank_options` are those of distributed/losses.py."""
+    timeout = rank_options["timeout"]
     if timeout is not None and (
         isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
     ):
         raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
-    ranks = connect(ring_options["comm"])
+    ranks = connect(rank_options["comm"])
     ranks.timeout = timeout
-    call = _Call(kind, ranks, labels, bias, options, ring_options, with_grad)
+    call = _Call(kind, ranks, labels, bias, options, rank_options, with_grad)
     try:
         with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
             result = call.evaluate(given)
@@ -62,10 +63,10 @@ class _Call:
 
     def __init__(
         self, kind: Loss, ranks: Communicator, labels: Any, bias: Any,
-        options: Mapping[str, Any], ring_options: Mapping[str, Any], with_grad: bool,
+        options: Mapping[str, Any], rank_options: Mapping[str, Any], with_grad: bool,
     ) -> None:  # fmt: skip
         self.kind, self.ranks, self.labels, self.bias = kind, ranks, labels, bias
-        self.options, self.ring_options, self.with_grad = options, ring_options, with_grad
+        self.options, self.rank_options, self.with_grad = options, rank_options, with_grad
         self.transport: Transport | None = None
 
     def evaluate(self, given: Sequence[Any]) -> Any:
@@ -74,7 +75,7 @@ class _Call:
         keys = Partition([of[-1] for of in sizes])
         with dispatch.compute_context(features[0]):
             request, everyone = agree(self.ranks, lambda: self.check(features, queries, keys))
-            self.compare(everyone)
+            self.compare(everyone, request, keys)
             try:
                 return self.solve(request, given[0], queries, keys)
             except MemoryError as error:
@@ -86,12 +87,13 @@ class _Call:
         self, features: list[Array], queries: Partition, keys: Partition
     ) -> tuple[Request, Any]:
         """The checked call, and what has to be the same on all ranks."""
-        ring_options, options = self.ring_options, self.options
+        rank_options, options = self.rank_options, self.options
         for name, choices in (
             ("gradient_scale", ("global", "ddp")),
-            ("transport", choice.CHOICES),
+            ("transport", transports.CHOICES),
+            ("exchange", exchanges.CHOICES),
         ):
-            validation.choice(name, ring_options[name], choices)
+            validation.choice(name, rank_options[name], choices)
         if not queries.total or not keys.total:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
@@ -114,7 +116,8 @@ class _Call:
         return request, self.facts(request, features)
 
     def facts(self, request: Request, features: list[Array]) -> Any:
-        """(facts that have to be the same on all ranks, transports, name of the GPU or None)."""
+        """(facts that have to be the same on all ranks, transports, name of the GPU or None, bytes
+        for buffers of an exchange)."""
         problem = request.problem
         on_gpu = arrays.on_gpu(features[0])
         scale, bias = (
@@ -141,30 +144,34 @@ class _Call:
             "offload": request.offload,
             "wrt": sorted(request.wrt),
             "grad_out": float(grad_out) if np.ndim(grad_out) == 0 else "per row",
-            "gradient_scale": self.ring_options["gradient_scale"],
-            "transport": self.ring_options["transport"],
+            "gradient_scale": self.rank_options["gradient_scale"],
+            "transport": self.rank_options["transport"],
+            "exchange": self.rank_options["exchange"],
         }
         device = None
         if on_gpu:
             from .transports.gpu import device_name
 
             device = device_name()
-        return packed(facts), choice.offers(on_gpu), device
+        return packed(facts), transports.offers(on_gpu), device, exchanges.room(problem)
 
-    def compare(self, everyone: list[Any]) -> None:
-        """ValueError on all ranks where they disagree; choose the transport."""
-        require_same([facts for facts, _, _ in everyone])
-        on_gpu = everyone[0][2] is not None
-        offered = [offer for _, offer, _ in everyone]
+    def compare(self, everyone: list[Any], request: Request, keys: Partition) -> None:
+        """ValueError on all ranks where they disagree; choose the exchange and the transport."""
+        facts, offered, devices, rooms = zip(*everyone, strict=True)
+        require_same(facts)
+        on_gpu = devices[0] is not None
         if on_gpu and self.ranks.size > 1:
-            _one_gpu_each(offered, [name for _, _, name in everyone], self.ranks)
+            _one_gpu_each(offered, devices, self.ranks)
         try:
-            name = choice.choose(self.ring_options["transport"], offered)
+            name = transports.choose(self.rank_options["transport"], offered)
+            self.exchange = exchanges.choose(
+                self.rank_options["exchange"], request.problem, request.gradients, keys, rooms
+            )
         except ValueError as error:
             raise AgreedError(error) from None
         if self.ranks.size == 1 and on_gpu:
             name = "staged"  # nothing is sent
-        self.transport = choice.make(name, self.ranks)
+        self.transport = transports.make(name, self.ranks)
 
     # -- the work
 
@@ -172,26 +179,35 @@ class _Call:
         fold, vectors = _backend(request)
         problem, gradients, ranks = request.problem, request.gradients, self.ranks
         assert self.transport is not None
-        ddp = ranks.size if self.ring_options["gradient_scale"] == "ddp" else 1
+        ddp = ranks.size if self.rank_options["gradient_scale"] == "ddp" else 1
         if ddp != 1:
             problem.upstream = problem.upstream * ddp
         if gradients is not None and problem.dots:
-            rows = len(problem.query) if gradients.want_query else keys.largest
+            rows = len(problem.query) if gradients.want_query else keys.total
             gradients.dots = vectors.xp.zeros(rows)
-        ring = Ring(problem, keys, ranks, self.transport, fold, self.labels is not None, vectors)
+        own = [vectors.xp.ascontiguousarray(problem.key)]
+        if problem.key_ids is not None:
+            own.append(problem.key_ids)
+        exchange = exchanges.make(
+            self.exchange, vectors.xp, problem, own, keys, ranks, self.transport
+        )  # fmt: skip
+        folds = FoldsOverRanks(
+            problem, own, keys.starts[ranks.rank], keys, exchange, fold, self.labels is not None,
+            vectors, exchanges.real_of(problem),
+        )  # fmt: skip
         if self.kind.symmetric and self.labels is not None:
-            self.check_pairs(ring, request, queries)
-        solution = solve(problem, ring, gradients)
+            self.check_pairs(folds, request, queries)
+        solution = solve(problem, folds, gradients)
         self.reduce(request, solution, queries, ddp)
         if not self.with_grad:
             return arrays.converter_to(like)(dispatch._reduce(request, solution))
         return dispatch._result(self.kind, request, solution, arrays.converter_to(like))
 
-    def check_pairs(self, ring: Ring, request: Request, queries: Partition) -> None:
+    def check_pairs(self, folds: FoldsOverRanks, request: Request, queries: Partition) -> None:
         """Views come in pairs: the positive of a row's positive is that row."""
-        xp, problem = ring.xp, request.problem
+        xp, problem = folds.xp, request.problem
         mine = xp.arange(len(problem.positives)) + queries.starts[self.ranks.rank]
-        partners = ring.take_at_positives(problem, problem.positives)
+        partners = folds.take_at_positives(problem, problem.positives)
         wrong = (partners != mine) | (problem.positives == mine)
         if problem.marks is not None:
             wrong |= xp.isnan(problem.marks)
@@ -249,7 +265,7 @@ def _sum(values: Sequence[float]) -> float:
 
 
 def _one_gpu_each(
-    offered: list[dict[str, str | None]], devices: list[Any], ranks: Communicator
+    offered: Sequence[dict[str, str | None]], devices: Sequence[Any], ranks: Communicator
 ) -> None:
     """NCCL needs a GPU for each rank: withdraw its offer where two ranks share one."""
     peers = getattr(ranks, "peers", None)

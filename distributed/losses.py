@@ -18,9 +18,10 @@ from infonce.spec import Loss
 from .call import evaluate
 from .communicators.base import TIMEOUT
 
-RING_OPTIONS: dict[str, Any] = {
+RANK_OPTIONS: dict[str, Any] = {
     "comm": None,
     "transport": "auto",
+    "exchange": "auto",
     "timeout": TIMEOUT,
     "gradient_scale": "global",
 }
@@ -32,6 +33,11 @@ comm : mpi4py communicator, default MPI.COMM_WORLD
 transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
     How arrays are sent. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
     and a GPU of its own, else MPI that reports to be CUDA-aware, else pinned host memory and MPI.
+exchange : {"auto", "ring", "gather"}
+    How ranks get each other's keys. "ring": shard by shard, from rank to rank, while blocks are
+    computed. "gather": all at once, which is faster where ranks have few rows; ValueError where the
+    buffers do not fit half of the workspace (without a workspace, a 32nd of a GPU's memory).
+    "auto": the gather where it fits and is the faster one by `infonce.distributed.model`.
 timeout : float or None, default 300
     Seconds to wait for other ranks, in the first call as in any other, before `RankError` names
     those that do not respond. None: no limit.
@@ -59,7 +65,7 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         positional.append(labels)
     keywords += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in RING_OPTIONS.items()
+        for name, default in RANK_OPTIONS.items()
     ]
     own = signature.replace(parameters=positional)
     names = {p.name for p in positional}
@@ -70,9 +76,9 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         bound = own.bind(*args, **named)
         bound.apply_defaults()
         given = [bound.arguments[name] for name in kind.arguments]
-        ring_options = {name: options.pop(name, default) for name, default in RING_OPTIONS.items()}
+        rank_options = {name: options.pop(name, default) for name, default in RANK_OPTIONS.items()}
         labels, bias = bound.arguments.get("labels"), bound.arguments.get("bias")
-        return evaluate(kind, given, labels, bias, options, ring_options, with_grad)
+        return evaluate(kind, given, labels, bias, options, rank_options, with_grad)
 
     over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*positional, *keywords]

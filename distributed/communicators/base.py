@@ -1,7 +1,7 @@
 """The interface of communicators: `Communicator`, with bounded waits, and `RankError`.
 
-The ring needs two operations: an allgather of small Python values, and a shift of arrays to the
-next rank. mpi.py has them for mpi4py's communicators; an instance of any other subclass of
+Two operations are needed: an allgather of small Python values, and a shift of arrays to a rank
+further on. mpi.py has them for mpi4py's communicators; an instance of any other subclass of
 `Communicator` can be passed as `comm`.
 
 A rank that raises an error, or ends between calls, tells the others, which raise `RankError`. A
@@ -15,10 +15,12 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 Array = Any
+# By distance: arrays that go to rank + distance, and those that come from rank - distance
+Shifts = Mapping[int, tuple[Sequence[Array], Sequence[Array]]]
 TIMEOUT = 300.0  # seconds
 LISTEN = 0.05  # seconds between calls of `listen`
 BUSY = 5e-3  # seconds of waiting before the first sleep: most waits are shorter than one
@@ -33,7 +35,7 @@ class RankError(RuntimeError):
 
 
 class Pending(Protocol):
-    """A shift that has been started."""
+    """A shift or an exchange that has been started."""
 
     def wait(self) -> None:
         """Return when sent arrays may be overwritten and received arrays may be read."""
@@ -70,6 +72,11 @@ class Communicator:
         library, CuPy arrays) of any dtype, sent as bytes. Shifts complete in the order of their
         start."""
         raise NotImplementedError
+
+    def exchange(self, shifts: Shifts) -> Pending:
+        """Start shifts by several distances, the same on all ranks: an all-gather or an all-to-all
+        of shards that differ in size."""
+        return Together([self.shift(*of, distance) for distance, of in shifts.items()])
 
     def listen(self) -> None:
         """Raise RankError if another rank is known to have failed. Called while waiting."""
@@ -133,3 +140,14 @@ class Communicator:
             self.listen()
             time.sleep(0.02)
         return RankError(f"rank {self.rank}: {library} says {error}")
+
+
+class Together:
+    """Several operations as one."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self.parts = parts
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()

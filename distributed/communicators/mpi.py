@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .base import Array, Communicator, Pending, RankError
+from .base import Array, Communicator, Pending, RankError, Shifts
 from .processes import Peers, identity
 
 FAILED, ENDED, WAITING = "failed", "ended", "waiting"
@@ -140,19 +140,25 @@ class MPIRanks(Communicator):
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
     ) -> Pending:  # fmt: skip
-        left, right = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-        byte = self.MPI.BYTE
-        requests = [
-            self._data.Irecv([piece, byte], left, tag)
-            for tag, array in enumerate(receive)
-            for piece in _pieces(array)
-        ]
-        requests += [
-            self._data.Isend([piece, byte], right, tag)
-            for tag, array in enumerate(send)
-            for piece in _pieces(array)
-        ]
-        shift = _Shift(self, requests, (list(send), list(receive)))
+        return self.exchange({distance: (send, receive)})
+
+    def exchange(self, shifts: Shifts) -> Pending:
+        byte, requests = self.MPI.BYTE, []
+        for distance, (_, receive) in shifts.items():
+            source = (self.rank - distance) % self.size
+            requests += [
+                self._data.Irecv([piece, byte], source, tag)
+                for tag, array in enumerate(receive)
+                for piece in _pieces(array)
+            ]
+        for distance, (send, _) in shifts.items():
+            target = (self.rank + distance) % self.size
+            requests += [
+                self._data.Isend([piece, byte], target, tag)
+                for tag, array in enumerate(send)
+                for piece in _pieces(array)
+            ]
+        shift = _Shift(self, requests, shifts)
         if self._threads and requests:
             self._advance_in_background(shift)
         return shift
@@ -285,7 +291,7 @@ def _in_words(error: BaseException) -> str:
 
 
 class _Shift:
-    """The requests of one shift, which the background thread and the caller both test."""
+    """The requests of one exchange, which the background thread and the caller both test."""
 
     def __init__(self, ranks: MPIRanks, requests: list[Any], buffers: Any) -> None:
         self.ranks, self.requests, self.buffers = ranks, requests, buffers

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..communicators.base import Array, Communicator, Pending
+from ..communicators.base import Array, Communicator, Pending, Shifts
 
 
 class Transport(Protocol):
-    """Sends arrays to the next rank."""
+    """Sends arrays to other ranks."""
 
     name: str
 
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        """Start to send arrays to rank + distance, and to receive as many from rank - distance."""
+    def exchange(self, shifts: Shifts) -> Pending:
+        """Start to send arrays to other ranks, and to receive as many: see `Communicator`."""
         ...
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
@@ -25,7 +23,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Abandon shifts that are not complete, after an error."""
+        """Abandon exchanges that are not complete, after an error."""
         ...
 
 
@@ -37,10 +35,8 @@ class Host:
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
 
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        return self.ranks.shift(send, receive, distance)
+    def exchange(self, shifts: Shifts) -> Pending:
+        return self.ranks.exchange(shifts)
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
         return [float(number) for number in numbers]

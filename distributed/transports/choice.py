@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
 
 from ..communicators.base import Communicator
 from ..communicators.mpi import load_mpi
@@ -71,7 +72,7 @@ def describe(on_gpu: bool) -> dict[str, str]:
     return states
 
 
-def choose(asked: str, offered: list[dict[str, str | None]]) -> str:
+def choose(asked: str, offered: Sequence[dict[str, str | None]]) -> str:
     """The first transport that all ranks offer; ValueError names a rank that lacks `asked`."""
     for name in offered[0] if asked == "auto" else [asked]:
         lacking = [

@@ -1,7 +1,7 @@
 """Transports of CuPy arrays: NCCL, CUDA-aware MPI, MPI through pinned host memory.
 
-A shift starts after the work that the current stream has when `shift` is called. Work that the
-stream gets after `wait` starts after the shift; work between the two overlaps with it.
+An exchange starts after the work that the current stream has when `exchange` is called. Work that
+the stream gets after `wait` starts after the exchange; work between the two overlaps with it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..communicators.base import Array, Communicator, Pending
+from ..communicators.base import Array, Communicator, Pending, Shifts
 from .base import Transport
 
+Message = tuple[int, int, int, int]  # address, elements, their type, the other rank
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
 MOST_NUMBERS = 8  # in one `read`
 
@@ -62,7 +63,7 @@ class _Base:
         self.ranks = ranks
         self.timers: list[Any] | None = None  # [] to measure
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
-        # recorded again by every shift: a wait refers to the latest record before it
+        # recorded again by every exchange: a wait refers to the latest record before it
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
         self.numbers = cupyx.empty_pinned(MOST_NUMBERS, np.float64)
@@ -73,7 +74,7 @@ class _Base:
         self.stream.wait_event(self.ready)
 
     def timer(self, stream: Any) -> Any:
-        """An event with a time on `stream`; None unless shifts are timed."""
+        """An event with a time on `stream`; None unless exchanges are timed."""
         if self.timers is None:
             return None
         event = cupy.cuda.Event()
@@ -81,7 +82,8 @@ class _Base:
         return event
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of shifts, and seconds that the stream waited for them, since `timers` was []."""
+        """Seconds of exchanges, and seconds that the stream waited for them, since `timers` was
+        []."""
         elapsed = cupy.cuda.get_elapsed_time
         timers = self.timers or []
         return (
@@ -122,7 +124,7 @@ class NCCL(_Base):
         identity = nccl.get_unique_id() if ranks.rank == 0 else None
         identity = ranks.allgather(identity)[0]
         self.device = cupy.cuda.Device()
-        self.linked: set[tuple[int, bool, bool]] = set()  # shifts whose ranks are connected
+        self.linked: set[tuple[int, bool, bool]] = set()  # distances whose ranks are connected
         self.communicator = self._bounded(
             lambda: nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
         )
@@ -136,29 +138,36 @@ class NCCL(_Base):
 
         return self.ranks.bounded(on_device, "NCCL")
 
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        left = (self.ranks.rank - distance) % self.ranks.size
-        right = (self.ranks.rank + distance) % self.ranks.size
-        send = [a for a in send if a.nbytes]
-        receive = [a for a in receive if a.nbytes]
+    def exchange(self, shifts: Shifts) -> Pending:
         self.begin()
         began = self.timer(self.stream)
-        link = distance, bool(send), bool(receive)
-        if link in self.linked:
-            self._queue(send, right, receive, left)
+        rank, size = self.ranks.rank, self.ranks.size
+        sends: list[Message] = []
+        receives: list[Message] = []
+        links = set()
+        for distance, (send, receive) in shifts.items():
+            to, source = (rank + distance) % size, (rank - distance) % size
+            sends += [(array.data.ptr, array.nbytes, BYTES, to) for array in send if array.nbytes]
+            receives += [
+                (array.data.ptr, array.nbytes, BYTES, source) for array in receive if array.nbytes
+            ]
+            some_sent, some_received = (any(array.nbytes for array in of) for of in (send, receive))
+            links.add((distance, some_sent, some_received))
+        if links <= self.linked:
+            self._queue(sends, receives)
         else:  # NCCL connects two ranks in their first transfer, and waits for both
-            self._bounded(lambda: self._queue(send, right, receive, left))
-            self.linked.add(link)
+            self._bounded(lambda: self._queue(sends, receives))
+            self.linked |= links
         return _Queued(self, began)
 
-    def _queue(self, send: list[Array], right: int, receive: list[Array], left: int) -> None:
+    def _queue(self, sends: list[Message], receives: list[Message]) -> None:
+        """One operation of NCCL: it makes all transfers at once."""
+        stream = self.stream.ptr
         self.nccl.groupStart()
-        for array in send:
-            self.communicator.send(array.data.ptr, array.nbytes, BYTES, right, self.stream.ptr)
-        for array in receive:
-            self.communicator.recv(array.data.ptr, array.nbytes, BYTES, left, self.stream.ptr)
+        for of in sends:
+            self.communicator.send(*of, stream)
+        for of in receives:
+            self.communicator.recv(*of, stream)
         self.nccl.groupEnd()
 
     def close(self) -> None:
@@ -167,7 +176,7 @@ class NCCL(_Base):
 
 
 class _Queued:
-    """A shift that is queued on the transport's stream."""
+    """An exchange that is queued on the transport's stream."""
 
     def __init__(self, transport: _Base, began: Any = None) -> None:
         self.transport, self.began = transport, began
@@ -187,28 +196,22 @@ class CudaAware(_Base):
 
     name = "cuda-aware"
 
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
+    def exchange(self, shifts: Shifts) -> Pending:
         ready = cupy.cuda.Event(disable_timing=True)
         ready.record()
-        return _ByHost(self, ready, send, receive, distance)
+        return _ByHost(self, ready, shifts)
 
 
 class _ByHost:
-    """A shift that the host makes while the device computes: in `wait`, which is called when the
-    products of the step are queued."""
+    """An exchange that the host makes while the device computes: in `wait`, which is called when
+    the products of the step are queued."""
 
-    def __init__(
-        self, transport: _Base, ready: Any, send: Sequence[Array], receive: Sequence[Array],
-        distance: int,
-    ) -> None:  # fmt: skip
-        self.ranks, self.ready = transport.ranks, ready
-        self.of_shift = send, receive, distance
+    def __init__(self, transport: _Base, ready: Any, shifts: Shifts) -> None:
+        self.ranks, self.ready, self.shifts = transport.ranks, ready, shifts
 
     def wait(self) -> None:
         self.ranks.until(lambda: bool(self.ready.done))
-        self.ranks.shift(*self.of_shift).wait()
+        self.ranks.exchange(self.shifts).wait()
 
 
 class Staged(_Base):
@@ -216,35 +219,38 @@ class Staged(_Base):
 
     name = "staged"
 
-    def shift(
-        self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
-    ) -> Pending:  # fmt: skip
-        return _Staged(self, send, receive, distance)
+    def exchange(self, shifts: Shifts) -> Pending:
+        return _Staged(self, shifts)
 
 
 class _Staged:
-    """A shift through pinned host memory: copied to it at once, sent in `wait`."""
+    """An exchange through pinned host memory: copied to it at once, sent in `wait`."""
 
-    def __init__(
-        self, transport: Staged, send: Sequence[Array], receive: Sequence[Array], distance: int
-    ) -> None:
-        self.transport, self.receive, self.distance = transport, receive, distance
+    def __init__(self, transport: Staged, shifts: Shifts) -> None:
+        self.transport, self.shifts = transport, shifts
         transport.begin()
-        self.out = [_pinned_like(a) for a in send]
+        copies: dict[int, Array] = {}  # an array may go to several ranks
+        self.out: dict[int, list[Array]] = {}
         with transport.stream:
-            for host, array in zip(self.out, send, strict=True):
-                array.get(stream=transport.stream, out=host, blocking=False)
+            for distance, (send, _) in shifts.items():
+                for array in send:
+                    if id(array) not in copies:
+                        host = copies[id(array)] = _pinned_like(array)
+                        array.get(stream=transport.stream, out=host, blocking=False)
+                self.out[distance] = [copies[id(array)] for array in send]
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.ready.record(transport.stream)
 
     def wait(self) -> None:
         transport = self.transport
         transport.ranks.until(lambda: bool(self.ready.done))
-        arrived = [_pinned_like(a) for a in self.receive]
-        transport.ranks.shift(self.out, arrived, self.distance).wait()
+        arrived = {d: [_pinned_like(a) for a in of] for d, (_, of) in self.shifts.items()}
+        shifts = {d: (send, arrived[d]) for d, send in self.out.items()}
+        transport.ranks.exchange(shifts).wait()
         with transport.stream:
-            for array, host in zip(self.receive, arrived, strict=True):
-                array.set(host, stream=transport.stream)
+            for d, (_, receive) in self.shifts.items():
+                for array, host in zip(receive, arrived[d], strict=True):
+                    array.set(host, stream=transport.stream)
         done = _Queued(transport)
         done.wait()
         # pinned memory goes back to its pool when the copies are over

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicators.base import Pending
+from infonce.distributed.communicators.base import Pending, Shifts
 from infonce.distributed.communicators.processes import Peers, identity
 
 from ..result import LossAndGrad
@@ -93,18 +93,24 @@ class ProcessGroup(Communicator):
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
     ) -> Pending:  # fmt: skip
-        left = self._members[(self.rank - distance) % self.size]
-        right = self._members[(self.rank + distance) % self.size]
-        works = [
-            dist.irecv(_bytes(array), left, self._group, tag)
-            for tag, array in enumerate(receive)
-            if array.nbytes
-        ]
-        works += [
-            dist.isend(_bytes(array), right, self._group, tag)
-            for tag, array in enumerate(send)
-            if array.nbytes
-        ]
+        return self.exchange({distance: (send, receive)})
+
+    def exchange(self, shifts: Shifts) -> Pending:
+        works = []
+        for distance, (_, receive) in shifts.items():
+            source = self._members[(self.rank - distance) % self.size]
+            works += [
+                dist.irecv(_bytes(array), source, self._group, tag)
+                for tag, array in enumerate(receive)
+                if array.nbytes
+            ]
+        for distance, (send, _) in shifts.items():
+            target = self._members[(self.rank + distance) % self.size]
+            works += [
+                dist.isend(_bytes(array), target, self._group, tag)
+                for tag, array in enumerate(send)
+                if array.nbytes
+            ]
         return _Shift(self, works)
 
     def listen(self) -> None:
@@ -135,7 +141,7 @@ def loss_and_grad(
 
 
 class _Shift:
-    """The sends and receives of one shift."""
+    """The sends and receives of one exchange."""
 
     def __init__(self, ranks: ProcessGroup, works: list[Any]) -> None:
         self.ranks, self.works = ranks, works

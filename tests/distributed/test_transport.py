@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import ring
+from infonce.distributed import folds
 from infonce.distributed.communicators import base, mpi, processes
 from infonce.distributed.partition import Partition
 from infonce.distributed.transports import choice
@@ -80,7 +80,7 @@ def test_what_a_library_does_is_bounded() -> None:
 
 @pytest.mark.extras
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It connects two ranks in their first shift, which waits for the other rank."""
+    """It connects two ranks in their first exchange, which waits for the other rank."""
     gpu = pytest.importorskip("infonce.distributed.transports.gpu")
     monkeypatch.setattr(gpu, "_Queued", lambda *arguments: None)
     connected, threads = threading.Event(), []
@@ -99,13 +99,14 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     array: Any = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=0))
     nccl.ranks.timeout = 0.05
     with pytest.raises(distributed.RankError, match=r"rank 0 waited 0\.05 s"):
-        nccl.shift([array], [array])
+        nccl.exchange({1: ([array], [array])})
     connected.set()
     nccl.ranks.timeout = 10.0
-    for distance in (1, 1, 2, 1):
-        nccl.shift([array], [array], distance)
+    for distances in ((1,), (1,), (2,), (1,), (1, 2), (1, 3)):
+        nccl.exchange({distance: ([array], [array]) for distance in distances})
     here = threading.get_ident()
-    assert [thread == here for thread in threads] == [False, False, True, False, True]
+    known = [thread == here for thread in threads]
+    assert known == [False, False, True, False, True, True, False]
 
 
 def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,15 +181,15 @@ def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ring's buffers do not wait for the garbage collector."""
+    """Buffers do not wait for the garbage collector."""
     rings: list[Any] = []
-    start = ring.Ring.__init__
+    start = folds.FoldsOverRanks.__init__
 
     def watched(self: Any, *args: Any) -> None:
         start(self, *args)
         rings.extend((weakref.ref(self), weakref.ref(self.not_finite)))
 
-    monkeypatch.setattr(ring.Ring, "__init__", watched)
+    monkeypatch.setattr(folds.FoldsOverRanks, "__init__", watched)
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
     gc.collect()
     gc.disable()

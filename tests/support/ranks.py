@@ -76,7 +76,9 @@ def compare(case: dict[str, Any]) -> None:
     mine = [order[part[RANK]] for order, part in zip(orders, parts, strict=True)]
 
     single, spread = dict(options), dict(options, timeout=60)
-    spread["workspace"] = case.get("workspace", 2**28)
+    spread["exchange"] = case.get("exchange", "auto")
+    if spread["exchange"] != "gather":  # which needs room
+        spread["workspace"] = case.get("workspace", 2**28)
     if case["ids"]:
         ids = [rng.integers(0, n, len(z)) for z in whole]
         if len(ids) == 1:
@@ -151,6 +153,7 @@ cases = st.fixed_dictionaries({
     "reduction": st.sampled_from(["mean", "mean", "sum", "none"]),
     "metrics": st.booleans(),
     "workspace": st.sampled_from([2**28, 4000]),
+    "exchange": st.sampled_from(["auto", "ring", "gather"]),
     "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
 })  # fmt: skip
 
@@ -203,7 +206,8 @@ def equal(examples: str) -> None:
              "dtype": "float64", "metrics": True, "workspace": 4000}  # fmt: skip
     try:
         for loss in ("info_nce", "nt_xent", "clip", "lit", "siglip"):
-            lead(compare, {**plain, "loss": loss})
+            for exchange in ("ring", "gather"):
+                lead(compare, {**plain, "loss": loss, "exchange": exchange})
         property_holds()
     finally:
         COMM.bcast(None)

@@ -1,24 +1,23 @@
-"""The folds over ranks: queries stay, keys travel, and sums over queries travel with their keys.
+"""The folds over ranks: queries stay, keys come, and sums over queries go to their keys.
 
-Rank r holds shards Q_r and K_r. In step s it has K_k, k = r - s (mod n), and folds the block
-(Q_r, K_k) with the backend that a single process uses. Row statistics and dQ_r stay on their rank.
-Sums over queries, which are the column statistics and dK_k, travel one step behind their keys:
-while a block is computed, the keys of the next one arrive, and so do the sums of the ranks before,
-to which this rank's are added. After n steps they are sent to the owner of the keys. The sums of
-shard k are thus always added in the order k, k + 1, ...: results are bitwise the same from run to
-run.
+Rank r holds shards Q_r and K_r. It folds blocks (Q_r, K), K its own keys or those of other ranks,
+with the backend that a single process uses. Row statistics and dQ_r stay on their rank. Sums over
+queries, which are the column statistics and dK, go to the owner of the keys. The exchange
+(exchanges/) brings the keys and the sums, and adds the sums of a shard in a fixed order: results
+are bitwise the same from run to run.
 
-Where queries are keys (NT-Xent), shards go half way round: each pair of shards meets on one of its
-two ranks, which computes the sums of both; those of the keys travel to their owner.
+Where queries are keys (NT-Xent), each pair of shards meets on one of its two ranks, which computes
+the sums of both; those of the keys go to their owner.
 
-There are two buffers of keys and three of dK. Where they would be larger than half of the
-workspace, shards go round in pieces, one piece of each at a time. So memory, beyond shards and
-gradients, is one and a half times the workspace, and dQ in float32 where gradients have 16 bits.
+Memory, beyond shards and gradients, is one and a half times the workspace, of which the exchange
+takes a third, and dQ in float32 where gradients have 16 bits. (Without a given workspace, a gather
+takes up to a 32nd of a GPU's memory.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from infonce.kernels.problem import (
@@ -38,10 +37,8 @@ from infonce.kernels.problem import (
 )
 from infonce.kernels.solve import Vectors, mirror_positive_logits, retrieval_ranks_of
 
-from .circulation import Circulation, Keys, RowType
-from .communicators.base import Communicator
+from .exchanges.base import Exchange, Keys, RowType
 from .partition import Partition
-from .transports.base import Transport
 
 # `solve.fold_block` on a backend
 FoldBlock = Callable[
@@ -49,42 +46,36 @@ FoldBlock = Callable[
 ]
 
 
-class Ring:
+class FoldsOverRanks:
     """The backend of one problem over ranks: see `infonce.kernels.solve.Backend`.
 
     `problem` has this rank's rows and keys; its positives are indices of the keys of all ranks.
+    `own` are the arrays of this rank's keys, contiguous, and `start` is the first one's index.
     """
 
     def __init__(
         self,
         problem: Problem,
+        own: list[Array],
+        start: int,
         keys: Partition,
-        ranks: Communicator,
-        transport: Transport,
+        exchange: Exchange,
         fold_block: FoldBlock,
         labelled: bool,
         vectors: Vectors,
+        real: np.dtype[Any],
     ) -> None:
-        self.keys, self.ranks, self.fold_block = keys, ranks, fold_block
+        self.own, self.start, self.keys, self.real = own, start, keys, real
+        self.exchange, self.fold_block = exchange.run, fold_block
         self.vectors, self.labelled, self.symmetric = vectors, labelled, problem.symmetric
         self.xp = xp = vectors.xp
         # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
-        self.real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
         m = len(problem.query)
         self.all_marks = xp.zeros(m + 1)
         self.not_finite = NotFinite(self.all_marks[:m], self.all_marks[m:])
-        self.circulate = Circulation(
-            xp, ranks, transport, keys, self._pieces(problem), problem.symmetric
-        ).run
         self.local: dict[bool, Array] = {}  # kept by `_positives`
-
-    def _pieces(self, problem: Problem) -> int:
-        """The number of pieces in which shards go round."""
-        row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * self.real.itemsize)
-        room = max(1, problem.workspace // 2 // row)
-        return int(max(1, -(-self.keys.largest // room)))
 
     # -- the methods of a backend
 
@@ -105,42 +96,39 @@ class Ring:
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         xp, positives = self.xp, problem.positives
         if not self.labelled:  # positives are this rank's own keys
-            return per_key[positives - self.keys.starts[self.ranks.rank]]
+            return per_key[positives - self.start]
         out = xp.zeros(len(positives), per_key.dtype)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             if len(keys):
-                local = self.vectors.local_positives(positives, keys.rows)
+                local = self._local(positives, keys)
                 out[:] = xp.where(local < 0, out, arrays[0][xp.maximum(local, 0)])
 
-        self.circulate([xp.ascontiguousarray(per_key)], visit)
+        self.exchange([xp.ascontiguousarray(per_key)], visit)
         return out
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        own = [self.xp.ascontiguousarray(problem.key)]
-        if problem.key_ids is not None:
-            own.append(problem.key_ids)
         if isinstance(epilogue, Statistics):
-            self._statistics(problem, epilogue, own)
+            self._statistics(problem, epilogue)
             if epilogue.row_rank is not None:
-                self._ranks(problem, retrieval_ranks_of(epilogue, problem), own)
+                self._ranks(problem, retrieval_ranks_of(epilogue, problem))
         elif gradients is None:
             assert isinstance(epilogue, Sigmoid)
 
             def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
                 self._block(problem, keys, arrays, epilogue, None)
 
-            self.circulate(own, visit)
+            self.exchange(self.own, visit)
         else:
             assert not isinstance(epilogue, OnlineSoftmax)
-            self._gradients(problem, epilogue, gradients, own)
+            self._gradients(problem, epilogue, gradients)
 
     # -- the folds
 
-    def _statistics(self, problem: Problem, stats: Statistics, own: list[Array]) -> None:
-        """Rows' sums stay, columns' sums travel."""
+    def _statistics(self, problem: Problem, stats: Statistics) -> None:
+        """Rows' sums stay, columns' sums go to their keys."""
         xp = self.xp
         half = problem.symmetric and stats.columns is stats.rows
         of_sums = 2 + problem.moments  # vectors: max, sum, moment
@@ -149,7 +137,7 @@ class Ring:
             columns = None
             if sums:
                 columns = Sums(*sums[:of_sums])
-            elif half and keys.owner == self.ranks.rank:
+            elif half and keys.mine:
                 columns = stats.rows  # one triangle of this block
             part = fast_replace(stats, columns=columns, row_rank=None, column_rank=None)
             to_clear = columns if sums else None
@@ -181,22 +169,22 @@ class Ring:
         wide = np.dtype(np.float64)
         travelling = of_sums * (problem.two_sided or half) + half
         kinds: list[RowType] = [((), wide)] * travelling
-        self.circulate(own, visit, kinds, combine, keep, half)
+        self.exchange(self.own, visit, kinds, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
         """A vector over this rank's rows, as one over these keys: row i's value at i's positive;
         NaN at keys that are no row's positive."""
         xp, n = self.xp, len(keys)
-        local = self.vectors.local_positives(problem.positives, keys.rows)
+        local = self._local(problem.positives, keys)
         out = xp.full(n + 1, xp.nan)
         out[xp.where(local < 0, n, local)] = of_rows
         return out[:n]
 
-    def _ranks(self, problem: Problem, ranks: RetrievalRanks, own: list[Array]) -> None:
-        """Retrieval ranks: another round, with the positives' logits; counts of columns travel."""
+    def _ranks(self, problem: Problem, ranks: RetrievalRanks) -> None:
+        """Retrieval ranks: another round, with the positives' logits; counts of columns go to their
+        keys."""
         by_columns = ranks.column_rank is not None
-        if by_columns:
-            own = [*own, ranks.column_positive_logits]
+        own = [*self.own, *([ranks.column_positive_logits] if by_columns else [])]
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = ranks
@@ -211,18 +199,17 @@ class Ring:
         def keep(mine: slice, sums: list[Array]) -> None:
             ranks.column_rank[mine] = sums[0]
 
-        self.circulate(own, visit, [((), np.dtype(np.int64))] * by_columns, combine, keep)
+        self.exchange(own, visit, [((), np.dtype(np.int64))] * by_columns, combine, keep)
 
     def _gradients(
         self,
         problem: Problem,
         epilogue: SoftmaxGradient | Sigmoid,
         gradients: Gradients,
-        own: list[Array],
     ) -> None:
-        """dQ stays, dK travels."""
+        """dQ stays, dK goes to its keys."""
         xp, d = self.xp, problem.shape[2]
-        first_factor = len(own)
+        own, first_factor = list(self.own), len(self.own)
         if isinstance(epilogue, SoftmaxGradient) and epilogue.column_reference is not None:
             own += [
                 epilogue.column_reference, epilogue.column_factor, epilogue.positive_gradient
@@ -270,7 +257,7 @@ class Ring:
                 dq[mine] += sums[0]
 
         kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
-        self.circulate(own, visit, kinds, combine, keep, half)
+        self.exchange(own, visit, kinds, combine, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             gradients.query[...] = dq
 
@@ -284,10 +271,9 @@ class Ring:
         to_clear: Sums | None = None,
     ) -> bool:
         """Fold the block of these keys; False if it is empty."""
-        theirs = keys.owner != self.ranks.rank
-        own = keys.whole and not theirs
+        own = keys.whole and keys.mine
         symmetric = problem.symmetric and own
-        no_local = theirs and self.own_positives
+        no_local = self.own_positives and not keys.mine
         block = fast_replace(
             problem,
             key=problem.query if symmetric else arrays[0],
@@ -318,10 +304,17 @@ class Ring:
         same = self.own_positives and (no_local or keys.whole)
         if same and no_local in self.local:
             return self.local[no_local]
-        local = self.vectors.local_positives(problem.positives, keys.rows)
+        local = self._local(problem.positives, keys)
         if same:
             self.local[no_local] = local
         return local
+
+    def _local(self, positives: Array, keys: Keys) -> Array:
+        """Indices of `positives` among these keys; -1 for positives that are not."""
+        if keys.rows.stop > self.keys.total:
+            before = positives < keys.rows.start
+            positives = self.xp.where(before, positives + self.keys.total, positives)
+        return self.vectors.local_positives(positives, keys.rows)
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
         report = problem.progress

@@ -1,42 +1,31 @@
-"""One round of the ring: shards of keys go from rank to rank, and sums over queries follow them."""
+"""The ring: shards of keys go from rank to rank, and sums over queries follow them.
+
+In step s rank r has the keys of rank k = r - s (mod n). The sums of those keys travel one step
+behind them: while a block is computed, the keys of the next one arrive, and so do the sums of the
+ranks before, to which this rank's are added. After n steps they are sent to the owner of the keys.
+The sums of shard k are thus always added in the order k, k + 1, ...
+
+There are two buffers of keys and three of sums. Where they would be larger than half of the
+workspace, shards go round in pieces, one piece of each at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from infonce.kernels.problem import Array
 
-from .communicators.base import Communicator
-from .partition import Partition
-from .transports.base import Transport
-
-RowType = tuple[tuple[int, ...], Any]  # (shape of a row, dtype) of an array with one row a key
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The keys of one step: all of a rank's shard, or one piece of it."""
-
-    owner: int  # the rank whose keys they are
-    rows: slice  # of the whole batch
-    whole: bool  # all of the shard
-    step: int  # number of this step of the round
-    steps: int  # of the round
-
-    def __len__(self) -> int:
-        return int(self.rows.stop - self.rows.start)
-
-
-Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, their sums: output)
-Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the first
-Keep = Callable[[slice, list[Array]], None]  # (rows of this rank's shard, their complete sums)
+from ..communicators.base import Communicator
+from ..partition import Partition
+from ..transports.base import Transport
+from .base import Combine, Keep, Keys, RowType, Visit
 
 
 @dataclass(frozen=True)
-class Circulation:
-    """How the shards of one call go round; `run` is one round."""
+class Ring:
+    """How the shards of one call go round: an `Exchange`."""
 
     xp: Any  # numpy or cupy
     ranks: Communicator
@@ -54,16 +43,7 @@ class Circulation:
         keep: Keep | None = None,
         half: bool = False,
     ) -> None:
-        """Visit the shard of every rank, with the arrays that its rank passes as `own`.
-
-        A visit may compute sums over this rank's queries, one row a key: `types` are their shapes
-        and dtypes. They follow their keys one step later: `combine` adds what arrives from the
-        ranks before, and `keep` gets the complete sums of this rank's own keys.
-
-        Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
-        meets on one of its two ranks, which computes the sums of both. (With an even number of
-        ranks, shards n / 2 steps apart meet on both, and each computes those of its rows alone.)
-        """
+        """See `Exchange`."""
         n, r = self.ranks.size, self.ranks.rank
         steps = n // 2 + 1 if half else n
         summed = range(1, (n + 1) // 2) if half else range(n)  # steps that compute sums
@@ -97,15 +77,17 @@ class Circulation:
                 follow = s in summed and s - 1 in summed
                 arrived = buffers((s + 1) % 3, rows, True) if follow else []
                 outgoing = [*(arrays * (not last)), *(carried * follow)]
-                pending = self.transport.shift(outgoing, [*incoming, *arrived]) if n > 1 else None
+                pending = None
+                if n > 1:
+                    pending = self.transport.exchange({1: (outgoing, [*incoming, *arrived])})
                 sums = buffers(s % 3, rows, True) if s in summed else []
                 if s or not self.symmetric:
                     step = s + j * steps
-                    keys = Keys(k, shards[k], self.pieces == 1, step, self.pieces * steps)
+                    keys = Keys(k == r, shards[k], self.pieces == 1, step, self.pieces * steps)
                     visit(keys, arrays, sums)
                 elif not j:
                     whole = slice(start, self.partition.starts[r + 1])
-                    visit(Keys(r, whole, True, 0, self.pieces * steps), own, [])
+                    visit(Keys(True, whole, True, 0, self.pieces * steps), own, [])
                 if pending is not None:
                     pending.wait()
                 if combine is not None and arrived:
@@ -116,6 +98,7 @@ class Circulation:
                 if n > 1:
                     rows = shards[r].stop - shards[r].start
                     complete = buffers((summed[-1] + 1) % 3, rows, True)
-                    self.transport.shift(carried, complete, n - summed[-1]).wait()
+                    home = {n - summed[-1]: (carried, complete)}
+                    self.transport.exchange(home).wait()
                     carried = complete
                 keep(mine, carried)

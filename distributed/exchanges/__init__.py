@@ -1,0 +1,1 @@
+"""Exchanges, by which ranks get each other's keys, and the choice between them."""

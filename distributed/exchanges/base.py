@@ -1,0 +1,56 @@
+"""What an exchange is: the visits of keys in one round over the ranks, and the way home of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from infonce.kernels.problem import Array
+
+RowType = tuple[tuple[int, ...], Any]  # (shape of a row, dtype) of an array with one row a key
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one visit: a part of a shard, a shard, or shards of consecutive ranks."""
+
+    mine: bool  # they are this rank's keys
+    rows: slice  # of the whole batch; past its end, the rows from its beginning on
+    whole: bool  # no shard is cut
+    step: int  # number of this visit in its round
+    steps: int  # of the round
+
+    def __len__(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, their sums: output)
+Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the first, element-wise
+Keep = Callable[[slice, list[Array]], None]  # (rows of this rank's shard, their complete sums)
+
+
+class Exchange(Protocol):
+    """How ranks get each other's keys; `run` is one round."""
+
+    def run(
+        self,
+        own: list[Array],
+        visit: Visit,
+        types: Sequence[RowType] = (),
+        combine: Combine | None = None,
+        keep: Keep | None = None,
+        half: bool = False,
+    ) -> None:
+        """Visit the keys of every rank, with the arrays that their rank passes as `own`.
+
+        A visit may compute sums over this rank's queries, one row a key: `types` are their shapes
+        and dtypes. They go to the rank of the keys, which gets its own complete in `keep`: the sums
+        of all ranks, added by `combine` in an order that depends on nothing but the ranks' number.
+
+        Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
+        meets on one of its two ranks, which computes the sums of both: rank r visits the n // 2
+        shards before its own. (With an even number of ranks, shards n / 2 steps apart meet on both,
+        and each computes those of its rows alone.)
+        """
+        ...

@@ -1,0 +1,69 @@
+"""Which exchange a call takes: the ring or the gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from infonce.kernels.problem import Array, Gradients, Problem
+
+from infonce import arrays
+
+from ..communicators.base import Communicator
+from ..partition import Partition
+from ..transports.base import Transport
+from .base import Exchange
+from .gather import Gather, gather_bytes
+from .ring import Ring
+
+CHOICES = ("auto", "ring", "gather")
+MEMORY_SHARE = 32  # one part in so many of a GPU's memory, where no workspace is given
+
+
+def real_of(problem: Problem) -> np.dtype[Any]:
+    """The dtype of sums that travel."""
+    return np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+
+
+def room(problem: Problem) -> int:
+    """Bytes that buffers of an exchange may take on this rank: half of the workspace."""
+    half = int(problem.workspace // 2)
+    if problem.workspace_given or not arrays.on_gpu(problem.query):
+        return half
+    from infonce.kernels.gpu.device.launcher import device_properties
+
+    return max(half, int(device_properties(problem.query.device.id).memory) // MEMORY_SHARE)
+
+
+def choose(
+    asked: str, problem: Problem, gradients: Gradients | None, keys: Partition, rooms: Sequence[int]
+) -> str:
+    """The exchange of a call that all ranks make; `rooms` are their `room`s. ValueError where
+    gathered keys do not fit."""
+    if asked == "ring":
+        return asked
+    d, item = problem.shape[2], problem.key.dtype.itemsize
+    vectors = 8 * (3 + (problem.key_ids is not None))
+    with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
+    sums = d * real_of(problem).itemsize if with_sums else 0
+    least = gather_bytes(keys, d * item + vectors, max(sums, 24))
+    fits = least <= min(rooms)
+    if asked == "gather" and not fits:
+        raise ValueError(
+            f"workspace: expected at least {2 * least} bytes to gather {keys.total} keys of width "
+            f'{d} over {len(keys.rows)} ranks, got {problem.workspace}; exchange="ring" takes less'
+        )
+    return "gather" if fits else "ring"
+
+
+def make(
+    name: str, xp: Any, problem: Problem, own: list[Array], keys: Partition, ranks: Communicator,
+    transport: Transport,
+) -> Exchange:  # fmt: skip
+    """The exchange of that name, for this rank's arrays of keys."""
+    if name == "gather":
+        return Gather(xp, ranks, transport, keys, own)
+    row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * real_of(problem).itemsize)
+    pieces = max(1, -(-keys.largest // max(1, problem.workspace // 2 // row)))
+    return Ring(xp, ranks, transport, keys, pieces, problem.symmetric)
