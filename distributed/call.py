@@ -165,8 +165,9 @@ class _Call:
         try:
             name = transports.choose(self.rank_options["transport"], offered)
             self.exchange = exchanges.choose(
-                self.rank_options["exchange"], request.problem, request.gradients, keys, rooms
-            )
+                self.rank_options["exchange"], request.problem, request.gradients, keys,
+                self.ranks, rooms,
+            )  # fmt: skip
         except ValueError as error:
             raise AgreedError(error) from None
         if self.ranks.size == 1 and on_gpu:

@@ -24,6 +24,7 @@ from infonce.cli.demo import HELD_OUT, LEARNING_RATE, WEIGHT_DECAY, Adam, Encode
 from . import losses as distributed
 from .communicators.base import TIMEOUT, Communicator
 from .communicators.mpi import connect
+from .exchanges import choice as exchanges
 
 Array = Any
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -37,13 +38,15 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Of random features.")
 @click.option("--steps", type=click.IntRange(1), default=None, help="Steps, or timed repeats.")
 @click.option("--transport", default="auto", show_default=True)
-@click.option("--workspace", type=common.Bytes(), default="256MiB", show_default=True)
+@click.option("--exchange", type=click.Choice(exchanges.CHOICES), default="auto", show_default=True)
+@click.option("--workspace", type=common.Bytes(), default=None)
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=TIMEOUT,
               show_default=True, help="Seconds to wait for other ranks.")  # fmt: skip
 @click.option("--output", type=click.Path(path_type=Path), help="Also write what was timed: JSON.")
 def main(
     gpu: bool, offload: bool, batch: int | None, dim: int | None, dtype: str | None,
-    steps: int | None, transport: str, workspace: int, timeout: float, output: Path | None,
+    steps: int | None, transport: str, exchange: str, workspace: int | None, timeout: float,
+    output: Path | None,
 ) -> None:  # fmt: skip
     """One batch over ranks: train on digits, or with --batch time random features."""
     try:
@@ -56,8 +59,8 @@ def main(
         cupy.cuda.Device(ranks.rank % cupy.cuda.runtime.getDeviceCount()).use()
     elif offload:
         raise click.UsageError("--offload: expected --gpu with it")
-    options = {"transport": transport, "timeout": timeout, "workspace": workspace,
-               "offload": offload}  # fmt: skip
+    options = {"transport": transport, "exchange": exchange, "timeout": timeout,
+               "workspace": workspace, "offload": offload}  # fmt: skip
     with common.one_line_errors():
         if batch is None:
             digits(ranks, gpu and not offload, dim or 64, steps or 60, options)
@@ -256,7 +259,7 @@ def timing(
     common.stdout().print(table)
     return {
         "batch": batch, "dim": dim, "dtype": dtype, "ranks": ranks.size,
-        "offload": options["offload"], "step_s": step,
+        "offload": options["offload"], "exchange": options["exchange"], "step_s": step,
         "flops_a_rank": useful, "memory_bytes": peak, "transfers_s": moving, "not_hidden_s": waited,
     }  # fmt: skip
 

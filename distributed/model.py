@@ -1,134 +1,23 @@
-"""How long a step of the ring takes: `python -m infonce.distributed.model`.
-
-With b rows of each side on each of n GPUs, a call takes n forward steps of one block, 2 b b D
-operations, and n backward steps, 6 b b D. While a block is computed the next one is sent:
-
-    step = start + max(operations / rate, latency + bytes / bandwidth)
-
-Forward, keys are sent with their ids and column statistics; backward, with their factors and dK.
-The last transfer, of dK to the owner of its keys, overlaps with nothing.
-
-Over hosts a ring of all GPUs is as fast as its slowest link. A ring of two levels goes round inside
-the host first, and each GPU sends its block to its peer in the next host once a round: the network
-has a whole round for what NVLink sends in a step.
-"""
+"""How long a call over ranks takes: `python -m infonce.distributed.model`. See cost.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from infonce.kernels.problem import WORKSPACE
 from rich.table import Table
 
 from infonce.cli import common
 
-
-@dataclass(frozen=True)
-class Link:
-    """The connection of one GPU to the next."""
-
-    latency: float  # seconds
-    bandwidth: float  # bytes a second, one way
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The parameters of the model. Defaults: benchmarks/results/ring.json, bfloat16, D = 512."""
-
-    rate: float = 610e12  # operations a second, of large blocks
-    start: float = 0.28e-3  # seconds a block: launches, and idle multiprocessors at its end
-    inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
-    across: Link = Link(30e-6, 45e9)  # 400 Gb/s a GPU
-    gpus: int = 8  # of a host
-
-
-@dataclass(frozen=True)
-class Step:
-    """A predicted call, in seconds."""
-
-    seconds: float
-    computing: float
-    exposed: float  # communication that does not overlap with computation
-
-    @property
-    def efficiency(self) -> float:
-        return self.computing / self.seconds
-
-
-NVLINK = Link(20e-6, 300e9)  # large messages
-ITEM, DK = 2, 4  # bytes of a feature, and of dK's elements
-VECTORS = 300  # bytes a row in vectors: sums, log-sum-exps, factors, positives
-
-
-def transfer_bytes(rows: float, dim: int) -> tuple[float, float]:
-    """Bytes of a forward and of a backward step."""
-    keys = rows * dim * ITEM
-    return keys + 16 * rows, keys + 24 * rows + rows * dim * DK
-
-
-def predict(
-    rows: float, dim: int, ranks: int, machine: Machine | None = None, two_level: bool = False
-) -> Step:
-    """One call of clip's loss and gradients with `rows` rows of each side on each of `ranks`."""
-    machine = machine or Machine()
-    if rows <= 0 or dim < 1 or ranks < 1:
-        raise ValueError(f"rows, dim, ranks: expected positive numbers, got {rows}, {dim}, {ranks}")
-    hosts = -(-ranks // machine.gpus)
-    round_of = ranks / hosts
-    slowest = machine.inside if hosts == 1 or two_level else machine.across
-    computing, seconds, starts = 0.0, 0.0, 2 * ranks * machine.start
-    for share, size in zip((2, 6), transfer_bytes(rows, dim), strict=True):
-        block = share * rows * rows * dim / machine.rate
-        moving = slowest.latency + size / slowest.bandwidth if ranks > 1 else 0.0
-        step = machine.start + max(block, moving)
-        if two_level and hosts > 1:
-            network = machine.across.latency + size / machine.across.bandwidth
-            seconds += hosts * max(round_of * step, network)
-        else:
-            seconds += ranks * step
-        computing += ranks * block
-    if ranks > 1:
-        home = machine.inside if hosts == 1 else machine.across
-        seconds += home.latency + rows * dim * DK / home.bandwidth
-    return Step(seconds, computing, seconds - computing - starts)
-
-
-def memory(
-    rows: int, dim: int, workspace: int = WORKSPACE, offload: bool = False
-) -> float:  # fmt: skip
-    """Bytes on each of three or more GPUs above features and gradients: what a call of clip's loss
-    and gradients with `rows` rows of each side takes at most, in 16 bits.
-
-    With `offload` there are no features nor gradients on a GPU.
-    """
-    if rows <= 0 or dim < 1 or workspace < 1:
-        raise ValueError(
-            f"rows, dim, workspace: expected positive numbers, got {rows}, {dim}, {workspace}"
-        )
-    vectors = VECTORS * rows
-    if offload:
-        panels = rows * dim * (2 * ITEM + 5 * DK) + rows * (rows * ITEM + dim * DK)
-        return min(workspace, panels) + vectors
-    row = dim * (2 * ITEM + 3 * DK)  # of buffers
-    pieces = -(-rows // max(1, workspace // 2 // row))
-    piece = -(-rows // pieces)
-    block = rows * (piece * ITEM + dim * DK)  # dL/dx of one block, and its share of dQ
-    return min(workspace, block) + piece * row + rows * dim * DK + vectors
-
-
-def hidden_from(dim: int, link: Link, machine: Machine | None = None) -> float:
-    """Rows on each GPU from which transfers over `link` hide behind the products."""
-    machine = machine or Machine()
-    rows = 0.0
-    for share, size in zip((2, 6), transfer_bytes(1.0, dim), strict=True):
-        # share b b D / rate = latency + size b / bandwidth
-        a, b = share * dim / machine.rate, size / link.bandwidth
-        rows = max(rows, (b + np.sqrt(b * b + 4 * a * link.latency)) / (2 * a))
-    return float(rows)
+from .cost import (
+    NVLINK,
+    Machine,
+    hidden_from,
+    memory,
+    predict,
+)
 
 
 @click.command()

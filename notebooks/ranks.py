@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,13 +33,14 @@ class World:
 
     size: int
     values: list[Any] = field(init=False)
-    inboxes: list[queue.Queue[tuple[Shift, list[Array]]]] = field(init=False)
+    inboxes: dict[tuple[int, int], queue.Queue[tuple[Shift, list[Array]]]] = field(
+        default_factory=lambda: defaultdict(queue.Queue)
+    )  # by sender and receiver
     barrier: threading.Barrier = field(init=False)
     shifts: list[Shift] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.values = [None] * self.size
-        self.inboxes = [queue.Queue() for _ in range(self.size)]
         self.barrier = threading.Barrier(self.size)
 
 
@@ -63,9 +65,9 @@ class Rank(Communicator):
     def shift(self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1) -> Arrival:
         shift = Shift(self.rank, time.perf_counter(), sum(array.nbytes for array in send))
         self.world.shifts.append(shift)
-        following = self.world.inboxes[(self.rank + distance) % self.size]
-        following.put((shift, [np.array(array) for array in send]))
-        return Arrival(self, receive)
+        to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        self.world.inboxes[self.rank, to].put((shift, [np.array(array) for array in send]))
+        return Arrival(self, source, receive)
 
     def fail(self, error: BaseException) -> None:
         self.world.barrier.abort()
@@ -76,11 +78,13 @@ class Arrival:
     """A pending receive."""
 
     rank: Rank
+    source: int
     receive: Sequence[Array]
 
     def wait(self) -> None:
         try:
-            shift, arrays = self.rank.world.inboxes[self.rank.rank].get(timeout=self.rank.timeout)
+            inbox = self.rank.world.inboxes[self.source, self.rank.rank]
+            shift, arrays = inbox.get(timeout=self.rank.timeout)
         except queue.Empty:
             raise RankError(f"rank {self.rank.rank}: nothing arrived") from None
         shift.received = time.perf_counter()

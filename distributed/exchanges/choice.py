@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ from infonce.kernels.problem import Array, Gradients, Problem
 
 from infonce import arrays
 
+from .. import cost
 from ..communicators.base import Communicator
 from ..partition import Partition
 from ..transports.base import Transport
 from .base import Exchange
-from .gather import Gather, gather_bytes
+from .gather import Gather
 from .ring import Ring
 
 CHOICES = ("auto", "ring", "gather")
@@ -37,8 +39,9 @@ def room(problem: Problem) -> int:
 
 
 def choose(
-    asked: str, problem: Problem, gradients: Gradients | None, keys: Partition, rooms: Sequence[int]
-) -> str:
+    asked: str, problem: Problem, gradients: Gradients | None, keys: Partition,
+    ranks: Communicator, rooms: Sequence[int],
+) -> str:  # fmt: skip
     """The exchange of a call that all ranks make; `rooms` are their `room`s. ValueError where
     gathered keys do not fit."""
     if asked == "ring":
@@ -47,14 +50,23 @@ def choose(
     vectors = 8 * (3 + (problem.key_ids is not None))
     with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
     sums = d * real_of(problem).itemsize if with_sums else 0
-    least = gather_bytes(keys, d * item + vectors, max(sums, 24))
+    least = cost.gather_bytes(keys.rows, d * item + vectors, max(sums, 24))
     fits = least <= min(rooms)
     if asked == "gather" and not fits:
         raise ValueError(
             f"workspace: expected at least {2 * least} bytes to gather {keys.total} keys of width "
             f'{d} over {len(keys.rows)} ranks, got {problem.workspace}; exchange="ring" takes less'
         )
+    if asked == "auto" and fits and arrays.on_gpu(problem.query):
+        return cost.faster(keys.largest, d, ranks.size, cost.Machine(gpus=_gpus_of_host(ranks)))
     return "gather" if fits else "ring"
+
+
+def _gpus_of_host(ranks: Communicator) -> int:
+    """Ranks on one host at most."""
+    peers = getattr(ranks, "peers", None)
+    machines = Counter(process.machine for process in peers.processes) if peers else {}
+    return max(machines.values(), default=ranks.size)
 
 
 def make(

@@ -22,12 +22,10 @@ import numpy as np
 from infonce.kernels.problem import Array
 
 from ..communicators.base import Communicator, Pending
+from ..cost import chunks_of
 from ..partition import Partition
 from ..transports.base import Transport
 from .base import Combine, Keep, Keys, RowType, Visit
-
-CHUNK = 2**26  # bytes of sums from which on they travel in chunks
-MOST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class Gather:
         if not summed:
             return
         size = sum(prod(tail) * np.dtype(dtype).itemsize for tail, dtype in types)
-        count = max(1, min(self.partition.total * size // CHUNK, MOST_CHUNKS, summed))
+        count = chunks_of(self.partition.total * size, summed)
         ends = [summed * i // count for i in range(count, -1, -1)]
         for far, nearer in pairwise(ends):
             yield far, nearer + 1
@@ -150,10 +148,3 @@ def _added(parts: list[Array], combine: Combine) -> list[Array]:
         combine([part[:pairs] for part in parts], [part[n - pairs : n] for part in parts])
         n -= pairs
     return [part[0] for part in parts]
-
-
-def gather_bytes(partition: Partition, key_row: int, sum_row: int) -> int:
-    """Bytes of buffers on a rank at most: a key takes `key_row`, its sums `sum_row`."""
-    n = len(partition.rows)
-    others = partition.total - min(partition.rows)
-    return others * (key_row + sum_row) + n * partition.largest * sum_row

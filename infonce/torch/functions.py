@@ -97,7 +97,7 @@ DOC = """
     group : torch.distributed process group, optional
         Its processes share the batch: each passes its own rows, and gets the loss of all rows and
         gradients that DDP's average makes those of that loss; ``gradient_scale="global"`` where
-        gradients are summed. Also `timeout` and `transport`, of `infonce.distributed`.
+        gradients are summed. Also `timeout`, `transport` and `exchange`, of `infonce.distributed`.
     labels, bias, ids, {options}
         As in `infonce.{loss}`, as far as it has them.
 

@@ -75,10 +75,11 @@ def test_equal_to_one_process(ranks: int) -> None:
     assert "equal: 40 examples" in said
 
 
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_accuracy(ranks: int) -> None:
+def test_accuracy(ranks: int, exchange: str) -> None:
     """Every dtype within the accuracy table, on shards of hundreds of rows."""
-    status, said = run(ranks, RANKS, "accuracy", "host", "mpi")
+    status, said = run(ranks, RANKS, "accuracy", "host", "mpi", exchange)
     assert status == 0, said
     assert said.count("accuracy host") == 4 * ranks
 
@@ -140,9 +141,10 @@ SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
         ("exits before", "rank 1 has ended"),
     ],
 )
-def test_rank_in_trouble(what: str, words: str) -> None:
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
     """The others say which rank and what, soon, and nobody stays."""
-    status, said = run(3, TROUBLE, "trouble", what, "20", shell=SHELL)
+    status, said = run(3, TROUBLE, "trouble", what, "20", exchange, shell=SHELL)
     assert status != 0
     assert said.count("call 1") == 3, said
     for rank in (0, 2):
@@ -163,9 +165,10 @@ def test_first_call_is_bounded(where: str) -> None:
         assert 2 <= float(error[1]) < 3, said
 
 
-def test_rank_that_stops() -> None:
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_rank_that_stops(exchange: str) -> None:
     """It is named when the time is out."""
-    status, said = run(3, TROUBLE, "trouble", "stopped", "3", shell=SHELL)
+    status, said = run(3, TROUBLE, "trouble", "stopped", "3", exchange, shell=SHELL)
     assert status != 0
     for rank in (0, 2):
         error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
@@ -176,7 +179,7 @@ def test_rank_that_stops() -> None:
 
 def test_ctrl_c_ends_all_ranks() -> None:
     with subprocess.Popen(
-        command(3, TROUBLE, "trouble", "everyone", "60"), stdout=subprocess.PIPE,
+        command(3, TROUBLE, "trouble", "everyone", "60", "auto"), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True,
     ) as job:  # fmt: skip
         assert job.stdout is not None
@@ -201,12 +204,13 @@ def gpu_missing() -> str | None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
 @pytest.mark.parametrize("transport", ["auto", "staged"])
-def test_gpus_equal_one_gpu(transport: str) -> None:
+def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
     # both ranks compile first
-    status, said = run(2, RANKS, "accuracy", "gpu", transport, limit=300)
+    status, said = run(2, RANKS, "accuracy", "gpu", transport, exchange, limit=300)
     assert status == 0, said
     assert said.count("accuracy gpu") == 8
 
@@ -221,11 +225,12 @@ def test_offload_to_gpus() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
 @pytest.mark.parametrize("what", ["killed", "raises"])
-def test_rank_in_trouble_on_gpus(what: str) -> None:
+def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(2, TROUBLE, "trouble", what, "20", "gpu", shell=SHELL)
+    status, said = run(2, TROUBLE, "trouble", what, "20", exchange, "gpu", shell=SHELL)
     assert status != 0
     error = re.search(r"rank 0 after ([\d.]+) s: RankError: rank 1", said)
     assert error is not None, said

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from infonce.distributed import cost
 from infonce.kernels.cpu.backend import CPU
 from infonce.kernels.problem import Problem
 from mpi4py import MPI
@@ -25,6 +26,7 @@ from infonce import distributed
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 SCALARS = ("scale", "bias")
+DTYPES = "float64,float32,bfloat16,float16"
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}
 
 
@@ -76,6 +78,7 @@ def compare(case: dict[str, Any]) -> None:
     mine = [order[part[RANK]] for order, part in zip(orders, parts, strict=True)]
 
     single, spread = dict(options), dict(options, timeout=60)
+    cost.CHUNK = case.get("chunk", cost.CHUNK)
     spread["exchange"] = case.get("exchange", "auto")
     if spread["exchange"] != "gather":  # which needs room
         spread["workspace"] = case.get("workspace", 2**28)
@@ -154,6 +157,7 @@ cases = st.fixed_dictionaries({
     "metrics": st.booleans(),
     "workspace": st.sampled_from([2**28, 4000]),
     "exchange": st.sampled_from(["auto", "ring", "gather"]),
+    "chunk": st.sampled_from([1, 2**26]),  # bytes
     "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
 })  # fmt: skip
 
@@ -232,7 +236,7 @@ def parameters() -> None:
     say("parameters")
 
 
-def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16,float16") -> None:
+def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) -> None:
     """All losses, shards on GPUs or on the host: within the accuracy table against float64, from
     run to run the same, and in float32 and float64 what one process gets."""
     xp: Any = np
@@ -284,13 +288,10 @@ def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16
                 own = {"labels": labels[rows], "ids": (ids[:m][rows], ids[columns])}
             parts = [xp.asarray(z[part]) for z, part in zip(whole, mine, strict=True)]
             function = f"{loss}_loss_and_grad"
-            workspace = 2**19 if options or loss == "siglip" else 2**28  # shards in pieces, whole
-            got, again = (
-                getattr(distributed, function)(
-                    *parts, scale=scale, transport=transport, timeout=60, workspace=workspace, **own
-                )
-                for _ in range(2)
-            )
+            own |= {"scale": scale, "transport": transport, "exchange": exchange, "timeout": 60}
+            if exchange == "ring":  # shards in pieces, whole
+                own["workspace"] = 2**19 if options or loss == "siglip" else 2**28
+            got, again = (getattr(distributed, function)(*parts, **own) for _ in range(2))
             what = f"{loss} {dtype} {sorted(options)}"
             for field, g, twice in zip(got.grads._fields, got.grads, again.grads, strict=True):
                 if g is not None and host(g).tobytes() != host(twice).tobytes():
@@ -319,7 +320,7 @@ def accuracy(place: str, transport: str, dtypes: str = "float64,float32,bfloat16
                 w = host(getattr(want.grads, field)).astype(float)[mine_of.get(field, ...)]
                 check(what, close, host(getattr(got.grads, field)), w, bound,
                       f"one process's d {field}", size)  # fmt: skip
-        say("accuracy", place, transport, dtype, "wrong so far:", len(wrong))
+        say("accuracy", place, transport, exchange, dtype, "wrong so far:", len(wrong))
     assert not wrong, "\n".join(wrong)
 
 

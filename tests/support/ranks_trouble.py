@@ -113,6 +113,12 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
         ("gradient_scale \"global\", \"ddp\" 'mean'", "ValueError",
          lambda: clip(gradient_scale="mean")),
         ("transport 'nccl' does not carry", "ValueError", lambda: clip(transport="nccl")),
+        ("exchange \"ring\", \"gather\" 'broadcast'", "ValueError",
+         lambda: clip(exchange="broadcast")),
+        ("exchange 'auto' on rank 0 and 'ring' on rank 1", "ValueError",
+         lambda: clip(exchange="ring" if odd else "auto")),
+        (f"workspace: expected at least {192 * (4 * size - 3)} bytes to gather {4 * size} keys of "
+         "width 3 got 1000", "ValueError", lambda: clip(exchange="gather", workspace=1000)),
         ("at least one row over all ranks", "ValueError", lambda: clip(x[:0], x[:0])),
         ("rank 1: features even number of rows", "ValueError",
          lambda: distributed.nt_xent_loss(x[:3] if odd else x, scale=1.0)),
@@ -167,7 +173,7 @@ def first(where: str, timeout: str) -> None:
         raise
 
 
-def trouble(what: str, timeout: str, place: str = "host") -> None:
+def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None:
     """Rank 1 gets into trouble before the third call, or in its middle; what do the others say?"""
     say("process", os.getpid())
     x = np.random.default_rng(RANK).standard_normal((200, 16))
@@ -204,7 +210,7 @@ def trouble(what: str, timeout: str, place: str = "host") -> None:
         began = time.monotonic()
         try:
             distributed.clip_loss_and_grad(
-                x, x, scale=1.0, timeout=float(timeout), progress=progress
+                x, x, scale=1.0, timeout=float(timeout), progress=progress, exchange=exchange
             )
         except BaseException as error:
             passed = time.monotonic() - began
