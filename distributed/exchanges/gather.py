@@ -67,7 +67,8 @@ class Gather:
         parts = [
             self.xp.empty((mine + summed, rows[r], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
-        chunks = self._chunks(reach, summed, types)
+        # while keys arrive, not more than one: a sigmoid loss is the same with gradients and without
+        chunks = self._chunks(reach, summed, types if pending is None else ())
         order = [None, *chunks] if pending is not None else [*chunks, None]  # None: the own block
         leaving: list[Pending] = []
         for step, chunk in enumerate(order):
@@ -125,15 +126,15 @@ class Gather:
         return None, everyone
 
     def _chunks(
-        self, reach: int, summed: int, types: Sequence[RowType]
+        self, reach: int, summed: int, divisible: Sequence[RowType]
     ) -> Iterator[tuple[int, int]]:
         """The visits of others' keys, as distances (farthest, nearest) of their shards: those
-        without sums in one, those with sums in a few if they are large. The same on all ranks."""
+        without sums in one, those with sums in a few if these are large. The same on all ranks."""
         if reach > summed:
             yield reach, summed + 1
         if not summed:
             return
-        size = sum(prod(tail) * np.dtype(dtype).itemsize for tail, dtype in types)
+        size = sum(prod(tail) * np.dtype(dtype).itemsize for tail, dtype in divisible)
         count = chunks_of(self.partition.total * size, summed)
         ends = [summed * i // count for i in range(count, -1, -1)]
         for far, nearer in pairwise(ends):
