@@ -20,7 +20,7 @@ from .agreement import AgreedError, agree, packed, require_same
 from .communicators.base import Communicator
 from .communicators.mpi import connect
 from .exchanges import choice as exchanges
-from .folds import FoldBlock, FoldsOverRanks
+from .folds import FoldBlock, FoldsOverRanks, folds_over_ranks
 from .partition import Partition
 from .transports import choice as transports
 from .transports.base import Transport
@@ -178,31 +178,40 @@ class _Call:
 
     def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
         fold, vectors = _backend(request)
-        problem, gradients, ranks = request.problem, request.gradients, self.ranks
-        assert self.transport is not None
-        ddp = ranks.size if self.rank_options["gradient_scale"] == "ddp" else 1
+        ddp = self.ranks.size if self.rank_options["gradient_scale"] == "ddp" else 1
         if ddp != 1:
-            problem.upstream = problem.upstream * ddp
-        if gradients is not None and problem.dots:
-            rows = len(problem.query) if gradients.want_query else keys.total
-            gradients.dots = vectors.xp.zeros(rows)
-        own = [vectors.xp.ascontiguousarray(problem.key)]
-        if problem.key_ids is not None:
-            own.append(problem.key_ids)
-        exchange = exchanges.make(
-            self.exchange, vectors.xp, problem, own, keys, ranks, self.transport
-        )  # fmt: skip
-        folds = FoldsOverRanks(
-            problem, own, keys.starts[ranks.rank], keys, exchange, fold, self.labels is not None,
-            vectors, exchanges.real_of(problem),
-        )  # fmt: skip
-        if self.kind.symmetric and self.labels is not None:
-            self.check_pairs(folds, request, queries)
-        solution = solve(problem, folds, gradients)
+            request.problem.upstream = request.problem.upstream * ddp
+        problem, gradients = request.problem, request.gradients
+        assert self.transport is not None
+        solution = None
+        if arrays.on_gpu(problem.query):
+            from . import planned
+
+            solution = planned.solution(
+                self.exchange, problem, gradients, self.labels is not None, keys, self.ranks,
+                self.transport,
+            )  # fmt: skip
+        if solution is None:
+            solution = self.fold(request, queries, keys, fold, vectors)
         self.reduce(request, solution, queries, ddp)
         if not self.with_grad:
             return arrays.converter_to(like)(dispatch._reduce(request, solution))
         return dispatch._result(self.kind, request, solution, arrays.converter_to(like))
+
+    def fold(
+        self, request: Request, queries: Partition, keys: Partition, fold_block: FoldBlock,
+        vectors: Vectors,
+    ) -> Solution:  # fmt: skip
+        """The folds over ranks, step by step."""
+        problem, gradients, labelled = request.problem, request.gradients, self.labels is not None
+        assert self.transport is not None
+        folds = folds_over_ranks(
+            self.exchange, problem, gradients, keys, self.ranks, self.transport, fold_block,
+            labelled, vectors,
+        )  # fmt: skip
+        if self.kind.symmetric and labelled:
+            self.check_pairs(folds, request, queries)
+        return solve(problem, folds, gradients)
 
     def check_pairs(self, folds: FoldsOverRanks, request: Request, queries: Partition) -> None:
         """Views come in pairs: the positive of a row's positive is that row."""

@@ -37,8 +37,11 @@ from infonce.kernels.problem import (
 )
 from infonce.kernels.solve import Vectors, mirror_positive_logits, retrieval_ranks_of
 
+from .communicators.base import Communicator
+from .exchanges import choice
 from .exchanges.base import Exchange, Keys, RowType
 from .partition import Partition
+from .transports.base import Exchanger
 
 # `solve.fold_block` on a backend
 FoldBlock = Callable[
@@ -68,12 +71,12 @@ class FoldsOverRanks:
         self.own, self.start, self.keys, self.real = own, start, keys, real
         self.exchange, self.fold_block = exchange.run, fold_block
         self.vectors, self.labelled, self.symmetric = vectors, labelled, problem.symmetric
-        self.xp = xp = vectors.xp
+        self.xp = vectors.xp
         # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
         m = len(problem.query)
-        self.all_marks = xp.zeros(m + 1)
+        self.all_marks = vectors.zeros(m + 1)
         self.not_finite = NotFinite(self.all_marks[:m], self.all_marks[m:])
         self.local: dict[bool, Array] = {}  # kept by `_positives`
 
@@ -164,7 +167,7 @@ class FoldsOverRanks:
                 combine([*to, stats.positive_logits[mine]], sums)
             else:
                 for own, arrived in zip(to, sums, strict=True):
-                    own[:] = arrived
+                    self.vectors.assign(own, arrived)
 
         wide = np.dtype(np.float64)
         travelling = of_sums * (problem.two_sided or half) + half
@@ -194,7 +197,7 @@ class FoldsOverRanks:
             self._block(problem, keys, arrays, part, None)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
-            sums[0] += arrived[0]
+            self.vectors.add(sums[0], arrived[0])
 
         def keep(mine: slice, sums: list[Array]) -> None:
             ranks.column_rank[mine] = sums[0]
@@ -208,7 +211,7 @@ class FoldsOverRanks:
         gradients: Gradients,
     ) -> None:
         """dQ stays, dK goes to its keys."""
-        xp, d = self.xp, problem.shape[2]
+        xp, vectors, d = self.xp, self.vectors, problem.shape[2]
         own, first_factor = list(self.own), len(self.own)
         if isinstance(epilogue, SoftmaxGradient) and epilogue.column_reference is not None:
             own += [
@@ -218,7 +221,7 @@ class FoldsOverRanks:
         if dq is not None:
             if dq.dtype != self.real:
                 dq = xp.empty(dq.shape, self.real)
-            dq[...] = 0
+            vectors.assign(dq, 0.0)
         half = problem.symmetric  # gradients visit each pair of shards once, also with metrics
         wanted = gradients.dots
         dots = None if wanted is None else xp.empty(len(wanted))  # of one block
@@ -240,26 +243,26 @@ class FoldsOverRanks:
                 mine.dots = dots[: len(keys)]
             if not self._block(problem, keys, arrays, part, mine):
                 if key is not None:
-                    key[...] = 0
+                    vectors.assign(key, 0.0)
             elif mine.dots is not None:
                 total = wanted[: len(mine.dots)]
-                total += mine.dots
+                vectors.add(total, mine.dots)
                 if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
-                    total += mine.dots
+                    vectors.add(total, mine.dots)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
-            sums[0] += arrived[0]
+            vectors.add(sums[0], arrived[0])
 
         def keep(mine: slice, sums: list[Array]) -> None:
             if not half:
-                gradients.key[mine] = sums[0]
+                vectors.assign(gradients.key[mine], sums[0])
             elif dq is not None:
-                dq[mine] += sums[0]
+                vectors.add(dq[mine], sums[0])
 
         kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
         self.exchange(own, visit, kinds, combine, keep, half)
         if gradients.query is not None and dq is not gradients.query:
-            gradients.query[...] = dq
+            vectors.assign(gradients.query, dq)
 
     def _block(
         self,
@@ -323,3 +326,23 @@ class FoldsOverRanks:
         return lambda phase, done, total: report(
             phase, keys.step * total + done, keys.steps * total
         )
+
+
+def folds_over_ranks(
+    exchange: str, problem: Problem, gradients: Gradients | None, keys: Partition,
+    ranks: Communicator, transport: Exchanger, fold_block: FoldBlock, labelled: bool,
+    vectors: Vectors,
+) -> FoldsOverRanks:  # fmt: skip
+    """The backend of a call that takes the exchange of this name; makes `gradients.dots` if wanted."""
+    if gradients is not None and problem.dots:
+        gradients.dots = vectors.zeros(
+            len(problem.query) if gradients.want_query else keys.total
+        )  # fmt: skip
+    own = [vectors.xp.ascontiguousarray(problem.key)]
+    if problem.key_ids is not None:
+        own.append(problem.key_ids)
+    return FoldsOverRanks(
+        problem, own, keys.starts[ranks.rank], keys,
+        choice.make(exchange, vectors.xp, problem, own, keys, ranks, transport), fold_block,
+        labelled, vectors, choice.real_of(problem),
+    )  # fmt: skip

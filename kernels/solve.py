@@ -223,6 +223,18 @@ class Vectors:
             sums.moment[:] = sums.moment * mine + other.moment * others
         sums.max[:] = top
 
+    def zeros(self, n: int) -> Array:
+        """[n] float64."""
+        return self.xp.zeros(n)
+
+    def add(self, sums: Array, other: Array) -> None:
+        """sums += other, element-wise."""
+        sums += other
+
+    def assign(self, to: Array, sums: Array | float) -> None:
+        """to = sums, in the dtype of `to`."""
+        to[...] = sums
+
     def local_positives(self, positives: Array, keys: slice) -> Array:
         """Indices of the positives within `keys`; -1 for positives outside."""
         inside = (positives >= keys.start) & (positives < keys.stop)

@@ -14,7 +14,7 @@ from infonce import arrays
 from .. import cost
 from ..communicators.base import Communicator
 from ..partition import Partition
-from ..transports.base import Transport
+from ..transports.base import Exchanger
 from .base import Exchange
 from .gather import Gather
 from .ring import Ring
@@ -71,7 +71,7 @@ def _gpus_of_host(ranks: Communicator) -> int:
 
 def make(
     name: str, xp: Any, problem: Problem, own: list[Array], keys: Partition, ranks: Communicator,
-    transport: Transport,
+    transport: Exchanger,
 ) -> Exchange:  # fmt: skip
     """The exchange of that name, for this rank's arrays of keys."""
     if name == "gather":

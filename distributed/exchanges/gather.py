@@ -24,7 +24,7 @@ from infonce.kernels.problem import Array
 from ..communicators.base import Communicator, Pending
 from ..cost import chunks_of
 from ..partition import Partition
-from ..transports.base import Transport
+from ..transports.base import Exchanger
 from .base import Combine, Keep, Keys, RowType, Visit
 
 
@@ -34,7 +34,7 @@ class Gather:
 
     xp: Any  # numpy or cupy
     ranks: Communicator
-    transport: Transport
+    transport: Exchanger
     partition: Partition  # of the keys
     keys: list[Array]  # arrays of this rank's keys that several rounds visit
     gathered: dict[int, Array] = field(default_factory=dict)  # of these, by their index
@@ -67,7 +67,7 @@ class Gather:
         parts = [
             self.xp.empty((mine + summed, rows[r], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
-        # while keys arrive, not more than one: a sigmoid loss is the same with gradients and without
+        # one while keys arrive: a sigmoid loss is the same with gradients and without
         chunks = self._chunks(reach, summed, types if pending is None else ())
         order = [None, *chunks] if pending is not None else [*chunks, None]  # None: the own block
         leaving: list[Pending] = []

@@ -19,7 +19,7 @@ from infonce.kernels.problem import Array
 
 from ..communicators.base import Communicator
 from ..partition import Partition
-from ..transports.base import Transport
+from ..transports.base import Exchanger
 from .base import Combine, Keep, Keys, RowType, Visit
 
 
@@ -29,7 +29,7 @@ class Ring:
 
     xp: Any  # numpy or cupy
     ranks: Communicator
-    transport: Transport
+    transport: Exchanger
     partition: Partition  # of the keys
     pieces: int  # a shard goes round in so many pieces, one round each
     symmetric: bool  # queries are keys

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..communicators.base import Array, Communicator, Pending, Shifts
 
 
-class Transport(Protocol):
+class Exchanger(Protocol):
     """Sends arrays to other ranks."""
-
-    name: str
 
     def exchange(self, shifts: Shifts) -> Pending:
         """Start to send arrays to other ranks, and to receive as many: see `Communicator`."""
+        ...
+
+
+class Transport(Exchanger, Protocol):
+    """An `Exchanger` of one call."""
+
+    name: str
+
+    def queued(self, queue: Any) -> Exchanger | None:
+        """The same whose exchanges go through a queue of the device, which may record them; None if
+        the host has a part in them."""
         ...
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
@@ -37,6 +46,9 @@ class Host:
 
     def exchange(self, shifts: Shifts) -> Pending:
         return self.ranks.exchange(shifts)
+
+    def queued(self, queue: Any) -> Exchanger | None:
+        return None
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
         return [float(number) for number in numbers]

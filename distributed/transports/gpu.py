@@ -9,16 +9,19 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cupy
 import cupyx
 import numpy as np
+from infonce.kernels.gpu.device.launches import Queue
 
 from ..communicators.base import Array, Communicator, Pending, Shifts
-from .base import Transport
+from .base import Exchanger, Transport
 
-Message = tuple[int, int, int, int]  # address, elements, their type, the other rank
+Message = tuple[int, int]  # bytes, the other rank
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
 MOST_NUMBERS = 8  # in one `read`
 
@@ -62,6 +65,7 @@ class _Base:
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
         self.timers: list[Any] | None = None  # [] to measure
+        self.timed: list[Any] = []  # exchanges that no one has waited for
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
         # recorded again by every exchange: a wait refers to the latest record before it
         self.ready = cupy.cuda.Event(disable_timing=True)
@@ -107,6 +111,9 @@ class _Base:
             raise
         return [float(number) for number in self.numbers[: len(numbers)]]
 
+    def queued(self, queue: Queue) -> Exchanger | None:
+        return None
+
     def close(self) -> None:
         """Nothing to abandon: the device never waits for another rank."""
 
@@ -139,56 +146,87 @@ class NCCL(_Base):
         return self.ranks.bounded(on_device, "NCCL")
 
     def exchange(self, shifts: Shifts) -> Pending:
-        self.begin()
-        began = self.timer(self.stream)
-        rank, size = self.ranks.rank, self.ranks.size
-        sends: list[Message] = []
-        receives: list[Message] = []
-        links = set()
-        for distance, (send, receive) in shifts.items():
-            to, source = (rank + distance) % size, (rank - distance) % size
-            sends += [(array.data.ptr, array.nbytes, BYTES, to) for array in send if array.nbytes]
-            receives += [
-                (array.data.ptr, array.nbytes, BYTES, source) for array in receive if array.nbytes
-            ]
-            some_sent, some_received = (any(array.nbytes for array in of) for of in (send, receive))
-            links.add((distance, some_sent, some_received))
-        if links <= self.linked:
-            self._queue(sends, receives)
-        else:  # NCCL connects two ranks in their first transfer, and waits for both
-            self._bounded(lambda: self._queue(sends, receives))
-            self.linked |= links
-        return _Queued(self, began)
+        return self.queued(Queue()).exchange(shifts)
 
-    def _queue(self, sends: list[Message], receives: list[Message]) -> None:
+    def queued(self, queue: Queue) -> Exchanger:
+        return _Queued(self, queue)
+
+    def transfer(self, form: _Form, stream: int, *addresses: int) -> None:
+        """What an exchange of this form does on a stream."""
+        runtime, mine = cupy.cuda.runtime, self.stream.ptr
+        runtime.eventRecord(self.ready.ptr, stream)
+        runtime.streamWaitEvent(mine, self.ready.ptr)
+        began = self.timer(self.stream)
+        if form.links <= self.linked:
+            self._group(form, addresses)
+        else:  # NCCL connects two ranks in their first transfer, and waits for both
+            self._bounded(lambda: self._group(form, addresses))
+            self.linked |= form.links
+        if began is None:
+            runtime.eventRecord(self.done.ptr, mine)
+        else:
+            self.timed.append((began, self.timer(self.stream)))
+
+    def _group(self, form: _Form, addresses: Sequence[int]) -> None:
         """One operation of NCCL: it makes all transfers at once."""
-        stream = self.stream.ptr
+        send, receive = self.communicator.send, self.communicator.recv
+        stream, sends = self.stream.ptr, len(form.sends)
         self.nccl.groupStart()
-        for of in sends:
-            self.communicator.send(*of, stream)
-        for of in receives:
-            self.communicator.recv(*of, stream)
+        for at, (size, rank) in zip(addresses[:sends], form.sends, strict=True):
+            send(at, size, BYTES, rank, stream)
+        for at, (size, rank) in zip(addresses[sends:], form.receives, strict=True):
+            receive(at, size, BYTES, rank, stream)
         self.nccl.groupEnd()
+
+    def join(self, stream: int) -> None:
+        """What follows on the stream starts after the exchanges."""
+        runtime = cupy.cuda.runtime
+        if self.timers is None or not self.timed:
+            runtime.streamWaitEvent(stream, self.done.ptr)
+            return
+        began, ended = self.timed.pop(0)
+        current = cupy.cuda.get_current_stream()
+        before = self.timer(current)
+        runtime.streamWaitEvent(stream, ended.ptr)
+        self.timers.append((began, ended, before, self.timer(current)))
 
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
         self.communicator.abort()
 
 
-class _Queued:
-    """An exchange that is queued on the transport's stream."""
+@dataclass(frozen=True)
+class _Form:
+    """An exchange without addresses."""
 
-    def __init__(self, transport: _Base, began: Any = None) -> None:
-        self.transport, self.began = transport, began
-        self.event = transport.done if began is None else cupy.cuda.Event()
-        self.event.record(transport.stream)
+    sends: list[Message]
+    receives: list[Message]
+    links: set[tuple[int, bool, bool]]
+
+
+class _Queued:
+    """NCCL by a queue, which runs exchanges or records them."""
+
+    def __init__(self, transport: NCCL, queue: Queue) -> None:
+        self.transport, self.queue, self.name = transport, queue, transport.name
+
+    def exchange(self, shifts: Shifts) -> Pending:
+        ranks = self.transport.ranks
+        form = _Form([], [], set())
+        sent, received = [], []
+        for distance, (send, receive) in shifts.items():
+            send, receive = ([array for array in of if array.nbytes] for of in (send, receive))
+            to, source = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
+            form.sends.extend((array.nbytes, to) for array in send)
+            form.receives.extend((array.nbytes, source) for array in receive)
+            form.links.add((distance, bool(send), bool(receive)))
+            sent += [array.data.ptr for array in send]
+            received += [array.data.ptr for array in receive]
+        self.queue.do(partial(self.transport.transfer, form), *sent, *received)
+        return self
 
     def wait(self) -> None:
-        stream, timer = cupy.cuda.get_current_stream(), self.transport.timer
-        before = timer(stream)
-        stream.wait_event(self.event)
-        if self.transport.timers is not None and self.began is not None:
-            self.transport.timers.append((self.began, self.event, before, timer(stream)))
+        self.queue.do(self.transport.join)
 
 
 class CudaAware(_Base):
@@ -251,10 +289,10 @@ class _Staged:
             for d, (_, receive) in self.shifts.items():
                 for array, host in zip(receive, arrived[d], strict=True):
                     array.set(host, stream=transport.stream)
-        done = _Queued(transport)
-        done.wait()
+        transport.done.record(transport.stream)
+        cupy.cuda.get_current_stream().wait_event(transport.done)
         # pinned memory goes back to its pool when the copies are over
-        transport.ranks.until(lambda: bool(done.event.done))
+        transport.ranks.until(lambda: bool(transport.done.done))
 
 
 def _pinned_like(array: Array) -> Any:

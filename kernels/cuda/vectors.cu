@@ -5,8 +5,10 @@
 //     vectors/factors.cuh   ranges, factors, per_unit, to_products
 //     vectors/sigmoid.cuh   begin_sigmoid, mark_not_finite, sigmoid_positives
 //     vectors/queries.cuh   count_queries, place_queries, list_queries, sort_queries
+//     vectors/shards.cuh    local_positives, merge_sums, add
 #include "vectors/factors.cuh"
 #include "vectors/online.cuh"
 #include "vectors/queries.cuh"
+#include "vectors/shards.cuh"
 #include "vectors/sigmoid.cuh"
 #include "vectors/sums.cuh"

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import cupy
+import numpy as np
+
 from .. import problem as problems
 from .. import solve as blocks
 from ..conclude import Direction
-from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
+from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Sigmoid, Statistics, Sums
 from . import plan as gpu_plan
 from . import recorded, select
+from .device.arguments import matrix, sums_fields
 from .device.launcher import device_properties
 from .device.launches import Queue
+from .tiled.backend import GPU
 from .vectors import ElementwiseVectors
 
 
@@ -30,7 +35,7 @@ def fold_block(
 
 
 class VectorsOverRanks(ElementwiseVectors):
-    """`solve.Vectors` of a ring, a plan a step."""
+    """`solve.Vectors` of one of many ranks, a plan a step."""
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         if not self.known(problem) or problem.retrieval_ranks:
@@ -86,9 +91,67 @@ class VectorsOverRanks(ElementwiseVectors):
         return 0 not in problem.shape and problem.progress is None
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
-        # what steps on vectors do not look at
-        problem = problems.fast_replace(
-            problem, normalize=False, query_ids=None, key_ids=None, marks=None
-        )
         properties = device_properties(problem.query.device.id)
-        return gpu_plan.call(build, properties, problem, *parts)
+        return gpu_plan.call(build, properties, _bare(problem), *parts)
+
+
+class QueuedVectors(VectorsOverRanks):
+    """The same for a plan of all steps: whatever they do goes through `queue`."""
+
+    def __init__(self, problem: Problem, queue: Queue) -> None:
+        super().__init__()
+        self.queue = queue
+        self.gpu = GPU(_bare(problem), queue=queue)
+        self.launcher = self.gpu.context.launcher
+
+    def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
+        made = build(_bare(problem), *parts, self.queue)
+        return {name: array for name, array in made.items() if array is not None}
+
+    def zeros(self, n: int) -> Array:
+        return self.queue.zeros(n, np.float64)
+
+    def merge(self, sums: Sums, other: Sums) -> None:
+        n = sums.max.size
+        self.launcher.vectors(
+            "merge_sums", n, sums=sums_fields(sums), other=sums_fields(other), n=n
+        )  # fmt: skip
+
+    def local_positives(self, positives: Array, keys: slice) -> Array:
+        n = len(positives)
+        local = cupy.empty(n, np.int64)
+        self.launcher.vectors(
+            "local_positives", n, positives=positives, n=n, start=keys.start, stop=keys.stop,
+            local=local,
+        )  # fmt: skip
+        return local
+
+    def add(self, sums: Array, other: Array) -> None:
+        is_float = sums.dtype == np.float32
+        self.launcher.vectors(
+            "add", sums.size, sums=sums, other=other, n=sums.size, is_float=is_float
+        )
+
+    def assign(self, to: Array, sums: Array | float) -> None:
+        """Zeros, or sums in the dtype of the products."""
+        if to.ndim == 1:
+            assert isinstance(sums, cupy.ndarray)
+            self.queue.copy(to.data, sums.data, to.nbytes)
+            return
+        n, d = to.shape
+        given = None if isinstance(sums, float) else sums
+        self.launcher.rows("assign", n, d, file="finish.cu", sums=given, n=n, d=d, out=matrix(to))
+
+    def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
+        return self.gpu.vectors.sigmoid(problem)
+
+    def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
+        bad = backend.not_finite
+        return self.gpu.vectors.mark(fold.losses, bad.rows, bad.any_key)
+
+
+def _bare(problem: Problem) -> Problem:
+    """The problem without what steps on vectors do not look at."""
+    return problems.fast_replace(
+        problem, normalize=False, query_ids=None, key_ids=None, marks=None
+    )  # fmt: skip

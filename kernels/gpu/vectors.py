@@ -213,7 +213,11 @@ class TiledVectors(ElementwiseVectors):
 
     def add_marks(self, problem: Problem, losses: Array, any_key: Array) -> Array:
         """Adds NaN to losses that depend on a feature that is not finite; `any_key` holds 0."""
-        m, of_queries = len(losses), self.context.not_finite(problem, any_key)
+        return self.mark(losses, self.context.not_finite(problem, any_key), any_key)
+
+    def mark(self, losses: Array, of_queries: Array | None, any_key: Array) -> Array:
+        """Adds these marks to losses."""
+        m = len(losses)
         self.launcher.vectors(
             "mark_not_finite", m, m=m, losses=losses, bad=of_queries, any_key_not_finite=any_key
         )

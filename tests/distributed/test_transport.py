@@ -82,7 +82,10 @@ def test_what_a_library_does_is_bounded() -> None:
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects two ranks in their first exchange, which waits for the other rank."""
     gpu = pytest.importorskip("infonce.distributed.transports.gpu")
-    monkeypatch.setattr(gpu, "_Queued", lambda *arguments: None)
+    queue = types.SimpleNamespace(do=lambda function, *pointers: function(0, *pointers))
+    monkeypatch.setattr(gpu, "Queue", lambda: queue)
+    for name in ("eventRecord", "streamWaitEvent"):
+        monkeypatch.setattr(gpu.cupy.cuda.runtime, name, lambda *of: None)
     connected, threads = threading.Event(), []
 
     def connect() -> None:
@@ -91,8 +94,8 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
 
     nccl: Any = object.__new__(gpu.NCCL)
     nccl.__dict__.update(
-        ranks=Alone(), linked=set(), device=contextlib.nullcontext(), begin=lambda: None,
-        timer=lambda stream: None, stream=types.SimpleNamespace(ptr=0),
+        ranks=Alone(), linked=set(), device=contextlib.nullcontext(), timers=None, timed=[],
+        **dict.fromkeys(("stream", "ready", "done"), types.SimpleNamespace(ptr=0)),
         nccl=types.SimpleNamespace(groupStart=lambda: None, groupEnd=connect),
         communicator=types.SimpleNamespace(send=lambda *of: None, recv=lambda *of: None),
     )  # fmt: skip

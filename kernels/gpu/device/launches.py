@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import cupy
+import numpy as np
 
 from ...problem import Array
 from . import compiler
@@ -43,3 +44,11 @@ class Queue:
 
     def zeros(self, n: int, dtype: Any) -> Array:
         return cupy.zeros(n, dtype)
+
+    def scratch(self, size: int) -> Array:
+        """So many bytes for the folds of one block."""
+        return cupy.empty(size, np.uint8)
+
+    def do(self, function: Callable[..., None], *pointers: int) -> None:
+        """Whatever else works on a stream: `function(stream, *pointers)`."""
+        function(cupy.cuda.get_current_stream().ptr, *pointers)

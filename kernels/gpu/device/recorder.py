@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import cupy
+import numpy as np
 from cupy.cuda import runtime
 
 from ...problem import Array
@@ -103,6 +104,7 @@ class Words:
 class Recorder(Queue):
     def __init__(self) -> None:
         self.sizes: list[int] = []  # bytes of the call's arrays
+        self.shared: Any = None  # memory of `scratch`
         self.compiling: list[Callable[[], Any]] = []  # one kernel of each file
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
@@ -174,6 +176,17 @@ class Recorder(Queue):
         array = cupy.empty(n, dtype)
         self._step(_zeros, (array.data.ptr, array.nbytes), (0,))
         return array
+
+    def scratch(self, size: int) -> Array:
+        """All blocks share one: they come one after another."""
+        if self.shared is None:
+            self.shared = self.malloc(0)
+        index = placeholder_of(self.shared.ptr).array
+        self.sizes[index] = max(self.sizes[index], size)
+        return cupy.ndarray(size, np.uint8, self.shared)
+
+    def do(self, function: Callable[..., None], *pointers: int) -> None:
+        self._step(function, pointers, tuple(range(len(pointers))))
 
     def _step(
         self, do: Callable[..., None], arguments: tuple[int, ...], pointers: tuple[int, ...]

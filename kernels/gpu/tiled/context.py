@@ -136,7 +136,7 @@ class Context:
             problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric,
             room if keep else 0,
         )  # fmt: skip
-        self.scratch, self.kept = Scratch(size), None
+        self.scratch, self.kept = Scratch(size, self.launcher.queue), None
         # rows that lie staged at an address of the scratch, in a fold's layout: its buffers' rows
         self.staged: dict[tuple[int, int], dict[int, slice]] = {}
         columns = self.blocking.kept

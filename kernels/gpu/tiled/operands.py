@@ -29,15 +29,15 @@ class Scratch:
 
     ALIGNMENT = 256
 
-    def __init__(self, size: int) -> None:
-        self.size = size + 16 * self.ALIGNMENT
+    def __init__(self, size: int, queue: Queue) -> None:
+        self.size, self.queue = size + 16 * self.ALIGNMENT, queue
         self.memory: Array = None
         self.taken = self.kept = 0
 
     def reset(self) -> None:
         """A fold begins: all of the memory is free, but for what is kept."""
         if self.memory is None:
-            self.memory = cupy.empty(self.size, np.uint8)
+            self.memory = self.queue.scratch(self.size)
         self.taken = self.kept
 
     def keep(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:

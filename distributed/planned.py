@@ -1,0 +1,63 @@
+"""A gather on GPUs as one plan: all that a call asks of the device, the exchanges among it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infonce.kernels.gpu import plan, recorded
+from infonce.kernels.gpu.device.launcher import device_properties
+from infonce.kernels.gpu.device.launches import Queue
+from infonce.kernels.gpu.shard import QueuedVectors
+from infonce.kernels.problem import Array, Gradients, Problem
+from infonce.kernels.solve import Solution, solve
+
+from .communicators.base import Communicator
+from .folds import folds_over_ranks
+from .partition import Partition
+from .transports.base import Transport
+
+
+def solution(
+    exchange: str, problem: Problem, gradients: Gradients | None, labelled: bool, keys: Partition,
+    ranks: Communicator, transport: Transport,
+) -> Solution | None:  # fmt: skip
+    """The solution by a plan; None for a call that has none. Some ranks may have one and others
+    not: their exchanges are the same."""
+    if (
+        exchange != "gather"
+        or ranks.size == 1
+        or transport.queued(Queue()) is None
+        or 0 in (len(problem.query), *keys.rows)
+        or problem.progress is not None
+        or labelled
+        or problem.symmetric
+        or problem.retrieval_ranks
+        or not problem.key.flags.c_contiguous
+    ):
+        return None
+    properties = device_properties(problem.query.device.id)
+    place = ranks, transport, tuple(keys.rows)
+    return recorded.solution_of(plan.call(_build, properties, problem, gradients, place))
+
+
+def _build(
+    problem: Problem, gradients: Gradients | None,
+    place: tuple[Communicator, Transport, tuple[int, ...]], queue: Queue,
+) -> dict[str, Array | None]:  # fmt: skip
+    ranks, transport, rows = place
+    through = transport.queued(queue)
+    assert through is not None
+
+    def fold_block(*block: Any) -> None:
+        recorded.block(*block, *[None] * (7 - len(block)), queue)
+
+    folds = folds_over_ranks(
+        "gather", problem, gradients, Partition(list(rows)), ranks, through, fold_block, False,
+        QueuedVectors(problem, queue),
+    )  # fmt: skip
+    found = solve(problem, folds, gradients)
+    return {
+        "losses": found.losses if problem.reduction_weight is None else None, "loss": found.loss,
+        "row_lse": found.row_lse, "column_lse": found.column_lse,
+        "scale_grad": found.scale_grad, "bias_grad": found.bias_grad,
+    }  # fmt: skip

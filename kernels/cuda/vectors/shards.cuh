@@ -1,0 +1,26 @@
+// Vectors and sums of a rank's rows and keys, where a batch is spread over ranks.
+#pragma once
+#include "vectors/sums.cuh"
+
+// Indices of the positives among keys start .. stop - 1; -1 for positives elsewhere.
+extern "C" __global__ void local_positives(const i64* positives, i64 n, i64 start, i64 stop,
+                                           i64* local) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < n) local[i] = positives[i] >= start && positives[i] < stop ? positives[i] - start : -1;
+}
+
+// Folds `other` into `sums`.
+extern "C" __global__ void merge_sums(const __grid_constant__ Sums sums,
+                                      const __grid_constant__ Sums other, i64 n) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  sums.set(i, merge(sums.get(i), other.get(i), [](double x) { return exp2(x); }));
+}
+
+// sums += other: n numbers of one type.
+extern "C" __global__ void add(void* sums, const void* other, i64 n, i64 is_float) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  if (is_float) ((float*)sums)[i] += ((const float*)other)[i];
+  else ((double*)sums)[i] += ((const double*)other)[i];
+}
