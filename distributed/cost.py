@@ -160,6 +160,18 @@ def faster(rows: float, dim: int, ranks: int, machine: Machine | None = None) ->
     return "gather" if gather < ring else "ring"
 
 
+def ring_from(dim: int, ranks: int, machine: Machine | None = None) -> float:
+    """Rows on each GPU up to which the gather is the faster exchange; infinity: for any number."""
+    rows = 2.0 ** np.arange(6, 20.01, 0.125)
+    gathers = [b for b in rows if faster(b, dim, ranks, machine) == "gather"]
+    return np.inf if rows[-1] in gathers else float(max(gathers, default=0.0))
+
+
+def gathers_up_to(dim: int, ranks: int, room: float) -> float:
+    """Rows on each GPU whose gathered keys and sums fit `room` bytes."""
+    return room / gather_bytes([1] * ranks, dim * ITEM + 24, dim * DK)
+
+
 def memory(
     rows: int, dim: int, workspace: int = WORKSPACE, offload: bool = False
 ) -> float:  # fmt: skip

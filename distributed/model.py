@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from infonce.kernels.problem import WORKSPACE
 from rich.table import Table
 
 from infonce.cli import common
 
 from .cost import (
+    DK,
+    ITEM,
     NVLINK,
+    VECTORS,
+    Link,
     Machine,
+    Step,
+    gathers_up_to,
     hidden_from,
     memory,
     predict,
+    predict_gather,
+    ring_from,
+    transfer_bytes,
 )
+
+__all__ = [
+    "DK",
+    "ITEM",
+    "NVLINK",
+    "VECTORS",
+    "WORKSPACE",
+    "Link",
+    "Machine",
+    "Step",
+    "gathers_up_to",
+    "hidden_from",
+    "memory",
+    "predict",
+    "predict_gather",
+    "ring_from",
+    "transfer_bytes",
+]
 
 
 @click.command()
@@ -27,23 +56,25 @@ from .cost import (
               help="TFLOP/s of blocks.")  # fmt: skip
 @click.option("--output", type=click.Path(path_type=Path), help="Draw a picture.")
 def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
-    """Predict time and efficiency of the ring on 1 to 1024 GPUs, 8 a host."""
+    """Predict time and efficiency of both exchanges on 1 to 1024 GPUs, 8 a host."""
     if rate <= 0:
         raise click.UsageError("--rate: expected a positive number")
     machine = Machine(rate=rate * 1e12)
     counts = [2**i for i in range(11)]
     table = Table(title=f"clip, {rows} rows a GPU, width {dim}, bfloat16, {rate:g} TFLOP/s",
                   title_justify="left")  # fmt: skip
-    for heading in ("GPUs", "batch", "one ring (ms)", "efficiency", "two levels (ms)",
-                    "efficiency", "memory a GPU"):  # fmt: skip
+    for heading in ("GPUs", "batch", "gather (ms)", "efficiency", "one ring (ms)", "efficiency",
+                    "two levels (ms)", "efficiency", "memory of a ring"):  # fmt: skip
         table.add_column(heading, justify="right")
     for n in counts:
         one, two = (predict(rows, dim, n, machine, level) for level in (False, True))
-        table.add_row(str(n), str(n * rows), f"{1e3 * one.seconds:.2f}", f"{one.efficiency:.1%}",
-                      f"{1e3 * two.seconds:.2f}", f"{two.efficiency:.1%}",
+        steps = predict_gather(rows, dim, n, machine), one, two
+        times = [text for s in steps for text in (f"{1e3 * s.seconds:.2f}", f"{s.efficiency:.1%}")]
+        table.add_row(str(n), str(n * rows), *times,
                       common.human(memory(rows, dim)) if n > 2 else "")  # fmt: skip
     console = common.stdout()
     console.print(table)
+    console.print(_exchanges(dim, machine, counts[1:]))
     for name, link in (("NVLink as measured", machine.inside), ("NVLink, 300 GB/s", NVLINK),
                        ("network, 400 Gb/s a GPU", machine.across)):  # fmt: skip
         console.print(f"hidden from {hidden_from(dim, link, machine):.0f} rows a GPU: {name}")
@@ -56,6 +87,20 @@ def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
         with common.one_line_errors(), common.written_whole(output) as temporary:
             _figure(dim, machine, counts).savefig(temporary, format="png", dpi=120)
         console.print(f"wrote {output}")
+
+
+def _exchanges(dim: int, machine: Machine, counts: list[int]) -> Table:
+    """The rows a GPU from which the ring is faster; how many a gather has room for."""
+    table = Table(title=f"rows a GPU from which the ring is faster, width {dim}",
+                  title_justify="left")  # fmt: skip
+    for heading in ("GPUs", "NVLink", "8 a host, 400 Gb/s", "gathered in 4 GiB"):
+        table.add_column(heading, justify="right")
+    for n in counts:
+        one_host = replace(machine, gpus=n)
+        rows = [ring_from(dim, n, of) for of in (one_host, machine)]
+        words = ["never" if b == np.inf else f"{b:.0f}" for b in rows]
+        table.add_row(str(n), *words, f"{gathers_up_to(dim, n, 2**32):.0f}")
+    return table
 
 
 def _figure(dim: int, machine: Machine, counts: list[int]) -> Any:

@@ -4,9 +4,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
-from infonce.distributed import model
+from infonce.distributed import cost, model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUNS = [
@@ -44,12 +45,45 @@ def test_one_gpu_computes_only() -> None:
     assert step.efficiency == pytest.approx(1)
 
 
+def test_exchanges_that_are_faster() -> None:
+    """The gather where ranks have few rows; the ring where a network would carry all of dK late."""
+    for ranks in (2, 8, 64, 1024):
+        assert cost.faster(512, 512, ranks) == "gather"
+    assert cost.faster(2**17, 512, 1024) == "ring"
+    rows = cost.ring_from(512, 1024)
+    assert cost.faster(0.9 * rows, 512, 1024) == "gather"
+    assert cost.faster(1.2 * rows, 512, 1024) == "ring"
+    assert cost.ring_from(512, 2) == np.inf
+
+
+def test_gather_of_one_host_uses_its_links() -> None:
+    one_host = replace(cost.Machine(), gpus=64)
+    inside, across = (cost.predict_gather(512, 512, 64, m) for m in (one_host, cost.Machine()))
+    assert inside.seconds < across.seconds
+    assert inside.computing == across.computing
+
+
+@pytest.mark.parametrize("rows", [[5, 5, 5], [7, 0, 3], [1]])
+def test_bytes_of_a_gather(rows: list[int]) -> None:
+    """Keys and sums of the others, sums of all for the own keys: on the worst of the ranks."""
+    worst = max((sum(rows) - own) * (3 + 4) + len(rows) * max(rows) * 4 for own in rows)
+    assert cost.gather_bytes(rows, 3, 4) == worst
+
+
+def test_sums_in_parts() -> None:
+    assert cost.chunks_of(cost.CHUNK - 1, 7) == 1
+    assert cost.chunks_of(3 * cost.CHUNK, 7) == 3
+    assert cost.chunks_of(99 * cost.CHUNK, 7) == cost.MOST_CHUNKS
+    assert cost.chunks_of(99 * cost.CHUNK, 2) == 2
+
+
 def test_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "ring.png"
     done = CliRunner().invoke(model.main, ["--output", str(picture)])
     assert done.exit_code == 0, done.output
     assert "1024" in done.output
+    assert "rows a GPU from which the ring is faster" in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
