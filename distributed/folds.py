@@ -314,10 +314,7 @@ class FoldsOverRanks:
 
     def _local(self, positives: Array, keys: Keys) -> Array:
         """Indices of `positives` among these keys; -1 for positives that are not."""
-        if keys.rows.stop > self.keys.total:
-            before = positives < keys.rows.start
-            positives = self.xp.where(before, positives + self.keys.total, positives)
-        return self.vectors.local_positives(positives, keys.rows)
+        return self.vectors.local_positives(positives, keys.rows, self.keys.total)
 
     def _progress(self, problem: Problem, keys: Keys) -> Callable[[str, int, int], None] | None:
         report = problem.progress

@@ -235,10 +235,12 @@ class Vectors:
         """to = sums, in the dtype of `to`."""
         to[...] = sums
 
-    def local_positives(self, positives: Array, keys: slice) -> Array:
-        """Indices of the positives within `keys`; -1 for positives outside."""
-        inside = (positives >= keys.start) & (positives < keys.stop)
-        return self.xp.where(inside, positives - keys.start, -1)
+    def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
+        """Indices of the positives within `keys`; -1 for positives outside. After the last of
+        `total` keys comes the first."""
+        local = positives - keys.start
+        local = self.xp.where(local < 0, local + total, local)
+        return self.xp.where((local >= 0) & (local < keys.stop - keys.start), local, -1)
 
     def direction(self, sums: Sums, positive: Array) -> Direction:
         """See `conclude`."""

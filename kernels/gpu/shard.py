@@ -117,12 +117,12 @@ class QueuedVectors(VectorsOverRanks):
             "merge_sums", n, sums=sums_fields(sums), other=sums_fields(other), n=n
         )  # fmt: skip
 
-    def local_positives(self, positives: Array, keys: slice) -> Array:
+    def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
         n = len(positives)
         local = cupy.empty(n, np.int64)
         self.launcher.vectors(
             "local_positives", n, positives=positives, n=n, start=keys.start, stop=keys.stop,
-            local=local,
+            total=total, local=local,
         )  # fmt: skip
         return local
 

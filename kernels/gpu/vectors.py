@@ -45,8 +45,12 @@ _merge_moments = cupy.ElementwiseKernel(
     "infonce_merge_moments", preamble=_CONCLUDE,
 )  # fmt: skip
 _within = cupy.ElementwiseKernel(
-    "int64 positive, int64 start, int64 stop", "int64 local",
-    "local = positive >= start && positive < stop ? positive - start : -1", "infonce_within",
+    "int64 positive, int64 start, int64 stop, int64 total", "int64 local",
+    """
+    const long long at = positive - start + (positive < start ? total : 0);
+    local = at >= 0 && at < stop - start ? at : -1;
+    """,
+    "infonce_within",
 )  # fmt: skip
 # conclude_direction (CuPy has a logaddexp2, which loses small losses)
 _conclude = cupy.ElementwiseKernel(
@@ -77,8 +81,8 @@ class ElementwiseVectors(blocks.Vectors):
         else:
             _merge_moments(*other.arrays, *sums.arrays)
 
-    def local_positives(self, positives: Array, keys: slice) -> Array:
-        return _within(positives, keys.start, keys.stop)
+    def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
+        return _within(positives, keys.start, keys.stop, total)
 
     def direction(self, sums: problems.Sums, positive: Array) -> Direction:
         moment = 0.0 if sums.moment is None else sums.moment

@@ -2,11 +2,14 @@
 #pragma once
 #include "vectors/sums.cuh"
 
-// Indices of the positives among keys start .. stop - 1; -1 for positives elsewhere.
-extern "C" __global__ void local_positives(const i64* positives, i64 n, i64 start, i64 stop,
+// Indices of the positives among keys start .. stop - 1; -1 for positives elsewhere. After the last of
+// `total` keys comes the first.
+extern "C" __global__ void local_positives(const i64* positives, i64 n, i64 start, i64 stop, i64 total,
                                            i64* local) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < n) local[i] = positives[i] >= start && positives[i] < stop ? positives[i] - start : -1;
+  if (i >= n) return;
+  const i64 at = positives[i] - start + (positives[i] < start ? total : 0);
+  local[i] = at >= 0 && at < stop - start ? at : -1;
 }
 
 // Folds `other` into `sums`.

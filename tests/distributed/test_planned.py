@@ -1,0 +1,110 @@
+"""What a gather on GPUs records as one plan, without a GPU."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+import cupy
+from cupy.cuda import runtime
+from gpu_problems import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from infonce.distributed import planned
+from infonce.distributed.transports import gpu as transports
+from infonce.kernels.gpu.device import compiler, recorder
+from infonce.kernels.gpu.tiled import context
+from infonce.kernels.problem import Gradients, Problem
+
+pytestmark = pytest.mark.extras
+WEIGHTS = {"clip": (0.5, 0.5), "lit": (1.0, 0.0), "info_nce": (1.0, 0.0), "siglip": (1.0, 0.0)}
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": ml_dtypes.bfloat16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu_needed() -> Any:
+    """Nothing is compiled, and the device is one that this machine need not have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            cupy.cuda, "Device", lambda *_: SimpleNamespace(id=0, compute_capability="90")
+        )
+        patch.setattr(runtime, "getDevice", lambda: 0)
+        patch.setattr(compiler, "start", lambda *_, **__: False)
+        patch.setattr(context, "device_properties", lambda _: DEVICES["sm_90a"])
+        yield
+
+
+def record(
+    loss: str, rows: list[int], rank: int, precision: str = "bf16", d: int = 64,
+    gradient: bool = True, **options: Any,
+) -> Counter[str]:  # fmt: skip
+    """How often each kernel, and each step of another kind, is in the plan of a rank."""
+    into, m = recorder.Recorder(), rows[rank]
+    ranks: Any = SimpleNamespace(rank=rank, size=len(rows))
+    transport: Any = object.__new__(transports.NCCL)
+    transport.ranks = ranks
+    dtype = DTYPES[precision]
+    with cupy.cuda.using_allocator(into.malloc):
+        query, key, dq, dk = (cupy.empty((m, d), dtype) for _ in range(4))
+        ids = cupy.empty(m, np.int64) if options.pop("ids", False) else None
+        row_weight, column_weight = WEIGHTS[loss]
+        problem = Problem(
+            query, key, 14.0, 1 / sum(rows), cupy.empty(m, np.int64), 1 / sum(rows), row_weight,
+            column_weight, -10.0 if loss == "siglip" else None, query_ids=ids, key_ids=ids,
+            compute=precision, **options,
+        )  # fmt: skip
+        of_key = loss != "lit"
+        gradients = Gradients(dq, dk if of_key else None, None, True, of_key) if gradient else None
+        made = planned._build(problem, gradients, (ranks, transport, tuple(rows)), into)
+    for array in made.values():
+        if array is not None:
+            recorder.placeholder_of(array.data.ptr)
+    names = Counter(
+        step.function.args[2] if isinstance(step, recorder.Launch) else name(step.do)
+        for step in into.steps
+    )
+    assert names["transfer"] == names["join"]
+    return names
+
+
+def name(step: Any) -> str:
+    return str(getattr(step, "func", step).__name__)
+
+
+@given(
+    loss=st.sampled_from(sorted(WEIGHTS)), precision=st.sampled_from(sorted(DTYPES)),
+    rows=st.lists(st.integers(1, 3000), min_size=2, max_size=9), rank=st.integers(0, 8),
+    d=st.integers(1, 600), ids=st.booleans(), normalize=st.booleans(), gradient=st.booleans(),
+)  # fmt: skip
+def test_any_gather(
+    loss: str, precision: str, rows: list[int], rank: int, d: int, ids: bool, normalize: bool,
+    gradient: bool,
+) -> None:  # fmt: skip
+    """Nothing but what a plan can replay, at addresses of the call's own arrays; and no more
+    exchanges than there are kinds of arrays: keys, column sums, factors, dK."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "MAX_STEPS", 10**6)
+        found = record(
+            loss, rows, rank % len(rows), precision, d, gradient, ids=ids, normalize=normalize
+        )
+    exchanges = {"clip": 1 + 1 + 2 * gradient, "lit": 1}.get(loss, 1 + gradient)
+    assert found["transfer"] == exchanges
+    assert found["totals"] == 1
+
+
+def test_steps_do_not_grow_with_the_ranks() -> None:
+    """But for the additions of partial sums: as many as a number of ranks has digits in base 2."""
+    two, many = (record("clip", [256] * n, 1) for n in (2, 64))
+    assert set(two) == set(many)
+    added = many["add"] - two["add"], many["merge_sums"] - two["merge_sums"]
+    assert added == (5, 5)
+    assert sum(many.values()) - sum(two.values()) == 10
+
+
+def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infonce.distributed.cost.CHUNK", 2**20)
+    assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3
