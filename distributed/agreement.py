@@ -19,6 +19,9 @@ class AgreedError(Exception):
         self.error = error
 
 
+Failure = tuple[str, str] | None  # type and message
+
+
 def agree(ranks: Communicator, function: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
     """`function` returns a result for this rank and a message for all; this returns the result and
     the messages of all ranks. An error on any rank is raised on all, as `AgreedError`."""
@@ -27,15 +30,24 @@ def agree(ranks: Communicator, function: Callable[[], tuple[Any, Any]]) -> tuple
         result, message = function()
     except Exception as e:
         error = e
-    failure = None if error is None else (type(error).__name__, str(error))
-    everyone = ranks.allgather((failure, message))
-    for r, (failure, _) in enumerate(everyone):
+    everyone = ranks.allgather((failure_of(error), message))
+    require_none([failure for failure, _ in everyone], error)
+    return result, [message for _, message in everyone]
+
+
+def failure_of(error: Exception | None) -> Failure:
+    """An error as it is sent to other ranks."""
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def require_none(failures: Sequence[Failure], error: Exception | None) -> None:
+    """`AgreedError` of the first rank's failure; `error` is that of this rank."""
+    for r, failure in enumerate(failures):
         if failure is not None:
-            if ranks.size == 1 and error is not None:
+            if len(failures) == 1 and error is not None:
                 raise AgreedError(error)
             name, text = failure
             raise AgreedError(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
-    return result, [message for _, message in everyone]
 
 
 def packed(facts: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from infonce.checks import validation
 from infonce.checks.call import Batch, Request, check
 from infonce.spec import Loss
 
-from .agreement import AgreedError, agree, packed, require_same
+from .agreement import AgreedError, agree, failure_of, packed, require_none, require_same
 from .communicators.base import Communicator
 from .communicators.mpi import connect
 from .exchanges import choice as exchanges
@@ -70,18 +70,38 @@ class _Call:
         self.transport: Transport | None = None
 
     def evaluate(self, given: Sequence[Any]) -> Any:
-        features, sizes = agree(self.ranks, lambda: _sized(self.kind, given))
+        (features, request, error), everyone = agree(self.ranks, lambda: self.first_look(given))
+        known = self.ranks.sizes
+        sizes = self.ranks.sizes = [of for of, _, _ in everyone]
         queries = Partition([of[0] for of in sizes])
         keys = Partition([of[-1] for of in sizes])
         with dispatch.compute_context(features[0]):
-            request, everyone = agree(self.ranks, lambda: self.check(features, queries, keys))
-            self.compare(everyone, request, keys)
+            if sizes == known:
+                require_none([failure for _, failure, _ in everyone], error)
+                facts = [of for _, _, of in everyone]
+            else:
+                request, facts = agree(self.ranks, lambda: self.check(features, queries, keys))
+            self.compare(facts, request, keys)
             try:
                 return self.solve(request, given[0], queries, keys)
             except MemoryError as error:
                 dispatch.raise_with_advice(error, request.problem)
 
     # -- checks
+
+    def first_look(self, given: Sequence[Any]) -> tuple[Any, Any]:
+        """The arrays, the checked call and its error, as if all ranks had as many rows as in their
+        last call; and for all ranks: this one's rows, its error, `facts`."""
+        features, sizes = _sized(self.kind, given)
+        known, request, facts, error = self.ranks.sizes, None, None, None
+        if known is not None and known[self.ranks.rank] == sizes:
+            queries, keys = (Partition([of[side] for of in known]) for side in (0, -1))
+            try:
+                with dispatch.compute_context(features[0]):
+                    request, facts = self.check(features, queries, keys)
+            except Exception as e:
+                error = e
+        return (features, request, error), (sizes, failure_of(error), facts)
 
     def check(
         self, features: list[Array], queries: Partition, keys: Partition
@@ -105,14 +125,6 @@ class _Call:
                 f'method: expected "auto" or "tiled" over ranks, got {method!r}: no logits of a '
                 "batch over ranks are kept"
             )
-        xp, m = arrays.namespace(features[0]), len(features[0])
-        if request.problem.positives is None:
-            start = queries.starts[self.ranks.rank]
-            if self.kind.symmetric:
-                positives = start + (xp.arange(m) + m // 2) % max(m, 1)
-            else:
-                positives = xp.arange(start, start + m)
-            request.problem.positives = positives
         return request, self.facts(request, features)
 
     def facts(self, request: Request, features: list[Array]) -> Any:
@@ -188,8 +200,7 @@ class _Call:
             from . import planned
 
             solution = planned.solution(
-                self.exchange, problem, gradients, self.labels is not None, keys, self.ranks,
-                self.transport,
+                self.exchange, problem, gradients, queries, keys, self.ranks, self.transport
             )  # fmt: skip
         if solution is None:
             solution = self.fold(request, queries, keys, fold, vectors)
@@ -205,6 +216,9 @@ class _Call:
         """The folds over ranks, step by step."""
         problem, gradients, labelled = request.problem, request.gradients, self.labels is not None
         assert self.transport is not None
+        if not labelled:
+            start, m = queries.starts[self.ranks.rank], len(problem.query)
+            problem.positives = vectors.own_positives(start, m, problem.symmetric)
         folds = folds_over_ranks(
             self.exchange, problem, gradients, keys, self.ranks, self.transport, fold_block,
             labelled, vectors,
@@ -255,8 +269,7 @@ class _Call:
             means = [totals[name] / queries.total if name in totals else None
                      for name in ("rows", "columns")]  # fmt: skip
             solution.mean_losses = means[0], means[1]
-        xp = arrays.namespace(request.problem.query)
-        values = xp.asarray(list(totals.values()), dtype=request.dtype)
+        values = self.transport.write(list(totals.values()), request.dtype)
         of_batch = dict(zip(totals, values, strict=True))
         solution.loss = of_batch["loss"] if request.reduction != "none" else None
         solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")

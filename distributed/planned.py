@@ -8,7 +8,7 @@ from infonce.kernels.gpu import plan, recorded
 from infonce.kernels.gpu.device.launcher import device_properties
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.shard import QueuedVectors
-from infonce.kernels.problem import Array, Gradients, Problem
+from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
 from infonce.kernels.solve import Solution, solve
 
 from .communicators.base import Communicator
@@ -18,8 +18,8 @@ from .transports.base import Transport
 
 
 def solution(
-    exchange: str, problem: Problem, gradients: Gradients | None, labelled: bool, keys: Partition,
-    ranks: Communicator, transport: Transport,
+    exchange: str, problem: Problem, gradients: Gradients | None, queries: Partition,
+    keys: Partition, ranks: Communicator, transport: Transport,
 ) -> Solution | None:  # fmt: skip
     """The solution by a plan; None for a call that has none. Some ranks may have one and others
     not: their exchanges are the same."""
@@ -29,31 +29,33 @@ def solution(
         or transport.queued(Queue()) is None
         or 0 in (len(problem.query), *keys.rows)
         or problem.progress is not None
-        or labelled
+        or problem.positives is not None
         or problem.symmetric
         or problem.retrieval_ranks
         or not problem.key.flags.c_contiguous
     ):
         return None
     properties = device_properties(problem.query.device.id)
-    place = ranks, transport, tuple(keys.rows)
+    place = ranks, transport, queries.starts[ranks.rank], tuple(keys.rows)
     return recorded.solution_of(plan.call(_build, properties, problem, gradients, place))
 
 
 def _build(
     problem: Problem, gradients: Gradients | None,
-    place: tuple[Communicator, Transport, tuple[int, ...]], queue: Queue,
+    place: tuple[Communicator, Transport, int, tuple[int, ...]], queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    ranks, transport, rows = place
-    through = transport.queued(queue)
+    ranks, transport, start, rows = place
+    through, vectors = transport.queued(queue), QueuedVectors(problem, queue)
     assert through is not None
+    own = vectors.own_positives(start, len(problem.query), False)
+    problem = fast_replace(problem, positives=own)
 
     def fold_block(*block: Any) -> None:
         recorded.block(*block, *[None] * (7 - len(block)), queue)
 
     folds = folds_over_ranks(
         "gather", problem, gradients, Partition(list(rows)), ranks, through, fold_block, False,
-        QueuedVectors(problem, queue),
+        vectors,
     )  # fmt: skip
     found = solve(problem, folds, gradients)
     return {

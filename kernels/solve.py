@@ -235,6 +235,11 @@ class Vectors:
         """to = sums, in the dtype of `to`."""
         to[...] = sums
 
+    def own_positives(self, start: int, m: int, symmetric: bool) -> Array:
+        """Positives by the loss's rule, of m rows from row `start` of all on."""
+        own = self.xp.arange(m)
+        return start + ((own + m // 2) % max(m, 1) if symmetric else own)
+
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
         """Indices of the positives within `keys`; -1 for positives outside. After the last of
         `total` keys comes the first."""

@@ -50,6 +50,8 @@ class Communicator:
     rank, size : int
     timeout : float or None
         Seconds that a rank waits for others before `RankError`; set by each call of a loss.
+    sizes : list or None
+        Rows of all ranks' arrays in the last call: the next one's mostly are the same.
     waited, moving : float
         Total seconds that this rank waited for shifts, and that shifts were in progress.
     """
@@ -57,6 +59,7 @@ class Communicator:
     rank: int
     size: int
     timeout: float | None = TIMEOUT
+    sizes: list[Any] | None = None
     waited: float = 0.0
     moving: float = 0.0
 

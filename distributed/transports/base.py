@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..communicators.base import Array, Communicator, Pending, Shifts
 
 
@@ -31,6 +33,10 @@ class Transport(Exchanger, Protocol):
         that fails."""
         ...
 
+    def write(self, numbers: Sequence[float], dtype: Any) -> Array:
+        """The numbers as an array."""
+        ...
+
     def close(self) -> None:
         """Abandon exchanges that are not complete, after an error."""
         ...
@@ -52,6 +58,9 @@ class Host:
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
         return [float(number) for number in numbers]
+
+    def write(self, numbers: Sequence[float], dtype: Any) -> Array:
+        return np.array(numbers, dtype)
 
     def close(self) -> None:
         """Nothing to abandon."""

@@ -98,11 +98,13 @@ class _Base:
     def read(self, numbers: Sequence[Array]) -> list[float]:
         """Waits for the device within the timeout of ranks: its work may wait for other ranks."""
         stream, runtime = cupy.cuda.get_current_stream(), cupy.cuda.runtime
-        to = self.numbers.ctypes.data
-        for i, number in enumerate(numbers):
-            runtime.memcpyAsync(
-                to + 8 * i, number.data.ptr, 8, runtime.memcpyDeviceToHost, stream.ptr
-            )
+        to, places = self.numbers.ctypes.data, [number.data.ptr for number in numbers]
+        first, size = places[0], 8 * len(places)
+        pieces = [(to + 8 * i, place, 8) for i, place in enumerate(places)]
+        if places == [*range(first, first + size, 8)]:  # one after another
+            pieces = [(to, first, size)]
+        for piece in pieces:
+            runtime.memcpyAsync(*piece, runtime.memcpyDeviceToHost, stream.ptr)
         self.ready.record(stream)
         try:
             self.ranks.until(lambda: bool(self.ready.done))
@@ -110,6 +112,15 @@ class _Base:
             _abandoned.append(self.numbers)
             raise
         return [float(number) for number in self.numbers[: len(numbers)]]
+
+    def write(self, numbers: Sequence[float], dtype: Any) -> Array:
+        given = np.array(numbers, dtype)
+        out, runtime = cupy.empty(given.shape, dtype), cupy.cuda.runtime
+        runtime.memcpyAsync(  # of pageable memory: it is read before this returns
+            out.data.ptr, given.ctypes.data, given.nbytes, runtime.memcpyHostToDevice,
+            cupy.cuda.get_current_stream().ptr,
+        )  # fmt: skip
+        return out
 
     def queued(self, queue: Queue) -> Exchanger | None:
         return None

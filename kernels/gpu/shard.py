@@ -117,6 +117,12 @@ class QueuedVectors(VectorsOverRanks):
             "merge_sums", n, sums=sums_fields(sums), other=sums_fields(other), n=n
         )  # fmt: skip
 
+    def own_positives(self, start: int, m: int, symmetric: bool) -> Array:
+        assert not symmetric
+        positives = cupy.empty(m, np.int64)
+        self.launcher.vectors("own_positives", m, start=start, m=m, positives=positives)
+        return positives
+
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
         n = len(positives)
         local = cupy.empty(n, np.int64)

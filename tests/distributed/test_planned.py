@@ -53,13 +53,13 @@ def record(
         ids = cupy.empty(m, np.int64) if options.pop("ids", False) else None
         row_weight, column_weight = WEIGHTS[loss]
         problem = Problem(
-            query, key, 14.0, 1 / sum(rows), cupy.empty(m, np.int64), 1 / sum(rows), row_weight,
+            query, key, 14.0, 1 / sum(rows), None, 1 / sum(rows), row_weight,
             column_weight, -10.0 if loss == "siglip" else None, query_ids=ids, key_ids=ids,
             compute=precision, **options,
         )  # fmt: skip
         of_key = loss != "lit"
         gradients = Gradients(dq, dk if of_key else None, None, True, of_key) if gradient else None
-        made = planned._build(problem, gradients, (ranks, transport, tuple(rows)), into)
+        made = planned._build(problem, gradients, (ranks, transport, 7, tuple(rows)), into)
     for array in made.values():
         if array is not None:
             recorder.placeholder_of(array.data.ptr)

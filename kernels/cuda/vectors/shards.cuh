@@ -2,6 +2,12 @@
 #pragma once
 #include "vectors/sums.cuh"
 
+// positives[i] = start + i
+extern "C" __global__ void own_positives(i64 start, i64 m, i64* positives) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < m) positives[i] = start + i;
+}
+
 // Indices of the positives among keys start .. stop - 1; -1 for positives elsewhere. After the last of
 // `total` keys comes the first.
 extern "C" __global__ void local_positives(const i64* positives, i64 n, i64 start, i64 stop, i64 total,
