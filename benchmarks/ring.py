@@ -1,7 +1,8 @@
-"""Time the ring on the GPUs of this host: runs the demo of infonce.distributed for each size.
+"""Time calls over the GPUs of this host: runs the demo of infonce.distributed for each size.
 
 python benchmarks/ring.py [--gpus 1 2 4 8] [--batch 65536 262144] [--dim 512]
-    [--launcher "mpirun --allow-run-as-root"] [--output benchmarks/results/ring.json]
+    [--exchange ring] [--launcher "mpirun --allow-run-as-root"]
+    [--output benchmarks/results/ring.json]
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ from infonce.cli.common import to_json
 HERE = Path(__file__).resolve().parent
 
 
-def measured(
-    launcher: list[str], gpus: int, batch: int, dim: int, steps: int, limit: float
-) -> dict[str, Any]:
+def measured(arguments: argparse.Namespace, gpus: int, batch: int, dim: int) -> dict[str, Any]:
     """One run of the demo; what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
         demo = ["-m", "infonce.distributed.demo", "--gpu", "--output", str(output)]
-        size = ["--batch", str(batch), "--dim", str(dim), "--steps", str(steps)]
+        size = ["--batch", str(batch), "--dim", str(dim), "--steps", str(arguments.steps)]
+        size += ["--exchange", arguments.exchange, "--workspace", "256MiB"]
         subprocess.run(
-            [*launcher, "-n", str(gpus), sys.executable, *demo, *size],
-            check=True, timeout=limit, stdout=sys.stderr,
+            [*arguments.launcher, "-n", str(gpus), sys.executable, *demo, *size],
+            check=True, timeout=arguments.limit, stdout=sys.stderr,
         )  # fmt: skip
         row: dict[str, Any] = json.loads(output.read_text())
     return {
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[65536, 262144])
     parser.add_argument("--dim", type=int, nargs="+", default=[512])
     parser.add_argument("--steps", type=int, default=5, help="timed, the median counts")
+    parser.add_argument("--exchange", choices=("auto", "ring", "gather"), default="ring")
     parser.add_argument("--launcher", type=shlex.split, default=["mpiexec"])
     parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "ring.json")
@@ -80,11 +81,7 @@ def main() -> None:
         for batch in arguments.batch:
             for gpus in arguments.gpus:
                 try:
-                    rows.append(
-                        measured(
-                            arguments.launcher, gpus, batch, dim, arguments.steps, arguments.limit
-                        )
-                    )
+                    rows.append(measured(arguments, gpus, batch, dim))
                 except subprocess.SubprocessError as error:
                     print(f"{gpus} GPUs, {batch} x {dim}: {error}", file=sys.stderr)
     report = {
@@ -93,7 +90,7 @@ def main() -> None:
         "commit": machine.commit(),
         "date": machine.now(),
         "settings": {"loss": "clip", "dtype": "bfloat16", "temperature": 0.07,
-                     "workspace_bytes": 2**28},
+                     "workspace_bytes": 2**28, "exchange": arguments.exchange},
         "results": rows,
     }  # fmt: skip
     arguments.output.write_text(to_json(report) + "\n")

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from .base import Array, Communicator, Pending, RankError, Shifts
+from .base import Array, Communicator, Pending, RankError, Shifts, gathered
 from .processes import Peers, identity
 
 FAILED, ENDED, WAITING = "failed", "ended", "waiting"
 PIECE = 2**30  # bytes of one message
-SHORT = 2040  # bytes of most values that all ranks exchange
 CONTROL_TAG = 7
 
 
@@ -111,21 +110,12 @@ class MPIRanks(Communicator):
         if self._data is None:
             self._duplicate_both()
         self.call += 1
-        message = pickle.dumps(value)
-        size = len(message)
-        room, longest = 0, SHORT
-        while longest > room:  # twice where a message is long
-            room = longest
-            own = np.zeros(8 + room, np.uint8)
-            own[:8] = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
-            own[8 : 8 + size] = np.frombuffer(message[:room], np.uint8)
-            everyone = np.zeros((self.size, 8 + room), np.uint8)
-            self._complete(self._data.Iallgather(own, everyone), own, everyone)
-            sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in everyone]
-            longest = max(sizes)
-        return [
-            pickle.loads(row[8 : 8 + n].tobytes()) for row, n in zip(everyone, sizes, strict=True)
-        ]
+        return gathered(value, self._gather)
+
+    def _gather(self, own: Array) -> Array:
+        everyone = np.empty((self.size, len(own)), np.uint8)
+        self._complete(self._data.Iallgather(own, everyone), own, everyone)
+        return everyone
 
     def _complete(self, request: Any, *used: Any) -> None:
         """Wait for a collective operation on the buffers `used`. If that fails, so does the

@@ -7,7 +7,6 @@ of an allgather by a gloo group of this module's own.
 from __future__ import annotations
 
 import datetime
-import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from infonce import distributed
 from infonce.distributed import Communicator, RankError
-from infonce.distributed.communicators.base import Pending, Shifts
+from infonce.distributed.communicators.base import Pending, Shifts, gathered
 from infonce.distributed.communicators.processes import Peers, identity
 
 from ..result import LossAndGrad
@@ -74,21 +73,20 @@ class ProcessGroup(Communicator):
             raise RankError(f"this process group is out of step: {self.broken}")
         if self._group is None:
             self._duplicate()
-        message = np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)
-        sizes = self._gathered(torch.tensor([len(message)]))
-        longest = max(int(size) for size in sizes)
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(message)] = torch.from_numpy(message)
-        everyone = self._gathered(own)
-        return [
-            pickle.loads(row[: int(n)].numpy().tobytes())
-            for row, n in zip(everyone, sizes, strict=True)
-        ]
+        values: list[Any] = gathered(value, self._gather)
+        return values
 
-    def _gathered(self, own: Any) -> list[Any]:
-        everyone = [torch.empty_like(own) for _ in range(self.size)]
-        self.bounded(lambda: dist.all_gather(everyone, own, self._group), "gloo")
-        return everyone
+    def _gather(self, own: Array) -> Array:
+        everyone = torch.empty((self.size, len(own)), dtype=torch.uint8)
+        work = dist.all_gather(
+            list(everyone), torch.from_numpy(own), self._group, async_op=True
+        )  # fmt: skip
+        self.until(work.is_completed)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.blame(error, "gloo") from error
+        return everyone.numpy()
 
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1

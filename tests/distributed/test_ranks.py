@@ -225,8 +225,10 @@ def test_offload_to_gpus() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("exchange", ["ring", "gather"])
-@pytest.mark.parametrize("what", ["killed", "raises"])
+@pytest.mark.parametrize(
+    ("what", "exchange"),
+    [("killed", "ring"), ("raises", "ring"), ("raises", "gather"), ("killed in a plan", "gather")],
+)
 def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)

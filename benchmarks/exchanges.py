@@ -1,0 +1,141 @@
+"""Time CLIP's loss and gradients over this host's GPUs by each exchange, beside other projects.
+
+python benchmarks/exchanges.py [--gpus 2] [--batch 8192 16384 32768 65536] [--dim 512]
+    [--contenders gather ring open_clip inf_cl] [--output benchmarks/results/exchanges.json]
+
+Each GPU has a process of torch.distributed. A step is the loss and `backward()`, of unit rows in
+bfloat16. Its time is that of the slowest rank, the median over steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import infonce.torch
+from infonce.cli import machine
+from infonce.cli.common import to_json
+
+HERE = Path(__file__).resolve().parent
+CONTENDERS = ("gather", "ring", "open_clip", "inf_cl")
+SCALE = 1 / 0.07
+
+
+def loss_of(name: str, rank: int, size: int) -> Callable[[Any, Any, Any], Any]:
+    """(image, text, scale) -> loss."""
+    if name == "open_clip":
+        from open_clip.loss import ClipLoss
+
+        criterion = ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=size)
+        return lambda image, text, scale: criterion(image, text, scale)
+    if name == "inf_cl":
+        from inf_cl import cal_inf_loss
+
+        def both(image: Any, text: Any, scale: Any) -> Any:
+            sides = (image, text), (text, image)
+            return sum(cal_inf_loss(q, k, scale=scale, head_dim=256) for q, k in sides) / 2
+
+        return both
+    return lambda image, text, scale: infonce.torch.clip_loss(
+        image, text, scale=scale, group=dist.group.WORLD, exchange=name
+    )
+
+
+def seconds(step: Callable[[], None], steps: int) -> list[float]:
+    """Of each step, the slowest rank's."""
+    found = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    slowest = torch.tensor(found, dtype=torch.float64, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [float(s) for s in slowest.cpu()]
+
+
+def work(rank: int, arguments: argparse.Namespace, size: int, folder: str) -> None:
+    """One rank: times every contender at every size; rank 0 writes what it found."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"file://{folder}/store", rank=rank, world_size=size)
+    rows = []
+    for batch in arguments.batch:
+        generator = torch.Generator("cuda").manual_seed(rank)
+        shape = len(range(rank, batch, size)), arguments.dim
+        image, text = (
+            torch.nn.functional.normalize(torch.randn(shape, device="cuda", generator=generator))
+            .bfloat16()
+            .requires_grad_()
+            for _ in range(2)
+        )
+        scale = torch.tensor(SCALE, device="cuda", requires_grad=True)
+        for name in arguments.contenders:
+
+            def step(loss: Any, *inputs: Any) -> None:
+                loss(*inputs).backward()
+                for z in inputs:
+                    z.grad = None
+
+            run = partial(step, loss_of(name, rank, size), image, text, scale)
+            try:
+                seconds(run, 3)
+                times = seconds(run, arguments.steps)
+            except Exception as error:  # of another project: the others are still timed
+                if name in ("gather", "ring"):
+                    raise
+                print(f"{name}, {batch}: {error}", file=sys.stderr)
+                continue
+            rows.append({
+                "gpus": size, "batch": batch, "dim": arguments.dim, "contender": name,
+                "step_s": statistics.median(times), "best_s": min(times),
+            })  # fmt: skip
+            if rank == 0:
+                print(f"{size} GPUs, {batch}: {name} {1e3 * rows[-1]['step_s']:.3f} ms", flush=True)
+    if rank == 0:
+        Path(folder, "rows.json").write_text(to_json(rows))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[2])
+    parser.add_argument("--batch", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20, help="timed, the median counts")
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "exchanges.json")
+    arguments = parser.parse_args()
+
+    rows: list[Any] = []
+    for size in arguments.gpus:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(work, (arguments, size, folder), size)
+            rows += json.loads(Path(folder, "rows.json").read_text())
+    report = {
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} of one host",
+        "versions": machine.versions("infonce", "torch", "open_clip_torch", "inf_cl"),
+        "commit": machine.commit(),
+        "date": machine.now(),
+        "settings": {"loss": "clip", "dtype": "bfloat16", "temperature": 0.07,
+                     "open_clip": "local_loss, gather_with_grad"},
+        "results": rows,
+    }  # fmt: skip
+    arguments.output.write_text(to_json(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()
