@@ -364,25 +364,40 @@ def offload(place: str) -> None:
 
 
 def memory() -> None:
-    """No rank allocates more than the model says, which is less than shards that travel whole."""
+    """No rank allocates more than the model says, which is less than shards that travel whole; and
+    no more than a third of it are buffers of a gather."""
     import tracemalloc
 
     from infonce.distributed import model
 
-    rows, d, workspace = 6000, 64, 2**21
+    rows, d = 6000, 64
+
+    def peak(exchange: str, workspace: int) -> int:
+        """Bytes."""
+        for part in (slice(10), slice(None)):  # compiles first
+            given, into = [z[part] for z in sides], [z[part] for z in out]
+            tracemalloc.start()
+            distributed.clip_loss_and_grad(
+                *given, scale=1.0, workspace=workspace, exchange=exchange, out=into
+            )
+            _, most = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        return most
+
     rng = np.random.default_rng(RANK)
     sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
     out = [np.empty_like(z) for z in sides]
-    for part in (slice(10), slice(None)):  # compiles first
-        given, into = [z[part] for z in sides], [z[part] for z in out]
-        tracemalloc.start()
-        distributed.clip_loss_and_grad(*given, scale=1.0, workspace=workspace, out=into)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    most = model.memory(rows, d, workspace)
+    workspace = 2**21
+    ring, most = peak("auto", workspace), model.memory(rows, d, workspace)
     whole = rows * d * (2 * model.ITEM + 3 * model.DK)
-    assert 0.5 * most < peak < most < whole + workspace, (peak, most, whole)
-    say("memory", peak, most)
+    assert 0.5 * most < ring < most < whole + workspace, (ring, most, whole)
+
+    buffers = cost.gather_bytes([rows] * SIZE, d * model.ITEM + 24, d * model.DK)
+    gather = peak("gather", 2 * buffers)
+    # the workspace, buffers, dQ and a block's share of it, vectors
+    most = 3 * buffers + 2 * rows * d * model.DK + model.VECTORS * rows * SIZE
+    assert buffers < gather < most, (gather, buffers, most)
+    say("memory", ring, gather)
 
 
 if __name__ == "__main__":

@@ -87,14 +87,16 @@ def functions(rank: int, size: int) -> dict[str, Any]:
         rows = [side.clone().requires_grad_() for side in rows]
         scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
         function = getattr(it, f"{name}_loss")
-        loss = function(*rows, scale=scale, normalize=True, group=world, gradient_scale="global")
+        exchange = {"info_nce": "ring"}.get(name, "gather")
+        options = {"scale": scale, "normalize": True, "group": world, "exchange": exchange}
+        loss = function(*rows, **options, gradient_scale="global")
         wanted = [*rows[: 1 if name == "lit" else 2], scale]
         first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
         second = torch.autograd.grad(3 * loss, wanted)  # computed again, by all ranks
         for a, b in zip(first, second, strict=True):
             torch.testing.assert_close(1.5 * a, b)
         with torch.no_grad():
-            alone = function(*rows, scale=scale, normalize=True, group=world)
+            alone = function(*rows, **options)
         assert torch.equal(alone, loss)
         out[name] = [loss.detach(), *first]
     return out
