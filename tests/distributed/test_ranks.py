@@ -84,10 +84,10 @@ def test_accuracy(ranks: int, exchange: str) -> None:
     assert said.count("accuracy host") == 4 * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_offload(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "exchange"), [(1, "ring"), (3, "ring"), (3, "gather")])
+def test_offload(ranks: int, exchange: str) -> None:
     """Shards in host memory, panels of them on a device."""
-    status, said = run(ranks, RANKS, "offload", "host")
+    status, said = run(ranks, RANKS, "offload", "host", exchange)
     assert status == 0, said
     assert said.count("offload host") == ranks
 
@@ -219,7 +219,7 @@ def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
 def test_offload_to_gpus() -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(2, RANKS, "offload", "gpu")
+    status, said = run(2, RANKS, "offload", "gpu", "auto")
     assert status == 0, said
     assert said.count("offload gpu") == 2
 

@@ -324,7 +324,7 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
     assert not wrong, "\n".join(wrong)
 
 
-def offload(place: str) -> None:
+def offload(place: str, exchange: str) -> None:
     """Shards in host memory, computed on a device: a GPU, or what stands for one."""
     from host_device import Host, close, room
     from infonce.distributed import call as calls
@@ -332,7 +332,7 @@ def offload(place: str) -> None:
     from infonce.kernels.solve import Vectors
 
     d, options = 30, {"scale": 9.0, "normalize": True, "workspace": room(16, 30, 150, 150)}
-    spread = dict(options, timeout=60)
+    spread = dict(options, timeout=60, exchange=exchange)
     if place == "gpu":
         import cupy
 
@@ -350,6 +350,8 @@ def offload(place: str) -> None:
         part, own = order[rows], dict(spread)
         if loss == "nt_xent":
             own["labels"] = ((order + 75) % 150)[rows]
+        if exchange == "gather":  # which needs room
+            own["workspace"] = 2**20
         want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **options)
         got = getattr(distributed, f"{loss}_loss_and_grad")(*(z[part] for z in whole), **own)
 
@@ -360,7 +362,7 @@ def offload(place: str) -> None:
         lse = tuple(map(of_rank, lse)) if isinstance(lse, tuple) else of_rank(lse)
         grads = type(want.grads)(*map(of_rank, want.grads))
         close(got, infonce.LossAndGrad(want.loss, grads, lse))
-    say("offload", place)
+    say("offload", place, exchange)
 
 
 def memory() -> None:
