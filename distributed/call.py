@@ -217,8 +217,9 @@ class _Call:
         problem, gradients, labelled = request.problem, request.gradients, self.labels is not None
         assert self.transport is not None
         if not labelled:
-            start, m = queries.starts[self.ranks.rank], len(problem.query)
-            problem.positives = vectors.own_positives(start, m, problem.symmetric)
+            m, own = len(problem.query), vectors.xp.arange(len(problem.query))
+            own = (own + m // 2) % max(m, 1) if problem.symmetric else own
+            problem.positives = own + queries.starts[self.ranks.rank]
         folds = folds_over_ranks(
             self.exchange, problem, gradients, keys, self.ranks, self.transport, fold_block,
             labelled, vectors,

@@ -21,6 +21,7 @@ block backward on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from infonce.kernels.problem import WORKSPACE
@@ -36,7 +37,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """The parameters of the model. Defaults: benchmarks/results/ring.json, bfloat16, D = 512."""
+    """The parameters of the model. Defaults: bfloat16, D = 512, from benchmarks/results/ring.json;
+    what only a gather has, from benchmarks/NOTES.md, "Exchanges"."""
 
     rate: float = 610e12  # operations a second, of large blocks
     start: float = 0.28e-3  # seconds a block: launches, and idle multiprocessors at its end
@@ -154,6 +156,7 @@ def gather_bytes(rows: list[int], key_row: int, sum_row: int) -> int:
     return others * (key_row + sum_row) + len(rows) * max(rows) * sum_row
 
 
+@cache
 def faster(rows: float, dim: int, ranks: int, machine: Machine | None = None) -> str:
     """The exchange that takes less time."""
     ring, gather = (of(rows, dim, ranks, machine).seconds for of in (predict, predict_gather))

@@ -330,7 +330,7 @@ def folds_over_ranks(
     ranks: Communicator, transport: Exchanger, fold_block: FoldBlock, labelled: bool,
     vectors: Vectors,
 ) -> FoldsOverRanks:  # fmt: skip
-    """The backend of a call that takes the exchange of this name; makes `gradients.dots` if wanted."""
+    """The backend of a call that takes this exchange. Makes `gradients.dots` if wanted."""
     if gradients is not None and problem.dots:
         gradients.dots = vectors.zeros(
             len(problem.query) if gradients.want_query else keys.total

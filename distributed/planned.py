@@ -47,7 +47,7 @@ def _build(
     ranks, transport, start, rows = place
     through, vectors = transport.queued(queue), QueuedVectors(problem, queue)
     assert through is not None
-    own = vectors.own_positives(start, len(problem.query), False)
+    own = vectors.own_positives(start, len(problem.query))
     problem = fast_replace(problem, positives=own)
 
     def fold_block(*block: Any) -> None:

@@ -58,7 +58,7 @@ from .problem import (
 
 
 class Backend(Protocol):
-    """What the CPU, a GPU, or a ring of ranks supplies to the folds."""
+    """What the CPU, a GPU, or many ranks supply to the folds."""
 
     @property
     def vectors(self) -> Vectors:
@@ -235,11 +235,6 @@ class Vectors:
         """to = sums, in the dtype of `to`."""
         to[...] = sums
 
-    def own_positives(self, start: int, m: int, symmetric: bool) -> Array:
-        """Positives by the loss's rule, of m rows from row `start` of all on."""
-        own = self.xp.arange(m)
-        return start + ((own + m // 2) % max(m, 1) if symmetric else own)
-
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
         """Indices of the positives within `keys`; -1 for positives outside. After the last of
         `total` keys comes the first."""
@@ -275,13 +270,9 @@ class Vectors:
         return problem, stats
 
     def conclude(
-        self,
-        problem: Problem,
-        stats: Statistics,
-        triangle: bool,
-        gradient: bool,
+        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
         backend: Backend,
-    ) -> Conclusion:
+    ) -> Conclusion:  # fmt: skip
         """Losses and, for a `gradient`, its factors. A `triangle` has visited each pair once."""
         xp = self.xp
         if triangle:

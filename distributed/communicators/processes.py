@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ class Peers:
 
     def __init__(self, processes: Sequence[Process] = ()) -> None:
         self.processes = processes
+        machines = Counter(process.machine for process in processes)
+        self.largest_host = max(machines.values(), default=0)  # processes on one machine
         here = identity()
         self.watched = {
             rank: process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,8 +64,7 @@ def choose(
 def _gpus_of_host(ranks: Communicator) -> int:
     """Ranks on one host at most."""
     peers = getattr(ranks, "peers", None)
-    machines = Counter(process.machine for process in peers.processes) if peers else {}
-    return max(machines.values(), default=ranks.size)
+    return peers.largest_host if peers and peers.processes else ranks.size
 
 
 def make(

@@ -117,8 +117,8 @@ class QueuedVectors(VectorsOverRanks):
             "merge_sums", n, sums=sums_fields(sums), other=sums_fields(other), n=n
         )  # fmt: skip
 
-    def own_positives(self, start: int, m: int, symmetric: bool) -> Array:
-        assert not symmetric
+    def own_positives(self, start: int, m: int) -> Array:
+        """Row i's positive is key start + i."""
         positives = cupy.empty(m, np.int64)
         self.launcher.vectors("own_positives", m, start=start, m=m, positives=positives)
         return positives

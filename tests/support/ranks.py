@@ -366,36 +366,29 @@ def offload(place: str, exchange: str) -> None:
 
 
 def memory() -> None:
-    """No rank allocates more than the model says, which is less than shards that travel whole; and
-    no more than a third of it are buffers of a gather."""
+    """No rank allocates more than the model says, nor a gather more than its buffers besides."""
     import tracemalloc
 
     from infonce.distributed import model
 
-    rows, d = 6000, 64
-
-    def peak(exchange: str, workspace: int) -> int:
-        """Bytes."""
+    def peak(**options: Any) -> int:
         for part in (slice(10), slice(None)):  # compiles first
             given, into = [z[part] for z in sides], [z[part] for z in out]
             tracemalloc.start()
-            distributed.clip_loss_and_grad(
-                *given, scale=1.0, workspace=workspace, exchange=exchange, out=into
-            )
-            _, most = tracemalloc.get_traced_memory()
+            distributed.clip_loss_and_grad(*given, scale=1.0, out=into, **options)
+            most = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         return most
 
-    rng = np.random.default_rng(RANK)
+    rows, d, workspace, rng = 6000, 64, 2**21, np.random.default_rng(RANK)
     sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
     out = [np.empty_like(z) for z in sides]
-    workspace = 2**21
-    ring, most = peak("auto", workspace), model.memory(rows, d, workspace)
+    ring, most = peak(workspace=workspace), model.memory(rows, d, workspace)
     whole = rows * d * (2 * model.ITEM + 3 * model.DK)
     assert 0.5 * most < ring < most < whole + workspace, (ring, most, whole)
 
     buffers = cost.gather_bytes([rows] * SIZE, d * model.ITEM + 24, d * model.DK)
-    gather = peak("gather", 2 * buffers)
+    gather = peak(exchange="gather", workspace=2 * buffers)
     # the workspace, buffers, dQ and a block's share of it, vectors
     most = 3 * buffers + 2 * rows * d * model.DK + model.VECTORS * rows * SIZE
     assert buffers < gather < most, (gather, buffers, most)

@@ -1,6 +1,6 @@
 """Time CLIP's loss and gradients over this host's GPUs by each exchange, beside other projects.
 
-python benchmarks/exchanges.py [--gpus 2] [--batch 8192 16384 32768 65536] [--dim 512]
+python benchmarks/ranks/exchanges.py [--gpus 2] [--batch 8192 16384 32768 65536] [--dim 512]
     [--contenders gather ring open_clip inf_cl] [--output benchmarks/results/exchanges.json]
 
 Each GPU has a process of torch.distributed. A step is the loss and `backward()`, of unit rows in
@@ -28,7 +28,7 @@ import infonce.torch
 from infonce.cli import machine
 from infonce.cli.common import to_json
 
-HERE = Path(__file__).resolve().parent
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 CONTENDERS = ("gather", "ring", "open_clip", "inf_cl")
 SCALE = 1 / 0.07
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20, help="timed, the median counts")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "exchanges.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "exchanges.json")
     arguments = parser.parse_args()
 
     rows: list[Any] = []

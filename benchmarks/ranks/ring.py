@@ -1,6 +1,6 @@
 """Time calls over the GPUs of this host: runs the demo of infonce.distributed for each size.
 
-python benchmarks/ring.py [--gpus 1 2 4 8] [--batch 65536 262144] [--dim 512]
+python benchmarks/ranks/ring.py [--gpus 1 2 4 8] [--batch 65536 262144] [--dim 512]
     [--exchange ring] [--launcher "mpirun --allow-run-as-root"]
     [--output benchmarks/results/ring.json]
 """
@@ -19,7 +19,7 @@ from typing import Any
 from infonce.cli import machine
 from infonce.cli.common import to_json
 
-HERE = Path(__file__).resolve().parent
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def measured(arguments: argparse.Namespace, gpus: int, batch: int, dim: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--exchange", choices=("auto", "ring", "gather"), default="ring")
     parser.add_argument("--launcher", type=shlex.split, default=["mpiexec"])
     parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "ring.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "ring.json")
     arguments = parser.parse_args()
 
     rows = []
