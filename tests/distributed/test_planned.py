@@ -79,18 +79,20 @@ def name(step: Any) -> str:
     loss=st.sampled_from(sorted(WEIGHTS)), precision=st.sampled_from(sorted(DTYPES)),
     rows=st.lists(st.integers(1, 3000), min_size=2, max_size=9), rank=st.integers(0, 8),
     d=st.integers(1, 600), ids=st.booleans(), normalize=st.booleans(), gradient=st.booleans(),
+    scalars=st.sampled_from(["none", "dots", "moments"]),
 )  # fmt: skip
 def test_any_gather(
     loss: str, precision: str, rows: list[int], rank: int, d: int, ids: bool, normalize: bool,
-    gradient: bool,
+    gradient: bool, scalars: str,
 ) -> None:  # fmt: skip
     """Nothing but what a plan can replay, at addresses of the call's own arrays; and no more
     exchanges than there are kinds of arrays: keys, column sums, factors, dK."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "MAX_STEPS", 10**6)
         found = record(
-            loss, rows, rank % len(rows), precision, d, gradient, ids=ids, normalize=normalize
-        )
+            loss, rows, rank % len(rows), precision, d, gradient, ids=ids, normalize=normalize,
+            scalar_grads=scalars != "none", moments=scalars == "moments" or not gradient,
+        )  # fmt: skip
     exchanges = {"clip": 1 + 1 + 2 * gradient, "lit": 1}.get(loss, 1 + gradient)
     assert found["transfer"] == exchanges
     assert found["totals"] == 1
