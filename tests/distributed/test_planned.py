@@ -12,7 +12,7 @@ pytest.importorskip("cupy")
 import cupy
 from cupy.cuda import runtime
 from gpu_problems import DEVICES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.distributed import planned
 from infonce.distributed.transports import gpu as transports
@@ -75,6 +75,7 @@ def name(step: Any) -> str:
     return str(getattr(step, "func", step).__name__)
 
 
+@settings(max_examples=25)
 @given(
     loss=st.sampled_from(sorted(WEIGHTS)), precision=st.sampled_from(sorted(DTYPES)),
     rows=st.lists(st.integers(1, 3000), min_size=2, max_size=9), rank=st.integers(0, 8),

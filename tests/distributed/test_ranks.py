@@ -75,8 +75,7 @@ def test_equal_to_one_process(ranks: int) -> None:
     assert "equal: 40 examples" in said
 
 
-@pytest.mark.parametrize("exchange", ["ring", "gather"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "exchange"), [(2, "ring"), (3, "ring"), (3, "gather")])
 def test_accuracy(ranks: int, exchange: str) -> None:
     """Every dtype within the accuracy table, on shards of hundreds of rows."""
     status, said = run(ranks, RANKS, "accuracy", "host", "mpi", exchange)
@@ -131,17 +130,17 @@ SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "words", "exchange"),
     [
-        ("killed", r"rank 1 \(process \d+ on .*\) is gone"),
-        ("raises", "rank 1 failed: OSError: no more of this"),
-        ("interrupted", "rank 1 failed: KeyboardInterrupt"),
-        ("killed before", r"rank 1 \(process \d+ on .*\) is gone"),
-        ("raises before", "rank 1 has ended: OSError: no more of this"),
-        ("exits before", "rank 1 has ended"),
+        ("killed", r"rank 1 \(process \d+ on .*\) is gone", "ring"),
+        ("killed", r"rank 1 \(process \d+ on .*\) is gone", "gather"),
+        ("raises", "rank 1 failed: OSError: no more of this", "ring"),
+        ("interrupted", "rank 1 failed: KeyboardInterrupt", "gather"),
+        ("killed before", r"rank 1 \(process \d+ on .*\) is gone", "ring"),
+        ("raises before", "rank 1 has ended: OSError: no more of this", "ring"),
+        ("exits before", "rank 1 has ended", "gather"),
     ],
 )
-@pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
     """The others say which rank and what, soon, and nobody stays."""
     status, said = run(3, TROUBLE, "trouble", what, "20", exchange, shell=SHELL)
