@@ -216,9 +216,11 @@ def test_the_scale_alone_takes_one_fold(loss: str, place: str) -> None:
             continue
         function = getattr(infonce, f"{loss}_loss_and_grad")
         given = map(cupy.asarray, args) if place == "gpu" else args
-        function(
+        out = function(
             *given, scale=9.0, method="tiled", wrt=wrt, progress=lambda phase, *_: phases.add(phase)
         )
+        if "scale" in wrt:
+            assert np.isfinite(float(out.grads.scale))
     phases.discard("compiling kernels")
     assert phases == {"sigmoid loss" if loss == "siglip" else "log-sum-exp"}
 
