@@ -85,6 +85,11 @@ class Problem:
         return self.scalar_grads and not self.moments
 
     @property
+    def pair_counts(self) -> float:
+        """How often a pair's dL/dx x counts in the sum of `log_scale_grad`."""
+        return 2.0 if self.symmetric and self.dots else 1.0  # twice in <dZ, z>
+
+    @property
     def two_sided(self) -> bool:
         """Whether columns have a softmax of their own."""
         return self.column_weight != 0.0

@@ -330,12 +330,7 @@ class Vectors:
         of_bias = None if bias_grad is None else bias_grad.sum() / scale
         if log_scale_grad is None:
             return None, None, of_bias
-        return None, log_scale_grad.sum() / (pair_counts(problem) * scale), of_bias
-
-
-def pair_counts(problem: Problem) -> float:
-    """How often a pair's dL/dx x counts in the sum of `log_scale_grad`."""
-    return 2.0 if problem.symmetric and problem.dots else 1.0  # twice in <dZ, z>
+        return None, log_scale_grad.sum() / (problem.pair_counts * scale), of_bias
 
 
 def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:

@@ -238,7 +238,7 @@ class TiledVectors(ElementwiseVectors):
                 "losses": losses, "m": len(losses), "share": problem.reduction_weight or 0.0,
                 "log_scale_grad": log_scale_grad,
                 "count": 0 if log_scale_grad is None else len(log_scale_grad),
-                "pair_counts": blocks.pair_counts(problem), "bias_grad": bias_grad,
+                "pair_counts": problem.pair_counts, "bias_grad": bias_grad,
                 "scale": self.context.scale, "out": out,
                 "is_float": not self.double,
             },
