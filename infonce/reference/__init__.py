@@ -10,18 +10,22 @@ of that sum and the log-sum-exps.
 
 from .clip import clip
 from .common import Reference, normalize, normalize_backward
+from .gte import gte
 from .info_nce import info_nce
 from .lit import lit
 from .nt_xent import nt_xent
 from .siglip import siglip
+from .sup_con import sup_con
 
 __all__ = [
     "Reference",
     "clip",
+    "gte",
     "info_nce",
     "lit",
     "normalize",
     "normalize_backward",
     "nt_xent",
     "siglip",
+    "sup_con",
 ]

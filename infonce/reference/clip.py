@@ -1,10 +1,12 @@
 """CLIP: each image picks its text and each text its image."""
 
+from typing import Unpack
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from . import common
-from .common import Gradients, Ids, Reference
+from .common import BiasedSoftmax, Gradients, Ids, Reference
 
 
 @common.silent
@@ -16,6 +18,7 @@ def clip(
     ids: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """Symmetric contrastive loss of CLIP, with its gradients.
 
@@ -41,6 +44,10 @@ def clip(
         Divide the rows of both by their L2 norms first. CLIP does.
     weights : array_like [N], optional
         Upstream gradient of each pair's loss; 1/N by default.
+    **options
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
+        `false_negative_margin`, as `common.softmax_loss` defines them, in both directions; but
+        `key_bias` is that of the texts, and only images against texts have it.
 
     Returns
     -------
@@ -73,14 +80,16 @@ def clip(
     if normalize:
         u, u_norm = common.normalize(u)
         v, v_norm = common.normalize(v)
-    w = common.row_weights(weights, len(u))
     positive = np.eye(len(u), dtype=np.bool_)
+    w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive)
 
     dot = u @ v.T
-    logits = scale * dot
-    row_losses, r, row_slope = common.softmax_loss(logits, positive, excluded)
-    column_losses, c, column_slope = common.softmax_loss(logits.T, positive, excluded.T)
+    row_losses, r, row_slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)
+    options_of_columns: BiasedSoftmax = {**options, "key_bias": None}
+    column_losses, c, column_slope = common.softmax_loss(
+        dot.T, positive, excluded.T, scale=scale, **options_of_columns
+    )
     losses = (row_losses + column_losses) / 2
 
     dx = (w[:, None] * row_slope + (w[:, None] * column_slope).T) / 2
@@ -88,5 +97,6 @@ def clip(
     if normalize:
         du = common.normalize_backward(du, u, u_norm)
         dv = common.normalize_backward(dv, v, v_norm)
-    grads: Gradients = {"image": du, "text": dv, "scale": float(np.sum(dx * dot))}
+    dscale = float(np.sum(dx * common.scale_slope(dot, positive, **options)))
+    grads: Gradients = {"image": du, "text": dv, "scale": dscale}
     return Reference(losses, float(w @ losses), grads, (r, c))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,21 +27,38 @@ def silent(function: _Function) -> _Function:
     return cast(_Function, call)
 
 
+class Softmax(TypedDict, total=False):
+    """Options of the softmax losses: see `softmax_loss`, which defines them."""
+
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    false_negative_margin: float
+
+
+class BiasedSoftmax(Softmax, total=False):
+    """The same for losses whose keys may have a bias."""
+
+    key_bias: ArrayLike | None
+
+
 class Reference(NamedTuple):
     """A loss and its gradients, in float64.
 
     Attributes
     ----------
     losses : ndarray [M]
-        Loss of each row.
+        Loss of each row; 0 for a row without a positive.
     loss : float
-        ``sum_i weights_i * losses_i``; with the default weights 1/M, the mean.
+        ``sum_i weights_i * losses_i``; with the default weights, the mean over rows that have a
+        positive.
     grads : dict
         Gradient of `loss` under the name of each argument: an array shaped as the features, a
         float for ``scale`` and ``bias``, None for features that are locked.
     lse : ndarray [M], or a pair of them, or None
-        Log-sum-exp over the kept logits of each row; for ``clip`` the pair (row, column); None
-        for ``siglip``, which has none.
+        Log-sum-exp of each row, the logarithm of the softmax's denominator; for ``clip`` the pair
+        (row, column); None for ``siglip``, which has none.
     """
 
     losses: Array
@@ -60,9 +77,14 @@ def as_features(x: ArrayLike) -> Array:
     return np.where(np.isinf(z), np.nan, z)
 
 
-def row_weights(weights: ArrayLike | None, rows: int) -> Array:
-    """Upstream gradient of each row's loss [M]: 1/M each, the mean, unless given."""
-    return np.full(rows, 1.0 / rows) if weights is None else np.asarray(weights, np.float64)
+def row_weights(weights: ArrayLike | None, positive: Mask) -> Array:
+    """Upstream gradient of each row's loss [M]: that of the mean over rows that have a positive,
+    unless given. Without any such row all are 0."""
+    if weights is not None:
+        return np.asarray(weights, np.float64)
+    has_positive = np.any(positive, axis=1).astype(np.float64)
+    w: Array = has_positive / np.maximum(1.0, has_positive.sum())
+    return w
 
 
 @silent
@@ -153,22 +175,58 @@ def sigmoid(x: Array) -> Array:
     return np.exp(-softplus(-x))
 
 
-def softmax_loss(logits: Array, positive: Mask, excluded: Mask) -> tuple[Array, Array, Array]:
-    """Cross-entropy of each row against its positive, and its slope.
+def scale_slope(dot: Array, positive: Mask, margin: float = 0.0, **_: Any) -> Array:
+    """dx_ij / dscale of the logits of `softmax_loss`, from its options."""
+    return dot - margin * positive
 
-    With y the positive of row i, and sums over the pairs that are not excluded::
 
+def softmax_loss(
+    dot: Array,
+    positive: Mask,
+    excluded: Mask,
+    *,
+    scale: float,
+    margin: float = 0.0,
+    decoupled: bool = False,
+    label_smoothing: float = 0.0,
+    hardness: float = 0.0,
+    key_bias: ArrayLike | None = None,
+    false_negative_margin: float = np.inf,
+) -> tuple[Array, Array, Array]:
+    """Cross-entropy of each row against its positives, and its slope.
+
+    With P(i) the positives of row i, and sums over the pairs that are not excluded::
+
+        x_ij = scale * (dot_ij - margin * [j in P(i)]) + key_bias_j
         r_i = log sum_j exp(x_ij)                     log-sum-exp of the row
-        loss_i = r_i - x_iy = -log p_iy               where p_ij = exp(x_ij - r_i)
-        dloss_i / dx_ij = dr_i / dx_ij - [j = y] = p_ij - [j = y]
+        loss_i = r_i - sum_j t_ij x_ij                t_ij = [j in P(i)] / |P(i)|
+        dloss_i / dx_ij = p_ij - t_ij                 p_ij = exp(x_ij - r_i)
 
     Parameters
     ----------
-    logits : ndarray [M, N]
+    dot : ndarray [M, N]
+        Products of queries and keys.
     positive : ndarray of bool [M, N]
-        True once in each row.
+        P(i). A row without any has loss 0 and slope 0.
     excluded : ndarray of bool [M, N]
-        Pairs that do not take part; never the positive.
+        Pairs that do not take part; never positives.
+    scale : float
+        1 / temperature.
+    margin : float
+        Subtracted from the products of positives.
+    decoupled : bool
+        The sum of r_i leaves out the positives: loss_i = n_i - mean of x_ij over P(i), with n_i
+        the log-sum-exp of the negatives. Without negatives that is -inf.
+    label_smoothing : float
+        e in [0, 1): t_ij = (1 - e) [j in P(i)] / |P(i)| + e / K_i, of the K_i keys that are not
+        excluded.
+    hardness : float
+        h >= 0: negatives count exp(h * dot_ij) times in r_i. These weights are constants, they are
+        not differentiated.
+    key_bias : array_like [N], optional
+        Added to the logits of each key, 0 by default.
+    false_negative_margin : float
+        Negatives with ``dot_ij > max over P(i) of dot_ij + false_negative_margin`` are excluded.
 
     Returns
     -------
@@ -182,23 +240,55 @@ def softmax_loss(logits: Array, positive: Mask, excluded: Mask) -> tuple[Array, 
     -----
     Once the positive wins by a wide margin, r_i and x_iy agree in all their digits and their
     difference holds none of the loss; so do p_iy and 1. At temperature 0.005 the logits of an
-    aligned pair are 200, whose rounding alone is 3e-14, while the loss may be 1e-40. Let
-    ``n_i = log sum_{j != y} exp(x_ij)`` be the log-sum-exp of the negatives. Then, exactly::
+    aligned pair are 200, whose rounding alone is 3e-14, while the loss may be 1e-40. Let n_i be the
+    log-sum-exp of the negatives, m_i that of the positives, and a_ij = exp(x_ij - m_i) a positive's
+    share of them. Then, exactly::
 
-        loss_i = log((exp(x_iy) + exp(n_i)) / exp(x_iy)) = softplus(n_i - x_iy)
-        dloss_i / dx_iy = -(1 - p_iy) = -exp(n_i) / (exp(x_iy) + exp(n_i)) = -sigmoid(n_i - x_iy)
+        loss_i = log(exp(m_i) + exp(n_i)) - mean of x_ij over P(i)
+               = softplus(n_i - m_i) + (m_i - mean of x_ij over P(i))
+        dloss_i / dx_ij = a_ij (1 - sigmoid(n_i - m_i)) - 1 / |P(i)|                   j in P(i)
+                        = (a_ij - 1 / |P(i)|) - a_ij sigmoid(n_i - m_i)
 
-    where nothing cancels: the rounding of the logits is a relative error of the result, however
-    small that is. A row without negatives has n_i = -inf, hence loss 0 and slope 0.
+    where nothing cancels: of a single positive y, m_i = x_iy and a_iy = 1, both brackets are 0, and
+    the rounding of the logits is a relative error of the result, however small that is. Of several,
+    the second term of the loss is at least log |P(i)|. A row without negatives has n_i = -inf.
 
-    Logits above 2^53 have no digits for what a log-sum-exp is above the largest of them. So r_i and
-    n_i are kept as their peak and a sum, and peaks are subtracted first: ``p_ij`` never exceeds 1.
+    The positives are no part of a decoupled softmax, whose negatives have probability 1 in sum:
+    there n_i - m_i stands in place of its softplus and 1 in place of its sigmoid.
+
+    Logits above 2^53 have no digits for what a log-sum-exp is above the largest of them. So n_i and
+    m_i are kept as their peak and a sum, and peaks are subtracted first: ``p_ij`` never exceeds 1.
     """
-    x_positive = logits[positive]
-    kept = np.where(excluded, -np.inf, logits)
+    limit = np.max(dot, axis=1, initial=-np.inf, where=positive) + false_negative_margin
+    has_positive: Mask = np.any(positive, axis=1)
+    excluded = excluded | (~positive & has_positive[:, None] & (dot > limit[:, None]))
+    bias = 0.0 if key_bias is None else np.asarray(key_bias, np.float64)
+    logits = scale * (dot - margin * positive) + bias
+    weighted = np.where(positive, logits, logits + hardness * dot)  # as the sum of r_i has them
+    negatives = np.where(positive | excluded, -np.inf, weighted)
+    positives = np.where(positive, logits, -np.inf)
+    kept = negatives if decoupled else np.where(excluded, -np.inf, weighted)
+
     peak, total = sum_exp(kept, axis=1)
-    negative_peak, negative_total = sum_exp(np.where(positive, -np.inf, kept), axis=1)
-    gap = (negative_peak - x_positive) + np.log(negative_total)  # n - x_iy
-    slope = np.exp(kept - peak[:, None]) / total[:, None]
-    slope[positive] = -sigmoid(gap)
-    return softplus(gap), np.log(total) + peak, slope
+    negative_peak, negative_total = sum_exp(negatives, axis=1)
+    positive_peak, positive_total = sum_exp(positives, axis=1)
+    # n - m
+    gap = (negative_peak - positive_peak) + (np.log(negative_total) - np.log(positive_total))
+    count = np.maximum(1, np.count_nonzero(positive, axis=1))
+    below_peak = np.sum(np.where(positive, positive_peak[:, None] - logits, 0.0), axis=1) / count
+    losses = (gap if decoupled else softplus(gap)) + (np.log(positive_total) + below_peak)
+
+    share = np.exp(positives - positive_peak[:, None]) / positive_total[:, None]
+    negative_probability = np.ones_like(gap) if decoupled else sigmoid(gap)
+    at_positives = (share - 1 / count[:, None]) - share * negative_probability[:, None]
+    with_sum = np.where(total == 0, 1.0, total)  # 0: no key takes part
+    slope = np.where(positive, at_positives, np.exp(kept - peak[:, None]) / with_sum[:, None])
+    if label_smoothing:
+        # Probability moves from the positives to all K keys.
+        keys = np.maximum(1, np.count_nonzero(~excluded, axis=1))
+        moved = positive / count[:, None] - ~excluded / keys[:, None]
+        losses = losses + label_smoothing * np.sum(moved * np.where(excluded, 0.0, logits), axis=1)
+        slope = slope + label_smoothing * moved
+    losses = np.where(has_positive, losses, 0.0)
+    slope = np.where(has_positive[:, None], slope, 0.0)
+    return losses, np.log(total) + peak, slope

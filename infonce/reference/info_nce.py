@@ -1,10 +1,12 @@
 """InfoNCE: each query picks its key out of all keys."""
 
+from typing import Unpack
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from . import common
-from .common import Gradients, Ids, Reference
+from .common import BiasedSoftmax, Gradients, Ids, Reference
 
 
 @common.silent
@@ -17,6 +19,7 @@ def info_nce(
     ids: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """InfoNCE loss of queries against keys, with its gradients.
 
@@ -26,7 +29,7 @@ def info_nce(
         loss_i = log sum_j exp(x_ij) - x_iy        y = labels_i
         loss = sum_i weights_i * loss_i
 
-    where the sum over j leaves out the excluded pairs.
+    where the sum over j leaves out the excluded pairs. Of several positives, x_iy is their mean.
 
     Parameters
     ----------
@@ -35,15 +38,20 @@ def info_nce(
         Keys that are nobody's positive are extra negatives, such as a MoCo queue.
     scale : float
         1 / temperature.
-    labels : array_like of int [M], optional
-        Index of each query's positive key. By default i for query i, and N >= M.
+    labels : array_like of int [M] or [M, P], optional
+        Indices of each query's positive keys, a set: what is given twice counts once. Negative ones
+        stand for none. By default i for query i, and N >= M.
     ids : array_like [N], or tuple (query ids [M], key ids [N]), optional
-        Query i and key j of equal id are excluded, unless j is the positive of i. One array
+        Query i and key j of equal id are excluded, unless j is a positive of i. One array
         serves both sides when M = N.
     normalize : bool
         Divide the rows of `query` and `key` by their L2 norms first.
     weights : array_like [M], optional
-        Upstream gradient of each row's loss; 1/M by default.
+        Upstream gradient of each row's loss; by default that of the mean over rows that have a
+        positive.
+    **options
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
+        `false_negative_margin`, as `common.softmax_loss` defines them.
 
     Returns
     -------
@@ -55,6 +63,7 @@ def info_nce(
     The gradient with respect to the logits is that of a softmax cross-entropy, row by row::
 
         dX_ij = dloss / dx_ij = weights_i * (p_ij - [j = y])    p_ij = exp(x_ij - lse_i)
+                              = weights_i * (p_ij - 1 / |P|)    at a set P of positives
 
     and 0 at excluded pairs. Each x_ij is bilinear in q_i and k_j and linear in the scale, so the
     chain rule gives::
@@ -80,18 +89,19 @@ def info_nce(
         q, q_norm = common.normalize(q)
         k, k_norm = common.normalize(k)
     rows, columns = len(q), len(k)
-    w = common.row_weights(weights, rows)
     y = np.arange(rows) if labels is None else np.asarray(labels)
-    positive = np.arange(columns) == y[:, None]
+    positive = (np.arange(columns) == y.reshape(rows, -1, 1)).any(axis=1)
+    w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive)
 
     dot = q @ k.T
-    losses, lse, slope = common.softmax_loss(scale * dot, positive, excluded)
+    losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)
 
     dx = w[:, None] * slope
     dq, dk = scale * (dx @ k), scale * (dx.T @ q)
     if normalize:
         dq = common.normalize_backward(dq, q, q_norm)
         dk = common.normalize_backward(dk, k, k_norm)
-    grads: Gradients = {"query": dq, "key": dk, "scale": float(np.sum(dx * dot))}
+    dscale = float(np.sum(dx * common.scale_slope(dot, positive, **options)))
+    grads: Gradients = {"query": dq, "key": dk, "scale": dscale}
     return Reference(losses, float(w @ losses), grads, lse)

@@ -1,10 +1,12 @@
 """LiT: each text picks its image; the images are locked."""
 
+from typing import Unpack
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from . import common
-from .common import Gradients, Ids, Reference
+from .common import BiasedSoftmax, Gradients, Ids, Reference
 
 
 @common.silent
@@ -16,6 +18,7 @@ def lit(
     ids: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """Contrastive loss of texts against locked images, with its gradients.
 
@@ -40,6 +43,9 @@ def lit(
         Divide the rows of both by their L2 norms first.
     weights : array_like [N], optional
         Upstream gradient of each row's loss; 1/N by default.
+    **options
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
+        `false_negative_margin`, as `common.softmax_loss` defines them.
 
     Returns
     -------
@@ -69,16 +75,17 @@ def lit(
     if normalize:
         t, t_norm = common.normalize(t)
         v, _ = common.normalize(v)
-    w = common.row_weights(weights, len(t))
     positive = np.eye(len(t), dtype=np.bool_)
+    w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive)
 
     dot = t @ v.T
-    losses, lse, slope = common.softmax_loss(scale * dot, positive, excluded)
+    losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)
 
     dx = w[:, None] * slope
     dt = scale * (dx @ v)
     if normalize:
         dt = common.normalize_backward(dt, t, t_norm)
-    grads: Gradients = {"text": dt, "image": None, "scale": float(np.sum(dx * dot))}
+    dscale = float(np.sum(dx * common.scale_slope(dot, positive, **options)))
+    grads: Gradients = {"text": dt, "image": None, "scale": dscale}
     return Reference(losses, float(w @ losses), grads, lse)

@@ -1,10 +1,12 @@
 """NT-Xent: two views of each sample, every other row a negative."""
 
+from typing import Unpack
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from . import common
-from .common import Gradients, Reference
+from .common import BiasedSoftmax, Gradients, Reference
 
 
 @common.silent
@@ -15,6 +17,7 @@ def nt_xent(
     ids: ArrayLike | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """Normalized temperature-scaled cross-entropy of SimCLR, with its gradients.
 
@@ -38,6 +41,9 @@ def nt_xent(
         Divide the rows by their L2 norms first. SimCLR does.
     weights : array_like [2B], optional
         Upstream gradient of each row's loss; 1/2B by default.
+    **options
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
+        `false_negative_margin`, as `common.softmax_loss` defines them.
 
     Returns
     -------
@@ -70,19 +76,20 @@ def nt_xent(
     if normalize:
         z, norm = common.normalize(z)
     rows = len(z)
-    w = common.row_weights(weights, rows)
     row = np.arange(rows)
     partner = (row + rows // 2) % rows
     positive = row == partner[:, None]
+    w = common.row_weights(weights, positive)
     itself = row == row[:, None]
     excluded = common.duplicates(ids, positive) | itself
 
     dot = z @ z.T
-    losses, lse, slope = common.softmax_loss(scale * dot, positive, excluded)
+    losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)
 
     g = w[:, None] * slope
     dz = scale * ((g + g.T) @ z)
     if normalize:
         dz = common.normalize_backward(dz, z, norm)
-    grads: Gradients = {"features": dz, "scale": float(np.sum(g * dot))}
+    dscale = float(np.sum(g * common.scale_slope(dot, positive, **options)))
+    grads: Gradients = {"features": dz, "scale": dscale}
     return Reference(losses, float(w @ losses), grads, lse)

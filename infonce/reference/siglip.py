@@ -76,8 +76,8 @@ def siglip(
     if normalize:
         u, u_norm = common.normalize(u)
         v, v_norm = common.normalize(v)
-    w = common.row_weights(weights, len(u))
     positive = np.eye(len(u), dtype=np.bool_)
+    w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive)
     t = np.where(positive, 1.0, -1.0)
 

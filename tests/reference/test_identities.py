@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_problems import (
     EPS,
+    FEATURES,
+    PAIRS,
     SOFTMAX,
     Problem,
     assert_close,
@@ -21,8 +23,15 @@ from infonce import reference
 # Closed forms.
 
 
+CANDIDATES = {"nt_xent": 2, "sup_con": 2, "gte": 4}  # that each pair adds; one otherwise
+
+
 def closed_form_problem(name, image, text, scale, **options):
-    features = (np.concatenate([image, text]),) if name == "nt_xent" else (image, text)
+    """Losses of one set of rows get both; of sup_con, each pair is a class."""
+    one_set = len(FEATURES[name]) == 1
+    features = (np.concatenate([image, text]),) if one_set else (image, text)
+    if name == "sup_con":
+        options["labels"] = np.tile(np.arange(len(image)), 2)
     return Problem(name, features, scale=scale, **options)
 
 
@@ -33,7 +42,7 @@ def test_identical_rows_give_the_log_of_the_number_of_candidates(name, n, scale)
     """Nothing to choose by: log n; log(2n - 1) for nt_xent, where 2n rows compare with others."""
     rows = np.tile([0.6, 0.8], (n, 1))
     result = closed_form_problem(name, rows, rows, scale).reference()
-    candidates = 2 * n - 1 if name == "nt_xent" else n
+    candidates = 1 + CANDIDATES.get(name, 1) * (n - 1)
     assert_close(result.losses, np.log(candidates), rtol=1e-13, atol=1e-13)
     # Every mean of the keys is the positive: no gradient.
     for gradient in result.grads.values():
@@ -49,7 +58,7 @@ def test_aligned_orthogonal_pairs(name, n, scale):
 
     The loss is log1p(m e^-s) and its slope in the scale -(1 - p), to full relative accuracy.
     """
-    negatives = 2 * n - 2 if name == "nt_xent" else n - 1
+    negatives = CANDIDATES.get(name, 1) * (n - 1)
     result = closed_form_problem(name, np.eye(n), np.eye(n), scale).reference()
     odds = negatives * np.exp(-scale)
     tight = {"rtol": 4 * EPS * scale + 8 * EPS, "atol": 0}
@@ -81,7 +90,9 @@ def test_siglip_starts_at_the_scale_and_bias_of_the_paper():
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_a_row_without_negatives_has_no_loss_and_no_gradient(name):
     same = np.zeros(6, int)
-    alone = [one_problem(name, ids=same), one_problem(name, rows=2 if name == "nt_xent" else 1)]
+    alone = [one_problem(name, rows=2 if name == "nt_xent" else 1)]
+    if name != "sup_con":
+        alone.append(one_problem(name, ids=same))
     for problem in alone:
         result = problem.reference()
         assert result.loss == 0
@@ -116,24 +127,33 @@ def test_two_keys_are_a_logistic_regression():
 @quick
 @given(problems())
 def test_features_and_scale_share_their_gradient(problem):
-    """Logits depend on scale * q: sum_i <dq_i, q_i> = scale * dscale, for each side."""
+    """Logits depend on scale * q: sum_i <dq_i, q_i> = scale * dscale, for each side. Where rows of
+    one side meet each other, only the sum of both sides is known."""
     if problem.normalize:
         features = tuple(z / np.linalg.norm(z, axis=1, keepdims=True) for z in problem.features)
         problem = problem._replace(features=features, normalize=False)
     grads = problem.reference().grads
-    sides = 2 if problem.name == "nt_xent" else 1
-    for argument, z in zip(problem.argument_names(), problem.features, strict=True):
-        if grads[argument] is not None:
-            inner = np.vdot(grads[argument], z)
-            assert_close(inner, sides * problem.scale * grads["scale"])
+    expected = problem.scale * grads["scale"]
+    inner = [
+        np.vdot(grads[argument], z)
+        for argument, z in zip(problem.argument_names(), problem.features, strict=True)
+        if grads[argument] is not None
+    ]
+    if problem.name in ("nt_xent", "sup_con", "gte"):
+        assert_close(sum(inner), 2 * expected)
+    else:
+        assert_close(inner, expected)
 
 
 @quick
-@given(problems(names=SOFTMAX, normalize=st.just(False)), st.floats(-5.0, 5.0))
+@given(
+    problems(names=[name for name in SOFTMAX if name != "gte"], normalize=st.just(False)),
+    st.floats(-5.0, 5.0),
+)
 def test_the_same_constant_in_all_logits_of_a_softmax_changes_nothing(problem, constant):
     """A constant feature adds scale * constant to each logit. Slopes of a row sum to 0."""
     ones = [np.ones((len(z), 1)) for z in problem.features]
-    last = constant * ones[-1] if problem.name != "nt_xent" else ones[0]
+    last = constant * ones[-1] if problem.name in PAIRS else ones[-1]
     shifted = tuple(
         np.concatenate([z, one], axis=1)
         for z, one in zip(problem.features, [*ones[:-1], last], strict=True)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from reference_problems import (
     EPS,
     LOSSES,
-    Problem,
     assert_close,
     assert_same_result,
     every_entry,
@@ -163,7 +162,7 @@ def test_a_value_that_is_not_finite_makes_the_loss_nan(name, side, bad):
         for z in features:
             z[:, 2] = column + np.arange(len(z)) * column
         features[side][1, 2] = bad
-        result = Problem(name, tuple(features), scale=2.0).reference()
+        result = one_problem(name)._replace(features=tuple(features)).reference()
         assert np.isnan(result.losses[1])
         assert np.isnan(result.loss)
         assert np.isnan(result.grads["scale"])

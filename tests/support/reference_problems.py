@@ -5,6 +5,8 @@ number type, no shift by a maximum: in complex numbers, a complex step yields th
 full precision.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -13,35 +15,89 @@ from hypothesis import strategies as st
 
 from infonce import reference
 
-LOSSES = ("info_nce", "nt_xent", "clip", "lit", "siglip")
-SOFTMAX = ("info_nce", "nt_xent", "clip", "lit")
-TWO_SIDED = {"info_nce": ("query", "key"), "clip": ("image", "text"), "lit": ("text", "image")}
-TWO_SIDED["siglip"] = ("image", "text")
+LOSSES = ("info_nce", "nt_xent", "clip", "lit", "siglip", "sup_con", "gte")
+SOFTMAX = tuple(name for name in LOSSES if name != "siglip")
+FEATURES = {"info_nce": ("query", "key"), "clip": ("image", "text"), "lit": ("text", "image")}
+FEATURES |= {"siglip": ("image", "text"), "gte": ("query", "key")}
+FEATURES |= {"nt_xent": ("features",), "sup_con": ("features",)}
+PAIRS = ("info_nce", "clip", "lit")  # rows are compared with columns, the positive of i being i
 EPS = np.finfo(np.float64).eps
 
-EITHER = st.booleans()
+EITHER, NO = st.booleans(), st.just(False)
 quick = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
-def kept_keys(i, positive, columns, query_ids, key_ids, itself_too):
+def kept_keys(i, positives, columns, query_ids, key_ids, itself_too=True):
     """Keys that query i is compared with."""
     kept = []
     for j in range(columns):
         if j == i and not itself_too:
             continue
-        if j != positive and query_ids is not None and query_ids[i] == key_ids[j]:
+        if j not in positives and query_ids is not None and query_ids[i] == key_ids[j]:
             continue
         kept.append(j)
     return kept
 
 
-def rows_by_definition(x, positives, query_ids, key_ids, itself_too=True):
-    """log sum exp over the kept keys, less the positive logit; row by row."""
-    losses, lse = [], []
-    for i, positive in enumerate(positives):
-        kept = kept_keys(i, positive, len(x[i]), query_ids, key_ids, itself_too)
-        lse.append(np.log(sum(np.exp(x[i, j]) for j in kept)))
-        losses.append(lse[-1] - x[i, positive])
+def row_by_definition(
+    dot,
+    positives,
+    kept,
+    *,
+    scale,
+    margin=0.0,
+    decoupled=False,
+    label_smoothing=0.0,
+    hardness=0.0,
+    key_bias=None,
+    false_negative_margin=None,
+):
+    """Loss and log-sum-exp of one row, from its products with the kept keys: log sum exp, less the
+    mean over the targets. What is not differentiated is real."""
+    if positives and false_negative_margin is not None:
+        limit = max(dot[p].real for p in positives) + false_negative_margin
+        kept = [j for j in kept if j in positives or dot[j].real <= limit]
+    x, total, target = {}, 0.0, {}
+    for j in kept:
+        x[j] = scale * (dot[j] - margin * (j in positives))
+        if key_bias is not None:
+            x[j] = x[j] + key_bias[j]
+        if j in positives:
+            total = total + (0 if decoupled else np.exp(x[j]))
+            target[j] = (1 - label_smoothing) / len(positives) + label_smoothing / len(kept)
+        else:
+            total = total + np.exp(hardness * dot[j].real) * np.exp(x[j])
+            target[j] = label_smoothing / len(kept)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total)  # -inf where nothing takes part
+    return (lse - sum(target[j] * x[j] for j in kept) if positives else 0.0), lse
+
+
+def rows_by_definition(dot, positives, query_ids, key_ids, itself_too=True, **options):
+    """Row by row."""
+    rows = [
+        row_by_definition(
+            dot[i], of_row, kept_keys(i, of_row, len(dot[i]), query_ids, key_ids, itself_too),
+            **options,
+        )
+        for i, of_row in enumerate(positives)
+    ]  # fmt: skip
+    losses, lse = zip(*rows, strict=True)
+    return np.array(losses), np.array(lse)
+
+
+def gte_by_definition(q, k, ids, **options):
+    """Four comparisons for each pair."""
+    ids = range(len(q)) if ids is None else ids
+    rows = []
+    for i in range(len(q)):
+        others = [j for j in range(len(q)) if ids[j] != ids[i]]
+        dots = [(q[i] * k[i]).sum()]
+        for j in others:
+            compared = (q[i], k[j]), (q[j], k[i]), (q[i], q[j]), (k[i], k[j])
+            dots += [(a * b).sum() for a, b in compared]
+        rows.append(row_by_definition(dots, {0}, range(len(dots)), **options))
+    losses, lse = zip(*rows, strict=True)
     return np.array(losses), np.array(lse)
 
 
@@ -56,21 +112,37 @@ class Problem(NamedTuple):
     ids: object = None
     normalize: bool = False
     weights: np.ndarray | None = None
+    softmax: Mapping[str, object] = MappingProxyType(
+        {}
+    )  # options of the softmax losses: margin, ...
 
     def argument_names(self):
-        return ("features",) if self.name == "nt_xent" else TWO_SIDED[self.name]
+        return FEATURES[self.name]
 
     def options(self):
-        options = {"scale": self.scale, "ids": self.ids, "normalize": self.normalize}
-        options["weights"] = self.weights
+        options = {"scale": self.scale, "normalize": self.normalize, "weights": self.weights}
+        if self.name != "sup_con":
+            options["ids"] = self.ids
         if self.name == "siglip":
             options["bias"] = self.bias
-        if self.name == "info_nce":
+        if self.name in ("info_nce", "sup_con"):
             options["labels"] = self.labels
-        return options
+        return options | dict(self.softmax)
 
     def reference(self):
         return getattr(reference, self.name)(*self.features, **self.options())
+
+    def positives(self):
+        """The set of positives of each row."""
+        rows = len(self.features[0])
+        if self.name == "nt_xent":
+            return [{(i + rows // 2) % rows} for i in range(rows)]
+        if self.name == "sup_con":
+            y = self.labels
+            return [{j for j in range(rows) if j != i and 0 <= y[i] == y[j]} for i in range(rows)]
+        if self.labels is None:
+            return [{i} for i in range(rows)]
+        return [{int(j) for j in np.atleast_1d(row) if j >= 0} for row in self.labels]
 
     def definition(self):
         """Losses, their weighted sum, and the log-sum-exps, by definition."""
@@ -78,29 +150,30 @@ class Problem(NamedTuple):
         if self.normalize:
             a = a / np.sqrt((a * a).sum(axis=1, keepdims=True))
             b = b / np.sqrt((b * b).sum(axis=1, keepdims=True))
-        x = self.scale * (a @ b.T)
-        rows = len(a)
+        dot, rows, positives = a @ b.T, len(a), self.positives()
         paired = self.ids if isinstance(self.ids, tuple) else (self.ids, self.ids)
-        diagonal = range(rows)
-        if self.name == "nt_xent":
-            half = rows // 2
-            partners = [*range(half, rows), *range(half)]
-            losses, lse = rows_by_definition(x, partners, *paired, itself_too=False)
+        options = {"scale": self.scale, **self.softmax}
+        if self.name == "gte":
+            losses, lse = gte_by_definition(a, b, self.ids, **options)
         elif self.name == "clip":
-            row, r = rows_by_definition(x, diagonal, *paired)
-            column, c = rows_by_definition(x.T, diagonal, *paired[::-1])
+            row, r = rows_by_definition(dot, positives, *paired, **options)
+            options.pop("key_bias", None)
+            column, c = rows_by_definition(dot.T, positives, *paired[::-1], **options)
             losses, lse = (row + column) / 2, (r, c)
         elif self.name == "siglip":
             losses, lse = [], None
             for i in range(rows):
-                kept = kept_keys(i, i, rows, *paired, itself_too=True)
-                away = [(1 if i == j else -1) * (x[i, j] + self.bias) for j in kept]
-                losses.append(sum(np.log(1 + np.exp(-a)) for a in away))
+                kept = kept_keys(i, {i}, rows, *paired)
+                z = self.scale * dot[i] + self.bias
+                losses.append(sum(np.log(1 + np.exp(-z[j] if i == j else z[j])) for j in kept))
             losses = np.array(losses)
         else:
-            positives = diagonal if self.labels is None else self.labels
-            losses, lse = rows_by_definition(x, positives, *paired)
-        weights = np.full(rows, 1 / rows) if self.weights is None else self.weights
+            itself_too = len(self.features) == 2
+            losses, lse = rows_by_definition(dot, positives, *paired, itself_too, **options)
+        weights = self.weights
+        if weights is None:
+            with_loss = np.array([bool(of_row) for of_row in positives])
+            weights = with_loss / max(1, with_loss.sum())
         return losses, (weights * losses).sum(), lse
 
     def complex_step(self, **change):
@@ -120,8 +193,35 @@ def every_entry(array):
 
 
 @st.composite
-def problems(draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER):
-    """Small problems of every kind; logits small enough to do without a shift."""
+def softmax_options(draw, name, columns, rng):
+    """Some of the options that a loss takes, in combinations that mean something."""
+    options = {}
+    if draw(st.booleans()):
+        options["margin"] = draw(st.floats(-0.5, 0.5))
+    if draw(st.booleans()):
+        options["hardness"] = draw(st.floats(0.0, 2.0))
+    if draw(st.booleans()):
+        options["false_negative_margin"] = draw(st.floats(-0.5, 0.5))
+    if draw(st.booleans()) and name != "gte":
+        options["key_bias"] = rng.normal(size=columns)
+    form = draw(st.sampled_from(["plain", "decoupled", "smooth"]))
+    if form == "decoupled":
+        options["decoupled"] = True
+    if form == "smooth":
+        options["label_smoothing"] = draw(st.floats(0.0, 0.99))
+    return options
+
+
+@st.composite
+def problems(
+    draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER, several=EITHER,
+    options=NO,
+):  # fmt: skip
+    """Small problems of every kind; logits small enough to do without a shift.
+
+    `several`: whether queries of info_nce have sets of positives, empty ones too. `options`:
+    whether softmax losses have more options than these.
+    """
     name = draw(st.sampled_from(names))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
@@ -132,20 +232,29 @@ def problems(draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER):
     if name == "info_nce" and draw(st.booleans()):
         columns = draw(st.integers(1, 7))  # fewer keys than queries, and shared positives
         labels = rng.integers(0, columns, rows)
+        if draw(several):
+            labels = rng.integers(-1, columns, (rows, draw(st.integers(1, 3))))
+    if name == "sup_con":
+        labels = rng.integers(-1, 3, rows)
     features = (rng.normal(size=(rows, width)),)
-    if name != "nt_xent":
+    if len(FEATURES[name]) == 2:
         features += (rng.normal(size=(columns, width)),)
     kind = draw(st.sampled_from(ids))
-    if kind == "pair" and name == "nt_xent":
+    if kind == "pair" and name in ("nt_xent", "gte"):
         kind = "one"
     if kind == "one" and rows != columns:
         kind = "pair"
+    if name == "sup_con":
+        kind = "none"
     some = {
         "none": None,
         "one": rng.integers(0, 3, rows),
         "pair": (rng.integers(0, 3, rows), rng.integers(0, 3, columns)),
     }
-    return Problem(
+    softmax = {}
+    if name != "siglip" and draw(options):
+        softmax = draw(softmax_options(name, columns, rng))
+    problem = Problem(
         name,
         features,
         scale=draw(st.floats(0.1, 10.0)),
@@ -154,7 +263,12 @@ def problems(draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER):
         ids=some[kind],
         normalize=draw(normalize),
         weights=rng.normal(size=rows) if draw(st.booleans()) else None,
+        softmax=softmax,
     )
+    with np.errstate(invalid="ignore"):
+        if softmax.get("decoupled") and not np.isfinite(problem.definition()[1]):
+            del softmax["decoupled"]  # a row without negatives has loss -inf
+    return problem
 
 
 def assert_close(actual, expected, rtol=1e-11, atol=1e-11):
@@ -175,5 +289,7 @@ def assert_same_result(actual, expected):
 
 def one_problem(name, seed=0, rows=6, width=4, **options):
     rng = np.random.default_rng(seed)
-    count = 1 if name == "nt_xent" else 2
-    return Problem(name, tuple(rng.normal(size=(count, rows, width))), scale=2.0, **options)
+    features = tuple(rng.normal(size=(len(FEATURES[name]), rows, width)))
+    if name == "sup_con":
+        options.setdefault("labels", np.arange(rows) % 2)
+    return Problem(name, features, scale=2.0, **options)

@@ -1,0 +1,106 @@
+"""GTE: each query picks its key, and both are compared with all queries and keys."""
+
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from . import common
+from .common import Gradients, Reference, Softmax
+
+
+@common.silent
+def gte(
+    query: ArrayLike,
+    key: ArrayLike,
+    *,
+    scale: float,
+    ids: ArrayLike | None = None,
+    normalize: bool = False,
+    weights: ArrayLike | None = None,
+    **options: Unpack[Softmax],
+) -> Reference:
+    """Contrastive loss of GTE, whose denominator joins four comparisons, with its gradients.
+
+    ::
+
+        loss_i = log Z_i - x(q_i, k_i)            x(a, b) = scale * <a, b>
+        Z_i = exp x(q_i, k_i) + sum_{j != i} (
+            exp x(q_i, k_j) + exp x(q_j, k_i) + exp x(q_i, q_j) + exp x(k_i, k_j) )
+        loss = sum_i weights_i * loss_i
+
+    where the sum over j leaves out the excluded pairs.
+
+    Parameters
+    ----------
+    query, key : array_like [B, D]
+        Row i of one belongs to row i of the other.
+    scale : float
+        1 / temperature.
+    ids : array_like [B], optional
+        Pairs i and j of equal id are excluded as each other's negatives, in all four comparisons.
+    normalize : bool
+        Divide the rows of both by their L2 norms first.
+    weights : array_like [B], optional
+        Upstream gradient of each pair's loss; 1/B by default.
+    **options
+        `margin`, `decoupled`, `label_smoothing`, `hardness` and `false_negative_margin`, as
+        `common.softmax_loss` defines them.
+
+    Returns
+    -------
+    Reference
+        With `grads` for ``query``, ``key`` and ``scale``, and `lse` of the pairs.
+
+    Notes
+    -----
+    Let z be the 2B queries and keys one below the other, and X = scale * z z' their logits, as in
+    NT-Xent. Z_i is the sum over rows i and i + B of X, without the diagonal and with the positive
+    once. So the loss is one softmax cross-entropy over both rows side by side, 4B logits, whose
+    slope is G, row by row::
+
+        dz = scale * (G + G') z        [2B, D]
+        dscale = sum_ij G_ij * <z_i, z_j>
+
+    With `normalize`, dz goes on through `normalize_backward`. How the loss keeps its accuracy near
+    0: see `common.softmax_loss`.
+
+    References
+    ----------
+    Li, Zhang, Zhang, Long, Xie, Zhang. Towards general text embeddings with multi-stage contrastive
+    learning. 2023. arXiv:2308.03281, equation 4.
+
+    Zhang et al. Qwen3 embedding. 2025. arXiv:2506.05176, equation 1 (with a
+    `false_negative_margin` of 0.1).
+    """
+    z = np.concatenate([common.as_features(query), common.as_features(key)])
+    if normalize:
+        z, norm = common.normalize(z)
+    rows = len(z)
+    pairs = rows // 2
+    row = np.arange(rows)
+    pair_ids = np.asarray(row[:pairs] if ids is None else ids)[row % pairs]
+
+    def side_by_side(x: Any) -> Any:
+        """Rows i and i + B, [B, 4B]."""
+        return np.concatenate([x[:pairs], x[pairs:]], axis=1)
+
+    # Key i is the positive of query i, in row i. Row i + B has the same pair, which counts once.
+    is_positive = row == row[:, None] + pairs
+    positive = side_by_side(is_positive)
+    excluded = side_by_side((pair_ids[:, None] == pair_ids) & ~is_positive)
+    w = common.row_weights(weights, positive)
+
+    dot = z @ z.T
+    losses, lse, slope = common.softmax_loss(
+        side_by_side(dot), positive, excluded, scale=scale, **options
+    )
+
+    slope *= w[:, None]
+    g = np.concatenate([slope[:, :rows], slope[:, rows:]])
+    dz = scale * ((g + g.T) @ z)
+    if normalize:
+        dz = common.normalize_backward(dz, z, norm)
+    dscale = float(np.sum(slope * common.scale_slope(side_by_side(dot), positive, **options)))
+    grads: Gradients = {"query": dz[:pairs], "key": dz[pairs:], "scale": dscale}
+    return Reference(losses, float(w @ losses), grads, lse)
