@@ -13,6 +13,8 @@ from ._names import missing
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
+    gte_loss,
+    gte_loss_and_grad,
     info_nce_loss,
     info_nce_loss_and_grad,
     lit_loss,
@@ -21,6 +23,8 @@ from .losses import (
     nt_xent_loss_and_grad,
     siglip_loss,
     siglip_loss_and_grad,
+    sup_con_loss,
+    sup_con_loss_and_grad,
 )
 from .result import LossAndGrad, Metrics
 from .training.capture import Captured, capture
@@ -37,6 +41,8 @@ __all__ = [
     "clip_loss",
     "clip_loss_and_grad",
     "grad_cache",
+    "gte_loss",
+    "gte_loss_and_grad",
     "info_nce_loss",
     "info_nce_loss_and_grad",
     "lit_loss",
@@ -46,6 +52,8 @@ __all__ = [
     "schedules",
     "siglip_loss",
     "siglip_loss_and_grad",
+    "sup_con_loss",
+    "sup_con_loss_and_grad",
 ]
 
 if not TYPE_CHECKING:  # type checkers know the names; with this they would believe any

@@ -12,7 +12,7 @@ from . import arrays
 from .checks.call import Request, check
 from .kernels.problem import LN_2, SILENT, Array, Problem
 from .kernels.solve import Solution, solve
-from .result import LossAndGrad, Metrics
+from .result import LossAndGrad, Metrics, QueryKeyGrads
 from .spec import Loss
 
 
@@ -92,9 +92,14 @@ def compute_context(array: Array) -> Any:
 
 def _solve(request: Request) -> Solution:
     try:
-        return _backends_solution(request)
+        solution = _backends_solution(request)
     except MemoryError as error:
         raise_with_advice(error, request.problem)
+    if request.joined is not None:
+        for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
+            if name in request.feature_grads:
+                np.copyto(request.feature_grads[name], part, casting="same_kind")
+    return solution
 
 
 def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
@@ -135,10 +140,15 @@ def _reduce(request: Request, solution: Solution) -> Array:
     """The loss by `reduction`."""
     if solution.loss is not None:
         return _zero_d(request, solution.loss)
-    losses = solution.losses
+    losses, weights = solution.losses, request.problem.weights
+    if weights is not None:
+        losses = losses * weights
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
-    return _zero_d(request, losses.sum() if request.reduction == "sum" else losses.mean())
+    loss = losses.sum() if request.reduction == "sum" or weights is not None else losses.mean()
+    if request.reduction == "mean" and weights is not None:
+        loss = loss / (weights.sum() + (not weights.any()))
+    return _zero_d(request, loss)
 
 
 def _zero_d(request: Request, value: Array) -> Array:

@@ -12,9 +12,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, Unpack, get_type_hints
 
-from . import dispatch
+from . import dispatch, spec
 from .result import Array, LossAndGrad
-from .spec import CLIP, COMPILED, INFO_NCE, LIT, NT_XENT, OPTIONS, SIGLIP, GradOptions, LossOptions
+from .spec import COMPILED, OPTIONS, GradOptions, LossOptions
 
 ERRORS_DOC = """
 TypeError, ValueError
@@ -102,14 +102,16 @@ def info_nce_loss(
     ----------
     query : array [M, D]
     key : array [N, D]
-    labels : integer array [M], optional
-        y_i, in [0, N). Default: query i belongs to key i, which needs N >= M.
+    labels : integer array [M] or [M, P], optional
+        y_i, in [0, N). Default: query i belongs to key i, which needs N >= M. Or a set of
+        positives: then x_{i, y_i} is their mean. A negative label stands for none; a row without a
+        positive is left out of the mean, its loss and gradient are 0.
 
     References
     ----------
     van den Oord, Li, Vinyals: Representation Learning with Contrastive Predictive Coding, 2018.
     """
-    return dispatch.loss(INFO_NCE, (query, key), labels, None, options)
+    return dispatch.loss(spec.INFO_NCE, (query, key), labels, None, options)
 
 
 @_documented
@@ -126,14 +128,15 @@ def info_nce_loss_and_grad(
     ----------
     query : array [M, D]
     key : array [N, D]
-    labels : integer array [M], optional
-        The positive key of each query, in [0, N); default i.
+    labels : integer array [M] or [M, P], optional
+        The positive key of each query, in [0, N), or a set of them, negative ones standing for
+        none; default i. Of a set, Y has 1 / its size.
 
     References
     ----------
     van den Oord, Li, Vinyals: Representation Learning with Contrastive Predictive Coding, 2018.
     """
-    return dispatch.loss_and_grad(INFO_NCE, (query, key), labels, None, options)
+    return dispatch.loss_and_grad(spec.INFO_NCE, (query, key), labels, None, options)
 
 
 @_documented
@@ -156,7 +159,7 @@ def nt_xent_loss(features: Array, **options: Unpack[LossOptions]) -> Array:
     Chen, Kornblith, Norouzi, Hinton: A Simple Framework for Contrastive Learning of Visual
     Representations, 2020.
     """
-    return dispatch.loss(NT_XENT, (features,), None, None, options)
+    return dispatch.loss(spec.NT_XENT, (features,), None, None, options)
 
 
 @_documented
@@ -176,7 +179,7 @@ def nt_xent_loss_and_grad(features: Array, **options: Unpack[GradOptions]) -> Lo
     Chen, Kornblith, Norouzi, Hinton: A Simple Framework for Contrastive Learning of Visual
     Representations, 2020.
     """
-    return dispatch.loss_and_grad(NT_XENT, (features,), None, None, options)
+    return dispatch.loss_and_grad(spec.NT_XENT, (features,), None, None, options)
 
 
 @_documented
@@ -196,7 +199,7 @@ def clip_loss(image: Array, text: Array, **options: Unpack[LossOptions]) -> Arra
     ----------
     Radford et al.: Learning Transferable Visual Models From Natural Language Supervision, 2021.
     """
-    return dispatch.loss(CLIP, (image, text), None, None, options)
+    return dispatch.loss(spec.CLIP, (image, text), None, None, options)
 
 
 @_documented
@@ -216,7 +219,7 @@ def clip_loss_and_grad(image: Array, text: Array, **options: Unpack[GradOptions]
     ----------
     Radford et al.: Learning Transferable Visual Models From Natural Language Supervision, 2021.
     """
-    return dispatch.loss_and_grad(CLIP, (image, text), None, None, options)
+    return dispatch.loss_and_grad(spec.CLIP, (image, text), None, None, options)
 
 
 @_documented
@@ -234,7 +237,7 @@ def lit_loss(text: Array, image: Array, **options: Unpack[LossOptions]) -> Array
     ----------
     Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022.
     """
-    return dispatch.loss(LIT, (text, image), None, None, options)
+    return dispatch.loss(spec.LIT, (text, image), None, None, options)
 
 
 @_documented
@@ -253,7 +256,7 @@ def lit_loss_and_grad(text: Array, image: Array, **options: Unpack[GradOptions])
     ----------
     Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022.
     """
-    return dispatch.loss_and_grad(LIT, (text, image), None, None, options)
+    return dispatch.loss_and_grad(spec.LIT, (text, image), None, None, options)
 
 
 @_documented
@@ -277,7 +280,7 @@ def siglip_loss(
     ----------
     Zhai, Mustafa, Kolesnikov, Beyer: Sigmoid Loss for Language Image Pre-Training, 2023.
     """
-    return dispatch.loss(SIGLIP, (image, text), None, bias, options)
+    return dispatch.loss(spec.SIGLIP, (image, text), None, bias, options)
 
 
 @_documented
@@ -301,4 +304,91 @@ def siglip_loss_and_grad(
     ----------
     Zhai, Mustafa, Kolesnikov, Beyer: Sigmoid Loss for Language Image Pre-Training, 2023.
     """
-    return dispatch.loss_and_grad(SIGLIP, (image, text), None, bias, options)
+    return dispatch.loss_and_grad(spec.SIGLIP, (image, text), None, bias, options)
+
+
+@_documented
+def sup_con_loss(features: Array, labels: Array, **options: Unpack[LossOptions]) -> Array:
+    """Supervised contrastive loss: rows of the same class are each other's positives.
+
+    With ``x_ij = scale * <z_i, z_j>``, P(i) the other rows of row i's class, and i = j left out,
+
+    ``loss = mean_i ( log sum_{j != i} exp(x_ij) - mean_{p in P(i)} x_ip )``.
+
+    A row that is alone in its class is left out of the mean: its loss is 0. It is a negative of the
+    others. The paper normalises rows: pass unit rows or ``normalize=True``.
+
+    Parameters
+    ----------
+    features : array [N, D]
+    labels : integer array [N]
+        Class of each row. Rows of a negative label are of no class.
+
+    References
+    ----------
+    Khosla et al.: Supervised Contrastive Learning, 2020 (L_out, equation 2).
+    """
+    return dispatch.loss(spec.SUP_CON, (features,), labels, None, options)
+
+
+@_documented
+def sup_con_loss_and_grad(
+    features: Array, labels: Array, **options: Unpack[GradOptions]
+) -> LossAndGrad:
+    """Supervised contrastive loss and its gradients.
+
+    With S the softmax over j != i, Y_ij = 1 / |P(i)| for j in P(i), and ``G = (S - Y) / N``, over
+    the N rows that have a positive, ``dfeatures = scale (G + G') features``. What Y contributes are
+    sums over classes. See `sup_con_loss`.
+
+    Parameters
+    ----------
+    features : array [N, D]
+    labels : integer array [N]
+        Class of each row. Rows of a negative label are of no class.
+
+    References
+    ----------
+    Khosla et al.: Supervised Contrastive Learning, 2020 (L_out, equation 2).
+    """
+    return dispatch.loss_and_grad(spec.SUP_CON, (features,), labels, None, options)
+
+
+@_documented
+def gte_loss(query: Array, key: Array, **options: Unpack[LossOptions]) -> Array:
+    """GTE's contrastive loss: queries and keys, each against all queries and all keys.
+
+    With ``x(a, b) = scale * <a, b>``, ``loss = mean_i ( log Z_i - x(q_i, k_i) )``, where
+
+    ``Z_i = exp x(q_i, k_i) + sum_{j != i} ( exp x(q_i, k_j) + exp x(q_j, k_i) + exp x(q_i, q_j)
+    + exp x(k_i, k_j) )``.
+
+    Parameters
+    ----------
+    query : array [B, D]
+    key : array [B, D]
+
+    References
+    ----------
+    Li et al.: Towards General Text Embeddings with Multi-stage Contrastive Learning, 2023.
+    """
+    return dispatch.loss(spec.GTE, (query, key), None, None, options)
+
+
+@_documented
+def gte_loss_and_grad(query: Array, key: Array, **options: Unpack[GradOptions]) -> LossAndGrad:
+    """GTE's contrastive loss and its gradients.
+
+    Queries and keys one below the other are 2B rows z, whose logits are those of NT-Xent; rows i
+    and i + B have one softmax. With G its derivative, ``dz = scale (G + G') z``. See `gte_loss`.
+
+    Parameters
+    ----------
+    query : array [B, D]
+    key : array [B, D]
+
+    References
+    ----------
+    Li et al.: Towards General Text Embeddings with Multi-stage Contrastive Learning, 2023.
+    """
+    return dispatch.loss_and_grad(spec.GTE, (query, key), None, None, options)

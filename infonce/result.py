@@ -9,7 +9,7 @@ Array = Any  # of the library of the caller's arrays
 
 
 class QueryKeyGrads(NamedTuple):
-    """Gradients of `info_nce`."""
+    """Gradients of `info_nce` and `gte`."""
 
     query: Array | None
     key: Array | None
@@ -17,7 +17,7 @@ class QueryKeyGrads(NamedTuple):
 
 
 class FeaturesGrads(NamedTuple):
-    """Gradients of `nt_xent`."""
+    """Gradients of `nt_xent` and `sup_con`."""
 
     features: Array | None
     scale: Array | None
@@ -98,7 +98,7 @@ class LossAndGrad:
         One field per array argument, under that argument's name, plus `scale` (and `bias`);
         None for those that are not in `wrt`.
     lse : array [M], pair of arrays ([M], [N]) for `clip`, None for `siglip`
-        Log-sum-exp of the logits of every row (and column), the positive included.
+        Log-sum-exp of every row (and column): the logarithm of its softmax's denominator.
     metrics : Metrics or None
     logits : array [M, N] or None
         The scaled logits, with ``method="naive", return_logits=True``; excluded pairs are -inf.

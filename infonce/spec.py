@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
@@ -19,6 +20,13 @@ class LossOptions(TypedDict, total=False):
     temperature: Any
     scale: Any
     ids: Any
+    weights: Any
+    margin: float
+    decoupled: bool
+    label_smoothing: float
+    hardness: float
+    key_bias: Any
+    false_negative_margin: float
     normalize: bool
     reduction: Reduction
     method: Method
@@ -69,6 +77,57 @@ OPTIONS: dict[str, Option] = {
         None,
         "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
         """Pairs of equal ids that are not positives are left out: duplicates are no negatives.""",
+    ),
+    "weights": Option(
+        None,
+        "float array [M], optional",
+        """Weight of each row's loss (of each pair's, in both directions), at least 0. The mean
+        divides by their sum, not by M.""",
+    ),
+    "margin": Option(
+        0.0,
+        "float, default 0",
+        """Additive margin: subtracted from the dot products of positives.""",
+        flag="Subtracted from the dot products of positives.",
+        compiled=True,
+    ),
+    "decoupled": Option(
+        False,
+        "bool, default False",
+        """Leave the positives out of the denominator: the loss of a row is n - p, with n the
+        log-sum-exp of its negatives and p its positive logit. Without negatives it is -inf.""",
+        flag="Leave positives out of the denominator.",
+        compiled=True,
+    ),
+    "label_smoothing": Option(
+        0.0,
+        "float in [0, 1), default 0",
+        """Of the targets, 1 - label_smoothing is on the positives of a row, and label_smoothing is
+        spread over all keys that take part, the positives too.""",
+        flag="Share of the targets that is spread over all keys.",
+        compiled=True,
+    ),
+    "hardness": Option(
+        0.0,
+        "float, default 0",
+        """Negatives count ``exp(hardness <q, k>)`` times, a weight that is not differentiated: the
+        more similar, the more. Their exponents have scale + hardness in place of scale.""",
+        flag="Negatives count exp(hardness * dot product) times.",
+        compiled=True,
+    ),
+    "key_bias": Option(
+        None,
+        "float array [N], optional",
+        """Added to the logits of each key, positives too, in the rows' softmax: -log Q_j for keys
+        that were sampled with probability Q_j. It gets no gradient.""",
+    ),
+    "false_negative_margin": Option(
+        math.inf,
+        "float, default inf",
+        """Negatives whose dot product exceeds that of the row's positive (of several, the largest)
+        by more than this are left out: likely they are positives.""",
+        flag="Leave out negatives this much more similar than the positive.",
+        compiled=True,
     ),
     "normalize": Option(
         False,
@@ -181,6 +240,22 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+# Options of the softmax: `kernels.problem.Problem` has fields of the same names
+SOFTMAX = (
+    "margin",
+    "decoupled",
+    "label_smoothing",
+    "hardness",
+    "key_bias",
+    "false_negative_margin",
+)
+# Pairs of options that mean nothing together: the smoothed targets are those of a softmax over the
+# keys that take part, all of which the denominator has, once
+EXCLUSIVE = tuple(
+    ("label_smoothing", other) for other in ("decoupled", "hardness", "false_negative_margin")
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Loss:
     """The data by which losses differ."""
@@ -196,6 +271,9 @@ class Loss:
     sigmoid: bool = False
     scale: float | None = None  # default
     bias: float | None = None
+    refused: tuple[str, ...] = ()  # options that mean nothing for it
+    classes: bool = False  # labels are classes: the positives of a row are all others of its class
+    joint: bool = False  # rows i of both arguments have one softmax, over all rows of both
 
 
 INFO_NCE = Loss("info_nce", ("query", "key"), QueryKeyGrads)
@@ -205,6 +283,16 @@ CLIP = Loss(
 )
 LIT = Loss("lit", ("text", "image"), TextImageGrads, square=True, locked=("image",))
 SIGLIP = Loss(
-    "siglip", ("image", "text"), SigmoidGrads, square=True, sigmoid=True, scale=10.0, bias=-10.0
-)
+    "siglip", ("image", "text"), SigmoidGrads, square=True, sigmoid=True, scale=10.0, bias=-10.0,
+    refused=(*SOFTMAX, "metrics"),
+)  # fmt: skip
+SUP_CON = Loss(
+    "sup_con", ("features",), FeaturesGrads, symmetric=True, classes=True,
+    refused=("ids", "margin", "hardness", "false_negative_margin", "metrics"),
+)  # fmt: skip
+GTE = Loss(
+    "gte", ("query", "key"), QueryKeyGrads, symmetric=True, square=True, joint=True,
+    refused=("key_bias", "metrics", "return_logits"),
+)  # fmt: skip
+# Those that every backend and adapter has
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT)}

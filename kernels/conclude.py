@@ -23,26 +23,42 @@ class Direction:
     log_scale_grad: Array = None  # d loss / d log(scale); None: the sums have no moments
 
 
-def conclude(xp: Any, sums: Sums, positive: Array) -> Direction:
+def conclude(
+    xp: Any, sums: Sums, positive: Array, decoupled: bool = False, mean: Array | None = None
+) -> Direction:
     """From the sums of the negatives and the positive's logit, base 2.
 
     With E[x] the mean of the negatives' logits under their own softmax,
 
         d loss / d log(scale) = sigmoid(n - p) (E[x] - p).
 
-    Nothing cancels but the logits themselves.
+    Nothing cancels but the logits themselves. `decoupled`: the positive is no part of the softmax;
+    the loss is n - p, and 1 is in place of the sigmoid. `mean`: of the logits that p stands for.
     """
     gap = (sums.max - positive) + xp.log2(sums.sum)
-    top = xp.maximum(sums.max, positive)
-    total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
+    if decoupled:
+        top, total = _finite(xp, sums.max), sums.sum
+        loss, share = LN_2 * gap, xp.ones_like(gap)
+    else:
+        top = _finite(xp, xp.maximum(sums.max, positive))
+        total = sums.sum * xp.exp2(sums.max - top) + xp.exp2(positive - top)
+        loss, share = softplus2(xp, gap), sigmoid2(xp, gap)
     lse2 = top + xp.log2(total)
     # A column's max may be a bound above all its logits: then total < 1, and lse2 is below top
-    reference, probability = xp.minimum(top, lse2), 1.0 / xp.maximum(total, 1.0)
-    share, log_scale_grad = sigmoid2(xp, gap), None
+    reference, probability = xp.minimum(top, _finite(xp, lse2)), 1.0 / xp.maximum(total, 1.0)
+    log_scale_grad = None
     if sums.moment is not None:
-        mean = sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
-        log_scale_grad = LN_2 * share * (mean - xp.where(sums.sum == 0, 0.0, positive))
-    return Direction(softplus2(xp, gap), LN_2 * lse2, share, reference, probability, log_scale_grad)
+        of_negatives = sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
+        of_positive = positive if mean is None else mean
+        if not decoupled:
+            of_positive = xp.where(sums.sum == 0, 0.0, of_positive)
+        log_scale_grad = LN_2 * share * (of_negatives - of_positive)
+    return Direction(loss, LN_2 * lse2, share, reference, probability, log_scale_grad)
+
+
+def _finite(xp: Any, top: Array) -> Array:
+    """Of nothing, any number in place of -inf: no difference of infinities is taken."""
+    return xp.where(xp.isneginf(top), 0.0, top)
 
 
 def softplus2(xp: Any, gap: Array) -> Array:

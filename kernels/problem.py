@@ -44,7 +44,9 @@ class Problem:
     key: Array  # [N, D]; `query` itself if `symmetric`
     scale: Any  # number, or 0-d array on the device
     upstream: Any  # [M] float64; a number if it is the same for all rows
-    positives: Array = None  # [M] int64: the key that is row i's positive; None: the loss's default
+    # [M] int64: the key that is row i's positive, or [M, P] several, -1 for none; None: the loss's
+    # default
+    positives: Array = None
     reduction_weight: float | None = None  # of a row's loss in the reduced loss; None: not reduced
     row_weight: float = 1.0  # weight of the softmax over keys
     column_weight: float = 0.0  # weight of the softmax over queries
@@ -64,12 +66,42 @@ class Problem:
     marks: Array = None  # [M] float64 added to losses: NaN for rows whose label is out of range
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
     moments: bool = False  # that of the scale comes from moments (`moments_pay`)
+    weights: Array = None  # [M] float64, of each row's loss, where they are not all 1
+    # options of the softmax: see `infonce.spec.OPTIONS`
+    margin: float = 0.0
+    decoupled: bool = False
+    label_smoothing: float = 0.0
+    hardness: float = 0.0
+    key_bias: Array = None  # [N] float64
+    false_negative_margin: float = math.inf
+    joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
+    # `linear.Segments`: the positives of a row are all others of its class; `positives` has those
+    # that are alone as such
+    classes: Any = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(M, N, D)."""
         m, d = self.query.shape
         return m, len(self.key), d
+
+    @property
+    def plain(self) -> bool:
+        """Whether all rows have one positive, and a softmax of the logits as they are."""
+        return (
+            self.weights is None
+            and not (self.margin or self.decoupled or self.label_smoothing or self.hardness)
+            and self.key_bias is None
+            and self.false_negative_margin == math.inf
+            and (self.positives is None or self.positives.ndim == 1)
+            and not self.joint
+            and self.classes is None
+        )
+
+    @property
+    def exponent_scale(self) -> Any:
+        """Of negatives in the sums."""
+        return self.scale + self.hardness if self.hardness else self.scale
 
     @property
     def paired(self) -> bool:
@@ -116,7 +148,7 @@ def materialize_vectors(problem: Problem, xp: Any) -> Problem:
     if positives is None:
         positives = (xp.arange(m) + m // 2) % m if problem.symmetric else xp.arange(m)
     if isinstance(upstream, float):
-        upstream = xp.full(m, upstream)
+        upstream = xp.full(m // 2 if problem.joint else m, upstream)
     return replace(problem, positives=positives, upstream=upstream)
 
 
@@ -246,6 +278,7 @@ class SoftmaxGradient:
     column_factor: Array | None  # b [N]
     positive_gradient: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
     column_positive_gradient: Array | None = None  # [N]: of key j's query, if it is not row j here
+    linear: Sequence[Any] = ()  # `linear.LinearTerm`s, added to the complete gradients
 
     phase = "gradient"
 

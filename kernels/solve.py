@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .conclude import Direction, conclude
+from .conclusion import Conclusion, conclusion
 from .problem import (
     Array,
     Epilogue,
@@ -148,7 +149,7 @@ def one_softmax(problem: Problem) -> bool:
     """Whether `OnlineSoftmax` has all that is asked for: only rows have sums."""
     if problem.bias is not None or problem.two_sided or problem.symmetric:
         return False
-    return not problem.retrieval_ranks
+    return problem.plain and not problem.retrieval_ranks
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
@@ -175,8 +176,9 @@ def _solve_softmax(
         if problem.symmetric:  # dL/dx + its transpose: the columns are the rows
             reference, factor = rows.reference, end.row_factor
         epilogue = SoftmaxGradient(
-            rows.reference, end.row_factor, reference, factor, end.positive_gradient
-        )
+            rows.reference, end.row_factor, reference, factor, end.positive_gradient,
+            linear=end.linear,
+        )  # fmt: skip
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
     of_scale = end.log_scale_grad if gradients is None or problem.moments else gradients.dots
     loss, scale_grad, _ = vectors.totals(problem, end.losses, of_scale, None)
@@ -184,19 +186,6 @@ def _solve_softmax(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
     )  # fmt: skip
-
-
-@dataclass
-class Conclusion:
-    """What follows from complete statistics: losses, and the vectors of the gradient fold."""
-
-    losses: Array  # [M]
-    rows: Direction
-    columns: Direction | None  # of a two-sided loss
-    row_factor: Array  # a of SoftmaxGradient
-    column_factor: Array | None  # b, of a two-sided loss
-    positive_gradient: Array  # [M], of SoftmaxGradient
-    log_scale_grad: Array | None = None  # [M], weighted; where the sums have moments
 
 
 class Vectors:
@@ -242,9 +231,11 @@ class Vectors:
         local = self.xp.where(local < 0, local + total, local)
         return self.xp.where((local >= 0) & (local < keys.stop - keys.start), local, -1)
 
-    def direction(self, sums: Sums, positive: Array) -> Direction:
+    def direction(
+        self, sums: Sums, positive: Array, decoupled: bool = False, mean: Array | None = None
+    ) -> Direction:
         """See `conclude`."""
-        return conclude(self.xp, sums, positive)
+        return conclude(self.xp, sums, positive, decoupled, mean)
 
     # -- the steps of a call
 
@@ -262,7 +253,7 @@ class Vectors:
         columns = rows if problem.symmetric and not problem.retrieval_ranks else None
         if problem.two_sided:
             columns = self.identity(n, moments)
-        stats = Statistics(rows, columns, xp.full(m, xp.nan))
+        stats = Statistics(rows, columns, xp.full(problem.positives.shape, xp.nan))
         if problem.retrieval_ranks:
             stats.row_rank = xp.zeros(m, xp.int64)
             if problem.two_sided:
@@ -274,35 +265,11 @@ class Vectors:
         backend: Backend,
     ) -> Conclusion:  # fmt: skip
         """Losses and, for a `gradient`, its factors. A `triangle` has visited each pair once."""
-        xp = self.xp
         if triangle:
             stats.positive_logits = mirror_positive_logits(
-                xp, stats.positive_logits, problem.positives
+                self.xp, stats.positive_logits, problem.positives
             )
-        rows = self.direction(stats.rows, stats.positive_logits)
-        losses = problem.row_weight * rows.loss + backend.not_finite_marks(problem)
-        # NaN by itself where a feature is not finite
-        log_scale_grad = rows.log_scale_grad
-        if log_scale_grad is not None:
-            log_scale_grad = problem.row_weight * log_scale_grad
-        a = problem.upstream * (problem.row_weight * problem.scale)
-        at_positive = a * rows.negative_probability
-        row_factor = a * rows.reference_probability
-        columns = b = None
-        if problem.symmetric:
-            if gradient:  # over ranks this communicates
-                at_positive = at_positive + backend.take_at_positives(problem, at_positive)
-        elif problem.two_sided and stats.columns is not None:  # key i is the positive of query i
-            columns = self.direction(stats.columns, stats.positive_logits)
-            losses = losses + problem.column_weight * columns.loss
-            if log_scale_grad is not None:
-                log_scale_grad += problem.column_weight * columns.log_scale_grad
-            b = problem.upstream * (problem.column_weight * problem.scale)
-            at_positive = at_positive + b * columns.negative_probability
-            b = b * columns.reference_probability
-        if log_scale_grad is not None:
-            log_scale_grad = problem.upstream * log_scale_grad
-        return Conclusion(losses, rows, columns, row_factor, b, -at_positive, log_scale_grad)
+        return conclusion(self, problem, stats, gradient, backend, problem.scale)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         """The problem with its vectors as arrays, and the sigmoid fold's epilogue."""

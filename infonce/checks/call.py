@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import gpu_missing, namespace, native, on_gpu
 from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
-from . import validation
+from . import softmax, validation
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
@@ -44,6 +44,7 @@ class Request:
     metrics: bool
     return_logits: bool
     offload: bool  # host arrays, computed on a GPU
+    joined: Array = None  # of a joint loss: the gradients of all rows
 
 
 @dataclass(eq=False)
@@ -75,10 +76,13 @@ class _StaticChecks:
     metrics: bool
     return_logits: bool
     offload: bool
+    softmax: tuple[tuple[str, Any], ...]  # plain options of the softmax, by name, where not default
+    elsewhere: str | None  # where the call is computed, if not in this process on the CPU
 
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
-PER_CALL = frozenset({"out", "grad_out", "ids", "progress"})  # checked in every call
+# checked in every call
+PER_CALL = frozenset({"out", "grad_out", "ids", "progress", "weights", "key_bias"})
 NUMBERS = frozenset({"scale", "temperature"})  # checked in every call where they are arrays
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}
 
@@ -119,20 +123,38 @@ def check(
     if static.check_finite:
         for name, z in zip(loss.arguments, arrays, strict=True):
             validation.finite(xp, name, z)
-    row_ids = column_ids = positives = marks = None
+    row_ids = column_ids = positives = marks = classes = has_positive = None
     if ids is not None:
         row_ids, column_ids = validation.ids(xp, loss, ids, len(query), len(key))
-    if labelled:
-        positives, marks = validation.positives(xp, labels, len(query), static.batch.columns)
-    upstream = validation.upstream(xp, grad_out, reduction, len(query), static.row_share)
+    if loss.classes:
+        classes, positives, has_positive = validation.classes(labels, len(query))
+        if get("decoupled"):  # positives are no part of the sums
+            positives = np.full_like(positives, -1)
+            row_ids = column_ids = classes.rows
+    elif labelled:
+        found = validation.positives(xp, labels, len(query), static.batch.columns)
+        positives, marks, has_positive = found
+    weights = validation.row_weights(xp, get("weights"), has_positive, len(query))
+    row_share = static.row_share if weights is None else validation.shares(weights, reduction)
+    upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
+    reduced = reduction != "none" and weights is None
     # by position: keyword arguments take time that small batches notice
+    if loss.joint:
+        query = key = xp.concatenate([query, key])
+        row_ids = column_ids = None if row_ids is None else xp.concatenate([row_ids, row_ids])
     problem = Problem(
-        query, key, scale, upstream, positives, None if reduction == "none" else static.row_share,
+        query, key, scale, upstream, positives, static.row_share if reduced else None,
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
         row_ids, column_ids, static.normalize, static.compute, static.method,
         static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
-        marks, static.scalar_grads, static.moments,
+        marks, static.scalar_grads, static.moments, weights,
     )  # fmt: skip
+    for name, value in static.softmax:
+        setattr(problem, name, value)
+    problem.joint, problem.classes = loss.joint, classes
+    if (key_bias := get("key_bias")) is not None:
+        problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
+    softmax.require_available(problem, static.elsewhere, static.softmax)
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
     if grad_buffers is not None:
@@ -142,14 +164,17 @@ def check(
         )
     elif with_grad:
         outs, given_out = _out(xp, loss, arrays, out, static)
-    gradients = None
+    gradients = joined = None
     want_query, want_key = static.want_query, static.want_key
-    if want_query or want_key:
+    if loss.joint and outs:
+        joined = xp.empty(query.shape, DOUBLE if static.compute == "fp64" else SINGLE)
+        gradients = Gradients(joined, want_key=False)
+    elif want_query or want_key:
         of_query, of_key = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
     return Request(
         problem, gradients, outs, given_out, wrt, reduction, static.dtype,
-        static.metrics, static.return_logits, static.offload,
+        static.metrics, static.return_logits, static.offload, joined,
     )  # fmt: skip
 
 
@@ -218,6 +243,7 @@ def _check_static(
     query, key = arrays[0], arrays[-1]
     on_host = isinstance(query, np.ndarray)
     validation.same_device(loss, query, key)
+    over_ranks = batch is not None
     batch = batch or Batch(len(query), len(key))
     _shapes(loss, query, key, labelled, batch)
     if loss.sigmoid:
@@ -228,17 +254,20 @@ def _check_static(
         _offload(loss, o, query)
     compute = validation.precision(o["precision"], dtypes, on_host and not o["offload"])
     scale = validation.scale(loss, o["temperature"], o["scale"], compute)
+    on_cpu = on_host and not o["offload"]
+    elsewhere = "over ranks" if over_ranks else None if on_cpu else "on a GPU"
+    if (loss.classes or loss.joint) and elsewhere is not None:
+        raise ValueError(f"{loss.name}_loss: expected arrays on the CPU, got them {elsewhere}")
     if o["return_logits"] and o["method"] != "naive":
         raise ValueError(
             f'return_logits: expected method="naive", the one that keeps them, got '
             f'method="{o["method"]}"'
         )
-    if loss.sigmoid and o["metrics"]:
-        raise ValueError("metrics: expected False for siglip, which ranks nothing, got True")
+    of_softmax = softmax.options(loss, o)
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
-    scalar_grads, on_cpu = not wrt.isdisjoint(SCALARS), on_host and not o["offload"]
+    scalar_grads = not wrt.isdisjoint(SCALARS)
     logits = batch.rows * batch.columns
     grad_dtype = validation.grad_dtype(o["grad_dtype"])
     return _StaticChecks(
@@ -253,7 +282,7 @@ def _check_static(
         check_finite=bool(o["check_finite"]),
         wrt=wrt,
         new={
-            name: (z.shape, grad_dtype or _native_order(z.dtype))
+            name: (z.shape, grad_dtype or validation.native_order(z.dtype))
             for name, z in zip(loss.arguments, arrays, strict=True)
             if name in wrt
         },
@@ -261,13 +290,17 @@ def _check_static(
         want_query=want_query,
         want_key=want_key,
         scalar_grads=scalar_grads,
-        moments=scalar_grads and moments_pay(logits, want_query or want_key, on_cpu),
+        # <dQ_i, q_i> does not see a margin
+        moments=scalar_grads
+        and (o["margin"] != 0 or moments_pay(logits, want_query or want_key, on_cpu)),
         reduction=o["reduction"],
         row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
         metrics=bool(o["metrics"]),
         return_logits=bool(o["return_logits"]),
         offload=bool(o["offload"]),
+        softmax=of_softmax,
+        elsewhere=elsewhere,
     )
 
 
@@ -314,7 +347,7 @@ def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) 
         )
     if loss.square and len(query) != len(key):
         raise ValueError(f"{last}: expected {len(query)} rows like {first}, got shape {key.shape}")
-    if loss.symmetric and not labelled and len(query) % 2:
+    if loss.symmetric and not (labelled or loss.joint) and len(query) % 2:
         raise ValueError(
             f"{first}: expected an even number of rows, two views of each sample, "
             f"got shape {query.shape}"
@@ -366,7 +399,3 @@ def _out(
             )
         others.append(array)
     return grad_buffers, given
-
-
-def _native_order(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype if dtype.isnative else dtype.newbyteorder("=")

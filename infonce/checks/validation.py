@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import native, on_gpu
+from ..kernels.linear import Segments
 from ..kernels.problem import SCALES, Array
 from ..spec import Loss
 
@@ -120,8 +121,9 @@ def finite(xp: Any, name: str, z: Array) -> None:
         raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
 
 
-def number(name: str, value: Any) -> Any:
-    """A finite float; or a 0-d array on a GPU, unread: to read it would wait for the device."""
+def number(name: str, value: Any, infinite: bool = False) -> Any:
+    """A finite float, or inf where it may be `infinite`; or a 0-d array on a GPU, unread: to read
+    it would wait for the device."""
     value = native(value, name)
     if on_gpu(value) and value.ndim == 0:
         if value.dtype.name not in FLOATS:
@@ -132,7 +134,7 @@ def number(name: str, value: Any) -> Any:
         value = value.item()
     if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or 0-d array, got {what(value)}")
-    if not math.isfinite(value := real(name, value)):
+    if not math.isfinite(value := real(name, value)) and not (infinite and value == math.inf):
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
     return value
 
@@ -197,26 +199,96 @@ def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
     return precision
 
 
-def integers(xp: Any, name: str, value: Any, n: int) -> Array:
+def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Array:
+    """[n] int64; or, of `sets`, [n, P]."""
     value = listed(name, value, "integers")
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
-    if value.shape != (n,):
-        raise ValueError(f"{name}: expected shape ({n},), got {value.shape}")
+    if value.shape[:1] != (n,) or value.ndim > 1 + sets or 0 in value.shape[1:]:
+        expected = f"({n},) or ({n}, P)" if sets else f"({n},)"
+        raise ValueError(f"{name}: expected shape {expected}, got {value.shape}")
     return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
 
 
-def positives(xp: Any, labels: Array, m: int, n: int) -> tuple[Array, Array | None]:
-    """[M] the positive key of each row; on a GPU also `Problem.marks`."""
-    labels = integers(xp, "labels", labels, m)
+def positives(xp: Any, labels: Array, m: int, n: int) -> tuple[Array, Array | None, Array | None]:
+    """[M] the positive key of each row, or [M, P] the set of them; -1 for none. On a GPU also
+    `Problem.marks`; on the host, [M] whether a row has any."""
+    labels = integers(xp, "labels", labels, m, sets=True)
     if xp is not np:  # to read them would wait for the device: such rows get a NaN loss instead
         positives, marks = _within(xp)(labels, n)
-        return positives, marks
-    outside = (labels < 0) | (labels >= n)
+        return positives, marks, None
+    outside = labels >= n
     if outside.any():
-        i = int(outside.argmax())
-        raise ValueError(f"labels: expected values in [0, {n}), got {labels[i]} at position {i}")
-    return labels, None
+        first = np.argwhere(outside)[0]
+        at = int(first[0]) if labels.ndim == 1 else tuple(map(int, first))
+        raise ValueError(
+            f"labels: expected values in [0, {n}), or negative ones for none, got "
+            f"{labels[tuple(first)]} at position {at}"
+        )
+    if labels.ndim == 1:
+        return np.maximum(labels, -1), None, labels >= 0
+    labels = np.sort(np.maximum(labels, -1), axis=1)
+    labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1  # a set: what is given twice counts once
+    single = labels.shape[1] == 1
+    return labels[:, 0] if single else labels, None, (labels >= 0).any(axis=1)
+
+
+def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
+    """[n] float64, finite; on a GPU they are not read."""
+    expected = "numbers"
+    value = listed(name, value, expected)
+    if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected {expected}, got dtype {value.dtype}")
+    if value.shape != (n,):
+        raise ValueError(f"{name}: expected shape ({n},), got {value.shape}")
+    value = xp.ascontiguousarray(xp.asarray(value).astype(np.float64))
+    if isinstance(value, np.ndarray) and not np.isfinite(value).all():
+        i = int(np.isfinite(value).argmin())
+        raise ValueError(f"{name}: expected finite numbers, got {value[i]!s} at position {i}")
+    return value
+
+
+def classes(labels: Any, n: int) -> tuple[Segments, Array, Array]:
+    """The classes of rows; [N] the other row of a class of two, else -1; and [N] whether there is
+    any other. A row of a negative label is alone."""
+    labels = integers(np, "labels", labels, n)
+    found, index = np.unique(labels, return_inverse=True)
+    index = np.where(labels < 0, len(found) + np.arange(n), index.reshape(n))
+    _, index, sizes = np.unique(index, return_inverse=True, return_counts=True)
+    index = index.reshape(n)
+    order = np.argsort(index, kind="stable")
+    pairs = order[sizes[index[order]] == 2].reshape(-1, 2)
+    positives = np.full(n, -1)
+    positives[pairs] = pairs[:, ::-1]
+    return Segments(index, index, len(sizes)), positives, sizes[index] > 1
+
+
+def row_weights(xp: Any, given: Any, has_positive: Array, m: int) -> Array:
+    """`Problem.weights`: those given, and 0 for rows without a positive."""
+    weights = None if given is None else _weights(xp, given, m)
+    if has_positive is not None and not has_positive.all():
+        weights = has_positive * (1.0 if weights is None else weights)
+    return weights
+
+
+def shares(weights: Array, reduction: str) -> Array:
+    """Weight of each row's loss in the reduced loss."""
+    total = weights.sum() if reduction == "mean" else 1.0
+    return weights / (total + (total == 0))
+
+
+def _weights(xp: Any, value: Any, m: int) -> Array:
+    """[M] float64, at least 0 and not all 0; on a GPU they are not read."""
+    value = numbers(xp, "weights", value, m)
+    if isinstance(value, np.ndarray):
+        if (value < 0).any():
+            i = int((value < 0).argmax())
+            raise ValueError(
+                f"weights: expected numbers that are not negative, got {value[i]!s} at position {i}"
+            )
+        if m and not value.any():
+            raise ValueError("weights: expected a positive sum, got zeros alone")
+    return value
 
 
 @cache
@@ -308,3 +380,7 @@ def overlaps(array: Array) -> bool:
             return True
         extent += stride * (n - 1)
     return False
+
+
+def native_order(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.isnative else dtype.newbyteorder("=")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..linear import Segments
 from ..problem import (
     Array,
     Epilogue,
@@ -29,7 +30,7 @@ from ..problem import (
 from ..solve import Vectors, one_pass
 from .context import Context
 from .fold import Fold
-from .operands import Side, inverse_norms, not_finite
+from .operands import Side, inverse_norms, not_finite, segment_products
 from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, thread_count
 
@@ -77,6 +78,13 @@ class CPU:
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
+
+    def segment_products(
+        self, problem: Problem, segments: Segments, columns: bool
+    ) -> tuple[Array, Array | None]:
+        return segment_products(
+            self.context.query, self.context.key, segments, columns, problem.symmetric
+        )
 
     # -- memory: accumulators of dK, the workers' buffers, then logits to keep for the gradient
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ..problem import (
@@ -17,7 +19,7 @@ from ..problem import (
     slices,
 )
 from .context import Block, Context
-from .operands import Side, normalization_backward, row_dots
+from .operands import LinearGradient, Side, normalization_backward, row_dots
 from .workers import PanelOrder
 
 EXACT = 2.0**40  # logits below this have digits after the point, in float64
@@ -39,6 +41,9 @@ class Fold:
         self.context, self.problem, self.grid = context, problem, grid
         self.epilogue, self.gradients, self.order = epilogue, gradients, order
         self.c = float(problem.scale) * (1.0 if isinstance(epilogue, Sigmoid) else LOG2_E)
+        self.positive_c = self.c  # of positives
+        if problem.hardness:
+            self.c = float(problem.exponent_scale) * LOG2_E
         d = problem.shape[2]
         dtype = context.dtype
 
@@ -68,6 +73,18 @@ class Fold:
                 self.column_accumulator(grid.columns[0])[...] = 0
             if not grid.rows:
                 self.column_accumulator(keys)[...] = 0
+
+        # Linear terms of dQ and dK, added to them before they are stored
+        self.of_query: list[LinearGradient] = []
+        self.of_key: list[LinearGradient] = []
+        if isinstance(epilogue, SoftmaxGradient) and gradients is not None:
+            made = functools.partial(
+                LinearGradient, context.query, context.key, symmetric=problem.symmetric
+            )
+            if gradients.want_query:
+                self.of_query = [made(term=term, of_keys=False) for term in epilogue.linear]
+            if self.column_gradients and not problem.symmetric:
+                self.of_key = [made(term=term, of_keys=True) for term in epilogue.linear]
 
         self.kept_logits: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
@@ -141,7 +158,7 @@ class Fold:
                 buffer = np.empty((rows, d), context.dtype)
             g = self.column_accumulator(columns)
             destination = None if self.in_place else gradients.key
-            self.store(g, context.key, columns, buffer, destination, need_dots)
+            self.store(g, context.key, columns, buffer, destination, need_dots, of_keys=True)
 
     def column_accumulator(self, columns: slice) -> Array:
         """Where dK of these keys accumulates."""
@@ -156,12 +173,16 @@ class Fold:
         destination: Array | None,
         need_dots: bool,
         add: bool = False,
+        of_keys: bool = False,
     ) -> None:
         """Complete gradients g of `rows`, through the normalisation, to their destination (None:
         they are there)."""
         assert self.gradients is not None
-        if need_dots or side.inverse_norms is not None:
+        linear = self.of_key if of_keys else self.of_query
+        if linear or need_dots or side.inverse_norms is not None:
             z = side.block(rows, buffer)
+            for term in linear:
+                term.subtract(g, z, rows)
             dots = np.empty(len(g))
             row_dots(g, z, dots)
             if need_dots:

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..conclude import Direction, conclude
+from ..conclude import Direction
+from ..conclusion import conclusion
+from ..linear import Segments
 from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
-from ..solve import Solution
+from ..solve import Solution, Vectors
 
+VECTORS = Vectors(np)
 MATRICES = 4  # the most M x N arrays alive at once
 
 
@@ -40,7 +43,9 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         )
     u, norms = _rows(problem.query, problem.normalize, dtype)
     v, key_norms = (u, norms) if problem.symmetric else _rows(problem.key, problem.normalize, dtype)
-    index = np.arange(m), problem.positives  # of the positives in x
+    positives = problem.positives.reshape(m, -1)
+    present = positives >= 0
+    index = np.nonzero(present)[0], positives[present]  # of the positives in x
     x = u @ v.T
     scale = np.asarray(problem.scale, dtype)
     x *= scale
@@ -51,18 +56,16 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         x[problem.query_ids[:, None] == problem.key_ids[None, :]] = -np.inf
     x[index] = positive
 
-    fold = _sigmoid if problem.bias is not None else _softmax
-    solution, g = fold(problem, x, positive.astype(np.float64), index)
-    solution.logits = x
     finite = np.isfinite(u).all(axis=1) & np.isfinite(v).all()
-    solution.losses = solution.losses + np.where(finite, 0.0, np.nan)
-    if gradients is None and not problem.scalar_grads:
-        return solution
-
-    halves = 2.0 if problem.symmetric else 1.0  # every pair is twice in <dZ, z>
-    logits = np.where(g == 0, 0, x)  # 0 times the -inf of an excluded pair would be NaN
-    solution.scale_grad = np.vdot(g, logits).astype(np.float64) / (halves * problem.scale)
-    solution.bias_grad = g.sum(dtype=np.float64)
+    marks = np.where(finite, 0.0, np.nan)
+    if problem.bias is not None:
+        solution, g = _sigmoid(problem, x, index, marks)
+    else:
+        logits = np.full(positives.shape, np.nan)
+        logits[present] = LOG2_E * positive.astype(np.float64)
+        logits = logits.reshape(problem.positives.shape)
+        solution, g = _softmax(problem, x, logits, index, _Dense(u, v, marks))
+    solution.logits = x
     if gradients is None:
         return solution
     g *= scale
@@ -90,57 +93,104 @@ def _normalization_backward(g: Array, u: Array, norms: Array | None) -> Array:
     return ((g - u * np.sum(g * u, axis=1, keepdims=True)) / norms).astype(g.dtype)
 
 
+class _Dense:
+    """What `conclusion` asks of a backend, from all features at once."""
+
+    def __init__(self, query: Array, key: Array, marks: Array) -> None:
+        self.query, self.key, self.marks = query, key, marks
+
+    def not_finite_marks(self, problem: Problem) -> Array:
+        return self.marks
+
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        return np.zeros(len(self.query))  # the transpose has them
+
+    def segment_products(
+        self, problem: Problem, segments: Segments, columns: bool
+    ) -> tuple[Array, Array | None]:
+        dots = self.query.astype(np.float64) @ self.key.astype(np.float64).T
+        dots *= _same(problem, segments)
+        return dots.sum(axis=1), dots.sum(axis=0) if columns else None
+
+
+def _same(problem: Problem, segments: Segments) -> Array:
+    """[M, N] whether row and key are of the same segment."""
+    same = segments.rows[:, None] == segments.columns
+    if problem.symmetric:
+        np.fill_diagonal(same, False)
+    return same
+
+
 def _softmax(
-    problem: Problem, x: Array, positive: Array, index: tuple[Array, Array]
+    problem: Problem, x: Array, positive_logits: Array, index: tuple[Array, Array], dense: _Dense
 ) -> tuple[Solution, Array]:
     """Per-row losses, log-sum-exps and dL/dx.
 
     Positives are kept out of the sums, because softplus(LSE of the negatives - positive) loses no
     digits of a small loss. They are put back at the end.
     """
+    positive = x[index]
     x[index] = -np.inf
-    top, rows, g = _direction(x, positive, 1)
-    a = problem.row_weight * problem.upstream
-    g *= a[:, None].astype(x.dtype)
-    at_positive = -a * rows.negative_probability
-    stats = Statistics(Sums(top, None), None, LOG2_E * positive)
-    losses = problem.row_weight * rows.loss
-    solution = Solution(losses, rows.lse, None, stats, (rows.loss, None))
-    if problem.two_sided:
-        _, columns, p = _direction(x, positive, 0)
-        solution.losses = losses + problem.column_weight * columns.loss
-        solution.column_lse = columns.lse
-        solution.direction_losses = rows.loss, columns.loss
-        b = problem.column_weight * problem.upstream
-        g += p * b[None, :].astype(x.dtype)
-        at_positive -= b * columns.negative_probability
-    g[index] = at_positive
+    exponents = x
+    if problem.hardness:
+        exponents = x * np.asarray(problem.exponent_scale / problem.scale, x.dtype)
+    moments = problem.scalar_grads
+    sums, g = _sums(exponents, 1, moments)
+    column_sums, p = _sums(exponents, 0, moments) if problem.two_sided else (None, None)
+    stats = Statistics(sums, column_sums, positive_logits)
+    end = conclusion(VECTORS, problem, stats, True, dense, 1.0)
+    rows, columns = end.rows, end.columns
+    upstream = problem.upstream
+    if problem.joint:
+        upstream = np.tile(upstream, 2)
+    g *= _of_sums(sums, rows)[:, None].astype(x.dtype)
+    g *= (problem.row_weight * upstream)[:, None].astype(x.dtype)
+    if columns is not None and column_sums is not None:
+        p *= _of_sums(column_sums, columns)[None, :].astype(x.dtype)
+        g += p * (problem.column_weight * upstream)[None, :].astype(x.dtype)
+    g[index] = end.positive_gradient.reshape(len(x), -1)[problem.positives.reshape(len(x), -1) >= 0]
+    if problem.joint:  # half of it in each of two rows
+        g[index] /= 2
+    solution = Solution(
+        end.losses, rows.lse, None if columns is None else columns.lse, stats,
+        (rows.loss, None if columns is None else columns.loss),
+    )  # fmt: skip
+    if end.log_scale_grad is not None:
+        solution.scale_grad = end.log_scale_grad.sum() / problem.scale
     if problem.retrieval_ranks:
-        above = x > positive[:, None].astype(x.dtype)
+        above = x > positive[:, None]
         stats.row_rank = stats.column_rank = above.sum(axis=1)
         if problem.two_sided:
-            stats.column_rank = (x > positive[None, :].astype(x.dtype)).sum(axis=0)
+            stats.column_rank = (x > positive[None, :]).sum(axis=0)
         elif not problem.symmetric:
             stats.column_rank = None
     x[index] = positive
+    for term in end.linear:
+        of_columns = 0.0 if term.column_factor is None else term.column_factor
+        factor = term.row_factor[:, None] + of_columns
+        g -= (_same(problem, term.segments) * factor).astype(x.dtype)
     return solution, g + g.T if problem.symmetric else g
 
 
-def _direction(x: Array, positive: Array, axis: int) -> tuple[Array, Direction, Array]:
-    """From the negatives' logits along one axis: maxima in base 2, what follows from their sums,
-    and probabilities. Exponents are differences of logits: x minus the largest one."""
+def _sums(x: Array, axis: int, moments: bool) -> tuple[Sums, Array]:
+    """From the negatives' logits along one axis: their sums, and exponentials. Exponents are
+    differences of logits: x minus the largest one."""
     top = x.max(axis=axis).astype(np.float64)
     shift = np.where(np.isneginf(top), 0, top).astype(x.dtype)
     p = np.exp(x - np.expand_dims(shift, axis))
-    top2 = LOG2_E * top
-    end = conclude(np, Sums(top2, p.sum(axis=axis, dtype=np.float64)), LOG2_E * positive)
-    factor = np.exp2(top2 - end.reference) * end.reference_probability
-    p *= np.expand_dims(factor.astype(x.dtype), axis)
-    return top2, end, p
+    sums = Sums(LOG2_E * top, p.sum(axis=axis, dtype=np.float64))
+    if moments:  # 0 times the -inf of an excluded pair would be NaN
+        sums.moment = LOG2_E * (p * np.where(p == 0, 0, x)).sum(axis=axis, dtype=np.float64)
+    return sums, p
+
+
+def _of_sums(sums: Sums, end: Direction) -> Array:
+    """What makes probabilities of exponentials."""
+    return np.exp2(sums.max - end.reference) * end.reference_probability
 
 
 def _sigmoid(
-    problem: Problem, x: Array, positive: Array, index: tuple[Array, Array]
+    problem: Problem, x: Array, index: tuple[Array, Array], marks: Array
 ) -> tuple[Solution, Array]:
     """-log sigmoid(t z) = softplus(-t z), t = 1 at positives and -1 elsewhere; and dL/dx."""
     z = x + np.asarray(problem.bias, x.dtype)
@@ -149,4 +199,9 @@ def _sigmoid(
     g = np.exp(z - np.logaddexp(0, z)) * problem.upstream[:, None].astype(x.dtype)
     g[np.isneginf(x)] = 0
     g[index] *= -1
-    return Solution(losses), g
+    solution = Solution(losses + marks)
+    if problem.scalar_grads:
+        logits = np.where(g == 0, 0, x)  # 0 times the -inf of an excluded pair would be NaN
+        solution.scale_grad = np.vdot(g, logits).astype(np.float64) / problem.scale
+        solution.bias_grad = g.sum(dtype=np.float64)
+    return solution, g

@@ -1,12 +1,14 @@
-"""Rows of features as BLAS reads them, and the rows of gradients that they get."""
+"""Rows of features as BLAS reads them, their sums, and the rows of gradients that they get."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..linear import LinearTerm, Segments
 from ..problem import Array, slices
 from .elementary import compiled, wide_vectors
 
@@ -75,6 +77,77 @@ def inverse_norms(features: Array) -> Array:
     return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
 
 
+# --- sums over segments of rows: see `infonce.kernels.linear` -------------------------------------
+
+
+def segment_products(
+    query: Side, key: Side, segments: Segments, columns: bool, symmetric: bool
+) -> tuple[Array, Array | None]:
+    """See `infonce.kernels.linear.SegmentSums`."""
+    of_keys = segment_sums(key, segments.columns, segments.count)
+    rows = products(query, segments.rows, of_keys, symmetric)
+    if not columns:
+        return rows, None
+    of_queries = segment_sums(query, segments.rows, segments.count)
+    return rows, products(key, segments.columns, of_queries, False)
+
+
+def segment_sums(side: Side, segment: Array, count: int, factor: Array | None = None) -> Array:
+    """[count, D] float64: the sum of factor_i z_i over the rows of each segment."""
+    sums = np.zeros((count, side.features.shape[1]))
+    for rows, z in blocks(side):
+        _add_to_segments(z, segment[rows], ones(rows) if factor is None else factor[rows], sums)
+    return sums
+
+
+def products(side: Side, segment: Array, sums: Array, without_itself: bool) -> Array:
+    """[M] float64: z_i . (the sum of its segment, less z_i where asked for)."""
+    out = np.empty(len(segment))
+    for rows, z in blocks(side):
+        _products(z, segment[rows], sums, float(without_itself), out[rows])
+    return out
+
+
+def blocks(side: Side) -> Iterator[tuple[slice, Array]]:
+    """Rows in the compute dtype, some at a time."""
+    n, d = side.features.shape
+    buffer = None if side.direct else np.empty((min(n, 1024), d), side.dtype)
+    for rows in slices(n, 1024):
+        yield rows, side.block(rows, buffer)
+
+
+def ones(rows: slice) -> Array:
+    return np.ones(rows.stop - rows.start)
+
+
+class LinearGradient:
+    """The gradient of a linear term with respect to the features of one side."""
+
+    def __init__(
+        self, query: Side, key: Side, term: LinearTerm, of_keys: bool, symmetric: bool
+    ) -> None:
+        segments, count = term.segments, term.segments.count
+        mine, others = (segments.rows, query), (segments.columns, key)
+        factor, their_factor = term.row_factor, term.column_factor
+        if of_keys:
+            mine, others = others, mine
+            factor, their_factor = their_factor, factor
+        elif symmetric:
+            their_factor = factor
+        self.segment, self.itself = mine[0], 2.0 * symmetric
+        self.factor = np.zeros(len(mine[0])) if factor is None else factor
+        self.sums = segment_sums(others[1], others[0], count)
+        if their_factor is None:
+            their_factor = np.zeros(len(others[0]))
+        self.weighted = segment_sums(others[1], others[0], count, their_factor)
+
+    def subtract(self, g: Array, z: Array, rows: slice) -> None:
+        """Add the term's share of the gradient to g, that of the rows z."""
+        _subtract(
+            g, z, self.segment[rows], self.factor[rows], self.sums, self.weighted, self.itself
+        )  # fmt: skip
+
+
 # --- loops that Numba compiles --------------------------------------------------------------------
 
 
@@ -120,3 +193,37 @@ def normalization_backward(g, u, dots, inverse_norms):  # type: ignore[no-untype
         gi, ui, dot, inverse = g[i], u[i], dots[i], inverse_norms[i]
         for d in range(gi.size):
             gi[d] = (np.float64(gi[d]) - np.float64(ui[d]) * dot) * inverse
+
+
+@compiled
+def _add_to_segments(z, segment, factor, sums):  # type: ignore[no-untyped-def]
+    """sums[segment_i] += factor_i z_i."""
+    wide_vectors()
+    for i in range(z.shape[0]):
+        zi, out, f = z[i], sums[segment[i]], factor[i]
+        for d in range(zi.size):
+            out[d] += f * np.float64(zi[d])
+
+
+@compiled
+def _products(z, segment, sums, itself, out):  # type: ignore[no-untyped-def]
+    """out_i = z_i . (sums[segment_i] - itself z_i)."""
+    wide_vectors()
+    for i in range(z.shape[0]):
+        zi, of_segment = z[i], sums[segment[i]]
+        total = 0.0
+        for d in range(zi.size):
+            total += np.float64(zi[d]) * (of_segment[d] - itself * np.float64(zi[d]))
+        out[i] = total
+
+
+@compiled
+def _subtract(g, z, segment, factor, sums, weighted, itself):  # type: ignore[no-untyped-def]
+    """g_i -= factor_i sums[segment_i] + weighted[segment_i] - itself factor_i z_i."""
+    wide_vectors()
+    for i in range(g.shape[0]):
+        gi, zi, f = g[i], z[i], factor[i]
+        of_segment, of_weighted = sums[segment[i]], weighted[segment[i]]
+        for d in range(gi.size):
+            term = f * (of_segment[d] - itself * np.float64(zi[d])) + of_weighted[d]
+            gi[d] = np.float64(gi[d]) - term

@@ -113,7 +113,10 @@ class Worker:
             logits = fold.epilogue.positive_logits[rows]
             if isinstance(fold.epilogue, RetrievalRanks):
                 logits = logits.copy()  # known already: do not overwrite them
-            tile.set_aside_positives(x, problem.positives[rows], columns.start, fold.c, logits)
+            positives = problem.positives[rows].reshape(len(x), -1)
+            tile.set_aside_positives(
+                x, positives, columns.start, fold.positive_c, logits.reshape(positives.shape)
+            )
         if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
             start = max(rows.start, columns.start)
             tile.exclude_diagonal(x[start - rows.start :, start - columns.start :])
@@ -139,9 +142,9 @@ class Worker:
                     x, fold.c, fold.row_reference[rows], fold.a[rows],
                     fold.column_reference[columns], fold.b[columns],
                 )  # fmt: skip
-            tile.insert_positives(
-                x, fold.problem.positives[rows], columns.start, fold.positive_gradient[rows]
-            )
+            positives = fold.problem.positives[rows].reshape(len(x), -1)
+            values = fold.positive_gradient[rows].reshape(positives.shape)
+            tile.insert_positives(x, positives, columns.start, values)
             return None
         if isinstance(epilogue, Sigmoid):
             bias, positives = float(fold.problem.bias), fold.problem.positives[rows]

@@ -21,12 +21,13 @@ from .elementary import compiled, exp2, fmax, log1p, probability, wide_vectors
 
 @compiled
 def set_aside_positives(x, positives, first_column, c, out):  # type: ignore[no-untyped-def]
-    """out[i] = c x at row i's positive, which is then excluded from the sums."""
+    """out[i] = c x at row i's positives, which are then excluded from the sums."""
     for i in range(x.shape[0]):
-        j = positives[i] - first_column
-        if 0 <= j < x.shape[1]:
-            out[i] = c * np.float64(x[i, j])
-            x[i, j] = -np.inf
+        for p in range(positives.shape[1]):
+            j = positives[i, p] - first_column
+            if 0 <= j < x.shape[1]:
+                out[i, p] = c * np.float64(x[i, j])
+                x[i, j] = -np.inf
 
 
 @compiled
@@ -49,11 +50,12 @@ def exclude_diagonal(x):  # type: ignore[no-untyped-def]
 
 @compiled
 def insert_positives(x, positives, first_column, values):  # type: ignore[no-untyped-def]
-    """x at row i's positive = values[i]."""
+    """x at row i's positives = values[i]."""
     for i in range(x.shape[0]):
-        j = positives[i] - first_column
-        if 0 <= j < x.shape[1]:
-            x[i, j] = values[i]
+        for p in range(positives.shape[1]):
+            j = positives[i, p] - first_column
+            if 0 <= j < x.shape[1]:
+                x[i, j] = values[i, p]
 
 
 # --- LSE fold -------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import cupy
 import numpy as np
 
 from .. import problem as problems
-from .. import solve as blocks
 from ..conclude import Direction
+from ..conclusion import Conclusion
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Sigmoid, Statistics, Sums
 from . import plan as gpu_plan
 from . import recorded, select
@@ -51,7 +51,7 @@ class VectorsOverRanks(ElementwiseVectors):
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool, backend: Any
-    ) -> blocks.Conclusion:
+    ) -> Conclusion:
         if not self.known(problem):
             return super().conclude(problem, stats, triangle, gradient, backend)
         sums = Statistics(stats.rows, stats.columns, stats.positive_logits)
@@ -70,7 +70,7 @@ class VectorsOverRanks(ElementwiseVectors):
             positive_gradient = positive_gradient + backend.take_at_positives(
                 problem, positive_gradient
             )
-        return blocks.Conclusion(
+        return Conclusion(
             found("losses"), rows, columns if problem.two_sided else None, found("row_factor"),
             found("column_factor"), positive_gradient, found("log_scale_grad"),
         )  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 from .. import problem as problems
 from .. import solve as blocks
 from ..conclude import Direction
+from ..conclusion import Conclusion
 from ..problem import Array, Problem, Sigmoid, Statistics
 from .device import compiler
 from .device.arguments import Fields, address, sums_fields
@@ -84,7 +85,12 @@ class ElementwiseVectors(blocks.Vectors):
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
         return _within(positives, keys.start, keys.stop, total)
 
-    def direction(self, sums: problems.Sums, positive: Array) -> Direction:
+    def direction(
+        self, sums: problems.Sums, positive: Array, decoupled: bool = False,
+        mean: Array | None = None,
+    ) -> Direction:  # fmt: skip
+        if decoupled or mean is not None:
+            return super().direction(sums, positive, decoupled, mean)
         moment = 0.0 if sums.moment is None else sums.moment
         loss, lse, probability, lse2, of_scale = _conclude(sums.max, sums.sum, moment, positive)
         return Direction(
@@ -164,7 +170,7 @@ class TiledVectors(ElementwiseVectors):
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
         backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,
-    ) -> blocks.Conclusion:  # fmt: skip
+    ) -> Conclusion:  # fmt: skip
         """`not_finite`: marks of features that are not finite, where they are known already."""
         context, m = self.context, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None
@@ -191,7 +197,7 @@ class TiledVectors(ElementwiseVectors):
         }  # fmt: skip
         self.launcher.vectors("conclude", m, f=concluding)
         probability = None  # no longer needed
-        return blocks.Conclusion(
+        return Conclusion(
             losses, Direction(row_loss, lses[0], probability, row_lse2, 1.0),
             Direction(column_loss, lses[1], probability, column_lse2, 1.0)
             if two_sided else None,

@@ -32,6 +32,7 @@ LAYERS = [
     {"infonce.losses"},
     {"infonce.dispatch"},
     {"infonce.checks.call"},
+    {"infonce.checks.softmax"},
     {"infonce.checks.validation"},
     {"infonce.arrays"},
     {"infonce.spec"},

@@ -1,0 +1,79 @@
+"""The checks of the options of the softmax: their ranges, and what means something together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..kernels.problem import SCALES, Problem
+from ..spec import DEFAULTS, EXCLUSIVE, FLAGS, SOFTMAX, Loss
+from .validation import number, what
+
+LACKING = frozenset({"key_bias", "false_negative_margin"})  # options that no kernel computes
+LARGEST = math.nextafter(math.inf, 0)
+RANGES = {
+    "margin": (-LARGEST, LARGEST, "a finite number"),
+    "label_smoothing": (0.0, math.nextafter(1, 0), "a number in [0, 1)"),
+    "hardness": (0.0, SCALES["fp64"][1], f"a number in [0, {SCALES['fp64'][1]!r}]"),
+    "false_negative_margin": (-LARGEST, math.inf, "a number or inf"),
+}
+
+
+def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The plain options of the softmax that are not left at their default. ValueError for what
+    means nothing for this loss, or not together."""
+    for name in SOFTMAX:
+        o[name] = _checked(name, o[name])
+
+    def given(name: str) -> bool:
+        default = DEFAULTS[name]
+        return o[name] is not None if default is None else bool(o[name] != default)
+
+    for name in loss.refused:
+        if given(name):
+            raise ValueError(
+                f"{name}: expected {DEFAULTS[name]!r} for {loss.name}, which has none, "
+                f"got {what(o[name])}"
+            )
+    for name, other in EXCLUSIVE:
+        if given(name) and given(other):
+            raise ValueError(
+                f"{name}: expected {DEFAULTS[name]!r} with {other}, got {what(o[name])}"
+            )
+    return tuple((name, o[name]) for name in SOFTMAX if name != "key_bias" and given(name))
+
+
+def require_available(
+    problem: Problem, elsewhere: str | None, plain: tuple[tuple[str, Any], ...]
+) -> None:
+    """ValueError for an option that the place of the computation does not have, or metrics of rows
+    that have no positive, or several."""
+    positives = problem.positives
+    sets = positives is not None and positives.ndim > 1
+    if problem.retrieval_ranks and positives is not None and problem.weights is not None:
+        sets = sets or bool((positives < 0).any())
+    if problem.retrieval_ranks and sets:
+        raise ValueError("metrics: expected one positive a row, got labels with none or several")
+    given = [name for name, _ in plain]
+    given += [name for name in ("weights", "key_bias") if getattr(problem, name) is not None]
+    for name in given:
+        if name in LACKING or elsewhere is not None:
+            place = "" if elsewhere is None else f" {elsewhere}"
+            raise ValueError(f"{name}: expected {DEFAULTS[name]!r}{place}, got a value")
+    if sets and elsewhere is not None:
+        raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A plain number of the options of the softmax, within its range; other options unchanged."""
+    if name in FLAGS:
+        return bool(value)
+    if name == "key_bias":
+        return value
+    value = number(name, value, infinite=name == "false_negative_margin")
+    if not isinstance(value, float):
+        raise TypeError(f"{name}: expected a number, got {what(value)}")
+    low, high, expected = RANGES[name]
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return value

@@ -1,0 +1,156 @@
+"""Between the folds: from complete sums to losses, and to the vectors of the gradient fold.
+
+Losses and options differ in what the targets are (`targets`), in which sums belong together, and in
+linear terms (`linear`). All of it is mathematics on vectors of length M or N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .conclude import Direction
+from .linear import LinearTerm, Smoothed, same_id, smoothed
+from .problem import LN_2, Array, Problem, Statistics, Sums
+from .targets import Smoothing, Targets, targets
+
+
+@dataclass
+class Conclusion:
+    """What follows from complete statistics: losses, and the vectors of the gradient fold."""
+
+    losses: Array  # [M]; [B] of a joint loss
+    rows: Direction
+    columns: Direction | None  # of a two-sided loss
+    row_factor: Array  # a of SoftmaxGradient
+    column_factor: Array | None  # b, of a two-sided loss
+    positive_gradient: Array  # [M] or [M, P], of SoftmaxGradient
+    log_scale_grad: Array | None = None  # [M], weighted; where the sums have moments
+    linear: list[LinearTerm] = field(default_factory=list)
+
+
+def conclusion(
+    vectors: Any, problem: Problem, stats: Statistics, gradient: bool, backend: Any, scale: Any
+) -> Conclusion:
+    """Losses and, for a `gradient`, its factors, with `scale` folded in. Of a triangle, both sides
+    are in `stats`."""
+    xp, logits, sums = vectors.xp, stats.positive_logits, stats.rows
+    smooth = None
+    if problem.label_smoothing:
+        smooth = smoothed(xp, problem, backend, logits)
+    if problem.joint:
+        logits, sums = logits[: len(logits) // 2], _joined_sums(vectors, sums)
+        smooth = None if smooth is None else _joined_smoothing(problem, smooth, logits)
+    of_rows = targets(xp, problem, logits, None if smooth is None else smooth.rows)
+    rows = _direction(vectors, problem, sums, of_rows)
+    a = problem.upstream * (problem.row_weight * scale)
+    linear = []
+    if problem.classes is not None:
+        linear.append(_class_means(xp, problem, backend, smooth, sums, rows, a))
+    losses, log_scale_grad = problem.row_weight * rows.loss, rows.log_scale_grad
+    if log_scale_grad is not None:
+        log_scale_grad = problem.row_weight * log_scale_grad
+    at_positive = _times(a, of_rows.pull(rows.negative_probability))
+    row_factor = a * rows.reference_probability
+    columns = b = column_factor = None
+    if problem.two_sided and stats.columns is not None:  # key i is the positive of query i
+        of_columns = of_rows
+        if smooth is not None:
+            of_columns = targets(xp, problem, logits, smooth.columns)
+        columns = _direction(vectors, problem, stats.columns, of_columns)
+        losses = losses + problem.column_weight * columns.loss
+        if log_scale_grad is not None:
+            log_scale_grad += problem.column_weight * columns.log_scale_grad
+        b = problem.upstream * (problem.column_weight * scale)
+        at_positive = at_positive + b * of_columns.pull(columns.negative_probability)
+        column_factor = b * columns.reference_probability
+    losses = losses + backend.not_finite_marks(problem)[: len(losses)]
+    if log_scale_grad is not None:  # NaN by itself where a feature is not finite
+        log_scale_grad = problem.upstream * log_scale_grad
+    if smooth is not None:
+        of_each = problem.label_smoothing * a / smooth.rows.keys
+        if b is not None and smooth.columns is not None:
+            of_each = of_each + problem.label_smoothing * b / smooth.columns.keys
+        # Where linear terms leave out the positive, or a joint loss counts it twice
+        same = same_id(xp, problem)[: len(a)].reshape(at_positive.shape)
+        counted = 2.0 * same - 1.0 if problem.joint else 1.0 * same
+        at_positive = at_positive + _times(of_each, counted)
+        linear += smooth.terms(xp, problem.label_smoothing, a, b, problem.joint)
+    if problem.joint:
+        row_factor, at_positive = xp.tile(row_factor, 2), xp.tile(at_positive, 2)
+        rows.reference = xp.tile(rows.reference, 2)
+        rows.reference_probability = xp.tile(rows.reference_probability, 2)
+    elif problem.symmetric and gradient:  # over ranks this communicates
+        at_positive = at_positive + backend.take_at_positives(problem, at_positive)
+    return Conclusion(
+        losses, rows, columns, row_factor, column_factor, -at_positive, log_scale_grad, linear
+    )
+
+
+def _direction(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> Direction:
+    """Rows, or columns, with their targets."""
+    xp = vectors.xp
+    if problem.hardness and sums.moment is not None:  # of exponents that have another scale
+        sums = replace(sums, moment=sums.moment * (problem.scale / problem.exponent_scale))
+    end: Direction = vectors.direction(sums, target.logit, problem.decoupled, target.mean)
+    moments = end.log_scale_grad is not None
+    if target.excess is not None:
+        end.loss = end.loss + target.excess
+        if moments:
+            end.log_scale_grad = end.log_scale_grad + target.excess_scale_grad
+    if problem.weights is not None:  # rows without a positive have no loss
+        none = xp.isneginf(target.logit)
+        end.loss = xp.where(none, 0.0, end.loss)
+        if moments:
+            end.log_scale_grad = xp.where(none, 0.0, end.log_scale_grad)
+    return end
+
+
+def _times(factor: Array, values: Array) -> Array:
+    """[M] times [M] or [M, P]."""
+    return factor[:, None] * values if values.ndim > 1 else factor * values
+
+
+# --- joint losses: rows i and i + B of 2B have one sum, and their positive is one pair ------------
+
+
+def _joined_sums(vectors: Any, sums: Sums) -> Sums:
+    half = len(sums.max) // 2
+    first, second = sums.part(slice(half)), sums.part(slice(half, None))
+    joined = Sums(*(None if part is None else part.copy() for part in first.arrays))
+    vectors.merge(joined, second)
+    return joined
+
+
+def _joined_smoothing(problem: Problem, smooth: Smoothed, logits: Array) -> Smoothed:
+    half = len(logits)
+    keys, total = smooth.rows.keys, smooth.rows.mean * smooth.rows.keys
+    positive = LN_2 * logits - problem.scale * problem.margin
+    joined = keys[:half] + keys[half:] - 1.0
+    mean = (total[:half] + total[half:] - positive) / joined
+    return Smoothed(Smoothing(mean, joined), None, smooth.parts)
+
+
+# --- classes: the positives of a row are all others of its class ----------------------------------
+
+
+def _class_means(
+    xp: Any, problem: Problem, backend: Any, smooth: Smoothed | None, sums: Sums, rows: Direction,
+    a: Array,
+) -> LinearTerm:  # fmt: skip
+    """Set the loss of rows whose positives are in the sums: log-sum-exp less the mean of their
+    logits. That is at least the logarithm of the number of positives: nothing cancels."""
+    e = problem.label_smoothing
+    classes = problem.classes
+    others = xp.bincount(classes.rows, minlength=classes.count)[classes.rows] - 1
+    count = xp.maximum(others, 1)
+    mean = problem.scale * backend.segment_products(problem, classes, False)[0] / count
+    excess = -mean
+    if smooth is not None:
+        excess = excess + e * (mean - smooth.rows.mean)
+    in_sums = (problem.positives < 0) & (others > 0)
+    rows.loss = xp.where(in_sums, rows.lse + excess, rows.loss)
+    if sums.moment is not None:
+        of_all = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
+        rows.log_scale_grad = xp.where(in_sums, of_all + excess, rows.log_scale_grad)
+    return LinearTerm(classes, xp.where(in_sums, (1.0 - e) * a / count, 0.0))

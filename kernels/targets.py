@@ -1,0 +1,81 @@
+"""What the targets of a softmax come to: sets of positives, margins, label smoothing.
+
+A row whose target is one positive, of probability 1, has loss softplus(n - p) and the gradient
+-sigmoid(n - p) at the positive (see `conclude`). Every other target differs from that by what is
+here. The positives of a row stand in for one whose logit m is their log-sum-exp:
+
+    loss = softplus(n - m) + (m - mean of their logits) + e (mean of their logits - mean of all)
+    -dloss/dx at a positive = share sigmoid(n - m) + ((1 - e) / |P| - share) + e / K
+
+with e the label smoothing, K the number of keys that take part, and share the positive's part of
+the sum of exponentials. Nothing cancels: of a single positive both brackets are 0.
+The gradient of the mean of all is linear: see `linear`. By log(scale), logits are their own
+derivatives, and m has that of its exponentials' mean, sum of share x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .problem import LN_2, LOG2_E, Array, Problem
+
+
+@dataclass
+class Smoothing:
+    """The mean logit over the keys that take part, and their number, of rows or of columns."""
+
+    mean: Array  # natural units, margins taken off
+    keys: Array  # K
+
+
+@dataclass
+class Targets:
+    """Targets of rows, or of columns."""
+
+    logit: Array  # [M] m, base 2; -inf of a row without positives
+    mean: Array | None = None  # [M] sum of share x, base 2; None: `logit`
+    excess: Array | None = None  # [M] loss above softplus(n - m); None: 0
+    excess_scale_grad: Array | None = None  # [M] its derivative by log(scale)
+    share: Any = 1.0  # [M, P]
+    offset: Any = None  # [M, P] or number, of the gradient at positives; None: 0
+
+    def pull(self, negative_probability: Array) -> Array:
+        """-dloss/dx at the positives, [M] or [M, P], but for label smoothing's e / K."""
+        if self.offset is None:
+            return negative_probability
+        if getattr(self.share, "ndim", 0) == 2:
+            negative_probability = negative_probability[:, None]
+        return self.share * negative_probability + self.offset
+
+
+def targets(xp: Any, problem: Problem, logits: Array, smoothing: Smoothing | None) -> Targets:
+    """From the logits of positives [M] or [M, P], base 2."""
+    if problem.weights is not None or logits.ndim > 1 or problem.classes is not None:
+        logits = xp.where(problem.positives[: len(logits)] < 0, -xp.inf, logits)
+    if problem.margin:
+        logits = logits - problem.scale * problem.margin * LOG2_E
+    e = problem.label_smoothing
+    if logits.ndim == 1:
+        if smoothing is None:
+            return Targets(logits)
+        excess = e * (LN_2 * logits - smoothing.mean)
+        return Targets(logits, None, excess, excess, offset=-e)
+    present = problem.positives >= 0
+    count = xp.maximum(present.sum(axis=1), 1)
+    top = logits.max(axis=1)
+    below = xp.where(present, logits - xp.where(xp.isneginf(top), 0.0, top)[:, None], -xp.inf)
+    powers = xp.exp2(below)
+    total = powers.sum(axis=1)
+    mean_below = xp.where(present, below, 0.0).sum(axis=1) / count
+    share = powers / xp.where(total == 0, 1.0, total)[:, None]
+    share_below = (share * xp.where(present, below, 0.0)).sum(axis=1)
+    excess = LN_2 * (xp.log2(total) - mean_below)
+    of_scale = LN_2 * (share_below - mean_below)
+    if smoothing is not None:
+        smooth = e * (LN_2 * (top + mean_below) - smoothing.mean)
+        excess, of_scale = excess + smooth, of_scale + smooth
+    offset = (1.0 - e) / count[:, None] - share
+    return Targets(
+        top + xp.log2(total), top + share_below, excess, of_scale, share, offset
+    )  # fmt: skip
