@@ -3,47 +3,53 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reference_problems import EITHER, Problem, problems, quick
+from judge import assert_grad, assert_loss, largest_logit
+from reference_problems import EITHER, Problem, one_problem, problems, quick
 
 import infonce
-from infonce import spec
+from infonce import reference, spec
 from infonce.checks.softmax import LACKING
 
+NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
 REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
 METHODS = ("naive", "fused", "tiled")
+# Each with the options that it may not be combined with left out
+TOGETHER: list[dict[str, Any]] = [
+    {"margin": 0.2, "hardness": 1.5, "decoupled": True},
+    {"margin": 0.2, "label_smoothing": 0.1},
+    {"hardness": 3.0},
+]
+
+
+def taken(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those options that a loss takes."""
+    return {key: v for key, v in options.items() if key not in REFUSED.get(name, ())}
 
 
 @st.composite
 def calls(draw: Any) -> tuple[Problem, dict[str, Any], str]:
     """A problem of the specification, the options of the same call, and a method."""
     problem = draw(problems(names=NAMES, options=EITHER))
-    softmax = dict(problem.softmax)
-    for name in (*LACKING, *REFUSED.get(problem.name, ())):
-        softmax.pop(name, None)
-    for pair in spec.EXCLUSIVE:
-        if set(pair) <= softmax.keys():
-            del softmax[pair[1]]
-    weights = np.abs(problem.weights) if problem.weights is not None else None
-    options = {
-        "scale": problem.scale,
-        "normalize": problem.normalize,
-        "ids": problem.ids,
-        **softmax,
-    }
+    softmax = taken(problem.name, problem.softmax)
+    for name in LACKING & softmax.keys():
+        del softmax[name]
+    for name, other in spec.EXCLUSIVE:
+        if {name, other} <= softmax.keys():
+            del softmax[other]
     problem = problem._replace(softmax=softmax)
-    has_positive = np.array([bool(positives) for positives in problem.positives()])
-    if weights is not None:
+    options = {"scale": problem.scale, "normalize": problem.normalize, "ids": problem.ids}
+    if problem.weights is not None:
+        weights = np.abs(problem.weights)
         options["weights"] = weights
-        assume((weights * has_positive).sum() > 0.1)
-        problem = problem._replace(weights=weights * has_positive / (weights * has_positive).sum())
+        weights = weights * [bool(positives) for positives in problem.positives()]
+        assume(weights.sum() > 0.1)
+        problem = problem._replace(weights=weights / weights.sum())
     if problem.labels is not None:
         options["labels"] = problem.labels
-    return problem, options, draw(st.sampled_from(METHODS))
-
-
-NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
+    return problem, options | softmax, draw(st.sampled_from(METHODS))
 
 
 @settings(quick, max_examples=200)
@@ -66,3 +72,154 @@ def test_float64_is_the_specification(call: tuple[Problem, dict[str, Any], str])
 
 def assert_near(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def unit_problem(name: str, rows: int, width: int, seed: int) -> Problem:
+    """Unit rows, partly aligned with their positives."""
+    problem = one_problem(name, seed=seed, rows=rows, width=width)
+    features = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in problem.features]
+    half = rows // 2
+    pair = (features[0][:half], features[0][half:]) if len(features) == 1 else features
+    pair[1][:] += pair[0]
+    pair[1][:] /= np.linalg.norm(pair[1], axis=1, keepdims=True)
+    if name == "sup_con":
+        problem = problem._replace(labels=np.arange(rows) % 7 % 5)
+    if name == "info_nce":
+        labels = np.random.default_rng(seed).integers(-1, rows, (rows, 3))
+        problem = problem._replace(labels=np.c_[labels, np.arange(rows)])
+    return problem._replace(features=tuple(features))
+
+
+@pytest.mark.parametrize("options", TOGETHER, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("method", ["naive", "tiled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_is_within_its_bounds(name: str, method: str, options: dict[str, Any]) -> None:
+    """Several blocks, and so little room that gradients of keys take two folds."""
+    problem = unit_problem(name, 150, 24, 5)._replace(scale=20.0, softmax=taken(name, options))
+    features = tuple(z.astype(np.float32) for z in problem.features)
+    want = problem._replace(features=features).reference()
+    given = {key: v for key, v in problem.options().items() if key != "ids"}
+    weights = given.pop("weights")
+    assert weights is None
+    workspace = None if method == "naive" else 30_000
+    got = getattr(infonce, f"{name}_loss_and_grad")(
+        *features, method=method, workspace=workspace, grad_dtype=np.float64, **given
+    )
+    logit = largest_logit(20.0 + options.get("hardness", 0.0), features[0], features[-1])
+    assert_loss(got.loss, want.loss, "float32", logit)
+    for argument, gradient in want.grads.items():
+        if isinstance(gradient, np.ndarray):
+            assert_grad(getattr(got.grads, argument), gradient, "float32", logit)
+    np.testing.assert_allclose(got.grads.scale, want.grads["scale"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", [*NAMES, "siglip"])
+def test_weights_of_rows(name: str, method: str) -> None:
+    """Of each loss, of their sum, and of the mean, which divides by the sum of the weights."""
+    problem = one_problem(name, rows=8)
+    rows = 8
+    weights = np.array([0.5, 0.0, 2.0, 1.0, 1.0, 3.0, 0.1, 0.7])[:rows]
+    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    loss = getattr(infonce, f"{name}_loss")
+    each = loss(*problem.features, reduction="none", method=method, **given)
+    options = {"weights": weights, "method": method, **given}
+    weighted = loss(*problem.features, reduction="none", **options)
+    assert_near(weighted, weights * each)
+    assert_near(loss(*problem.features, reduction="sum", **options), (weights * each).sum())
+    mean = (weights * each).sum() / weights.sum()
+    assert_near(loss(*problem.features, **options), mean)
+    grad_out = np.linspace(-1, 1, rows)
+    got = getattr(infonce, f"{name}_loss_and_grad")(
+        *problem.features, reduction="none", grad_out=grad_out, **options
+    )
+    want = problem._replace(weights=grad_out * weights).reference()
+    for argument, gradient in want.grads.items():
+        if gradient is not None:
+            assert_near(getattr(got.grads, argument), gradient)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_row_has_a_positive(method: str) -> None:
+    """The mean of nothing is 0."""
+    z = np.random.default_rng(0).standard_normal((5, 3))
+    cases = (
+        infonce.info_nce_loss_and_grad(z, z, [-1, -7, -1, -1, -1], scale=2.0, method=method),
+        infonce.sup_con_loss_and_grad(z, [4, 1, -3, -3, 2], scale=2.0, method=method),
+    )
+    for out in cases:
+        assert out.loss == 0
+        assert not any(gradient.any() for gradient in out.grads)
+        assert np.isfinite(out.lse).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", NAMES)
+def test_neutral_values_have_the_bits_of_none(name: str, method: str) -> None:
+    problem = one_problem(name)
+    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    plain = function(*problem.features, method=method, **given)
+    neutral = {key: spec.DEFAULTS[key] for key in (*spec.SOFTMAX, "weights")}
+    if name == "info_nce":
+        neutral["labels"] = np.arange(6)[:, None]
+    got = function(*problem.features, method=method, **given | neutral)
+    assert got.loss == plain.loss
+    for have, want in zip(got.grads, plain.grads, strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize("wrt", [(), ("query",), ("key",), ("scale",), ("key", "scale")])
+@pytest.mark.parametrize("name", ["info_nce", "gte"])
+def test_gradients_that_are_asked_for(name: str, wrt: tuple[str, ...]) -> None:
+    problem = one_problem(name)._replace(softmax={"margin": 0.3, "label_smoothing": 0.2})
+    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    out = {key: np.full((6, 4), np.nan, np.float32) for key in wrt if key != "scale"}
+    got = getattr(infonce, f"{name}_loss_and_grad")(*problem.features, wrt=wrt, out=out, **given)
+    want = problem.reference()
+    assert_near(got.loss, want.loss)
+    for argument in ("query", "key", "scale"):
+        gradient = getattr(got.grads, argument)
+        if argument not in wrt:
+            assert gradient is None
+            continue
+        assert gradient is out.get(argument, gradient)
+        np.testing.assert_allclose(gradient, want.grads[argument], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_small_losses_keep_their_digits(method: str) -> None:
+    """Aligned pairs at a low temperature: with one positive a row, losses of 1e-80 are right."""
+    z = np.eye(6)
+    tight = {"rtol": 1e-12, "atol": 0}
+    for options in ({}, {"margin": 0.1}, {"hardness": 2.0}):
+        got = infonce.info_nce_loss(z, z, scale=200.0, method=method, **options)
+        margin = options.get("margin", 0.0)
+        np.testing.assert_allclose(got, 5 * np.exp(-200.0 * (1 - margin)), **tight)
+    pairs = np.concatenate([z, z])
+    got = infonce.sup_con_loss(pairs, np.tile(np.arange(6), 2), scale=200.0, method=method)
+    np.testing.assert_allclose(got, 10 * np.exp(-200.0), **tight)
+    got = infonce.gte_loss(z, z, scale=200.0, method=method)
+    np.testing.assert_allclose(got, 20 * np.exp(-200.0), **tight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_that_is_not_finite_makes_the_loss_nan(name: str) -> None:
+    for options in TOGETHER:
+        problem = one_problem(name)._replace(softmax=taken(name, options))
+        problem.features[-1][2, 1] = np.inf
+        given = {key: v for key, v in problem.options().items() if key != "weights"}
+        for method in METHODS:
+            loss = getattr(infonce, f"{name}_loss")(*problem.features, method=method, **given)
+            assert np.isnan(loss)
+
+
+def test_two_queries_whose_logits_are_known() -> None:
+    """Logits (3, 0) and (4, 0), the diagonal positive: softplus(-3) + softplus(4)."""
+    query, key = np.array([[3.0], [4.0]]), np.array([[1.0], [0.0]])
+    loss = infonce.info_nce_loss(query, key, scale=1.0, reduction="sum")
+    np.testing.assert_allclose(loss, 4.066737, rtol=0, atol=5e-7)
+    want = reference.info_nce(query, key, scale=1.0, decoupled=True, weights=[1.0, 1.0])
+    got = infonce.info_nce_loss(query, key, scale=1.0, decoupled=True, reduction="sum")
+    assert_near(got, want.loss)
+    assert_near(got, -3.0 + 4.0)
