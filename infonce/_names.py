@@ -22,7 +22,7 @@ def missing(
         if name in submodules:
             return importlib.import_module(f"{module}.{name}")
         near = difflib.get_close_matches(plain(name), {plain(n) for n in known})
-        meant = [n for n in known if plain(n) in near]
+        meant = [n for close in near for n in known if plain(n) == close]  # the nearest first
         hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
         losses = ", ".join(n for n in names if n.endswith("_loss"))
         raise AttributeError(

@@ -337,9 +337,9 @@ def sup_con_loss_and_grad(
 ) -> LossAndGrad:
     """Supervised contrastive loss and its gradients.
 
-    With S the softmax over j != i, Y_ij = 1 / |P(i)| for j in P(i), and ``G = (S - Y) / N``, over
-    the N rows that have a positive, ``dfeatures = scale (G + G') features``. What Y contributes are
-    sums over classes. See `sup_con_loss`.
+    With S the softmax over j != i, ``Y_ij = 1 / |P(i)|`` for j in P(i), and ``G = (S - Y) / N``,
+    over the N rows that have a positive, ``dfeatures = scale (G + G') features``. What Y
+    contributes are sums over classes. See `sup_con_loss`.
 
     Parameters
     ----------

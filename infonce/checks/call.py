@@ -242,8 +242,9 @@ def _check_static(
         validation.features(name, z, 1 if batch is None else 0)
     query, key = arrays[0], arrays[-1]
     on_host = isinstance(query, np.ndarray)
+    on_cpu = on_host and not o["offload"]
+    elsewhere = "over ranks" if batch is not None else None if on_cpu else "on a GPU"
     validation.same_device(loss, query, key)
-    over_ranks = batch is not None
     batch = batch or Batch(len(query), len(key))
     _shapes(loss, query, key, labelled, batch)
     if loss.sigmoid:
@@ -252,10 +253,8 @@ def _check_static(
     dtypes = {z.dtype.name for z in arrays}
     if o["offload"]:
         _offload(loss, o, query)
-    compute = validation.precision(o["precision"], dtypes, on_host and not o["offload"])
+    compute = validation.precision(o["precision"], dtypes, on_cpu)
     scale = validation.scale(loss, o["temperature"], o["scale"], compute)
-    on_cpu = on_host and not o["offload"]
-    elsewhere = "over ranks" if over_ranks else None if on_cpu else "on a GPU"
     if (loss.classes or loss.joint) and elsewhere is not None:
         raise ValueError(f"{loss.name}_loss: expected arrays on the CPU, got them {elsewhere}")
     if o["return_logits"] and o["method"] != "naive":

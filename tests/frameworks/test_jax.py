@@ -266,11 +266,12 @@ def test_bad_calls_are_those_of_arrays(
 
 LABELS = np.arange(12) + 1
 VALUES: list[tuple[str, str, dict[str, Any]]] = [
-    ("info_nce", "labels: expected values in [0, 12), got 12 at position 11", {"labels": LABELS}),
+    ("info_nce", "labels: expected values in [0, 12), or negative ones for none, got 12 at "
+                 "position 11", {"labels": LABELS}),
     ("clip", "scale: expected a positive number, got -1.0", {"scale": -1.0}),
     ("clip", "scale: expected a finite number, got nan", {"scale": np.nan}),
     ("siglip", "bias: expected a finite number, got inf", {"bias": np.inf}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss", "message", "bad"), VALUES)
