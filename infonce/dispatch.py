@@ -10,6 +10,7 @@ import numpy as np
 
 from . import arrays
 from .checks.call import Request, check
+from .checks.validation import shares
 from .kernels.problem import LN_2, SILENT, Array, Problem
 from .kernels.solve import Solution, solve
 from .result import LossAndGrad, Metrics, QueryKeyGrads
@@ -62,7 +63,7 @@ def _result(
         convert(_reduce(request, solution)),
         kind.grads(**grads),
         _lse(request, solution, convert),
-        _metrics(solution, convert) if request.metrics else None,
+        _metrics(solution, request.problem, convert) if request.metrics else None,
         convert(solution.logits) if request.return_logits else None,
     )
 
@@ -142,13 +143,11 @@ def _reduce(request: Request, solution: Solution) -> Array:
         return _zero_d(request, solution.loss)
     losses, weights = solution.losses, request.problem.weights
     if weights is not None:
-        losses = losses * weights
+        losses = losses * shares(weights, request.reduction)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
-    loss = losses.sum() if request.reduction == "sum" or weights is not None else losses.mean()
-    if request.reduction == "mean" and weights is not None:
-        loss = loss / (weights.sum() + (not weights.any()))
-    return _zero_d(request, loss)
+    mean = request.reduction == "mean" and weights is None
+    return _zero_d(request, losses.mean() if mean else losses.sum())
 
 
 def _zero_d(request: Request, value: Array) -> Array:
@@ -157,7 +156,7 @@ def _zero_d(request: Request, value: Array) -> Array:
     return arrays.namespace(request.problem.query).asarray(value, dtype=request.dtype)
 
 
-def _metrics(solution: Solution, convert: Callable[[Array], Array]) -> Metrics:
+def _metrics(solution: Solution, problem: Problem, convert: Callable[[Array], Array]) -> Metrics:
     stats = solution.statistics
     assert stats is not None
     symmetric = stats.column_rank is stats.row_rank
@@ -166,11 +165,14 @@ def _metrics(solution: Solution, convert: Callable[[Array], Array]) -> Metrics:
         None if losses is None else losses.mean() for losses in solution.direction_losses
     )
     xp = arrays.namespace(solution.direction_losses[0])
+    to_logits = LN_2
+    if problem.hardness:  # exponents have another scale
+        to_logits = LN_2 * problem.scale / problem.exponent_scale
     return Metrics(
         row_loss=convert(xp.asarray(row_loss)),
         column_loss=None if column_loss is None else convert(xp.asarray(column_loss)),
         row_rank=convert(stats.row_rank),
         column_rank=None if symmetric or stats.column_rank is None else convert(stats.column_rank),
         positive=convert(LN_2 * stats.positive_logits),
-        hardest_negative=convert(LN_2 * stats.rows.max),
+        hardest_negative=convert(to_logits * stats.rows.max),
     )

@@ -17,7 +17,7 @@ from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, mater
 from ..solve import Solution, Vectors
 
 VECTORS = Vectors(np)
-MATRICES = 4  # the most M x N arrays alive at once
+MATRICES, WITH_OPTIONS = 4, 10  # the most M x N arrays alive at once
 
 
 def available_memory() -> int:
@@ -35,7 +35,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     problem = materialize_vectors(problem, np)
     m, n, _ = problem.shape
     dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-    needed, room = MATRICES * m * n * dtype.itemsize, available_memory()
+    matrices = MATRICES if problem.plain else WITH_OPTIONS
+    needed, room = matrices * m * n * dtype.itemsize, available_memory()
     if room and needed > room:
         raise MemoryError(
             f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes, of which {room} '
@@ -179,8 +180,10 @@ def _sums(x: Array, axis: int, moments: bool) -> tuple[Sums, Array]:
     shift = np.where(np.isneginf(top), 0, top).astype(x.dtype)
     p = np.exp(x - np.expand_dims(shift, axis))
     sums = Sums(LOG2_E * top, p.sum(axis=axis, dtype=np.float64))
-    if moments:  # 0 times the -inf of an excluded pair would be NaN
-        sums.moment = LOG2_E * (p * np.where(p == 0, 0, x)).sum(axis=axis, dtype=np.float64)
+    if moments:
+        terms = np.where(p == 0, 0, x)  # 0 times the -inf of an excluded pair would be NaN
+        terms *= p
+        sums.moment = LOG2_E * terms.sum(axis=axis, dtype=np.float64)
     return sums, p
 
 

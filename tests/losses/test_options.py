@@ -68,6 +68,10 @@ def test_float64_is_the_specification(call: tuple[Problem, dict[str, Any], str])
         assert_near(have, expected)
     alone = getattr(infonce, f"{problem.name}_loss")(*problem.features, method=method, **options)
     assert_near(alone, want.loss)
+    of_scale = getattr(infonce, f"{problem.name}_loss_and_grad")(
+        *problem.features, method=method, wrt="scale", **options
+    )
+    assert_near(of_scale.grads.scale, want.grads["scale"])
 
 
 def assert_near(got: Any, want: Any) -> None:
@@ -137,6 +141,20 @@ def test_weights_of_rows(name: str, method: str) -> None:
     for argument, gradient in want.grads.items():
         if gradient is not None:
             assert_near(getattr(got.grads, argument), gradient)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip", "lit"])
+def test_metrics_are_of_the_logits(name: str, method: str) -> None:
+    """Ranks, the positives' logits and the hardest negatives' do not see options of the softmax."""
+    problem = one_problem(name)
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    plain = function(*problem.features, scale=2.0, metrics=True, method=method).metrics
+    for options in TOGETHER:
+        got = function(*problem.features, scale=2.0, metrics=True, method=method, **options).metrics
+        np.testing.assert_array_equal(got.row_rank, plain.row_rank)
+        assert_near(got.positive, plain.positive)
+        assert_near(got.hardest_negative, plain.hardest_negative)
 
 
 @pytest.mark.parametrize("method", METHODS)
