@@ -1,5 +1,6 @@
 """infonce.torch against the published formulas, written out in PyTorch."""
 
+import math
 from typing import Any
 
 import pytest
@@ -230,7 +231,7 @@ def test_operator_check(device: str) -> None:
     torch.library.opcheck(
         operator,
         ("clip", z[0], z[1], None, scale, None, [True, False, True, True],
-         False, "mean", "auto", "auto", 2**28),
+         0.1, False, 0.0, 0.5, math.inf, False, "mean", "auto", "auto", 2**28),
     )  # fmt: skip
 
 
