@@ -119,13 +119,15 @@ OPTIONS: dict[str, Option] = {
         None,
         "float array [N], optional",
         """Added to the logits of each key, positives too, in the rows' softmax: -log Q_j for keys
-        that were sampled with probability Q_j. It gets no gradient.""",
+        that were sampled with probability Q_j. It gets no gradient. (It has no metrics.)""",
     ),
     "false_negative_margin": Option(
         math.inf,
         "float, default inf",
         """Negatives whose dot product exceeds that of the row's positive (of several, the largest)
-        by more than this are left out: likely they are positives.""",
+        by more than this are left out: likely they are positives. In CLIP each direction goes by
+        its own positive. Gradients of another dtype than the products accumulate whole in the
+        workspace: ValueError where they have no room. (It has no metrics.)""",
         flag="Leave out negatives this much more similar than the positive.",
         compiled=True,
     ),

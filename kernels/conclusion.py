@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .conclude import Direction
-from .linear import LinearTerm, Smoothed, same_id, smoothed
-from .problem import LN_2, Array, Problem, Statistics, Sums
+from .linear import LinearTerm, Smoothed, same_id, segment_biases, smoothed
+from .problem import LN_2, LOG2_E, Array, Problem, Statistics, Sums
 from .targets import Smoothing, Targets, targets
 
 
@@ -41,7 +41,10 @@ def conclusion(
     if problem.joint:
         logits, sums = logits[: len(logits) // 2], _joined_sums(vectors, sums)
         smooth = None if smooth is None else _joined_smoothing(problem, smooth, logits)
-    of_rows = targets(xp, problem, logits, None if smooth is None else smooth.rows)
+    bias = None
+    if problem.key_bias is not None:  # of keys: columns have none
+        bias = LOG2_E * problem.key_bias[problem.positives]
+    of_rows = targets(xp, problem, logits, None if smooth is None else smooth.rows, bias)
     rows = _direction(vectors, problem, sums, of_rows)
     a = problem.upstream * (problem.row_weight * scale)
     linear = []
@@ -55,8 +58,8 @@ def conclusion(
     columns = b = column_factor = None
     if problem.two_sided and stats.columns is not None:  # key i is the positive of query i
         of_columns = of_rows
-        if smooth is not None:
-            of_columns = targets(xp, problem, logits, smooth.columns)
+        if smooth is not None or bias is not None:
+            of_columns = targets(xp, problem, logits, None if smooth is None else smooth.columns)
         columns = _direction(vectors, problem, stats.columns, of_columns)
         losses = losses + problem.column_weight * columns.loss
         if log_scale_grad is not None:
@@ -145,12 +148,14 @@ def _class_means(
     others = xp.bincount(classes.rows, minlength=classes.count)[classes.rows] - 1
     count = xp.maximum(others, 1)
     mean = problem.scale * backend.segment_products(problem, classes, False)[0] / count
-    excess = -mean
+    mean_bias = segment_biases(xp, problem, classes) / count
+    of_scale, of_bias = -mean, -mean_bias
     if smooth is not None:
-        excess = excess + e * (mean - smooth.rows.mean)
+        of_scale = of_scale + e * (mean - smooth.rows.mean)
+        of_bias = of_bias + e * (mean_bias - smooth.rows.bias)
     in_sums = (problem.positives < 0) & (others > 0)
-    rows.loss = xp.where(in_sums, rows.lse + excess, rows.loss)
+    rows.loss = xp.where(in_sums, rows.lse + of_scale + of_bias, rows.loss)
     if sums.moment is not None:
         of_all = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
-        rows.log_scale_grad = xp.where(in_sums, of_all + excess, rows.log_scale_grad)
+        rows.log_scale_grad = xp.where(in_sums, of_all + of_scale, rows.log_scale_grad)
     return LinearTerm(classes, xp.where(in_sums, (1.0 - e) * a / count, 0.0))

@@ -81,6 +81,10 @@ def smoothed(xp: Any, problem: Problem, backend: SegmentSums, positive_logits: A
         parts.append((-1.0, equal_ids(xp, problem.query_ids, problem.key_ids)))
     itself = int(problem.symmetric)
     scale, same = problem.scale, same_id(xp, problem)
+    row_bias: Any = 0.0
+    if problem.key_bias is not None:
+        of_positives = problem.key_bias[problem.positives].reshape(m, -1)
+        row_bias = xp.where(same, of_positives, 0.0).sum(axis=1)
     here = positive_logits.reshape(m, -1) * LN_2
     at_positives = xp.where(same, here, 0.0).sum(axis=1)
     present = (problem.positives >= 0).reshape(m, -1).sum(axis=1)
@@ -90,6 +94,7 @@ def smoothed(xp: Any, problem: Problem, backend: SegmentSums, positive_logits: A
     for sign, segments in parts:
         rows, columns = backend.segment_products(problem, segments, problem.two_sided)
         row_sum = row_sum + sign * scale * rows
+        row_bias = row_bias + sign * segment_biases(xp, problem, segments)
         of_rows, of_columns = (
             xp.bincount(of, minlength=segments.count) for of in (segments.rows, segments.columns)
         )
@@ -100,10 +105,20 @@ def smoothed(xp: Any, problem: Problem, backend: SegmentSums, positive_logits: A
     both = problem.two_sided
     row_keys, column_keys = xp.maximum(row_keys, 1.0), xp.maximum(column_keys, 1.0)
     return Smoothed(
-        Smoothing(row_sum / row_keys, row_keys),
+        Smoothing(row_sum / row_keys, row_keys, row_bias / row_keys),
         Smoothing(column_sum / column_keys, column_keys) if both else None,
         parts,
     )
+
+
+def segment_biases(xp: Any, problem: Problem, segments: Segments) -> Any:
+    """[M] the sum of the biases of the keys of row i's segment; 0 without biases. A symmetric
+    problem leaves out i = j."""
+    bias = problem.key_bias
+    if bias is None:
+        return 0.0
+    sums = xp.bincount(segments.columns, bias, segments.count)[segments.rows]
+    return sums - bias if problem.symmetric else sums
 
 
 def same_id(xp: Any, problem: Problem) -> Array:

@@ -92,11 +92,16 @@ class Problem:
             self.weights is None
             and not (self.margin or self.decoupled or self.label_smoothing or self.hardness)
             and self.key_bias is None
-            and self.false_negative_margin == math.inf
+            and not self.leaves_out
             and (self.positives is None or self.positives.ndim == 1)
             and not self.joint
             and self.classes is None
         )
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether negatives above a limit are left out: see `targets.limits`."""
+        return self.false_negative_margin < math.inf
 
     @property
     def exponent_scale(self) -> Any:

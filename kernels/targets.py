@@ -10,7 +10,8 @@ here. The positives of a row stand in for one whose logit m is their log-sum-exp
 with e the label smoothing, K the number of keys that take part, and share the positive's part of
 the sum of exponentials. Nothing cancels: of a single positive both brackets are 0.
 The gradient of the mean of all is linear: see `linear`. By log(scale), logits are their own
-derivatives, and m has that of its exponentials' mean, sum of share x.
+derivatives, and m has that of its exponentials' mean, sum of share x. Biases of keys are part of
+logits but not of these derivatives.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from .problem import LN_2, LOG2_E, Array, Problem
 class Smoothing:
     """The mean logit over the keys that take part, and their number, of rows or of columns."""
 
-    mean: Array  # natural units, margins taken off
+    mean: Array  # natural units, margins taken off, without biases
     keys: Array  # K
+    bias: Any = 0.0  # mean of their biases
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Targets:
     """Targets of rows, or of columns."""
 
     logit: Array  # [M] m, base 2; -inf of a row without positives
-    mean: Array | None = None  # [M] sum of share x, base 2; None: `logit`
+    mean: Array | None = None  # [M] sum of share x, base 2, without biases; None: `logit`
     excess: Array | None = None  # [M] loss above softplus(n - m); None: 0
     excess_scale_grad: Array | None = None  # [M] its derivative by log(scale)
     share: Any = 1.0  # [M, P]
@@ -49,32 +51,51 @@ class Targets:
         return self.share * negative_probability + self.offset
 
 
-def targets(xp: Any, problem: Problem, logits: Array, smoothing: Smoothing | None) -> Targets:
-    """From the logits of positives [M] or [M, P], base 2."""
+def limits(xp: Any, problem: Problem, dots: Array) -> Array:
+    """[M] the dot product above which negatives of a row are left out, from those of its positives
+    [M] or [M, P]. Without a positive there is no limit."""
+    top = xp.where(problem.positives < 0, -xp.inf, dots).reshape(len(dots), -1)
+    top = top.max(axis=1, initial=-xp.inf)
+    return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
+
+
+def targets(
+    xp: Any, problem: Problem, logits: Array, smoothing: Smoothing | None,
+    bias: Array | None = None,
+) -> Targets:  # fmt: skip
+    """From the logits of positives and their biases, [M] or [M, P], base 2."""
     if problem.weights is not None or logits.ndim > 1 or problem.classes is not None:
         logits = xp.where(problem.positives[: len(logits)] < 0, -xp.inf, logits)
     if problem.margin:
         logits = logits - problem.scale * problem.margin * LOG2_E
     e = problem.label_smoothing
     if logits.ndim == 1:
+        biased, mean = (logits, None) if bias is None else (logits + bias, logits)
         if smoothing is None:
-            return Targets(logits)
-        excess = e * (LN_2 * logits - smoothing.mean)
-        return Targets(logits, None, excess, excess, offset=-e)
+            return Targets(biased, mean)
+        excess = of_scale = e * (LN_2 * logits - smoothing.mean)
+        if bias is not None:
+            excess = of_scale + e * (LN_2 * bias - smoothing.bias)
+        return Targets(biased, mean, excess, of_scale, offset=-e)
+    if bias is None:
+        bias = xp.zeros_like(logits)
+    logits = logits + bias
     present = problem.positives >= 0
     count = xp.maximum(present.sum(axis=1), 1)
     top = logits.max(axis=1)
     below = xp.where(present, logits - xp.where(xp.isneginf(top), 0.0, top)[:, None], -xp.inf)
     powers = xp.exp2(below)
     total = powers.sum(axis=1)
-    mean_below = xp.where(present, below, 0.0).sum(axis=1) / count
     share = powers / xp.where(total == 0, 1.0, total)[:, None]
-    share_below = (share * xp.where(present, below, 0.0)).sum(axis=1)
-    excess = LN_2 * (xp.log2(total) - mean_below)
+    unbiased = xp.where(present, below - bias, 0.0)
+    mean_bias = xp.where(present, bias, 0.0).sum(axis=1) / count
+    mean_below, share_below = unbiased.sum(axis=1) / count, (share * unbiased).sum(axis=1)
+    excess = LN_2 * (xp.log2(total) - (mean_below + mean_bias))
     of_scale = LN_2 * (share_below - mean_below)
     if smoothing is not None:
         smooth = e * (LN_2 * (top + mean_below) - smoothing.mean)
-        excess, of_scale = excess + smooth, of_scale + smooth
+        of_scale = of_scale + smooth
+        excess = excess + smooth + e * (LN_2 * mean_bias - smoothing.bias)
     offset = (1.0 - e) / count[:, None] - share
     return Targets(
         top + xp.log2(total), top + share_below, excess, of_scale, share, offset

@@ -9,7 +9,7 @@ from ..kernels.problem import SCALES, Problem
 from ..spec import DEFAULTS, EXCLUSIVE, FLAGS, SOFTMAX, Loss
 from .validation import number, what
 
-LACKING = frozenset({"key_bias", "false_negative_margin"})  # options that no kernel computes
+CHANGE_LOGITS = frozenset({"key_bias", "false_negative_margin"})  # those that metrics are of
 LARGEST = math.nextafter(math.inf, 0)
 RANGES = {
     "margin": (-LARGEST, LARGEST, "a finite number"),
@@ -47,7 +47,7 @@ def require_available(
     problem: Problem, elsewhere: str | None, plain: tuple[tuple[str, Any], ...]
 ) -> None:
     """ValueError for an option that the place of the computation does not have, or metrics of rows
-    that have no positive, or several."""
+    that have no positive, or several, or of logits that an option changes."""
     positives = problem.positives
     sets = positives is not None and positives.ndim > 1
     if problem.retrieval_ranks and positives is not None and problem.weights is not None:
@@ -57,9 +57,10 @@ def require_available(
     given = [name for name, _ in plain]
     given += [name for name in ("weights", "key_bias") if getattr(problem, name) is not None]
     for name in given:
-        if name in LACKING or elsewhere is not None:
-            place = "" if elsewhere is None else f" {elsewhere}"
-            raise ValueError(f"{name}: expected {DEFAULTS[name]!r}{place}, got a value")
+        if problem.retrieval_ranks and name in CHANGE_LOGITS:
+            raise ValueError(f"metrics: expected False with {name}, got True")
+        if elsewhere is not None:
+            raise ValueError(f"{name}: expected {DEFAULTS[name]!r} {elsewhere}, got a value")
     if sets and elsewhere is not None:
         raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ..problem import (
     Statistics,
     slices,
 )
+from ..targets import limits
 from .context import Block, Context
 from .operands import LinearGradient, Side, normalization_backward, row_dots
 from .workers import PanelOrder
@@ -48,12 +50,20 @@ class Fold:
         dtype = context.dtype
 
         # Vectors of length M or N in the compute dtype, made once for all tiles
+        self.key_bias = self.limits = None
+        if problem.key_bias is not None:
+            self.key_bias = (problem.key_bias * (LOG2_E / self.c)).astype(dtype)
+        if problem.leaves_out:
+            if context.limits is None:
+                context.limits = limits(np, problem, self._positive_dots()).astype(dtype)
+            self.limits = context.limits
+        self.alike = self.key_bias is None and self.limits is None  # the logits of both directions
         if isinstance(epilogue, SoftmaxGradient):
             self._factors(epilogue)
         elif isinstance(epilogue, Sigmoid):
             self.a = epilogue.row_factor.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
-            self.rank_threshold = self._positive_logits()
+            self.rank_threshold = self.c * self._positive_dots()
 
         # dK accumulates in its destination if that has the compute dtype, else in memory of its own
         self.column_gradients = gradients is not None and (
@@ -108,7 +118,7 @@ class Fold:
         # Shared while no column's terms underflow beside a row's reference, and differences of
         # references are exact enough
         close = high - least < 40 and high - low < 80
-        self.shared = bool(close and max(abs(high), abs(low)) < EXACT)
+        self.shared = bool(self.alike and close and max(abs(high), abs(low)) < EXACT)
         if self.shared:
             middle = 0.5 * (high + least)
             self.u = np.exp2(rounded - middle).astype(dtype)
@@ -135,14 +145,28 @@ class Fold:
         correction = np.exp2(np.minimum(rounded - reference, ROUNDING))
         return r, (factor * correction).astype(self.context.dtype), rounded
 
-    def _positive_logits(self) -> Array:
-        """[M] positives' base-2 logits, computed ahead of the fold that ranks them."""
+    def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """(bias of keys, limits) of a tile, of its rows and of its columns, each None without the
+        option. In a symmetric problem the keys of columns are rows."""
+        row_bias = self.key_bias if self.problem.symmetric else None
+
+        def part(vector: Array | None, of: slice) -> Array | None:
+            return None if vector is None else vector[of]
+
+        return (
+            (part(self.key_bias, columns), part(self.limits, rows)),
+            (part(row_bias, rows), part(self.limits, columns)),
+        )
+
+    def _positive_dots(self) -> Array:
+        """[M] or [M, P] dot products of positives, computed ahead of the fold that needs them."""
         context, positives = self.context, self.problem.positives
-        out = np.empty(len(positives))
+        out = np.empty(positives.shape[::-1])
         for rows in slices(len(positives), 256):
-            index = np.arange(rows.start, rows.stop)
-            row_dots(context.query.take(index), context.key.take(positives[rows]), out[rows])
-        return self.c * out
+            q = context.query.take(np.arange(rows.start, rows.stop))
+            for of_set, dots in zip(np.atleast_2d(positives.T), np.atleast_2d(out), strict=True):
+                row_dots(q, context.key.take(of_set[rows]), dots[rows])
+        return out.T
 
     def finish(self) -> None:
         """The columns' gradients are complete: store them."""

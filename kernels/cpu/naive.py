@@ -15,6 +15,7 @@ from ..conclusion import conclusion
 from ..linear import Segments
 from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
 from ..solve import Solution, Vectors
+from ..targets import limits
 
 VECTORS = Vectors(np)
 MATRICES, WITH_OPTIONS = 4, 10  # the most M x N arrays alive at once
@@ -48,6 +49,12 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     present = positives >= 0
     index = np.nonzero(present)[0], positives[present]  # of the positives in x
     x = u @ v.T
+    by_row = by_column = None  # whether a direction leaves out a pair
+    if problem.leaves_out:
+        dots = np.full(positives.shape, np.nan)
+        dots[present] = x[index]
+        limit = limits(np, problem, dots.reshape(problem.positives.shape)).astype(dtype)
+        by_row, by_column = x > limit[:, None], x > limit if problem.two_sided else None
     scale = np.asarray(problem.scale, dtype)
     x *= scale
     positive = x[index]
@@ -65,7 +72,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         logits = np.full(positives.shape, np.nan)
         logits[present] = LOG2_E * positive.astype(np.float64)
         logits = logits.reshape(problem.positives.shape)
-        solution, g = _softmax(problem, x, logits, index, _Dense(u, v, marks))
+        solution, g = _softmax(problem, x, logits, index, (by_row, by_column), _Dense(u, v, marks))
     solution.logits = x
     if gradients is None:
         return solution
@@ -123,8 +130,9 @@ def _same(problem: Problem, segments: Segments) -> Array:
 
 
 def _softmax(
-    problem: Problem, x: Array, positive_logits: Array, index: tuple[Array, Array], dense: _Dense
-) -> tuple[Solution, Array]:
+    problem: Problem, x: Array, positive_logits: Array, index: tuple[Array, Array],
+    left_out: tuple[Array | None, Array | None], dense: _Dense,
+) -> tuple[Solution, Array]:  # fmt: skip
     """Per-row losses, log-sum-exps and dL/dx.
 
     Positives are kept out of the sums, because softplus(LSE of the negatives - positive) loses no
@@ -136,8 +144,10 @@ def _softmax(
     if problem.hardness:
         exponents = x * np.asarray(problem.exponent_scale / problem.scale, x.dtype)
     moments = problem.scalar_grads
-    sums, g = _sums(exponents, 1, moments)
-    column_sums, p = _sums(exponents, 0, moments) if problem.two_sided else (None, None)
+    sums, g = _sums(exponents, 1, moments, problem.key_bias, left_out[0])
+    column_sums = p = None
+    if problem.two_sided:
+        column_sums, p = _sums(exponents, 0, moments, None, left_out[1])
     stats = Statistics(sums, column_sums, positive_logits)
     end = conclusion(VECTORS, problem, stats, True, dense, 1.0)
     rows, columns = end.rows, end.columns
@@ -173,15 +183,22 @@ def _softmax(
     return solution, g + g.T if problem.symmetric else g
 
 
-def _sums(x: Array, axis: int, moments: bool) -> tuple[Sums, Array]:
+def _sums(
+    x: Array, axis: int, moments: bool, bias: Array | None, left_out: Array | None
+) -> tuple[Sums, Array]:
     """From the negatives' logits along one axis: their sums, and exponentials. Exponents are
-    differences of logits: x minus the largest one."""
+    differences of logits: x, with its bias, minus the largest one. Moments are of x alone."""
+    unbiased = x
+    if bias is not None:
+        x = x + bias.astype(x.dtype)
+    if left_out is not None:
+        x = np.where(left_out, x.dtype.type(-np.inf), x)
     top = x.max(axis=axis).astype(np.float64)
     shift = np.where(np.isneginf(top), 0, top).astype(x.dtype)
     p = np.exp(x - np.expand_dims(shift, axis))
     sums = Sums(LOG2_E * top, p.sum(axis=axis, dtype=np.float64))
     if moments:
-        terms = np.where(p == 0, 0, x)  # 0 times the -inf of an excluded pair would be NaN
+        terms = np.where(p == 0, 0, unbiased)  # 0 times the -inf of an excluded pair would be NaN
         terms *= p
         sums.moment = LOG2_E * terms.sum(axis=axis, dtype=np.float64)
     return sums, p

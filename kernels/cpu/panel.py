@@ -71,7 +71,10 @@ class Worker:
                 raise Cancelled
             columns = grid.columns[b]
             diagonal = grid.triangle and a == b
-            k = fold.context.key.block(columns, self.key_buffer)
+            if diagonal and fold.limits is not None:
+                k = q  # x_ij and x_ji are then equal in all digits, and as much above a limit
+            else:
+                k = fold.context.key.block(columns, self.key_buffer)
             x = self.block(a, b, q, k)
             merge = self.epilogue(x, rows, columns, diagonal)
             if row_gradients:
@@ -130,8 +133,9 @@ class Worker:
         """Apply the fold's epilogue to a tile. Returns what has to run in the panels' order."""
         fold, epilogue = self.fold, self.fold.epilogue
         if isinstance(epilogue, SoftmaxGradient):
+            by_row, by_column = fold.directions(rows, columns)
             if epilogue.column_reference is None:
-                tile.softmax_gradient(x, fold.c, fold.row_reference[rows], fold.a[rows])
+                tile.softmax_gradient(x, fold.c, fold.row_reference[rows], fold.a[rows], *by_row)
             elif fold.shared:
                 tile.softmax_gradient_shared(
                     x, fold.c, fold.row_reference[rows], fold.a[rows], fold.u[rows],
@@ -140,7 +144,7 @@ class Worker:
             else:
                 tile.softmax_gradient_two_sided(
                     x, fold.c, fold.row_reference[rows], fold.a[rows],
-                    fold.column_reference[columns], fold.b[columns],
+                    fold.column_reference[columns], fold.b[columns], *by_row, *by_column,
                 )  # fmt: skip
             positives = fold.problem.positives[rows].reshape(len(x), -1)
             values = fold.positive_gradient[rows].reshape(positives.shape)
@@ -178,13 +182,16 @@ class Worker:
         m, n = x.shape
         of_rows, of_columns = self.of_rows.part(slice(m)), self.of_columns.part(slice(n))
         both = stats.columns is not None and not diagonal
-        if both:
+        by_row, by_column = fold.directions(rows, columns)
+        if both and fold.alike:
             partial = self.partial[:, :n]
             tile.row_and_column_statistics(
                 x, fold.c, *of_rows.arrays, *of_columns.arrays, partial[0], partial[-1]
             )
         else:
-            tile.row_statistics(x, fold.c, *of_rows.arrays)
+            tile.row_statistics(x, fold.c, *of_rows.arrays, *by_row)
+            if both:
+                tile.column_statistics(x, fold.c, *of_columns.arrays, *by_column)
 
         def merge() -> None:
             # Rows too: in the symmetric case, columns of earlier panels are these rows

@@ -8,6 +8,9 @@ exactly 1 whatever the size of the logits, and the rounding of c matters for sma
 has to be exact, the maxima and log-sum-exps, is kept in float64 vectors outside.
 
 The logit of an excluded pair is -inf. NaN is never swallowed: it passes through every sum.
+
+Rows and columns may have biases of their keys and limits, in units of raw products, or None. They
+are no part of the tile, because rows and columns have different ones: see `seen`.
 """
 
 from __future__ import annotations
@@ -58,6 +61,16 @@ def insert_positives(x, positives, first_column, values):  # type: ignore[no-unt
                 x[i, j] = values[i, p]
 
 
+@compiled
+def seen(value, bias, at, limits, of, low):  # type: ignore[no-untyped-def]
+    """A raw product as one direction sees it: with the bias of its key, `low` above the limit."""
+    if limits is not None:
+        value = low if value > limits[of] else value
+    if bias is not None:
+        value += bias[at]
+    return value
+
+
 # --- LSE fold -------------------------------------------------------------------------------------
 
 
@@ -85,16 +98,18 @@ def merge(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def row_statistics(x, c, row_max, row_sum, row_moment):  # type: ignore[no-untyped-def]
-    """(max, sum) of 2^(c x) of each row of the tile; and the moment sum_j 2^(c x - max) c x, unless
-    `row_moment` is None."""
+def row_statistics(  # type: ignore[no-untyped-def]
+    x, c, row_max, row_sum, row_moment, key_bias=None, limits=None
+):
+    """(max, sum) of 2^(c y) of each row of the tile, y being x as `seen`; and the moment
+    sum_j 2^(c y - max) c x, unless `row_moment` is None."""
     wide_vectors()
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row = x[i]
-        top = row[0]
+        top = seen(row[0], key_bias, 0, limits, i, low)
         for j in range(row.size):
-            top = fmax(top, row[j])
+            top = fmax(top, seen(row[j], key_bias, j, limits, i, low))
         row_max[i] = np.float64(c) * np.float64(top)
         row_sum[i] = 0.0
         if row_moment is not None:
@@ -104,10 +119,11 @@ def row_statistics(x, c, row_max, row_sum, row_moment):  # type: ignore[no-untyp
         scale = x.dtype.type(c)
         total, moment = zero, zero
         for j in range(row.size):
-            e = exp2(scale * (row[j] - top))
+            y = seen(row[j], key_bias, j, limits, i, low)
+            e = exp2(scale * (y - top))
             total += e
             if row_moment is not None:
-                moment += e * (row[j] if row[j] != low else zero)
+                moment += e * (row[j] if y != low else zero)
         row_sum[i] = total
         if row_moment is not None:
             row_moment[i] = np.float64(c) * np.float64(moment)
@@ -115,18 +131,20 @@ def row_statistics(x, c, row_max, row_sum, row_moment):  # type: ignore[no-untyp
 
 @compiled
 def column_statistics(  # type: ignore[no-untyped-def]
-    x, c, column_max, column_sum, column_moment
+    x, c, column_max, column_sum, column_moment, key_bias=None, limits=None
 ):
-    """The same of each column of the tile, with the columns' own maxima."""
+    """The same of each column of the tile, with the columns' own maxima. Rows are its keys."""
     wide_vectors()
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     m, n = x.shape
     scale = x.dtype.type(c)
     high = x[0].copy()
+    for j in range(n):
+        high[j] = seen(high[j], key_bias, 0, limits, j, low)
     for i in range(1, m):
         row = x[i]
         for j in range(n):
-            high[j] = fmax(high[j], row[j])
+            high[j] = fmax(high[j], seen(row[j], key_bias, i, limits, j, low))
     sums, moments = np.zeros_like(high), np.zeros_like(high)
     for j in range(n):
         column_max[j] = np.float64(c) * np.float64(high[j])
@@ -135,10 +153,11 @@ def column_statistics(  # type: ignore[no-untyped-def]
     for i in range(m):
         row = x[i]
         for j in range(n):
-            e = exp2(scale * (row[j] - high[j]))
+            y = seen(row[j], key_bias, i, limits, j, low)
+            e = exp2(scale * (y - high[j]))
             sums[j] += e
             if column_moment is not None:
-                moments[j] += e * (row[j] if row[j] != low else zero)
+                moments[j] += e * (row[j] if y != low else zero)
     for j in range(n):
         empty = column_max[j] == -np.inf
         column_sum[j] = 0.0 if empty else np.float64(sums[j])
@@ -237,14 +256,17 @@ def count_above_columns(x, c, column_threshold, column_rank):  # type: ignore[no
 
 
 @compiled
-def softmax_gradient(x, c, row_reference, a):  # type: ignore[no-untyped-def]
-    """x <- a_i 2^(c (x - row_reference_i)): one direction."""
+def softmax_gradient(  # type: ignore[no-untyped-def]
+    x, c, row_reference, a, key_bias=None, limits=None
+):
+    """x <- a_i 2^(c (y - row_reference_i)), y being x as `seen`: one direction."""
     wide_vectors()
-    scale = x.dtype.type(c)
+    scale, low = x.dtype.type(c), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row, r, ai = x[i], row_reference[i], a[i]
         for j in range(row.size):
-            row[j] = ai * probability(scale * (row[j] - r))
+            y = seen(row[j], key_bias, j, limits, i, low)
+            row[j] = ai * probability(scale * (y - r))
 
 
 @compiled
@@ -260,17 +282,20 @@ def softmax_gradient_shared(x, c, row_reference, a, u, v):  # type: ignore[no-un
 
 @compiled
 def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
-    x, c, row_reference, a, column_reference, b
-):
-    """x <- a_i 2^(c (x - row_reference_i)) + b_j 2^(c (x - column_reference_j)), for references of
-    any range."""
+    x, c, row_reference, a, column_reference, b,
+    key_bias=None, row_limits=None, row_bias=None, column_limits=None,
+):  # fmt: skip
+    """x <- a_i 2^(c (y - row_reference_i)) + b_j 2^(c (z - column_reference_j)), y being x as
+    `seen` by its row, z by its column, for references of any range."""
     wide_vectors()
-    scale = x.dtype.type(c)
+    scale, low = x.dtype.type(c), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row, r, ai = x[i], row_reference[i], a[i]
         for j in range(row.size):
-            row[j] = ai * probability(scale * (row[j] - r)) + b[j] * probability(
-                scale * (row[j] - column_reference[j])
+            y = seen(row[j], key_bias, j, row_limits, i, low)
+            z = seen(row[j], row_bias, i, column_limits, j, low)
+            row[j] = ai * probability(scale * (y - r)) + b[j] * probability(
+                scale * (z - column_reference[j])
             )
 
 

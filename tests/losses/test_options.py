@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from infonce.kernels.cpu import backend
 from judge import assert_grad, assert_loss, largest_logit
 from reference_problems import YES, Problem, one_problem, problems, quick
 
 import infonce
 from infonce import reference, spec
-from infonce.checks.softmax import LACKING
 
 NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
 REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
@@ -21,6 +21,13 @@ TOGETHER: list[dict[str, Any]] = [
     {"margin": 0.2, "hardness": 1.5, "decoupled": True},
     {"margin": 0.2, "label_smoothing": 0.1},
     {"hardness": 3.0},
+]
+LIMIT = {"false_negative_margin": 0.1}
+BIASES = np.random.default_rng(3).normal(size=150) * 3
+# Those that metrics are not of
+OF_LOGITS: list[dict[str, Any]] = [
+    {"key_bias": BIASES, "label_smoothing": 0.1},
+    {"key_bias": BIASES, "hardness": 1.5, **LIMIT},
 ]
 
 
@@ -34,8 +41,6 @@ def calls(draw: Any, name: str) -> tuple[Problem, dict[str, Any]]:
     """A problem of the specification, and the options of the same call."""
     problem = draw(problems(names=(name,), options=YES))
     softmax = taken(problem.name, problem.softmax)
-    for lacking in LACKING & softmax.keys():
-        del softmax[lacking]
     for one, other in spec.EXCLUSIVE:
         if {one, other} <= softmax.keys():
             del softmax[other]
@@ -61,6 +66,105 @@ def test_float64_is_the_specification(name: str, method: str) -> None:
         compare(*call, method)
 
     check()
+
+
+@pytest.mark.parametrize("grad_dtype", [None, np.float32])
+@pytest.mark.parametrize("options", OF_LOGITS, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("name", NAMES)
+def test_biases_and_limits_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], grad_dtype: Any
+) -> None:
+    """Tiles of whole and of cut sides; gradients in place and in the workspace."""
+    monkeypatch.setattr(backend, "TILE", (16, 24))
+    monkeypatch.setattr(backend, "TRIANGLE_SIDE", 16)
+    problem = unit_problem(name, 58, 6, 5)._replace(scale=5.0)
+    if name != "sup_con":
+        problem = problem._replace(ids=np.arange(58) // 3)
+    options = taken(name, options | {k: v[:58] for k, v in options.items() if k == "key_bias"})
+    problem = problem._replace(softmax=options)
+    want = problem.reference()
+    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    for method in ("fused", "tiled"):
+        got = getattr(infonce, f"{name}_loss_and_grad")(
+            *problem.features, method=method, grad_dtype=grad_dtype, **given
+        )
+        assert_near(got.loss, want.loss)
+        assert_near(got.grads.scale, want.grads["scale"])
+        for argument, gradient in want.grads.items():
+            if isinstance(gradient, np.ndarray):
+                near = 1e-12 if grad_dtype is None else 1e-7
+                have = getattr(got.grads, argument)
+                np.testing.assert_allclose(have, gradient, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent", "gte"])
+def test_both_folds_leave_out_the_same_pairs(
+    monkeypatch: pytest.MonkeyPatch, name: str, grad_dtype: Any
+) -> None:
+    """Rows that differ by rounding, so that digits beyond float32 decide which pairs take part. The
+    slopes of a row add up to 0 if those in its sum are those in its gradient."""
+    monkeypatch.setattr(backend, "TILE", (16, 24))
+    monkeypatch.setattr(backend, "TRIANGLE_SIDE", 16)
+    rng = np.random.default_rng(2)
+    z = rng.standard_normal(37) / 6 + 6e-8 * rng.standard_normal((2, 150, 37))
+    features = z.astype(np.float32)[: 1 if name == "nt_xent" else 2]
+    for workspace in (None, 60_000):  # logits are kept, and computed once more
+        got = getattr(infonce, f"{name}_loss_and_grad")(
+            *features, scale=1.0, reduction="sum", grad_dtype=grad_dtype, method="tiled",
+            workspace=workspace, false_negative_margin=0.0,
+        )  # fmt: skip
+        lse = np.concatenate(got.lse) if name == "clip" else got.lse
+        assert len(np.unique(lse.round(2))) > 20  # rows have different numbers of keys
+        total = sum(gradient.sum(axis=0) for gradient in got.grads[:-1])
+        assert np.abs(total).max() < 1e-3
+
+
+def test_limits_need_room_for_whole_gradients() -> None:
+    z = np.random.default_rng(0).standard_normal((64, 32))
+    options: dict[str, Any] = {"scale": 1.0, "grad_dtype": np.float32, "method": "tiled", **LIMIT}
+    with pytest.raises(ValueError, match="workspace: expected at least") as error:
+        infonce.clip_loss_and_grad(z, z[::-1], workspace=8 * 64 * 32, **options)
+    least = int(str(error.value).split()[4])
+    assert least > 8 * 64 * 32
+    got = infonce.clip_loss_and_grad(z, z[::-1], workspace=least, **options)
+    want = reference.clip(z, z[::-1], scale=1.0, **LIMIT)
+    np.testing.assert_allclose(got.grads.text, want.grads["text"], rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        infonce.clip_loss_and_grad(z, z[::-1], workspace=least - 1, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "lit", "sup_con"])
+def test_the_same_bias_of_all_keys_changes_nothing(name: str, method: str) -> None:
+    """But the log-sum-exps, of losses of rows alone."""
+    for options in TOGETHER:
+        problem = one_problem(name)._replace(softmax=taken(name, options))
+        given = {key: v for key, v in problem.options().items() if key != "weights"}
+        for wrt in (None, ("scale",)):
+            plain, got = (
+                getattr(infonce, f"{name}_loss_and_grad")(
+                    *problem.features, method=method, wrt=wrt, **given, **bias
+                )
+                for bias in ({}, {"key_bias": np.full(6, 3.0)})
+            )
+            assert_near(got.loss, plain.loss)
+            assert_near(got.lse, plain.lse + 3.0)
+            for have, want in zip(got.grads, plain.grads, strict=True):
+                if want is not None:
+                    assert_near(have, want)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pair_of_views_is_left_out_of_one_row_alone(method: str) -> None:
+    """Products of rows 0 and 1 with their positives are 1 and 5, with each other 3: above the limit
+    of row 0 and below that of row 1."""
+    z = np.array([[1.0, 0.0], [3.0, 1.0], [1.0, 0.0], [1.0, 2.0]])
+    losses = infonce.nt_xent_loss(
+        z, scale=1.0, false_negative_margin=0.5, reduction="none", method=method
+    )
+    np.testing.assert_allclose(losses[0], np.log1p(np.exp(1.0 - 1.0)))  # row 3
+    np.testing.assert_allclose(losses[1], np.log1p(2 * np.exp(3.0 - 5.0)))  # rows 0 and 2
 
 
 def compare(problem: Problem, options: dict[str, Any], method: str) -> None:
@@ -102,7 +206,7 @@ def unit_problem(name: str, rows: int, width: int, seed: int) -> Problem:
     return problem._replace(features=tuple(features))
 
 
-@pytest.mark.parametrize("options", TOGETHER, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("options", [*TOGETHER, *OF_LOGITS], ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("method", ["naive", "tiled"])
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_is_within_its_bounds(name: str, method: str, options: dict[str, Any]) -> None:
@@ -231,7 +335,7 @@ def test_small_losses_keep_their_digits(method: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value_that_is_not_finite_makes_the_loss_nan(name: str) -> None:
-    for options in TOGETHER:
+    for options in (*TOGETHER, LIMIT):
         problem = one_problem(name)._replace(softmax=taken(name, options))
         problem.features[-1][2, 1] = np.inf
         given = {key: v for key, v in problem.options().items() if key != "weights"}

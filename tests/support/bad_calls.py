@@ -155,6 +155,9 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
     ("clip", (Q, K), {"out": {"image": Q}}, ValueError, ["out", "share no memory"]),
     ("clip", (Q, K), {"return_logits": True}, ValueError, ["return_logits", '"naive"']),
     ("siglip", (Q, K), {"metrics": True}, ValueError, ["metrics", "siglip"]),
+    *(("lit", (Q, K), {name: value, "metrics": True}, ValueError,
+       ["metrics: expected False with", name, "got True"])
+      for name, value in (("key_bias", [0.5] * 6), ("false_negative_margin", 0.1))),
     ("clip", (Q, np.where(Q > 0, Q, np.nan)), {"check_finite": True}, ValueError,
      ["text", "finite", "row 0"]),
 ]  # fmt: skip
