@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -42,8 +41,8 @@ WHOLE_BYTES = 16
 LARGE_PRODUCT = 2**30
 KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
 KEPT_COLUMNS = 8 * KEPT_THREADS
-# struct FactorSources: a vector for each field of the epilogue
-SOURCES = tuple(field.name for field in fields(SoftmaxGradient))
+# struct FactorSources: vectors of the epilogue
+SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
 RANGES = structure("vectors.cu", "Ranges")
 
 
