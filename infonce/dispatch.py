@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
 
@@ -99,7 +100,7 @@ def _solve(request: Request) -> Solution:
     if request.joined is not None:
         for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
             if name in request.feature_grads:
-                np.copyto(request.feature_grads[name], part, casting="same_kind")
+                request.feature_grads[name][...] = part
     return solution
 
 
@@ -127,6 +128,9 @@ def _backends_solution(request: Request) -> Solution:
 
         return offload_gpu.solve(problem, gradients)
     if arrays.on_gpu(problem.query):
+        if problem.weights is not None and problem.classes is None:
+            # every row has a positive: weights are in `upstream`, and nowhere else
+            problem = replace(problem, weights=None)
         return _on_gpu().solve(problem, gradients)
     if problem.method == "naive":
         from .kernels.cpu import naive

@@ -104,6 +104,11 @@ class Problem:
         return self.false_negative_margin < math.inf
 
     @property
+    def linear_terms(self) -> bool:
+        """Whether the loss has terms that are linear in the logits: see `linear`."""
+        return self.label_smoothing != 0.0 or self.classes is not None
+
+    @property
     def exponent_scale(self) -> Any:
         """Of negatives in the sums."""
         return self.scale + self.hardness if self.hardness else self.scale

@@ -127,9 +127,9 @@ def check(
     if ids is not None:
         row_ids, column_ids = validation.ids(xp, loss, ids, len(query), len(key))
     if loss.classes:
-        classes, positives, has_positive = validation.classes(labels, len(query))
+        classes, positives, has_positive = validation.classes(xp, labels, len(query))
         if get("decoupled"):  # positives are no part of the sums
-            positives = np.full_like(positives, -1)
+            positives = xp.full_like(positives, -1)
             row_ids = column_ids = classes.rows
     elif labelled:
         found = validation.positives(xp, labels, len(query), static.batch.columns)
@@ -243,7 +243,8 @@ def _check_static(
     query, key = arrays[0], arrays[-1]
     on_host = isinstance(query, np.ndarray)
     on_cpu = on_host and not o["offload"]
-    elsewhere = "over ranks" if batch is not None else None if on_cpu else "on a GPU"
+    there = {"over ranks": batch is not None, "with offload": o["offload"], "on a GPU": not on_host}
+    elsewhere = next((place for place, holds in there.items() if holds), None)
     validation.same_device(loss, query, key)
     batch = batch or Batch(len(query), len(key))
     _shapes(loss, query, key, labelled, batch)
@@ -255,8 +256,8 @@ def _check_static(
         _offload(loss, o, query)
     compute = validation.precision(o["precision"], dtypes, on_cpu)
     scale = validation.scale(loss, o["temperature"], o["scale"], compute)
-    if (loss.classes or loss.joint) and elsewhere is not None:
-        raise ValueError(f"{loss.name}_loss: expected arrays on the CPU, got them {elsewhere}")
+    if (loss.classes or loss.joint) and elsewhere not in (None, "on a GPU"):
+        raise ValueError(f"{loss.name}_loss: expected arrays of one device, got them {elsewhere}")
     if o["return_logits"] and o["method"] != "naive":
         raise ValueError(
             f'return_logits: expected method="naive", the one that keeps them, got '
@@ -289,9 +290,12 @@ def _check_static(
         want_query=want_query,
         want_key=want_key,
         scalar_grads=scalar_grads,
-        # <dQ_i, q_i> does not see a margin
+        # <dQ_i, q_i> does not see a margin, and on a GPU no linear terms
         moments=scalar_grads
-        and (o["margin"] != 0 or moments_pay(logits, want_query or want_key, on_cpu)),
+        and (
+            (o["margin"] != 0 if on_cpu else bool(of_softmax or loss.classes or loss.joint))
+            or moments_pay(logits, want_query or want_key, on_cpu)
+        ),
         reduction=o["reduction"],
         row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,

@@ -10,6 +10,14 @@ from ..spec import DEFAULTS, EXCLUSIVE, FLAGS, SOFTMAX, Loss
 from .validation import number, what
 
 CHANGE_LOGITS = frozenset({"key_bias", "false_negative_margin"})  # those that metrics are of
+# Options that there are outside of this process's CPU, by the place of the computation
+# (those here change vectors between the folds alone)
+OF_VECTORS = frozenset({"weights", "margin", "decoupled", "hardness"})
+ELSEWHERE = {
+    "on a GPU": OF_VECTORS | {"label_smoothing"},
+    "with offload": OF_VECTORS,
+    "over ranks": frozenset[str](),
+}
 LARGEST = math.nextafter(math.inf, 0)
 RANGES = {
     "margin": (-LARGEST, LARGEST, "a finite number"),
@@ -50,7 +58,8 @@ def require_available(
     that have no positive, or several, or of logits that an option changes."""
     positives = problem.positives
     sets = positives is not None and positives.ndim > 1
-    if problem.retrieval_ranks and positives is not None and problem.weights is not None:
+    of_host = positives is not None and elsewhere != "on a GPU"  # there every row has a positive
+    if problem.retrieval_ranks and of_host and problem.weights is not None:
         sets = sets or bool((positives < 0).any())
     if problem.retrieval_ranks and sets:
         raise ValueError("metrics: expected one positive a row, got labels with none or several")
@@ -59,8 +68,16 @@ def require_available(
     for name in given:
         if problem.retrieval_ranks and name in CHANGE_LOGITS:
             raise ValueError(f"metrics: expected False with {name}, got True")
-        if elsewhere is not None:
+        if elsewhere is not None and name not in ELSEWHERE[elsewhere]:
             raise ValueError(f"{name}: expected {DEFAULTS[name]!r} {elsewhere}, got a value")
+    with_what = next((name for name in given if name != "weights"), None)
+    if problem.joint or problem.classes is not None:
+        with_what = "this loss"
+    if elsewhere is not None and with_what and problem.method in ("naive", "fused"):
+        raise ValueError(
+            f'method: expected "auto" or "tiled" with {with_what} {elsewhere}, got '
+            f'"{problem.method}"'
+        )
     if sets and elsewhere is not None:
         raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")
 

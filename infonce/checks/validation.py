@@ -248,17 +248,17 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
     return value
 
 
-def classes(labels: Any, n: int) -> tuple[Segments, Array, Array]:
+def classes(xp: Any, labels: Any, n: int) -> tuple[Segments, Array, Array]:
     """The classes of rows; [N] the other row of a class of two, else -1; and [N] whether there is
     any other. A row of a negative label is alone."""
-    labels = integers(np, "labels", labels, n)
-    found, index = np.unique(labels, return_inverse=True)
-    index = np.where(labels < 0, len(found) + np.arange(n), index.reshape(n))
-    _, index, sizes = np.unique(index, return_inverse=True, return_counts=True)
+    labels = integers(xp, "labels", labels, n)
+    found, index = xp.unique(labels, return_inverse=True)
+    index = xp.where(labels < 0, len(found) + xp.arange(n), index.reshape(n))
+    _, index, sizes = xp.unique(index, return_inverse=True, return_counts=True)
     index = index.reshape(n)
-    order = np.argsort(index, kind="stable")
+    order = xp.argsort(index, kind="stable")
     pairs = order[sizes[index[order]] == 2].reshape(-1, 2)
-    positives = np.full(n, -1)
+    positives = xp.full(n, -1)
     positives[pairs] = pairs[:, ::-1]
     return Segments(index, index, len(sizes)), positives, sizes[index] > 1
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import problem as problems
 from .. import solve as blocks
-from ..problem import Gradients, Problem
+from ..problem import Array, Gradients, Problem
 from ..solve import Solution
 from . import fused as gpu_fused
 from . import naive as gpu_naive
@@ -30,6 +30,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if problem.method == "naive":
         return gpu_naive.solve(problems.materialize_vectors(problem, cupy), gradients)
     fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
+    fused = fused and problem.plain
     if problem.method == "fused":
         gpu_fused.require(problem)
         fused = True
@@ -51,8 +52,27 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients)
         )
-    _compile_kernels(problem, gradients)
-    return blocks.solve(problem, GPU(problem, gradients, both_folds=True), gradients)
+    if problem.plain:
+        _compile_kernels(problem, gradients)
+    made = gradients
+    if problem.linear_terms and gradients is not None:  # they are added before the rounding
+        made = _unrounded(problem, gradients)
+    solution = blocks.solve(problem, GPU(problem, made, both_folds=True), made)
+    if made is not gradients:
+        for to, wide in ((gradients.query, made.query), (gradients.key, made.key)):
+            if to is not wide:
+                to[...] = wide
+    return solution
+
+
+def _unrounded(problem: Problem, gradients: Gradients) -> Gradients:
+    """The same with destinations in the precision of sums."""
+    real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+
+    def wide(out: Array | None) -> Array | None:
+        return out if out is None or out.dtype == real else cupy.empty(out.shape, real)
+
+    return replace(gradients, query=wide(gradients.query), key=wide(gradients.key))
 
 
 _compiled: set[tuple[Any, ...]] = set()  # kinds of calls without a plan
@@ -73,8 +93,9 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
 
 
 def planned(problem: Problem) -> bool:
-    """Whether a call may have a plan: whoever wants to see its progress sees it launched."""
-    return problem.progress is None
+    """Whether a call may have a plan: whoever wants to see its progress sees it launched, and
+    options of the softmax take steps on vectors that no plan can record."""
+    return problem.progress is None and problem.plain
 
 
 def plain(problem: Problem) -> Problem:

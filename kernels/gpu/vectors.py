@@ -53,13 +53,16 @@ _within = cupy.ElementwiseKernel(
     """,
     "infonce_within",
 )  # fmt: skip
-# conclude_direction (CuPy has a logaddexp2, which loses small losses)
+# conclude_direction (CuPy has a logaddexp2, which loses small losses), and for rows without a
+# positive, whose logit is -inf, the log-sum-exp of the others
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 moment, float64 positive",
-    "float64 loss, float64 lse, float64 probability, float64 lse2, float64 log_scale_grad",
+    "float64 loss, float64 lse, float64 probability, float64 reference, float64 log_scale_grad",
     """
     const Direction d = conclude_direction(Sum{max, sum, moment}, positive);
-    loss = d.loss, lse = LN_2 * d.lse2, lse2 = d.lse2;
+    const double nothing = __longlong_as_double(0xfff0000000000000LL);  // -inf
+    const double lse2 = positive == nothing ? max + log2(sum) : d.lse2;
+    loss = d.loss, lse = LN_2 * lse2, reference = lse2 == nothing ? 0 : lse2;
     probability = d.negative_probability, log_scale_grad = d.log_scale_grad;
     """,
     "infonce_conclude", preamble=_CONCLUDE,
@@ -92,11 +95,22 @@ class ElementwiseVectors(blocks.Vectors):
         if decoupled or mean is not None:
             return super().direction(sums, positive, decoupled, mean)
         moment = 0.0 if sums.moment is None else sums.moment
-        loss, lse, probability, lse2, of_scale = _conclude(sums.max, sums.sum, moment, positive)
+        loss, lse, probability, reference, of_scale = _conclude(
+            sums.max, sums.sum, moment, positive
+        )
         return Direction(
-            loss, lse, probability, reference=lse2, reference_probability=1.0,
+            loss, lse, probability, reference, reference_probability=1.0,
             log_scale_grad=None if sums.moment is None else of_scale,
         )  # fmt: skip
+
+    def conclude(
+        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
+        backend: blocks.Backend,
+    ) -> Conclusion:  # fmt: skip
+        if problem.hardness:  # the folds take all logits in the scale of exponents
+            ratio = problem.scale / problem.exponent_scale
+            stats.positive_logits = stats.positive_logits * ratio
+        return super().conclude(problem, stats, triangle, gradient, backend)
 
 
 class TiledVectors(ElementwiseVectors):
@@ -121,6 +135,8 @@ class TiledVectors(ElementwiseVectors):
         if isinstance(upstream, float):
             value = upstream
             upstream = same = cupy.empty(m)
+            if problem.joint:
+                upstream = same[: m // 2]
         spelling = {"positives": by_rule, "upstream": same, "value": value,
                     "symmetric": problem.symmetric}  # fmt: skip
         spelled = problems.fast_replace(problem, positives=positives, upstream=upstream)
@@ -172,6 +188,8 @@ class TiledVectors(ElementwiseVectors):
         backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,
     ) -> Conclusion:  # fmt: skip
         """`not_finite`: marks of features that are not finite, where they are known already."""
+        if not problem.plain:  # in steps, which no plan can record
+            return super().conclude(problem, stats, triangle, gradient, backend)
         context, m = self.context, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None
         if not_finite is None:

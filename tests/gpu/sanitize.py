@@ -80,6 +80,8 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
             yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled", "wrt": features(loss)}
             yield loss, "bfloat16", "auto", 600, 1100, {"method": "tiled", "workspace": 3 * 2**20}
     yield "info_nce", "float32", "auto", 130, 40, {"method": "tiled", "labels": True}
+    smoothing = {"method": "tiled", "label_smoothing": 0.1, "ids": True}
+    yield "info_nce", "float32", "auto", 130, 40, smoothing
     yield "clip", "float32", "auto", 300, 40, {"offload": True, "workspace": 2**20}
 
 

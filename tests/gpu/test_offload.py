@@ -26,6 +26,14 @@ from infonce.dispatch import _result
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"margin": 0.2, "hardness": 1.5},
+    {"margin": 0.2, "decoupled": True},
+    {"weights": np.linspace(0.0, 2.0, 30)},
+    {"weights": np.linspace(2.0, 0.0, 30), "margin": 0.1},
+]
+
+
 def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Host]:
     """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
     kind = spec.LOSSES[loss]
@@ -312,3 +320,29 @@ def test_features_on_the_gpu_are_refused(cupy: Any) -> None:
     z = cupy.ones((4, 3))
     with pytest.raises(ValueError, match="offload: expected features in host memory"):
         infonce.clip_loss(z, z, scale=1.0, offload=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("workspace", [20_000, 10_000_000])
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit"])
+def test_options_of_the_softmax(loss: str, workspace: int, options: dict[str, Any]) -> None:
+    rows = 15 if loss == "nt_xent" else 30
+    args = arguments(loss, *pairs("partly aligned", rows, rows, 8, np.float64, 3))
+    given = dict(options)
+    labels = None
+    if loss == "info_nce":
+        labels = np.arange(rows)
+        labels[4] = -1
+    of_reference = dict(options)
+    weights = np.array(options.get("weights", np.ones(len(args[0]))))
+    if labels is not None:
+        weights = weights * (labels >= 0)
+        of_reference["labels"] = labels
+    want = judged(loss, args, scale=6.0, **of_reference | {"weights": weights / weights.sum()})
+    out, device = on_host(loss, args, labels, scale=6.0, workspace=workspace, **given)
+    assert device.whole == (workspace > 20_000)
+    np.testing.assert_allclose(out.loss, want.loss, rtol=1e-12)
+    for name, gradient in want.grads.items():
+        got = getattr(out.grads, name)
+        if got is not None:
+            np.testing.assert_allclose(got, gradient, rtol=1e-11, atol=1e-13)

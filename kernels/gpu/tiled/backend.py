@@ -9,10 +9,13 @@ caller's current stream; nothing waits for the device.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from ... import problem as problems
 from ... import solve as blocks
+from ...linear import Segments
 from ...problem import (
     Array,
     Epilogue,
@@ -29,6 +32,7 @@ from ..device.launches import Queue
 from ..vectors import TiledVectors
 from .context import Context
 from .gradient import NarrowFold, SoftmaxFold
+from .linear import Linear
 from .lse import RanksFold, StatisticsFold
 from .online import OnlineFold
 from .sigmoid import SigmoidFold
@@ -68,6 +72,15 @@ class GPU:
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
+    @cached_property
+    def linear(self) -> Linear:
+        return Linear(self.context)
+
+    def segment_products(
+        self, problem: Problem, segments: Segments, columns: bool
+    ) -> tuple[Array, Array | None]:
+        return self.linear.segment_products(segments, columns, problem.symmetric)
+
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
@@ -87,10 +100,15 @@ class GPU:
             if gradients is not None and gradients.want_key:
                 grid = problems.fast_replace(grid, columns=[slice(0, problem.shape[1])])
             OnlineFold(context, problem, grid, epilogue, gradients).run()
-        elif isinstance(epilogue, SoftmaxGradient) and context.in_registers is not None:
-            whole = problems.fast_replace(grid, triangle=False)
-            NarrowFold(context, problem, whole, epilogue, gradients).run()
         elif isinstance(epilogue, SoftmaxGradient):
-            SoftmaxFold(context, problem, grid, epilogue, gradients).run()
+            if context.in_registers is not None:
+                whole = problems.fast_replace(grid, triangle=False)
+                NarrowFold(context, problem, whole, epilogue, gradients).run()
+            else:
+                SoftmaxFold(context, problem, grid, epilogue, gradients).run()
+            for term in epilogue.linear:
+                assert gradients is not None
+                keys = slice(grid.columns[0].start, grid.columns[-1].stop)
+                self.linear.subtract(term, problem, gradients, keys)
         elif isinstance(epilogue, Sigmoid):
             SigmoidFold(context, problem, grid, epilogue, gradients).run()

@@ -83,6 +83,9 @@ class Context:
             and self.sweep is not None and self.precision in ONE_PASS
         )  # fmt: skip
         self.scale, self._scale = scalar(problem.scale)
+        self.exponent_scale, self._exponent_scale = self.scale, self._scale
+        if problem.hardness:
+            self.exponent_scale, self._exponent_scale = scalar(problem.exponent_scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
         self.paired = problem.paired  # asked before `materialize_vectors` hides the rule
         self._queries_of_keys: tuple[Array, Array, Array] | None = None
@@ -168,7 +171,7 @@ class Context:
         if self.sweep is not None:
             width = self.query.features.shape[1] * self.item  # adding zeros cuts nothing off
             bias = config.sweep_truncation_bias(self.precision, width)
-        return {**self.scale, "factor": 1 + bias, "shift": self._scale_features()}
+        return {**self.exponent_scale, "factor": 1 + bias, "shift": self._scale_features()}
 
     def _scale_features(self) -> int:
         """Chooses a power-of-two scale per side so that float16 operands neither overflow nor

@@ -285,7 +285,9 @@ class SoftmaxFold(GradientFold):
             name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
             for name, v in zip(SOURCES, given, strict=True)
         }
-        self.find_ranges(m, n, **sources)
+        # dL/dx at a positive bounds its row's panel elements, unless it has linear terms
+        bound = sources["row_factor" if epilogue.linear else "positive_gradient"]
+        self.find_ranges(m, n, **sources | {"positive_gradient": bound})
         self.positive_gradient = sources["positive_gradient"]
         self.two_sided = epilogue.column_reference is not None
         self.row_reference, self.a, self.u = cupy.empty((3, m), context.real)

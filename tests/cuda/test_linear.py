@@ -1,0 +1,104 @@
+"""Linear terms as the GPU computes them, with its kernels played by NumPy."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+from infonce.kernels.gpu.tiled import linear
+from infonce.kernels.linear import LinearTerm, Segments
+from infonce.kernels.problem import Gradients
+
+pytestmark = pytest.mark.extras
+
+
+class Kernels:
+    """What kernels/cuda/linear.cu says, on arrays of the host."""
+
+    def launch(self, file: str, kernel: str, grid: int, block: int, a: dict[str, Any]) -> None:
+        assert (file, kernel) == ("linear.cu", "segment_sums")
+        across = -(-a["d"] // 32)
+        assert grid == len(a["out"]) * across
+        assert block % 32 == 0
+        assert 32 <= block <= 1024
+        for segment, (first, end) in enumerate(zip(a["begin"], a["begin"][1:], strict=False)):
+            rows = a["order"][first:end]
+            a["out"][segment] = (a["factor"][rows, None] * a["z"][rows]).sum(axis=0)
+
+    def rows(self, kernel: str, n: int, *, file: str, **a: Any) -> None:
+        assert file == "linear.cu"
+        u = a["z"][:n] * a["inverse"][:n, None]
+        of_rows = a["sums"][a["segment"][:n]]
+        if kernel == "segment_products":
+            a["out"][:] = (u * (of_rows - a["itself"] * u)).sum(axis=1)
+            return
+        assert kernel == "subtract_linear"
+        t = a["factor"][:n, None] * (of_rows - a["itself"] * u) + a["weighted"][a["segment"][:n]]
+        if a["normalize"]:
+            t -= u * (t * u).sum(axis=1, keepdims=True)
+        a["g"][:n] -= t * a["inverse"][:n, None]
+
+
+def sides(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) -> linear.Linear:
+    monkeypatch.setattr(linear, "cupy", np)
+    for name in ("matrix", "address"):
+        monkeypatch.setattr(linear, name, lambda array, first=0: array[first:])
+    made = []
+    for z in features:
+        factor = exponent = None
+        if normalize:
+            mantissa, exponent = np.frexp(np.linalg.norm(z, axis=1))
+            factor = 1 / mantissa
+        made.append(SimpleNamespace(features=z, factor=factor, exponent=exponent))
+    context: Any = SimpleNamespace(query=made[0], key=made[-1], launcher=Kernels())
+    return linear.Linear(context)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_sums_and_gradients(
+    symmetric: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sum_ij (a_i + b_j) u_i . v_j over pairs of one segment, against the whole matrix."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((40, 5)), rng.standard_normal((50, 5))
+    k = q if symmetric else k
+    m, n, count = len(q), len(k), 4
+    of_rows = rng.integers(0, count, m)
+    of_columns = of_rows if symmetric else rng.integers(0, count, n)
+    segments = Segments(of_rows, of_columns, count)
+    found = sides(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
+
+    same = (of_rows[:, None] == of_columns).astype(float)
+    if symmetric:
+        np.fill_diagonal(same, 0)
+    length = [np.linalg.norm(z, axis=1, keepdims=True) if normalize else 1.0 for z in (q, k)]
+    u, v = q / length[0], k / length[1]
+    rows, columns = found.segment_products(segments, True, symmetric)
+    dots = (u @ v.T) * same
+    np.testing.assert_allclose(rows, dots.sum(axis=1), atol=1e-12)
+    if not symmetric:
+        np.testing.assert_allclose(columns, dots.sum(axis=0), atol=1e-12)
+
+    a, b = rng.standard_normal(m), None if symmetric else rng.standard_normal(n)
+    weight = (a[:, None] + (0.0 if b is None else b)) * same
+    if symmetric:
+        weight = weight + weight.T
+    wanted = []
+    for g, z, of in ((weight @ v, u, length[0]), (weight.T @ u, v, length[1])):
+        if normalize:
+            g = g - z * (g * z).sum(axis=1, keepdims=True)
+        wanted.append(-g / of)
+    dq, dk = np.zeros_like(q), np.zeros_like(k)
+    problem: Any = SimpleNamespace(symmetric=symmetric, shape=(m, n, 5))
+    gradients = Gradients(dq, None if symmetric else dk, want_key=not symmetric)
+    term = LinearTerm(segments, a, b)
+    first, rest = slice(0, 20), slice(20, n)
+    found.subtract(term, problem, gradients, first)
+    if not symmetric:
+        keys_only = Gradients(None, dk, want_query=False)
+        found.subtract(term, problem, keys_only, rest)
+        np.testing.assert_allclose(dk, wanted[1], atol=1e-12)
+    np.testing.assert_allclose(dq, wanted[0], atol=1e-12)

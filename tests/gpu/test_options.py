@@ -1,0 +1,145 @@
+"""Options of the softmax, sup_con and gte on a GPU, against the specification."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import MISSING, dtype_of
+from judge import assert_grad, assert_loss, largest_logit
+from reference_problems import Problem
+
+import infonce
+from infonce import spec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+if not MISSING:
+    import cupy
+
+NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
+REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"margin": 0.2},
+    {"hardness": 3.0},
+    {"decoupled": True},
+    {"margin": -0.1, "hardness": 1.5, "decoupled": True},
+    {"label_smoothing": 0.1},
+    {"margin": 0.2, "label_smoothing": 0.3},
+]
+# tiles of both kinds, narrow rows and wide ones
+SHAPES = [(70, 12), (300, 72), (520, 130), (300, 1100)]
+
+
+def problem_of(name: str, rows: int, width: int, dtype: str, **options: Any) -> Problem:
+    """Unit rows as the dtype has them, queries near their keys."""
+    rng = np.random.default_rng(7)
+    z = rng.standard_normal((2, rows, width)) / width**0.5
+    z[1] += z[0]
+    z /= np.linalg.norm(z, axis=2, keepdims=True)
+    z = z.astype(dtype_of(dtype))
+    one_array = name in ("nt_xent", "sup_con")
+    labels = None
+    if name == "sup_con":  # classes of many rows, of two, and rows that are alone
+        labels = rng.integers(0, 9, 2 * rows)
+        labels[:10] = np.arange(10) // 2 + 100
+        labels[10:20] = -1
+    softmax = {key: v for key, v in options.items() if key not in REFUSED.get(name, ())}
+    features = (z.reshape(-1, width),) if one_array else (z[0], z[1])
+    return Problem(name, features, scale=20.0, labels=labels, softmax=softmax)
+
+
+def on_gpu(problem: Problem, **options: Any) -> infonce.LossAndGrad:
+    given = {k: v for k, v in problem.options().items() if k != "weights" and v is not None}
+    for key in ("labels", "ids"):
+        if key in given:
+            given[key] = cupy.asarray(given[key])
+    function = getattr(infonce, f"{problem.name}_loss_and_grad")
+    return function(*map(cupy.asarray, problem.features), **given | options)
+
+
+def compare(problem: Problem, got: infonce.LossAndGrad, dtype: str) -> None:
+    wide = tuple(z.astype(np.float64) for z in problem.features)
+    want = problem._replace(features=wide).reference()
+    hardness = float(problem.softmax.get("hardness", 0.0))  # type: ignore[arg-type]
+    logit = largest_logit(20.0 + hardness, wide[0], wide[-1])
+    assert_loss(got.loss.get(), float(want.loss), dtype, logit)
+    terms = 20.0 * len(wide[0]) ** -0.5
+    for name, gradient in want.grads.items():
+        have = getattr(got.grads, name)
+        if isinstance(gradient, np.ndarray) and have is not None:
+            assert_grad(have.get(), gradient, dtype, logit, terms=terms)
+    np.testing.assert_allclose(float(got.grads.scale), want.grads["scale"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_specification(
+    name: str, dtype: str, rows: int, width: int, options: dict[str, Any]
+) -> None:
+    problem = problem_of(name, rows, width, dtype, **options)
+    compare(problem, on_gpu(problem), dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("name", NAMES)
+def test_normalised_ids_and_little_workspace(name: str, options: dict[str, Any]) -> None:
+    """Several blocks, and gradients of keys by ranges."""
+    problem = problem_of(name, 300, 72, "float32", **options)._replace(normalize=True)
+    if name != "sup_con":
+        rows = len(problem.features[0])
+        problem = problem._replace(ids=np.random.default_rng(1).integers(0, rows, rows))
+    compare(problem, on_gpu(problem, workspace=2**19), "float32")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scale_on_the_device(name: str) -> None:
+    options = {"hardness": 2.0, "margin": 0.1} if name != "sup_con" else {"label_smoothing": 0.1}
+    problem = problem_of(name, 70, 12, "float64", **options)
+    want, got = on_gpu(problem), on_gpu(problem, scale=cupy.array(20.0))
+    cupy.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
+    cupy.testing.assert_allclose(got.grads[0], want.grads[0], rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_from_run_to_run(name: str, options: dict[str, Any]) -> None:
+    problem = problem_of(name, 520, 130, "bfloat16", **options)
+    first, second = on_gpu(problem), on_gpu(problem)
+    assert float(first.loss) == float(second.loss)
+    for one, other in zip(first.grads, second.grads, strict=True):
+        if one is not None:
+            assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
+
+
+@pytest.mark.parametrize("method", ["auto", "naive", "fused", "tiled"])
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip", "lit", "siglip"])
+def test_weights_by_every_method(name: str, method: str) -> None:
+    problem = problem_of(name, 70, 12, "float64")
+    weights = np.linspace(0.0, 2.0, len(problem.features[0]))
+    got = on_gpu(problem, weights=cupy.asarray(weights), method=method)
+    compare(problem._replace(weights=weights / weights.sum()), got, "float64")
+
+
+def test_metrics_do_not_see_options() -> None:
+    plain = on_gpu(problem_of("clip", 70, 12, "float64"), metrics=True).metrics
+    with_options = problem_of("clip", 70, 12, "float64", margin=0.1, hardness=2.0)
+    got = on_gpu(with_options, metrics=True).metrics
+    assert plain is not None
+    assert got is not None
+    cupy.testing.assert_array_equal(got.row_rank, plain.row_rank)
+    cupy.testing.assert_allclose(got.positive, plain.positive, rtol=1e-12)
+    cupy.testing.assert_allclose(got.hardest_negative, plain.hardest_negative, rtol=1e-12)
+
+
+def test_what_is_refused() -> None:
+    z = cupy.ones((4, 2))
+    with pytest.raises(
+        ValueError, match=r'method: expected "auto" or "tiled" with margin on a GPU'
+    ):
+        infonce.clip_loss(z, z, scale=1.0, margin=0.1, method="naive")
+    with pytest.raises(ValueError, match="labels: expected one dimension on a GPU, got 2"):
+        infonce.info_nce_loss(z, z, cupy.zeros((4, 2), int), scale=1.0)
+    with pytest.raises(ValueError, match=r"label_smoothing: expected 0\.0 with offload"):
+        infonce.clip_loss(z.get(), z.get(), scale=1.0, label_smoothing=0.1, offload=True)
