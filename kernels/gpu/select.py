@@ -54,14 +54,14 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
         )
     if problem.plain:
         _compile_kernels(problem, gradients)
-    made = gradients
-    if problem.linear_terms and gradients is not None:  # they are added before the rounding
-        made = _unrounded(problem, gradients)
-    solution = blocks.solve(problem, GPU(problem, made, both_folds=True), made)
-    if made is not gradients:
-        for to, wide in ((gradients.query, made.query), (gradients.key, made.key)):
-            if to is not wide:
-                to[...] = wide
+    given = gradients
+    if problem.linear_terms and given is not None:  # they are added before the rounding
+        gradients = _unrounded(problem, given)
+    solution = blocks.solve(problem, GPU(problem, gradients, both_folds=True), gradients)
+    if given is not None and gradients is not None:
+        for to, made in ((given.query, gradients.query), (given.key, gradients.key)):
+            if to is not None and to is not made:
+                to[...] = made
     return solution
 
 

@@ -189,6 +189,7 @@ class TiledVectors(ElementwiseVectors):
     ) -> Conclusion:  # fmt: skip
         """`not_finite`: marks of features that are not finite, where they are known already."""
         if not problem.plain:  # in steps, which no plan can record
+            assert backend is not None
             return super().conclude(problem, stats, triangle, gradient, backend)
         context, m = self.context, problem.shape[0]
         two_sided = problem.two_sided and stats.columns is not None

@@ -27,7 +27,7 @@ class Kernels:
             rows = a["order"][first:end]
             a["out"][segment] = (a["factor"][rows, None] * a["z"][rows]).sum(axis=0)
 
-    def rows(self, kernel: str, n: int, *, file: str, **a: Any) -> None:
+    def rows(self, kernel: str, n: int, /, *, file: str, **a: Any) -> None:
         assert file == "linear.cu"
         u = a["z"][:n] * a["inverse"][:n, None]
         of_rows = a["sums"][a["segment"][:n]]

@@ -102,6 +102,6 @@ class Linear:
 
 def _inverse_norms(side: Side) -> Array:
     """[n] float64: 1 / |z_i|, 0 of a row of zeros; 1 without normalisation."""
-    if side.factor is None:
+    if side.factor is None or side.exponent is None:
         return cupy.ones(len(side.features))
     return cupy.ldexp(side.factor.astype(cupy.float64), -side.exponent)
