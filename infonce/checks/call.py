@@ -256,14 +256,14 @@ def _check_static(
         _offload(loss, o, query)
     compute = validation.precision(o["precision"], dtypes, on_cpu)
     scale = validation.scale(loss, o["temperature"], o["scale"], compute)
-    if (loss.classes or loss.joint) and elsewhere not in (None, "on a GPU"):
-        raise ValueError(f"{loss.name}_loss: expected arrays of one device, got them {elsewhere}")
     if o["return_logits"] and o["method"] != "naive":
         raise ValueError(
             f'return_logits: expected method="naive", the one that keeps them, got '
             f'method="{o["method"]}"'
         )
     of_softmax = softmax.options(loss, o)
+    softmax.require_loss(loss, elsewhere)
+    of_steps = o["margin"] != 0 if on_cpu else bool(of_softmax or loss.classes or loss.joint)
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
@@ -291,11 +291,7 @@ def _check_static(
         want_key=want_key,
         scalar_grads=scalar_grads,
         # <dQ_i, q_i> does not see a margin, and on a GPU no linear terms
-        moments=scalar_grads
-        and (
-            (o["margin"] != 0 if on_cpu else bool(of_softmax or loss.classes or loss.joint))
-            or moments_pay(logits, want_query or want_key, on_cpu)
-        ),
+        moments=scalar_grads and (of_steps or moments_pay(logits, want_query or want_key, on_cpu)),
         reduction=o["reduction"],
         row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,

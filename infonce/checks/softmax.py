@@ -51,6 +51,12 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, o[name]) for name in SOFTMAX if name != "key_bias" and given(name))
 
 
+def require_loss(loss: Loss, elsewhere: str | None) -> None:
+    """ValueError for a loss that the place of the computation does not have."""
+    if (loss.classes or loss.joint) and elsewhere not in (None, "on a GPU"):
+        raise ValueError(f"{loss.name}_loss: expected arrays of one device, got them {elsewhere}")
+
+
 def require_available(
     problem: Problem, elsewhere: str | None, plain: tuple[tuple[str, Any], ...]
 ) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
-from infonce.kernels.gpu.tiled import linear
+from infonce.kernels.gpu import linear
 from infonce.kernels.linear import LinearTerm, Segments
 from infonce.kernels.problem import Gradients
 

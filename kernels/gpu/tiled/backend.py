@@ -29,10 +29,10 @@ from ...problem import (
     Statistics,
 )
 from ..device.launches import Queue
+from ..linear import Linear
 from ..vectors import TiledVectors
 from .context import Context
 from .gradient import NarrowFold, SoftmaxFold
-from .linear import Linear
 from .lse import RanksFold, StatisticsFold
 from .online import OnlineFold
 from .sigmoid import SigmoidFold

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import cupy
 
-from ...linear import LinearTerm, Segments
-from ...problem import Array, Gradients, Problem
-from ..device.arguments import address, matrix
-from .context import Context
-from .operands import Side
+from ..linear import LinearTerm, Segments
+from ..problem import Array, Gradients, Problem
+from .device.arguments import address, matrix
+from .tiled.context import Context
+from .tiled.operands import Side
 
 FEATURES = 32  # of a block of linear.cu's segment_sums
 MOST_WARPS = 32
