@@ -340,7 +340,7 @@ def test_options_of_the_softmax(loss: str, workspace: int, options: dict[str, An
         of_reference["labels"] = labels
     want = judged(loss, args, scale=6.0, **of_reference | {"weights": weights / weights.sum()})
     given |= {"scale": 6.0, "workspace": workspace, "offload": True}
-    with mock.patch.object(checks, "gpu_missing", lambda: ""):
+    with mock.patch.object(checks, "gpu_missing", return_value=""):
         out, device = on_host(loss, args, labels, **given)
     assert device.whole == (workspace > 7_000)
     np.testing.assert_allclose(out.loss, want.loss, rtol=1e-12)
