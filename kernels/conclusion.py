@@ -6,7 +6,8 @@ linear terms (`linear`). All of it is mathematics on vectors of length M or N.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .conclude import Direction
@@ -26,7 +27,7 @@ class Conclusion:
     column_factor: Array | None  # b, of a two-sided loss
     positive_gradient: Array  # [M] or [M, P], of SoftmaxGradient
     log_scale_grad: Array | None = None  # [M], weighted; where the sums have moments
-    linear: list[LinearTerm] = field(default_factory=list)
+    linear: Sequence[LinearTerm] = ()
 
 
 def conclusion(
@@ -86,8 +87,9 @@ def conclusion(
     elif problem.symmetric and gradient:  # over ranks this communicates
         at_positive = at_positive + backend.take_at_positives(problem, at_positive)
     return Conclusion(
-        losses, rows, columns, row_factor, column_factor, -at_positive, log_scale_grad, linear
-    )
+        losses, rows, columns, row_factor, column_factor, -at_positive, log_scale_grad,
+        tuple(linear),
+    )  # fmt: skip
 
 
 def _direction(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> Direction:

@@ -21,7 +21,8 @@
 // `reference_probability` is what remains, 2^(reference - lse2). On a GPU they are lse2 and 1.
 //
 // All of this is float64. Without negatives (max, sum, moment) is (-inf, 0, 0): loss,
-// negative_probability and log_scale_grad are 0. NaN stays NaN.
+// negative_probability and log_scale_grad are 0. Without a positive its logit is -inf: lse2 is that of
+// the negatives. NaN stays NaN.
 #pragma once
 
 constexpr double LOG2_E = 1.4426950408889634;
@@ -73,7 +74,7 @@ __device__ __forceinline__ Direction conclude_direction(Sum negatives, double po
   d.gap = (negatives.max - positive) + log2(negatives.sum);
   d.loss = softplus2(d.gap);
   d.negative_probability = sigmoid2(d.gap);
-  d.lse2 = positive + LOG2_E * d.loss;
+  d.lse2 = positive < 0 && isinf(positive) ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
   const double mean = negatives.moment / negatives.sum;
   d.log_scale_grad = negatives.sum == 0 ? LN_2 * d.negative_probability
                                         : LN_2 * d.negative_probability * (mean - positive);

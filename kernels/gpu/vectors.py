@@ -53,16 +53,15 @@ _within = cupy.ElementwiseKernel(
     """,
     "infonce_within",
 )  # fmt: skip
-# conclude_direction (CuPy has a logaddexp2, which loses small losses), and for rows without a
-# positive, whose logit is -inf, the log-sum-exp of the others
+# conclude_direction (CuPy has a logaddexp2, which loses small losses). Of nothing, the reference is
+# any number: no difference of infinities is taken
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 moment, float64 positive",
     "float64 loss, float64 lse, float64 probability, float64 reference, float64 log_scale_grad",
     """
     const Direction d = conclude_direction(Sum{max, sum, moment}, positive);
     const double nothing = __longlong_as_double(0xfff0000000000000LL);  // -inf
-    const double lse2 = positive == nothing ? max + log2(sum) : d.lse2;
-    loss = d.loss, lse = LN_2 * lse2, reference = lse2 == nothing ? 0 : lse2;
+    loss = d.loss, lse = LN_2 * d.lse2, reference = d.lse2 == nothing ? 0 : d.lse2;
     probability = d.negative_probability, log_scale_grad = d.log_scale_grad;
     """,
     "infonce_conclude", preamble=_CONCLUDE,

@@ -285,8 +285,10 @@ class SoftmaxFold(GradientFold):
             name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
             for name, v in zip(SOURCES, given, strict=True)
         }
-        # dL/dx at a positive bounds its row's panel elements, unless it has linear terms
-        bound = sources["row_factor" if epilogue.linear else "positive_gradient"]
+        # dL/dx at a positive bounds its row's panel elements, unless the loss has linear terms
+        bound = sources["positive_gradient"]
+        if epilogue.linear:
+            bound = cupy.maximum(abs(bound), abs(sources["row_factor"]))
         self.find_ranges(m, n, **sources | {"positive_gradient": bound})
         self.positive_gradient = sources["positive_gradient"]
         self.two_sided = epilogue.column_reference is not None
