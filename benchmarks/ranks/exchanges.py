@@ -83,6 +83,8 @@ def work(rank: int, arguments: argparse.Namespace, size: int, folder: str) -> No
             for _ in range(2)
         )
         scale = torch.tensor(SCALE, device="cuda", requires_grad=True)
+        row: dict[str, Any] = {"gpus": size, "batch": batch, "dim": arguments.dim}
+        rows.append(row)
         for name in arguments.contenders:
 
             def step(loss: Any, *inputs: Any) -> None:
@@ -93,18 +95,14 @@ def work(rank: int, arguments: argparse.Namespace, size: int, folder: str) -> No
             run = partial(step, loss_of(name, rank, size), image, text, scale)
             try:
                 seconds(run, 3)
-                times = seconds(run, arguments.steps)
+                row[f"{name}_s"] = statistics.median(seconds(run, arguments.steps))
             except Exception as error:  # of another project: the others are still timed
                 if name in ("gather", "ring"):
                     raise
                 print(f"{name}, {batch}: {error}", file=sys.stderr)
                 continue
-            rows.append({
-                "gpus": size, "batch": batch, "dim": arguments.dim, "contender": name,
-                "step_s": statistics.median(times), "best_s": min(times),
-            })  # fmt: skip
             if rank == 0:
-                print(f"{size} GPUs, {batch}: {name} {1e3 * rows[-1]['step_s']:.3f} ms", flush=True)
+                print(f"{size} GPUs, {batch}: {name} {1e3 * row[f'{name}_s']:.3f} ms", flush=True)
     if rank == 0:
         Path(folder, "rows.json").write_text(to_json(rows))
     dist.destroy_process_group()
