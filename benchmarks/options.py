@@ -1,76 +1,126 @@
-"""What options of the softmax, sup_con and gte cost on a GPU, beside the same losses without.
+"""Time options of the softmax, sup_con and gte, beside the same losses without.
 
-    python benchmarks/options.py [--rows 65536] [--width 512]
+    python benchmarks/options.py [--cpu] [--rows 65536] [--dim 512] [--rounds 7]
+        [--output benchmarks/results/options.json]
 
-Median milliseconds of a loss with its gradients, bfloat16 unit rows.
+Loss and gradients of random unit rows: bfloat16 on the current GPU, float32 on the CPU (8192 rows
+of 256 by default). All take turns in each round, so that they meet the same clocks. A ratio is the
+median over rounds of those to the plain loss in the same round; nt_xent of all rows is the plain
+loss of sup_con, and of gte with half as many pairs.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import cupy
-import ml_dtypes
 import numpy as np
+from rich.progress import track
 
 import infonce
+from infonce import arrays, spec
+from infonce.cli import machine
+from infonce.cli.bench.cpu import Host
+from infonce.cli.bench.gpu import Device
+from infonce.cli.bench.measure import Case
+from infonce.cli.common import to_json
 
-REPEATS = 20
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"weights": True},
-    {"margin": 0.1},
-    {"hardness": 2.0},
-    {"decoupled": True},
-    {"label_smoothing": 0.1},
-]
-
-
-def unit_rows(rows: int, width: int) -> Any:
-    z = cupy.random.default_rng(0).standard_normal((rows, width), dtype=cupy.float32)
-    z /= cupy.linalg.norm(z, axis=1, keepdims=True)
-    return cupy.asarray(z.get().astype(ml_dtypes.bfloat16))
-
-
-def milliseconds(loss: str, *args: Any, **options: Any) -> float:
-    function = getattr(infonce, f"{loss}_loss_and_grad")
-    times = []
-    for _ in range(REPEATS + 3):
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        function(*args, scale=50.0, **options)
-        end.record()
-        end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, end))
-    return float(np.median(times[3:]))
+RESULTS = Path(__file__).resolve().parent / "results"
+SCALE = 50.0
+CLASSES = 1000
+OPTIONS: dict[str, dict[str, Any]] = {
+    "margin": {"margin": 0.1},
+    "hardness": {"hardness": 2.0},
+    "decoupled": {"decoupled": True},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "false_negative_margin": {"false_negative_margin": 0.1},
+}
+Run = Callable[[], Any]
 
 
-def cases(rows: int, width: int) -> Iterator[tuple[str, str, float]]:
-    """(loss, what, milliseconds)."""
-    query, key = unit_rows(rows, width), unit_rows(rows, width)
+def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], Run]:
+    """(loss, options) -> the call; "plain" is each loss without."""
+    query, key = bench.inputs(Case(spec.CLIP, rows, dim, dtype))[0]
+    xp = arrays.namespace(query)
+    vectors = {
+        "weights": {"weights": xp.linspace(0.5, 1.5, rows)},
+        "key_bias": {"key_bias": xp.linspace(-2.0, 2.0, rows)},
+    }
+
+    def call(loss: str, *args: Any, **options: Any) -> Run:
+        function = getattr(infonce, f"{loss}_loss_and_grad")
+        return lambda: function(*args, scale=SCALE, **options)
+
+    found = {}
     for loss in ("clip", "info_nce"):
-        for given in OPTIONS:
-            options = dict(given)
-            if "weights" in options:
-                options["weights"] = cupy.linspace(0.5, 1.5, rows)
-            yield loss, "-".join(given) or "plain", milliseconds(loss, query, key, **options)
-    yield "nt_xent", "plain", milliseconds("nt_xent", query)
-    labels = cupy.arange(rows) % 1000
-    yield "sup_con", "1000 classes", milliseconds("sup_con", query, labels)
+        for name, options in {"plain": {}, **vectors, **OPTIONS}.items():
+            found[loss, name] = call(loss, query, key, **options)
     half = rows // 2
-    yield "gte", f"{half} pairs", milliseconds("gte", query[:half], key[:half])
+    found["nt_xent", "plain"] = call("nt_xent", query)
+    found["sup_con", f"{CLASSES} classes"] = call("sup_con", query, xp.arange(rows) % CLASSES)
+    found["gte", f"{half} pairs"] = call("gte", query[:half], key[:half])
+    return found
+
+
+def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[dict[str, Any]]:
+    """Medians over rounds, and memory."""
+    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in runs}
+    for run in runs.values():
+        run()  # compiles
+    for _ in track(range(rounds), "rounds"):
+        for case, run in runs.items():
+            times = bench.turn(run)["seconds"]
+            seconds[case].append(statistics.median(times[1:] or times))
+    found = []
+    for (loss, name), times in seconds.items():
+        plain = seconds.get((loss, "plain"), seconds["nt_xent", "plain"])
+        found.append({
+            "loss": loss, "options": name, "median_s": statistics.median(times),
+            "of plain": round(statistics.median(np.divide(times, plain)), 3),
+            **bench.memory("auto", _outcome(runs[loss, name])),
+        })  # fmt: skip
+    return found
+
+
+def _outcome(run: Run) -> Run:
+    """A call as `Bench.memory` takes it: it returns the loss and the gradients of features."""
+
+    def outcome() -> tuple[Any, list[Any]]:
+        result = run()
+        return result.loss, [g for g in result.grads if g is not None and g.ndim > 1]
+
+    return outcome
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--rows", type=int, default=65536)
-    parser.add_argument("--width", type=int, default=512)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cpu", action="store_true", help="on the CPU (default: the current GPU)")
+    parser.add_argument("--rows", type=int, help="default 65536, on the CPU 8192")
+    parser.add_argument("--dim", type=int, help="default 512, on the CPU 256")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="default benchmarks/results/options[-cpu].json")
     given = parser.parse_args()
-    print(f"{given.rows} x {given.width}, {cupy.cuda.runtime.getDeviceProperties(0)['name']!r}")
-    for loss, what, time in cases(given.rows, given.width):
-        print(f"{loss:10}{what:20}{time:10.3f} ms", flush=True)
+    dtype = "float32" if given.cpu else "bfloat16"
+    rows, dim = (
+        given.rows or (8192 if given.cpu else 65536),
+        given.dim or (256 if given.cpu else 512),
+    )
+    bench: Any = Host(dtype) if given.cpu else Device(dtype)
+    results = measured(bench, cases(bench, dtype, rows, dim), given.rounds)
+    described = bench.describe()
+    report = {
+        "device": described["device"], "versions": described["versions"],
+        "commit": machine.commit(), "date": machine.now(),
+        "settings": {"rows": rows, "dim": dim, "dtype": dtype, "scale": SCALE},
+        "results": results,
+    }  # fmt: skip
+    name = "options-cpu.json" if given.cpu else "options.json"
+    (given.output or RESULTS / name).write_text(to_json(report) + "\n")
+    for row in results:
+        print(*row.values())
 
 
 if __name__ == "__main__":
