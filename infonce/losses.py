@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Unpack, get_type_hints
 
 from . import dispatch, spec
 from .result import Array, LossAndGrad
-from .spec import COMPILED, OPTIONS, GradOptions, LossOptions
+from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, LossOptions
 
 ERRORS_DOC = """
 TypeError, ValueError
@@ -73,8 +73,7 @@ def adapted(like: Callable[..., Any], call: str) -> Callable[[_F], _F]:
     those of compiled programs."""
     equation, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
     source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
-    given = inspect.signature(like).parameters.values()
-    arguments = ", ".join(p.name for p in given if p.default is p.empty)
+    arguments = ", ".join(LOSSES[like.__name__.removesuffix("_loss")].arguments)
     usage = inspect.cleandoc(call).format(
         loss=like.__name__, arguments=arguments, options=", ".join(COMPILED)
     )

@@ -233,6 +233,7 @@ OPTIONS: dict[str, Option] = {
 }
 DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
+VECTORS = ("weights", "key_bias")  # arguments of compiled programs; they get no gradient
 GRAD_ONLY = frozenset(GradOptions.__annotations__) - frozenset(LossOptions.__annotations__)
 FLAGS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -296,5 +297,4 @@ GTE = Loss(
     "gte", ("query", "key"), QueryKeyGrads, symmetric=True, square=True, joint=True,
     refused=("key_bias", "metrics", "return_logits"),
 )  # fmt: skip
-# Those that every backend and adapter has
-LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT)}
+LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

@@ -11,7 +11,7 @@ import click
 import ml_dtypes
 from rich.table import Table
 
-from .. import losses, spec
+from .. import dispatch, spec
 from ..kernels.gpu.device import compiler
 from ..kernels.problem import WORKSPACE
 from . import machine
@@ -159,9 +159,9 @@ def _compile_seconds() -> dict[str, float]:
     def call(loss: spec.Loss, dtype: str, rows: int, width: int) -> None:
         with device:  # threads begin with the first
             z = cupy.ones((rows, width), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-            features = [z] if loss.symmetric else [z, z.copy()]
-            function = getattr(losses, f"{loss.name}_loss_and_grad")
-            function(*features, scale=1.0)
+            features = [z.copy() for _ in loss.arguments]
+            labels = cupy.zeros(rows, int) if loss.classes else None
+            dispatch.loss_and_grad(loss, features, labels, None, {"scale": 1.0})
 
     run_all(call, common_calls(int(device.compute_capability) >= 80))
     return {

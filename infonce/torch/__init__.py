@@ -15,20 +15,40 @@ of theirs.
 from typing import TYPE_CHECKING
 
 from .._names import missing
-from .functions import clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss
-from .modules import CLIPLoss, InfoNCELoss, LiTLoss, NTXentLoss, SigLIPLoss
+from .functions import (
+    clip_loss,
+    gte_loss,
+    info_nce_loss,
+    lit_loss,
+    nt_xent_loss,
+    siglip_loss,
+    sup_con_loss,
+)
+from .modules import (
+    CLIPLoss,
+    GTELoss,
+    InfoNCELoss,
+    LiTLoss,
+    NTXentLoss,
+    SigLIPLoss,
+    SupConLoss,
+)
 
 __all__ = [
     "CLIPLoss",
+    "GTELoss",
     "InfoNCELoss",
     "LiTLoss",
     "NTXentLoss",
     "SigLIPLoss",
+    "SupConLoss",
     "clip_loss",
+    "gte_loss",
     "info_nce_loss",
     "lit_loss",
     "nt_xent_loss",
     "siglip_loss",
+    "sup_con_loss",
 ]
 
 if not TYPE_CHECKING:

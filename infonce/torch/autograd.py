@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .. import dispatch
 from ..result import LossAndGrad, Metrics
-from ..spec import Loss
+from ..spec import VECTORS, Loss
 
 NOTHING: frozenset[str] = frozenset()
+UNTRACKED = ("labels", *VECTORS)
 AGAIN = "gradients of the losses of infonce cannot be differentiated again"
 FORWARD = (
     "forward mode (torch.func.jvp, jacfwd, hessian) is not supported by the losses of infonce: use "
@@ -91,12 +92,24 @@ class Call:
     wanted: frozenset[str] = NOTHING
     grads: list[Tensor | None] | None = None  # until a backward pass takes them
 
+    @property
+    def untracked(self) -> tuple[Tensor | None, ...]:
+        """Labels and vectors where they are tensors: inputs that get no gradient."""
+        given = {"labels": self.labels, **self.options}
+        return tuple(x if isinstance(x := given.get(name), Tensor) else None for name in UNTRACKED)
+
+    def with_untracked(self, tensors: Sequence[Tensor | None]) -> Call:
+        """The same call, with `tensors` in the place of its own."""
+        given = {n: x for n, x in zip(UNTRACKED, tensors, strict=True) if x is not None}
+        labels = given.pop("labels", self.labels)
+        return replace(self, labels=labels, options={**self.options, **given})
+
 
 def apply(call: Call, features: Sequence[Tensor]) -> Tensor:
     """The loss: as a node of the graph, where there is one. Metrics are left in `call`."""
     scale, bias = (x if isinstance(x, Tensor) else None for x in (call.scale, call.bias))
     if transformed():
-        return _Transformed.apply(call, call.labels, scale, bias, *features)
+        return _Transformed.apply(call, *call.untracked, scale, bias, *features)
     if torch.is_grad_enabled():
         return _Function.apply(call, scale, bias, *features)
     result = _computed(call, scale, bias, features, NOTHING, metrics=call.with_metrics)
@@ -178,14 +191,18 @@ class _Function(_ReverseModeOnly):
 # not know which inputs need a gradient, so gradients are computed in the backward pass.
 
 
+def _split(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The untracked inputs, and the others."""
+    return inputs[: len(UNTRACKED)], inputs[len(UNTRACKED) :]
+
+
 class _Transformed(_ReverseModeOnly):
-    """loss = f(scale, bias, *features)."""
+    """loss = f(*untracked, scale, bias, *features)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        call: Call, labels: Tensor | None, scale: Any, bias: Any, *features: Tensor
-    ) -> Tensor:
-        result = _computed(replace(call, labels=labels), scale, bias, features, NOTHING,
+    def forward(call: Call, *inputs: Any) -> Tensor:  # type: ignore[override]
+        untracked, (scale, bias, *features) = _split(inputs)
+        result = _computed(call.with_untracked(untracked), scale, bias, features, NOTHING,
                            metrics=call.with_metrics)  # fmt: skip
         call.metrics = result.metrics
         return result.loss
@@ -197,8 +214,9 @@ class _Transformed(_ReverseModeOnly):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        wanted = wanted_of(ctx.call.kind, ctx.needs_input_grad[2:])
-        return None, None, *_Gradients.apply(ctx.call, wanted, upstream, *ctx.saved_tensors)
+        wanted = wanted_of(ctx.call.kind, _split(ctx.needs_input_grad[1:])[1])
+        grads = _Gradients.apply(ctx.call, wanted, upstream, *ctx.saved_tensors)
+        return None, *[None] * len(UNTRACKED), *grads
 
 
 class _Gradients(_ReverseModeOnly):
@@ -206,10 +224,10 @@ class _Gradients(_ReverseModeOnly):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        call: Call, wanted: frozenset[str], upstream: Tensor, labels: Tensor | None,
-        scale: Any, bias: Any, *features: Tensor,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        call = replace(call, labels=labels)
+        call: Call, wanted: frozenset[str], upstream: Tensor, *inputs: Any
+    ) -> tuple[Tensor | None, ...]:
+        untracked, (scale, bias, *features) = _split(inputs)
+        call = call.with_untracked(untracked)
         result = _computed(call, scale, bias, features, wanted, grad_out=upstream)
         return tuple(_of_inputs(call.kind, result.grads, wanted))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import validation
-from ..spec import COMPILED, DEFAULTS, LOSSES, Loss
+from ..spec import COMPILED, DEFAULTS, LOSSES, VECTORS, Loss
 from .autograd import evaluate, transformed, wanted_of
 
 WIDEST = "fp64"  # range of scales, until the call itself knows its precision
@@ -18,6 +18,7 @@ TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?
 SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
 SCHEMA = (
     "(str kind, Tensor query, Tensor? key, Tensor? labels, Tensor scale, Tensor? bias, "
+    f"{', '.join(f'Tensor? {name}' for name in VECTORS)}, "
     f"bool[] needs, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -30,13 +31,15 @@ def operator(
     labels: Tensor | None,
     scale: Tensor,
     bias: Tensor | None,
+    weights: Tensor | None,
+    key_bias: Tensor | None,
     needs: list[bool],
     *settings: bool | str | float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, gradients of scale, bias, query and key): empty where not needed."""
     loss = LOSSES[kind]
     features = [query] if key is None else [query, key]
-    options = dict(zip(COMPILED, settings, strict=True))
+    options = dict(zip(COMPILED, settings, strict=True), weights=weights, key_bias=key_bias)
     wanted = wanted_of(loss, tuple(needs[: 2 + len(features)]))
     result = evaluate(loss, features, labels, scale, bias, options, wanted)
     grads = {name: getattr(result.grads, name) for name in wanted}
@@ -53,8 +56,8 @@ def operator(
 
 @operator.register_fake
 def _shapes(
-    kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, needs: list[bool],
-    *settings: bool | str | float,
+    kind: str, query: Tensor, key: Any, labels: Any, scale: Tensor, bias: Any, weights: Any,
+    key_bias: Any, needs: list[bool], *settings: bool | str | float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wanted = wanted_of(LOSSES[kind], tuple(needs[: 3 if key is None else 4]))
     double = torch.float64 in {query.dtype, query.dtype if key is None else key.dtype}
@@ -79,7 +82,7 @@ def _scaled(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
     scale, bias, query, key = (
         saved * upstream if saved.numel() else None for saved in ctx.saved_tensors
     )
-    return None, query, key, None, scale, bias, None, *[None] * len(COMPILED)
+    return None, query, key, None, scale, bias, *[None] * (len(VECTORS) + 1 + len(COMPILED))
 
 
 operator.register_autograd(_scaled, setup_context=_remember)
@@ -96,11 +99,12 @@ def apply(
     options: dict[str, Any],
 ) -> Tensor:
     """The loss as a call of the operator."""
-    unknown = set(options) - set(COMPILED)
-    if metrics or unknown or options.get("reduction") == "none" or transformed():
+    others = options.keys() - {*COMPILED, *VECTORS}
+    given = any(options[name] is not None for name in others)
+    if metrics or given or options.get("reduction") == "none" or transformed():
         raise ValueError(
             "in a compiled graph: expected no metrics, ids, reduction='none' nor torch.func "
-            f"(options are {', '.join(COMPILED)})"
+            f"(options are {', '.join((*VECTORS, *COMPILED))})"
         )
     if not isinstance(scale, Tensor):
         number = validation.scale(kind, temperature, scale, WIDEST)
@@ -111,10 +115,10 @@ def apply(
         number = validation.number("bias", kind.bias if bias is None else bias)
         bias = torch.tensor(number, dtype=torch.float64)
     settings = {**DEFAULTS, **options}
-    key = None if kind.symmetric else features[1]
+    key = features[1] if len(features) > 1 else None
     needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
              for v in (scale, bias, features[0], key)]  # fmt: skip
     return operator(
-        kind.name, features[0], key, labels, scale, bias, needs,
-        *(settings[name] for name in COMPILED),
+        kind.name, features[0], key, labels, scale, bias, *(settings[name] for name in VECTORS),
+        needs, *(settings[name] for name in COMPILED),
     )[0]  # fmt: skip

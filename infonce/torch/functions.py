@@ -1,6 +1,6 @@
 """The losses as functions of tensors, differentiable by autograd.
 
-One path for all five: `_apply` -> a node of autograd's graph (or, in a compiled graph, an operator)
+One path for all: `_apply` -> a node of autograd's graph (or, in a compiled graph, an operator)
 -> the same dispatch as for arrays.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import losses, spec
 from ..checks import validation
-from ..spec import GRAD_ONLY, Loss
+from ..spec import GRAD_ONLY, VECTORS, Loss
 from . import autograd, compiled
 
 DTYPES = {getattr(torch, name) for name in validation.FLOATS}
@@ -41,6 +41,12 @@ def _apply(
             f"infonce.torch.{kind.name}_loss(): unexpected keyword argument {name!r}: "
             "gradients are autograd's"
         )
+    for name in VECTORS:
+        if getattr(options.get(name), "requires_grad", False) and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: expected a tensor that requires no gradient, as it gets none, got one "
+                "that does: .detach() makes one"
+            )
     scale, bias = _scalar("scale", scale), _scalar("bias", bias)
     temperature = _scalar("temperature", temperature)
     if isinstance(temperature, Tensor):
@@ -98,6 +104,8 @@ DOC = """
         Its processes share the batch: each passes its own rows, and gets the loss of all rows and
         gradients that DDP's average makes those of that loss; ``gradient_scale="global"`` where
         gradients are summed. Also `timeout`, `transport` and `exchange`, of `infonce.distributed`.
+    weights, key_bias : tensors, optional
+        As in `infonce.{loss}`. They get no gradient.
     labels, bias, ids, {options}
         As in `infonce.{loss}`, as far as it has them.
 
@@ -108,7 +116,8 @@ DOC = """
     Raises
     ------
     TypeError, ValueError
-        Before any work, naming the argument, what came and what was expected.
+        Before any work, naming the argument, what came and what was expected. ValueError also for
+        `weights` and `key_bias` that require a gradient.
     RuntimeError
         For second derivatives, forward mode and `torch.vmap`, which are not supported.
         `torch.func.grad` and `vjp` are.
@@ -138,3 +147,13 @@ def lit_loss(text: Tensor, image: Tensor, **options: Any) -> Any:
 @losses.adapted(losses.siglip_loss, DOC)
 def siglip_loss(image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
     return _apply(spec.SIGLIP, (image, text), None, bias, **options)
+
+
+@losses.adapted(losses.sup_con_loss, DOC)
+def sup_con_loss(features: Tensor, labels: Tensor, **options: Any) -> Any:
+    return _apply(spec.SUP_CON, (features,), labels, **options)
+
+
+@losses.adapted(losses.gte_loss, DOC)
+def gte_loss(query: Tensor, key: Tensor, **options: Any) -> Any:
+    return _apply(spec.GTE, (query, key), **options)

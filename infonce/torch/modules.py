@@ -73,3 +73,15 @@ class LiTLoss(_Keywords):
 class SigLIPLoss(_Keywords):
     def forward(self, image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
         return functions.siglip_loss(image, text, bias, **{**self.options, **options})
+
+
+@losses.adapted(losses.sup_con_loss, DOC)
+class SupConLoss(_Keywords):
+    def forward(self, features: Tensor, labels: Tensor, **options: Any) -> Any:
+        return functions.sup_con_loss(features, labels, **{**self.options, **options})
+
+
+@losses.adapted(losses.gte_loss, DOC)
+class GTELoss(_Keywords):
+    def forward(self, query: Tensor, key: Tensor, **options: Any) -> Any:
+        return functions.gte_loss(query, key, **{**self.options, **options})

@@ -3,10 +3,12 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
+from reference_problems import SOFTMAX, problems_with_options  # noqa: E402
 from torch_problems import DEVICES, LOSSES, call, features, formula  # noqa: E402
 
 import infonce  # noqa: E402
@@ -222,15 +224,65 @@ def test_compiled_calls_that_are_no_operator() -> None:
             torch.compile(lambda z, o=options: loss(z, **o), backend="eager")(image)
 
 
+@pytest.mark.parametrize("way", ["eager", "rows", "compiled", "func"])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_options(name: str, way: str) -> None:
+    """Against the specification, with weights and biases that are computed on the way."""
+    for problem in problems_with_options(name):
+        arrays = {k: v for k, v in problem.options().items() if isinstance(v, np.ndarray)}
+        plain = {k: v for k, v in problem.options().items() if k not in arrays}
+        vectors = {k: torch.tensor(v) for k, v in arrays.items()}
+
+        def step(*features: Any, vectors: Any = vectors, plain: Any = plain) -> Any:
+            given = {k: 2 * v - v for k, v in vectors.items()} | plain
+            reduction = "none" if way == "rows" else "mean"
+            return getattr(it, f"{name}_loss")(*features, **given, reduction=reduction).sum()
+
+        features = [torch.tensor(z, requires_grad=True) for z in problem.features]
+        wanted = features[: 1 if name == "lit" else None]
+        if way == "compiled":
+            torch.compiler.reset()  # it gives up where one function is compiled many times
+            step = torch.compile(step, fullgraph=True, backend="aot_eager")
+        loss = step(*features)
+        if way == "func":
+            leaves = [z.detach() for z in features]
+            grads = torch.func.grad(step, tuple(range(len(wanted))))(*leaves)
+        else:
+            grads = torch.autograd.grad(loss, wanted)
+        want = problem.reference()
+        assert loss.item() == pytest.approx(want.loss, rel=1e-12)
+        for argument, got in zip(problem.argument_names(), grads, strict=False):
+            expected = torch.tensor(want.grads[argument])
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["weights", "key_bias"])
+def test_vectors_get_no_gradient(name: str) -> None:
+    """Refused where autograd watches them, in a compiled graph too."""
+    query, key = features("info_nce")
+    vector = torch.ones(12, requires_grad=True)
+
+    def loss(query: Any, vector: Any) -> Any:
+        return it.info_nce_loss(query, key, scale=2.0, **{name: vector})
+
+    match = f"^{name}: expected a tensor that requires no gradient.*detach"
+    for run in (loss, torch.compile(loss, backend="eager"), torch.func.grad(loss, 1)):
+        with pytest.raises(ValueError, match=match):
+            run(query, vector)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(query, vector), loss(query, vector.detach()))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_check(device: str) -> None:
     from infonce.torch.compiled import operator
 
     z = [t.detach().requires_grad_() for t in features("clip", device=device)]
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
+    weights = torch.arange(12.0, dtype=torch.float64, device=device)
     torch.library.opcheck(
         operator,
-        ("clip", z[0], z[1], None, scale, None, [True, False, True, True],
+        ("clip", z[0], z[1], None, scale, None, weights, None, [True, False, True, True],
          0.1, False, 0.0, 0.5, math.inf, False, "mean", "auto", "auto", 2**28),
     )  # fmt: skip
 
@@ -280,7 +332,7 @@ def test_training_follows_the_full_matrix() -> None:
     "ignore:The AccumulateGrad node's stream"
 )  # torch's warm-up has its own
 @pytest.mark.parametrize("method", ["fused", "tiled"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["clip", "info_nce", "lit", "nt_xent", "siglip"])
 def test_graphed_step(loss: str, method: str) -> None:
     """A loss and its backward pass as CUDA graphs, replayed on new features while others take and
     leave memory."""

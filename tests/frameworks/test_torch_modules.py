@@ -6,7 +6,7 @@ import pytest
 from judge import pairs
 
 torch = pytest.importorskip("torch")
-from torch_problems import LOSSES, MODULES, call, features, formula  # noqa: E402
+from torch_problems import LOSSES, MODULES, arguments, call, features, formula  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 
@@ -17,16 +17,17 @@ pytestmark = pytest.mark.extras
 def test_a_module_is_its_function(loss: str) -> None:
     """The same arguments and defaults, and keywords at construction or at the call."""
     z = [2 * side for side in features(loss, 16)]
+    given = arguments(loss, z)
     module = MODULES[loss]
     for options in ({"temperature": 0.5}, {"scale": 3.0, "normalize": True, "reduction": "sum"}):
         want = call(loss, z, **options)
-        torch.testing.assert_close(module(**options)(*z), want, rtol=0, atol=0)
-        torch.testing.assert_close(module()(*z, **options), want, rtol=0, atol=0)
+        torch.testing.assert_close(module(**options)(*given), want, rtol=0, atol=0)
+        torch.testing.assert_close(module()(*given, **options), want, rtol=0, atol=0)
         assert all(
             f"{name}={value!r}" in repr(module(**options)) for name, value in options.items()
         )
     torch.testing.assert_close(
-        module(scale=1.0, normalize=True)(*z, scale=2.0),
+        module(scale=1.0, normalize=True)(*given, scale=2.0),
         call(loss, z, scale=2.0, normalize=True), rtol=0, atol=0,
     )  # fmt: skip
     if loss == "siglip":
@@ -34,7 +35,7 @@ def test_a_module_is_its_function(loss: str) -> None:
         assert torch.equal(module()(*z, -4.0), it.siglip_loss(*z, -4.0))
     else:
         with pytest.raises(ValueError, match="temperature, scale: expected one of them, got nei"):
-            module()(*z)
+            module()(*given)
     if loss == "info_nce":
         labels = torch.arange(15, -1, -1)
         assert torch.equal(module(scale=2.0)(*z, labels), it.info_nce_loss(*z, labels, scale=2.0))

@@ -8,9 +8,11 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
+from infonce import spec  # noqa: E402
 
-MODULES = {"clip": it.CLIPLoss, "info_nce": it.InfoNCELoss, "lit": it.LiTLoss,
-           "nt_xent": it.NTXentLoss, "siglip": it.SigLIPLoss}  # fmt: skip
+MODULES = {"clip": it.CLIPLoss, "gte": it.GTELoss, "info_nce": it.InfoNCELoss,
+           "lit": it.LiTLoss, "nt_xent": it.NTXentLoss, "siglip": it.SigLIPLoss,
+           "sup_con": it.SupConLoss}  # fmt: skip
 LOSSES = list(MODULES)
 DEVICES = [
     "cpu",
@@ -27,17 +29,39 @@ DEVICES = [
 def features(loss: str, rows: int = 12, dim: int = 5, device: str = "cpu", **options: Any) -> Any:
     generator = torch.Generator().manual_seed(rows)
     options = {"dtype": torch.float64, "generator": generator, **options}
-    sides = [torch.randn(rows, dim, **options) for _ in range(1 if loss == "nt_xent" else 2)]
+    sides = [torch.randn(rows, dim, **options) for _ in spec.LOSSES[loss].arguments]
     return [F.normalize(z, dim=1).to(device).requires_grad_() for z in sides]
 
 
+def classes(rows: int, device: Any = "cpu") -> Any:
+    """Labels of sup_con: of four classes, and of none. The last row is alone."""
+    labels = torch.arange(rows, device=device) % 5 - 1
+    labels[-1] = 99
+    return labels
+
+
 def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
+    if loss == "gte":
+        z = [torch.cat(z), torch.cat(z)]
     x = scale * z[0] @ z[-1].T
     n = len(x)
     y = torch.arange(n, device=x.device)
-    if loss == "nt_xent":
+    if loss in ("nt_xent", "sup_con", "gte"):
         x = x.masked_fill(torch.eye(n, dtype=torch.bool, device=x.device), -torch.inf)
+    if loss == "nt_xent":
         return F.cross_entropy(x, (y + n // 2) % n)
+    if loss == "sup_con":
+        labels = classes(n, x.device)
+        same = (labels[:, None] == labels) & (labels >= 0)
+        same.fill_diagonal_(False)
+        positive = x.masked_fill(~same, 0).sum(1) / same.sum(1).clamp(min=1)
+        return (x.logsumexp(1) - positive)[same.any(1)].mean()
+    if loss == "gte":  # both rows of a pair have one softmax, with their product in it once
+        half = n // 2
+        positive = x.diagonal(half)
+        negatives = x.masked_fill((y[:, None] - y).abs() == half, -torch.inf).logsumexp(1)
+        every = torch.stack([positive, negatives[:half], negatives[half:]])
+        return (every.logsumexp(0) - positive).mean()
     if loss == "siglip":
         t = 2 * torch.eye(n, dtype=x.dtype, device=x.device) - 1
         return -F.logsigmoid(t * (x + bias)).sum() / n
@@ -46,5 +70,10 @@ def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
     return F.cross_entropy(x, y)
 
 
+def arguments(loss: str, z: Any) -> tuple[Any, ...]:
+    """Features, and the labels that a loss cannot do without."""
+    return (*z, classes(len(z[0]), z[0].device)) if loss == "sup_con" else (*z,)
+
+
 def call(loss: str, z: Any, **options: Any) -> Any:
-    return getattr(it, f"{loss}_loss")(*z, **options)
+    return getattr(it, f"{loss}_loss")(*arguments(loss, z), **options)
