@@ -15,9 +15,25 @@ nothing else.
 from typing import TYPE_CHECKING
 
 from .._names import missing
-from .functions import clip_loss, info_nce_loss, lit_loss, nt_xent_loss, siglip_loss
+from .functions import (
+    clip_loss,
+    gte_loss,
+    info_nce_loss,
+    lit_loss,
+    nt_xent_loss,
+    siglip_loss,
+    sup_con_loss,
+)
 
-__all__ = ["clip_loss", "info_nce_loss", "lit_loss", "nt_xent_loss", "siglip_loss"]
+__all__ = [
+    "clip_loss",
+    "gte_loss",
+    "info_nce_loss",
+    "lit_loss",
+    "nt_xent_loss",
+    "siglip_loss",
+    "sup_con_loss",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = missing(__name__, __all__)

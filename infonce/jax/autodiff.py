@@ -20,7 +20,7 @@ except ImportError as error:
 
 from .. import dispatch
 from ..kernels.problem import SILENT
-from ..spec import Loss
+from ..spec import VECTORS, Loss
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Stream:
 def _fill(call: Call, out: dict[str, Any], given: dict[str, Any]) -> None:
     """The same dispatch as for arrays; feature gradients are written to `out` directly."""
     options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
-    for name in ("ids", "grad_out"):
+    for name in ("ids", "grad_out", *VECTORS):
         if given[name] is not None:
             options[name] = given[name]
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
@@ -137,6 +137,12 @@ def _forward(call: Call, given: dict[str, Any]) -> Any:
         for name, value in _named(call.kind, given).items()
         if value is not None and value.perturbed and name not in call.kind.locked
     )
+    for name in VECTORS:
+        if given[name] is not None and given[name].perturbed:
+            raise ValueError(
+                f"{name}: expected an array that is not differentiated, as it gets no gradient, "
+                "got one that is: jax.lax.stop_gradient makes one"
+            )
     given = jax.tree.map(lambda leaf: leaf.value, given)
     # Per-row losses have no single upstream gradient: theirs are computed when it is known
     later = dict(call.options).get("reduction") == "none"
@@ -163,6 +169,7 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
         "labels": None,
         "ids": None,
         "grad_out": None,
+        **dict.fromkeys(VECTORS),
     },)  # fmt: skip
 
 

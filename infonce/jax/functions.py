@@ -1,4 +1,4 @@
-"""The losses as functions of JAX arrays: one path for all five, `_apply`."""
+"""The losses as functions of JAX arrays: one path for all, `_apply`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ def _apply(
     scale: Any = None,
     temperature: Any = None,
     ids: Any = None,
+    weights: Any = None,
+    key_bias: Any = None,
     metrics: bool = False,
     **options: Any,
 ) -> Any:
     for name, z in zip(kind.arguments, features, strict=True):
         if not isinstance(z, (jax.Array, np.ndarray)):
             raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
+    vectors = {"weights": weights, "key_bias": key_bias}
     for name in options:
         if name in spec.DEFAULTS and name not in spec.COMPILED:
+            known = ", ".join(("scale", "temperature", "ids", "metrics", *vectors, *spec.COMPILED))
             raise TypeError(
-                f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; beside "
-                f"scale, temperature, ids and metrics there are {', '.join(spec.COMPILED)}"
+                f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; expected "
+                f"one of {known}"
             )
-    numbers = {"scale": scale, "temperature": temperature, "ids": ids, "metrics": metrics}
-    _check(kind, features, labels, bias, {**options, **numbers})
+    others = {"scale": scale, "temperature": temperature, "ids": ids, "metrics": metrics}
+    _check(kind, features, labels, bias, {**options, **vectors, **others})
     if temperature is not None:
         scale = 1.0 / temperature
     scale = kind.scale if scale is None else scale
@@ -52,6 +56,7 @@ def _apply(
         "bias": None if bias is None else _floating(bias, dtype),
         "labels": None if labels is None else jnp.asarray(labels),
         "ids": _each(jnp.asarray, ids),
+        **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
     }
     call = Call(kind, tuple(sorted(options.items())), metrics)
@@ -68,7 +73,7 @@ def _check(
         **options,
         "wrt": (),
         "ids": _each(_known, options["ids"]),
-        **{name: _known(options[name], 1) for name in ("scale", "temperature")},
+        **{name: _known(options[name], 1) for name in ("scale", "temperature", *spec.VECTORS)},
     }
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
         del options["precision"]  # a GPU has more precisions than the CPU, as which this is checked
@@ -111,6 +116,8 @@ DOC = """
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
+    weights, key_bias : arrays, optional
+        As in `infonce.{loss}`. They get no gradient.
     labels, bias, ids, {options}
         As in `infonce.{loss}`, as far as it has them.
 
@@ -123,6 +130,7 @@ DOC = """
     TypeError, ValueError
         While tracing, naming the argument, what came and what was expected. TypeError also for
         forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
+        ValueError also for `weights` and `key_bias` that are differentiated.
     jax.errors.JaxRuntimeError
         For what is known only when the program runs: values of labels, scale and bias that are
         arguments of `jit` (on a CPU), and a workspace that is too small. The message is at its end.
@@ -152,3 +160,13 @@ def lit_loss(text: Any, image: Any, **options: Any) -> Any:
 @losses.adapted(losses.siglip_loss, DOC)
 def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
     return _apply(spec.SIGLIP, (image, text), None, bias, **options)
+
+
+@losses.adapted(losses.sup_con_loss, DOC)
+def sup_con_loss(features: Any, labels: Any, **options: Any) -> Any:
+    return _apply(spec.SUP_CON, (features,), labels, **options)
+
+
+@losses.adapted(losses.gte_loss, DOC)
+def gte_loss(query: Any, key: Any, **options: Any) -> Any:
+    return _apply(spec.GTE, (query, key), **options)

@@ -1,28 +1,27 @@
 """infonce.jax against the published formulas, written out in JAX."""
 
 import functools
-import re
 from typing import Any
 
 import numpy as np
 import pytest
-from bad_calls import NUMERIC
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from judge import judged  # noqa: E402
+from reference_problems import SOFTMAX, problems_with_options  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.jax as ij  # noqa: E402
 from infonce import spec  # noqa: E402
 
 pytestmark = pytest.mark.extras
-LOSSES = ["clip", "info_nce", "lit", "nt_xent", "siglip"]
+LOSSES = ["clip", "gte", "info_nce", "lit", "nt_xent", "siglip", "sup_con"]
 
 
 def features(loss: str, rows: int = 12, dim: int = 5, dtype: Any = np.float32) -> list[Any]:
     rng = np.random.default_rng(rows)
-    sides = [rng.standard_normal((rows, dim)) for _ in range(1 if loss == "nt_xent" else 2)]
+    sides = [rng.standard_normal((rows, dim)) for _ in spec.LOSSES[loss].arguments]
     return [jnp.asarray(z / np.linalg.norm(z, axis=1, keepdims=True), dtype) for z in sides]
 
 
@@ -30,12 +29,35 @@ def cross_entropy(x: Any, y: Any) -> Any:
     return -jnp.take_along_axis(jax.nn.log_softmax(x, axis=1), y[:, None], axis=1).mean()
 
 
+def classes(rows: int) -> np.ndarray:
+    """Labels of sup_con: of four classes, and of none. The last row is alone."""
+    labels = np.arange(rows) % 5 - 1
+    labels[-1] = 99
+    return labels
+
+
 def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
+    if loss == "gte":
+        z = [jnp.concatenate(z), jnp.concatenate(z)]
     x = scale * z[0] @ z[-1].T
     n = len(x)
     y = jnp.arange(n)
+    if loss in ("nt_xent", "sup_con", "gte"):
+        x = jnp.where(jnp.eye(n, dtype=bool), -jnp.inf, x)
     if loss == "nt_xent":
-        return cross_entropy(jnp.where(jnp.eye(n, dtype=bool), -jnp.inf, x), (y + n // 2) % n)
+        return cross_entropy(x, (y + n // 2) % n)
+    lse = jax.nn.logsumexp
+    if loss == "sup_con":
+        labels = classes(n)
+        same = (labels[:, None] == labels) & (labels >= 0) & ~np.eye(n, dtype=bool)
+        positive = jnp.where(same, x, 0).sum(1) / same.sum(1).clip(1)
+        return (lse(x, axis=1) - positive)[same.any(1)].mean()
+    if loss == "gte":  # both rows of a pair have one softmax, with their product in it once
+        half = n // 2
+        positive = jnp.diagonal(x, half)
+        negatives = lse(jnp.where(abs(y[:, None] - y) == half, -jnp.inf, x), axis=1)
+        every = jnp.stack([positive, negatives[:half], negatives[half:]])
+        return (lse(every, axis=0) - positive).mean()
     if loss == "siglip":
         return -jax.nn.log_sigmoid((2 * jnp.eye(n) - 1) * (x + bias)).sum() / n
     if loss == "clip":
@@ -45,6 +67,8 @@ def formula(loss: str, z: Any, scale: Any, bias: Any = -10.0) -> Any:
 
 def call(loss: str, z: Any, scale: Any = None, bias: Any = None, **options: Any) -> Any:
     given = {"bias": bias} if bias is not None else {}
+    if loss == "sup_con":
+        given["labels"] = classes(len(z[0]))
     return getattr(ij, f"{loss}_loss")(*z, scale=scale, **given, **options)
 
 
@@ -121,6 +145,45 @@ def test_per_row_losses() -> None:
     for transform in (ours, jax.jit(ours)):
         got, want = (jax.value_and_grad(f, (0, 1))(*z) for f in (transform, theirs))
         close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_options(name: str, reduction: str) -> None:
+    """Against the specification, vectors an argument of `jit`."""
+    with jax.enable_x64(True):
+        for problem in problems_with_options(name):
+            plain = {k: v for k, v in problem.options().items() if not isinstance(v, np.ndarray)}
+            arrays = {k: v for k, v in problem.options().items() if k not in plain}
+
+            @functools.partial(jax.jit, static_argnums=2)
+            @functools.partial(jax.value_and_grad)
+            def step(features: Any, arrays: Any, plain: Any) -> Any:
+                loss = getattr(ij, f"{name}_loss")
+                return loss(*features, **arrays, **dict(plain), reduction=reduction).sum()
+
+            features = [jnp.asarray(z) for z in problem.features]
+            got, grads = step(features, arrays, tuple(plain.items()))
+            want = problem.reference()
+            close(got, np.asarray(want.loss), 1e-12)
+            for argument, gradient in zip(problem.argument_names(), grads, strict=True):
+                if want.grads[argument] is not None:
+                    close(gradient, want.grads[argument], 1e-11)
+
+
+@pytest.mark.parametrize("name", spec.VECTORS)
+def test_vectors_get_no_gradient(name: str) -> None:
+    query, key = features("info_nce")
+
+    def loss(vector: Any, wrap: Any = lambda v: v) -> Any:
+        return ij.info_nce_loss(query, key, scale=2.0, **{name: wrap(vector)})
+
+    for derivative in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+        with pytest.raises(ValueError, match=f"^{name}: expected an array that is not diff"):
+            derivative(jnp.ones(12))
+    still = functools.partial(loss, wrap=jax.lax.stop_gradient)
+    for derivative in (jax.grad(still), jax.jit(jax.grad(still)), jax.grad(jax.checkpoint(still))):
+        assert not derivative(jnp.ones(12)).any()
 
 
 def test_labels_ids_and_temperature() -> None:
@@ -203,127 +266,6 @@ def test_closed_forms() -> None:
     )
 
 
-def test_no_second_derivative() -> None:
-    image, text = features("clip")
-    first = jax.grad(lambda z: call("clip", (z, text), 2.0))
-    second = jax.grad(lambda z: first(z).sum())
-    hessian = jax.hessian(lambda z: call("clip", (z, text), 2.0))
-    for transform in (second, jax.jit(second), hessian, jax.jit(hessian)):
-        with pytest.raises(TypeError, match=r"clip_loss: gradients.*cannot be differentiated"):
-            transform(image)
-
-
-def test_no_forward_mode() -> None:
-    image, text = features("clip")
-
-    def loss(image: Any) -> Any:
-        return call("clip", (image, text), 2.0)
-
-    for forward in (lambda f: jax.jvp(f, (image,), (image,)), lambda f: jax.jacfwd(f)(image),
-                    lambda f: jax.linearize(f, image)[1](image)):  # fmt: skip
-        for function in (loss, jax.jit(loss)):
-            with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
-                forward(function)
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize(("loss", "args", "options", "error", "words"), NUMERIC)
-def test_bad_calls_are_those_of_arrays(
-    loss: str, args: Any, options: dict[str, Any], error: type[Exception], words: list[str],
-    jitted: bool,
-) -> None:  # fmt: skip
-    """While JAX traces, but for a workspace that the computation finds too small."""
-    options = {"scale": 2.0, **options}
-    taken = {"scale", "temperature", "ids", "metrics", *spec.COMPILED}
-    if spec.DEFAULTS.keys() & options.keys() - taken:
-        error, words = TypeError, ["unexpected keyword argument"]
-    function = functools.partial(getattr(ij, f"{loss}_loss"), **options)
-    with jax.enable_x64(True):
-        given = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args]
-        leaves = [i for i, z in enumerate(given) if isinstance(z, jax.Array)]
-
-        def traced(*arrays: Any) -> Any:
-            mixed = list(given)
-            for i, z in zip(leaves, arrays, strict=True):
-                mixed[i] = z
-            return function(*mixed)
-
-        if options.keys() & {"workspace"} and error is ValueError and options["workspace"]:
-            traced, error = jax.grad(traced), jax.errors.JaxRuntimeError
-        with pytest.raises(error) as caught:
-            jax.block_until_ready((jax.jit(traced) if jitted else traced)(
-                *[given[i] for i in leaves]))  # fmt: skip
-    message = str(caught.value)
-    if error is jax.errors.JaxRuntimeError:
-        message = message.splitlines()[-1].removeprefix("ValueError: ")
-    for word in words:
-        assert word.replace("an array", "a JAX array") in message
-    assert "\n" not in message
-
-
-LABELS = np.arange(12) + 1
-VALUES: list[tuple[str, str, dict[str, Any]]] = [
-    ("info_nce", "labels: expected values in [0, 12), or negative ones for none, got 12 at "
-                 "position 11", {"labels": LABELS}),
-    ("clip", "scale: expected a positive number, got -1.0", {"scale": -1.0}),
-    ("clip", "scale: expected a finite number, got nan", {"scale": np.nan}),
-    ("siglip", "bias: expected a finite number, got inf", {"bias": np.inf}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("loss", "message", "bad"), VALUES)
-def test_bad_values(loss: str, message: str, bad: dict[str, Any]) -> None:
-    """The error of arrays where JAX knows them while it traces; else at the end of its own."""
-    z = features(loss)
-    bad = {name: jnp.asarray(value) for name, value in bad.items()}
-
-    def step(z: Any, given: Any) -> Any:
-        return getattr(ij, f"{loss}_loss")(*z, **{"scale": 2.0, **given})
-
-    def known(z: Any) -> Any:
-        return step(z, bad)
-
-    for function in (known, jax.grad(known), jax.jit(known), jax.jit(jax.grad(known))):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-            function(z)
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        jax.block_until_ready(jax.jit(step)(z, bad))
-    assert str(caught.value).endswith(f"\nValueError: {message}")
-
-
-def test_errors() -> None:
-    image, text = features("clip")
-    with pytest.raises(TypeError, match="text: expected a JAX array, got list"):
-        ij.clip_loss(image, [1.0], scale=1.0)
-    with pytest.raises(TypeError, match=r"image: expected dtype float64.*got int32"):
-        ij.clip_loss(image.astype(int), text, scale=1.0)
-    with pytest.raises(ValueError, match=r"text: expected 12 rows like image, got shape \(3, 5\)"):
-        jax.jit(lambda z: ij.clip_loss(z, z[:3], scale=1.0))(image)
-    with pytest.raises(ValueError, match="temperature, scale: expected one of them, got both"):
-        ij.clip_loss(image, text, scale=jnp.asarray(1.0), temperature=1.0)
-    for value, error, match in (
-        (jnp.ones(2), TypeError, r"expected a number or 0-d array, got .* shape \(2,\)"),
-        (jnp.asarray(True), TypeError, "expected a number or 0-d array, got bool True"),
-        (jnp.asarray(1j), TypeError, "expected a number or 0-d array, got complex"),
-        ("1", TypeError, "expected a number or 0-d array, got '1'"),
-    ):
-        for name in ("scale", "temperature"):
-            with pytest.raises(error, match=f"^{name}: {match}"):
-                ij.clip_loss(image, text, **{name: value})
-            if isinstance(value, jax.Array):
-                with pytest.raises(error, match=f"^{name}: expected a number or 0-d array"):
-                    jax.jit(lambda v, name=name: ij.clip_loss(image, text, **{name: v}))(value)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'normalise'.*'normalize'"):
-        ij.clip_loss(image, text, scale=1.0, normalise=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'grad_out'; beside"):
-        ij.clip_loss(image, text, scale=1.0, grad_out=2.0)
-    with pytest.raises(TypeError, match="labels: expected integers, got dtype <U3"):
-        ij.info_nce_loss(image, text, "abc", scale=1.0)
-
-
 def test_import_alone_needs_no_jax() -> None:
     assert "jax" not in infonce.__all__
 
@@ -348,7 +290,8 @@ def test_on_a_gpu(gpu: Any, loss: str, jitted: bool, dtype: str) -> None:
     """The program's own buffers, small and large batches, against float64 on the same inputs."""
     for rows in (12, 1500):
         z = features(loss, rows, 64, jnp.dtype(dtype))
-        truth = judged(loss, [np.asarray(side) for side in z], scale=8.0)
+        labels = {"labels": classes(rows)} if loss == "sup_con" else {}
+        truth = judged(loss, [np.asarray(side) for side in z], scale=8.0, **labels)
         given = [jax.device_put(side, gpu) for side in z]
         scale = jax.device_put(jnp.float32(8.0), gpu)
         ours = jax.value_and_grad(lambda z, scale: call(loss, z, scale), (0, 1))
