@@ -107,7 +107,12 @@ def test_transforms_that_say_no() -> None:
         ):
             call_it()
     leaf = image.clone().requires_grad_()
+    ones = torch.ones(2, len(image))
     for call_it in (lambda: torch.vmap(loss)(several),
+                    lambda: torch.vmap(lambda w: it.clip_loss(image, text, scale=1.0, weights=w))(
+                        ones),
+                    lambda: torch.vmap(lambda b: it.lit_loss(image, text, scale=1.0, key_bias=b))(
+                        ones),
                     lambda: torch.no_grad()(torch.vmap(loss))(several),
                     lambda: torch.vmap(torch.func.grad(loss))(several),
                     lambda: torch.func.jacrev(loss)(image),
