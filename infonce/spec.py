@@ -83,6 +83,7 @@ OPTIONS: dict[str, Option] = {
         "float array [M], optional",
         """Weight of each row's loss (of each pair's, in both directions), at least 0. The mean
         divides by their sum, not by M.""",
+        flag="Weight of each row's loss, .npy.",
     ),
     "margin": Option(
         0.0,
@@ -120,6 +121,7 @@ OPTIONS: dict[str, Option] = {
         "float array [N], optional",
         """Added to the logits of each key, positives too, in the rows' softmax: -log Q_j for keys
         that were sampled with probability Q_j. It gets no gradient. (It has no metrics.)""",
+        flag="Added to the logits of each key, .npy.",
     ),
     "false_negative_margin": Option(
         math.inf,

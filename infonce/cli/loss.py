@@ -17,7 +17,7 @@ import infonce
 
 from ..checks import validation
 from ..result import LossAndGrad
-from ..spec import CHOICES, LOSSES, OPTIONS, Loss
+from ..spec import CHOICES, DEFAULTS, LOSSES, OPTIONS, SOFTMAX, VECTORS, Loss
 from .common import (
     UNITS_HELP,
     Bytes,
@@ -34,9 +34,14 @@ from .embeddings import open_embeddings, open_npy, some, split
 from .gradient_files import GradientFiles, check_gradient_files
 
 PATH = click.Path(path_type=Path)
+LABELLED = ("info_nce", "sup_con")
 SIDES = ("rows", "columns")
 NORMS = 0.95, 1.05  # of rows that count as normalized, in whatever precision
 SAMPLE = 256  # rows whose norm is looked at
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,11 +49,14 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, option in reversed(OPTIONS.items()):
         if not option.flag:
             continue
-        flag, type_ = f"--{name.replace('_', '-')}", None
+        flag = _flag(name)
+        type_: Any = None
         if isinstance(option.default, bool):
-            flag = f"{flag}/--no-{name.replace('_', '-')}"
+            flag = f"{flag}/{_flag(f'no_{name}')}"
         elif name in CHOICES:
             type_ = click.Choice(CHOICES[name])
+        elif name in VECTORS:
+            type_ = PATH
         decorate = click.option(flag, type=type_, default=option.default, help=option.flag)
         command = decorate(command)
     return command
@@ -61,7 +69,11 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--temperature", type=float, help="Divides the dot products; or give --scale.")
 @click.option("--scale", type=float, help="Multiplies the dot products.")
 @click.option("--bias", type=float, help="Added to the logits (siglip; -10 by default).")
-@click.option("--labels", type=PATH, help="Index of each query's key, .npy (info_nce).")
+@click.option(
+    "--labels",
+    type=PATH,
+    help="Index of each query's key, or of several (info_nce); class of each row (sup_con); .npy.",
+)
 @click.option(
     "--ids",
     type=PATH,
@@ -72,7 +84,11 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--workspace", type=Bytes(), default="256MiB", help=f"Most temporary memory; {UNITS_HELP}."
 )
-@click.option("--metrics/--no-metrics", default=True, help="Retrieval and loss by direction.")
+@click.option(
+    "--metrics/--no-metrics",
+    default=None,
+    help="Retrieval and loss by direction; by default where each row has one positive to rank.",
+)
 @click.option("--grad-out", type=PATH, metavar="DIR", help="Write gradients into this folder.")
 @click.option(
     "--grad-dtype", type=click.Choice(validation.FLOATS), help="Of the written gradients."
@@ -86,7 +102,7 @@ def loss(
     labels: Path | None,
     ids: tuple[Path, ...],
     bias: float | None,
-    metrics: bool,
+    metrics: bool | None,
     grad_out: Path | None,
     grad_dtype: str | None,
     force: bool,
@@ -95,8 +111,9 @@ def loss(
 ) -> None:
     """Loss, retrieval and gradients of embeddings in files.
 
-    IMAGE and TEXT hold one embedding a row: for info_nce the queries and the keys; nt_xent takes
-    one argument, the two views of sample i in rows i and i + B. Each is a .npy file, a .npz or
+    IMAGE and TEXT hold one embedding a row: for info_nce and gte the queries and the keys. nt_xent
+    takes one argument, the two views of sample i in rows i and i + B, and sup_con one argument and
+    --labels. Each is a .npy file, a .npz or
     .safetensors file (FILE:KEY if it holds several arrays), or a folder of .npy shards, taken in
     the order of the numbers in their names. bfloat16 is read from .safetensors, and from .npy as
     ml_dtypes saves it.
@@ -109,16 +126,20 @@ def loss(
     sources = _sources(chosen, image, text)
     if bias is not None and not chosen.sigmoid:
         raise click.UsageError("--bias is of siglip")
-    if labels is not None and kind != "info_nce":
-        raise click.UsageError("--labels is of info_nce")
+    if labels is not None and kind not in LABELLED:
+        raise click.UsageError(f"--labels is of {' and '.join(LABELLED)}")
+    if labels is None and chosen.classes:
+        raise click.UsageError(f"{kind}: expected --labels, the class of each row")
     if len(ids) > 2:
         raise click.UsageError(f"--ids: expected one file or two, got {len(ids)}")
     if grad_out is None and (force or grad_dtype):
         raise click.UsageError("--force and --grad-dtype need --grad-out")
 
+    paths = {"labels": labels, **{name: options.pop(name) for name in VECTORS}}
+    paths = {name: path for name, path in paths.items() if path is not None}
     if grad_out is not None:
         files = [split(source)[0] for source in sources.values()]
-        files += [path for path in (labels, *ids) if path is not None]
+        files += [*paths.values(), *ids]
         with_grad = [name for name in chosen.arguments if name not in chosen.locked]
         check_gradient_files(grad_out, with_grad, files, force)
 
@@ -129,15 +150,14 @@ def loss(
     features = {name: open_embeddings(source) for name, source in sources.items()}
     if bias is not None:
         options["bias"] = bias
-    if labels is not None:
-        options["labels"] = open_npy(labels)
+    options |= {name: open_npy(path) for name, path in paths.items()}
     if ids:
         arrays = [open_npy(path) for path in ids]
         options["ids"] = arrays[0] if len(ids) == 1 else tuple(arrays)
-    options["metrics"] = metrics and not chosen.sigmoid
+    options["metrics"] = _ranked(chosen, options) if metrics is None else metrics
 
     names = {name: f"{name} ({source})" for name, source in sources.items()}
-    names["labels"] = f"--labels ({labels})"
+    names |= {name: f"{_flag(name)} ({path})" for name, path in paths.items()}
     names |= {f"ids{f'[{i}]' * (len(ids) > 1)}": f"--ids ({path})" for i, path in enumerate(ids)}
     start = time.perf_counter()
     if grad_out is None:
@@ -171,6 +191,11 @@ def loss(
         "seconds": seconds,
         "method": options["method"],
         "precision": options["precision"],
+        "options": {
+            **{name: options[name] for name in SOFTMAX
+               if name not in VECTORS and options[name] != DEFAULTS[name]},
+            **{name: str(path) for name, path in paths.items()},
+        },
         "workspace_bytes": options["workspace"],
         "gradients": str(grad_out) if grad_out else None,
     }  # fmt: skip
@@ -198,12 +223,22 @@ def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
     return {name: given[name] for name in kind.arguments}
 
 
+def _ranked(kind: Loss, options: Mapping[str, Any]) -> bool:
+    """Whether metrics are of this call: each row has one positive, and the logits are unchanged."""
+    labels = options.get("labels")
+    single = labels is None or (
+        labels.ndim == 1 and labels.dtype.kind in "iu" and labels.min(initial=0) >= 0
+    )
+    changed = "key_bias" in options or options["false_negative_margin"] != math.inf
+    return single and not changed and "metrics" not in kind.refused
+
+
 def _evaluate(
     kind: Loss, features: Mapping[str, Any], names: Mapping[str, str], **options: Any
 ) -> LossAndGrad:
     """The loss and its gradients; `names` replace those of arguments in errors."""
     function = getattr(infonce, f"{kind.name}_loss_and_grad")
-    names = {**{name: f"--{name}" for name in options}, **names}
+    names = {**{name: _flag(name) for name in options}, **names}
     # the command reports a loss that is not finite itself, without NumPy's warnings
     quiet = np.errstate(over="ignore", invalid="ignore")
     with one_line_errors(names=names), progress_bar() as progress, quiet:
@@ -212,7 +247,7 @@ def _evaluate(
 
 
 def _why_not_finite(loss: Any, features: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """The rows with NaN or infinity; where there are none, an overflow."""
+    """The rows with NaN or infinity; where there are none, an overflow, or no negatives."""
     bad_rows = {name: list(validation.rows_not_finite(np, z)) for name, z in features.items()}
     reasons = [
         f"{names[name]} holds NaN or infinity in {len(rows)} of {len(features[name])} rows: "
@@ -220,6 +255,8 @@ def _why_not_finite(loss: Any, features: Mapping[str, Any], names: Mapping[str, 
         for name, rows in bad_rows.items()
         if rows
     ]
+    if not reasons and loss == -math.inf:
+        reasons = ["--decoupled leaves nothing in the denominator of a row without negatives"]
     if not reasons:
         reasons = [
             f"the features are finite, but products overflow {loss.dtype}: expected --normalize, a "
@@ -286,7 +323,7 @@ def _print(report: Mapping[str, Any]) -> None:
     value = report["value"]
     title = f"{report['loss']} loss {value['total']:.6g}"
     retrieval, lse = report["retrieval"] or {}, report["lse"] or {}
-    rows: list[tuple[str, str, Mapping[str, Any]]] = [("mean(lse - positive)", ".6g", value)]
+    rows: list[tuple[str, str, Mapping[str, Any]]] = [("mean loss", ".6g", value)]
     for k in (1, 5):
         shares = {side: values[f"top{k}"] for side, values in retrieval.items()}
         rows.append((f"retrieval top-{k}", ".2%", shares))
@@ -314,6 +351,9 @@ def _print(report: Mapping[str, Any]) -> None:
     )
     facts.add_row("time", f"{report['seconds']:.3g} s")
     facts.add_row("method", f"{report['method']}, precision {report['precision']}")
+    if report["options"]:
+        options = (f"{_flag(name)} {given}" for name, given in report["options"].items())
+        facts.add_row("options", ", ".join(options))
     if report["gradients"]:
         facts.add_row("gradients", report["gradients"])
     console = stdout(table)

@@ -1,0 +1,116 @@
+"""`infonce loss` with options of the softmax, sets of labels and losses of classes."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from command_line import M, close, fail, run, succeed
+
+from infonce import reference
+
+LABELS = np.arange(M) % 5 - 1
+WEIGHTS = np.linspace(0.0, 2.0, M)
+BIASES = np.linspace(-1.0, 1.0, M)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Paths of labels, weights and biases."""
+    arrays = {"labels": LABELS, "weights": WEIGHTS, "key_bias": BIASES}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    return {name: tmp_path / f"{name}.npy" for name in arrays}
+
+
+def report(*arguments):
+    return json.loads(succeed("loss", *arguments, "--scale", 3, "--json"))
+
+
+def test_options_are_those_of_the_functions(pair, files):
+    image, text, u, v = pair
+    flags = ("--margin", 0.2, "--hardness", 1.5, "--decoupled", "--false-negative-margin", 9.0)
+    said = report(image, text, *flags, "--weights", files["weights"])
+    given = {"margin": 0.2, "hardness": 1.5, "decoupled": True, "false_negative_margin": 9.0}
+    expected = reference.clip(u, v, scale=3.0, weights=WEIGHTS / WEIGHTS.sum(), **given)
+    assert close(said["value"]["total"], expected.loss)
+    assert said["options"] == given | {"weights": str(files["weights"])}
+    assert said["retrieval"] is None  # the logits are others
+    said = report(image, text, "--label-smoothing", 0.1, "--key-bias", files["key_bias"])
+    expected = reference.clip(u, v, scale=3.0, label_smoothing=0.1, key_bias=BIASES)
+    assert close(said["value"]["total"], expected.loss)
+    assert said["retrieval"] is None
+    said = report(image, text, "--hardness", 1.5)
+    assert said["retrieval"] == report(image, text)["retrieval"]
+
+
+def test_losses_of_classes_and_of_joint_rows(pair, files, tmp_path):
+    image, text, u, v = pair
+    said = report(image, "--loss", "sup_con", "--labels", files["labels"],
+                  "--grad-out", tmp_path / "out")  # fmt: skip
+    expected = reference.sup_con(u, labels=LABELS, scale=3.0)
+    assert close(said["value"]["total"], expected.loss)
+    assert close(said["lse"]["rows"]["mean"], expected.lse.mean())
+    gradient = np.load(tmp_path / "out" / "features.npy")
+    np.testing.assert_allclose(gradient, expected.grads["features"], rtol=1e-4, atol=1e-6)
+    said = report(image, text, "--loss", "gte", "--margin", 0.1)
+    assert close(said["value"]["total"], reference.gte(u, v, scale=3.0, margin=0.1).loss)
+
+
+def test_several_positives_or_none(pair, tmp_path):
+    """Labels of rows that have no rank: without metrics, unless these are asked for."""
+    image, text, u, v = pair
+    for labels in (np.stack([np.arange(M), LABELS], axis=1), LABELS):
+        np.save(tmp_path / "sets.npy", labels)
+        base = (image, text, "--loss", "info_nce", "--labels", tmp_path / "sets.npy")
+        said = report(*base)
+        expected = reference.info_nce(u, v, labels=labels, scale=3.0)
+        assert close(said["value"]["total"], expected.loss)
+        assert said["retrieval"] is None
+        assert "--metrics: expected one positive a row" in fail(
+            "loss", *base, "--scale", 3, "--metrics"
+        )
+
+
+def test_the_table_names_the_options(pair, files):
+    words = succeed("loss", *pair[:2], "--scale", 3, "--margin", 0.2, "--weights", files["weights"])
+    assert f"--margin 0.2, --weights {files['weights']}" in " ".join(words.split())
+    assert "--margin" not in succeed("loss", *pair[:2], "--scale", 3)
+
+
+def test_bad_options(pair, files, tmp_path):
+    image, text, *_ = pair
+    base = ("loss", image, text, "--scale", 3)
+    refused = {
+        ("--label-smoothing", 1): "--label-smoothing: expected a number in [0, 1), got 1.0",
+        ("--label-smoothing", 0.1, "--decoupled"):
+            "--label-smoothing: expected 0.0 with decoupled, got float 0.1",
+        ("--margin", 0.1, "--loss", "siglip"): "--margin: expected 0.0 for siglip, which has none",
+        ("--metrics", "--loss", "siglip"): "--metrics: expected False for siglip, which has none",
+        ("--metrics", "--false-negative-margin", 1):
+            "--metrics: expected False with false_negative_margin, got True",
+        ("--weights", text): f"--weights ({text}): expected shape (48,), got (48, 12)",
+        ("--key-bias", files["key_bias"], "--loss", "gte"):
+            f"--key-bias ({files['key_bias']}): expected None for gte, which has none",
+        ("--labels", files["labels"]): "--labels is of info_nce and sup_con",
+    }  # fmt: skip
+    for options, message in refused.items():
+        assert message in fail(*base, *options)
+    assert "sup_con: expected --labels" in fail("loss", image, "--loss", "sup_con", "--scale", 1)
+    np.save(tmp_path / "words.npy", np.array(["a"] * M))
+    said = fail(*base, "--loss", "info_nce", "--labels", tmp_path / "words.npy")
+    assert "expected integers, got dtype <U1" in said
+    out = tmp_path / "weights"
+    out.mkdir()
+    files["weights"].rename(out / "image.npy")
+    said = fail(*base, "--weights", out / "image.npy", "--grad-out", out, "--force")
+    assert "image.npy is an input" in said
+
+
+def test_no_negatives(tmp_path):
+    np.save(tmp_path / "one.npy", np.ones((1, 3)))
+    one = (tmp_path / "one.npy",) * 2
+    result = run("loss", *one, "--scale", 1, "--decoupled", "--normalize", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["value"]["total"] is None
+    assert f"the loss is {-math.inf}: --decoupled leaves nothing" in result.stderr
