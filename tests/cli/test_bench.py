@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,8 @@ def test_record_is_written_though_nobody_reads_the_table(tmp_path):
 
 
 def test_bench_options(tmp_path):
+    choices = re.search(r"--loss \[(.*)\]", succeed("bench", "--help"))
+    assert set(choices[1].split("|")) == set(LOSSES)  # those that all contenders have
     for bad in ("7", "abc", "0", "-1", "1e3", "64,", "", "1.5", "64 128"):
         said = fail("bench", "--sizes", bad)
         assert "'--sizes': expected even numbers of rows from 2, as in 1024,4096,8192" in said
