@@ -13,6 +13,7 @@ from torch_problems import DEVICES, LOSSES, call, features, formula  # noqa: E40
 
 import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
+from infonce import spec  # noqa: E402
 
 pytestmark = pytest.mark.extras
 
@@ -254,6 +255,20 @@ def test_options(name: str, way: str) -> None:
         for argument, got in zip(problem.argument_names(), grads, strict=False):
             expected = torch.tensor(want.grads[argument])
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_of_a_device(loss: str, device: str) -> None:
+    """Tensors on the features' device, and arrays of the host."""
+    z = features(loss, device=device)
+    weights = np.linspace(0.0, 2.0, 12)
+    own = {name: 0.1 for name in ("margin", "hardness") if name not in spec.LOSSES[loss].refused}
+    options = {"scale": 3.0, "reduction": "none", **own}
+    rows = call(loss, z, **options)
+    for given in (torch.tensor(weights, device=device), weights):
+        torch.testing.assert_close(call(loss, z, weights=given, **options).cpu(),
+                                   torch.tensor(weights) * rows.cpu())  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["weights", "key_bias"])

@@ -78,7 +78,7 @@ def test_losses_say_equation_shapes_errors_and_source(site: Path, module: str) -
     names = public({**MODULES, **IN_PLACE_OF}[module])
     losses = [n for n in names if n.endswith(("_loss", "_loss_and_grad", "Loss"))]
     if module == "infonce.reference":
-        losses = ["clip", "info_nce", "lit", "nt_xent", "siglip"]
+        losses = ["clip", "gte", "info_nce", "lit", "nt_xent", "siglip", "sup_con"]
     assert losses
     for name in losses:
         text = re.sub(r"<[^>]+>", "", of_name[f"{module}.{name}"])

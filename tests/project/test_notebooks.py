@@ -34,7 +34,7 @@ def said(notebook: Any) -> str:
 def test_all_are_there() -> None:
     assert [path.stem for path in NOTEBOOKS] == [
         "01_log_sum_exp", "02_precision_ladder", "03_order_and_determinism", "04_tiles_and_ring",
-        "05_training", "06_gpu_speed",
+        "05_training", "06_gpu_speed", "07_variants",
     ]  # fmt: skip
 
 
