@@ -64,6 +64,10 @@ VALUES: list[tuple[str, str, dict[str, Any]]] = [
     ("clip", "scale: expected a positive number, got -1.0", {"scale": -1.0}),
     ("clip", "scale: expected a finite number, got nan", {"scale": np.nan}),
     ("siglip", "bias: expected a finite number, got inf", {"bias": np.inf}),
+    ("gte", "weights: expected numbers that are not negative, got -1.0 at position 0",
+     {"weights": np.linspace(-1, 1, 12)}),
+    ("lit", "key_bias: expected finite numbers, got nan at position 11",
+     {"key_bias": np.where(LABELS == 12, np.nan, 0.0)}),
 ]  # fmt: skip
 
 
