@@ -113,10 +113,9 @@ def loss(
 
     IMAGE and TEXT hold one embedding a row: for info_nce and gte the queries and the keys. nt_xent
     takes one argument, the two views of sample i in rows i and i + B, and sup_con one argument and
-    --labels. Each is a .npy file, a .npz or
-    .safetensors file (FILE:KEY if it holds several arrays), or a folder of .npy shards, taken in
-    the order of the numbers in their names. bfloat16 is read from .safetensors, and from .npy as
-    ml_dtypes saves it.
+    --labels. Each is a .npy file, a .npz or .safetensors file (FILE:KEY if it holds several
+    arrays), or a folder of .npy shards, taken in the order of the numbers in their names. bfloat16
+    is read from .safetensors, and from .npy as ml_dtypes saves it.
 
     .npy and .safetensors files stay on disk and are mapped into memory; .npz arrays are read, and
     shards are joined in memory, in one array of their dtype. --grad-out DIR gets one .npy for each

@@ -18,7 +18,7 @@ from ..result import LossAndGrad, Metrics
 from ..spec import VECTORS, Loss
 
 NOTHING: frozenset[str] = frozenset()
-UNTRACKED = ("labels", *VECTORS)
+UNTRACKED = ("labels", "ids", *VECTORS)
 AGAIN = "gradients of the losses of infonce cannot be differentiated again"
 FORWARD = (
     "forward mode (torch.func.jvp, jacfwd, hessian) is not supported by the losses of infonce: use "
@@ -94,7 +94,7 @@ class Call:
 
     @property
     def untracked(self) -> tuple[Tensor | None, ...]:
-        """Labels and vectors where they are tensors: inputs that get no gradient."""
+        """Labels, ids and vectors where they are tensors: inputs that get no gradient."""
         given = {"labels": self.labels, **self.options}
         return tuple(x if isinstance(x := given.get(name), Tensor) else None for name in UNTRACKED)
 

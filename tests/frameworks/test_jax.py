@@ -248,6 +248,8 @@ def test_metrics() -> None:
     close(positive, 3 * np.diag(x), 1e-5)
     close(hardest, 3 * np.where(np.eye(30), -np.inf, x).max(1), 1e-5)
     close(gradient, jax.grad(lambda z: formula("clip", (z, text), 3.0))(image), 1e-5)
+    _, same = ij.clip_loss(image, text, scale=3.0, hardness=2.0, margin=0.1, metrics=True)
+    close(same.hardest_negative, hardest, 1e-6)
     for loss in ("info_nce", "lit", "nt_xent"):
         value, metrics = call(loss, features(loss), 3.0, metrics=True)
         assert metrics.column_rank is None

@@ -186,6 +186,10 @@ def test_metrics() -> None:
     assert columns == pytest.approx((x.argmax(0) == torch.arange(30)).double().mean().item())
     loss.backward()
     assert z[0].grad is not None
+    hard, same = it.clip_loss(*z, scale=3.0, hardness=2.0, margin=0.1, metrics=True)
+    assert hard > loss
+    assert torch.equal(same.row_rank, metrics.row_rank)
+    torch.testing.assert_close(same.hardest_negative, metrics.hardest_negative)
 
 
 @pytest.mark.parametrize("device", DEVICES)

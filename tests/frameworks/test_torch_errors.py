@@ -111,6 +111,8 @@ def test_transforms_that_say_no() -> None:
     for call_it in (lambda: torch.vmap(loss)(several),
                     lambda: torch.vmap(lambda w: it.clip_loss(image, text, scale=1.0, weights=w))(
                         ones),
+                    lambda: torch.vmap(lambda i: it.clip_loss(image, text, scale=1.0, ids=i))(
+                        ones.long()),
                     lambda: torch.vmap(lambda b: it.lit_loss(image, text, scale=1.0, key_bias=b))(
                         ones),
                     lambda: torch.no_grad()(torch.vmap(loss))(several),
