@@ -15,6 +15,7 @@ from .autograd import evaluate, transformed, wanted_of
 WIDEST = "fp64"  # range of scales, until the call itself knows its precision
 # Python's, in an operator's schema; the default None is that of a number of bytes
 TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
+PLAIN = (bool, str, int, float, type(None))
 SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
 SCHEMA = (
     "(str kind, Tensor query, Tensor? key, Tensor? labels, Tensor scale, Tensor? bias, "
@@ -99,12 +100,19 @@ def apply(
     options: dict[str, Any],
 ) -> Tensor:
     """The loss as a call of the operator."""
+    settings = {**DEFAULTS, **options}
+    vectors = [settings[name] for name in VECTORS]
     others = options.keys() - {*COMPILED, *VECTORS}
-    given = any(options[name] is not None for name in others)
-    if metrics or given or options.get("reduction") == "none" or transformed():
+    fits = (
+        all(x is None or isinstance(x, Tensor) for x in (labels, *vectors))
+        and all(isinstance(settings[name], PLAIN) for name in COMPILED)
+        and all(options[name] is None for name in others)
+    )
+    if metrics or not fits or settings["reduction"] == "none" or transformed():
         raise ValueError(
-            "in a compiled graph: expected no metrics, ids, reduction='none' nor torch.func "
-            f"(options are {', '.join((*VECTORS, *COMPILED))})"
+            "in a compiled graph: expected labels, weights and key_bias as tensors, no metrics, "
+            "ids, reduction='none' nor torch.func, and as options plain values of "
+            f"{', '.join(COMPILED)}"
         )
     if not isinstance(scale, Tensor):
         number = validation.scale(kind, temperature, scale, WIDEST)
@@ -114,11 +122,10 @@ def apply(
     if kind.sigmoid and not isinstance(bias, Tensor):
         number = validation.number("bias", kind.bias if bias is None else bias)
         bias = torch.tensor(number, dtype=torch.float64)
-    settings = {**DEFAULTS, **options}
     key = features[1] if len(features) > 1 else None
     needs = [torch.is_grad_enabled() and v is not None and v.requires_grad
              for v in (scale, bias, features[0], key)]  # fmt: skip
     return operator(
-        kind.name, features[0], key, labels, scale, bias, *(settings[name] for name in VECTORS),
-        needs, *(settings[name] for name in COMPILED),
+        kind.name, features[0], key, labels, scale, bias, *vectors, needs,
+        *(settings[name] for name in COMPILED),
     )[0]  # fmt: skip

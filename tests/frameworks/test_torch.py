@@ -220,9 +220,14 @@ def test_compiled_calls_that_are_no_operator() -> None:
 
     rows = torch.compile(lambda z: loss(z, reduction="none"), backend="eager")
     torch.testing.assert_close(rows(image), loss(image, reduction="none"))
+    for options in ({"weights": [0.5] * 11 + [2]}, {"margin": np.float64(0.1)}):
+        torch.compiler.reset()  # it gives up where one function is compiled many times
+        given = torch.compile(lambda z, o=options: loss(z, **o), backend="eager")
+        torch.testing.assert_close(given(image), loss(image, **options))
     compiled = torch.compile(torch.func.grad(loss), backend="eager")
     torch.testing.assert_close(compiled(image), torch.func.grad(loss)(image))
     for options, match in (({"temperature": -1.0}, "^temperature: expected a positive number"),
+                           ({"weights": "all"}, "^weights: expected numbers, got dtype <U3"),
                            ({"scale": 1.0}, "^temperature, scale: expected one of them, got both"),
                            ({"wrt": None}, "unexpected keyword argument 'wrt'")):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=match):
