@@ -32,8 +32,6 @@ from .gpu import Device
 from .measure import DTYPES, TEMPERATURE, Bench, Case
 
 SIZES = "1024,4096,8192"
-# Losses of one positive a row: numpy, torch and panels write them out from the matrix of logits
-WRITTEN_OUT = [name for name, loss in LOSSES.items() if not (loss.classes or loss.joint)]
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
@@ -68,7 +66,7 @@ def _size(text: str) -> int:
 @click.option("--gpu", is_flag=True, help="On the current GPU instead of the CPU.")
 @click.option("--sizes", type=_List(_size), default=SIZES, help="Rows, a list.")
 @click.option("--dim", type=click.IntRange(1), default=256, help="Width of the features.")
-@click.option("--loss", "kind", type=click.Choice(WRITTEN_OUT), default="clip", help="Which loss.")
+@click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip", help="Which loss.")
 @click.option(
     "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Of the features."
 )

@@ -45,9 +45,9 @@ def require(needed: int) -> None:
 
 def _library(method: str, case: Case, features: Sequence[Array], gradients: list[Array]) -> Outcome:
     function = getattr(infonce, f"{case.kind.name}_loss_and_grad")
-    result = function(
-        *features, scale=case.scale, method=method, workspace=case.workspace, out=gradients
-    )
+    labels = {} if case.labels is None else {"labels": case.labels}
+    options = {"method": method, "workspace": case.workspace, "out": gradients}
+    result = function(*features, scale=case.scale, **options, **labels)
     return float(result.loss), gradients
 
 
@@ -74,49 +74,71 @@ def _numpy(case: Case, features: Sequence[Array]) -> Outcome:
     kind, scale, y = case.kind, case.scale, case.positives
     dtype = np.result_type(features[0].dtype, np.float32)
     query, key = (features[i].astype(dtype, copy=False) for i in (0, -1))
-    rows = np.arange(len(query))
+    if kind.joint:
+        query = key = np.concatenate([query, key])
     x = scale * (query @ key.T)
+    if kind.symmetric:
+        np.fill_diagonal(x, -np.inf)
+    raw = x
+    if kind.joint:
+        x = joint_rows(np, x)
+    at = np.arange(len(x))[:, None], y
     if kind.sigmoid:
         x += kind.bias
         t = -np.ones_like(x)
-        t[rows, y] = 1
+        t[at] = 1
         loss = np.logaddexp(0, -t * x).sum() / len(x)
         g = -t / (1 + np.exp(t * x)) / len(x)
     else:
-        if kind.symmetric:
-            np.fill_diagonal(x, -np.inf)
         loss, g = 0.0, np.zeros_like(x)
         for weight, axis in ((kind.row_weight, 1), (kind.column_weight, 0)):
             if weight:
                 e = np.exp(x - x.max(axis=axis, keepdims=True))
                 p = e / e.sum(axis=axis, keepdims=True)
-                loss -= weight * np.log(p[rows, y]).mean()
-                p[rows, y] -= 1
+                loss -= weight * np.log(p[at]).mean()
+                p[at] -= 1 / y.shape[1]
                 g += weight / len(x) * p
+    if kind.joint:
+        g = np.concatenate(np.split(g, 2, axis=1))
     with np.errstate(invalid="ignore"):
-        raw = np.where(np.isneginf(x), 0, x)
+        raw = np.where(np.isneginf(raw), 0, raw)
     _ = np.vdot(g, raw) / scale  # gradient of the scale
     gradients = [scale * (g @ key)]
     if kind.symmetric:
         gradients[0] += scale * (g.T @ query)
     elif not kind.locked:
         gradients.append(scale * (g.T @ query))
-    return float(loss), gradients
+    return float(loss), np.split(gradients[0], 2) if kind.joint else gradients
+
+
+def joint_rows(xp: Any, x: Any) -> Any:
+    """Of [2 B, 2 B] logits, [B, 4 B]: rows i and i + B in one, their common product in it once."""
+    half = len(x) // 2
+    rows = xp.concatenate([x[:half], x[half:]], 1)
+    rows[xp.arange(half), xp.arange(2 * half, 3 * half)] = -xp.inf
+    return rows
 
 
 def torch_loss(kind: Loss, query: Any, key: Any, scale: Any, y: Any) -> Any:
     """The loss from the whole matrix of logits, as most training code has it."""
+    import torch
     from torch.nn import functional
 
+    if kind.joint:
+        query = key = torch.concatenate([query, key])
     x = scale * (query @ key.T).to(scale.dtype)
     if kind.sigmoid:  # softplus(-z) = softplus(z) - z at the positives
         x = x + kind.bias
         return (functional.softplus(x).sum() - x.diagonal().sum()) / len(x)
     if kind.symmetric:
         x.fill_diagonal_(-float("inf"))
-    loss = kind.row_weight * functional.cross_entropy(x, y)
+    if kind.joint:
+        x = joint_rows(torch, x)
+    if y.shape[1] > 1:
+        return -functional.log_softmax(x, 1).gather(1, y).mean()
+    loss = kind.row_weight * functional.cross_entropy(x, y[:, 0])
     if kind.column_weight:
-        loss = loss + kind.column_weight * functional.cross_entropy(x.T, y)
+        loss = loss + kind.column_weight * functional.cross_entropy(x.T, y[:, 0])
     return loss
 
 

@@ -63,12 +63,12 @@ def library(
     }  # fmt: skip
     if case.wrt:
         options["wrt"] = case.wrt
-    if case.keys is not None:
-        options["labels"] = case.positives
+    if case.labels is not None:
+        options["labels"] = case.labels
         if not isinstance(inputs[0][0], np.ndarray):
             import cupy
 
-            options["labels"] = cupy.asarray(case.positives)
+            options["labels"] = cupy.asarray(case.labels)
     calls: list[Callable[[], Any]] = [
         infonce.capture(function, *features, **options) if method == "captured"
         else partial(function, *features, **options)
@@ -170,29 +170,37 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
     kind, n = case.kind, case.rows
     if wide == torch.float64:
         features = [z.double() for z in features]
-    query, key = features[0], features[-1]
-    device = query.device
+    queries = features if kind.joint else features[:1]  # of a joint loss both, against both
+    key = torch.cat(list(features)) if kind.joint else features[-1]
+    device = key.device
     y = torch.as_tensor(case.positives, device=device)
     panels = [slice(a, min(a + PANEL, n)) for a in range(0, n, PANEL)]
-    gradients = [torch.zeros(z.shape, dtype=wide, device=device) for z in features]
+    gradients = [torch.zeros(z.shape, dtype=wide, device=device) for z in features[:-1]]
+    key_gradient = torch.zeros(key.shape, dtype=wide, device=device)
+    gradients = list(key_gradient.split(n)) if kind.joint else [*gradients, key_gradient]
     of_key = kind.arguments[-1] in case.gradients_of(kind.arguments)
     loss = torch.zeros((), dtype=wide, device=device)
 
     def logits(panel: slice) -> tuple[Any, Any, Any]:
         """Rows of the matrix, and where and what their positives are."""
-        x = (query[panel] @ key.T).to(wide) * case.scale
+        x = queries[0][panel] @ key.T
+        if kind.joint:
+            x = torch.cat([x, queries[1][panel] @ key.T], 1)
+        x = x.to(wide) * case.scale
         if kind.sigmoid:
             x += kind.bias
-        if kind.symmetric:
-            x[:, panel].fill_diagonal_(-torch.inf)
-        at = torch.arange(len(x), device=device), y[panel]
+        if kind.symmetric:  # of a joint loss also the positive's second time, and the keys
+            for first in (0, 2 * n, 3 * n) if kind.joint else (0,):
+                x[:, first + panel.start : first + panel.stop].fill_diagonal_(-torch.inf)
+        at = torch.arange(len(x), device=device)[:, None], y[panel]
         return x, at, x[at]
 
     def add_gradient(panel: slice, g: Any) -> None:
-        g = g.to(query.dtype)
-        gradients[0][panel] += g @ key
-        if of_key:
-            gradients[-1].add_(g.T @ query[panel])
+        parts = g.to(key.dtype).split(len(key), 1)
+        for query, gradient, part in zip(queries, gradients, parts, strict=False):
+            gradient[panel] += part @ key
+            if of_key:
+                key_gradient.add_(part.T @ query[panel])
 
     if kind.sigmoid:
         for panel in panels:
@@ -207,7 +215,7 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
         for panel in panels:
             x, _, positive = logits(panel)
             rows[panel] = x.logsumexp(1)
-            loss -= sum(weights) * positive.sum()
+            loss -= sum(weights) * positive.mean(1).sum()
             if kind.column_weight:
                 columns = torch.logaddexp(columns, x.logsumexp(0))
         loss += weights[0] * rows.sum()
@@ -218,7 +226,7 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
             g = weights[0] * (x - rows[panel, None]).exp_()
             if kind.column_weight:
                 g += weights[1] * (x - columns).exp_()
-            g[at] -= sum(weights)  # before any rounding: what remains may be small
+            g[at] -= sum(weights) / y.shape[1]  # before any rounding: what remains may be small
             add_gradient(panel, g)
     wanted = case.gradients_of(gradients)
-    return loss / n, [(g * (case.scale / n)).to(query.dtype) for g in wanted]
+    return loss / n, [(g * (case.scale / n)).to(key.dtype) for g in wanted]

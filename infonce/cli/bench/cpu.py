@@ -50,7 +50,8 @@ class Host:
 
         if case.rows > REFERENCE_ROWS:
             return None
-        solved = getattr(reference, case.kind.name)(*features, scale=case.scale)
+        labels = {} if case.labels is None else {"labels": case.labels}
+        solved = getattr(reference, case.kind.name)(*features, scale=case.scale, **labels)
         return solved.loss, case.gradients_of([solved.grads[n] for n in case.kind.arguments])
 
     def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:

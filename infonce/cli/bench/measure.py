@@ -44,17 +44,36 @@ class Case:
         return [(self.rows, self.dim), (last, self.dim)][: len(self.kind.arguments)]
 
     @property
+    def classes(self) -> int:
+        """Number of classes, each of four rows or of two."""
+        return self.rows // (2 if self.rows % 4 else 4)
+
+    @property
+    def labels(self) -> Array | None:
+        """[rows] classes, or keys; None where the loss takes none."""
+        if self.kind.classes:
+            return np.arange(self.rows) % self.classes
+        return None if self.keys is None else self.positives[:, 0]
+
+    @property
     def positives(self) -> Array:
-        """[rows] the key that is each query's positive."""
+        """[rows, positives of a row] columns of the matrix of logits."""
+        rows = np.arange(self.rows)
         if self.keys is not None:
-            return np.random.default_rng(0).integers(0, self.keys, self.rows)
+            return np.random.default_rng(0).integers(0, self.keys, (self.rows, 1))
+        if self.kind.classes:
+            return (rows[:, None] + np.arange(self.classes, self.rows, self.classes)) % self.rows
+        if self.kind.joint:  # see `contenders_cpu.joint_rows`
+            return self.rows + rows[:, None]
         shift = self.rows // 2 if self.kind.symmetric else 0
-        return (np.arange(self.rows) + shift) % self.rows
+        return (rows[:, None] + shift) % self.rows
 
     @property
     def products(self) -> float:
         """Matrix products of 2 N N D operations that loss and gradient need, without the logits
         being kept: all of them, or one triangle where rows are columns."""
+        if self.kind.joint:  # of 2 N rows
+            return 8.0
         if self.kind.symmetric or self.kind.locked or self.wrt:
             return 2.0
         return 3.0 if self.kind.sigmoid else 4.0
@@ -191,10 +210,11 @@ def report(bench: Bench, settings: dict[str, Any], results: list[dict[str, Any]]
 
 
 def errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
-    """Relative errors: of the loss, and the largest ||g - g_ref|| / ||g_ref|| of a gradient."""
+    """Relative errors: of the loss, and the largest ||g - g_ref|| / ||g_ref|| of a gradient. None
+    of bare products, which have no loss, and of a loss that is 0, without negatives."""
     loss, gradients = outcome
     loss = float(loss)
-    if reference is None or (loss != loss and not gradients):  # bare products have no loss
+    if reference is None or float(reference[0]) == 0 or (loss != loss and not gradients):
         return {}
     relative = {"loss_error": abs(loss - float(reference[0])) / abs(float(reference[0]))}
     if gradients:
