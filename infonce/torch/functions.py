@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import losses, spec
 from ..checks import validation
 from ..spec import GRAD_ONLY, VECTORS, Loss
-from . import autograd, compiled
+from .core import autograd, compiled
 
 DTYPES = {getattr(torch, name) for name in validation.FLOATS}
 

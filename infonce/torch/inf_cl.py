@@ -1,8 +1,11 @@
-"""In the place of Inf-CL's inf_cl: its function `cal_inf_loss`.
+"""In the place of Inf-CL's inf_cl: its functions `cal_flash_loss`, `cal_ring_loss` and
+`cal_inf_loss`.
 
-What differs: neither the batch nor the width has to be a multiple of anything, so there is no
-`head_dim`; and rows are shared with other ranks where `group` says so, not wherever
-torch.distributed is initialised. Other keywords are those of `infonce.torch.info_nce_loss`.
+As theirs, the last two share rows with the other processes wherever torch.distributed is
+initialised; shards may differ in size. What differs: neither the batch nor the width has to be a
+multiple of anything, so `head_dim` is of no use; ring and inf are one method; the loss is that of
+all processes' rows, and gradients are right under DDP, which averages. Other keywords are those of
+`infonce.torch.info_nce_loss`.
 """
 
 from __future__ import annotations
@@ -11,32 +14,28 @@ from typing import Any
 
 from torch import Tensor
 
-from . import functions
+from .core.drop_in import everywhere, first_row
+from .functions import info_nce_loss
 
-__all__ = ["cal_inf_loss"]
+__all__ = ["cal_flash_loss", "cal_inf_loss", "cal_ring_loss"]
 
-
-def cal_inf_loss(
-    q: Tensor, k: Tensor, labels: Tensor | None = None, scale: Any = None, **options: Any
-) -> Any:
-    """Inf-CL's function: queries against keys, mean over queries.
-
-    ``loss = -1/M sum_i log softmax(scale q k')_i,labels[i]``
-
+DOC = """
     Parameters
     ----------
     q : tensor [M, D]
     k : tensor [N, D]
     labels : integer tensor [M], optional
-        The positive key of each query; key i for query i if left out.
+        The positive of each query among this process's keys; key i for query i if left out.
     scale : float or 0-d tensor, optional
         1 if left out.
+    head_dim : int
+        Of no use here.
     options
         Of `infonce.torch.info_nce_loss`.
 
     Returns
     -------
-    0-d tensor
+    {returns}
 
     Raises
     ------
@@ -47,5 +46,59 @@ def cal_inf_loss(
     ----------
     Cheng et al.: Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive
     Loss, 2024.
+"""
+
+
+def cal_flash_loss(
+    q: Tensor,
+    k: Tensor,
+    labels: Tensor | None = None,
+    scale: Any = None,
+    head_dim: int = 256,
+    **options: Any,
+) -> Any:
+    """Queries against the keys of this process, a loss for each query.
+
+    ``loss_i = -log softmax(scale q k')_i,labels[i]``
     """
-    return functions.info_nce_loss(q, k, labels, scale=1.0 if scale is None else scale, **options)
+    scale = 1.0 if scale is None else scale
+    return info_nce_loss(q, k, labels, scale=scale, **{"reduction": "none", **options})
+
+
+def cal_ring_loss(
+    q: Tensor,
+    k: Tensor,
+    labels: Tensor | None = None,
+    scale: Any = None,
+    head_dim: int = 256,
+    **options: Any,
+) -> Any:
+    """Queries against the keys of all processes, mean over the queries of all.
+
+    ``loss = -1/M sum_i log softmax(scale q k')_i,labels[i]``
+    """
+    options = {**everywhere(), "reduction": "mean", **options}
+    if labels is not None:
+        labels = labels + first_row(options.get("group"), len(k))
+    return cal_flash_loss(q, k, labels, scale, **options)
+
+
+def cal_inf_loss(
+    q: Tensor,
+    k: Tensor,
+    labels: Tensor | None = None,
+    scale: Any = None,
+    head_dim: int = 256,
+    **options: Any,
+) -> Any:
+    """Queries against the keys of all processes, mean over the queries of all: `cal_ring_loss`.
+
+    ``loss = -1/M sum_i log softmax(scale q k')_i,labels[i]``
+    """
+    return cal_ring_loss(q, k, labels, scale, **options)
+
+
+for _function, _returns in (
+    (cal_flash_loss, "tensor [M]"), (cal_ring_loss, "0-d tensor"), (cal_inf_loss, "0-d tensor"),
+):  # fmt: skip
+    _function.__doc__ = f"{_function.__doc__}{DOC.format(returns=_returns)}"

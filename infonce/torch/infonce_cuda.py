@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from . import functions
-from .modules import _Keywords
+from .core.drop_in import DropIn
+from .functions import nt_xent_loss
 
 __all__ = ["InfoNCELoss"]
 
 
-class InfoNCELoss(_Keywords):
+class InfoNCELoss(DropIn):
     """NT-Xent: ``forward(features [2B, D])`` of unit norm, i and i + B two views of one sample.
 
     ``loss = -1/2B sum_i log softmax_{j != i}(z z' / temperature)_i,partner(i)``
@@ -39,7 +39,7 @@ class InfoNCELoss(_Keywords):
     """
 
     def __init__(self, temperature: float = 0.5, **options: Any) -> None:
-        super().__init__(temperature=temperature, **options)
+        super().__init__(options, temperature=temperature)
 
     def forward(self, features: Tensor) -> Any:
-        return functions.nt_xent_loss(features, **self.options)
+        return nt_xent_loss(features, temperature=self.temperature, **self.options)

@@ -10,33 +10,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import functions
+from .core.drop_in import DropIn, require
 
 __all__ = ["ClipLoss", "SigLipLoss"]
 
 
-class _OpenClip(nn.Module):
+class _OpenClip(DropIn):
     """What open_clip's losses have in common: over ranks, the ring over torch.distributed."""
 
-    def __init__(
-        self, rank: int, world_size: int, options: dict[str, Any], use_horovod: bool = False
-    ) -> None:
-        super().__init__()
-        if use_horovod:
-            raise ValueError("use_horovod: expected False, got True: ranks are torch.distributed's")
+    def __init__(self, options: dict[str, Any], rank: int, world_size: int, **others: Any) -> None:
+        super().__init__(options, rank=rank, world_size=world_size, **others)
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"rank, world_size: expected 0 <= rank < world_size, got {rank} and {world_size}"
             )
-        self.rank, self.world_size, self.options = rank, world_size, options
 
     def _options(self, scale: Any) -> dict[str, Any]:
         """Keywords of one call."""
         if self.world_size == 1:
             return {**self.options, "scale": scale}
-        from . import process_group
+        from .core import process_group
 
         group = process_group.connect(self.options.get("group"))
         if (group.rank, group.size) != (self.rank, self.world_size):
@@ -86,7 +82,11 @@ class ClipLoss(_OpenClip):
         use_horovod: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(rank, world_size, options, use_horovod)
+        require("use_horovod", use_horovod, False, "ranks are torch.distributed's")
+        super().__init__(
+            options, rank, world_size,
+            local_loss=local_loss, gather_with_grad=gather_with_grad, cache_labels=cache_labels,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -113,7 +113,8 @@ class SigLipLoss(_OpenClip):
         As of `ClipLoss`.
     cache_labels : bool
     dist_impl : str
-        Of no use here: ranks are a ring.
+    chunk_size : int
+        Of no use here: ranks are a ring, and no matrix of logits is kept.
     options
         Of `infonce.torch.siglip_loss`.
 
@@ -133,9 +134,13 @@ class SigLipLoss(_OpenClip):
         rank: int = 0,
         world_size: int = 1,
         dist_impl: str | None = None,
+        chunk_size: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(rank, world_size, options)
+        super().__init__(
+            options, rank, world_size,
+            cache_labels=cache_labels, dist_impl=dist_impl, chunk_size=chunk_size,
+        )  # fmt: skip
 
     def forward(
         self,

@@ -299,7 +299,7 @@ def test_vectors_get_no_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_check(device: str) -> None:
-    from infonce.torch.compiled import operator
+    from infonce.torch.core.compiled import operator
 
     z = [t.detach().requires_grad_() for t in features("clip", device=device)]
     scale = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import validation
-from ..spec import COMPILED, DEFAULTS, LOSSES, VECTORS, Loss
+from ...checks import validation
+from ...spec import COMPILED, DEFAULTS, LOSSES, VECTORS, Loss
 from .autograd import evaluate, transformed, wanted_of
 
 WIDEST = "fp64"  # range of scales, until the call itself knows its precision

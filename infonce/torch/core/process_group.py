@@ -20,8 +20,8 @@ from infonce.distributed import Communicator, RankError
 from infonce.distributed.communicators.base import Pending, Shifts, gathered
 from infonce.distributed.communicators.processes import Peers, identity
 
-from ..result import LossAndGrad
-from ..spec import Loss
+from ...result import LossAndGrad
+from ...spec import Loss
 
 Array = Any
 _known: weakref.WeakKeyDictionary[Any, ProcessGroup] = weakref.WeakKeyDictionary()

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import dispatch
-from ..result import LossAndGrad, Metrics
-from ..spec import VECTORS, Loss
+from ... import dispatch
+from ...result import LossAndGrad, Metrics
+from ...spec import VECTORS, Loss
 
 NOTHING: frozenset[str] = frozenset()
 UNTRACKED = ("labels", "ids", *VECTORS)
