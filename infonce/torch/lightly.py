@@ -1,0 +1,242 @@
+"""In the place of lightly's losses: `NTXentLoss` with its memory bank, `DCLLoss` and `DCLWLoss` of
+lightly.loss.
+
+The constructors, the calls and the random numbers that fill a memory bank are the same. What
+differs: the loss is float32 (float64 for float64); a temperature has to be positive; with
+`gather_distributed` nothing is gathered, the loss is that of all processes' rows, and their shards
+may differ in size. Other keywords are those of `infonce.torch.nt_xent_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .core.drop_in import DropIn, everywhere
+from .functions import info_nce_loss, nt_xent_loss
+
+__all__ = ["DCLLoss", "DCLWLoss", "NTXentLoss", "negative_mises_fisher_weights"]
+
+
+class _TwoViews(DropIn):
+    """A loss of two views of each sample, of this process or of all."""
+
+    def __init__(self, options: dict[str, Any], gather_distributed: bool, **settings: Any) -> None:
+        if gather_distributed and not dist.is_available():
+            raise ValueError(
+                "gather_distributed: expected False, got True: this build of torch has no "
+                "torch.distributed"
+            )
+        super().__init__(options, gather_distributed=gather_distributed, **settings)
+
+    def nt_xent(self, out0: Tensor, out1: Tensor, **options: Any) -> Any:
+        return nt_xent_loss(
+            torch.cat([out0, out1]),
+            temperature=self.temperature,
+            normalize=True,
+            **options,
+            **{**everywhere(self.gather_distributed), **self.options},
+        )
+
+
+class NTXentLoss(_TwoViews):
+    """NT-Xent, or MoCo's loss with a memory bank: ``forward(out0 [B, D], out1 [B, D])``, two views.
+
+    With cosines over `temperature` as logits, each row against all others:
+
+    ``loss = -1/2B sum_i log softmax_{j != i}(z z' / temperature)_i,partner(i)``, z = [out0; out1].
+
+    With a memory bank, rows of out0 against their own row of out1 and the rows of the bank:
+
+    ``loss = -1/B sum_i log softmax([out0_i out1_i', out0_i bank'] / temperature)_0``. Then the rows
+    of out1 take the place of the oldest in the bank, if out0 requires a gradient.
+
+    Parameters
+    ----------
+    temperature : float, default 0.5
+    memory_bank_size : int or (rows, width), default 0
+        Rows of the bank; 0: none. Its width is that of the first batch if it is not given.
+    gather_distributed : bool, default False
+        The loss of all processes' rows; with a bank, which each process has, the rows of all
+        enter it.
+    options
+        Of `infonce.torch.nt_xent_loss` (`info_nce_loss` with a bank).
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Chen et al.: A Simple Framework for Contrastive Learning of Visual Representations, 2020. He et
+    al.: Momentum Contrast for Unsupervised Visual Representation Learning, 2019.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.5,
+        memory_bank_size: int | Sequence[int] = 0,
+        gather_distributed: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(options, gather_distributed, temperature=temperature)
+        self.memory_bank = MemoryBank(memory_bank_size)
+
+    def forward(self, out0: Tensor, out1: Tensor) -> Any:
+        if not self.memory_bank.size[0]:
+            return self.nt_xent(out0, out1)
+        queries, keys = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
+        bank = self.memory_bank.rows(keys)
+        if out0.requires_grad:
+            self.memory_bank.push(_of_all(keys) if self.gather_distributed else keys)
+        # Rows of other samples are no negatives: they have the id of the queries
+        same = torch.zeros(len(queries) + len(bank), dtype=torch.long, device=queries.device)
+        same[len(queries) :] = 1
+        return info_nce_loss(
+            queries,
+            torch.cat([keys, bank]),
+            temperature=self.temperature,
+            ids=(same[: len(queries)], same),
+            **self.options,
+        )
+
+
+class MemoryBank(nn.Module):
+    """The rows of earlier batches, unit rows at random before there are any."""
+
+    bank: Tensor
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        super().__init__()
+        self.size = (size,) if isinstance(size, int) else tuple(size)
+        if any(n < 0 for n in self.size):
+            raise ValueError(f"memory_bank_size: expected at least 0, got {size}")
+        self.next = 0  # the row that is replaced next
+        self.register_buffer("bank", torch.empty(self.size), persistent=False)
+        if len(self.size) > 1:
+            self._fill()
+
+    def _fill(self) -> None:
+        self.bank = F.normalize(torch.randn(self.size).type_as(self.bank), dim=-1)
+
+    def rows(self, like: Tensor) -> Tensor:
+        """The bank, as the features `like` are."""
+        if len(self.size) == 1:
+            self.size = (*self.size, like.shape[1])
+            self._fill()
+        return self.bank.clone().to(like)
+
+    @torch.no_grad()
+    def push(self, keys: Tensor) -> None:
+        """Replace the oldest rows. As in lightly, what does not fit before the end is left out."""
+        room = self.size[0] - self.next
+        self.bank[self.next : self.next + len(keys)] = keys[:room]
+        self.next = self.next + len(keys) if len(keys) < room else 0
+
+
+@torch.no_grad()
+def _of_all(rows: Tensor) -> Tensor:
+    """Rows of all processes, without a gradient."""
+    if not everywhere():
+        return rows
+    gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, rows.contiguous())
+    return torch.cat(gathered)
+
+
+class DCLLoss(_TwoViews):
+    """Decoupled contrastive loss: ``forward(out0 [B, D], out1 [B, D])``, two views.
+
+    With cosines over `temperature` as logits x of the 2B rows, and weights w:
+
+    ``loss = 1/2B sum_i ( log sum_{j != i, partner(i)} exp(x_ij) - w_i x_i,partner(i) )``
+
+    Parameters
+    ----------
+    temperature : float, default 0.1
+    weight_fn : callable (out0, out1) -> tensor [B], optional
+        Weights of the positives of out0's unit rows; for out1's it is called with both exchanged.
+        1 if left out.
+    gather_distributed : bool, default False
+        The loss of all processes' rows.
+    options
+        Of `infonce.torch.nt_xent_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Yeh et al.: Decoupled Contrastive Learning, 2021 (equation 6).
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        weight_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        gather_distributed: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            options, gather_distributed, temperature=temperature, weight_fn=weight_fn
+        )  # fmt: skip
+
+    def forward(self, out0: Tensor, out1: Tensor) -> Any:
+        loss = self.nt_xent(out0, out1, decoupled=True)
+        if self.weight_fn is None:
+            return loss
+        out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
+        weights = torch.stack([self.weight_fn(out0, out1), self.weight_fn(out1, out0)])
+        positives = (out0 * out1).sum(dim=1) / self.temperature
+        return loss + ((1 - weights) * positives).mean()
+
+
+class DCLWLoss(DCLLoss):
+    """Decoupled contrastive loss weighted by `negative_mises_fisher_weights`.
+
+    ``forward(out0 [B, D], out1 [B, D])``: `DCLLoss` with ``w_i = 2 - B softmax(cos / sigma)_i``.
+
+    Parameters
+    ----------
+    temperature : float, default 0.1
+    sigma : float, default 0.5
+    gather_distributed : bool, default False
+        The loss of all processes' rows; weights are those among one process's rows.
+    options
+        Of `infonce.torch.nt_xent_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Yeh et al.: Decoupled Contrastive Learning, 2021.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        sigma: float = 0.5,
+        gather_distributed: bool = False,
+        **options: Any,
+    ) -> None:
+        weight_fn = partial(negative_mises_fisher_weights, sigma=sigma)
+        super().__init__(temperature, weight_fn, gather_distributed, **options)
+
+
+def negative_mises_fisher_weights(out0: Tensor, out1: Tensor, sigma: float = 0.5) -> Tensor:
+    """Weights of `DCLWLoss` for unit rows: ``2 - B softmax(<out0_i, out1_i> / sigma)``, without a
+    gradient."""
+    similarity = (out0.detach() * out1.detach()).sum(dim=1) / sigma
+    return 2 - len(out0) * similarity.softmax(dim=0)

@@ -1,0 +1,177 @@
+"""In the place of pytorch_metric_learning's losses `NTXentLoss` and `SupConLoss`.
+
+They are subclasses: constructors, reducers, regularizers and records are those of the
+pytorch-metric-learning that is installed, and the losses of pairs and rows are computed here,
+without a matrix. What differs: they are float32 (float64 for float64), small probabilities are not
+clamped, `distance` is CosineSimilarity or DotProductSimilarity, and an `indices_tuple` (a miner's,
+CrossBatchMemory's) is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pytorch_metric_learning import distances, losses
+from torch import Tensor
+
+from .core.drop_in import require
+from .functions import info_nce_loss, sup_con_loss
+
+__all__ = ["NTXentLoss", "SupConLoss"]
+
+
+class NTXentLoss(losses.NTXentLoss):
+    """NT-Xent of classes: ``forward(embeddings [M, D], labels [M], ref_emb=None [N, D],
+    ref_labels=None [N])``.
+
+    With ``x_ij = <embeddings_i, ref_j> / temperature`` of unit rows, for each pair (i, p) of one
+    class, N(i) the rows of other classes, and by default the mean over pairs:
+
+    ``loss_ip = log( exp x_ip + sum_{j in N(i)} exp x_ij ) - x_ip``
+
+    Parameters
+    ----------
+    temperature : float, default 0.07
+    kwargs
+        Those of the class that it takes the place of: `distance`, `reducer`,
+        `embedding_regularizer`, ...
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Chen et al.: A Simple Framework for Contrastive Learning of Visual Representations, 2020.
+    """
+
+    def __init__(self, temperature: float = 0.07, **kwargs: Any) -> None:
+        super().__init__(temperature=temperature, **kwargs)
+        _normalized(self.distance)
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        pairs = _Pairs(labels, indices_tuple, ref_labels)
+        if pairs.degenerate:
+            return self.zero_losses()
+        per_pair = info_nce_loss(
+            embeddings[pairs.anchors],
+            ref_emb,
+            pairs.positives,
+            ids=(pairs.classes[pairs.anchors], pairs.ref_classes),
+            temperature=self.temperature,
+            normalize=_normalized(self.distance),
+            reduction="none",
+        )
+        return _losses(per_pair, (pairs.anchors, pairs.positives), "pos_pair")
+
+
+class SupConLoss(losses.SupConLoss):
+    """Supervised contrastive loss: ``forward(embeddings [M, D], labels [M], ref_emb=None [N, D],
+    ref_labels=None [N])``.
+
+    With ``x_ij = <embeddings_i, ref_j> / temperature`` of unit rows and P(i) the rows of i's class,
+    i itself left out of both sums, and by default the mean over rows that have a positive:
+
+    ``loss_i = log sum_j exp x_ij - mean_{p in P(i)} x_ip``
+
+    Parameters
+    ----------
+    temperature : float, default 0.1
+    kwargs
+        Those of the class that it takes the place of: `distance`, `reducer`,
+        `embedding_regularizer`, ...
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Khosla et al.: Supervised Contrastive Learning, 2020.
+    """
+
+    def __init__(self, temperature: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(temperature=temperature, **kwargs)
+        _normalized(self.distance)
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        pairs = _Pairs(labels, indices_tuple, ref_labels)
+        if pairs.degenerate:
+            return self.zero_losses()
+        options = {
+            "temperature": self.temperature,
+            "normalize": _normalized(self.distance),
+            "reduction": "none",
+        }
+        if pairs.one_set:
+            per_row = sup_con_loss(embeddings, pairs.classes, **options)
+        else:
+            per_row = info_nce_loss(embeddings, ref_emb, pairs.sets(), **options)
+        return _losses(per_row, torch.arange(len(per_row), device=per_row.device), "element")
+
+
+def _normalized(distance: Any) -> bool:
+    """Whether a distance divides rows by their norm."""
+    if type(distance) not in (distances.CosineSimilarity, distances.DotProductSimilarity):
+        raise ValueError(
+            f"distance: expected CosineSimilarity or DotProductSimilarity, got "
+            f"{type(distance).__name__}: logits are dot products here, use "
+            "pytorch-metric-learning's own loss"
+        )
+    require("distance.p", distance.p, 2, "rows are divided by their L2 norm")
+    require("distance.power", distance.power, 1, "logits are dot products here")
+    return bool(distance.normalize_embeddings)
+
+
+def _losses(losses: Tensor, indices: Any, of: str) -> dict[str, dict[str, Any]]:
+    """As reducers take them."""
+    return {"loss": {"losses": losses, "indices": indices, "reduction_type": of}}
+
+
+class _Pairs:
+    """The pairs of a class, without a matrix of them."""
+
+    def __init__(self, labels: Any, indices_tuple: Any, ref_labels: Any) -> None:
+        if indices_tuple is not None:
+            raise ValueError(
+                "indices_tuple: expected None, got pairs: all pairs of the batch count here, use "
+                "pytorch-metric-learning's own loss with a miner"
+            )
+        for name, value in (("labels", labels), ("ref_labels", ref_labels)):
+            if value is None:
+                raise ValueError(f"{name}: expected a tensor, got None")
+        self.one_set = ref_labels is labels
+        both = torch.cat([labels, ref_labels.to(labels.device)])
+        self.classes, self.ref_classes = both.unique(return_inverse=True)[1].split(
+            [len(labels), len(ref_labels)]
+        )
+        # The refs of a class are neighbours in `order`, from `first` on
+        order = self.ref_classes.argsort(stable=True)
+        sizes = self.ref_classes.bincount(minlength=len(both))
+        first = sizes.cumsum(0) - sizes
+        counts = sizes[self.classes]
+        self.anchors = torch.arange(len(labels), device=labels.device).repeat_interleave(counts)
+        before = (counts.cumsum(0) - counts)[self.anchors]
+        nth = torch.arange(len(self.anchors), device=labels.device) - before
+        self.positives = order[first[self.classes[self.anchors]] + nth]
+        if self.one_set:
+            others = self.anchors != self.positives
+            self.anchors, self.positives = self.anchors[others], self.positives[others]
+        # Without a positive or without a negative, the loss is 0
+        self.degenerate = not len(self.anchors) or bool((counts == len(ref_labels)).all())
+
+    def sets(self) -> Tensor:
+        """Positives of each row [M, P], -1 beyond its own."""
+        counts = self.anchors.bincount(minlength=len(self.classes))
+        nth = torch.arange(len(self.anchors), device=counts.device)
+        nth -= (counts.cumsum(0) - counts)[self.anchors]
+        sets = torch.full((len(counts), int(counts.max())), -1, device=counts.device)
+        sets[self.anchors, nth] = self.positives
+        return sets

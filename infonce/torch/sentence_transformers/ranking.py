@@ -1,0 +1,158 @@
+"""`MultipleNegativesRankingLoss`, and the loss of the embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sentence_transformers import losses, util
+from torch import Tensor
+
+from ..core.drop_in import everywhere, first_row
+from ..functions import clip_loss, gte_loss, info_nce_loss
+
+NORMALIZED = {util.cos_sim: True, util.dot_score: False}  # whether rows are divided by their norm
+TO_DOC, TO_QUERY = "query_to_doc", "doc_to_query"
+ALL = {TO_DOC, TO_QUERY, "query_to_query", "doc_to_doc"}
+
+
+class MultipleNegativesRankingLoss(losses.MultipleNegativesRankingLoss):
+    """Each query against the documents of the batch:
+    ``forward(sentence_features, labels)``, ``compute_loss_from_embeddings([queries [B, D],
+    positives [B, D], negatives [B, D], ...], labels)``.
+
+    ``loss = 1/B sum_i ( log Z_i - x(q_i, d_i) )``, ``x = scale similarity_fct``, where Z_i sums
+    exp(x) over the `directions`, in ``partition_mode="joint"``: x(q_i, d_j), negatives too,
+    x(q_j, d_i), x(q_i, q_j) for j != i, x(d_i, d_j) for documents of other queries. With
+    ``"per_direction"``, log Z_i is the mean of the directions' log-sum-exps.
+
+    Parameters
+    ----------
+    model : SentenceTransformer
+    scale, similarity_fct, gather_across_devices, directions, partition_mode, hardness_mode, \
+hardness_strength
+        Those of the class that it takes the place of, as far as the installed sentence-transformers
+        has them. `similarity_fct` is cos_sim or dot_score.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Henderson et al.: Efficient Natural Language Response Suggestion for Smart Reply, 2017. Li et
+    al.: Towards General Text Embeddings with Multi-stage Contrastive Learning, 2023 (all
+    directions). Lan et al.: LLaVE, 2025 (hardness).
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        normalized(self.similarity_fct)
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Any) -> Any:
+        return ranking_loss(self, embeddings)
+
+
+def normalized(similarity_fct: Any) -> bool:
+    """Whether a similarity function divides rows by their norm."""
+    if similarity_fct not in NORMALIZED:
+        name = getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
+        raise ValueError(
+            f"similarity_fct: expected cos_sim or dot_score of sentence_transformers.util, got "
+            f"{name}: logits are dot products here, use sentence_transformers' own loss"
+        )
+    return NORMALIZED[similarity_fct]
+
+
+def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
+    """The loss of columns of embeddings, queries first, with the settings of a loss."""
+    if len(embeddings) < 2:
+        raise ValueError(f"embeddings: expected queries and documents, got {len(embeddings)} column")
+    batch = _Batch(settings, embeddings)
+    directions = set(getattr(settings, "directions", (TO_DOC,)))
+    joint = getattr(settings, "partition_mode", "joint") == "joint"
+    if directions == {TO_DOC} and not batch.apart:
+        return batch.to_documents("mean")
+    if batch.plain_pairs and not joint and directions == {TO_DOC, TO_QUERY}:
+        return clip_loss(batch.queries, batch.positives, **batch.options)
+    if batch.plain_pairs and joint and directions == ALL:
+        # GTE's Z_i has exp p_i once, where the directions have it twice:
+        # log(Z_i + exp p_i) - p_i = softplus(log Z_i - p_i)
+        rows = gte_loss(batch.queries, batch.positives, reduction="none", **batch.options)
+        return F.softplus(rows).mean()
+    terms = [batch.to_documents("none")]
+    if TO_QUERY in directions:
+        terms.append(batch.rows(batch.positives, batch.queries))
+    if "query_to_query" in directions:
+        terms.append(batch.among(batch.queries, batch.queries))
+    if "doc_to_doc" in directions:
+        terms.append(batch.among(batch.positives, batch.documents))
+    per_row = torch.stack(terms)
+    return (per_row.logsumexp(dim=0) if joint else per_row.mean(dim=0)).mean()
+
+
+class _Batch:
+    """The embeddings of a batch, and log-sum-exps of each row less its positive logit."""
+
+    def __init__(self, settings: Any, embeddings: Sequence[Tensor]) -> None:
+        self.queries, self.positives, *self.negatives = embeddings
+        self.documents = torch.cat(list(embeddings[1:]))
+        self.scale, self.normalize = settings.scale, normalized(settings.similarity_fct)
+        self.options = {
+            "scale": self.scale,
+            "normalize": self.normalize,
+            **everywhere(settings.gather_across_devices),
+        }
+        # Hardness of the negatives of other queries, and of the query's own
+        mode, strength = getattr(settings, "hardness_mode", None), 0.0
+        if mode is not None:
+            strength = settings.hardness_strength
+        self.hardness = strength if mode != "hard_negatives" else 0.0
+        self.own_hardness = strength if mode != "in_batch_negatives" else 0.0
+        # Whether a query's own negatives differ from others in that
+        self.apart = bool(self.negatives) and self.hardness != self.own_hardness
+        self.plain_pairs = not self.negatives and not self.hardness
+
+    def to_documents(self, reduction: str) -> Any:
+        """Queries against all documents."""
+        options = {"hardness": self.hardness, "reduction": reduction}
+        if not self.apart:
+            return self.rows(self.queries, self.documents, **options)
+        others = self.rows(self.queries, self.documents, ids=self.ids(), **options)
+        positives = self.similarity(self.queries, self.positives)
+        terms = [others]
+        for negatives in self.negatives:
+            own = self.similarity(self.queries, negatives)
+            terms.append(self.scale * (own - positives) + self.own_hardness * own.detach())
+        return torch.stack(terms).logsumexp(dim=0)
+
+    def among(self, rows: Tensor, keys: Tensor) -> Any:
+        """Rows against keys of their own kind, without those of their own sample: `rows` are the
+        first of `keys`, and the positive is a query's with its document."""
+        others = self.rows(rows, keys, decoupled=True, ids=self.ids(len(keys) // len(rows)))
+        positives = self.similarity(self.queries, self.positives)
+        return others + self.scale * (self.similarity(rows, rows) - positives)
+
+    def rows(self, rows: Tensor, keys: Tensor, **options: Any) -> Any:
+        """Rows against keys, of which the first ones are their positives."""
+        options = {"reduction": "none", **options, **self.options}
+        labels = None
+        if len(keys) > len(rows) and "group" in options:  # keys are counted over all processes
+            labels = torch.arange(len(rows), device=rows.device)
+            labels += first_row(options["group"], len(keys))
+        return info_nce_loss(rows, keys, labels, **options)
+
+    def ids(self, columns: int | None = None) -> tuple[Tensor, Tensor]:
+        """Samples of queries and of documents (of so many columns): a query's own are left out."""
+        samples = torch.arange(len(self.queries), device=self.queries.device)
+        samples += first_row(self.options.get("group"), len(samples))
+        return samples, samples.repeat(columns or 1 + len(self.negatives))
+
+    def similarity(self, a: Tensor, b: Tensor) -> Tensor:
+        """Of each row of `a` with the same row of `b`."""
+        if self.normalize:
+            a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+        return (a * b).sum(dim=-1)
