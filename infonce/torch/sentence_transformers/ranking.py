@@ -70,7 +70,9 @@ def normalized(similarity_fct: Any) -> bool:
 def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
     """The loss of columns of embeddings, queries first, with the settings of a loss."""
     if len(embeddings) < 2:
-        raise ValueError(f"embeddings: expected queries and documents, got {len(embeddings)} column")
+        raise ValueError(
+            f"embeddings: expected queries and documents, got {len(embeddings)} column"
+        )
     batch = _Batch(settings, embeddings)
     directions = set(getattr(settings, "directions", (TO_DOC,)))
     joint = getattr(settings, "partition_mode", "joint") == "joint"

@@ -1,0 +1,94 @@
+"""In the place of optax's contrastive loss: `ntxent` of optax.losses.
+
+The signature is the same, inside and outside of `jit`. What differs: no matrix is kept, the loss is
+float32 (float64 for float64), and there are no second derivatives, as for all losses of
+`infonce.jax`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import validation
+from .functions import info_nce_loss
+
+__all__ = ["ntxent"]
+
+
+def ntxent(embeddings: Any, labels: Any, temperature: Any = 0.07) -> Any:
+    """NT-Xent of classes, mean over the pairs (i, p) of rows of one class.
+
+    With ``x_ij = cos(z_i, z_j) / temperature`` and N(i) the rows of other classes,
+
+    ``loss = mean_ip ( log( exp x_ip + sum_{j in N(i)} exp x_ij ) - x_ip )``.
+
+    The negatives of a row are one log-sum-exp, its positives are dot products: memory is linear in
+    the batch. They take as many steps as the largest class has rows; as many as the batch has, if
+    `labels` is an argument of the function that `jit` compiles.
+
+    Parameters
+    ----------
+    embeddings : array [B, D]
+    labels : integer array [B]
+        Class of each row. Without two rows of one class the loss is NaN.
+    temperature : float or 0-d array, default 0.07
+
+    Returns
+    -------
+    0-d array
+
+    Raises
+    ------
+    TypeError, ValueError
+        While tracing, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Chen et al.: A Simple Framework for Contrastive Learning of Visual Representations, 2020.
+    """
+    embeddings, known = jnp.asarray(embeddings), not isinstance(labels, jax.core.Tracer)
+    if embeddings.ndim != 2 or not jnp.issubdtype(embeddings.dtype, jnp.floating):
+        raise TypeError(
+            f"embeddings: expected floats [B, D], got {validation.what(embeddings)}"
+        )  # fmt: skip
+    if jnp.shape(labels) != embeddings.shape[:1]:
+        raise ValueError(
+            f"labels: expected shape {embeddings.shape[:1]}, got {jnp.shape(labels)}"
+        )  # fmt: skip
+    most = int(np.unique(labels, return_counts=True)[1].max()) if known else len(embeddings)
+    labels = jnp.asarray(labels)
+    z = _unit(embeddings.astype(jnp.promote_types(embeddings.dtype, jnp.float32)))
+
+    # Rows of a class are neighbours in `order`; the n-th partner of a row is n places further on
+    order = jnp.argsort(labels, stable=True)
+    first, last = (jnp.searchsorted(labels[order], labels, side=s) for s in ("left", "right"))
+    size, place = last - first, jnp.argsort(order) - first
+
+    def partner(n: Any) -> Any:
+        return order[first + (place + n) % size]
+
+    negatives = info_nce_loss(  # log-sum-exp less the logit of the first partner
+        z, z, partner(1), ids=(labels, labels), decoupled=True, reduction="none",
+        temperature=temperature,
+    )  # fmt: skip
+
+    def logits(n: Any) -> Any:
+        return (z * z[partner(n)]).sum(axis=1) / temperature
+
+    @jax.checkpoint
+    def add(total: Any, n: Any) -> Any:
+        losses = jax.nn.softplus(negatives + logits(1) - logits(n))
+        return total + jnp.where(n < size, losses, 0.0).sum(), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros((), negatives.dtype), jnp.arange(1, max(most, 2)))
+    return total / (size - 1).sum()
+
+
+def _unit(z: Any) -> Any:
+    """Rows divided by their norm; rows of zeros, and their gradients, stay zero."""
+    squares = (z * z).sum(axis=1, keepdims=True)
+    return z * jnp.where(squares > 0, jax.lax.rsqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
