@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ...checks import validation
+
 
 class DropIn(nn.Module):
     """A loss with the settings of another project's, as attributes that may change between calls,
@@ -27,8 +29,10 @@ class DropIn(nn.Module):
 
 def require(name: str, value: Any, expected: Any, instead: str) -> None:
     """ValueError for a setting that only another project has, which says what to do instead."""
-    if value is not expected and value != expected:
-        raise ValueError(f"{name}: expected {expected!r}, got {value!r}: {instead}")
+    plain = isinstance(value, (bool, int, float, str))
+    if value is not expected and not (plain and value == expected):
+        came = repr(value) if plain else validation.what(value)
+        raise ValueError(f"{name}: expected {expected!r}, got {came}: {instead}")
 
 
 def everywhere(wanted: bool = True) -> dict[str, Any]:

@@ -1,0 +1,208 @@
+"""Losses in the place of other projects' against the formulas that these publish."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+from torch_problems import features, formula  # noqa: E402
+
+pytestmark = pytest.mark.extras
+
+
+def assert_same(got: Any, want: Any, *inputs: Any) -> None:
+    """The value and the gradients of inputs that require one."""
+    torch.testing.assert_close(got, want)
+    wanted = [z for z in inputs if z.requires_grad]
+    grads = [torch.autograd.grad(loss, wanted, retain_graph=True) for loss in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+def test_open_clip() -> None:
+    from infonce.torch.open_clip import ClipLoss, SigLipLoss
+
+    image, text = features("clip", 16)
+    scale = torch.tensor(2.0, dtype=torch.float64).exp()
+    out = ClipLoss()(image, text, scale, output_dict=True)
+    torch.testing.assert_close(out["contrastive_loss"], formula("clip", [image, text], scale))
+    bias = torch.tensor(-10.0, dtype=torch.float64)
+    # as published: -sum(logsigmoid(labels * logits)) / N
+    torch.testing.assert_close(
+        SigLipLoss()(image, text, scale, bias), formula("siglip", [image, text], scale, bias)
+    )
+    assert "chunk_size=8" in repr(SigLipLoss(chunk_size=8))
+    with pytest.raises(
+        ValueError, match="rank, world_size: expected 0 <= rank < world_size, got 2"
+    ):
+        ClipLoss(rank=2, world_size=2)
+    with pytest.raises(ValueError, match="use_horovod: expected False, got True"):
+        ClipLoss(use_horovod=True)
+    with pytest.raises(RuntimeError, match=r"group: expected torch\.distributed to be initialised"):
+        SigLipLoss(rank=0, world_size=2)(image, text, scale, bias)
+
+
+def test_memory_efficient_clip() -> None:
+    from infonce.torch import memory_efficient_clip as theirs
+
+    image, text = features("clip", 16)
+    for kind, first, second in (("CLIP", image, text), ("LiT", text, image)):
+        loss, stable = (
+            getattr(theirs, f"{name}MemoryEfficient{kind}Loss") for name in ("", "Stable")
+        )
+        locked = second if kind == "CLIP" else second.detach()
+        inputs = [z for z in (first, locked) if z.requires_grad]
+        unit = [F.normalize(z, dim=1) for z in (first, locked)]
+        assert_same(loss(0.1)(3 * first, 2 * second), formula(kind.lower(), unit, 10.0), *inputs)
+        want = formula(kind.lower(), [first, locked], 10.0)
+        assert_same(loss(0.1, normalized_inputs=True)(first, second), want, *inputs)
+        normed = getattr(theirs, f"MemoryEfficient{kind}LossNormed")
+        assert_same(normed.apply(first, second, 0.1), want, *inputs)
+        torch.testing.assert_close(
+            loss()(3 * first, second), formula(kind.lower(), [first, second], 1 / 0.07)
+        )
+        # the same value, gradients times sqrt(16 temperature)
+        (plain,) = torch.autograd.grad(want, first)
+        normed = getattr(theirs, f"StableMemoryEfficient{kind}LossNormed")
+        scaled = [stable(0.1, normalized_inputs=True), partial(normed.apply, temperature=0.1)]
+        for module in (*scaled, loss(0.1, normalized_inputs=True, stable=True)):
+            got = module(first, second)
+            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(torch.autograd.grad(got, first)[0], plain * 1.6**0.5)
+    smooth = theirs.MemoryEfficientCLIPLoss(0.1, True, label_smoothing=0.2)(image, text)
+    x, y = 10 * image @ text.T, torch.arange(16)
+    ways = (F.cross_entropy(logits, y, label_smoothing=0.2) for logits in (x, x.T))
+    assert_same(smooth, sum(ways) / 2, image, text)
+    for call in (
+        lambda: theirs.MemoryEfficientCLIPLoss(tau_plus=0.1)(image, text),
+        lambda: theirs.MemoryEfficientLiTLoss()(text, image, tau_plus=0.1),
+    ):
+        with pytest.raises(
+            ValueError, match=r"tau_plus: expected 0.0, got 0.1: use false_negative"
+        ):
+            call()
+
+
+def test_inf_cl() -> None:
+    from infonce.torch.inf_cl import cal_flash_loss, cal_inf_loss, cal_ring_loss
+
+    image, text = features("clip", 16)
+    labels = torch.arange(15, -1, -1)
+    scale = torch.tensor(6.0, dtype=torch.float64, requires_grad=True)
+    want = formula("info_nce", [image, text], scale)
+    for function in (cal_inf_loss, cal_ring_loss):
+        assert_same(function(image, text, scale=scale, head_dim=4), want, image, text, scale)
+        assert_same(function(image, text.flip(0), labels, scale), want, image, text, scale)
+    per_row = F.cross_entropy(image @ text.T, labels, reduction="none")
+    flash = cal_flash_loss(image, text, labels)
+    torch.testing.assert_close(flash, per_row)
+    assert_same(flash.sum(), per_row.sum(), image, text)
+
+
+def test_infonce_cuda() -> None:
+    from infonce.torch.infonce_cuda import InfoNCELoss
+
+    z = features("nt_xent", 16)
+    torch.testing.assert_close(InfoNCELoss()(z[0]), formula("nt_xent", z, 2.0))
+    torch.testing.assert_close(InfoNCELoss(0.1)(z[0]), formula("nt_xent", z, 10.0))
+    assert "temperature=0.5" in repr(InfoNCELoss())
+    loss = InfoNCELoss()
+    loss.temperature = 0.1  # by a schedule
+    torch.testing.assert_close(loss(z[0]), formula("nt_xent", z, 10.0))
+
+
+def views() -> tuple[Any, Any]:
+    """Two views of 8 samples, of any norm, and unit rows of the same."""
+    out = [3 * z.detach() for z in features("clip", 8)]
+    out = [z.requires_grad_() for z in out]
+    return out, [F.normalize(z, dim=1) for z in out]
+
+
+def test_lightly_nt_xent() -> None:
+    from infonce.torch.lightly import NTXentLoss
+
+    out, unit = views()
+    want = formula("nt_xent", [torch.cat(unit)], 5.0)
+    for gather in (False, True):  # one process is all of them
+        assert_same(NTXentLoss(0.2, gather_distributed=gather)(*out), want, *out)
+    with pytest.raises(ValueError, match="temperature: expected a positive number, got -1"):
+        NTXentLoss(-1.0)(*out)
+
+
+@pytest.mark.parametrize("size", [20, (20, 5)])
+def test_lightly_memory_bank(size: Any) -> None:
+    """Rows of the second view enter it, from its begin on; what is too much at its end is lost."""
+    from infonce.torch.lightly import NTXentLoss
+
+    out, unit = views()
+    torch.manual_seed(0)
+    bank = F.normalize(torch.randn(20, 5), dim=1).double()
+    torch.manual_seed(0)
+    loss = NTXentLoss(0.2, memory_bank_size=size)
+    for begin in (0, 8, 16, 0):
+        positive = (unit[0] * unit[1]).sum(dim=1, keepdim=True)
+        logits = torch.cat([positive, unit[0] @ bank.T], dim=1) / 0.2
+        want = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long))
+        with torch.no_grad():  # as an evaluation: the bank stays
+            torch.testing.assert_close(loss(out[0].detach(), out[1]), want.detach())
+        assert_same(loss(*out), want, *out)
+        rows = slice(begin, min(begin + 8, 20))
+        # the bank is float32, as lightly's is
+        bank[rows] = unit[1].detach()[: rows.stop - rows.start].float().double()
+    with pytest.raises(ValueError, match=r"memory_bank_size: expected at least 0, got \(4, -1\)"):
+        NTXentLoss(memory_bank_size=(4, -1))
+
+
+@pytest.mark.parametrize("weighted", ["", "DCLW", "function"])
+def test_lightly_dcl(weighted: str) -> None:
+    from infonce.torch.lightly import DCLLoss, DCLWLoss
+
+    out, (a, b) = views()
+    z, weights = torch.cat([a, b]), torch.ones(16, dtype=torch.float64)
+    loss = DCLLoss(0.2)
+    if weighted == "DCLW":
+        loss = DCLWLoss(0.2, sigma=0.7)
+        weights = (2 - 8 * ((a * b).sum(dim=1) / 0.7).softmax(dim=0)).detach().repeat(2)
+    elif weighted:
+        loss = DCLLoss(0.2, lambda first, second: ((2 * first - second) ** 2).sum(dim=1))
+        weights = torch.cat([loss.weight_fn(a, b), loss.weight_fn(b, a)])
+    x, n = z @ z.T / 0.2, torch.arange(16)
+    partner = (n + 8) % 16
+    negatives = x.masked_fill((n[:, None] - n) % 8 == 0, -torch.inf).logsumexp(dim=1)
+    assert_same(loss(*out), (negatives - weights * x[n, partner]).mean(), *out)
+
+
+@pytest.mark.parametrize("n_views", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["all", "one"])
+def test_sup_contrast(n_views: int, mode: str) -> None:
+    from infonce.torch.sup_contrast import SupConLoss
+
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(6, n_views, 3, 2, dtype=torch.float64, generator=generator)
+    z = F.normalize(z.flatten(2), dim=2).reshape(z.shape).requires_grad_()
+    labels = torch.tensor([-3, 7, -3, 8, 8, 5])  # the last one is alone, if it has one view
+    for classes in (labels, None) if n_views > 1 else (labels,):
+        rows = torch.cat([z[:, view].flatten(1) for view in range(n_views)])
+        sample = torch.arange(6 * n_views) % 6
+        of_row = sample if classes is None else labels[sample]
+        losses = []
+        for i in range(6 * (n_views if mode == "all" else 1)):
+            others = torch.arange(len(rows)) != i
+            x = rows[i] @ rows.T / 0.2
+            positives = others & (of_row == of_row[i])
+            if positives.any():
+                losses.append(x[others].logsumexp(dim=0) - x[positives].mean())
+            else:
+                losses.append(0 * x.sum())
+        want = 0.2 / 0.07 * torch.stack(losses).mean()
+        assert_same(SupConLoss(0.2, mode)(z, classes), want, z)
+    with pytest.raises(ValueError, match="mask: expected None, got ndarray of shape"):
+        SupConLoss()(z, mask=np.eye(6))
+    with pytest.raises(ValueError, match="labels: expected 6 of them, got 5"):
+        SupConLoss()(z, labels[1:])
+    with pytest.raises(ValueError, match=r"features: expected \[B, V, D\], got \(6, 3\)"):
+        SupConLoss()(torch.zeros(6, 3))
+    with pytest.raises(ValueError, match='contrast_mode: expected "all" or "one", got \'two\''):
+        SupConLoss(contrast_mode="two")

@@ -1,0 +1,314 @@
+"""Other projects' own tests of their losses, run with the losses of this library in their place.
+
+    python tests/peers.py --fetch FOLDER [PEER ...]       clone the projects into FOLDER
+    python tests/peers.py FOLDER [PEER ...] [--record]    run their tests
+
+Not part of the other tests: it needs a network once, the projects' requirements, and pytest-mock,
+absl-py. Each test file runs in a process of its own, in which the names of the peer's modules are
+this library's. Every failure has its reason in `PEERS`; one without a reason, or a reason without
+a failure, is an error. `--record` writes benchmarks/results/peer_tests.json, which
+`python benchmarks/render.py` puts into docs/migrating.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "peer_tests.json"
+HERE, REPORT = "INFONCE_PEER", "INFONCE_PEER_REPORT"  # environment of a run
+NO_HUB = (
+    "distilbert/distilbert-base-uncased",
+    "sentence-transformers-testing/stsb-bert-tiny-safetensors",
+)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A project, its tests, and where its names are."""
+
+    url: str
+    commit: str
+    tests: tuple[str, ...]
+    ours: str  # the module with this library's losses
+    theirs: tuple[str, ...]  # the modules in which they take the place of others
+    why: dict[str, str] = field(default_factory=dict)  # pattern of failing tests -> reason
+    source: str = "."  # folder of its packages
+    stand_ins: tuple[str, ...] = ()  # imported by the project, not by what is tested
+    folder: str = ""  # if not that of its name
+    otherwise: bool = False  # what this library refuses at construction is theirs
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+METRIC_LEARNING = (
+    "https://github.com/KevinMusgrave/pytorch-metric-learning",
+    "216a792c22b0154d3d3bf008a7317edc7d677e71",
+    ("tests/losses/test_ntxent_loss.py",),
+    "infonce.torch.pytorch_metric_learning",
+    ("pytorch_metric_learning.losses",),
+)
+PEERS = {
+    "open_clip": Peer(
+        "https://github.com/mlfoundations/open_clip",
+        "89fb801f1e6087880e951fc8354b8a2077b79c6d",
+        ("tests/test_loss.py", "tests/test_siglip_chunked_loss.py"),
+        "infonce.torch.open_clip",
+        ("open_clip", "open_clip.loss"),
+        source="src",
+        stand_ins=("torchvision", "timm", "ftfy"),
+    ),
+    "lightly": Peer(
+        "https://github.com/lightly-ai/lightly",
+        "e8d317fc5a87f4387a85a35e689869039ec249ee",
+        ("tests/loss/test_ntx_ent_loss.py", "tests/loss/test_dcl_loss.py"),
+        "infonce.torch.lightly",
+        ("lightly.loss", "lightly.loss.ntx_ent_loss", "lightly.loss.dcl_loss"),
+        {"neg_temp": "a negative temperature, which is an error here"},
+        stand_ins=("torchvision",),
+    ),
+    "pytorch-metric-learning": Peer(
+        *METRIC_LEARNING,
+        {"": "each also takes LpDistance, which is an error here"},
+        source="src",
+    ),
+    "pytorch-metric-learning, LpDistance by its own loss, without float16": Peer(
+        *METRIC_LEARNING,
+        source="src",
+        folder="pytorch-metric-learning",
+        otherwise=True,
+        environment={"TEST_DTYPES": "float32,float64"},
+    ),
+    "sentence-transformers": Peer(
+        "https://github.com/huggingface/sentence-transformers",
+        "cad211983f36ce458e9b3360f3e11b29fc54cbd8",
+        (
+            "tests/sentence_transformer/losses/test_cmnrl.py",
+            "tests/sentence_transformer/losses/test_gradcache.py",
+            "tests/sentence_transformer/losses/test_merged_forward.py",
+        ),
+        "infonce.torch.sentence_transformers",
+        (
+            "sentence_transformers.sentence_transformer.losses",
+            "sentence_transformers.sentence_transformer.losses.multiple_negatives_ranking",
+            "sentence_transformers.sentence_transformer.losses.cached_multiple_negatives_ranking",
+        ),
+    ),
+    "optax": Peer(
+        "https://github.com/google-deepmind/optax",
+        "2edbcbe2390da13983b92cbef94ac0460ecde1c5",
+        ("optax/losses/_self_supervised_test.py",),
+        "infonce.jax.optax",
+        ("optax.losses._self_supervised",),
+    ),
+}
+
+
+# --- inside of a run: a plugin of pytest ----------------------------------------------------------
+
+outcomes: dict[str, str] = {}
+
+
+def pytest_configure() -> None:
+    """The peer's names are this library's."""
+    peer = PEERS[os.environ[HERE]]
+    sys.meta_path.append(StandIns([n for n in peer.stand_ins if not importlib.util.find_spec(n)]))
+    ours = importlib.import_module(peer.ours)
+    for module in map(importlib.import_module, peer.theirs):
+        for name in ours.__all__:
+            if hasattr(module, name):
+                place = either if peer.otherwise else lambda ours, theirs: ours
+                setattr(module, name, place(getattr(ours, name), getattr(module, name)))
+    if peer.ours.endswith("open_clip"):
+        ours.SigLipLoss._loss = _open_clip_loss
+
+
+def either(ours: Any, theirs: Any) -> Any:
+    """This library's class, or the other where this one refuses the arguments."""
+
+    def make(*arguments: Any, **settings: Any) -> Any:
+        try:
+            return ours(*arguments, **settings)
+        except ValueError:
+            return theirs(*arguments, **settings)
+
+    return make
+
+
+def _open_clip_loss(self: Any, image: Any, text: Any, scale: Any, bias: Any, **options: Any) -> Any:
+    """Their tests call a private method: the loss of one process, as `forward` is."""
+    if options.get("negative_only"):
+        raise NotImplementedError("SigLIP's loss without positives")
+    return self(image, text, scale, bias)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    name = report.nodeid.partition("::")[2]
+    if report.failed or report.skipped or report.when == "call":
+        outcomes[name] = report.outcome if outcomes.get(name) != "failed" else "failed"
+
+
+def pytest_sessionfinish() -> None:
+    Path(os.environ[REPORT]).write_text(json.dumps(outcomes))
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that have every name, for libraries that are missing."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        found = name.partition(".")[0] in self.names
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+
+    def create_module(self, spec: Any) -> Any:
+        return MagicMock(name=spec.name, __path__=[], __spec__=spec, __name__=spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def fetch(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        peer = PEERS[name]
+        at = folder / (peer.folder or name)
+        at.mkdir(parents=True, exist_ok=True)
+        for command in (
+            ["init", "-q"],
+            ["fetch", "-q", "--depth", "1", peer.url, peer.commit],
+            ["checkout", "-q", "FETCH_HEAD"],
+        ):
+            subprocess.run(["git", "-C", str(at), *command], check=True)
+
+
+def run(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
+    """A row of the record for each test file of a peer."""
+    peer, rows = PEERS[name], []
+    at = (folder / (peer.folder or name)).resolve()
+    environment = {
+        **os.environ,
+        HERE: name,
+        REPORT: str(scratch / "report.json"),
+        "PYTHONPATH": os.pathsep.join(map(str, (at / peer.source, at, ROOT / "tests"))),
+        "HF_HUB_OFFLINE": "1",
+        "TEST_DEVICE": "cpu",
+        **peer.environment,
+    }
+    unused = set(peer.why)
+    for file in peer.tests:
+        (scratch / "report.json").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "peers", "-c", os.devnull]
+        command += ["--rootdir", str(at), "-p", "no:cacheprovider", str(at / file)]
+        done = subprocess.run(
+            command, cwd=scratch, env=environment, capture_output=True, text=True, timeout=1200
+        )
+        if not (scratch / "report.json").exists():
+            raise SystemExit(f"{name}: {file}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+        found = json.loads((scratch / "report.json").read_text())
+        counts = Counter(found.values())
+        reasons = Counter()
+        for test in (test for test, outcome in found.items() if outcome == "failed"):
+            matching = [pattern for pattern in peer.why if re.search(pattern, test)]
+            if not matching:
+                print(done.stdout[-6000:])
+                raise SystemExit(f"{name}: {file}: {test} fails, for no reason in PEERS")
+            reasons[peer.why[matching[0]]] += 1
+            unused.discard(matching[0])
+        rows.append(
+            {
+                "project": name,
+                "tests": file,
+                "passed": counts["passed"],
+                "failed": counts["failed"],
+                "skipped": counts["skipped"],
+                "why they fail": "; ".join(f"{n}: {why}" for why, n in reasons.items()) or "-",
+                "commit": peer.commit,
+            }
+        )
+        print(rows[-1])
+    if unused:
+        raise SystemExit(f"{name}: nothing fails for {sorted(unused)}")
+    return rows
+
+
+def make_models(folder: Path) -> None:
+    """Small models of random weights under the names that tests load from a hub."""
+    from sentence_transformers import SentenceTransformer, models
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, set_seed
+
+    letters = [chr(code) for code in range(32, 127)]
+    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *letters])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    set_seed(0)
+    with tempfile.TemporaryDirectory() as bert:
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=128
+        ).save_pretrained(bert)
+        BertModel(
+            BertConfig(
+                vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                intermediate_size=64, max_position_embeddings=128,
+            )
+        ).save_pretrained(bert)  # fmt: skip
+        encoder = models.Transformer(bert)
+        model = SentenceTransformer(modules=[encoder, models.Pooling(32)], device="cpu")
+        for name in NO_HUB:
+            model.save(str(folder / name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the projects are")
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"of {', '.join(PEERS)}; all")
+    parser.add_argument("--fetch", action="store_true", help="clone them")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
+    arguments = parser.parse_args()
+    names = arguments.peers or list(PEERS)
+    if arguments.fetch:
+        return fetch(arguments.folder, names)
+    with tempfile.TemporaryDirectory() as scratch:
+        if "sentence-transformers" in names:
+            make_models(Path(scratch))
+        rows = [row for name in names for row in run(name, arguments.folder, Path(scratch))]
+    if arguments.record:
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        record = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": f"CPU, {platform.machine()}",
+            "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("torch", "jax", "transformers")
+            },
+            "results": rows,
+        }
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
