@@ -73,6 +73,7 @@ PEERS = {
         ("tests/test_loss.py", "tests/test_siglip_chunked_loss.py"),
         "infonce.torch.open_clip",
         ("open_clip", "open_clip.loss"),
+        {r"forward\[True": "the private method's loss without positives, which `forward` has not"},
         source="src",
         stand_ins=("torchvision", "timm", "ftfy"),
     ),

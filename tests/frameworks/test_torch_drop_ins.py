@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
-from torch_problems import features, formula  # noqa: E402
+from torch_problems import DEVICES, features, formula  # noqa: E402
 
 pytestmark = pytest.mark.extras
 
@@ -113,17 +113,18 @@ def test_infonce_cuda() -> None:
     torch.testing.assert_close(loss(z[0]), formula("nt_xent", z, 10.0))
 
 
-def views() -> tuple[Any, Any]:
+def views(device: str) -> tuple[Any, Any]:
     """Two views of 8 samples, of any norm, and unit rows of the same."""
-    out = [3 * z.detach() for z in features("clip", 8)]
+    out = [3 * z.detach() for z in features("clip", 8, device=device)]
     out = [z.requires_grad_() for z in out]
     return out, [F.normalize(z, dim=1) for z in out]
 
 
-def test_lightly_nt_xent() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_lightly_nt_xent(device: str) -> None:
     from infonce.torch.lightly import NTXentLoss
 
-    out, unit = views()
+    out, unit = views(device)
     want = formula("nt_xent", [torch.cat(unit)], 5.0)
     for gather in (False, True):  # one process is all of them
         assert_same(NTXentLoss(0.2, gather_distributed=gather)(*out), want, *out)
@@ -131,20 +132,21 @@ def test_lightly_nt_xent() -> None:
         NTXentLoss(-1.0)(*out)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [20, (20, 5)])
-def test_lightly_memory_bank(size: Any) -> None:
+def test_lightly_memory_bank(size: Any, device: str) -> None:
     """Rows of the second view enter it, from its begin on; what is too much at its end is lost."""
     from infonce.torch.lightly import NTXentLoss
 
-    out, unit = views()
+    out, unit = views(device)
     torch.manual_seed(0)
-    bank = F.normalize(torch.randn(20, 5), dim=1).double()
+    bank = F.normalize(torch.randn(20, 5), dim=1).to(unit[0])
     torch.manual_seed(0)
-    loss = NTXentLoss(0.2, memory_bank_size=size)
-    for begin in (0, 8, 16, 0):
+    loss = NTXentLoss(0.2, memory_bank_size=size).to(device)
+    for begin in (0, 8, 16, 0, 8):
         positive = (unit[0] * unit[1]).sum(dim=1, keepdim=True)
         logits = torch.cat([positive, unit[0] @ bank.T], dim=1) / 0.2
-        want = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long))
+        want = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long, device=device))
         with torch.no_grad():  # as an evaluation: the bank stays
             torch.testing.assert_close(loss(out[0].detach(), out[1]), want.detach())
         assert_same(loss(*out), want, *out)
@@ -155,41 +157,46 @@ def test_lightly_memory_bank(size: Any) -> None:
         NTXentLoss(memory_bank_size=(4, -1))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weighted", ["", "DCLW", "function"])
-def test_lightly_dcl(weighted: str) -> None:
+def test_lightly_dcl(weighted: str, device: str) -> None:
     from infonce.torch.lightly import DCLLoss, DCLWLoss
 
-    out, (a, b) = views()
-    z, weights = torch.cat([a, b]), torch.ones(16, dtype=torch.float64)
+    out, (a, b) = views(device)
+    z = torch.cat([a, b])
+    weights = torch.ones_like(z[:, 0])
     loss = DCLLoss(0.2)
     if weighted == "DCLW":
         loss = DCLWLoss(0.2, sigma=0.7)
         weights = (2 - 8 * ((a * b).sum(dim=1) / 0.7).softmax(dim=0)).detach().repeat(2)
     elif weighted:
-        loss = DCLLoss(0.2, lambda first, second: ((2 * first - second) ** 2).sum(dim=1))
+        loss = DCLLoss(0.2, lambda first, second: (first[:, 0] - second[:, 1]) ** 2)
         weights = torch.cat([loss.weight_fn(a, b), loss.weight_fn(b, a)])
-    x, n = z @ z.T / 0.2, torch.arange(16)
+    x, n = z @ z.T / 0.2, torch.arange(16, device=device)
     partner = (n + 8) % 16
     negatives = x.masked_fill((n[:, None] - n) % 8 == 0, -torch.inf).logsumexp(dim=1)
     assert_same(loss(*out), (negatives - weights * x[n, partner]).mean(), *out)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("n_views", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["all", "one"])
-def test_sup_contrast(n_views: int, mode: str) -> None:
+def test_sup_contrast(n_views: int, mode: str, device: str) -> None:
     from infonce.torch.sup_contrast import SupConLoss
 
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(6, n_views, 3, 2, dtype=torch.float64, generator=generator)
-    z = F.normalize(z.flatten(2), dim=2).reshape(z.shape).requires_grad_()
-    labels = torch.tensor([-3, 7, -3, 8, 8, 5])  # the last one is alone, if it has one view
+    z = F.normalize(z.flatten(2), dim=2).reshape(z.shape).to(device).requires_grad_()
+    labels = torch.tensor(
+        [-3, 7, -3, 8, 8, 5], device=device
+    )  # the last one is alone, if it has one view
     for classes in (labels, None) if n_views > 1 else (labels,):
         rows = torch.cat([z[:, view].flatten(1) for view in range(n_views)])
-        sample = torch.arange(6 * n_views) % 6
+        sample = torch.arange(6 * n_views, device=device) % 6
         of_row = sample if classes is None else labels[sample]
         losses = []
         for i in range(6 * (n_views if mode == "all" else 1)):
-            others = torch.arange(len(rows)) != i
+            others = torch.arange(len(rows), device=device) != i
             x = rows[i] @ rows.T / 0.2
             positives = others & (of_row == of_row[i])
             if positives.any():
