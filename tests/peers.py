@@ -115,8 +115,8 @@ PEERS = {
         {
             "config_back_compat": "a partial of cos_sim, which is an error here",
             "under_autocast": "a bfloat16 loss is expected, and the loss is float32 here",
-            "gather_across_devices_offset": "a patched gather stands for two processes, and nothing "
-            "is gathered here",
+            "gather_across_devices_offset": "a patched gather stands for two processes; nothing is "
+            "gathered here",
         },
     ),
     "optax": Peer(
@@ -262,31 +262,12 @@ def run(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
 
 def make_models(folder: Path) -> None:
     """Small models of random weights under the names that tests load from a hub."""
-    from sentence_transformers import SentenceTransformer, models
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, set_seed
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from sentence_model import tiny_model
 
-    letters = [chr(code) for code in range(32, 127)]
-    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *letters])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Split("", "isolated")
-    set_seed(0)
-    with tempfile.TemporaryDirectory() as bert:
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=128
-        ).save_pretrained(bert)
-        BertModel(
-            BertConfig(
-                vocab_size=len(words), hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
-                intermediate_size=256, max_position_embeddings=128,
-            )
-        ).save_pretrained(bert)  # fmt: skip
-        encoder = models.Transformer(bert)
-        model = SentenceTransformer(modules=[encoder, models.Pooling(128)], device="cpu")
-        for name in NO_HUB:
-            model.save(str(folder / name))
+    model = tiny_model()
+    for name in NO_HUB:
+        model.save(str(folder / name))
 
 
 def main() -> None:

@@ -226,7 +226,11 @@ def main() -> None:
     }
     for name, embeddings, losses in steps():
         for contender, loss in losses:
-            row = {"step": name, "loss by": contender, **measured(embeddings, loss)}
+            row = {"step": name, "loss by": contender}
+            try:
+                row |= measured(embeddings, loss)
+            except Exception as error:  # other projects' code fails in many ways
+                row["skipped"] = f"{type(error).__name__}: {error}"[:200]
             print(row, flush=True)
             report["results"].append(row)
             arguments.output.write_text(to_json(report) + "\n")

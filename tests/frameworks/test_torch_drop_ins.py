@@ -143,16 +143,18 @@ def test_lightly_memory_bank(size: Any, device: str) -> None:
     bank = F.normalize(torch.randn(20, 5), dim=1).to(unit[0])
     torch.manual_seed(0)
     loss = NTXentLoss(0.2, memory_bank_size=size).to(device)
-    for begin in (0, 8, 16, 0, 8):
-        positive = (unit[0] * unit[1]).sum(dim=1, keepdim=True)
+    for step, begin in enumerate((0, 8, 16, 0, 8)):
+        second = (out[1] + step).detach().requires_grad_()
+        key = F.normalize(second, dim=1)
+        positive = (unit[0] * key).sum(dim=1, keepdim=True)
         logits = torch.cat([positive, unit[0] @ bank.T], dim=1) / 0.2
         want = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long, device=device))
         with torch.no_grad():  # as an evaluation: the bank stays
-            torch.testing.assert_close(loss(out[0].detach(), out[1]), want.detach())
-        assert_same(loss(*out), want, *out)
+            torch.testing.assert_close(loss(out[0].detach(), second), want.detach())
+        assert_same(loss(out[0], second), want, out[0], second)
         rows = slice(begin, min(begin + 8, 20))
         # the bank is float32, as lightly's is
-        bank[rows] = unit[1].detach()[: rows.stop - rows.start].float().double()
+        bank[rows] = key.detach()[: rows.stop - rows.start].float().double()
     with pytest.raises(ValueError, match=r"memory_bank_size: expected at least 0, got \(4, -1\)"):
         NTXentLoss(memory_bank_size=(4, -1))
 

@@ -59,7 +59,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("three")
-    start(["clip", "functions"], 3, folder)
+    start(["clip", "functions", "drop_ins"], 3, folder)
     return folder
 
 
@@ -112,6 +112,29 @@ def test_functions_over_ranks(three_ranks: Path) -> None:
             torch.testing.assert_close(dscale, grads[-1])
         for i, gradient in enumerate(grads[:-1]):
             torch.testing.assert_close(torch.cat([r[name][1 + i] for r in ranks]), gradient)
+
+
+def test_drop_ins_share_rows_by_themselves(three_ranks: Path) -> None:
+    """Gradients are those of the loss of all rows, times the ranks, which DDP divides by."""
+    ranks = saved(three_ranks, "drop_ins")
+    sides = [z.clone().requires_grad_() for z in torch_ranks.batches(3, 1)[0]]
+    ends = torch.tensor(torch_ranks.SIZES).cumsum(0).tolist()
+    mirrored = torch.cat([torch.arange(end - n, end).flip(0) for n, end in
+                          zip(torch_ranks.SIZES, ends, strict=True)])  # fmt: skip
+    wanted = {
+        "inf_cl": it.info_nce_loss(*sides, mirrored, scale=2.0),
+        "lightly": it.nt_xent_loss(torch.cat(sides), temperature=0.5, normalize=True),
+    }
+    for name, loss in wanted.items():
+        grads = torch.autograd.grad(loss, sides)
+        for i, gradient in enumerate(grads):
+            got = torch.cat([rank[name][1 + i] for rank in ranks])
+            torch.testing.assert_close(got, 3 * gradient)
+        for rank in ranks:
+            torch.testing.assert_close(rank[name][0], loss)
+    unit = torch.nn.functional.normalize(sides[1][:6].detach(), dim=1).float()
+    for rank in ranks:  # rows of all enter each bank
+        torch.testing.assert_close(rank["bank"][:6], unit)
 
 
 def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:

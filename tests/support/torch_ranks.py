@@ -16,7 +16,7 @@ from infonce.distributed import RankError
 from torch.nn.parallel import DistributedDataParallel
 
 import infonce.torch as it
-from infonce.torch import open_clip
+from infonce.torch import inf_cl, lightly, open_clip
 
 SIZES = [5, 9, 2]  # rows of each rank
 WIDTH = 6
@@ -102,6 +102,24 @@ def functions(rank: int, size: int) -> dict[str, Any]:
     return out
 
 
+def drop_ins(rank: int, size: int) -> dict[str, Any]:
+    """Losses in the place of other projects' that share rows by themselves: value and gradients."""
+    batch, start = batches(size, 1)[0], sum(SIZES[:rank])
+    rows = [side[start : start + SIZES[rank]].clone().requires_grad_() for side in batch]
+    local = torch.arange(SIZES[rank]).flip(0)  # positives among this rank's keys
+    losses = {
+        "inf_cl": inf_cl.cal_inf_loss(*rows, local, 2.0),
+        "lightly": lightly.NTXentLoss(0.5, gather_distributed=True)(*rows),
+    }
+    bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True)
+    equal = [side[2 * rank : 2 * rank + 2].clone().requires_grad_() for side in batch]
+    bank(*equal)
+    return {
+        "bank": bank.memory_bank.bank,
+        **{name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()},
+    }
+
+
 def failures(rank: int, size: int) -> dict[str, Any]:
     """What a rank is told that did nothing wrong."""
     said = {}
@@ -146,7 +164,8 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
         if case in ("clip", "siglip"):
             out = train(case, rank, size, size, device)
         else:
-            out = {"functions": functions, "failures": failures, "late": late}[case](rank, size)
+            cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures}
+            out = {**cases_of, "late": late}[case](rank, size)
         torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "late"):
         os._exit(0)  # the ranks are out of step: nobody to say goodbye to
