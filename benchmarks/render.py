@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PAGES = [HERE.parent / "README.md", HERE.parent / "docs" / "results.md", HERE / "NOTES.md"]
+DOCS = HERE.parent / "docs"
+PAGES = [HERE.parent / "README.md", DOCS / "results.md", DOCS / "migrating.md", HERE / "NOTES.md"]
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<kind>results|peers|goals):(?P<name>[\w.-]+) begin -->\n).*?"
     r"(?P<end><!-- (?P=kind):(?P=name) end -->)",

@@ -46,7 +46,8 @@ myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 default_role = "py:obj"
-autodoc_mock_imports = ["jax"]  # the same pages whether it is installed or not
+# the same pages whether they are installed or not
+autodoc_mock_imports = ["jax", "pytorch_metric_learning", "sentence_transformers"]
 autodoc_typehints = "none"  # docstrings say shapes and dtypes
 autodoc_member_order = "groupwise"
 napoleon_google_docstring = False

@@ -251,7 +251,7 @@ def run(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
                 "failed": counts["failed"],
                 "skipped": counts["skipped"],
                 "why they fail": "; ".join(f"{n}: {why}" for why, n in reasons.items()) or "-",
-                "commit": peer.commit,
+                "commit": peer.commit[:10],
             }
         )
         print(rows[-1])
@@ -263,9 +263,9 @@ def run(name: str, folder: Path, scratch: Path) -> list[dict[str, Any]]:
 def make_models(folder: Path) -> None:
     """Small models of random weights under the names that tests load from a hub."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from sentence_model import tiny_model
+    from torch_problems import sentence_model
 
-    model = tiny_model()
+    model = sentence_model()
     for name in NO_HUB:
         model.save(str(folder / name))
 

@@ -67,7 +67,7 @@ def nt_xent(first: Any, second: Any) -> Any:
 
 
 def metric_nt_xent(z: Any, labels: Any) -> Any:
-    """pytorch-metric-learning's NTXentLoss: a row of logits for each pair of a class."""
+    """pytorch-metric-learning's NTXentLoss, in less memory: a row of logits for each pair."""
     unit = F.normalize(z, dim=1)
     x = unit @ unit.T / TEMPERATURE
     same = labels[:, None] == labels

@@ -7,9 +7,9 @@
 Without copies: kernels read the tensors' memory and run on PyTorch's current stream, and nothing
 waits for the device.
 
-In the place of other projects' losses: `infonce.torch.open_clip`, `infonce.torch.inf_cl`,
-`infonce.torch.memory_efficient_clip` and `infonce.torch.infonce_cuda` have the names and the calls
-of theirs.
+In the place of other projects' losses: the modules `open_clip`, `sentence_transformers`, `lightly`,
+`pytorch_metric_learning`, `sup_contrast`, `inf_cl`, `memory_efficient_clip` and `infonce_cuda` of
+`infonce.torch` have the names and the calls of theirs.
 """
 
 from typing import TYPE_CHECKING

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from .core.drop_in import DropIn, everywhere
 from .functions import info_nce_loss, nt_xent_loss
@@ -92,7 +91,7 @@ class NTXentLoss(_TwoViews):
     def forward(self, out0: Tensor, out1: Tensor) -> Any:
         if not self.memory_bank.size[0]:
             return self.nt_xent(out0, out1)
-        queries, keys = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
+        queries, keys = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
         bank = self.memory_bank.rows(keys)
         if out0.requires_grad:
             self.memory_bank.push(_of_all(keys) if self.gather_distributed else keys)
@@ -124,7 +123,7 @@ class MemoryBank(nn.Module):
             self._fill()
 
     def _fill(self) -> None:
-        self.bank = F.normalize(torch.randn(self.size).type_as(self.bank), dim=-1)
+        self.bank = nn.functional.normalize(torch.randn(self.size).type_as(self.bank), dim=-1)
 
     def rows(self, like: Tensor) -> Tensor:
         """The bank, as the features `like` are."""
@@ -194,7 +193,7 @@ class DCLLoss(_TwoViews):
         loss = self.nt_xent(out0, out1, decoupled=True)
         if self.weight_fn is None:
             return loss
-        out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
+        out0, out1 = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
         weights = torch.stack([self.weight_fn(out0, out1), self.weight_fn(out1, out0)])
         positives = (out0 * out1).sum(dim=1) / self.temperature
         return loss + ((1 - weights) * positives).mean()

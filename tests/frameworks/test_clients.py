@@ -2,6 +2,7 @@
 losses and parameters, to rounding. Skipped where a project is not installed."""
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -58,13 +59,13 @@ def test_sentence_transformer_trainer(
     st = pytest.importorskip("sentence_transformers")
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("accelerate")
-    from sentence_model import tiny_model
     from sentence_transformers.sentence_transformer import losses
+    from torch_problems import sentence_model
 
     from infonce.torch import sentence_transformers as ours
 
     def run(module: Any) -> list[Any]:
-        model = tiny_model(width=16).double()
+        model = sentence_model(width=16).double()
         options = st.SentenceTransformerTrainingArguments(
             output_dir=tmp_path, max_steps=STEPS, per_device_train_batch_size=8, logging_steps=1,
             learning_rate=1e-2, seed=1, report_to=[], save_strategy="no", use_cpu=True,
@@ -88,6 +89,39 @@ def test_sentence_transformer_trainer(
         return [*seen, *(p.detach().clone() for p in model.parameters())]
 
     assert_same_training(run, losses, ours)
+
+
+@pytest.mark.parametrize("negatives", [0, 1, 2])
+@pytest.mark.parametrize("part", ["joint", "per_direction"])
+def test_ranking_of_embeddings(negatives: int, part: str) -> None:
+    """Values and gradients with all directions, hardness modes and similarities."""
+    util = pytest.importorskip("sentence_transformers.util")
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    from infonce.torch import sentence_transformers as ours
+
+    generator = torch.Generator().manual_seed(0)
+    rows = {"dtype": torch.float64, "generator": generator}
+    more = [names for n in range(4) for names in itertools.combinations(GTE[1:], n)]
+    modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+    similarities = ((util.cos_sim, 20.0), (util.dot_score, 1.0))
+    for batch, names, mode, (similarity, scale) in itertools.product(
+        (1, 5), more, modes, similarities
+    ):
+        if part == "per_direction" and set(names) - {"doc_to_query"}:
+            continue  # refused by both
+        settings = {
+            "scale": scale, "similarity_fct": similarity, "directions": (GTE[0], *names),
+            "partition_mode": part, "hardness_mode": mode,
+            "hardness_strength": 3.0 if mode else 0.0,
+        }  # fmt: skip
+        columns = [torch.randn(batch, 6, **rows).requires_grad_() for _ in range(2 + negatives)]
+        found = []
+        for kind in (ours.MultipleNegativesRankingLoss, MultipleNegativesRankingLoss):
+            loss = kind(None, **settings).compute_loss_from_embeddings(columns, None)
+            found.append((loss.detach(), *torch.autograd.grad(loss, columns)))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=str(settings))
 
 
 RANKS = """

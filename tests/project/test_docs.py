@@ -27,8 +27,14 @@ MODULES = {  # name -> where its __all__ is
     "infonce.schedules": "infonce/schedules.py",
     "infonce.torch": "infonce/torch/__init__.py",
 }
-PROJECTS = ["inf_cl", "infonce_cuda", "memory_efficient_clip", "open_clip"]
-IN_PLACE_OF = {f"infonce.torch.{name}": f"infonce/torch/{name}.py" for name in PROJECTS}
+PROJECTS = [
+    "inf_cl", "infonce_cuda", "lightly", "memory_efficient_clip", "open_clip",
+    "pytorch_metric_learning", "sup_contrast",
+]  # fmt: skip
+IN_PLACE_OF = {
+    **{f"infonce.torch.{name}": f"infonce/torch/{name}.py" for name in PROJECTS},
+    "infonce.torch.sentence_transformers": "infonce/torch/sentence_transformers/__init__.py",
+}
 
 
 def public(path: str) -> list[str]:
@@ -172,6 +178,15 @@ def test_examples_run(page: str) -> None:
     names: dict[str, object] = {}
     for example in examples(page):
         exec(compile(example, page, "exec"), names)
+
+
+@pytest.mark.extras
+def test_first_model_learns() -> None:
+    pytest.importorskip("torch")
+    names: dict[str, float] = {}
+    for example in examples("first_model.md"):
+        exec(compile(example, "first_model.md", "exec"), names)
+    assert names["first"] > 0.4  # of 300 names
 
 
 @pytest.mark.parametrize("page", ["distributed.md", "frameworks.md", "migrating.md"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
+from torch import distributed as dist
 from torch import nn
 
 from ...checks import validation

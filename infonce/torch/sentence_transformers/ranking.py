@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from sentence_transformers import losses, util
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.drop_in import everywhere, first_row
 from ..functions import clip_loss, gte_loss, info_nce_loss
@@ -84,7 +83,7 @@ def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
         # GTE's Z_i has exp p_i once, where the directions have it twice:
         # log(Z_i + exp p_i) - p_i = softplus(log Z_i - p_i)
         rows = gte_loss(batch.queries, batch.positives, reduction="none", **batch.options)
-        return F.softplus(rows).mean()
+        return nn.functional.softplus(rows).mean()
     terms = [batch.to_documents("none")]
     if TO_QUERY in directions:
         terms.append(batch.rows(batch.positives, batch.queries))
@@ -156,5 +155,5 @@ class _Batch:
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
         """Of each row of `a` with the same row of `b`."""
         if self.normalize:
-            a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+            a, b = nn.functional.normalize(a, dim=-1), nn.functional.normalize(b, dim=-1)
         return (a * b).sum(dim=-1)
