@@ -81,9 +81,9 @@ def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
         return clip_loss(batch.queries, batch.positives, **batch.options)
     if batch.plain_pairs and joint and directions == ALL:
         # GTE's Z_i has exp p_i once, where the directions have it twice:
-        # log(Z_i + exp p_i) - p_i = softplus(log Z_i - p_i)
+        # log(Z_i + exp p_i) - p_i = softplus(log Z_i - p_i). (torch's softplus ends at 20.)
         rows = gte_loss(batch.queries, batch.positives, reduction="none", **batch.options)
-        return nn.functional.softplus(rows).mean()
+        return -nn.functional.logsigmoid(-rows).mean()
     terms = [batch.to_documents("none")]
     if TO_QUERY in directions:
         terms.append(batch.rows(batch.positives, batch.queries))
