@@ -89,14 +89,28 @@ class Problem:
     def plain(self) -> bool:
         """Whether all rows have one positive, and a softmax of the logits as they are."""
         return (
-            self.weights is None
-            and not (self.margin or self.decoupled or self.label_smoothing or self.hardness)
+            self.one_target
+            and self.weights is None
+            and not (self.margin or self.decoupled or self.hardness)
+        )
+
+    @property
+    def one_target(self) -> bool:
+        """Whether the loss of a row follows from its sums and the logit of one positive (or none):
+        `margin`, `decoupled` and `hardness` are numbers in that."""
+        return (
+            not self.linear_terms
             and self.key_bias is None
             and not self.leaves_out
-            and (self.positives is None or self.positives.ndim == 1)
+            and self.set_size == 1
             and not self.joint
-            and self.classes is None
         )
+
+    @property
+    def set_size(self) -> int:
+        """P of `positives` [M, P]."""
+        sets = self.positives is not None and self.positives.ndim > 1
+        return int(self.positives.shape[1]) if sets else 1
 
     @property
     def leaves_out(self) -> bool:

@@ -45,6 +45,7 @@ class Request:
     return_logits: bool
     offload: bool  # host arrays, computed on a GPU
     joined: Array = None  # of a joint loss: the gradients of all rows
+    row_shares: Array = None  # [M] weight of each row in the reduced loss, where they differ
 
 
 @dataclass(eq=False)
@@ -132,10 +133,12 @@ def check(
             positives = xp.full_like(positives, -1)
             row_ids = column_ids = classes.rows
     elif labelled:
-        found = validation.positives(xp, labels, len(query), static.batch.columns)
+        found = validation.positives(xp, labels, len(query), static.batch.columns, batch is None)
         positives, marks, has_positive = found
     weights = validation.row_weights(xp, get("weights"), has_positive, len(query))
-    row_share = static.row_share if weights is None else validation.shares(weights, reduction)
+    row_share = static.row_share
+    if weights is not None:
+        row_share = validation.shares(xp, weights, reduction)
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
     reduced = reduction != "none" and weights is None
     # by position: keyword arguments take time that small batches notice
@@ -175,6 +178,7 @@ def check(
     return Request(
         problem, gradients, outs, given_out, wrt, reduction, static.dtype,
         static.metrics, static.return_logits, static.offload, joined,
+        None if weights is None else row_share,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def require_available(
             f'method: expected "auto" or "tiled" with {with_what} {elsewhere}, got '
             f'"{problem.method}"'
         )
-    if sets and elsewhere is not None:
+    if sets and elsewhere not in (None, "on a GPU"):
         raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")
 
 

@@ -27,6 +27,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if device.id != cupy.cuda.runtime.getDevice():
         with device:
             return solve(problem, gradients)
+    if problem.weights is not None and problem.one_target:
+        problem = replace(problem, weights=None)  # they are in `upstream`
     if problem.method == "naive":
         return gpu_naive.solve(problems.materialize_vectors(problem, cupy), gradients)
     fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
@@ -52,7 +54,7 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients)
         )
-    if problem.plain:
+    if problem.one_target:
         _compile_kernels(problem, gradients)
     given = gradients
     if problem.linear_terms and given is not None:  # they are added before the rounding
@@ -94,8 +96,8 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
 
 def planned(problem: Problem) -> bool:
     """Whether a call may have a plan: whoever wants to see its progress sees it launched, and
-    options of the softmax take steps on vectors that no plan can record."""
-    return problem.progress is None and problem.plain
+    targets of other kinds take steps on vectors that no plan can record."""
+    return problem.progress is None and problem.one_target
 
 
 def plain(problem: Problem) -> Problem:

@@ -83,6 +83,7 @@ __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
   return (SYMMETRIC && i == j) || (IDS && f.query_ids[i] == f.key_ids[j]);
 }
 
+// -1 of a row without a positive, whose upstream gradient is 0.
 __device__ __forceinline__ i64 positive_of(const Fused& f, i64 i) {
   if (f.positives) return f.positives[i];
   return !SYMMETRIC ? i : i < f.m / 2 ? i + f.m / 2 : i - f.m / 2;

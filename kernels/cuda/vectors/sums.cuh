@@ -126,20 +126,47 @@ struct Spelling {
   }
 };
 
-// The fold's identity: sums (-inf, 0, 0), no positives yet. Columns may have none (null), and
-// `any_key_not_finite` may be null.
+// The fold's identity: sums (-inf, 0, 0), and no positives yet, [m, set_size]. Columns may have none (null),
+// and `any_key_not_finite` may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
-                                 const __grid_constant__ Sums columns, double* positive, i64 m,
-                                 i64 n, const __grid_constant__ Spelling spelling,
+                                 const __grid_constant__ Sums columns, double* positive,
+                                 i64 set_size, i64 m, i64 n,
+                                 const __grid_constant__ Spelling spelling,
                                  double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) {
-    rows.set(i, {-INFINITY_, 0, 0}), positive[i] = NAN_;
+    rows.set(i, {-INFINITY_, 0, 0});
+    for (i64 pair = i * set_size; pair < (i + 1) * set_size; ++pair) positive[pair] = NAN_;
     spelling.write(i, m);
   }
   if (columns.max && i < n) columns.set(i, {-INFINITY_, 0, 0});
   if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
 }
+
+// The scale of exponents, for `hardness`.
+extern "C" __global__ void raise_scale(const __grid_constant__ Scale scale, double by, double* out) {
+  *out = scale.bare() + by;
+}
+
+// Options of the softmax that change numbers of a row alone: see spec.OPTIONS.
+struct RowOptions {
+  Scale scale, exponent_scale;  // the folds take all logits in the scale of exponents
+  double margin;
+  i64 decoupled;
+
+  __device__ __forceinline__ double to_logits() const { return scale.bare() / exponent_scale.bare(); }
+  // From exponents: the sums of the negatives, and the positive, which is key `partner` (-1: none).
+  __device__ __forceinline__ Direction conclude(Sum negatives, double positive, i64 partner) const {
+    if (partner < 0) return without_positive(negatives);
+    const double ratio = to_logits();
+    negatives.moment *= ratio;
+    const double logit = positive * ratio - scale.bare() * margin * LOG2_E;
+    return conclude_direction(negatives, logit, decoupled);
+  }
+};
+
+// Log-sum-exps as reference exponents: of nothing, any number.
+__device__ __forceinline__ double reference_of(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
 
 struct Concluding {
   Sums rows, columns;
@@ -149,11 +176,11 @@ struct Concluding {
   const double* bad;                 // NaN for a row that is not finite, else 0; or null
   const double* any_key_not_finite;  // NaN or 0
   double row_weight, column_weight;
-  Scale scale;
+  RowOptions options;
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // results
-  double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *row_factor, *column_factor,
-      *positive_gradient, *log_scale_grad;  // the last one may be null
+  double *losses, *row_loss, *row_reference, *column_loss, *column_reference, *row_factor,
+      *column_factor, *positive_gradient, *log_scale_grad, *positive_logit;  // the last two may be null
   void *row_lse, *column_lse;
 };
 
@@ -166,34 +193,35 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
 extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= f.m) return;
-  const double scale = f.scale.bare(), upstream = f.upstream[i];
+  const double scale = f.options.scale.bare(), upstream = f.upstream[i];
   const i64 partner = f.positives[i];
   double positive = f.positive[i];
   // A triangle met the pair once, from its lower row
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
-  const Direction row = conclude_direction(f.rows.get(i), positive);
+  if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
+  const Direction row = f.options.conclude(f.rows.get(i), positive, partner);
   const double a = upstream * (f.row_weight * scale);
   double loss = f.row_weight * row.loss, log_scale_grad = f.row_weight * row.log_scale_grad;
   double positive_gradient = a * row.negative_probability;
   if (f.symmetric && partner >= 0)
     positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
-                         conclude_direction(f.rows.get(partner), positive).negative_probability;
+                         f.options.conclude(f.rows.get(partner), positive, i).negative_probability;
   if (f.two_sided) {
-    const Direction column = conclude_direction(f.columns.get(i), positive);
+    const Direction column = f.options.conclude(f.columns.get(i), positive, partner);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
     log_scale_grad += f.column_weight * column.log_scale_grad;
     positive_gradient += b * column.negative_probability;
     f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
-    f.column_lse2[i] = column.lse2;
+    f.column_reference[i] = reference_of(column.lse2);
     put_lse(f, f.column_lse, i, column.lse2);
   }
   f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
   // NaN by itself where a feature is not finite
   if (f.log_scale_grad) f.log_scale_grad[i] = upstream * log_scale_grad;
   f.row_loss[i] = row.loss;
-  f.row_lse2[i] = row.lse2;
+  f.row_reference[i] = reference_of(row.lse2);
   put_lse(f, f.row_lse, i, row.lse2);
   f.row_factor[i] = a;
   f.positive_gradient[i] = -positive_gradient;
