@@ -136,9 +136,7 @@ def check(
         found = validation.positives(xp, labels, len(query), static.batch.columns, batch is None)
         positives, marks, has_positive = found
     weights = validation.row_weights(xp, get("weights"), has_positive, len(query))
-    row_share = static.row_share
-    if weights is not None:
-        row_share = validation.shares(xp, weights, reduction)
+    row_share = static.row_share if weights is None else validation.shares(xp, weights, reduction)
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
     reduced = reduction != "none" and weights is None
     # by position: keyword arguments take time that small batches notice
@@ -161,10 +159,7 @@ def check(
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
     if grad_buffers is not None:
-        outs, given_out = (
-            {name: native(array) for name, array in grad_buffers.items()},
-            grad_buffers,
-        )
+        outs, given_out = {name: native(z) for name, z in grad_buffers.items()}, grad_buffers
     elif with_grad:
         outs, given_out = _out(xp, loss, arrays, out, static)
     gradients = joined = None

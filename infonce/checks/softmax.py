@@ -76,14 +76,6 @@ def require_available(
             raise ValueError(f"metrics: expected False with {name}, got True")
         if elsewhere is not None and name not in ELSEWHERE[elsewhere]:
             raise ValueError(f"{name}: expected {DEFAULTS[name]!r} {elsewhere}, got a value")
-    with_what = next((name for name in given if name != "weights"), None)
-    if problem.joint or problem.classes is not None:
-        with_what = "this loss"
-    if elsewhere is not None and with_what and problem.method in ("naive", "fused"):
-        raise ValueError(
-            f'method: expected "auto" or "tiled" with {with_what} {elsewhere}, got '
-            f'"{problem.method}"'
-        )
     if sets and elsewhere not in (None, "on a GPU"):
         raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")
 

@@ -229,16 +229,14 @@ def positives(
             f"labels: expected values in [0, {n}), or negative ones for none, got "
             f"{labels[tuple(first)]} at position {at}"
         )
-    labels = np.maximum(labels, -1)
-    if labels.ndim > 1:
-        labels = _sets(labels)
+    labels = _sets(np.maximum(labels, -1))
     return labels, None, (labels >= 0).reshape(m, -1).any(axis=1)
 
 
 def _sets(labels: Array) -> Array:
     """What is given twice counts once. Sets of one are [M]."""
-    if labels.shape[1] == 1:
-        return labels[:, 0]
+    if labels.size == len(labels):
+        return labels.reshape(-1)
     labels.sort(axis=1)
     labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1
     return labels

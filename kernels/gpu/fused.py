@@ -9,6 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from ..naive import matrix_bytes
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution
 from .config import Device
@@ -43,7 +44,9 @@ _barriers: dict[tuple[int, int], Array] = {}
 
 
 def logit_bytes(problem: Problem) -> int:
-    """What the logits and dL/dx take."""
+    """What the logits and dL/dx take. With options of the softmax there are more matrices."""
+    if not problem.plain:
+        return matrix_bytes(problem)
     m, n, _ = problem.shape
     return 2 * m * n * (8 if problem.compute == "fp64" else 4)
 

@@ -30,11 +30,13 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if problem.weights is not None and problem.one_target:
         problem = replace(problem, weights=None)  # they are in `upstream`
     if problem.method == "naive":
-        return gpu_naive.solve(problems.materialize_vectors(problem, cupy), gradients)
+        return gpu_naive.solve(problem, gradients)
     fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
     fused = fused and problem.plain
     if problem.method == "fused":
         gpu_fused.require(problem)
+        if not problem.plain:
+            return gpu_naive.solve(problem, gradients)
         fused = True
     if fused:
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
