@@ -51,6 +51,10 @@ def _result(
 ) -> LossAndGrad:
     """The result of a call; `convert` makes arrays of the caller's library."""
     wrt, given_out, feature_grads = request.wrt, request.given_out, request.feature_grads
+    if request.joined is not None:
+        for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
+            if name in feature_grads:
+                feature_grads[name][...] = part
     grads: dict[str, Any] = {}
     for name in kind.arguments:
         given, gradient = given_out.get(name), feature_grads.get(name)
@@ -95,10 +99,6 @@ def _solve(request: Request) -> Solution:
         solution = _backends_solution(request)
     except MemoryError as error:
         raise_with_advice(error, request.problem)
-    if request.joined is not None:
-        for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
-            if name in request.feature_grads:
-                request.feature_grads[name][...] = part
     return solution
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..linear import Segments
+from ..linear import Segments, segment_products
 from ..problem import (
     Array,
     Epilogue,
@@ -30,7 +30,7 @@ from ..problem import (
 from ..solve import Vectors, one_pass
 from .context import Context
 from .fold import Fold
-from .operands import Side, inverse_norms, not_finite, segment_products
+from .operands import Side, inverse_norms, not_finite
 from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, thread_count
 

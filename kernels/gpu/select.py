@@ -27,18 +27,15 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if device.id != cupy.cuda.runtime.getDevice():
         with device:
             return solve(problem, gradients)
+    given = problem
     if problem.weights is not None and problem.one_target:
-        problem = replace(problem, weights=None)  # they are in `upstream`
-    if problem.method == "naive":
-        return gpu_naive.solve(problem, gradients)
-    fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
-    fused = fused and problem.plain
+        problem = replace(problem, weights=None)  # kernels find them in `upstream`
     if problem.method == "fused":
         gpu_fused.require(problem)
-        if not problem.plain:
-            return gpu_naive.solve(problem, gradients)
-        fused = True
-    if fused:
+    if problem.method == "naive" or (problem.method == "fused" and not problem.plain):
+        return gpu_naive.solve(problem if problem.plain else given, gradients)
+    fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
+    if problem.method == "fused" or (fused and problem.plain):
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     problem = plain(problem)
     try:

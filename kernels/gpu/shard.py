@@ -28,7 +28,7 @@ def fold_block(
 ) -> None:  # fmt: skip
     """`solve.fold_block` on the current device; `ahead` as for `Context`."""
     parts = select.plain(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
-    if select.planned(problem):
+    if problem.progress is None:
         gpu_plan.call(recorded.block, device_properties(problem.query.device.id), *parts)
     else:
         recorded.block(*parts, Queue())
