@@ -207,11 +207,6 @@ class Fold:
             symmetric=symmetric,
             key_shard=problem.key_shard or not diagonal,
             no_local_positives=no_local,
-            # blocks know no targets
-            weights=None,
-            classes=None,
-            label_smoothing=0.0,
-            joint=False,
             # Off the diagonal of a triangle, columns are other rows, with their own sums
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             workspace=self.context.layout.block,
