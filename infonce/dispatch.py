@@ -140,7 +140,7 @@ def _reduce(request: Request, solution: Solution) -> Array:
     """The loss by `reduction`."""
     if solution.loss is not None:
         return _zero_d(request, solution.loss)
-    losses, shares = solution.losses, request.row_shares
+    losses, shares = solution.losses, request.problem.row_shares
     if shares is not None:
         losses = losses * shares
     if request.reduction == "none":

@@ -47,7 +47,8 @@ class Problem:
     # [M] int64: the key that is row i's positive, or [M, P] several, -1 for none; None: the loss's
     # default
     positives: Array = None
-    reduction_weight: float | None = None  # of a row's loss in the reduced loss; None: not reduced
+    # of a row's loss in the reduced loss, beside `row_shares`; None: not reduced
+    reduction_weight: float | None = None
     row_weight: float = 1.0  # weight of the softmax over keys
     column_weight: float = 0.0  # weight of the softmax over queries
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
@@ -67,6 +68,7 @@ class Problem:
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
     moments: bool = False  # that of the scale comes from moments (`moments_pay`)
     weights: Array = None  # [M] float64, of each row's loss, where they are not all 1
+    row_shares: Array = None  # [M] float64, of each row's loss in the result, where they differ
     # options of the softmax: see `infonce.spec.OPTIONS`
     margin: float = 0.0
     decoupled: bool = False

@@ -45,7 +45,6 @@ class Request:
     return_logits: bool
     offload: bool  # host arrays, computed on a GPU
     joined: Array = None  # of a joint loss: the gradients of all rows
-    row_shares: Array = None  # [M] weight of each row in the reduced loss, where they differ
 
 
 @dataclass(eq=False)
@@ -138,17 +137,20 @@ def check(
     weights = validation.row_weights(xp, get("weights"), has_positive, len(query))
     row_share = static.row_share if weights is None else validation.shares(xp, weights, reduction)
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
-    reduced = reduction != "none" and weights is None
+    of_row = None  # beside `row_shares`
+    if reduction != "none":
+        of_row = static.row_share if weights is None else 1.0
     # by position: keyword arguments take time that small batches notice
     if loss.joint:
         query = key = xp.concatenate([query, key])
         row_ids = column_ids = None if row_ids is None else xp.concatenate([row_ids, row_ids])
     problem = Problem(
-        query, key, scale, upstream, positives, static.row_share if reduced else None,
+        query, key, scale, upstream, positives, of_row,
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
         row_ids, column_ids, static.normalize, static.compute, static.method,
         static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
         marks, static.scalar_grads, static.moments, weights,
+        None if weights is None else row_share,
     )  # fmt: skip
     for name, value in static.softmax:
         setattr(problem, name, value)
@@ -173,7 +175,6 @@ def check(
     return Request(
         problem, gradients, outs, given_out, wrt, reduction, static.dtype,
         static.metrics, static.return_logits, static.offload, joined,
-        None if weights is None else row_share,
     )  # fmt: skip
 
 

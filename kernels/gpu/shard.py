@@ -159,5 +159,5 @@ class QueuedVectors(VectorsOverRanks):
 def _bare(problem: Problem) -> Problem:
     """The problem without what steps on vectors do not look at."""
     return problems.fast_replace(
-        problem, normalize=False, query_ids=None, key_ids=None, marks=None
+        problem, normalize=False, query_ids=None, key_ids=None, marks=None, row_shares=None
     )  # fmt: skip

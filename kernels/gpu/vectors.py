@@ -265,6 +265,7 @@ class TiledVectors(ElementwiseVectors):
             "vectors.cu", "totals", 1, 1024,
             {
                 "losses": losses, "m": len(losses), "share": problem.reduction_weight or 0.0,
+                "shares": problem.row_shares,
                 "log_scale_grad": log_scale_grad,
                 "count": 0 if log_scale_grad is None else len(log_scale_grad),
                 "pair_counts": problem.pair_counts, "bias_grad": bias_grad,

@@ -43,7 +43,8 @@ struct Fused {
   Scale scale;
   Scalar bias;
   double row_weight, column_weight;
-  double reduction_weight;           // weight of a row in the reduced loss
+  double reduction_weight;    // weight of a row in the reduced loss
+  const double* row_shares;   // [M] other weights beside it, or null
   double upstream;            // of all rows, unless each has its own
   const double* upstreams;    // [M] or null
   const i64* positives;       // [M], or null: the other view of a sample, or i for i

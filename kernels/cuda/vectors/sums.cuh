@@ -229,22 +229,23 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
 
 constexpr int TOTALS_THREADS = 1024;
 
-// The sum of x (null: 0), by all threads of the only block; the first has it.
-__device__ __forceinline__ double add_up(const double* x, i64 n) {
+// The sum of x (null: 0), each times its weight (null: 1), by all threads of the only block; the first has it.
+__device__ __forceinline__ double add_up(const double* x, i64 n, const double* weights = nullptr) {
   __shared__ double memory[TOTALS_THREADS / 32];
   double sum = 0;
   if (x)
 #pragma unroll 8  // one multiprocessor needs many loads in flight
-    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += x[i];
+    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += weights ? weights[i] * x[i] : x[i];
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 
-// out[0] = share * sum of losses, out[1] = sum of log_scale_grad / (pair_counts scale), out[2] = sum of
+// out[0] = share * sum of losses, each times its share of `shares` (null: 1), out[1] = sum of log_scale_grad / (pair_counts scale), out[2] = sum of
 // bias_grad / scale; null: 0.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
-totals(const double* losses, i64 m, double share, const double* log_scale_grad, i64 count,
-       double pair_counts, const double* bias_grad, const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  const double sums[3] = {share * add_up(losses, m),
+totals(const double* losses, i64 m, double share, const double* shares, const double* log_scale_grad,
+       i64 count, double pair_counts, const double* bias_grad, const __grid_constant__ Scale scale,
+       void* out, i64 is_float) {
+  const double sums[3] = {share * add_up(losses, m, shares),
                           add_up(log_scale_grad, count) / (pair_counts * scale.bare()),
                           add_up(bias_grad, m) / scale.bare()};
   if (threadIdx.x) return;
