@@ -31,8 +31,8 @@ FIELDS = (
     "reduction_weight", "row_shares", "upstream", "upstreams", "positives", "marks", "query_ids",
     "key_ids", "gradient", "parts", "x", "row_inverse", "column_inverse", "row_bad", "column_bad",
     "row_gap", "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse",
-    "column_lse", "loss", "scale_grad", "bias_grad", "row_reference", "row_factor", "column_reference", "column_factor",
-    "barrier",
+    "column_lse", "loss", "scale_grad", "bias_grad", "row_reference", "row_factor",
+    "column_reference", "column_factor", "barrier",
 )  # fmt: skip
 _FUSED = structure("fused/fused.cu", "Fused")
 assert tuple(name for name, _ in _FUSED.fields) == FIELDS

@@ -1,4 +1,5 @@
-"""method="naive" on the GPU: the kernels of kernels/cuda/naive in turn, the logits in memory."""
+"""method="naive" on the GPU: the kernels of kernels/cuda/naive in turn, the logits in memory; or
+operations on arrays, with options of the softmax."""
 
 from __future__ import annotations
 
