@@ -91,22 +91,18 @@ class Problem:
     def plain(self) -> bool:
         """Whether all rows have one positive, and a softmax of the logits as they are."""
         return (
-            self.one_target
+            self.by_row
+            and self.set_size == 1
             and self.weights is None
             and not (self.margin or self.decoupled or self.hardness)
         )
 
     @property
-    def one_target(self) -> bool:
-        """Whether the loss of a row follows from its sums and the logit of one positive (or none):
+    def by_row(self) -> bool:
+        """Whether the loss of a row follows from its sums and the logits of its positives alone:
         `margin`, `decoupled` and `hardness` are numbers in that."""
-        return (
-            not self.linear_terms
-            and self.key_bias is None
-            and not self.leaves_out
-            and self.set_size == 1
-            and not self.joint
-        )
+        linear_or_joint = self.linear_terms or self.joint
+        return not linear_or_joint and self.key_bias is None and not self.leaves_out
 
     @property
     def set_size(self) -> int:

@@ -28,7 +28,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     given = problem
-    if problem.weights is not None and problem.one_target:
+    if problem.weights is not None and problem.by_row:
         problem = replace(problem, weights=None)  # kernels find them in `upstream`
     if problem.method == "fused":
         gpu_fused.require(problem)
@@ -53,7 +53,7 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients)
         )
-    if problem.one_target:
+    if problem.by_row:
         _compile_kernels(problem, gradients)
     given = gradients
     if problem.linear_terms and given is not None:  # they are added before the rounding
@@ -85,7 +85,7 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
         problem.query.device.id, *problem.shape, problem.query.dtype, problem.key.dtype,
         problem.compute, problem.symmetric, problem.two_sided, problem.bias is None,
         problem.normalize, problem.query_ids is None, problem.retrieval_ranks, gradients is None,
-        problem.scalar_grads, problem.moments,
+        problem.scalar_grads, problem.moments, problem.set_size > 1,
     )  # fmt: skip
     if kind not in _compiled:
         _compiled.add(kind)
@@ -96,7 +96,7 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
 def planned(problem: Problem) -> bool:
     """Whether a call may have a plan: whoever wants to see its progress sees it launched, and
     targets of other kinds take steps on vectors that no plan can record."""
-    return problem.progress is None and problem.one_target
+    return problem.progress is None and problem.by_row
 
 
 def plain(problem: Problem) -> Problem:

@@ -188,7 +188,7 @@ class TiledVectors(ElementwiseVectors):
         backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,
     ) -> Conclusion:  # fmt: skip
         """`not_finite`: marks of features that are not finite, where they are known already."""
-        if not problem.one_target:  # in steps, which no plan can record
+        if not problem.by_row:  # in steps, which no plan can record
             assert backend is not None
             return super().conclude(problem, stats, triangle, gradient, backend)
         context, m = self.context, problem.shape[0]
@@ -199,13 +199,17 @@ class TiledVectors(ElementwiseVectors):
         lses = cupy.empty((2, m), self.out)
         log_scale_grad = cupy.empty(m) if problem.moments else None
         losses, row_loss, row_reference, row_factor, positive_gradient = out[:5]
+        if problem.set_size > 1:
+            positive_gradient = cupy.empty((m, problem.set_size))
         column_loss, column_reference, column_factor = out[5:] if two_sided else (None, None, None)
-        positive_logits = cupy.empty(m) if problem.hardness else None
+        # metrics are of logits, and of rows with one positive
+        of_metrics = problem.hardness and problem.retrieval_ranks
+        positive_logits = cupy.empty(m) if of_metrics else None
         columns = stats.columns if two_sided and stats.columns is not None else stats.rows
         concluding = {
             "rows": sums_fields(stats.rows), "columns": sums_fields(columns),
             "positive": stats.positive_logits, "positives": problem.positives,
-            "upstream": problem.upstream, "bad": not_finite.rows,
+            "set_size": problem.set_size, "upstream": problem.upstream, "bad": not_finite.rows,
             "any_key_not_finite": not_finite.any_key,
             "row_weight": problem.row_weight, "column_weight": problem.column_weight,
             "options": context.row_options(problem), "m": m, "symmetric": problem.symmetric,

@@ -254,14 +254,7 @@ def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
             query, key = (cupy.empty((300, 70), DTYPES[precision]) for _ in range(2))
             positives = cupy.empty((300, 3), np.int64)
             problem = Problem(query, key, 14.0, 1 / 300, positives, compute=precision)
-            gradients = Gradients(query, key)
-            gpu = GPU(problem, gradients, queue=into)
-            problem, stats = gpu.vectors.statistics(problem)
-            assert stats.positive_logits.shape == (300, 3)
-            gpu.fold(problem, gpu.grid(problem, False), stats, None)
-            vector = cupy.empty(300)
-            of = SoftmaxGradient(vector, vector, None, None, cupy.empty((300, 3)))
-            gpu.fold(problem, gpu.grid(problem, False), of, gradients)
+            recorded.solution(problem, Gradients(query, key), into)
         of_sets = [(kernel, options.get("SETS", 0)) for kernel, options, *_ in launches(into)]
         assert looking & {kernel for kernel, _ in of_sets}
         for kernel, sets in of_sets:

@@ -156,7 +156,9 @@ def test_rows_without_a_positive(name: str, method: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("options", OPTIONS[:5], ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.parametrize("name", ["info_nce", "info_nce some", "lit", "clip", "nt_xent"])
+@pytest.mark.parametrize(
+    "name", ["info_nce", "info_nce sets", "info_nce some", "lit", "clip", "nt_xent"]
+)
 def test_a_plan_for_other_arrays(name: str, options: dict[str, Any]) -> None:
     """Recorded once, replayed for other features and another scale."""
     for scale in (20.0, 11.0, 20.0):

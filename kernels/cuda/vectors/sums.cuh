@@ -155,13 +155,19 @@ struct RowOptions {
   i64 decoupled;
 
   __device__ __forceinline__ double to_logits() const { return scale.bare() / exponent_scale.bare(); }
-  // From exponents: the sums of the negatives, and the positive, which is key `partner` (-1: none).
-  __device__ __forceinline__ Direction conclude(Sum negatives, double positive, i64 partner) const {
+  // A positive's logit, from its exponent.
+  __device__ __forceinline__ double logit(double exponent) const {
+    return exponent * to_logits() - scale.bare() * margin * LOG2_E;
+  }
+  // `negatives` are sums of exponents.
+  __device__ __forceinline__ Direction conclude(Sum negatives, double logit, double mean) const {
+    negatives.moment *= to_logits();
+    return conclude_direction(negatives, logit, decoupled, mean);
+  }
+  // The positive is key `partner` (-1: none).
+  __device__ __forceinline__ Direction of_one(Sum negatives, double positive, i64 partner) const {
     if (partner < 0) return without_positive(negatives);
-    const double ratio = to_logits();
-    negatives.moment *= ratio;
-    const double logit = positive * ratio - scale.bare() * margin * LOG2_E;
-    return conclude_direction(negatives, logit, decoupled);
+    return conclude(negatives, logit(positive), logit(positive));
   }
 };
 
@@ -172,6 +178,7 @@ struct Concluding {
   Sums rows, columns;
   double* positive;
   const i64* positives;
+  i64 set_size;                      // of `positive`, `positives` and `positive_gradient`
   const double* upstream;
   const double* bad;                 // NaN for a row that is not finite, else 0; or null
   const double* any_key_not_finite;  // NaN or 0
@@ -189,25 +196,70 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
   else ((double*)to)[i] = LN_2 * lse2;
 }
 
+__device__ __forceinline__ void put_row(const Concluding& f, i64 i, const Direction& row, double a,
+                                        double loss, double log_scale_grad) {
+  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
+  // NaN by itself where a feature is not finite
+  if (f.log_scale_grad) f.log_scale_grad[i] = f.upstream[i] * log_scale_grad;
+  f.row_loss[i] = row.loss;
+  f.row_reference[i] = reference_of(row.lse2);
+  put_lse(f, f.row_lse, i, row.lse2);
+  f.row_factor[i] = a;
+}
+
+// A row with several positives, or none. They stand for one whose logit is their log-sum-exp: see
+// kernels/targets.py, which has the formulas.
+__device__ void conclude_set(const Concluding& f, i64 i) {
+  const i64 each = f.set_size, *keys = f.positives + i * each;
+  const double* exponents = f.positive + i * each;
+  double* gradient = f.positive_gradient + i * each;
+  double top = -INFINITY_, total = 0, sum = 0, weighted = 0;
+  i64 count = 0;
+  for (i64 s = 0; s < each; ++s)
+    if (keys[s] >= 0) top = fmax(top, f.options.logit(exponents[s])), ++count;
+  for (i64 s = 0; s < each; ++s) {
+    if (keys[s] < 0) continue;
+    const double below = f.options.logit(exponents[s]) - top, power = exp2(below);
+    total += power, sum += below, weighted += power * below;
+  }
+  Direction row = without_positive(f.rows.get(i));
+  if (count) {
+    const double mean = sum / count, mean_of_share = weighted / total;
+    row = f.options.conclude(f.rows.get(i), top + log2(total), top + mean_of_share);
+    row.loss += LN_2 * (log2(total) - mean);
+    row.log_scale_grad += LN_2 * (mean_of_share - mean);
+  }
+  const double a = f.upstream[i] * (f.row_weight * f.options.scale.bare());
+  for (i64 s = 0; s < each; ++s) {
+    const double share = exp2(f.options.logit(exponents[s]) - top) / total;
+    gradient[s] = keys[s] < 0 ? 0 : -a * (share * row.negative_probability + (1.0 / count - share));
+  }
+  put_row(f, i, row, a, f.row_weight * row.loss, f.row_weight * row.log_scale_grad);
+}
+
 // solve.Vectors.conclude, a row a thread.
 extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= f.m) return;
+  if (f.set_size > 1) {
+    conclude_set(f, i);
+    return;
+  }
   const double scale = f.options.scale.bare(), upstream = f.upstream[i];
   const i64 partner = f.positives[i];
   double positive = f.positive[i];
   // A triangle met the pair once, from its lower row
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
-  const Direction row = f.options.conclude(f.rows.get(i), positive, partner);
+  const Direction row = f.options.of_one(f.rows.get(i), positive, partner);
   const double a = upstream * (f.row_weight * scale);
   double loss = f.row_weight * row.loss, log_scale_grad = f.row_weight * row.log_scale_grad;
   double positive_gradient = a * row.negative_probability;
   if (f.symmetric && partner >= 0)
     positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
-                         f.options.conclude(f.rows.get(partner), positive, i).negative_probability;
+                         f.options.of_one(f.rows.get(partner), positive, i).negative_probability;
   if (f.two_sided) {
-    const Direction column = f.options.conclude(f.columns.get(i), positive, partner);
+    const Direction column = f.options.of_one(f.columns.get(i), positive, partner);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
     log_scale_grad += f.column_weight * column.log_scale_grad;
@@ -217,13 +269,7 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
     f.column_reference[i] = reference_of(column.lse2);
     put_lse(f, f.column_lse, i, column.lse2);
   }
-  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
-  // NaN by itself where a feature is not finite
-  if (f.log_scale_grad) f.log_scale_grad[i] = upstream * log_scale_grad;
-  f.row_loss[i] = row.loss;
-  f.row_reference[i] = reference_of(row.lse2);
-  put_lse(f, f.row_lse, i, row.lse2);
-  f.row_factor[i] = a;
+  put_row(f, i, row, a, loss, log_scale_grad);
   f.positive_gradient[i] = -positive_gradient;
 }
 
@@ -239,8 +285,8 @@ __device__ __forceinline__ double add_up(const double* x, i64 n, const double* w
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 
-// out[0] = share * sum of losses, each times its share of `shares` (null: 1), out[1] = sum of log_scale_grad / (pair_counts scale), out[2] = sum of
-// bias_grad / scale; null: 0.
+// out[0] = share * sum of losses, each times its share of `shares` (null: 1), out[1] = sum of log_scale_grad
+// / (pair_counts scale), out[2] = sum of bias_grad / scale; null: 0.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double share, const double* shares, const double* log_scale_grad,
        i64 count, double pair_counts, const double* bias_grad, const __grid_constant__ Scale scale,
