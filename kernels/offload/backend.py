@@ -91,7 +91,7 @@ def fold_block(
 
 def _vectors_on(device: Device, problem: Problem) -> Problem:
     """The problem with its vectors on the device."""
-    names = "upstream", "positives", "query_ids", "key_ids", "weights"
+    names = "upstream", "positives", "query_ids", "key_ids", "weights", "row_shares"
     of_host = {name: getattr(problem, name) for name in names}
     made = {name: device.put(v) for name, v in of_host.items() if isinstance(v, np.ndarray)}
     if (classes := problem.classes) is not None:
