@@ -82,7 +82,7 @@ def conclusion(
         linear += smooth.terms(xp, problem.label_smoothing, a, b, problem.joint)
     if problem.joint:
         row_factor, at_positive = xp.tile(row_factor, 2), xp.tile(at_positive, 2)
-        probability = xp.broadcast_to(rows.reference_probability, rows.reference.shape)
+        probability = rows.reference_probability + xp.zeros_like(rows.reference)  # it may be 1
         rows.reference = xp.tile(rows.reference, 2)
         rows.reference_probability = xp.tile(probability, 2)
     elif problem.symmetric and gradient:  # over ranks this communicates
