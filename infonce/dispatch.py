@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
 
@@ -11,7 +10,6 @@ import numpy as np
 
 from . import arrays
 from .checks.call import Request, check
-from .checks.validation import shares
 from .kernels.problem import LN_2, SILENT, Array, Problem
 from .kernels.solve import Solution, solve
 from .result import LossAndGrad, Metrics, QueryKeyGrads
@@ -53,6 +51,10 @@ def _result(
 ) -> LossAndGrad:
     """The result of a call; `convert` makes arrays of the caller's library."""
     wrt, given_out, feature_grads = request.wrt, request.given_out, request.feature_grads
+    if request.joined is not None:
+        for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
+            if name in feature_grads:
+                feature_grads[name][...] = part
     grads: dict[str, Any] = {}
     for name in kind.arguments:
         given, gradient = given_out.get(name), feature_grads.get(name)
@@ -97,10 +99,6 @@ def _solve(request: Request) -> Solution:
         solution = _backends_solution(request)
     except MemoryError as error:
         raise_with_advice(error, request.problem)
-    if request.joined is not None:
-        for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
-            if name in request.feature_grads:
-                request.feature_grads[name][...] = part
     return solution
 
 
@@ -128,9 +126,6 @@ def _backends_solution(request: Request) -> Solution:
 
         return offload_gpu.solve(problem, gradients)
     if arrays.on_gpu(problem.query):
-        if problem.weights is not None and problem.classes is None:
-            # every row has a positive: weights are in `upstream`, and nowhere else
-            problem = replace(problem, weights=None)
         return _on_gpu().solve(problem, gradients)
     if problem.method == "naive":
         from .kernels.cpu import naive
@@ -145,12 +140,12 @@ def _reduce(request: Request, solution: Solution) -> Array:
     """The loss by `reduction`."""
     if solution.loss is not None:
         return _zero_d(request, solution.loss)
-    losses, weights = solution.losses, request.problem.weights
-    if weights is not None:
-        losses = losses * shares(weights, request.reduction)
+    losses, shares = solution.losses, request.problem.row_shares
+    if shares is not None:
+        losses = losses * shares
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
-    mean = request.reduction == "mean" and weights is None
+    mean = request.reduction == "mean" and shares is None
     return _zero_d(request, losses.mean() if mean else losses.sum())
 
 

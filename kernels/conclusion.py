@@ -82,8 +82,9 @@ def conclusion(
         linear += smooth.terms(xp, problem.label_smoothing, a, b, problem.joint)
     if problem.joint:
         row_factor, at_positive = xp.tile(row_factor, 2), xp.tile(at_positive, 2)
+        probability = rows.reference_probability + xp.zeros_like(rows.reference)  # it may be 1
         rows.reference = xp.tile(rows.reference, 2)
-        rows.reference_probability = xp.tile(rows.reference_probability, 2)
+        rows.reference_probability = xp.tile(probability, 2)
     elif problem.symmetric and gradient:  # over ranks this communicates
         at_positive = at_positive + backend.take_at_positives(problem, at_positive)
     return Conclusion(

@@ -10,6 +10,7 @@ of an id. A symmetric problem leaves out i = j.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,61 @@ class LinearTerm:
     segments: Segments
     row_factor: Array  # [M]
     column_factor: Array | None = None  # [N]
+
+
+class Rows(Protocol):
+    """The rows u_i of one side, as the folds see them."""
+
+    def sums(self, segment: Array, count: int, factor: Array | None = None) -> Array:
+        """[count, D] float64: the sum of factor_i u_i over the rows of each segment."""
+        ...
+
+    def products(self, segment: Array, sums: Array, itself: float) -> Array:
+        """[n] float64: u_i . (sums[segment_i] - itself u_i)."""
+        ...
+
+
+def segment_products(
+    query: Rows, key: Rows, segments: Segments, columns: bool, symmetric: bool
+) -> tuple[Array, Array | None]:
+    """See `SegmentSums`."""
+    of_keys = key.sums(segments.columns, segments.count)
+    rows = query.products(segments.rows, of_keys, float(symmetric))
+    if not columns:
+        return rows, None
+    of_queries = query.sums(segments.rows, segments.count)
+    return rows, key.products(segments.columns, of_queries, 0.0)
+
+
+class LinearGradient:
+    """The gradient of a term by the rows of one side:
+
+    -dL/du_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i]
+    """
+
+    def __init__(
+        self, query: Rows, key: Rows, term: LinearTerm, of_keys: bool, symmetric: bool
+    ) -> None:
+        segments, count = term.segments, term.segments.count
+        mine, others, rows = segments.rows, segments.columns, key
+        factor, their_factor = term.row_factor, term.column_factor
+        if of_keys:
+            mine, others, rows = others, mine, query
+            factor, their_factor = their_factor, factor
+        elif symmetric:
+            their_factor = factor
+        self.segment, self.itself = mine, 2.0 * symmetric
+        self.factor = 0.0 * mine if factor is None else factor
+        self.sums = rows.sums(others, count)
+        self.weighted = 0.0 * self.sums
+        if their_factor is not None:
+            self.weighted = rows.sums(others, count, their_factor)
+
+    def part(self, rows: slice) -> LinearGradient:
+        """That of some rows."""
+        part = copy(self)
+        part.segment, part.factor = self.segment[rows], self.factor[rows]
+        return part
 
 
 class SegmentSums(Protocol):

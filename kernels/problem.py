@@ -47,7 +47,8 @@ class Problem:
     # [M] int64: the key that is row i's positive, or [M, P] several, -1 for none; None: the loss's
     # default
     positives: Array = None
-    reduction_weight: float | None = None  # of a row's loss in the reduced loss; None: not reduced
+    # of a row's loss in the reduced loss, beside `row_shares`; None: not reduced
+    reduction_weight: float | None = None
     row_weight: float = 1.0  # weight of the softmax over keys
     column_weight: float = 0.0  # weight of the softmax over queries
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
@@ -67,6 +68,7 @@ class Problem:
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
     moments: bool = False  # that of the scale comes from moments (`moments_pay`)
     weights: Array = None  # [M] float64, of each row's loss, where they are not all 1
+    row_shares: Array = None  # [M] float64, of each row's loss in the result, where they differ
     # options of the softmax: see `infonce.spec.OPTIONS`
     margin: float = 0.0
     decoupled: bool = False
@@ -89,14 +91,24 @@ class Problem:
     def plain(self) -> bool:
         """Whether all rows have one positive, and a softmax of the logits as they are."""
         return (
-            self.weights is None
-            and not (self.margin or self.decoupled or self.label_smoothing or self.hardness)
-            and self.key_bias is None
-            and not self.leaves_out
-            and (self.positives is None or self.positives.ndim == 1)
-            and not self.joint
-            and self.classes is None
+            self.by_row
+            and self.set_size == 1
+            and self.weights is None
+            and not (self.margin or self.decoupled or self.hardness)
         )
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the loss of a row follows from its sums and the logits of its positives alone:
+        `margin`, `decoupled` and `hardness` are numbers in that."""
+        linear_or_joint = self.linear_terms or self.joint
+        return not linear_or_joint and self.key_bias is None and not self.leaves_out
+
+    @property
+    def set_size(self) -> int:
+        """P of `positives` [M, P]."""
+        sets = self.positives is not None and self.positives.ndim > 1
+        return int(self.positives.shape[1]) if sets else 1
 
     @property
     def leaves_out(self) -> bool:

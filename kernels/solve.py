@@ -149,7 +149,7 @@ def one_softmax(problem: Problem) -> bool:
     """Whether `OnlineSoftmax` has all that is asked for: only rows have sums."""
     if problem.bias is not None or problem.two_sided or problem.symmetric:
         return False
-    return problem.plain and not problem.retrieval_ranks
+    return problem.by_row and problem.set_size == 1 and not problem.retrieval_ranks
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:

@@ -132,22 +132,25 @@ def check(
             positives = xp.full_like(positives, -1)
             row_ids = column_ids = classes.rows
     elif labelled:
-        found = validation.positives(xp, labels, len(query), static.batch.columns)
+        found = validation.positives(xp, labels, len(query), static.batch.columns, batch is None)
         positives, marks, has_positive = found
     weights = validation.row_weights(xp, get("weights"), has_positive, len(query))
-    row_share = static.row_share if weights is None else validation.shares(weights, reduction)
+    row_share = static.row_share if weights is None else validation.shares(xp, weights, reduction)
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
-    reduced = reduction != "none" and weights is None
+    of_row = None  # beside `row_shares`
+    if reduction != "none":
+        of_row = static.row_share if weights is None else 1.0
     # by position: keyword arguments take time that small batches notice
     if loss.joint:
         query = key = xp.concatenate([query, key])
         row_ids = column_ids = None if row_ids is None else xp.concatenate([row_ids, row_ids])
     problem = Problem(
-        query, key, scale, upstream, positives, static.row_share if reduced else None,
+        query, key, scale, upstream, positives, of_row,
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
         row_ids, column_ids, static.normalize, static.compute, static.method,
         static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
         marks, static.scalar_grads, static.moments, weights,
+        None if weights is None else row_share,
     )  # fmt: skip
     for name, value in static.softmax:
         setattr(problem, name, value)
@@ -158,10 +161,7 @@ def check(
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
     if grad_buffers is not None:
-        outs, given_out = (
-            {name: native(array) for name, array in grad_buffers.items()},
-            grad_buffers,
-        )
+        outs, given_out = {name: native(z) for name, z in grad_buffers.items()}, grad_buffers
     elif with_grad:
         outs, given_out = _out(xp, loss, arrays, out, static)
     gradients = joined = None

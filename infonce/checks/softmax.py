@@ -11,10 +11,10 @@ from .validation import number, what
 
 CHANGE_LOGITS = frozenset({"key_bias", "false_negative_margin"})  # those that metrics are of
 # Options that there are outside of this process's CPU, by the place of the computation
-# (those here change vectors between the folds alone)
-OF_VECTORS = frozenset({"weights", "margin", "decoupled", "hardness"})
+# (those here change vectors between the folds, or gradients after them)
+OF_VECTORS = frozenset({"weights", "margin", "decoupled", "hardness", "label_smoothing"})
 ELSEWHERE = {
-    "on a GPU": OF_VECTORS | {"label_smoothing"},
+    "on a GPU": OF_VECTORS,
     "with offload": OF_VECTORS,
     "over ranks": frozenset[str](),
 }
@@ -53,7 +53,7 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def require_loss(loss: Loss, elsewhere: str | None) -> None:
     """ValueError for a loss that the place of the computation does not have."""
-    if (loss.classes or loss.joint) and elsewhere not in (None, "on a GPU"):
+    if (loss.classes or loss.joint) and elsewhere == "over ranks":
         raise ValueError(f"{loss.name}_loss: expected arrays of one device, got them {elsewhere}")
 
 
@@ -76,15 +76,7 @@ def require_available(
             raise ValueError(f"metrics: expected False with {name}, got True")
         if elsewhere is not None and name not in ELSEWHERE[elsewhere]:
             raise ValueError(f"{name}: expected {DEFAULTS[name]!r} {elsewhere}, got a value")
-    with_what = next((name for name in given if name != "weights"), None)
-    if problem.joint or problem.classes is not None:
-        with_what = "this loss"
-    if elsewhere is not None and with_what and problem.method in ("naive", "fused"):
-        raise ValueError(
-            f'method: expected "auto" or "tiled" with {with_what} {elsewhere}, got '
-            f'"{problem.method}"'
-        )
-    if sets and elsewhere is not None:
+    if sets and elsewhere == "over ranks":
         raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")
 
 

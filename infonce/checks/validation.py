@@ -210,13 +210,17 @@ def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Arra
     return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
 
 
-def positives(xp: Any, labels: Array, m: int, n: int) -> tuple[Array, Array | None, Array | None]:
+def positives(
+    xp: Any, labels: Array, m: int, n: int, none: bool
+) -> tuple[Array, Array | None, Array | None]:
     """[M] the positive key of each row, or [M, P] the set of them; -1 for none. On a GPU also
-    `Problem.marks`; on the host, [M] whether a row has any."""
+    `Problem.marks`. And [M] whether a row has any, unless no row may have `none`."""
     labels = integers(xp, "labels", labels, m, sets=True)
     if xp is not np:  # to read them would wait for the device: such rows get a NaN loss instead
-        positives, marks = _within(xp)(labels, n)
-        return positives, marks, None
+        labels, marks, present = _within(xp)(labels, n, none)
+        if labels.ndim > 1:
+            labels, marks, present = _sets(labels), marks.sum(axis=1), present.max(axis=1)
+        return labels, marks, present if none else None
     outside = labels >= n
     if outside.any():
         first = np.argwhere(outside)[0]
@@ -225,12 +229,17 @@ def positives(xp: Any, labels: Array, m: int, n: int) -> tuple[Array, Array | No
             f"labels: expected values in [0, {n}), or negative ones for none, got "
             f"{labels[tuple(first)]} at position {at}"
         )
-    if labels.ndim == 1:
-        return np.maximum(labels, -1), None, labels >= 0
-    labels = np.sort(np.maximum(labels, -1), axis=1)
-    labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1  # a set: what is given twice counts once
-    single = labels.shape[1] == 1
-    return labels[:, 0] if single else labels, None, (labels >= 0).any(axis=1)
+    labels = _sets(np.maximum(labels, -1))
+    return labels, None, (labels >= 0).reshape(m, -1).any(axis=1)
+
+
+def _sets(labels: Array) -> Array:
+    """What is given twice counts once. Sets of one are [M]."""
+    if labels.size == len(labels):
+        return labels.reshape(-1)
+    labels.sort(axis=1)
+    labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1
+    return labels
 
 
 def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
@@ -266,15 +275,17 @@ def classes(xp: Any, labels: Any, n: int) -> tuple[Segments, Array, Array]:
 def row_weights(xp: Any, given: Any, has_positive: Array, m: int) -> Array:
     """`Problem.weights`: those given, and 0 for rows without a positive."""
     weights = None if given is None else _weights(xp, given, m)
-    if has_positive is not None and not has_positive.all():
-        weights = has_positive * (1.0 if weights is None else weights)
-    return weights
+    if has_positive is None or (xp is np and has_positive.all()):
+        return weights
+    here = has_positive.astype(np.float64, copy=False)
+    return here if weights is None else here * weights
 
 
-def shares(weights: Array, reduction: str) -> Array:
+def shares(xp: Any, weights: Array, reduction: str) -> Array:
     """Weight of each row's loss in the reduced loss."""
-    total = weights.sum() if reduction == "mean" else 1.0
-    return weights / (total + (total == 0))
+    if reduction != "mean":
+        return weights
+    return weights / xp.maximum(weights.sum(), math.ulp(0.0))
 
 
 def _weights(xp: Any, value: Any, m: int) -> Array:
@@ -293,13 +304,15 @@ def _weights(xp: Any, value: Any, m: int) -> Array:
 
 @cache
 def _within(cupy: Any) -> Any:
-    """Labels that are in range, the first key for others; and NaN for these, else 0."""
+    """Labels that are in range, the first key for others; NaN for these, else 0; and 1, or 0 for
+    negative labels, which stand for `none` and become -1."""
     return cupy.ElementwiseKernel(
-        "int64 label, int64 n", "int64 positive, float64 mark",
+        "int64 label, int64 n, bool none", "int64 positive, float64 mark, float64 present",
         """
-        const bool inside = label >= 0 && label < n;
-        positive = inside ? label : 0;
-        mark = inside ? 0 : __longlong_as_double(0x7ff8000000000000LL);
+        const bool no_label = none && label < 0, inside = label >= 0 && label < n;
+        positive = no_label ? -1 : inside ? label : 0;
+        mark = no_label || inside ? 0 : __longlong_as_double(0x7ff8000000000000LL);
+        present = no_label ? 0 : 1;
         """,
         "infonce_labels",
     )  # fmt: skip
@@ -324,7 +337,8 @@ def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
 def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: float) -> Any:
     """Upstream gradient of each row's loss: `row_share` times `grad_out`, a number or [M]."""
     if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
-        return real("grad_out", grad_out) * row_share
+        factor = real("grad_out", grad_out)
+        return row_share if factor == 1 else factor * row_share
     expected = "a number or a float array"
     value = listed("grad_out", grad_out, expected)
     if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":

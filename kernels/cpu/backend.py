@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..linear import Segments
+from ..linear import Segments, segment_products
 from ..problem import (
     Array,
     Epilogue,
@@ -30,7 +30,7 @@ from ..problem import (
 from ..solve import Vectors, one_pass
 from .context import Context
 from .fold import Fold
-from .operands import Side, inverse_norms, not_finite, segment_products
+from .operands import Side, inverse_norms, not_finite
 from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, thread_count
 
@@ -137,7 +137,7 @@ class CPU:
         return bm, bn
 
     def online(self, problem: Problem, gradients: Gradients) -> bool:
-        return one_pass(problem, gradients)
+        return problem.plain and one_pass(problem, gradients)
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape

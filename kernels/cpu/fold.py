@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..linear import LinearGradient
 from ..problem import (
     LOG2_E,
     Array,
@@ -21,7 +22,7 @@ from ..problem import (
 )
 from ..targets import limits
 from .context import Block, Context
-from .operands import LinearGradient, Side, normalization_backward, row_dots
+from .operands import Side, normalization_backward, row_dots, subtract
 from .workers import PanelOrder
 
 EXACT = 2.0**40  # logits below this have digits after the point, in float64
@@ -206,7 +207,7 @@ class Fold:
         if linear or need_dots or side.inverse_norms is not None:
             z = side.block(rows, buffer)
             for term in linear:
-                term.subtract(g, z, rows)
+                subtract(term, g, z, rows)
             dots = np.empty(len(g))
             row_dots(g, z, dots)
             if need_dots:

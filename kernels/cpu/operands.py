@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..linear import LinearTerm, Segments
+from ..linear import LinearGradient
 from ..problem import Array, slices
 from .elementary import compiled, wide_vectors
 
@@ -56,6 +56,28 @@ class Side:
             normalize_rows(out, self.inverse_norms[rows])
         return out
 
+    def blocks(self) -> Iterator[tuple[slice, Array]]:
+        """Rows in the compute dtype, some at a time."""
+        n, d = self.features.shape
+        buffer = None if self.direct else np.empty((min(n, 1024), d), self.dtype)
+        for rows in slices(n, 1024):
+            yield rows, self.block(rows, buffer)
+
+    def sums(self, segment: Array, count: int, factor: Array | None = None) -> Array:
+        """See `infonce.kernels.linear.Rows`."""
+        sums = np.zeros((count, self.features.shape[1]))
+        factor = np.ones(len(segment)) if factor is None else factor
+        for rows, z in self.blocks():
+            _add_to_segments(z, segment[rows], factor[rows], sums)
+        return sums
+
+    def products(self, segment: Array, sums: Array, itself: float) -> Array:
+        """See `infonce.kernels.linear.Rows`."""
+        out = np.empty(len(segment))
+        for rows, z in self.blocks():
+            _products(z, segment[rows], sums, itself, out[rows])
+        return out
+
 
 def not_finite(features: Array) -> Array:
     """[n] whether a row has a NaN or an infinity."""
@@ -77,75 +99,11 @@ def inverse_norms(features: Array) -> Array:
     return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
 
 
-# --- sums over segments of rows: see `infonce.kernels.linear` -------------------------------------
-
-
-def segment_products(
-    query: Side, key: Side, segments: Segments, columns: bool, symmetric: bool
-) -> tuple[Array, Array | None]:
-    """See `infonce.kernels.linear.SegmentSums`."""
-    of_keys = segment_sums(key, segments.columns, segments.count)
-    rows = products(query, segments.rows, of_keys, symmetric)
-    if not columns:
-        return rows, None
-    of_queries = segment_sums(query, segments.rows, segments.count)
-    return rows, products(key, segments.columns, of_queries, False)
-
-
-def segment_sums(side: Side, segment: Array, count: int, factor: Array | None = None) -> Array:
-    """[count, D] float64: the sum of factor_i z_i over the rows of each segment."""
-    sums = np.zeros((count, side.features.shape[1]))
-    for rows, z in blocks(side):
-        _add_to_segments(z, segment[rows], ones(rows) if factor is None else factor[rows], sums)
-    return sums
-
-
-def products(side: Side, segment: Array, sums: Array, without_itself: bool) -> Array:
-    """[M] float64: z_i . (the sum of its segment, less z_i where asked for)."""
-    out = np.empty(len(segment))
-    for rows, z in blocks(side):
-        _products(z, segment[rows], sums, float(without_itself), out[rows])
-    return out
-
-
-def blocks(side: Side) -> Iterator[tuple[slice, Array]]:
-    """Rows in the compute dtype, some at a time."""
-    n, d = side.features.shape
-    buffer = None if side.direct else np.empty((min(n, 1024), d), side.dtype)
-    for rows in slices(n, 1024):
-        yield rows, side.block(rows, buffer)
-
-
-def ones(rows: slice) -> Array:
-    return np.ones(rows.stop - rows.start)
-
-
-class LinearGradient:
-    """The gradient of a linear term with respect to the features of one side."""
-
-    def __init__(
-        self, query: Side, key: Side, term: LinearTerm, of_keys: bool, symmetric: bool
-    ) -> None:
-        segments, count = term.segments, term.segments.count
-        mine, others = (segments.rows, query), (segments.columns, key)
-        factor, their_factor = term.row_factor, term.column_factor
-        if of_keys:
-            mine, others = others, mine
-            factor, their_factor = their_factor, factor
-        elif symmetric:
-            their_factor = factor
-        self.segment, self.itself = mine[0], 2.0 * symmetric
-        self.factor = np.zeros(len(mine[0])) if factor is None else factor
-        self.sums = segment_sums(others[1], others[0], count)
-        if their_factor is None:
-            their_factor = np.zeros(len(others[0]))
-        self.weighted = segment_sums(others[1], others[0], count, their_factor)
-
-    def subtract(self, g: Array, z: Array, rows: slice) -> None:
-        """Add the term's share of the gradient to g, that of the rows z."""
-        _subtract(
-            g, z, self.segment[rows], self.factor[rows], self.sums, self.weighted, self.itself
-        )  # fmt: skip
+def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
+    """Add the term's share of the gradient to g, that of the rows z."""
+    _subtract(
+        g, z, term.segment[rows], term.factor[rows], term.sums, term.weighted, term.itself
+    )  # fmt: skip
 
 
 # --- loops that Numba compiles --------------------------------------------------------------------

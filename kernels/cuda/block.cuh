@@ -18,12 +18,15 @@ struct Block {
   i64 width;                   // bytes of features in a row
   i64 first_row, first_column;  // of the block, in the whole matrix
   i64 row_tiles, column_tiles;
-  const i64* positives;  // [rows of the block] key of each row's positive, in the whole matrix
+  const i64* positives;  // [rows of the block, set_size] keys of each row's positives, in the whole matrix
+  i64 set_size;          // 1 without SETS
   const i64* query_ids;  // [rows] or null
   const i64* key_ids;    // [columns]
   i64 symmetric;         // i = j is excluded
   i64 triangle;          // only tiles on and above the diagonal
   Scale scale;
+
+  __device__ __forceinline__ i64 positives_of_row() const { return SETS ? set_size : 1; }
 };
 
 // Elements of P: the type of the products' operands.

@@ -35,6 +35,9 @@ typedef float2 Real2;
 #ifndef MOMENTS
 #define MOMENTS 0  // sums of 2^x come with sums of 2^x x, from which the gradient of the scale follows
 #endif
+#ifndef SETS
+#define SETS 0  // rows have several positives
+#endif
 // The product of an excluded pair: in no sum, as 2^(c EXCLUDED) is 0. With moments, 0 times it is 0, too.
 #if MOMENTS
 constexpr Real EXCLUDED = sizeof(Real) == 8 ? -0x1.fffffffffffffp1023 : -0x1.fffffep127f;

@@ -20,6 +20,8 @@
 // In Python, the gradient's exponents are taken off `reference`, which is at most the log-sum-exp, and
 // `reference_probability` is what remains, 2^(reference - lse2). On a GPU they are lse2 and 1.
 //
+// `decoupled`: the positive is no part of the softmax. Then gap is the loss, and negative_probability is 1.
+//
 // All of this is float64. Without negatives (max, sum, moment) is (-inf, 0, 0): loss,
 // negative_probability and log_scale_grad are 0. Without a positive its logit is -inf: lse2 is that of
 // the negatives. NaN stays NaN.
@@ -69,14 +71,33 @@ struct Direction {
   double log_scale_grad;        // d loss / d log(scale)
 };
 
-__device__ __forceinline__ Direction conclude_direction(Sum negatives, double positive) {
+__device__ __forceinline__ bool is_nothing(double logit) {  // -inf
+  return logit < -0x1.fffffffffffffp1023;
+}
+
+// `mean`: of the logits that `positive` stands for.
+__device__ __forceinline__ Direction conclude_direction(Sum negatives, double positive,
+                                                        bool decoupled, double mean) {
   Direction d;
   d.gap = (negatives.max - positive) + log2(negatives.sum);
-  d.loss = softplus2(d.gap);
-  d.negative_probability = sigmoid2(d.gap);
-  d.lse2 = positive < 0 && isinf(positive) ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
-  const double mean = negatives.moment / negatives.sum;
-  d.log_scale_grad = negatives.sum == 0 ? LN_2 * d.negative_probability
-                                        : LN_2 * d.negative_probability * (mean - positive);
+  d.loss = decoupled ? LN_2 * d.gap : softplus2(d.gap);
+  d.negative_probability = decoupled ? 1 : sigmoid2(d.gap);
+  const bool alone = decoupled || is_nothing(positive);
+  d.lse2 = alone ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
+  const bool none = negatives.sum == 0;
+  const double of_sum = none && decoupled ? 0 : negatives.moment / negatives.sum;
+  d.log_scale_grad = none && !decoupled ? LN_2 * d.negative_probability
+                                        : LN_2 * d.negative_probability * (of_sum - mean);
   return d;
+}
+
+__device__ __forceinline__ Direction conclude_direction(Sum negatives, double positive,
+                                                        bool decoupled = false) {
+  return conclude_direction(negatives, positive, decoupled, positive);
+}
+
+// Of a row without a positive: no loss, and the log-sum-exp of the others.
+__device__ __forceinline__ Direction without_positive(Sum negatives) {
+  const double lse2 = negatives.max + log2(negatives.sum);
+  return {log2(0.0), 0, 0, lse2, 0};
 }

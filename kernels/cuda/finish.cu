@@ -60,10 +60,10 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
 
 // Positives of a row: (row, partner) pairs whose dL/dx is not in the gradient panels.
 struct Positives {
-  const double* gradient;  // dL/dx at the positive, by query
-  const i64* partner;      // [queries] key of each query (-1: none of these); null: the same number
-  const i64 *begin, *end;  // not null: rows are keys, and partner[begin[j] .. end[j]) j's queries
-  i64 by_partner;          // rows are keys: gradients go by partner
+  const double* gradient;  // [queries, set_size] dL/dx at the positives
+  const i64* partner;      // [queries, set_size] keys of each query (-1: none of these); null: the same number
+  const i64 *begin, *end;  // not null: rows are keys, and partner[begin[j] .. end[j]) the pairs of key j
+  i64 set_size;
   i64 others;              // rows of the other side: a row of a higher number has no partner
   Matrix z;                // the partners' features
   const Real* factor;
@@ -73,11 +73,13 @@ struct Positives {
   template <class T>
   __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
-    const i64 last = begin ? end[row] : row + 1;
-    for (i64 s = begin ? begin[row] : row; s < last; ++s) {
-      const i64 other = partner ? partner[s] : s;
+    const i64 last = begin ? end[row] : (row + 1) * set_size;
+    for (i64 s = begin ? begin[row] : row * set_size; s < last; ++s) {
+      const i64 pair = begin ? partner[s] : s;
+      i64 other = partner ? partner[s] : s;
+      if (SETS && begin) other = pair / set_size;
       if (other < 0 || other >= others) continue;
-      double weight = gradient[by_partner ? other : row];
+      double weight = gradient[pair];
       if (FACTORS) weight *= own_factor * factor[other];
       T x[LANE_FEATURES];
       get_group(x, z, other, column, n);

@@ -9,6 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from ..naive import matrix_bytes
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution
 from .config import Device
@@ -27,11 +28,11 @@ PAYS_SIDE = 2048  # and rows of a side, twice as many for such products: one blo
 # struct Fused is packed by position, in this order: names would take 2% of a small batch's time
 FIELDS = (
     "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_weight", "column_weight",
-    "reduction_weight", "upstream", "upstreams", "positives", "marks", "query_ids", "key_ids",
-    "gradient", "parts", "x", "row_inverse", "column_inverse", "row_bad", "column_bad", "row_gap",
-    "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse", "column_lse", "loss",
-    "scale_grad", "bias_grad", "row_reference", "row_factor", "column_reference", "column_factor",
-    "barrier",
+    "reduction_weight", "row_shares", "upstream", "upstreams", "positives", "marks", "query_ids",
+    "key_ids", "gradient", "parts", "x", "row_inverse", "column_inverse", "row_bad", "column_bad",
+    "row_gap", "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse",
+    "column_lse", "loss", "scale_grad", "bias_grad", "row_reference", "row_factor",
+    "column_reference", "column_factor", "barrier",
 )  # fmt: skip
 _FUSED = structure("fused/fused.cu", "Fused")
 assert tuple(name for name, _ in _FUSED.fields) == FIELDS
@@ -43,7 +44,9 @@ _barriers: dict[tuple[int, int], Array] = {}
 
 
 def logit_bytes(problem: Problem) -> int:
-    """What the logits and dL/dx take."""
+    """What the logits and dL/dx take. With options of the softmax there are more matrices."""
+    if not problem.plain:
+        return matrix_bytes(problem)
     m, n, _ = problem.shape
     return 2 * m * n * (8 if problem.compute == "fp64" else 4)
 
@@ -180,8 +183,8 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     arguments = _pack(
         *q, *k, *of_query, *of_key, m, n, d, *scale, *bias,
         problem.row_weight, problem.column_weight, problem.reduction_weight or 0.0,
-        upstream, address(each), address(problem.positives), address(problem.marks),
-        address(problem.query_ids), address(problem.key_ids),
+        address(problem.row_shares), upstream, address(each), address(problem.positives),
+        address(problem.marks), address(problem.query_ids), address(problem.key_ids),
         problem.scalar_grads or gradients is not None, launch.parts,
         *addresses[:10], start, start + lse, start + column_lse,
         start + loss, start + loss + item, start + loss + 2 * item, *addresses[10:],

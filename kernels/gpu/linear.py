@@ -3,101 +3,69 @@
 from __future__ import annotations
 
 import cupy
+import numpy as np
 
-from ..linear import LinearTerm, Segments
-from ..problem import Array, Gradients, Problem
+from ..linear import LinearGradient
+from ..problem import Array, Problem
+from . import config
 from .device.arguments import address, matrix
-from .tiled.context import Context
+from .device.launcher import Launcher, device_properties
+from .device.launches import Queue
 from .tiled.operands import Side
 
 FEATURES = 32  # of a block of linear.cu's segment_sums
 MOST_WARPS = 32
 
 
-class Linear:
-    """Of the features of one call."""
+class Rows:
+    """See `infonce.kernels.linear.Rows`."""
 
-    def __init__(self, context: Context) -> None:
-        self.context, self.launcher = context, context.launcher
-        self.inverse = [_inverse_norms(side) for side in (context.query, context.key)]
+    def __init__(self, launcher: Launcher, side: Side) -> None:
+        self.launcher, self.side, self.features = launcher, side, side.features
+        self.inverse = _inverse_norms(side)
 
-    def segment_products(
-        self, segments: Segments, columns: bool, symmetric: bool
-    ) -> tuple[Array, Array | None]:
-        """See `infonce.kernels.linear.SegmentSums`."""
-        of_keys = self._sums(1, segments.columns, segments.count)
-        rows = self._products(0, segments.rows, of_keys, float(symmetric))
-        if not columns:
-            return rows, None
-        of_queries = self._sums(0, segments.rows, segments.count)
-        return rows, self._products(1, segments.columns, of_queries, 0.0)
+    @staticmethod
+    def of(features: Array, problem: Problem) -> Rows:
+        """Features on the current device, by themselves."""
+        device = cupy.cuda.Device()
+        precision = config.operands(problem.compute, device_properties(device.id))
+        launcher = Launcher(device, precision, Queue())
+        real = np.dtype(np.float64 if precision == "fp64" else np.float32)
+        return Rows(launcher, Side(launcher, features, problem.normalize, real))
 
-    def subtract(
-        self, term: LinearTerm, problem: Problem, gradients: Gradients, keys: slice
-    ) -> None:
-        """Add the term's gradients to complete dQ, and to complete dK of these keys."""
-        if gradients.want_query:
-            their_factor = term.row_factor if problem.symmetric else term.column_factor
-            self._subtract(
-                0, term.segments, term.row_factor, their_factor, 2.0 * problem.symmetric,
-                gradients.query, slice(0, problem.shape[0]),
-            )  # fmt: skip
-        if gradients.want_key and not problem.symmetric:
-            self._subtract(
-                1, term.segments, term.column_factor, term.row_factor, 0.0, gradients.key, keys
-            )
-
-    def _subtract(
-        self, of: int, segments: Segments, factor: Array | None, their_factor: Array | None,
-        itself: float, out: Array, rows: slice,
-    ) -> None:  # fmt: skip
-        """The gradient of the queries (`of` is 0) or of the keys (1)."""
-        side = self._side(of)
-        mine, others = segments.rows, segments.columns
-        if of == 1:
-            mine, others = others, mine
-        zeros = cupy.zeros(max(len(mine), len(others)))
-        weight = zeros[: len(others)] if their_factor is None else their_factor
-        factor = zeros if factor is None else factor
-        self.launcher.rows(
-            "subtract_linear", rows.stop - rows.start, file="linear.cu",
-            z=matrix(side.features, rows.start), n=rows.stop - rows.start,
-            d=side.features.shape[1], normalize=side.factor is not None,
-            inverse=address(self.inverse[of], rows.start), segment=address(mine, rows.start),
-            factor=address(factor, rows.start), sums=self._sums(1 - of, others, segments.count),
-            weighted=self._sums(1 - of, others, segments.count, weight), itself=itself,
-            g=matrix(out, rows.start),
-        )  # fmt: skip
-
-    def _side(self, of: int) -> Side:
-        return self.context.key if of else self.context.query
-
-    def _sums(self, of: int, segment: Array, count: int, factor: Array | None = None) -> Array:
-        """[count, D] float64: the sum of factor_i u_i over the rows of each segment."""
-        side = self._side(of)
-        n, d = side.features.shape
+    def sums(self, segment: Array, count: int, factor: Array | None = None) -> Array:
+        n, d = self.features.shape
         order = cupy.argsort(segment, kind="stable")
         begin = cupy.searchsorted(segment[order], cupy.arange(count + 1))
-        weight = self.inverse[of] if factor is None else self.inverse[of] * factor
+        weight = self.inverse if factor is None else self.inverse * factor
         out = cupy.empty((count, d))
         warps = min(max(1, n // (4 * count)), MOST_WARPS)
         self.launcher.launch(
             "linear.cu", "segment_sums", count * -(-d // FEATURES), 32 * warps,
-            {"z": matrix(side.features), "d": d, "order": order, "begin": begin,
+            {"z": matrix(self.features), "d": d, "order": order, "begin": begin,
              "factor": weight, "out": out},
         )  # fmt: skip
         return out
 
-    def _products(self, of: int, segment: Array, sums: Array, itself: float) -> Array:
-        """[n] float64: u_i . (the sum of its segment, less u_i where asked for)."""
-        side = self._side(of)
-        n, d = side.features.shape
+    def products(self, segment: Array, sums: Array, itself: float) -> Array:
+        n, d = self.features.shape
         out = cupy.empty(n)
         self.launcher.rows(
-            "segment_products", n, file="linear.cu", z=matrix(side.features), n=n, d=d,
-            inverse=self.inverse[of], segment=segment, sums=sums, itself=itself, out=out,
+            "segment_products", n, file="linear.cu", z=matrix(self.features), n=n, d=d,
+            inverse=self.inverse, segment=segment, sums=sums, itself=itself, out=out,
         )  # fmt: skip
         return out
+
+    def subtract(self, term: LinearGradient, gradient: Array, first: int = 0) -> None:
+        """Add the term's share of the gradient to a complete one, that of the rows from `first` on,
+        through the normalisation. Term and gradient are of the same rows."""
+        n, d = gradient.shape
+        self.launcher.rows(
+            "subtract_linear", n, file="linear.cu", z=matrix(self.features, first), n=n, d=d,
+            normalize=self.side.factor is not None, inverse=address(self.inverse, first),
+            segment=term.segment, factor=term.factor, sums=term.sums, weighted=term.weighted,
+            itself=term.itself, g=matrix(gradient),
+        )  # fmt: skip
 
 
 def _inverse_norms(side: Side) -> Array:

@@ -1,4 +1,5 @@
-"""method="naive" on the GPU: the kernels of kernels/cuda/naive in turn, the logits in memory."""
+"""method="naive" on the GPU: the kernels of kernels/cuda/naive in turn, the logits in memory; or
+operations on arrays, with options of the softmax."""
 
 from __future__ import annotations
 
@@ -7,15 +8,48 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums
+from .. import naive
+from ..problem import (
+    LOG2_E,
+    SCALES,
+    Array,
+    Gradients,
+    Problem,
+    Statistics,
+    Sums,
+    fast_replace,
+    materialize_vectors,
+)
 from ..solve import Solution
 from .device import compiler
 from .device.arguments import Fields, matrix, scalar, whole_strides
 from .device.signatures import signature
+from .vectors import ElementwiseVectors
 
 THREADS = 256
 TILE = 32  # rows and columns of a product's tile
 ROWS, COLUMNS, BOTH = 0, 1, 2
+
+
+def _require(m: int, n: int, needed: int) -> None:
+    """MemoryError where so many bytes do not fit."""
+    free = cupy.get_default_memory_pool().free_bytes()
+    if needed > free:  # asking the device takes long
+        free += cupy.cuda.Device().mem_info[0]
+    if needed > free:
+        raise MemoryError(
+            f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes on the GPU, of '
+            f"which {free} are free"
+        )
+
+
+def _valid(problem: Problem) -> Any:
+    """The scale; one on the device that is out of range becomes NaN, as kernels have it."""
+    if not isinstance(problem.scale, cupy.ndarray):
+        return problem.scale
+    scale = problem.scale.astype(np.float64)
+    low, high = SCALES["fp64" if problem.compute == "fp64" else "fp32"]
+    return cupy.where((scale >= low) & (scale <= high), scale, np.nan)
 
 
 class _Side:
@@ -32,24 +66,17 @@ class _Side:
                 "rank": self.rank}  # fmt: skip
 
 
-def _require(m: int, n: int, d: int, item: int) -> None:
-    """MemoryError where logits, their gradient and the features do not fit."""
-    needed = (2 * m * n + 2 * (m + n) * d) * item
-    free = cupy.get_default_memory_pool().free_bytes()
-    if needed > free:  # asking the device takes long
-        free += cupy.cuda.Device().mem_info[0]
-    if needed > free:
-        raise MemoryError(
-            f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes on the GPU, of '
-            f"which {free} are free"
-        )
-
-
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
-    """Loss and gradients of `problem` from the full matrix of logits."""
+    """Loss and gradients of `problem` from the full matrix of logits; with options of the softmax,
+    sets of positives or joint losses by operations on arrays."""
     m, n, d = problem.shape
     real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-    _require(m, n, d, real.itemsize)
+    matrices = 2 * m * n * real.itemsize if problem.plain else naive.matrix_bytes(problem)
+    _require(m, n, matrices + 2 * (m + n) * d * real.itemsize)
+    if not problem.plain:
+        problem = fast_replace(problem, scale=_valid(problem))
+        return naive.solve(problem, gradients, ElementwiseVectors())
+    problem = materialize_vectors(problem, cupy)
     device = cupy.cuda.Device()
     symmetric, sigmoid = problem.symmetric, problem.bias is not None
     normalize = problem.normalize

@@ -27,14 +27,15 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if device.id != cupy.cuda.runtime.getDevice():
         with device:
             return solve(problem, gradients)
-    if problem.method == "naive":
-        return gpu_naive.solve(problems.materialize_vectors(problem, cupy), gradients)
-    fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
-    fused = fused and problem.plain
+    given = problem
+    if problem.weights is not None and problem.by_row:
+        problem = replace(problem, weights=None)  # kernels find them in `upstream`
     if problem.method == "fused":
         gpu_fused.require(problem)
-        fused = True
-    if fused:
+    if problem.method == "naive" or (problem.method == "fused" and not problem.plain):
+        return gpu_naive.solve(problem if problem.plain else given, gradients)
+    fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
+    if problem.method == "fused" or (fused and problem.plain):
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     problem = plain(problem)
     try:
@@ -52,7 +53,7 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients)
         )
-    if problem.plain:
+    if problem.by_row:
         _compile_kernels(problem, gradients)
     given = gradients
     if problem.linear_terms and given is not None:  # they are added before the rounding
@@ -84,7 +85,7 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
         problem.query.device.id, *problem.shape, problem.query.dtype, problem.key.dtype,
         problem.compute, problem.symmetric, problem.two_sided, problem.bias is None,
         problem.normalize, problem.query_ids is None, problem.retrieval_ranks, gradients is None,
-        problem.scalar_grads, problem.moments,
+        problem.scalar_grads, problem.moments, problem.set_size > 1,
     )  # fmt: skip
     if kind not in _compiled:
         _compiled.add(kind)
@@ -94,8 +95,8 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
 
 def planned(problem: Problem) -> bool:
     """Whether a call may have a plan: whoever wants to see its progress sees it launched, and
-    options of the softmax take steps on vectors that no plan can record."""
-    return problem.progress is None and problem.plain
+    targets of other kinds take steps on vectors that no plan can record."""
+    return problem.progress is None and problem.by_row
 
 
 def plain(problem: Problem) -> Problem:

@@ -28,7 +28,7 @@ def fold_block(
 ) -> None:  # fmt: skip
     """`solve.fold_block` on the current device; `ahead` as for `Context`."""
     parts = select.plain(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
-    if select.planned(problem):
+    if problem.progress is None:
         gpu_plan.call(recorded.block, device_properties(problem.query.device.id), *parts)
     else:
         recorded.block(*parts, Queue())
@@ -159,5 +159,5 @@ class QueuedVectors(VectorsOverRanks):
 def _bare(problem: Problem) -> Problem:
     """The problem without what steps on vectors do not look at."""
     return problems.fast_replace(
-        problem, normalize=False, query_ids=None, key_ids=None, marks=None
+        problem, normalize=False, query_ids=None, key_ids=None, marks=None, row_shares=None
     )  # fmt: skip

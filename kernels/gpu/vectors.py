@@ -56,12 +56,11 @@ _within = cupy.ElementwiseKernel(
 # conclude_direction (CuPy has a logaddexp2, which loses small losses). Of nothing, the reference is
 # any number: no difference of infinities is taken
 _conclude = cupy.ElementwiseKernel(
-    "float64 max, float64 sum, float64 moment, float64 positive",
+    "float64 max, float64 sum, float64 moment, float64 positive, float64 mean, bool decoupled",
     "float64 loss, float64 lse, float64 probability, float64 reference, float64 log_scale_grad",
     """
-    const Direction d = conclude_direction(Sum{max, sum, moment}, positive);
-    const double nothing = __longlong_as_double(0xfff0000000000000LL);  // -inf
-    loss = d.loss, lse = LN_2 * d.lse2, reference = d.lse2 == nothing ? 0 : d.lse2;
+    const Direction d = conclude_direction(Sum{max, sum, moment}, positive, decoupled, mean);
+    loss = d.loss, lse = LN_2 * d.lse2, reference = is_nothing(d.lse2) ? 0 : d.lse2;
     probability = d.negative_probability, log_scale_grad = d.log_scale_grad;
     """,
     "infonce_conclude", preamble=_CONCLUDE,
@@ -91,11 +90,10 @@ class ElementwiseVectors(blocks.Vectors):
         self, sums: problems.Sums, positive: Array, decoupled: bool = False,
         mean: Array | None = None,
     ) -> Direction:  # fmt: skip
-        if decoupled or mean is not None:
-            return super().direction(sums, positive, decoupled, mean)
         moment = 0.0 if sums.moment is None else sums.moment
+        mean = positive if mean is None else mean
         loss, lse, probability, reference, of_scale = _conclude(
-            sums.max, sums.sum, moment, positive
+            sums.max, sums.sum, moment, positive, mean, decoupled
         )
         return Direction(
             loss, lse, probability, reference, reference_probability=1.0,
@@ -147,17 +145,19 @@ class TiledVectors(ElementwiseVectors):
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
         m, n, _ = problem.shape
         two_sided, vectors = problem.two_sided, 2 + problem.moments
-        memory = cupy.empty((vectors + 1) * m + (vectors * n if two_sided else 0))
+        pairs = m * problem.set_size
+        memory = cupy.empty(vectors * m + pairs + (vectors * n if two_sided else 0))
 
         def sums(first: int, size: int) -> problems.Sums:
             starts = range(first, first + vectors * size, size)
             return problems.Sums(*(memory[start : start + size] for start in starts))
 
         rows = columns = sums(0, m)
-        positive = memory[vectors * m : (vectors + 1) * m]
+        positive = memory[vectors * m : vectors * m + pairs]
         if two_sided:
-            columns = sums((vectors + 1) * m, n)
+            columns = sums(vectors * m + pairs, n)
         problem, spelling = self.materialize_vectors(problem)
+        positive = positive.reshape(problem.positives.shape)
         self.begin(rows, columns if two_sided else None, positive, spelling, self.any_key, m, n)
         # ranks need true maxima, which a triangle of a symmetric loss does not leave
         triangle = problem.symmetric and not problem.retrieval_ranks
@@ -179,7 +179,8 @@ class TiledVectors(ElementwiseVectors):
         """The identity of the log-sum-exp fold, and vectors that no caller gave."""
         self.launcher.vectors(
             "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
-            positive=positive, m=m, n=n, spelling=spelling, any_key_not_finite=any_key,
+            positive=positive, set_size=1 if positive is None else positive.size // m, m=m, n=n,
+            spelling=spelling, any_key_not_finite=any_key,
         )  # fmt: skip
 
     def conclude(
@@ -187,7 +188,7 @@ class TiledVectors(ElementwiseVectors):
         backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,
     ) -> Conclusion:  # fmt: skip
         """`not_finite`: marks of features that are not finite, where they are known already."""
-        if not problem.plain:  # in steps, which no plan can record
+        if not problem.by_row:  # in steps, which no plan can record
             assert backend is not None
             return super().conclude(problem, stats, triangle, gradient, backend)
         context, m = self.context, problem.shape[0]
@@ -197,27 +198,35 @@ class TiledVectors(ElementwiseVectors):
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
         log_scale_grad = cupy.empty(m) if problem.moments else None
-        losses, row_loss, row_lse2, row_factor, positive_gradient = out[:5]
-        column_loss, column_lse2, column_factor = out[5:] if two_sided else (None, None, None)
+        losses, row_loss, row_reference, row_factor, positive_gradient = out[:5]
+        if problem.set_size > 1:
+            positive_gradient = cupy.empty((m, problem.set_size))
+        column_loss, column_reference, column_factor = out[5:] if two_sided else (None, None, None)
+        # metrics are of logits, and of rows with one positive
+        of_metrics = problem.hardness and problem.retrieval_ranks
+        positive_logits = cupy.empty(m) if of_metrics else None
         columns = stats.columns if two_sided and stats.columns is not None else stats.rows
         concluding = {
             "rows": sums_fields(stats.rows), "columns": sums_fields(columns),
             "positive": stats.positive_logits, "positives": problem.positives,
-            "upstream": problem.upstream, "bad": not_finite.rows,
+            "set_size": problem.set_size, "upstream": problem.upstream, "bad": not_finite.rows,
             "any_key_not_finite": not_finite.any_key,
             "row_weight": problem.row_weight, "column_weight": problem.column_weight,
-            "scale": context.scale, "m": m, "symmetric": problem.symmetric, "triangle": triangle,
-            "two_sided": two_sided, "lse_is_float": not self.double,
-            "losses": losses, "row_loss": row_loss, "row_lse2": row_lse2,
-            "column_loss": column_loss, "column_lse2": column_lse2, "row_factor": row_factor,
-            "column_factor": column_factor, "positive_gradient": positive_gradient,
-            "log_scale_grad": log_scale_grad, "row_lse": lses, "column_lse": address(lses, 1),
+            "options": context.row_options(problem), "m": m, "symmetric": problem.symmetric,
+            "triangle": triangle, "two_sided": two_sided, "lse_is_float": not self.double,
+            "losses": losses, "row_loss": row_loss, "row_reference": row_reference,
+            "column_loss": column_loss, "column_reference": column_reference,
+            "row_factor": row_factor, "column_factor": column_factor,
+            "positive_gradient": positive_gradient, "log_scale_grad": log_scale_grad,
+            "positive_logit": positive_logits, "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
         self.launcher.vectors("conclude", m, f=concluding)
+        if positive_logits is not None:
+            stats.positive_logits = positive_logits
         probability = None  # no longer needed
         return Conclusion(
-            losses, Direction(row_loss, lses[0], probability, row_lse2, 1.0),
-            Direction(column_loss, lses[1], probability, column_lse2, 1.0)
+            losses, Direction(row_loss, lses[0], probability, row_reference, 1.0),
+            Direction(column_loss, lses[1], probability, column_reference, 1.0)
             if two_sided else None,
             row_factor, column_factor, positive_gradient, log_scale_grad,
         )  # fmt: skip
@@ -260,6 +269,7 @@ class TiledVectors(ElementwiseVectors):
             "vectors.cu", "totals", 1, 1024,
             {
                 "losses": losses, "m": len(losses), "share": problem.reduction_weight or 0.0,
+                "shares": problem.row_shares,
                 "log_scale_grad": log_scale_grad,
                 "count": 0 if log_scale_grad is None else len(log_scale_grad),
                 "pair_counts": problem.pair_counts, "bias_grad": bias_grad,

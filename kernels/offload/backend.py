@@ -24,6 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from .. import solve as blocks
+from ..linear import Segments, segment_products
 from ..problem import (
     Array,
     Epilogue,
@@ -90,9 +91,12 @@ def fold_block(
 
 def _vectors_on(device: Device, problem: Problem) -> Problem:
     """The problem with its vectors on the device."""
-    names = "upstream", "positives", "query_ids", "key_ids"
+    names = "upstream", "positives", "query_ids", "key_ids", "weights", "row_shares"
     of_host = {name: getattr(problem, name) for name in names}
     made = {name: device.put(v) for name, v in of_host.items() if isinstance(v, np.ndarray)}
+    if (classes := problem.classes) is not None:
+        rows, columns = device.put(classes.rows), device.put(classes.columns)
+        made["classes"] = replace(classes, rows=rows, columns=columns)
     return replace(problem, **made)
 
 
@@ -157,6 +161,12 @@ class Offload:
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
+
+    def segment_products(
+        self, problem: Problem, segments: Segments, columns: bool
+    ) -> tuple[Array, Array | None]:
+        query, key = self.context.linear_rows(problem)
+        return segment_products(query, key, segments, columns, problem.symmetric)
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None

@@ -23,6 +23,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from ..gpu import select, shard
+from ..gpu.linear import Rows
 from ..gpu.vectors import ElementwiseVectors
 from ..problem import (
     Array,
@@ -60,6 +61,10 @@ class GPU:
 
     def __init__(self) -> None:
         self.vectors = ElementwiseVectors()
+
+    @staticmethod
+    def rows(features: Array, problem: Problem) -> Rows:
+        return Rows.of(features, problem)
 
     @staticmethod
     def put(array: Array) -> Array:

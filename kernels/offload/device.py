@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from ..linear import LinearGradient, Rows
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem
 from ..solve import Solution, Vectors
 
@@ -35,6 +36,15 @@ class Copies(Protocol):
         ...
 
 
+class DeviceRows(Rows, Protocol):
+    """`linear.Rows` on the device."""
+
+    def subtract(self, term: LinearGradient, gradient: Array) -> None:
+        """Add the term's share of the gradient to a complete one, through the normalisation. Term
+        and gradient are of these rows."""
+        ...
+
+
 class Device(Protocol):
     """The device that computes blocks."""
 
@@ -54,6 +64,10 @@ class Device(Protocol):
         not_finite: NotFinite | None,
     ) -> None:  # fmt: skip
         """`solve.fold_block` of a block whose arrays are on the device."""
+        ...
+
+    def rows(self, features: Array, problem: Problem) -> DeviceRows:
+        """Features on the device as linear terms see them, in the precision of the problem."""
         ...
 
     def put(self, array: Array) -> Array:

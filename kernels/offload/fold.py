@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..linear import LinearGradient
 from ..problem import (
     Array,
     Epilogue,
@@ -16,6 +17,7 @@ from ..problem import (
     NotFinite,
     Problem,
     Sigmoid,
+    SoftmaxGradient,
     Statistics,
     fast_replace,
     slices,
@@ -23,6 +25,7 @@ from ..problem import (
 from .device import Copies, Device, Ticket
 from .epilogues import block_epilogue
 from .layout import PIECE, Layout, real_bytes, row_bytes
+from .linear import StreamedRows
 from .panels import Arrivals, Departures, Part, Side, apart, longest
 
 # A panel of the side that streams, and the pieces of what stays that it meets, in this order. None:
@@ -48,6 +51,14 @@ class Context:
         size = layout.panel * row_bytes(problem, gradients).leaving
         self.departures = Departures(device.xp, copies, size)
 
+    def linear_rows(self, problem: Problem) -> tuple[StreamedRows, StreamedRows]:
+        """Queries and keys, as linear terms see them."""
+        query, key = (
+            StreamedRows(self.device, self.copies, features, problem, self.layout.panel)
+            for features in (problem.query, problem.key)
+        )
+        return query, key
+
 
 class Fold:
     """One visit of every block of a grid."""
@@ -71,6 +82,14 @@ class Fold:
                 self.keys_stay = gradients.want_key
         if problem.symmetric:
             self.keys_stay, columns.to = False, None
+        if isinstance(epilogue, SoftmaxGradient):
+            query, key = context.linear_rows(problem)
+            for side, of_keys in ((rows, False), (columns, True)):
+                if side.to is not None:
+                    side.linear = [
+                        LinearGradient(query, key, term, of_keys, problem.symmetric)
+                        for term in epilogue.linear
+                    ]
         self.columns = columns
         self.stay, self.stream = (columns, rows) if self.keys_stay else (rows, columns)
         panels = self.stay.panels
@@ -132,9 +151,17 @@ class Fold:
                     self.block(staying, streaming, i == 0, j == 0, of_block)
                 if i + 1 == len(steps):
                     for part in slices(piece.stop, self.context.layout.panel, piece.start):
-                        self.context.departures.leave(self.stay, held.part(part))
+                        self.leave(self.stay, held.part(part))
             if streaming is not None:
-                self.context.departures.leave(self.stream, streaming)
+                self.leave(self.stream, streaming)
+
+    def leave(self, side: Side, part: Part) -> None:
+        """A part whose gradient is complete but for linear terms."""
+        if part.gradient is not None:
+            for term in side.linear:
+                there = self.device.rows(part.features, self.problem)
+                there.subtract(term.part(part.rows), part.gradient)
+        self.context.departures.leave(side, part)
 
     def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
         """What stays, and its panels that have not arrived: (first row, copy)."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..linear import LinearGradient
 from ..problem import Array
 from .device import Copies, Ticket
 
@@ -31,6 +32,7 @@ class Side:
     panels: Sequence[slice]
     to: Array = None  # where the gradient goes, on the host; None: it is not wanted
     add: bool = False  # it is added to what is there
+    linear: Sequence[LinearGradient] = ()  # terms that are added to the gradient
 
 
 @dataclass

@@ -86,12 +86,13 @@ def test_tiled_moments(name: str, precision: str) -> None:
 
 def compile_within_budget(
     name: str, precision: str, arch: str, tile: config.Tile, option: int, extras: int = 0,
-    moments: int = 0,
+    moments: int = 0, **more: int,
 ) -> None:  # fmt: skip
     defines = {
         "PRECISION": precision.upper(), "BLOCK_N": tile.block_n, "WARP_N": tile.warp_n,
         "STAGES": tile.stages, "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks,
         "IDS": extras, "FACTORS": extras, "MOMENTS": moments, TILED[name]: option,
+        **more,
     }  # fmt: skip
     code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, ("--ptxas-options=-v",))
     assert code
@@ -176,6 +177,32 @@ def test_kept_exponentials(precision: str, columns: int, extras: bool, moments: 
     defines = {"PRECISION": precision.upper(), "COLUMNS": columns}
     log = compiler.compile_for("sm90/kept_gradient.cu", defines, "sm_90a", options)[1]
     assert spilled(log) == 0
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16x3"])
+def test_sets_of_positives(precision: str, extras: bool) -> None:
+    """Kernels that look for several positives a row keep to the budgets of the others."""
+    options, device = ("--ptxas-options=-v",), DEVICES["sm_90a"]
+    for width in (1024, 2304):
+        sweep = config.sweep_for(precision, width, device, extras)
+        assert sweep is not None
+        for name in ("lse", "gradient"):
+            panel = name != "lse"
+            defines = {
+                "PRECISION": precision.upper(), **config.defines(sweep, panel, not panel),
+                "IDS": int(extras), "FACTORS": int(extras), "COLUMNS": 0, "SETS": 1,
+            }  # fmt: skip
+            log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]
+            assert "serialized" not in log
+            assert spilled(log) <= (SPILLS_EXTRAS if extras else SWEEPS[name][1]), (defines, log)
+    for name in ("lse", "gradient"):
+        for of_tiles in ("bf16", "fp64"):
+            tile = config.tile_for(of_tiles, 64, DEVICES["sm_80"])
+            compile_within_budget(name, of_tiles, "sm_80", tile, 0, int(extras), SETS=1)
+    defines = {"PRECISION": "FP32", "FACTORS": int(extras), "SETS": 1}
+    assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", options)[1]) <= 64
 
 
 @needs_nvrtc

@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("cupy")
 from infonce.kernels.gpu import linear
-from infonce.kernels.linear import LinearTerm, Segments
-from infonce.kernels.problem import Gradients
+from infonce.kernels.linear import LinearGradient, LinearTerm, Segments, segment_products
 
 pytestmark = pytest.mark.extras
 
@@ -41,7 +40,7 @@ class Kernels:
         a["g"][:n] -= t * a["inverse"][:n, None]
 
 
-def sides(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) -> linear.Linear:
+def rows_of(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) -> list[linear.Rows]:
     monkeypatch.setattr(linear, "cupy", np)
     for name in ("matrix", "address"):
         monkeypatch.setattr(linear, name, lambda array, first=0: array[first:])
@@ -51,9 +50,10 @@ def sides(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) -> l
         if normalize:
             mantissa, exponent = np.frexp(np.linalg.norm(z, axis=1))
             factor = 1 / mantissa
-        made.append(SimpleNamespace(features=z, factor=factor, exponent=exponent))
-    context: Any = SimpleNamespace(query=made[0], key=made[-1], launcher=Kernels())
-    return linear.Linear(context)
+        side: Any = SimpleNamespace(features=z, factor=factor, exponent=exponent)
+        kernels: Any = Kernels()
+        made.append(linear.Rows(kernels, side))
+    return made
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -69,14 +69,15 @@ def test_sums_and_gradients(
     of_rows = rng.integers(0, count, m)
     of_columns = of_rows if symmetric else rng.integers(0, count, n)
     segments = Segments(of_rows, of_columns, count)
-    found = sides(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
+    found = rows_of(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
+    query, key = found[0], found[-1]
 
     same = (of_rows[:, None] == of_columns).astype(float)
     if symmetric:
         np.fill_diagonal(same, 0)
     length = [np.linalg.norm(z, axis=1, keepdims=True) if normalize else 1.0 for z in (q, k)]
     u, v = q / length[0], k / length[1]
-    rows, columns = found.segment_products(segments, True, symmetric)
+    rows, columns = segment_products(query, key, segments, True, symmetric)
     dots = (u @ v.T) * same
     np.testing.assert_allclose(rows, dots.sum(axis=1), atol=1e-12)
     if not symmetric:
@@ -92,13 +93,12 @@ def test_sums_and_gradients(
             g = g - z * (g * z).sum(axis=1, keepdims=True)
         wanted.append(-g / of)
     dq, dk = np.zeros_like(q), np.zeros_like(k)
-    problem: Any = SimpleNamespace(symmetric=symmetric, shape=(m, n, 5))
-    gradients = Gradients(dq, None if symmetric else dk, want_key=not symmetric)
     term = LinearTerm(segments, a, b)
-    first, rest = slice(0, 20), slice(20, n)
-    found.subtract(term, problem, gradients, first)
-    if not symmetric:
-        keys_only = Gradients(None, dk, want_query=False)
-        found.subtract(term, problem, keys_only, rest)
-        np.testing.assert_allclose(dk, wanted[1], atol=1e-12)
+    query.subtract(LinearGradient(query, key, term, False, symmetric), dq)
     np.testing.assert_allclose(dq, wanted[0], atol=1e-12)
+    if symmetric:
+        return
+    of_keys = LinearGradient(query, key, term, True, False)
+    for part in (slice(0, 20), slice(20, n)):
+        key.subtract(of_keys.part(part), dk[part], part.start)
+    np.testing.assert_allclose(dk, wanted[1], atol=1e-12)

@@ -225,6 +225,44 @@ def test_one_fold_makes_both_gradients_of_one_softmax(
     assert not record(4096, 4096, 512, "fp16", wrt=wrt)["sweep_online"]
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"margin": 0.1}, {"decoupled": True}, {"hardness": 2.0},
+    {"margin": 0.1, "decoupled": True, "hardness": 2.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
+@pytest.mark.parametrize("loss", LOSSES[:2])
+def test_numbers_of_a_row_take_no_other_steps(
+    loss: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Plans, and one pass where there is one, with these options too."""
+    for shape in ((512, 512, 128, "bf16"), (1024, 1024, 520, "bf16"), (300, 300, 70, "fp64")):
+        for scale in ({"moments": True}, {}):
+            without = record(*shape, scalar_grads=True, **scale, **loss)
+            found = record(*shape, scalar_grads=True, **scale, **loss, **options)
+            assert found - without == Counter({"raise_scale": int("hardness" in options)})
+            assert not without - found
+
+
+def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
+    """Which look for several a row, and for no more in other calls."""
+    looking = {"sweep_lse", "sweep_gradient", "finish", "lse", "gradient"}
+    for precision in ("bf16", "fp64"):
+        into = recorder.Recorder()
+        with cupy.cuda.using_allocator(into.malloc):
+            query, key = (cupy.empty((300, 70), DTYPES[precision]) for _ in range(2))
+            positives = cupy.empty((300, 3), np.int64)
+            problem = Problem(query, key, 14.0, 1 / 300, positives, compute=precision)
+            recorded.solution(problem, Gradients(query, key), into)
+        of_sets = [(kernel, options.get("SETS", 0)) for kernel, options, *_ in launches(into)]
+        assert looking & {kernel for kernel, _ in of_sets}
+        for kernel, sets in of_sets:
+            assert sets == (kernel in looking), kernel
+        for kernel, options, *_ in launches(recording(300, 300, 70, precision, labels=True)):
+            assert "SETS" not in options, kernel
+
+
 def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the caller gives is not exceeded. Else there is room in a 32nd of the device's memory:
     for all exponentials of 16384 rows, for a part of those of four times the rows."""

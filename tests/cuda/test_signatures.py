@@ -94,11 +94,12 @@ def test_recordings_say_what_is_filled_in() -> None:
     sources["row_factor"] = second + 24
     recorder.launch(
         Function(), signature, 1, 1024, 0,
-        {"f": sources, "m": second, "n": -1, "largest_element": look_alike, "out": second - 8},
+        {"f": sources, "m": second, "n": -1, "set_size": 3, "by_factor": True,
+         "largest_element": look_alike, "out": second - 8},
     )  # fmt: skip
     words = recorder.words
-    assert words.pointers == [(1, Pointer(1, 24)), (9, Pointer(1, -8))]
-    assert words.values[6:9] == [second, 2**64 - 1, second]
+    assert words.pointers == [(1, Pointer(1, 24)), (11, Pointer(1, -8))]
+    assert words.values[6:11] == [second, 2**64 - 1, 3, 1, second]
     assert not words.numbers
     signature = signatures.signature("vectors.cu", "to_products")
     scale = {"value": number, "pointer": None, "factor": 1.0, "shift": None}
@@ -106,8 +107,8 @@ def test_recordings_say_what_is_filled_in() -> None:
         Function(), signature, 1, 128, 0,
         {"logits": second, "n": 4, "scale": scale, "out": second},
     )  # fmt: skip
-    assert words.numbers == [(12, 3)]
-    assert [8 * at for at in (0, 6, 7, 8, 9, 10, 11, 12, 16)] == recorder.parameters
+    assert words.numbers == [(14, 3)]
+    assert [8 * at for at in (0, *range(6, 15), 18)] == recorder.parameters
     recorder.gemm(0, 1, 2, 3, 4, 1234, second, 2, 8, second, 2, 8, 5678, second, 0, 8, 68, -1)
     assert [at for at, _ in recorder.arguments.pointers] == [6, 9, 13]
     with pytest.raises(ValueError, match="expected an address in one of the call's arrays, got"):

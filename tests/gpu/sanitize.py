@@ -78,7 +78,13 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
             yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled"}
             yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled", "wrt": features(loss)}
             yield loss, "bfloat16", "auto", 600, 1100, {"method": "tiled", "workspace": 3 * 2**20}
-    yield "info_nce", "float32", "auto", 130, 40, {"method": "tiled", "labels": True}
+    # of one positive a row, or none; and of several
+    for dtype in ("float64", "float32", "bfloat16"):
+        for method in ("naive", "fused", "tiled"):
+            yield "info_nce", dtype, "auto", 130, 40, {"method": method, "labels": 1}
+        yield "info_nce", dtype, "auto", 130, 72, {"method": "tiled", "labels": 3}
+    numbers = {"method": "tiled", "margin": 0.1, "hardness": 2.0, "decoupled": True}
+    yield "info_nce", "bfloat16", "auto", 130, 72, numbers
     smoothing = {"method": "tiled", "label_smoothing": 0.1, "ids": True}
     yield "info_nce", "float32", "auto", 130, 40, smoothing
     yield "clip", "float32", "auto", 300, 40, {"offload": True, "workspace": 2**20}
@@ -109,8 +115,9 @@ def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
             z = [cupy.asarray(x) for x in z]
         if options.pop("ids", False):
             options["ids"] = cupy.asarray(rng.integers(0, rows, rows))
-        if options.pop("labels", False):
-            options["labels"] = cupy.asarray(rng.integers(0, rows, rows))
+        if "labels" in options:
+            shape = rows, options["labels"]
+            options["labels"] = cupy.asarray(rng.integers(-20, rows, shape))
         out = getattr(infonce, f"{loss}_loss_and_grad")(
             *z, scale=5.0, precision=precision, **options
         )

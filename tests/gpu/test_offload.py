@@ -19,11 +19,12 @@ from infonce.kernels.problem import SILENT, Gradients, Problem, few_blocks, leas
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
-from infonce import spec
+from infonce import reference, spec
 from infonce.checks import call as checks
 from infonce.dispatch import _result
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -31,12 +32,14 @@ OPTIONS: list[dict[str, Any]] = [
     {"margin": 0.2, "decoupled": True},
     {"weights": np.linspace(0.0, 2.0, 30)},
     {"weights": np.linspace(2.0, 0.0, 30), "margin": 0.1},
+    {"label_smoothing": 0.2},
+    {"label_smoothing": 0.3, "margin": 0.1, "ids": np.arange(30) // 3, "normalize": True},
 ]
 
 
 def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[Any, Host]:
     """What `X_loss_and_grad(..., offload=True)` does, on such a device."""
-    kind = spec.LOSSES[loss]
+    kind = {**spec.LOSSES, "sup_con": spec.SUP_CON, "gte": spec.GTE}[loss]
     with np.errstate(**SILENT):
         request = checks.check(kind, args, labels, None, options, with_grad=True)
         device = Host()
@@ -324,25 +327,40 @@ def test_features_on_the_gpu_are_refused(cupy: Any) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("workspace", [7_000, 10_000_000])
-@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit"])
+@pytest.mark.parametrize(
+    "loss", ["info_nce", "info_nce sets", "nt_xent", "clip", "lit", "sup_con", "gte"]
+)
 def test_options_of_the_softmax(loss: str, workspace: int, options: dict[str, Any]) -> None:
-    rows = 15 if loss == "nt_xent" else 30
-    args = arguments(loss, *pairs("partly aligned", rows, rows, 8, np.float64, 3))
-    given = dict(options)
+    loss, _, sets = loss.partition(" ")
+    of_views = loss in ("nt_xent", "sup_con")
+    args = pairs("partly aligned", 15 if of_views else 30, 15 if of_views else 30, 8, np.float64, 3)
+    args = arguments("nt_xent" if of_views else loss, *args)
+    given = {k: v for k, v in options.items() if k not in REFUSED.get(loss, ())}
     labels = None
     if loss == "info_nce":
-        labels = np.arange(rows)
+        labels = np.arange(30)
         labels[4] = -1
-    of_reference = dict(options)
-    weights = np.array(options.get("weights", np.ones(len(args[0]))))
-    if labels is not None:
-        weights = weights * (labels >= 0)
-        of_reference["labels"] = labels
-    want = judged(loss, args, scale=6.0, **of_reference | {"weights": weights / weights.sum()})
+        if sets:
+            labels = np.stack([labels, labels // 2, np.full(30, -1)], axis=1)
+            labels[4] = -1
+    if loss == "sup_con":
+        labels = np.arange(30) // 4
+        labels[3] = -1  # and rows 28, 29 are a class of two
+    of_reference = dict(given) if labels is None else given | {"labels": labels}
+    if "weights" in given:
+        some = np.ones(30, bool)
+        if loss == "sup_con":
+            some = labels >= 0  # no class has a single row
+        elif labels is not None:
+            some = (labels.reshape(30, -1) >= 0).any(axis=1)
+        weights = some * given["weights"]
+        of_reference["weights"] = weights / weights.sum()
+    want = getattr(reference, loss)(*args, scale=6.0, **of_reference)
     given |= {"scale": 6.0, "workspace": workspace, "offload": True}
     with mock.patch.object(checks, "gpu_missing", return_value=""):
         out, device = on_host(loss, args, labels, **given)
     assert device.whole == (workspace > 7_000)
+    assert device.whole or device.blocks > 4
     np.testing.assert_allclose(out.loss, want.loss, rtol=1e-12)
     for name, gradient in want.grads.items():
         got = getattr(out.grads, name)

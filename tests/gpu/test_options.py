@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import MISSING, dtype_of
+from host_device import room
 from judge import assert_grad, assert_loss, largest_logit
 from reference_problems import Problem
 
@@ -15,7 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)
 if not MISSING:
     import cupy
 
-NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
+# info_nce also with sets of positives, and with rows that have none
+NAMES = ("info_nce", "info_nce sets", "info_nce some", "nt_xent", "clip", "lit", "sup_con", "gte")
 REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -37,8 +39,17 @@ def problem_of(name: str, rows: int, width: int, dtype: str, **options: Any) -> 
     z[1] += z[0]
     z /= np.linalg.norm(z, axis=2, keepdims=True)
     z = z.astype(dtype_of(dtype))
+    name, _, labelled = name.partition(" ")
     one_array = name in ("nt_xent", "sup_con")
     labels = None
+    if labelled == "sets":  # of one to five, some given twice; and of none
+        labels = rng.integers(-1, rows, (rows, 6))
+        labels[:, 1] = np.arange(rows)
+        labels[:, 2:5][rng.random((rows, 3)) < 0.5] = -1
+        labels[:, 5] = labels[:, 0]
+        labels[::9] = -3
+    elif labelled == "some":
+        labels = np.where(np.arange(rows) % 4 == 1, -2, rng.permutation(rows))
     if name == "sup_con":  # classes of many rows, of two, and rows that are alone
         labels = rng.integers(0, 9, 2 * rows)
         labels[:10] = np.arange(10) // 2 + 100
@@ -62,12 +73,12 @@ def compare(problem: Problem, got: infonce.LossAndGrad, dtype: str) -> None:
     want = problem._replace(features=wide).reference()
     hardness = float(problem.softmax.get("hardness", 0.0))  # type: ignore[arg-type]
     logit = largest_logit(20.0 + hardness, wide[0], wide[-1])
-    assert_loss(got.loss.get(), float(want.loss), dtype, logit)
+    assert_loss(cupy.asnumpy(got.loss), float(want.loss), dtype, logit)
     terms = 20.0 * len(wide[0]) ** -0.5
     for name, gradient in want.grads.items():
         have = getattr(got.grads, name)
         if isinstance(gradient, np.ndarray) and have is not None:
-            assert_grad(have.get(), gradient, dtype, logit, terms=terms)
+            assert_grad(cupy.asnumpy(have), gradient, dtype, logit, terms=terms)
     np.testing.assert_allclose(float(got.grads.scale), want.grads["scale"], rtol=1e-4, atol=1e-5)
 
 
@@ -82,15 +93,81 @@ def test_specification(
     compare(problem, on_gpu(problem), dtype)
 
 
+def with_ids(problem: Problem) -> Problem:
+    """Normalised; and with pairs that are left out."""
+    if problem.name != "sup_con":
+        rows = len(problem.features[0])
+        problem = problem._replace(ids=np.random.default_rng(1).integers(0, rows, rows))
+    return problem._replace(normalize=True)
+
+
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("name", NAMES)
 def test_normalised_ids_and_little_workspace(name: str, options: dict[str, Any]) -> None:
     """Several blocks, and gradients of keys by ranges."""
-    problem = problem_of(name, 300, 72, "float32", **options)._replace(normalize=True)
-    if name != "sup_con":
-        rows = len(problem.features[0])
-        problem = problem._replace(ids=np.random.default_rng(1).integers(0, rows, rows))
+    problem = with_ids(problem_of(name, 300, 72, "float32", **options))
     compare(problem, on_gpu(problem, workspace=2**19), "float32")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("method", ["naive", "fused"])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_logits_in_memory(name: str, method: str, options: dict[str, Any]) -> None:
+    for dtype in ("float64", "bfloat16"):
+        problem = problem_of(name, 70, 12, dtype, **options)
+        compare(problem, on_gpu(problem, method=method), dtype)
+    problem = with_ids(problem_of(name, 70, 12, "float64", **options))
+    compare(problem, on_gpu(problem, method=method), "float64")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("name", NAMES)
+def test_offload(name: str, options: dict[str, Any]) -> None:
+    """Panels of both sides, and everything at once."""
+    plain = problem_of(name, 300, 72, "float32", **options)
+    for problem in (plain, with_ids(plain)):
+        given = {k: v for k, v in problem.options().items() if k != "weights" and v is not None}
+        function = getattr(infonce, f"{problem.name}_loss_and_grad")
+        for workspace in (room(60, 72, 600, 600, 4, 4), 2**28):
+            got = function(*problem.features, **given, offload=True, workspace=workspace)
+            compare(problem, got, "float32")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("method", ["auto", "naive", "fused", "tiled"])
+@pytest.mark.parametrize("name", ["info_nce sets", "info_nce some"])
+def test_rows_without_a_positive(name: str, method: str, options: dict[str, Any]) -> None:
+    """They have no loss and no gradient; what is asked for in place of a mean shows it."""
+    problem = problem_of(name, 70, 12, "float64", **options)
+    assert problem.labels is not None
+    none = (problem.labels.reshape(70, -1) < 0).all(axis=1)
+    assert none.any()
+    got = on_gpu(problem, method=method, reduction="none")
+    assert (got.loss.get()[none] == 0).all()
+    assert (got.loss.get()[~none] != 0).all()
+    assert (got.grads.query.get()[none] == 0).all()
+    assert np.isfinite(got.lse.get()).all()
+    mean = on_gpu(problem, method=method)
+    cupy.testing.assert_allclose(got.loss.sum() / (~none).sum(), mean.loss, rtol=1e-12)
+    outside = problem.labels.copy()
+    outside.reshape(70, -1)[3, 0] = 70  # there is no such key
+    got = on_gpu(problem._replace(labels=outside), method=method, reduction="none")
+    assert (np.isnan(got.loss.get()) == (np.arange(70) == 3)).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize(
+    "name", ["info_nce", "info_nce sets", "info_nce some", "lit", "clip", "nt_xent"]
+)
+def test_a_plan_for_other_arrays(name: str, options: dict[str, Any]) -> None:
+    """Recorded once, replayed for other features and another scale."""
+    for scale in (20.0, 11.0, 20.0):
+        problem = problem_of(name, 520, 130, "bfloat16", **options)._replace(scale=scale)
+        planned, stepwise = on_gpu(problem), on_gpu(problem, progress=lambda *_: None)
+        assert float(planned.loss) == float(stepwise.loss)
+        for one, other in zip(planned.grads, stepwise.grads, strict=True):
+            if one is not None:
+                assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -122,10 +199,11 @@ def test_weights_by_every_method(name: str, method: str) -> None:
     compare(problem._replace(weights=weights / weights.sum()), got, "float64")
 
 
-def test_metrics_do_not_see_options() -> None:
-    plain = on_gpu(problem_of("clip", 70, 12, "float64"), metrics=True).metrics
+@pytest.mark.parametrize("method", ["naive", "tiled"])
+def test_metrics_do_not_see_options(method: str) -> None:
+    plain = on_gpu(problem_of("clip", 70, 12, "float64"), metrics=True, method=method).metrics
     with_options = problem_of("clip", 70, 12, "float64", margin=0.1, hardness=2.0)
-    got = on_gpu(with_options, metrics=True).metrics
+    got = on_gpu(with_options, metrics=True, method=method).metrics
     assert plain is not None
     assert got is not None
     cupy.testing.assert_array_equal(got.row_rank, plain.row_rank)
@@ -135,11 +213,8 @@ def test_metrics_do_not_see_options() -> None:
 
 def test_what_is_refused() -> None:
     z = cupy.ones((4, 2))
-    with pytest.raises(
-        ValueError, match=r'method: expected "auto" or "tiled" with margin on a GPU'
-    ):
-        infonce.clip_loss(z, z, scale=1.0, margin=0.1, method="naive")
-    with pytest.raises(ValueError, match="labels: expected one dimension on a GPU, got 2"):
-        infonce.info_nce_loss(z, z, cupy.zeros((4, 2), int), scale=1.0)
-    with pytest.raises(ValueError, match=r"label_smoothing: expected 0\.0 with offload"):
-        infonce.clip_loss(z.get(), z.get(), scale=1.0, label_smoothing=0.1, offload=True)
+    with pytest.raises(ValueError, match=r'"fused" keeps the 4 x 4 logits within workspace = 100 '):
+        infonce.clip_loss(z, z, scale=1.0, margin=0.1, method="fused", workspace=100)
+    labels = cupy.zeros((4, 2), int)
+    with pytest.raises(ValueError, match="metrics: expected one positive a row"):
+        infonce.info_nce_loss_and_grad(z, z, labels, scale=1.0, metrics=True)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend
+from infonce.kernels.cpu import backend, naive
+from infonce.kernels.problem import LN_2
+from infonce.kernels.solve import Vectors
 from judge import assert_grad, assert_loss, largest_logit
 from reference_problems import YES, Problem, one_problem, problems, quick
 
@@ -66,6 +68,27 @@ def test_float64_is_the_specification(name: str, method: str) -> None:
         compare(*call, method)
 
     check()
+
+
+class VectorsOfGPU(Vectors):
+    """Reference exponents are log-sum-exps, as kernels have them: their probability is a number."""
+
+    def direction(self, *given: Any) -> Any:
+        end = super().direction(*given)
+        end.reference = np.where(np.isneginf(end.lse), 0.0, end.lse / LN_2)
+        end.reference_probability = 1.0
+        return end
+
+
+@pytest.mark.parametrize("options", [{}, *TOGETHER], ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("name", NAMES)
+def test_array_operations_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(naive, "VECTORS", VectorsOfGPU(np))
+    problem = unit_problem(name, 20, 6, 5)._replace(softmax=taken(name, options))
+    given = {key: v for key, v in problem.options().items() if key != "weights"}
+    compare(problem, given, "naive")
 
 
 @pytest.mark.parametrize("grad_dtype", [None, np.float32])

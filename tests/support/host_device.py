@@ -33,12 +33,37 @@ class Memory:
         self.peak = max(self.peak, self.used)
 
 
+class Rows:
+    """Rows on such a device, as linear terms see them."""
+
+    def __init__(self, features: Any, problem: Any) -> None:
+        self.u, self.normalize, self.length = features, problem.normalize, np.ones((1, 1))
+        if problem.normalize:
+            self.length = np.linalg.norm(features, axis=1, keepdims=True)
+            self.u = features / self.length
+
+    def sums(self, segment: Any, count: int, factor: Any = None) -> Any:
+        of = np.eye(count)[segment]
+        return of.T @ (self.u if factor is None else factor[:, None] * self.u)
+
+    def products(self, segment: Any, sums: Any, itself: float) -> Any:
+        return (self.u * (sums[segment] - itself * self.u)).sum(axis=1)
+
+    def subtract(self, term: Any, gradient: Any) -> None:
+        g = term.factor[:, None] * (term.sums[term.segment] - term.itself * self.u)
+        g = g + term.weighted[term.segment]
+        if self.normalize:
+            g -= self.u * (g * self.u).sum(axis=1, keepdims=True)
+        gradient -= g / self.length
+
+
 class Host:
     """A device whose memory is the host's. Its copies are as late as can be: features arrive when
     they are waited for, and gradients leave when all is done. What is being copied is spoiled."""
 
     vectors = solve.Vectors(np)
     put = get = staticmethod(np.array)
+    rows = Rows
 
     def __init__(self) -> None:
         self.xp = Memory()

@@ -9,7 +9,8 @@ import numpy as np
 
 import infonce
 
-from ...kernels.cpu.naive import MATRICES, available_memory
+from ...kernels.cpu.naive import available_memory
+from ...kernels.naive import MATRICES
 from ...spec import Loss
 from ..common import human
 from .measure import Array, Case, Outcome, Run

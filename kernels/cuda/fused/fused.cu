@@ -97,11 +97,11 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
   __syncthreads();  // the reads of sums come before the next tile's writes, to the same memory
 }
 
-// Sum of v[0 .. n), by one warp.
+// Sum of v[0 .. n), each times its weight (null: 1), by one warp.
 template <class T>
-__device__ double sum_of(const T* v, i64 n) {
+__device__ double sum_of(const T* v, i64 n, const double* weights = nullptr) {
   double sum = 0;
-  for (i64 i = threadIdx.x % 32; i < n; i += 32) sum += v[i];
+  for (i64 i = threadIdx.x % 32; i < n; i += 32) sum += weights ? weights[i] * v[i] : v[i];
   return warp_sum(sum);
 }
 
@@ -151,7 +151,7 @@ fused(const __grid_constant__ Fused f) {
   rows_of_losses(f, s, scale, bias, memory);
   grid_barrier(f.barrier, target);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
-    const double loss = sum_of(f.losses, f.m);
+    const double loss = sum_of(f.losses, f.m, f.row_shares);
     if (threadIdx.x == 0) *f.loss = (Real)(f.reduction_weight * loss);
   }
   if (f.gradient) {

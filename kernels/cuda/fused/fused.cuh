@@ -43,7 +43,8 @@ struct Fused {
   Scale scale;
   Scalar bias;
   double row_weight, column_weight;
-  double reduction_weight;           // weight of a row in the reduced loss
+  double reduction_weight;    // weight of a row in the reduced loss
+  const double* row_shares;   // [M] other weights beside it, or null
   double upstream;            // of all rows, unless each has its own
   const double* upstreams;    // [M] or null
   const i64* positives;       // [M], or null: the other view of a sample, or i for i
@@ -83,6 +84,7 @@ __device__ __forceinline__ bool excluded(const Fused& f, i64 i, i64 j) {
   return (SYMMETRIC && i == j) || (IDS && f.query_ids[i] == f.key_ids[j]);
 }
 
+// -1 of a row without a positive, whose upstream gradient is 0.
 __device__ __forceinline__ i64 positive_of(const Fused& f, i64 i) {
   if (f.positives) return f.positives[i];
   return !SYMMETRIC ? i : i < f.m / 2 ? i + f.m / 2 : i - f.m / 2;

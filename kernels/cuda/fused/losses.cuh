@@ -4,17 +4,20 @@
 
 // --- phase 2 -----------------------------------------------------------------------------------------------
 
-// What follows from (max, sum) of a row's negatives and its positive: raw products, times c in base 2.
-__device__ __noinline__ void conclude(double c, double max, double sum, double positive,
+// What follows from (max, sum) of a row's negatives and its positive (null: none): raw products, times c
+// in base 2.
+__device__ __noinline__ void conclude(double c, double max, double sum, const Real* positive,
                                          double weight, double* gap, Real* lse, Real* reference,
                                          Real* factor) {
-  const Direction d = conclude_direction(Sum{c * max, sum}, c * positive);
+  const Sum negatives = {c * max, sum};
+  const Direction d = positive ? conclude_direction(negatives, c * (double)*positive)
+                               : without_positive(negatives);
   *gap = d.gap;
   *lse = (Real)(LN_2 * d.lse2);
   const double exact = d.lse2 / c;
   const Real h = isfinite(exact) ? (Real)exact : 0;
   *reference = h;
-  *factor = (Real)(weight * exp2(c * (double)h - d.lse2));
+  *factor = is_nothing(d.lse2) ? 0 : (Real)(weight * exp2(c * (double)h - d.lse2));
 }
 
 __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
@@ -36,8 +39,8 @@ __device__ void row_log_sum_exp(const Fused& f, double scale, double* memory) {
       if (j != y && !excluded(f, i, j)) sum += exp2_(c * (x[j] - shift));
     sum = team.sum(sum);
     if (team.lane == 0)
-      conclude(c2, top, sum, x[y], upstream_of(f, i) * f.row_weight * scale, f.row_gap + i,
-               f.row_lse + i, f.row_reference + i, f.row_factor + i);
+      conclude(c2, top, sum, y < 0 ? nullptr : x + y, upstream_of(f, i) * f.row_weight * scale,
+               f.row_gap + i, f.row_lse + i, f.row_reference + i, f.row_factor + i);
   }
 }
 
@@ -72,7 +75,7 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       sum = 0;
 #pragma unroll
       for (int w = 0; w < FUSED_WARPS; ++w) sum += sums[w][lane];
-      conclude(c2, top, sum, f.x[j * f.n + j], upstream_of(f, j) * f.column_weight * scale,
+      conclude(c2, top, sum, f.x + j * f.n + j, upstream_of(f, j) * f.column_weight * scale,
                f.column_gap + j, f.column_lse + j, f.column_reference + j, f.column_factor + j);
     }
     __syncthreads();  // the reads of sums[] come before the next columns' writes
@@ -151,7 +154,7 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
       dot += (double)p * (double)x[j];
       total += p;
     }
-    dot = team.sum(dot) + here * (double)x[y];
+    dot = team.sum(dot) + (y < 0 ? 0 : here * (double)x[y]);
     total = team.sum(total) + here;
     if (team.lane == 0) {
       f.row_dot[i] = dot;

@@ -24,7 +24,7 @@ constexpr int NAIVE_TILE = 32;  // rows and columns of a product's tile
 
 // Which pairs count.
 struct Pairs {
-  const i64* positives;               // [M] the key that is row i's positive
+  const i64* positives;               // [M] the key that is row i's positive; -1: none, and upstream is 0
   const i64 *query_ids, *key_ids;     // [M], [N] or null: equal ids are excluded
   i64 symmetric;                      // one set of rows on both sides: i = j is excluded
   __device__ bool excluded(i64 i, i64 j) const {
@@ -168,10 +168,13 @@ struct Side {
 
 // What follows from natural logits: the negatives' maximum `top`, their sum of e^(x - top), and the
 // positive's logit (conclude.cuh).
-__device__ __forceinline__ void put(const Side& side, i64 i, double top, double sum, double positive) {
-  const Direction d = conclude_direction(Sum{LOG2_E * top, sum}, LOG2_E * positive);
+__device__ __forceinline__ void put(const Side& side, i64 i, double top, double sum, double positive,
+                                    bool has_positive = true) {
+  const Sum negatives = {LOG2_E * top, sum};
+  const Direction d = has_positive ? conclude_direction(negatives, LOG2_E * positive)
+                                   : without_positive(negatives);
   side.gap[i] = d.gap;
-  side.lse[i] = positive + d.loss;
+  side.lse[i] = has_positive ? positive + d.loss : LN_2 * d.lse2;
   side.loss[i] = d.loss;
 }
 
@@ -180,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
            const __grid_constant__ Side side, double* positive) {
   const i64 i = blockIdx.x, y = pairs.positives[i];
-  const Real *row = x + i * n, p = row[y];
+  const Real *row = x + i * n, p = y < 0 ? (Real)-INFINITY_ : row[y];
   double top = -INFINITY_, above = 0;
   for (i64 j = threadIdx.x; j < n; j += NAIVE_THREADS)
     if (j != y) {
@@ -195,7 +198,7 @@ row_losses(const Real* x, i64 n, const __grid_constant__ Pairs pairs,
   sum = block_sum(sum);
   if (threadIdx.x != 0) return;
   positive[i] = p;
-  put(side, i, top, sum, p);
+  put(side, i, top, sum, p, y >= 0);
   side.top[i] = top;
   side.rank[i] = (i64)above;
 }

@@ -11,7 +11,7 @@ struct Gradient : OfLogits {
   GradientPanelStrip out;
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](int, float) {});
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](i64, float) {});
     if (one_exponential) write<true>(x, t);
     else write<false>(x, t);
   }

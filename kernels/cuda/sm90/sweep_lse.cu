@@ -120,11 +120,11 @@ struct Lse {
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](int half, float value) {
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](i64 pair, float value) {
       const double logit = b.scale.get() * LOG2_E * (double)value;
-      positive[row(half)] = logit;
+      positive[pair] = logit;
       // In a triangle the pair is met once, and its other row is this column
-      if (b.triangle) positive[b.positives[row(half)] - b.first_column] = logit;
+      if (b.triangle) positive[b.positives[pair] - b.first_column] = logit;
     });
     bool good = true;
     if (MAXIMA || !sum_with_shared_reference(x, t)) {

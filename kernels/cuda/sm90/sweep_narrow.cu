@@ -23,7 +23,7 @@ struct Narrow : OfLogits {
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](int, float) {});
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](i64, float) {});
     if (one_exponential) round<true>(x);
     else round<false>(x);
   }

@@ -65,8 +65,8 @@ struct Online {
   __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](int half, float value) {
-      positive[row(half)] = scale * (double)value;
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](i64 pair, float value) {
+      positive[pair] = scale * (double)value;
     });
     const int first_row = work.panel * PANEL_ROWS + lane.row() - lane.g;
     float e[64], of_tile[2] = {0, 0};

@@ -62,8 +62,8 @@ struct SigmoidLoss {
   __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](int half, float value) {
-      positive[lane.row_of(work.panel, half)] = scale * (double)value;
+    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](i64 pair, float value) {
+      positive[pair] = scale * (double)value;
     });
 #pragma unroll
     for (int h = 0; h < 2; ++h) of_tile[h] = RowSums{};

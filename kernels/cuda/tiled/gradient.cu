@@ -83,7 +83,7 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     apply_factors(x, shared, p);
     exclude(x, shared, block, tile, p);
     differentiate(x, f, c, one_exponential, p);
-    at_positives(x, shared, block, tile, p, 0, [](int, Real) {});
+    at_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
     apply_factors(x, shared, p);
     store_gradient_panel(x, panel, block, tile, p);
   }

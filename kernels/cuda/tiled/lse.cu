@@ -187,8 +187,8 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64
     Products x;
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
-    at_positives(x, shared, block, tile, p, EXCLUDED, [&](int row, Real value) {
-      positive[tile.row + row] = scale * (double)value;
+    at_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
+      positive[pair] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);
     if (!sum_strip(x, c, sums, p)) sum_strip_by_own_maxima(x, c, sums, p);

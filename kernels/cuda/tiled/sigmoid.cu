@@ -67,8 +67,8 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     Products x;
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
-    at_positives(x, shared, block, tile, p, EXCLUDED, [&](int row, Real value) {
-      positive[tile.row + row] = scale * (double)value;
+    at_positives(x, shared, block, tile, p, EXCLUDED, [&](i64 pair, Real value) {
+      positive[pair] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);
     differentiate(x, s, (Real)logit_factor(scale), (Real)bias.get(), p);

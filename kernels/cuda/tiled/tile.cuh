@@ -28,7 +28,7 @@ __device__ __forceinline__ void fetch(T (&to)[N], const T* from, i64 existing) {
 __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Tile& t) {
   __syncthreads();  // all epilogues' reads of the last tile's numbers come before the copies
   const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
-  fetch(s.positive, b.positives + t.row, rows);
+  if (!SETS) fetch(s.positive, b.positives + t.row, rows);
   if (IDS) {
     fetch(s.row_id, b.query_ids + t.row, rows);
     fetch(s.column_id, b.key_ids + t.column, columns);
@@ -50,31 +50,39 @@ __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, 
       x[i][j] = x[i][j] * s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
 }
 
-// Hand each positive's product of the tile to `take(row in the tile, x)`, and put `instead` in its place.
+// Hand each positive's product of the tile to `take(number of the pair in b.positives, x)`, and put
+// `instead` in its place.
 template <typename Take>
 __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, const Block& b,
                                              const Tile& t, const Position& p, Real instead,
                                              Take take) {
-  const i64 first = b.first_column + t.column;
-  bool any = false;
+  const i64 first = b.first_column + t.column, each = b.positives_of_row();
+  for (i64 number = 0; number < each; ++number) {
+    const auto pair = [&](int row) { return (t.row + row) * each + number; };
+    const auto column = [&](int row) {  // in the tile
+      if (!SETS) return s.positive[row] - first;
+      return t.row + row < b.q.rows ? b.positives[pair(row)] - first : -1;
+    };
+    bool any = false;
 #pragma unroll
-  for (int r = 0; r < WARP_M; r += 32)
-    any |= (u64)(s.positive[p.warp_m * WARP_M + r + p.lane] - first) < BLOCK_N;
-  if (!__any_sync(ALL_LANES, any)) return;
+    for (int r = 0; r < WARP_M; r += 32)
+      any |= (u64)column(p.warp_m * WARP_M + r + p.lane) < BLOCK_N;
+    if (!__any_sync(ALL_LANES, any)) continue;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const i64 at = s.positive[p.row(i)] - first;
-    if (t.row + p.row(i) >= b.q.rows || at < 0 || at >= b.k.rows - t.column || at >= BLOCK_N) continue;
-    bool found = false;
-    Real positive = 0;
+    for (int i = 0; i < 8; ++i) {
+      const i64 at = column(p.row(i));
+      if (t.row + p.row(i) >= b.q.rows || at < 0 || at >= b.k.rows - t.column || at >= BLOCK_N) continue;
+      bool found = false;
+      Real positive = 0;
 #pragma unroll
-    for (int j = 0; j < LANE_N; ++j)
-      if ((int)at == p.column(j)) {
-        found = true;
-        positive = x[i][j];
-        x[i][j] = instead;
-      }
-    if (found) take(p.row(i), positive);
+      for (int j = 0; j < LANE_N; ++j)
+        if ((int)at == p.column(j)) {
+          found = true;
+          positive = x[i][j];
+          x[i][j] = instead;
+        }
+      if (found) take(pair(p.row(i)), positive);
+    }
   }
 }
 

@@ -10,7 +10,8 @@ struct Ranges {
 };
 
 struct FactorSources {
-  const double *row_reference, *row_factor, *positive_gradient;  // [M]
+  const double *row_reference, *row_factor;                      // [M]
+  const double* positive_gradient;                               // [M, set_size]
   const double *column_reference, *column_factor;                // [N] or null
   const double* column_positive_gradient;                        // [N] or null: at the columns' own positives
 };
@@ -20,11 +21,11 @@ constexpr int RANGE_THREADS = 1024;
 constexpr double MIN_FACTOR = 0x1p-60;
 
 // One block of threads, which reads M + N numbers once. An element of P is bounded by the sum of its row's
-// and its column's gradients, and each of these by the gradient at the positive; without log-sum-exps
-// (sigmoid), by the factors.
+// and its column's gradients, and each of these by the gradient at the positive; `by_factor` (several
+// positives, linear terms) and without log-sum-exps (sigmoid), by the factors.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
-ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_element,
-       Ranges* out) {
+ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 by_factor,
+       double largest_element, Ranges* out) {
   __shared__ double parts[4][RANGE_THREADS];
   double high = -INFINITY_, low = INFINITY_, least = INFINITY_, bound = 0;
 #pragma unroll 4  // as in `totals`
@@ -33,13 +34,18 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, double largest_ele
       high = fmax(high, f.row_reference[i]);
       low = fmin(low, f.row_reference[i]);
     }
-    bound = fmax(bound, fabs(f.row_factor[i]) * (f.positive_gradient ? MIN_FACTOR : 1));
+    const double counts = by_factor ? 2 : f.positive_gradient ? MIN_FACTOR : 1;
+    bound = fmax(bound, fabs(f.row_factor[i]) * counts);
     if (f.positive_gradient) bound = fmax(bound, 2 * fabs(f.positive_gradient[i]));
   }
+  if (f.positive_gradient)  // the other positives of sets
+    for (i64 pair = m + threadIdx.x; pair < m * set_size; pair += RANGE_THREADS)
+      bound = fmax(bound, 2 * fabs(f.positive_gradient[pair]));
   if (f.column_reference)
 #pragma unroll 4
     for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) {
       least = fmin(least, f.column_reference[j]);
+      if (by_factor) bound = fmax(bound, 2 * fabs(f.column_factor[j]));
       if (f.column_positive_gradient) bound = fmax(bound, 2 * fabs(f.column_positive_gradient[j]));
     }
   const int t = threadIdx.x;

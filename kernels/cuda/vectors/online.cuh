@@ -100,17 +100,18 @@ add_wanted(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* su
 // the unit of their gradients, a 2^(max - log-sum-exp) = a negative_probability / sum, with the row's own factor where
 // rows are normalised; and dL/dx at the positive.
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
-                                      const double* positive, const double* upstream,
-                                      const Real* factor, i64 n, double row_weight,
-                                      const __grid_constant__ Scale scale, double* unit,
+                                      const double* positive, const i64* positives,
+                                      const double* upstream, const Real* factor, i64 n,
+                                      double row_weight, const __grid_constant__ Scale scale,
+                                      const __grid_constant__ RowOptions options, double* unit,
                                       double* positive_gradient) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
   const double c = scale.get() * LOG2_E;
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
   if (rows.moment) rows.moment[i] *= c;
-  const Direction row = conclude_direction(rows.get(i), positive[i]);
-  const double a = upstream[i] * (row_weight * scale.bare());
+  const Direction row = options.of_one(rows.get(i), positive[i], positives[i]);
+  const double a = upstream[i] * (row_weight * options.scale.bare());
   unit[i] = rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
   positive_gradient[i] = -(a * row.negative_probability);
 }

@@ -126,34 +126,68 @@ struct Spelling {
   }
 };
 
-// The fold's identity: sums (-inf, 0, 0), no positives yet. Columns may have none (null), and
-// `any_key_not_finite` may be null.
+// The fold's identity: sums (-inf, 0, 0), and no positives yet, [m, set_size]. Columns may have none (null),
+// and `any_key_not_finite` may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
-                                 const __grid_constant__ Sums columns, double* positive, i64 m,
-                                 i64 n, const __grid_constant__ Spelling spelling,
+                                 const __grid_constant__ Sums columns, double* positive,
+                                 i64 set_size, i64 m, i64 n,
+                                 const __grid_constant__ Spelling spelling,
                                  double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) {
-    rows.set(i, {-INFINITY_, 0, 0}), positive[i] = NAN_;
+    rows.set(i, {-INFINITY_, 0, 0});
+    for (i64 pair = i * set_size; pair < (i + 1) * set_size; ++pair) positive[pair] = NAN_;
     spelling.write(i, m);
   }
   if (columns.max && i < n) columns.set(i, {-INFINITY_, 0, 0});
   if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
 }
 
+// The scale of exponents, for `hardness`.
+extern "C" __global__ void raise_scale(const __grid_constant__ Scale scale, double by, double* out) {
+  *out = scale.bare() + by;
+}
+
+// Options of the softmax that change numbers of a row alone: see spec.OPTIONS.
+struct RowOptions {
+  Scale scale, exponent_scale;  // the folds take all logits in the scale of exponents
+  double margin;
+  i64 decoupled;
+
+  __device__ __forceinline__ double to_logits() const { return scale.bare() / exponent_scale.bare(); }
+  // A positive's logit, from its exponent.
+  __device__ __forceinline__ double logit(double exponent) const {
+    return exponent * to_logits() - scale.bare() * margin * LOG2_E;
+  }
+  // `negatives` are sums of exponents.
+  __device__ __forceinline__ Direction conclude(Sum negatives, double logit, double mean) const {
+    negatives.moment *= to_logits();
+    return conclude_direction(negatives, logit, decoupled, mean);
+  }
+  // The positive is key `partner` (-1: none).
+  __device__ __forceinline__ Direction of_one(Sum negatives, double positive, i64 partner) const {
+    if (partner < 0) return without_positive(negatives);
+    return conclude(negatives, logit(positive), logit(positive));
+  }
+};
+
+// Log-sum-exps as reference exponents: of nothing, any number.
+__device__ __forceinline__ double reference_of(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
+
 struct Concluding {
   Sums rows, columns;
   double* positive;
   const i64* positives;
+  i64 set_size;                      // of `positive`, `positives` and `positive_gradient`
   const double* upstream;
   const double* bad;                 // NaN for a row that is not finite, else 0; or null
   const double* any_key_not_finite;  // NaN or 0
   double row_weight, column_weight;
-  Scale scale;
+  RowOptions options;
   i64 m, symmetric, triangle, two_sided, lse_is_float;
   // results
-  double *losses, *row_loss, *row_lse2, *column_loss, *column_lse2, *row_factor, *column_factor,
-      *positive_gradient, *log_scale_grad;  // the last one may be null
+  double *losses, *row_loss, *row_reference, *column_loss, *column_reference, *row_factor,
+      *column_factor, *positive_gradient, *log_scale_grad, *positive_logit;  // the last two may be null
   void *row_lse, *column_lse;
 };
 
@@ -162,61 +196,102 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
   else ((double*)to)[i] = LN_2 * lse2;
 }
 
+__device__ __forceinline__ void put_row(const Concluding& f, i64 i, const Direction& row, double a,
+                                        double loss, double log_scale_grad) {
+  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
+  // NaN by itself where a feature is not finite
+  if (f.log_scale_grad) f.log_scale_grad[i] = f.upstream[i] * log_scale_grad;
+  f.row_loss[i] = row.loss;
+  f.row_reference[i] = reference_of(row.lse2);
+  put_lse(f, f.row_lse, i, row.lse2);
+  f.row_factor[i] = a;
+}
+
+// A row with several positives, or none. They stand for one whose logit is their log-sum-exp: see
+// kernels/targets.py, which has the formulas.
+__device__ void conclude_set(const Concluding& f, i64 i) {
+  const i64 each = f.set_size, *keys = f.positives + i * each;
+  const double* exponents = f.positive + i * each;
+  double* gradient = f.positive_gradient + i * each;
+  double top = -INFINITY_, total = 0, sum = 0, weighted = 0;
+  i64 count = 0;
+  for (i64 s = 0; s < each; ++s)
+    if (keys[s] >= 0) top = fmax(top, f.options.logit(exponents[s])), ++count;
+  for (i64 s = 0; s < each; ++s) {
+    if (keys[s] < 0) continue;
+    const double below = f.options.logit(exponents[s]) - top, power = exp2(below);
+    total += power, sum += below, weighted += power * below;
+  }
+  Direction row = without_positive(f.rows.get(i));
+  if (count) {
+    const double mean = sum / count, mean_of_share = weighted / total;
+    row = f.options.conclude(f.rows.get(i), top + log2(total), top + mean_of_share);
+    row.loss += LN_2 * (log2(total) - mean);
+    row.log_scale_grad += LN_2 * (mean_of_share - mean);
+  }
+  const double a = f.upstream[i] * (f.row_weight * f.options.scale.bare());
+  for (i64 s = 0; s < each; ++s) {
+    const double share = exp2(f.options.logit(exponents[s]) - top) / total;
+    gradient[s] = keys[s] < 0 ? 0 : -a * (share * row.negative_probability + (1.0 / count - share));
+  }
+  put_row(f, i, row, a, f.row_weight * row.loss, f.row_weight * row.log_scale_grad);
+}
+
 // solve.Vectors.conclude, a row a thread.
 extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= f.m) return;
-  const double scale = f.scale.bare(), upstream = f.upstream[i];
+  if (f.set_size > 1) {
+    conclude_set(f, i);
+    return;
+  }
+  const double scale = f.options.scale.bare(), upstream = f.upstream[i];
   const i64 partner = f.positives[i];
   double positive = f.positive[i];
   // A triangle met the pair once, from its lower row
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
-  const Direction row = conclude_direction(f.rows.get(i), positive);
+  if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
+  const Direction row = f.options.of_one(f.rows.get(i), positive, partner);
   const double a = upstream * (f.row_weight * scale);
   double loss = f.row_weight * row.loss, log_scale_grad = f.row_weight * row.log_scale_grad;
   double positive_gradient = a * row.negative_probability;
   if (f.symmetric && partner >= 0)
     positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
-                         conclude_direction(f.rows.get(partner), positive).negative_probability;
+                         f.options.of_one(f.rows.get(partner), positive, i).negative_probability;
   if (f.two_sided) {
-    const Direction column = conclude_direction(f.columns.get(i), positive);
+    const Direction column = f.options.of_one(f.columns.get(i), positive, partner);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
     log_scale_grad += f.column_weight * column.log_scale_grad;
     positive_gradient += b * column.negative_probability;
     f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
-    f.column_lse2[i] = column.lse2;
+    f.column_reference[i] = reference_of(column.lse2);
     put_lse(f, f.column_lse, i, column.lse2);
   }
-  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
-  // NaN by itself where a feature is not finite
-  if (f.log_scale_grad) f.log_scale_grad[i] = upstream * log_scale_grad;
-  f.row_loss[i] = row.loss;
-  f.row_lse2[i] = row.lse2;
-  put_lse(f, f.row_lse, i, row.lse2);
-  f.row_factor[i] = a;
+  put_row(f, i, row, a, loss, log_scale_grad);
   f.positive_gradient[i] = -positive_gradient;
 }
 
 constexpr int TOTALS_THREADS = 1024;
 
-// The sum of x (null: 0), by all threads of the only block; the first has it.
-__device__ __forceinline__ double add_up(const double* x, i64 n) {
+// The sum of x (null: 0), each times its weight (null: 1), by all threads of the only block; the first has it.
+__device__ __forceinline__ double add_up(const double* x, i64 n, const double* weights = nullptr) {
   __shared__ double memory[TOTALS_THREADS / 32];
   double sum = 0;
   if (x)
 #pragma unroll 8  // one multiprocessor needs many loads in flight
-    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += x[i];
+    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += weights ? weights[i] * x[i] : x[i];
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 
-// out[0] = share * sum of losses, out[1] = sum of log_scale_grad / (pair_counts scale), out[2] = sum of
-// bias_grad / scale; null: 0.
+// out[0] = share * sum of losses, each times its share of `shares` (null: 1), out[1] = sum of log_scale_grad
+// / (pair_counts scale), out[2] = sum of bias_grad / scale; null: 0.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
-totals(const double* losses, i64 m, double share, const double* log_scale_grad, i64 count,
-       double pair_counts, const double* bias_grad, const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  const double sums[3] = {share * add_up(losses, m),
+totals(const double* losses, i64 m, double share, const double* shares, const double* log_scale_grad,
+       i64 count, double pair_counts, const double* bias_grad, const __grid_constant__ Scale scale,
+       void* out, i64 is_float) {
+  const double sums[3] = {share * add_up(losses, m, shares),
                           add_up(log_scale_grad, count) / (pair_counts * scale.bare()),
                           add_up(bias_grad, m) / scale.bare()};
   if (threadIdx.x) return;

@@ -15,7 +15,7 @@ import numpy as np
 
 from ... import problem as problems
 from ... import solve as blocks
-from ...linear import Segments
+from ...linear import LinearGradient, LinearTerm, Segments, segment_products
 from ...problem import (
     Array,
     Epilogue,
@@ -29,7 +29,7 @@ from ...problem import (
     Statistics,
 )
 from ..device.launches import Queue
-from ..linear import Linear
+from ..linear import Rows
 from ..vectors import TiledVectors
 from .context import Context
 from .gradient import NarrowFold, SoftmaxFold
@@ -73,13 +73,28 @@ class GPU:
         return per_key[problem.positives]
 
     @cached_property
-    def linear(self) -> Linear:
-        return Linear(self.context)
+    def linear_rows(self) -> tuple[Rows, Rows]:
+        """Queries and keys, as linear terms see them."""
+        rows = [Rows(self.context.launcher, side) for side in self.context.sides]
+        return rows[0], rows[-1]
 
     def segment_products(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[Array, Array | None]:
-        return self.linear.segment_products(segments, columns, problem.symmetric)
+        return segment_products(*self.linear_rows, segments, columns, problem.symmetric)
+
+    def subtract(
+        self, term: LinearTerm, problem: Problem, gradients: Gradients, keys: slice
+    ) -> None:
+        """Add a linear term's gradients to complete dQ, and to complete dK of these keys."""
+        query, key = self.linear_rows
+        if gradients.want_query:
+            of_query = LinearGradient(query, key, term, False, problem.symmetric)
+            query.subtract(of_query, gradients.query)
+        if gradients.want_key and not problem.symmetric:
+            assert gradients.key is not None
+            of_key = LinearGradient(query, key, term, True, False).part(keys)
+            key.subtract(of_key, gradients.key[keys], keys.start)
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
@@ -109,6 +124,6 @@ class GPU:
             for term in epilogue.linear:
                 assert gradients is not None
                 keys = slice(grid.columns[0].start, grid.columns[-1].stop)
-                self.linear.subtract(term, problem, gradients, keys)
+                self.subtract(term, problem, gradients, keys)
         elif isinstance(epilogue, Sigmoid):
             SigmoidFold(context, problem, grid, epilogue, gradients).run()

@@ -22,8 +22,10 @@ class BlockLauncher:
         self.tile: config.Tile | config.Sweep = context.sweep or context.tile
         self.scale = context.logit_scale  # before features are staged, which needs it
         # what kernels are compiled for
+        self.sets = {"SETS": 1} if problem.set_size > 1 else {}
         self.options = {
-            "IDS": int(problem.query_ids is not None), "FACTORS": int(problem.normalize)
+            "IDS": int(problem.query_ids is not None), "FACTORS": int(problem.normalize),
+            **self.sets,
         }  # fmt: skip
         # and those kernels that sum
         self.of_sums: dict[str, Any] = {"MOMENTS": 1} if problem.moments else {}
@@ -82,7 +84,7 @@ class BlockLauncher:
             "q": self.q.fields(context.item), "k": self.k.fields(context.item),
             "width": context.width, "first_row": rows.start, "first_column": columns.start,
             "row_tiles": row_tiles, "column_tiles": column_tiles,
-            "positives": address(problem.positives, rows.start),
+            "positives": address(problem.positives, rows.start), "set_size": problem.set_size,
             "query_ids": address(problem.query_ids, rows.start),
             "key_ids": address(problem.key_ids, columns.start),
             "symmetric": problem.symmetric, "triangle": triangle, "scale": self.scale,

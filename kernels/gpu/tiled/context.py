@@ -83,9 +83,13 @@ class Context:
             and self.sweep is not None and self.precision in ONE_PASS
         )  # fmt: skip
         self.scale, self._scale = scalar(problem.scale)
-        self.exponent_scale, self._exponent_scale = self.scale, self._scale
+        self.exponent_scale, self._exponent_scale = self.scale, None
         if problem.hardness:
-            self.exponent_scale, self._exponent_scale = scalar(problem.exponent_scale)
+            self._exponent_scale = cupy.empty(1)
+            self.launcher.vectors(
+                "raise_scale", 1, scale=self.scale, by=problem.hardness, out=self._exponent_scale
+            )
+            self.exponent_scale, _ = scalar(self._exponent_scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
         self.paired = problem.paired  # asked before `materialize_vectors` hides the rule
         self._queries_of_keys: tuple[Array, Array, Array] | None = None
@@ -164,6 +168,11 @@ class Context:
         """The sides that differ."""
         return [self.query] if self.key is self.query else [self.query, self.key]
 
+    def row_options(self, problem: Problem) -> Fields:
+        """struct RowOptions."""
+        return {"scale": self.scale, "exponent_scale": self.exponent_scale,
+                "margin": problem.margin, "decoupled": problem.decoupled}  # fmt: skip
+
     @cached_property
     def logit_scale(self) -> Fields:
         """struct Scale, by which products are multiplied to be logits."""
@@ -197,10 +206,11 @@ class Context:
         return address(self.shifts, 2)
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array, Array]:
-        """Queries by their positive keys [M], and where each key's begin and end there: 2 x [N]."""
+        """Numbers of pairs in `positives`, by their keys, and where each key's begin and end there:
+        2 x [N]."""
         if self._queries_of_keys is None:
-            m, n, _ = problem.shape
             launcher, positives = self.launcher, problem.positives
+            m, n = positives.size, problem.shape[1]
             zeros = launcher.queue.zeros(n + 1, np.int64)
             begin = end = zeros[:n]
             order = zeros[n:]

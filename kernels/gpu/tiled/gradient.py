@@ -234,39 +234,40 @@ class GradientFold(Fold):
             if self.row_unit is not None:
                 unit, unit_step = self.row_unit, 1
             side, other, dots, add = context.query, context.key, gradients.dots, gradients.add_query
-            partners = {"partner": problem.positives, "begin": None, "end": None,
-                        "by_partner": False}  # fmt: skip
+            partners = {"partner": problem.positives, "begin": None, "end": None}
         else:
             side, other, add = context.key, context.query, False
             dots = None if gradients.want_query else gradients.dots
             order = begin = end = None
             if not context.paired:
                 order, begin, end = context.queries_of_keys(problem)
-            partners = {"partner": order, "begin": begin, "end": end, "by_partner": True}
+            partners = {"partner": order, "begin": begin, "end": end}
         if acc.copies > 1:
             self.launcher.vectors(
                 "add_copies", acc.copy_stride, sums=acc.array, n=acc.copy_stride, copies=acc.copies
             )
         self.launcher.rows(
-            "finish", n, d, file="finish.cu", defines={"FACTORS": self.options["FACTORS"]},
+            "finish", n, d, file="finish.cu",
+            defines={"FACTORS": self.options["FACTORS"], **self.sets},
             acc=acc.pointer(rows.start), acc_stride=acc.stride,
             first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
             exponent=side.exponent,
             positives={
-                "gradient": self.positive_gradient, **partners, "others": len(other.features),
-                "z": matrix(other.features),
-                "factor": other.factor, "exponent": other.exponent,
+                "gradient": self.positive_gradient, **partners, "set_size": problem.set_size,
+                "others": len(other.features), "z": matrix(other.features), "factor": other.factor,
+                "exponent": other.exponent,
             },
             unit=unit, unit_step=unit_step, shift=other.shift, dots=dots,
             out=matrix(out, -first), add=add,
         )  # fmt: skip
 
-    def find_ranges(self, m: int, n: int, **vectors: Array) -> None:
+    def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
         """The unit in which panels are written, and whether one exponential serves both sides."""
         self.launcher.launch(
             "vectors.cu", "ranges", 1, 1024,
             {
                 "f": dict.fromkeys(SOURCES) | vectors, "m": m, "n": n,
+                "set_size": self.problem.set_size, "by_factor": by_factor,
                 "largest_element": LARGEST_ELEMENT.get(self.context.precision, 1.0),
                 "out": self.unit,
             },
@@ -285,11 +286,10 @@ class SoftmaxFold(GradientFold):
             name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
             for name, v in zip(SOURCES, given, strict=True)
         }
-        # dL/dx at a positive bounds its row's panel elements, unless the loss has linear terms
-        bound = sources["positive_gradient"]
-        if epilogue.linear:
-            bound = cupy.maximum(abs(bound), abs(sources["row_factor"]))
-        self.find_ranges(m, n, **sources | {"positive_gradient": bound})
+        # dL/dx at a positive bounds its row's panel elements, unless it is one of several, or there
+        # are linear terms
+        one = not problem.linear_terms and problem.set_size == 1
+        self.find_ranges(m, n, by_factor=not one, **sources)
         self.positive_gradient = sources["positive_gradient"]
         self.two_sided = epilogue.column_reference is not None
         self.row_reference, self.a, self.u = cupy.empty((3, m), context.real)

@@ -88,9 +88,11 @@ class OnlineFold(GradientFold):
             "end_online", n, reference=address(self.references, start),
             rows=sums_fields(sums, start),
             positive=address(self.epilogue.positive_logits, start),
+            positives=address(self.problem.positives, start),
             upstream=address(self.problem.upstream, start),
             factor=address(self.context.query.factor, start), n=n,
             row_weight=self.problem.row_weight, scale=self.scale,
+            options=self.context.row_options(self.problem),
             unit=address(self.row_unit, start),
             positive_gradient=address(self.positive_gradient, start),
         )  # fmt: skip

@@ -5,7 +5,7 @@
 
 // What a thread knows of its two rows of a query panel.
 struct Rows {
-  int positive[2];  // column of the positive in the block, or -1
+  int positive[2];  // column of the positive in the block, or -1; of SETS, `at_positives` looks them up
   int diagonal;     // of one set of rows: the panel's first row as a column of the block; else far away
   int end;          // all columns before this one are inside for all rows; 0 if some rows are outside
 #if IDS
@@ -23,8 +23,7 @@ struct Rows {
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.row_of(panel, h);
       const bool inside = row < b.q.rows;
-      const i64 at = inside ? b.positives[row] - b.first_column : -1;
-      positive[h] = at >= 0 && at < b.k.rows ? (int)at : -1;
+      positive[h] = inside && !SETS ? column(b, b.positives[row]) : -1;
 #if IDS
       id[h] = inside ? b.query_ids[row] : 0;
 #endif
@@ -32,6 +31,11 @@ struct Rows {
       factor[h] = inside ? b.q.factor[row] : 0;
 #endif
     }
+  }
+  // Of a positive in the block, or -1.
+  __device__ __forceinline__ static int column(const Block& b, i64 key) {
+    const i64 at = key - b.first_column;
+    return at >= 0 && at < b.k.rows ? (int)at : -1;
   }
 };
 
@@ -68,9 +72,27 @@ __device__ __forceinline__ float largest(const float (&x)[64], int h) {
   return or_low(high);
 }
 
-// Raw products of a tile become products of unit rows. A positive's product is handed to `take(h, x)`,
-// where h is 0 or 1 for this thread's first or second row. It becomes EXCLUDED then, like everything that is
-// not in the sums: padding, i = j where symmetric, equal ids.
+// The products of positives in columns `at` of the tile, of this thread's two rows, become EXCLUDED. They
+// are handed to `take(h, x)`, where h is 0 or 1 for its first or second row.
+template <class Take>
+__device__ __forceinline__ void set_aside(float (&x)[64], const int (&at)[2], const Lane& lane, Take take) {
+  const bool met[2] = {(u32)at[0] < TILE_COLUMNS, (u32)at[1] < TILE_COLUMNS};
+  if (!__any_sync(ALL_LANES, met[0] || met[1])) return;
+  float value[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    if (column_of(i, lane) == at[i / 2 % 2]) {
+      value[i / 2 % 2] = x[i];
+      x[i] = EXCLUDED;
+    }
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (met[h] && at[h] % 8 / 2 == lane.t) take(h, value[h]);
+}
+
+// Raw products of a tile become products of unit rows. A positive's product is handed to `take(number of
+// the pair in b.positives, x)`. It becomes EXCLUDED then, like everything that is not in the sums: padding,
+// i = j where symmetric, equal ids.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
                                         const Block& b, int panel, int tile, const Lane& lane,
@@ -81,19 +103,18 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
     x[i] *= rows.factor[i / 2 % 2] * columns.factor[column_of(i, lane)];
 #endif
   const int first = tile * TILE_COLUMNS;
-  const int at[2] = {rows.positive[0] - first, rows.positive[1] - first};
-  const bool met[2] = {(u32)at[0] < TILE_COLUMNS, (u32)at[1] < TILE_COLUMNS};
-  if (__any_sync(ALL_LANES, met[0] || met[1])) {
-    float value[2] = {0, 0};
+  const i64 each = b.positives_of_row();
+  for (i64 number = 0; number < each; ++number) {
+    int at[2];
 #pragma unroll
-    for (int i = 0; i < 64; ++i)
-      if (column_of(i, lane) == at[i / 2 % 2]) {
-        value[i / 2 % 2] = x[i];
-        x[i] = EXCLUDED;
-      }
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (met[h] && at[h] % 8 / 2 == lane.t) take(h, value[h]);
+    for (int h = 0; h < 2; ++h) {
+      const i64 row = lane.row_of(panel, h);
+      at[h] = rows.positive[h] - first;
+      if (SETS && row < b.q.rows) at[h] = Rows::column(b, b.positives[row * each + number]) - first;
+    }
+    set_aside(x, at, lane, [&](int h, float value) {
+      take(lane.row_of(panel, h) * each + number, value);
+    });
   }
 #if IDS
 #pragma unroll

@@ -1,0 +1,243 @@
+"""method="naive": the whole logit matrix, as in a textbook, on NumPy's arrays or CuPy's.
+
+Three matrix products, one M x N matrix, and a few passes over it. This is not fast and needs much
+memory, but it shows what the folds compute, and it can return the logits. Exponents are natural.
+Nothing reads an element of an array on the host.
+
+M x N matrices have one element more, behind the last: positives that a row lacks are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .conclude import Direction
+from .conclusion import conclusion
+from .linear import Segments
+from .problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
+from .solve import Solution, Vectors
+from .targets import limits
+
+MATRICES, WITH_OPTIONS = 4, 10  # the most M x N arrays alive at once
+
+
+def matrix_bytes(problem: Problem) -> int:
+    """What the matrices take."""
+    m, n, _ = problem.shape
+    matrices = MATRICES if problem.plain else WITH_OPTIONS
+    return matrices * m * n * (8 if problem.compute == "fp64" else 4)
+
+
+def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> Solution:
+    """Loss and gradients of `problem` from the full matrix of logits."""
+    xp = vectors.xp
+    problem = materialize_vectors(problem, xp)
+    m, n, _ = problem.shape
+    dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+    u, norms = _rows(xp, problem.query, problem.normalize, dtype)
+    v, key_norms = u, norms
+    if not problem.symmetric:
+        v, key_norms = _rows(xp, problem.key, problem.normalize, dtype)
+    x = _Matrix(xp, m, n, dtype)
+    xp.matmul(u, v.T, out=x.all)
+    present = problem.positives >= 0
+    index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
+    index = xp.where(present, index.reshape(present.shape), m * n)  # of the positives in x
+    by_row = by_column = None  # whether a direction leaves out a pair
+    if problem.leaves_out:
+        dots = xp.where(present, x.flat[index], np.nan)
+        limit = limits(xp, problem, dots).astype(dtype)
+        by_row = x.all > limit[:, None]
+        by_column = x.all > limit if problem.two_sided else None
+    scale = xp.asarray(problem.scale, dtype)
+    x.flat *= scale
+    positive = x.flat[index]
+    if problem.symmetric:
+        xp.fill_diagonal(x.all, -np.inf)
+    if problem.query_ids is not None:
+        x.all[problem.query_ids[:, None] == problem.key_ids[None, :]] = -np.inf
+    x.flat[index] = positive
+
+    finite = xp.isfinite(u).all(axis=1) & xp.isfinite(v).all()
+    marks = xp.where(finite, 0.0, np.nan)
+    if problem.marks is not None:
+        marks += problem.marks
+    if problem.bias is not None:
+        solution, g = _sigmoid(xp, problem, x, index, marks)
+    else:
+        logits = xp.where(present, LOG2_E * positive.astype(np.float64), np.nan)
+        dense = _Dense(xp, u, v, marks)
+        solution, g = _softmax(vectors, problem, x, logits, index, (by_row, by_column), dense)
+    solution.logits = x.all
+    if gradients is None:
+        return solution
+    g *= scale
+    if gradients.query is not None:
+        gradients.query[...] = _normalization_backward(g @ v, u, norms)
+    if gradients.key is not None:
+        gradients.key[...] = _normalization_backward(g.T @ u, v, key_norms)
+    return solution
+
+
+class _Matrix:
+    """An M x N matrix, and one element more."""
+
+    def __init__(self, xp: Any, m: int, n: int, dtype: Any) -> None:
+        self.flat = xp.zeros(m * n + 1, dtype)
+        self.all = self.flat[:-1].reshape(m, n)
+
+    def like(self, xp: Any) -> _Matrix:
+        """Another one."""
+        m, n = self.all.shape
+        return _Matrix(xp, m, n, self.flat.dtype)
+
+
+def _rows(xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
+    """Features in the compute dtype, normalised if asked for (zero rows stay zero); their norms."""
+    if not normalize:
+        return z.astype(dtype, copy=False), None
+    wide = z.astype(np.float64)
+    norms = xp.linalg.norm(wide, axis=1, keepdims=True)
+    norms[norms == 0] = np.inf
+    return (wide / norms).astype(dtype), norms
+
+
+def _normalization_backward(g: Array, u: Array, norms: Array | None) -> Array:
+    """dL/dz = (g - u <g, u>) / |z|, where g = dL/du and u = z / |z|."""
+    if norms is None:
+        return g
+    return ((g - u * (g * u).sum(axis=1, keepdims=True)) / norms).astype(g.dtype)
+
+
+class _Dense:
+    """What `conclusion` asks of a backend, from all features at once."""
+
+    def __init__(self, xp: Any, query: Array, key: Array, marks: Array) -> None:
+        self.xp, self.query, self.key, self.marks = xp, query, key, marks
+
+    def not_finite_marks(self, problem: Problem) -> Array:
+        return self.marks
+
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        return self.xp.zeros(len(self.query))  # the transpose has them
+
+    def segment_products(
+        self, problem: Problem, segments: Segments, columns: bool
+    ) -> tuple[Array, Array | None]:
+        dots = self.query.astype(np.float64) @ self.key.astype(np.float64).T
+        dots *= _same(self.xp, problem, segments)
+        return dots.sum(axis=1), dots.sum(axis=0) if columns else None
+
+
+def _same(xp: Any, problem: Problem, segments: Segments) -> Array:
+    """[M, N] whether row and key are of the same segment."""
+    same = segments.rows[:, None] == segments.columns
+    if problem.symmetric:
+        xp.fill_diagonal(same, False)
+    return same
+
+
+def _softmax(
+    vectors: Vectors, problem: Problem, x: _Matrix, positive_logits: Array, index: Array,
+    left_out: tuple[Array | None, Array | None], dense: _Dense,
+) -> tuple[Solution, Array]:  # fmt: skip
+    """Per-row losses, log-sum-exps and dL/dx.
+
+    Positives are kept out of the sums, because softplus(LSE of the negatives - positive) loses no
+    digits of a small loss. They are put back at the end.
+    """
+    xp, dtype = vectors.xp, x.flat.dtype
+    positive = x.flat[index]
+    x.flat[index] = -np.inf
+    exponents = x.all
+    if problem.hardness:
+        exponents = x.all * xp.asarray(problem.exponent_scale / problem.scale, dtype)
+    moments = problem.scalar_grads
+    of_rows = x.like(xp)  # exponentials, then dL/dx
+    g = of_rows.all
+    sums = _sums(xp, exponents, 1, moments, problem.key_bias, left_out[0], g)
+    column_sums = None
+    if problem.two_sided:
+        p = xp.empty_like(g)
+        column_sums = _sums(xp, exponents, 0, moments, None, left_out[1], p)
+    stats = Statistics(sums, column_sums, positive_logits)
+    end = conclusion(vectors, problem, stats, True, dense, 1.0)
+    rows, columns = end.rows, end.columns
+    upstream = problem.upstream
+    if problem.joint:
+        upstream = xp.tile(upstream, 2)
+    g *= _of_sums(xp, sums, rows)[:, None].astype(dtype)
+    g *= (problem.row_weight * upstream)[:, None].astype(dtype)
+    if columns is not None and column_sums is not None:
+        p *= _of_sums(xp, column_sums, columns)[None, :].astype(dtype)
+        g += p * (problem.column_weight * upstream)[None, :].astype(dtype)
+    of_rows.flat[index] = end.positive_gradient / (2 if problem.joint else 1)  # in each of two rows
+    solution = Solution(
+        end.losses, rows.lse, None if columns is None else columns.lse, stats,
+        (rows.loss, None if columns is None else columns.loss),
+    )  # fmt: skip
+    if end.log_scale_grad is not None:
+        solution.scale_grad = end.log_scale_grad.sum() / problem.scale
+    if problem.retrieval_ranks:
+        above = x.all > positive[:, None]
+        stats.row_rank = stats.column_rank = above.sum(axis=1)
+        if problem.two_sided:
+            stats.column_rank = (x.all > positive[None, :]).sum(axis=0)
+        elif not problem.symmetric:
+            stats.column_rank = None
+    x.flat[index] = positive
+    for term in end.linear:
+        of_columns = 0.0 if term.column_factor is None else term.column_factor
+        factor = term.row_factor[:, None] + of_columns
+        g -= (_same(xp, problem, term.segments) * factor).astype(dtype)
+    return solution, g + g.T if problem.symmetric else g
+
+
+def _sums(
+    xp: Any, x: Array, axis: int, moments: bool, bias: Array | None, left_out: Array | None,
+    p: Array,
+) -> Sums:  # fmt: skip
+    """From the negatives' logits along one axis: their sums, and in `p` their exponentials.
+    Exponents are differences of logits: x, with its bias, minus the largest one. Moments are of x
+    alone."""
+    unbiased = x
+    if bias is not None:
+        x = x + bias.astype(x.dtype)
+    if left_out is not None:
+        x = xp.where(left_out, x.dtype.type(-np.inf), x)
+    top = x.max(axis=axis).astype(np.float64)
+    shift = xp.where(xp.isneginf(top), 0, top).astype(x.dtype)
+    xp.exp(x - xp.expand_dims(shift, axis), out=p)
+    sums = Sums(LOG2_E * top, p.sum(axis=axis, dtype=np.float64))
+    if moments:
+        terms = xp.where(p == 0, 0, unbiased)  # 0 times the -inf of an excluded pair would be NaN
+        terms *= p
+        sums.moment = LOG2_E * terms.sum(axis=axis, dtype=np.float64)
+    return sums
+
+
+def _of_sums(xp: Any, sums: Sums, end: Direction) -> Array:
+    """What makes probabilities of exponentials."""
+    return xp.exp2(sums.max - end.reference) * end.reference_probability
+
+
+def _sigmoid(
+    xp: Any, problem: Problem, x: _Matrix, index: Array, marks: Array
+) -> tuple[Solution, Array]:
+    """-log sigmoid(t z) = softplus(-t z), t = 1 at positives and -1 elsewhere; and dL/dx."""
+    sign = x.like(xp)
+    sign.flat[:] = 1
+    sign.flat[index] = -1
+    z = (x.all + xp.asarray(problem.bias, x.flat.dtype)) * sign.all
+    losses = xp.logaddexp(0, z).sum(axis=1, dtype=np.float64)
+    g = xp.exp(z - xp.logaddexp(0, z)) * problem.upstream[:, None].astype(z.dtype)
+    g[xp.isneginf(x.all)] = 0
+    g *= sign.all
+    solution = Solution(losses + marks)
+    if problem.scalar_grads:
+        logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair would be NaN
+        solution.scale_grad = xp.vdot(g, logits).astype(np.float64) / problem.scale
+        solution.bias_grad = g.sum(dtype=np.float64)
+    return solution, g

@@ -1,0 +1,40 @@
+"""Linear terms of features in host memory: their rows pass over the device, panel by panel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..linear import Rows
+from ..problem import Array, Problem, slices
+from .device import Copies, Device
+from .panels import Arrivals, Side
+
+
+class StreamedRows:
+    """See `infonce.kernels.linear.Rows`."""
+
+    def __init__(
+        self, device: Device, copies: Copies, features: Array, problem: Problem, panel: int
+    ) -> None:
+        self.device, self.copies, self.problem = device, copies, problem
+        self.side = Side(features, slices(len(features), panel))
+
+    def panels(self) -> Iterator[tuple[slice, Rows]]:
+        """Rows on the device, while the next are copied."""
+        panels = self.side.panels
+        arrivals = Arrivals(self.device.xp, self.copies, self.side, panels)
+        for rows in panels:
+            yield rows, self.device.rows(arrivals.take(), self.problem)
+
+    def sums(self, segment: Array, count: int, factor: Array | None = None) -> Array:
+        total = None
+        for rows, there in self.panels():
+            of_panel = there.sums(segment[rows], count, None if factor is None else factor[rows])
+            total = of_panel if total is None else total + of_panel
+        return total
+
+    def products(self, segment: Array, sums: Array, itself: float) -> Array:
+        out = self.device.vectors.zeros(len(segment))
+        for rows, there in self.panels():
+            out[rows] = there.products(segment[rows], sums, itself)
+        return out
