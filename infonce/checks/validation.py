@@ -230,7 +230,7 @@ def positives(
             f"{labels[tuple(first)]} at position {at}"
         )
     labels = _sets(np.maximum(labels, -1))
-    return labels, None, (labels >= 0).reshape(m, -1).any(axis=1)
+    return labels, None, (labels >= 0) if labels.ndim == 1 else (labels >= 0).any(axis=1)
 
 
 def _sets(labels: Array) -> Array:
