@@ -67,12 +67,17 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
 
 def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[dict[str, Any]]:
     """Medians over rounds, and memory."""
-    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in runs}
-    for run in runs.values():
-        run()  # compiles
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for case, run in runs.items():
+        try:
+            run()  # compiles
+        except ValueError as error:  # an option that this place does not have
+            print(*case, error)
+        else:
+            seconds[case] = []
     for _ in track(range(rounds), "rounds"):
-        for case, run in runs.items():
-            times = bench.turn(run)["seconds"]
+        for case in seconds:
+            times = bench.turn(runs[case])["seconds"]
             seconds[case].append(statistics.median(times[1:] or times))
     found = []
     for (loss, name), times in seconds.items():
