@@ -73,11 +73,12 @@ struct Positives {
   template <class T>
   __device__ __forceinline__ void add(T (&g)[LANE_FEATURES], i64 row, i64 column, i64 n,
                                       double own_factor) const {
-    const i64 last = begin ? end[row] : (row + 1) * set_size;
-    for (i64 s = begin ? begin[row] : row * set_size; s < last; ++s) {
-      const i64 pair = begin ? partner[s] : s;
+    const i64 each = SETS ? set_size : 1;
+    const i64 last = begin ? end[row] : (row + 1) * each;
+    for (i64 s = begin ? begin[row] : row * each; s < last; ++s) {
       i64 other = partner ? partner[s] : s;
-      if (SETS && begin) other = pair / set_size;
+      const i64 pair = begin ? other : s;
+      if (SETS && begin) other /= each;
       if (other < 0 || other >= others) continue;
       double weight = gradient[pair];
       if (FACTORS) weight *= own_factor * factor[other];

@@ -116,7 +116,7 @@ class HostQueue(Queue):
         elif function == "finish":
             real = np.float64 if self.precision == "fp64" else np.float32
             rows = host(a["acc"], a["n"], a["d"], a["acc_stride"], real)
-            of = self.sums[a["positives"]["by_partner"]]
+            of = self.sums[a["positives"]["begin"] is not None]  # rows are keys
             for i, row in enumerate(rows.astype(np.float64), a["first"]):
                 of[i] = row * number(a["unit"], i * a["unit_step"])
 
