@@ -26,10 +26,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads,
 pytest.register_assert_rewrite("command_line", "gpu_problems", "reference_problems")
 
 settings.register_profile(
-    "default", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+    "default", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)  # fmt: skip
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: no worker is left with one at the end."""
+    items.sort(key=lambda item: "test_notebooks.py::test_runs" not in item.nodeid)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ SPILLS_TWO_BLOCKS, SPILLS_FP64, SPILLS = 32, 160, 24
 SPILLS_EXTRAS_MOMENTS = 192
 
 
-# Where a kernel has three choices, every two of them are compiled together; thorough: all three
+# Of the combinations of a kernel's choices, one in two or three is compiled; thorough: all of them
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
@@ -56,6 +56,10 @@ def spilled(log: str) -> int:
 @pytest.mark.parametrize("name", TILED)
 def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
     require_use(precision, arch)
+    choices = list(TILED), list(config.OPERAND_BYTES), list(DEVICES)
+    place = sum(map(list.index, choices, (name, precision, arch)))
+    if place % 3 and not THOROUGH:
+        pytest.skip("the thorough profile compiles these three together")
     tile = config.tile_for(precision, 64, DEVICES[arch])
     compile_within_budget(name, precision, arch, tile, 1)
 
@@ -120,11 +124,13 @@ WIDTHS = [128, 1024, 1040, *([2048] if THOROUGH else [])]
 @pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_sweeps(name: str, precision: str, width: int) -> None:
-    """For Hopper alone. That shared memory suffices is asserted by the kernels. The first variant
-    has every width; each other one has every other width, and the next precision the rest."""
+    """For Hopper alone. That shared memory suffices is asserted by the kernels. Each precision has
+    two widths in three; there the first variant is compiled, and one in three of the others."""
     if name == "online" and precision in config.FLOAT16:
         pytest.skip("one pass wants the exponents of float32")
     place = WIDTHS.index(width) + config.SWEEP_PRECISIONS.index(precision)
+    if place % 3 == 0 and not THOROUGH:
+        pytest.skip("the thorough profile compiles every width")
     option, budget = SWEEPS[name]
     if precision in config.OPERAND_PARTS:
         # of each part; with many times the products, spills matter less
@@ -135,7 +141,7 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
     if not option:
         variants = [of for of in variants if of[1]]
     for i, (extras, variant, moments) in enumerate(variants):
-        if i and (place + i) % 2 and not THOROUGH:
+        if i and (place + i) % 3 and not THOROUGH:
             continue
         sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], extras, moments)
         assert sweep is not None
@@ -163,6 +169,8 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16x3"])
 def test_kept_exponentials(precision: str, columns: int, extras: bool, moments: bool) -> None:
     """The log-sum-exp sweep that stores them, and the kernel that makes a gradient of them."""
+    if ((precision == "bf16") + columns + extras + moments) % 2 and not THOROUGH:
+        pytest.skip("the thorough profile compiles these four together")
     sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras, moments)
     assert sweep is not None
     defines = {
@@ -180,23 +188,25 @@ def test_kept_exponentials(precision: str, columns: int, extras: bool, moments: 
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp16x3"])
-def test_sets_of_positives(precision: str, extras: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "extras", "width"),
+    [("bf16", True, 1024), ("fp16x3", False, 2304)]
+    + THOROUGH * [("bf16", False, 2304), ("fp16x3", True, 1024)],
+)
+def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
     """Kernels that look for several positives a row keep to the budgets of the others."""
     options, device = ("--ptxas-options=-v",), DEVICES["sm_90a"]
-    for width in (1024, 2304):
-        sweep = config.sweep_for(precision, width, device, extras)
-        assert sweep is not None
-        for name in ("lse", "gradient"):
-            panel = name != "lse"
-            defines = {
-                "PRECISION": precision.upper(), **config.defines(sweep, panel, not panel),
-                "IDS": int(extras), "FACTORS": int(extras), "COLUMNS": 0, "SETS": 1,
-            }  # fmt: skip
-            log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]
-            assert "serialized" not in log
-            assert spilled(log) <= (SPILLS_EXTRAS if extras else SWEEPS[name][1]), (defines, log)
+    sweep = config.sweep_for(precision, width, device, extras)
+    assert sweep is not None
+    for name in ("lse", "gradient"):
+        panel = name != "lse"
+        defines = {
+            "PRECISION": precision.upper(), **config.defines(sweep, panel, not panel),
+            "IDS": int(extras), "FACTORS": int(extras), "COLUMNS": 0, "SETS": 1,
+        }  # fmt: skip
+        log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]
+        assert "serialized" not in log
+        assert spilled(log) <= (SPILLS_EXTRAS if extras else SWEEPS[name][1]), (defines, log)
     for name in ("lse", "gradient"):
         for of_tiles in ("bf16", "fp64"):
             tile = config.tile_for(of_tiles, 64, DEVICES["sm_80"])
@@ -262,7 +272,7 @@ def test_finish(precision: str, factors: int, arch: str) -> None:
 def test_fused(kind: str, precision: str, dtype: str, arch: str) -> None:
     kinds = {name: int(name == kind) for name in ("SYMMETRIC", "TWO_SIDED", "SIGMOID")}
     place = list(kinds).index(kind) + (precision == "FP64") + list(DEVICES).index(arch)
-    if place % 2 and not THOROUGH:
+    if place % 3 and not THOROUGH:
         pytest.skip("the thorough profile compiles these three together")
     defines = {"PRECISION": precision, "DTYPE": f"DTYPE_{dtype}", "NORMALIZE": 1, "IDS": 1, **kinds}
     log = compiler.compile_for("fused/fused.cu", defines, arch, ("--ptxas-options=-v",))[1]
