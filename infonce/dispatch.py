@@ -97,11 +97,16 @@ def _solve(request: Request) -> Solution:
         solution = _backends_solution(request)
     except MemoryError as error:
         raise_with_advice(error, request.problem)
+    split_joined(request)
+    return solution
+
+
+def split_joined(request: Request) -> None:
+    """Of a joint loss: the gradients of all rows become those of its arguments."""
     if request.joined is not None:
         for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
             if name in request.feature_grads:
                 request.feature_grads[name][...] = part
-    return solution
 
 
 def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
@@ -120,6 +125,14 @@ def _on_gpu() -> Any:
     return select
 
 
+def on_device(problem: Problem) -> Problem:
+    """The problem as a GPU solves it: every row has a positive, so weights are in `upstream` and
+    nowhere else."""
+    if problem.weights is None or problem.classes is not None:
+        return problem
+    return replace(problem, weights=None)
+
+
 def _backends_solution(request: Request) -> Solution:
     # imported here: `import infonce` does not wait for Numba
     problem, gradients = request.problem, request.gradients
@@ -128,10 +141,7 @@ def _backends_solution(request: Request) -> Solution:
 
         return offload_gpu.solve(problem, gradients)
     if arrays.on_gpu(problem.query):
-        if problem.weights is not None and problem.classes is None:
-            # every row has a positive: weights are in `upstream`, and nowhere else
-            problem = replace(problem, weights=None)
-        return _on_gpu().solve(problem, gradients)
+        return _on_gpu().solve(on_device(problem), gradients)
     if problem.method == "naive":
         from .kernels.cpu import naive
 

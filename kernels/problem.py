@@ -295,7 +295,8 @@ class SoftmaxGradient:
     column_reference: Array | None  # r' [N]
     column_factor: Array | None  # b [N]
     positive_gradient: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
-    column_positive_gradient: Array | None = None  # [N]: of key j's query, if it is not row j here
+    # [N]: of key j's query, if it is not row j here; or another bound of column j's dL/dx
+    column_positive_gradient: Array | None = None
     linear: Sequence[Any] = ()  # `linear.LinearTerm`s, added to the complete gradients
 
     phase = "gradient"

@@ -243,11 +243,12 @@ class Vectors:
         to[...] = sums
 
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
-        """Indices of the positives within `keys`; -1 for positives outside. After the last of
-        `total` keys comes the first."""
+        """Indices of the positives within `keys`; -1 for those outside, and for none. After the
+        last of `total` keys comes the first."""
         local = positives - keys.start
         local = self.xp.where(local < 0, local + total, local)
-        return self.xp.where((local >= 0) & (local < keys.stop - keys.start), local, -1)
+        inside = (positives >= 0) & (local >= 0) & (local < keys.stop - keys.start)
+        return self.xp.where(inside, local, -1)
 
     def direction(
         self, sums: Sums, positive: Array, decoupled: bool = False, mean: Array | None = None

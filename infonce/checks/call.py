@@ -137,8 +137,9 @@ def check(
         if batch is None:  # over ranks, classes have rows on others
             positives, has_positive = partners(xp, classes.members(xp, own), own, decoupled)
     elif labelled:
-        found = validation.positives(xp, labels, len(query), static.batch.columns)
-        positives, marks, has_positive = found
+        positives, marks, has_positive = validation.positives(
+            xp, labels, len(query), static.batch.columns, sets=not loss.symmetric
+        )
     weights = get("weights")
     if weights is not None:
         weights = validation.weights(xp, weights, len(query), batch is None)
@@ -190,14 +191,9 @@ def check(
 
 
 def _cache_key(
-    loss: Loss,
-    arrays: Sequence[Array],
-    labelled: bool,
-    bias: Any,
-    options: Mapping[str, Any],
-    with_grad: bool,
-    batch: Batch | None,
-) -> tuple[Any, ...] | None:
+    loss: Loss, arrays: Sequence[Array], labelled: bool, bias: Any, options: Mapping[str, Any],
+    with_grad: bool, batch: Batch | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """The key of a call in `_cache`; None where other options may be arrays."""
     plain = options
     classes = tuple(map(type, options.values()))  # for True == 1
@@ -225,28 +221,14 @@ def _cache_key(
             return None
     names = (*options,)
     return (
-        loss,
-        with_grad,
-        labelled,
-        batch,
-        bias,
-        of_bias,
-        names,
-        classes,
-        *of_arrays,
-        *plain.items(),
-    )
+        loss, with_grad, labelled, batch, bias, of_bias, names, classes, *of_arrays, *plain.items(),
+    )  # fmt: skip
 
 
 def _check_static(
-    loss: Loss,
-    arrays: Sequence[Array],
-    labelled: bool,
-    bias: Any,
-    options: Mapping[str, Any],
-    with_grad: bool,
-    batch: Batch | None,
-) -> _StaticChecks:
+    loss: Loss, arrays: Sequence[Array], labelled: bool, bias: Any, options: Mapping[str, Any],
+    with_grad: bool, batch: Batch | None,
+) -> _StaticChecks:  # fmt: skip
     """All checks that read no element of an array."""
     o = _options(loss, options, with_grad)
     for name, z in zip(loss.arguments, arrays, strict=True):
@@ -254,8 +236,7 @@ def _check_static(
     query, key = arrays[0], arrays[-1]
     on_host = isinstance(query, np.ndarray)
     on_cpu = on_host and not o["offload"]
-    there = {"over ranks": batch is not None, "with offload": o["offload"], "on a GPU": not on_host}
-    elsewhere = next((place for place, holds in there.items() if holds), None)
+    elsewhere = softmax.place(batch is not None, on_host, bool(o["offload"]))
     validation.same_device(loss, query, key)
     batch = batch or Batch(len(query), len(key))
     _shapes(loss, query, key, labelled, batch)

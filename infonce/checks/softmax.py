@@ -16,8 +16,12 @@ OF_VECTORS = frozenset({"weights", "margin", "decoupled", "hardness"})
 ELSEWHERE = {
     "on a GPU": OF_VECTORS | {"label_smoothing"},
     "with offload": OF_VECTORS,
-    "over ranks": frozenset[str](),
+    "over ranks": frozenset({"weights", *SOFTMAX}),
+    "over ranks on GPUs": OF_VECTORS | {"label_smoothing"},
+    "over ranks with offload": OF_VECTORS - {"hardness"},
 }
+OF_SETS = frozenset({"over ranks"})  # places with sets of positives, and rows that have none
+NO_CLASSES = frozenset({"with offload", "over ranks with offload"})  # nor joint losses
 LARGEST = math.nextafter(math.inf, 0)
 RANGES = {
     "margin": (-LARGEST, LARGEST, "a finite number"),
@@ -51,9 +55,16 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, o[name]) for name in SOFTMAX if name != "key_bias" and given(name))
 
 
+def place(over_ranks: bool, on_host: bool, offload: bool) -> str | None:
+    """Where a call is computed, if not in this process on the CPU."""
+    if over_ranks:
+        return "over ranks" + (" with offload" * offload if on_host else " on GPUs")
+    return "with offload" if offload else None if on_host else "on a GPU"
+
+
 def require_loss(loss: Loss, elsewhere: str | None) -> None:
     """ValueError for a loss that the place of the computation does not have."""
-    if (loss.classes or loss.joint) and elsewhere not in (None, "on a GPU"):
+    if (loss.classes or loss.joint) and elsewhere in NO_CLASSES:
         raise ValueError(f"{loss.name}_loss: expected arrays of one device, got them {elsewhere}")
 
 
@@ -64,7 +75,8 @@ def require_available(
     that have no positive, or several, or of logits that an option changes."""
     positives = problem.positives
     sets = positives is not None and positives.ndim > 1
-    of_host = positives is not None and elsewhere != "on a GPU"  # there every row has a positive
+    on_gpus = elsewhere in ("on a GPU", "over ranks on GPUs")  # there every row has a positive
+    of_host = positives is not None and not on_gpus
     if problem.retrieval_ranks and of_host and problem.weights is not None:
         sets = sets or bool((positives < 0).any())
     if problem.retrieval_ranks and sets:
@@ -84,7 +96,7 @@ def require_available(
             f'method: expected "auto" or "tiled" with {with_what} {elsewhere}, got '
             f'"{problem.method}"'
         )
-    if sets and elsewhere is not None:
+    if sets and elsewhere is not None and elsewhere not in OF_SETS:
         raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")
 
 

@@ -210,10 +210,12 @@ def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Arra
     return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
 
 
-def positives(xp: Any, labels: Array, m: int, n: int) -> tuple[Array, Array | None, Array | None]:
+def positives(
+    xp: Any, labels: Array, m: int, n: int, sets: bool
+) -> tuple[Array, Array | None, Array | None]:
     """[M] the positive key of each row, or [M, P] the set of them; -1 for none. On a GPU also
     `Problem.marks`; on the host, [M] whether a row has any."""
-    labels = integers(xp, "labels", labels, m, sets=True)
+    labels = integers(xp, "labels", labels, m, sets)
     if xp is not np:  # to read them would wait for the device: such rows get a NaN loss instead
         positives, marks = _within(xp)(labels, n)
         return positives, marks, None

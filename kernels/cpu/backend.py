@@ -47,7 +47,10 @@ class CPU:
 
     vectors = Vectors(np)
 
-    def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
+    def __init__(
+        self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None
+    ) -> None:
+        """`ahead`: gradients that a later call will accumulate, in tiles of the same size."""
         m, n, d = problem.shape
         self.dtype = DTYPES[problem.compute]
         query = self._side(problem, problem.query)
@@ -56,7 +59,8 @@ class CPU:
             query,
             query if problem.symmetric else self._side(problem, problem.key),
             threads=thread_count() if m * n * d >= THREADING_PAYS else 1,
-            gradient=gradients is not None,
+            gradient=(gradients or ahead) is not None,
+            both_folds=gradients is not None,
             query_in_place=gradients is not None and self._in_place(problem, gradients),
             accumulators=self._accumulator_rows(problem, gradients),
         )
@@ -159,7 +163,7 @@ class CPU:
     ) -> None:
         # Backwards before a gradient: that begins with the tiles that are still in the buffers
         context = self.context
-        backwards = isinstance(epilogue, Statistics) and context.gradient
+        backwards = isinstance(epilogue, Statistics) and context.both_folds
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         order = PanelOrder(len(grid.columns), len(grid.rows) if backwards else 0)
         panels = iter(range(len(grid.rows)))

@@ -99,7 +99,7 @@ class Fold:
         self.kept_logits: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
             self.kept_logits = context.take_kept_logits(grid)
-        elif isinstance(epilogue, Statistics) and context.gradient:
+        elif isinstance(epilogue, Statistics) and context.both_folds:
             context.keep_logits(problem, grid)
             self.kept_logits = context.kept_logits
 

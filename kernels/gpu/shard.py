@@ -87,8 +87,8 @@ class VectorsOverRanks(ElementwiseVectors):
         return found("loss"), found("scale_grad"), found("bias_grad")
 
     def known(self, problem: Problem) -> bool:
-        """Whether a step has a plan: not for empty shards, nor for calls with `progress`."""
-        return 0 not in problem.shape and problem.progress is None
+        """Whether a step has a plan: not for empty shards, calls with `progress`, nor options."""
+        return 0 not in problem.shape and select.planned(problem)
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
         properties = device_properties(problem.query.device.id)

@@ -1,6 +1,7 @@
 """What a gather on GPUs records as one plan, without a GPU."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,12 @@ from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.distributed import planned
+from infonce.distributed.partition import Partition
 from infonce.distributed.transports import gpu as transports
+from infonce.kernels.gpu import shard
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import context
+from infonce.kernels.gpu.tiled.backend import GPU
 from infonce.kernels.problem import Gradients, Problem
 
 pytestmark = pytest.mark.extras
@@ -111,3 +115,32 @@ def test_steps_do_not_grow_with_the_ranks() -> None:
 def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infonce.distributed.cost.CHUNK", 2**20)
     assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3
+
+
+def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go step by step, by backends of blocks."""
+    monkeypatch.setattr(planned, "device_properties", lambda _: DEVICES["sm_90a"])
+    monkeypatch.setattr(planned.plan, "call", lambda *_: {})
+    transport: Any = object.__new__(transports.NCCL)
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    into, asked = recorder.Recorder(), []
+    with cupy.cuda.using_allocator(into.malloc):
+        query, key = (cupy.empty((8, 64), "float32") for _ in range(2))
+        plain = Problem(query, key, 14.0, 0.1, None, 0.1)
+        rows = Partition([8, 8])
+        for option, steps in (
+            ({}, False), ({"margin": 0.1}, True), ({"decoupled": True}, True),
+            ({"hardness": 2.0}, True), ({"label_smoothing": 0.1}, True),
+        ):  # fmt: skip
+            problem = replace(plain, **option)
+            found = planned.solution("gather", problem, None, rows, rows, ranks, transport)
+            assert (found is None) == steps
+            assert shard.VectorsOverRanks().known(problem) != steps
+            if steps:
+                shard.fold_block(
+                    problem, False, lambda *of: asked.append(of), None,
+                    ahead=Gradients(want_key=False, add_query=True),
+                )  # fmt: skip
+                backend, block = asked[-1]
+                assert isinstance(backend, GPU)
+                assert block is problem
