@@ -12,6 +12,8 @@ from .communicators.base import Communicator, RankError
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
+    gte_loss,
+    gte_loss_and_grad,
     info_nce_loss,
     info_nce_loss_and_grad,
     lit_loss,
@@ -20,6 +22,8 @@ from .losses import (
     nt_xent_loss_and_grad,
     siglip_loss,
     siglip_loss_and_grad,
+    sup_con_loss,
+    sup_con_loss_and_grad,
 )
 
 __all__ = [
@@ -27,6 +31,8 @@ __all__ = [
     "RankError",
     "clip_loss",
     "clip_loss_and_grad",
+    "gte_loss",
+    "gte_loss_and_grad",
     "info_nce_loss",
     "info_nce_loss_and_grad",
     "lit_loss",
@@ -35,6 +41,8 @@ __all__ = [
     "nt_xent_loss_and_grad",
     "siglip_loss",
     "siglip_loss_and_grad",
+    "sup_con_loss",
+    "sup_con_loss_and_grad",
 ]
 
 if not TYPE_CHECKING:

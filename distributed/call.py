@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from infonce.kernels.linear import partners
 from infonce.kernels.problem import SILENT, Array, Gradients, Problem
 from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
 
@@ -68,13 +69,13 @@ class _Call:
         self.kind, self.ranks, self.labels, self.bias = kind, ranks, labels, bias
         self.options, self.rank_options, self.with_grad = options, rank_options, with_grad
         self.transport: Transport | None = None
+        self.weighted = False  # whether a rank's rows have weights
 
     def evaluate(self, given: Sequence[Any]) -> Any:
         (features, request, error), everyone = agree(self.ranks, lambda: self.first_look(given))
         known = self.ranks.sizes
         sizes = self.ranks.sizes = [of for of, _, _ in everyone]
-        queries = Partition([of[0] for of in sizes])
-        keys = Partition([of[-1] for of in sizes])
+        queries, keys = self.partitions(sizes)
         with dispatch.compute_context(features[0]):
             if sizes == known:
                 require_none([failure for _, failure, _ in everyone], error)
@@ -89,13 +90,20 @@ class _Call:
 
     # -- checks
 
+    def partitions(self, sizes: Sequence[Sequence[int]]) -> tuple[Partition, Partition]:
+        """Of queries and keys. The rows of a joint loss are those of both arguments."""
+        queries, keys = (
+            [sum(of) if self.kind.joint else of[side] for of in sizes] for side in (0, -1)
+        )
+        return Partition(queries), Partition(keys)
+
     def first_look(self, given: Sequence[Any]) -> tuple[Any, Any]:
         """The arrays, the checked call and its error, as if all ranks had as many rows as in their
         last call; and for all ranks: this one's rows, its error, `facts`."""
         features, sizes = _sized(self.kind, given)
         known, request, facts, error = self.ranks.sizes, None, None, None
         if known is not None and known[self.ranks.rank] == sizes:
-            queries, keys = (Partition([of[side] for of in known]) for side in (0, -1))
+            queries, keys = self.partitions(known)
             try:
                 with dispatch.compute_context(features[0]):
                     request, facts = self.check(features, queries, keys)
@@ -118,7 +126,8 @@ class _Call:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
             )
-        batch = Batch(queries.total, keys.total)
+        rows = queries.total // (1 + self.kind.joint)
+        batch = Batch(rows, keys.total, queries.starts[self.ranks.rank])
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
         if (method := request.problem.method) in ("naive", "fused"):
             raise ValueError(
@@ -129,7 +138,7 @@ class _Call:
 
     def facts(self, request: Request, features: list[Array]) -> Any:
         """(facts that have to be the same on all ranks, transports, name of the GPU or None, bytes
-        for buffers of an exchange)."""
+        for buffers of an exchange, whether rows have weights, whether a weight may be positive)."""
         problem = request.problem
         on_gpu = arrays.on_gpu(features[0])
         scale, bias = (
@@ -148,7 +157,10 @@ class _Call:
             "scale": scale,
             "bias": bias,
             "labels": "given" if self.labels is not None else "not given",
-            "ids": "given" if problem.query_ids is not None else "not given",
+            **{
+                name: "given" if self.options.get(name) is not None else "not given"
+                for name in ("ids", "weights", "key_bias")
+            },
             **{name: getattr(problem, name) for name in SHARED},
             "metrics": problem.retrieval_ranks,
             "reduction": request.reduction,
@@ -165,12 +177,21 @@ class _Call:
             from .transports.gpu import device_name
 
             device = device_name()
-        return packed(facts), transports.offers(on_gpu), device, exchanges.room(problem)
+        given = self.options.get("weights")
+        positive = given is None or on_gpu or bool(np.any(arrays.native(given, "weights")))
+        return (
+            packed(facts), transports.offers(on_gpu), device, exchanges.room(problem),
+            problem.weights is not None, positive,
+        )  # fmt: skip
 
     def compare(self, everyone: list[Any], request: Request, keys: Partition) -> None:
         """ValueError on all ranks where they disagree; choose the exchange and the transport."""
-        facts, offered, devices, rooms = zip(*everyone, strict=True)
+        facts, offered, devices, rooms, weighted, positive = zip(*everyone, strict=True)
         require_same(facts)
+        self.weighted = any(weighted)
+        if self.options.get("weights") is not None and not any(positive):
+            error = "weights: expected a positive sum over all ranks, got zeros alone"
+            raise AgreedError(ValueError(error))
         on_gpu = devices[0] is not None
         if on_gpu and self.ranks.size > 1:
             _one_gpu_each(offered, devices, self.ranks)
@@ -190,6 +211,9 @@ class _Call:
 
     def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
         fold, vectors = _backend(request)
+        self.total: float = queries.total // (1 + self.kind.joint)
+        if self.weighted and not self.kind.classes:  # of classes later
+            self.weigh(request)
         ddp = self.ranks.size if self.rank_options["gradient_scale"] == "ddp" else 1
         if ddp != 1:
             request.problem.upstream = request.problem.upstream * ddp
@@ -197,25 +221,29 @@ class _Call:
         assert self.transport is not None
         solution = None
         if arrays.on_gpu(problem.query):
+            from infonce.kernels.gpu import select
+
             from . import planned
 
+            problem = select.without_weights(problem)
             solution = planned.solution(
                 self.exchange, problem, gradients, queries, keys, self.ranks, self.transport
             )  # fmt: skip
         if solution is None:
-            solution = self.fold(request, queries, keys, fold, vectors)
+            solution = self.fold(request, problem, queries, keys, fold, vectors)
         self.reduce(request, solution, queries, ddp)
         if not self.with_grad:
             return arrays.converter_to(like)(dispatch._reduce(request, solution))
         return dispatch._result(self.kind, request, solution, arrays.converter_to(like))
 
     def fold(
-        self, request: Request, queries: Partition, keys: Partition, fold_block: FoldBlock,
-        vectors: Vectors,
+        self, request: Request, problem: Problem, queries: Partition, keys: Partition,
+        fold_block: FoldBlock, vectors: Vectors,
     ) -> Solution:  # fmt: skip
         """The folds over ranks, step by step."""
-        problem, gradients, labelled = request.problem, request.gradients, self.labels is not None
+        gradients, labelled = request.gradients, self.labels is not None
         assert self.transport is not None
+        problem.key = vectors.xp.ascontiguousarray(problem.key)
         if not labelled:
             m, own = len(problem.query), vectors.xp.arange(len(problem.query))
             own = (own + m // 2) % max(m, 1) if problem.symmetric else own
@@ -224,16 +252,39 @@ class _Call:
             self.exchange, problem, gradients, keys, self.ranks, self.transport, fold_block,
             labelled, vectors,
         )  # fmt: skip
-        if self.kind.symmetric and labelled:
-            self.check_pairs(folds, request, queries)
+        if self.kind.classes:
+            self.find_classes(folds, request, queries)
+        elif self.kind.symmetric and labelled:
+            self.check_pairs(folds, problem, queries)
         return solve(problem, folds, gradients)
 
-    def check_pairs(self, folds: FoldsOverRanks, request: Request, queries: Partition) -> None:
-        """Views come in pairs: the positive of a row's positive is that row."""
+    def find_classes(self, folds: FoldsOverRanks, request: Request, queries: Partition) -> None:
+        """The positives of rows, which are on any rank, and the weights of those that have none."""
         xp, problem = folds.xp, request.problem
+        own = xp.arange(len(problem.query)) + queries.starts[self.ranks.rank]
+        members = folds.members(problem.classes)
+        problem.positives, has_positive = partners(xp, members, own, problem.decoupled)
+        problem.weights = validation.row_weights(xp, problem.weights, has_positive)
+        self.weigh(request)
+
+    def weigh(self, request: Request) -> None:
+        """Weights of losses, whose mean is divided by the sum over ranks."""
+        problem, rows = request.problem, self.total
+        weights, mine = problem.weights, float(len(problem.query) // (1 + self.kind.joint))
+        if weights is not None:
+            assert self.transport is not None
+            (mine,) = self.transport.read([weights.sum()])
+            problem.row_shares, problem.upstream = weights, problem.upstream * weights
+        self.total = _sum(self.ranks.allgather(mine)) or 1.0  # no row has a positive: the loss is 0
+        if request.reduction == "mean":
+            problem.upstream = problem.upstream * (rows / self.total)
+
+    def check_pairs(self, folds: FoldsOverRanks, problem: Problem, queries: Partition) -> None:
+        """Views come in pairs: the positive of a row's positive is that row."""
+        xp = folds.xp
         mine = xp.arange(len(problem.positives)) + queries.starts[self.ranks.rank]
-        partners = folds.take_at_positives(problem, problem.positives)
-        wrong = (partners != mine) | (problem.positives == mine)
+        back = folds.take_at_positives(problem, problem.positives)
+        wrong = (back != mine) | (problem.positives == mine) | (problem.positives < 0)
         if problem.marks is not None:
             wrong |= xp.isnan(problem.marks)
 
@@ -242,7 +293,7 @@ class _Call:
                 i = int(wrong.argmax())
                 raise ValueError(
                     f"labels: expected two rows that are each other's label, got "
-                    f"{int(problem.positives[i])} at position {i}, whose own is {int(partners[i])}"
+                    f"{int(problem.positives[i])} at position {i}, whose own is {int(back[i])}"
                 )
             return None, None
 
@@ -251,7 +302,9 @@ class _Call:
     def reduce(self, request: Request, solution: Solution, queries: Partition, ddp: int) -> None:
         """Sums over ranks, in their order: bitwise the same on every rank and in every run."""
         assert self.transport is not None
-        loss = solution.losses.sum() if solution.loss is None else solution.loss
+        loss, shares = solution.loss, request.problem.row_shares
+        if loss is None:
+            loss = (solution.losses if shares is None else solution.losses * shares).sum()
         sums = {"loss": loss, "scale": solution.scale_grad, "bias": solution.bias_grad}
         if request.metrics and solution.direction_losses is not None:
             rows, columns = solution.direction_losses
@@ -261,7 +314,7 @@ class _Call:
         everyone = self.ranks.allgather(self.transport.read(list(sums.values())))
         totals = dict(zip(sums, map(_sum, zip(*everyone, strict=True)), strict=True))
         if request.reduction == "mean":
-            totals["loss"] /= queries.total
+            totals["loss"] /= self.total
         if "scale" in totals:
             totals["scale"] /= ddp
         if "bias" in totals:
@@ -292,8 +345,8 @@ def _one_gpu_each(
     offered: Sequence[dict[str, str | None]], devices: Sequence[Any], ranks: Communicator
 ) -> None:
     """NCCL needs a GPU for each rank: withdraw its offer where two ranks share one."""
-    peers = getattr(ranks, "peers", None)
-    machines = [process.machine for process in peers.processes] if peers else [""] * ranks.size
+    processes = ranks.peers.processes if ranks.peers else []
+    machines = [process.machine for process in processes] or [""] * ranks.size
     places = list(zip(machines, devices, strict=True))
     for r, place in enumerate(places):
         if place in places[:r]:
@@ -304,15 +357,21 @@ def _one_gpu_each(
             )
 
 
-def _folding(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
+def _folding(
+    backend: Callable[[Problem, Gradients | None, Gradients | None], Backend],
+    ahead: Gradients | None,
+) -> FoldBlock:
     """`solve.fold_block` on such backends."""
     return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
-        backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
+        backend(problem, gradients, ahead), problem, triangle, epilogue, gradients, *sums
     )
 
 
 def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
     """The function that folds blocks, and the mathematics on vectors, for the arrays of a call."""
+    ahead = None
+    if request.gradients is not None:
+        ahead = Gradients(want_key=False, add_query=True)
     if request.offload:
         from infonce.kernels.offload import copies as offload_gpu
 
@@ -321,11 +380,10 @@ def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
         from infonce.kernels.gpu import select, shard
 
         request.problem = select.plain(request.problem)
-        ahead = None
-        if request.gradients is not None:
-            ahead = Gradients(want_key=False, add_query=True)
         fold = functools.partial(shard.fold_block, ahead=ahead)
         return fold, shard.VectorsOverRanks()
     from infonce.kernels.cpu.backend import CPU
 
-    return _folding(CPU), Vectors(np)
+    # Both folds leave out the same pairs if their tiles are the same. (Other losses have the same
+    # bits with gradients and without.)
+    return _folding(CPU, ahead if request.problem.leaves_out else None), Vectors(np)

@@ -11,15 +11,18 @@ the sums of both; those of the keys go to their owner.
 
 Memory, beyond shards and gradients, is one and a half times the workspace, of which the exchange
 takes a third, and dQ in float32 where gradients have 16 bits. (Without a given workspace, a gather
-takes up to a 32nd of a GPU's memory.)
+takes up to a 32nd of a GPU's memory.) Linear terms take up to 4 D numbers in float64 for each
+segment of this rank's rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from infonce.kernels.linear import Segments, SegmentSums
 from infonce.kernels.problem import (
     Array,
     Epilogue,
@@ -35,43 +38,35 @@ from infonce.kernels.problem import (
     Sums,
     fast_replace,
 )
-from infonce.kernels.solve import Vectors, mirror_positive_logits, retrieval_ranks_of
+from infonce.kernels.solve import Question, Vectors, mirror_positive_logits, retrieval_ranks_of
 
 from .communicators.base import Communicator
 from .exchanges import choice
+from .exchanges.arrays import names, of_gradient, of_keys, with_arrays
 from .exchanges.base import Exchange, Keys, RowType
 from .partition import Partition
 from .transports.base import Exchanger
 
 # `solve.fold_block` on a backend
 FoldBlock = Callable[
-    [Problem, bool, Epilogue, Gradients | None, NotFinite | None, Sums | None], None
+    [Problem, bool, Epilogue | Question, Gradients | None, NotFinite | None, Sums | None], None
 ]
 
 
 class FoldsOverRanks:
     """The backend of one problem over ranks: see `infonce.kernels.solve.Backend`.
 
-    `problem` has this rank's rows and keys; its positives are indices of the keys of all ranks.
-    `own` are the arrays of this rank's keys, contiguous, and `start` is the first one's index.
+    `problem` has this rank's rows and keys, contiguous; its positives are indices of the keys of
+    all ranks. `start` is the index of this rank's first key.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        own: list[Array],
-        start: int,
-        keys: Partition,
-        exchange: Exchange,
-        fold_block: FoldBlock,
-        labelled: bool,
-        vectors: Vectors,
-        real: np.dtype[Any],
-    ) -> None:
-        self.own, self.start, self.keys, self.real = own, start, keys, real
+        self, problem: Problem, start: int, keys: Partition, exchange: Exchange,
+        fold_block: FoldBlock, labelled: bool, vectors: Vectors, real: np.dtype[Any],
+    ) -> None:  # fmt: skip
+        self.start, self.keys, self.real = start, keys, real
         self.exchange, self.fold_block = exchange.run, fold_block
-        self.vectors, self.labelled, self.symmetric = vectors, labelled, problem.symmetric
-        self.xp = vectors.xp
+        self.vectors, self.xp = vectors, vectors.xp
         # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
@@ -98,9 +93,9 @@ class FoldsOverRanks:
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         xp, positives = self.xp, problem.positives
-        if not self.labelled:  # positives are this rank's own keys
+        if self.own_positives:
             return per_key[positives - self.start]
-        out = xp.zeros(len(positives), per_key.dtype)
+        out = xp.zeros(positives.shape, per_key.dtype)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             if len(keys):
@@ -109,6 +104,68 @@ class FoldsOverRanks:
 
         self.exchange([xp.ascontiguousarray(per_key)], visit)
         return out
+
+    def positive_dots(self, problem: Problem) -> Array:
+        xp = self.xp
+        out = xp.zeros(problem.positives.shape)
+
+        def add(backend: Any, block: Problem) -> None:
+            out[:] = xp.where(block.positives < 0, out, backend.positive_dots(block))
+
+        def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
+            self._block(problem, keys, arrays, add, None)
+
+        own = of_keys(problem)
+        if self.own_positives:
+            whole = slice(self.start, self.start + len(problem.key))
+            visit(Keys(True, whole, True, 0, 1), own, [])
+        else:
+            self.exchange(own, visit)
+        return out
+
+    def segment_sums(
+        self, problem: Problem, segments: Segments, columns: bool
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        """See `infonce.kernels.linear.Summing`; segments are ids that mean the same on all
+        ranks."""
+        zeros = self.vectors.zeros
+        rows, of_columns = (SegmentSums(zeros(n), zeros(n), zeros(n)) for n in problem.shape[:2])
+
+        def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
+            of_block = replace(segments, columns=arrays[-1])
+
+            def add(backend: Any, block: Problem) -> None:
+                found, to_keys = backend.segment_sums(block, of_block, bool(sums))
+                self._add(rows.arrays, found.arrays)
+                if to_keys is not None:
+                    for total, part in zip(sums, to_keys.arrays, strict=True):
+                        total[:] = part
+
+            for total in sums:
+                total[:] = 0
+            self._block(problem, keys, arrays, add, None)
+
+        def keep(mine: slice, sums: list[Array]) -> None:
+            for own, arrived in zip(of_columns.arrays, sums, strict=True):
+                own[mine] = arrived
+
+        kinds: list[RowType] = [((), np.dtype(np.float64))] * (3 if columns else 0)
+        self.exchange([*of_keys(problem), segments.columns], visit, kinds, self._add, keep)
+        return rows, of_columns if columns else None
+
+    def members(self, segments: Segments) -> tuple[Array, Array]:
+        """`Segments.members` over all ranks, by the keys' indices."""
+        xp, m = self.xp, len(segments.rows)
+        number, indices = xp.zeros(m, xp.int64), xp.zeros(m, xp.int64)
+
+        def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
+            if m and len(keys):
+                index = (keys.rows.start + xp.arange(len(keys))) % self.keys.total
+                found = replace(segments, columns=arrays[0]).members(xp, index)
+                self._add([number, indices], found)
+
+        self.exchange([segments.columns], visit)
+        return number, indices
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
@@ -123,7 +180,7 @@ class FoldsOverRanks:
             def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
                 self._block(problem, keys, arrays, epilogue, None)
 
-            self.exchange(self.own, visit)
+            self.exchange(of_keys(problem), visit)
         else:
             assert not isinstance(epilogue, OnlineSoftmax)
             self._gradients(problem, epilogue, gradients)
@@ -153,7 +210,8 @@ class FoldsOverRanks:
                 # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
                 # rank this rank's rows are found by their column sums alone
                 columns.sum += self.all_marks.sum()
-                sums[-1][:] = self._by_keys(problem, keys, stats.positive_logits)
+                sums[-1][:] = xp.nan
+                sums[-1][: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
 
         def combine(sums: list[Array], arrived: list[Array]) -> None:
             self.vectors.merge(Sums(*sums[:of_sums]), Sums(*arrived[:of_sums]))
@@ -172,7 +230,7 @@ class FoldsOverRanks:
         wide = np.dtype(np.float64)
         travelling = of_sums * (problem.two_sided or half) + half
         kinds: list[RowType] = [((), wide)] * travelling
-        self.exchange(self.own, visit, kinds, combine, keep, half)
+        self.exchange(of_keys(problem), visit, kinds, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
         """A vector over this rank's rows, as one over these keys: row i's value at i's positive;
@@ -187,7 +245,7 @@ class FoldsOverRanks:
         """Retrieval ranks: another round, with the positives' logits; counts of columns go to their
         keys."""
         by_columns = ranks.column_rank is not None
-        own = [*self.own, *([ranks.column_positive_logits] if by_columns else [])]
+        own = [*of_keys(problem), *([ranks.column_positive_logits] if by_columns else [])]
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = ranks
@@ -196,27 +254,20 @@ class FoldsOverRanks:
                 part = fast_replace(ranks, column_positive_logits=arrays[-1], column_rank=sums[0])
             self._block(problem, keys, arrays, part, None)
 
-        def combine(sums: list[Array], arrived: list[Array]) -> None:
-            self.vectors.add(sums[0], arrived[0])
-
         def keep(mine: slice, sums: list[Array]) -> None:
             ranks.column_rank[mine] = sums[0]
 
-        self.exchange(own, visit, [((), np.dtype(np.int64))] * by_columns, combine, keep)
+        self.exchange(own, visit, [((), np.dtype(np.int64))] * by_columns, self._add, keep)
 
     def _gradients(
-        self,
-        problem: Problem,
-        epilogue: SoftmaxGradient | Sigmoid,
-        gradients: Gradients,
+        self, problem: Problem, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
     ) -> None:
         """dQ stays, dK goes to its keys."""
         xp, vectors, d = self.xp, self.vectors, problem.shape[2]
-        own, first_factor = list(self.own), len(self.own)
-        if isinstance(epilogue, SoftmaxGradient) and epilogue.column_reference is not None:
-            own += [
-                epilogue.column_reference, epilogue.column_factor, epilogue.positive_gradient
-            ]  # fmt: skip
+        own = of_keys(problem)
+        of_problem = len(own)
+        if isinstance(epilogue, SoftmaxGradient):
+            own += of_gradient(xp, problem, epilogue)
         dq = gradients.query
         if dq is not None:
             if dq.dtype != self.real:
@@ -228,16 +279,12 @@ class FoldsOverRanks:
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
-            if isinstance(part, SoftmaxGradient) and len(arrays) > first_factor:
-                reference, factor, positive = arrays[first_factor:]
-                part = fast_replace(
-                    part, column_reference=reference, column_factor=factor,
-                    column_positive_gradient=positive,
-                )  # fmt: skip
+            if isinstance(part, SoftmaxGradient) and len(arrays) > of_problem:
+                part = with_arrays(problem, part, arrays[of_problem:])
             key = sums[0] if sums else None
             mine = fast_replace(
                 gradients, query=dq, key=key, want_key=key is not None, dots=dots,
-                add_query=dq is not None,
+                add_query=dq is not None and not self._triangle(problem, keys, part),
             )  # fmt: skip
             if dots is not None and not gradients.want_query:
                 mine.dots = dots[: len(keys)]
@@ -250,9 +297,6 @@ class FoldsOverRanks:
                 if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
                     vectors.add(total, mine.dots)
 
-        def combine(sums: list[Array], arrived: list[Array]) -> None:
-            vectors.add(sums[0], arrived[0])
-
         def keep(mine: slice, sums: list[Array]) -> None:
             if not half:
                 vectors.assign(gradients.key[mine], sums[0])
@@ -260,27 +304,28 @@ class FoldsOverRanks:
                 vectors.add(dq[mine], sums[0])
 
         kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
-        self.exchange(own, visit, kinds, combine, keep, half)
+        self.exchange(own, visit, kinds, self._add, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             vectors.assign(gradients.query, dq)
 
+    def _add(self, sums: Sequence[Array], others: Sequence[Array]) -> None:
+        for mine, theirs in zip(sums, others, strict=True):
+            self.vectors.add(mine, theirs)
+
     def _block(
-        self,
-        problem: Problem,
-        keys: Keys,
-        arrays: list[Array],
-        epilogue: Epilogue,
-        gradients: Gradients | None,
-        to_clear: Sums | None = None,
-    ) -> bool:
+        self, problem: Problem, keys: Keys, arrays: list[Array], epilogue: Epilogue | Question,
+        gradients: Gradients | None, to_clear: Sums | None = None,
+    ) -> bool:  # fmt: skip
         """Fold the block of these keys; False if it is empty."""
         own = keys.whole and keys.mine
         symmetric = problem.symmetric and own
         no_local = self.own_positives and not keys.mine
+        given = dict(zip(names(problem), arrays, strict=False))
+        if symmetric:
+            given["key"] = problem.query
         block = fast_replace(
             problem,
-            key=problem.query if symmetric else arrays[0],
-            key_ids=None if problem.key_ids is None else arrays[1],
+            **given,
             positives=self._positives(problem, keys, no_local),
             key_shard=not own,
             no_local_positives=no_local,
@@ -291,16 +336,25 @@ class FoldsOverRanks:
         )
         if 0 in block.shape[:2]:
             return False
-        triangle = isinstance(epilogue, Statistics) and symmetric and epilogue.columns is not None
+        triangle = self._triangle(problem, keys, epilogue)
         not_finite = self.not_finite if isinstance(epilogue, (Statistics, Sigmoid)) else None
         self.fold_block(block, triangle, epilogue, gradients, not_finite, to_clear)
-        if isinstance(epilogue, Statistics) and triangle:
+        if triangle and isinstance(epilogue, Statistics):
             epilogue.positive_logits[:] = mirror_positive_logits(
                 self.xp, epilogue.positive_logits, block.positives
             )
         if not_finite is not None:
             not_finite.queries_checked = True
         return True
+
+    def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | Question) -> bool:
+        """Whether a block of a symmetric problem visits each pair of rows once. That of gradients
+        has to be the first one: it does not add to dQ."""
+        if not (problem.symmetric and keys.whole and keys.mine):
+            return False
+        if isinstance(epilogue, Statistics):
+            return epilogue.columns is not None
+        return problem.leaves_out and isinstance(epilogue, SoftmaxGradient)
 
     def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
         """Indices of the positives among these keys; -1 where the positive is not one of them."""
@@ -335,11 +389,9 @@ def folds_over_ranks(
         gradients.dots = vectors.zeros(
             len(problem.query) if gradients.want_query else keys.total
         )  # fmt: skip
-    own = [vectors.xp.ascontiguousarray(problem.key)]
-    if problem.key_ids is not None:
-        own.append(problem.key_ids)
+    own = of_keys(problem)
     return FoldsOverRanks(
-        problem, own, keys.starts[ranks.rank], keys,
+        problem, keys.starts[ranks.rank], keys,
         choice.make(exchange, vectors.xp, problem, own, keys, ranks, transport), fold_block,
         labelled, vectors, choice.real_of(problem),
     )  # fmt: skip

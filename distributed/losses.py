@@ -29,7 +29,8 @@ DOC = """
 comm : mpi4py communicator, default MPI.COMM_WORLD
     The ranks that share the batch; or an `infonce.distributed.Communicator`. Shards are
     [rows of this rank, D]; they may differ in size and may be empty. `labels` are indices of the
-    keys of all ranks, in the order of the ranks; `ids` are compared across ranks.
+    keys of all ranks, in the order of the ranks, or classes; `ids` and classes are compared across
+    ranks. `weights` and `key_bias` are those of this rank's rows and keys.
 transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
     How arrays are sent. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
     and a GPU of its own, else MPI that reports to be CUDA-aware, else pinned host memory and MPI.
@@ -60,7 +61,8 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = [p for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD]
-    if kind.symmetric:
+    views = kind.symmetric and not (kind.classes or kind.joint)  # whose labels are an option here
+    if views:
         labels = inspect.Parameter("labels", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
         positional.append(labels)
     keywords += [
@@ -84,7 +86,7 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         parameters=[*positional, *keywords]
     )
     doc = inspect.cleandoc(function.__doc__ or "")
-    if kind.symmetric:
+    if views:
         doc = doc.replace(
             "\nReferences",
             "labels : integer array [rows], optional\n    Which row of all ranks is the other view "
@@ -109,5 +111,9 @@ clip_loss = _over_ranks(single.clip_loss, spec.CLIP, False)
 clip_loss_and_grad = _over_ranks(single.clip_loss_and_grad, spec.CLIP, True)
 lit_loss = _over_ranks(single.lit_loss, spec.LIT, False)
 lit_loss_and_grad = _over_ranks(single.lit_loss_and_grad, spec.LIT, True)
+gte_loss = _over_ranks(single.gte_loss, spec.GTE, False)
+gte_loss_and_grad = _over_ranks(single.gte_loss_and_grad, spec.GTE, True)
+sup_con_loss = _over_ranks(single.sup_con_loss, spec.SUP_CON, False)
+sup_con_loss_and_grad = _over_ranks(single.sup_con_loss_and_grad, spec.SUP_CON, True)
 siglip_loss = _over_ranks(single.siglip_loss, spec.SIGLIP, False)
 siglip_loss_and_grad = _over_ranks(single.siglip_loss_and_grad, spec.SIGLIP, True)

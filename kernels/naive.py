@@ -15,7 +15,7 @@ import numpy as np
 
 from .conclude import Direction
 from .conclusion import conclusion
-from .linear import Segments
+from .linear import Segments, SegmentSums, sums_of
 from .problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
 from .solve import Solution, Vectors
 from .targets import limits
@@ -121,14 +121,16 @@ class _Dense:
         return self.marks
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
-        return self.xp.zeros(len(self.query))  # the transpose has them
+        return per_key[problem.positives]
 
-    def segment_products(
+    def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        xp = self.xp
         dots = self.query.astype(np.float64) @ self.key.astype(np.float64).T
-        dots *= _same(self.xp, problem, segments)
-        return dots.sum(axis=1), dots.sum(axis=0) if columns else None
+        dots *= _same(xp, problem, segments)
+        of_columns = dots.sum(axis=0) if columns else None
+        return sums_of(xp, problem, segments.numbered(xp), dots.sum(axis=1), of_columns)
 
 
 def _same(xp: Any, problem: Problem, segments: Segments) -> Array:
@@ -163,7 +165,7 @@ def _softmax(
         p = xp.empty_like(g)
         column_sums = _sums(xp, exponents, 0, moments, None, left_out[1], p)
     stats = Statistics(sums, column_sums, positive_logits)
-    end = conclusion(vectors, problem, stats, True, dense, 1.0)
+    end = conclusion(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
     rows, columns = end.rows, end.columns
     upstream = problem.upstream
     if problem.joint:

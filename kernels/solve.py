@@ -34,6 +34,7 @@ Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ from .problem import (
     materialize_vectors,
     slices,
 )
+from .targets import limits
 
 
 class Backend(Protocol):
@@ -94,7 +96,8 @@ class Backend(Protocol):
         ...
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
-        """[M]: per_key[positives], for a vector `per_key` over all keys."""
+        """[M] or [M, P]: per_key[positives], for a vector `per_key` over all keys. Where there is
+        no positive, any value."""
         ...
 
 
@@ -129,8 +132,11 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
     return _solve_softmax(problem, backend, vectors, gradients)
 
 
+Question = Callable[[Any, Problem], None]  # to the backend of a block, in place of a fold
+
+
 def fold_block(
-    backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue,
+    backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue | Question,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
     """Fold all of `problem` into `epilogue`, as one block of a larger problem.
@@ -138,6 +144,9 @@ def fold_block(
     The sums `to_clear` are set to the identity first. `not_finite` gets the marks of this block; it
     is given in the fold that computes losses.
     """
+    if callable(epilogue):
+        epilogue(backend, problem)
+        return
     if to_clear is not None:
         to_clear.clear()
     backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
@@ -161,6 +170,8 @@ def _solve_softmax(
     problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
+    if problem.leaves_out:
+        problem = _limited(problem, backend, vectors)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and one_softmax(problem) and backend.online(problem, gradients)
     if online:
@@ -186,6 +197,13 @@ def _solve_softmax(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
     )  # fmt: skip
+
+
+def _limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
+    """The problem with its limits, from [M] or [M, P] the dot products of positives."""
+    of_rows = limits(vectors.xp, problem, backend.positive_dots(problem))
+    both = problem.symmetric or problem.two_sided  # key i is the positive of query i
+    return fast_replace(problem, limits=of_rows, key_limits=of_rows if both else None)
 
 
 class Vectors:
@@ -225,11 +243,12 @@ class Vectors:
         to[...] = sums
 
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
-        """Indices of the positives within `keys`; -1 for positives outside. After the last of
-        `total` keys comes the first."""
+        """Indices of the positives within `keys`; -1 for those outside, and for none. After the
+        last of `total` keys comes the first."""
         local = positives - keys.start
         local = self.xp.where(local < 0, local + total, local)
-        return self.xp.where((local >= 0) & (local < keys.stop - keys.start), local, -1)
+        inside = (positives >= 0) & (local >= 0) & (local < keys.stop - keys.start)
+        return self.xp.where(inside, local, -1)
 
     def direction(
         self, sums: Sums, positive: Array, decoupled: bool = False, mean: Array | None = None

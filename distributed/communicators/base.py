@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .processes import Peers
+
 Array = Any
 # By distance: arrays that go to rank + distance, and those that come from rank - distance
 Shifts = Mapping[int, tuple[Sequence[Array], Sequence[Array]]]
@@ -54,6 +56,8 @@ class Communicator:
     rank, size : int
     timeout : float or None
         Seconds that a rank waits for others before `RankError`; set by each call of a loss.
+    peers : Peers or None
+        The processes of the ranks, where they are known.
     sizes : list or None
         Rows of all ranks' arrays in the last call: the next one's mostly are the same.
     waited, moving : float
@@ -63,6 +67,7 @@ class Communicator:
     rank: int
     size: int
     timeout: float | None = TIMEOUT
+    peers: Peers | None = None
     sizes: list[Any] | None = None
     waited: float = 0.0
     moving: float = 0.0

@@ -70,6 +70,8 @@ class MPIRanks(Communicator):
     Idup, Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
     """
 
+    peers: Peers
+
     def __init__(self, MPI: Any, comm: Any) -> None:
         self.MPI, self._comm = MPI, comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()

@@ -25,13 +25,19 @@ class Keys:
         return int(self.rows.stop - self.rows.start)
 
 
+def none_of(arrays: list[Array]) -> tuple[Keys, list[Array]]:
+    """No keys, for a visit that has nothing to do."""
+    return Keys(False, slice(0, 0), False, 0, 1), [array[:0] for array in arrays]
+
+
 Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, their sums: output)
 Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the first, element-wise
 Keep = Callable[[slice, list[Array]], None]  # (rows of this rank's shard, their complete sums)
 
 
 class Exchange(Protocol):
-    """How ranks get each other's keys; `run` is one round."""
+    """How ranks get each other's keys; `run` is one round. Where rounds are to be `alike`, each of
+    them visits the same keys together, its own first, and each pair of shards meets once."""
 
     def run(
         self,
@@ -51,6 +57,7 @@ class Exchange(Protocol):
         Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
         meets on one of its two ranks, which computes the sums of both: rank r visits the n // 2
         shards before its own. (With an even number of ranks, shards n / 2 steps apart meet on both,
-        and each computes those of its rows alone.)
+        and each computes those of its rows alone. Where rounds are to be `alike`, one of the two
+        visits no keys there, and the other computes the sums of both.)
         """
         ...

@@ -14,12 +14,12 @@ from .. import cost
 from ..communicators.base import Communicator
 from ..partition import Partition
 from ..transports.base import Exchanger
+from .arrays import vectors_of
 from .base import Exchange
 from .gather import Gather
 from .ring import Ring
 
 CHOICES = ("auto", "ring", "gather")
-MEMORY_SHARE = 32  # one part in so many of a GPU's memory, where no workspace is given
 
 
 def real_of(problem: Problem) -> np.dtype[Any]:
@@ -34,7 +34,8 @@ def room(problem: Problem) -> int:
         return half
     from infonce.kernels.gpu.device.launcher import device_properties
 
-    return max(half, int(device_properties(problem.query.device.id).memory) // MEMORY_SHARE)
+    share: int = device_properties(problem.query.device.id).share
+    return max(half, share)
 
 
 def choose(
@@ -46,7 +47,7 @@ def choose(
     if asked == "ring":
         return asked
     d, item = problem.shape[2], problem.key.dtype.itemsize
-    vectors = 8 * (3 + (problem.key_ids is not None))
+    vectors = 8 * vectors_of(problem)
     with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
     sums = d * real_of(problem).itemsize if with_sums else 0
     least = cost.gather_bytes(keys.rows, d * item + vectors, max(sums, 24))
@@ -63,7 +64,7 @@ def choose(
 
 def _gpus_of_host(ranks: Communicator) -> int:
     """Ranks on one host at most."""
-    peers = getattr(ranks, "peers", None)
+    peers = ranks.peers
     return peers.largest_host if peers and peers.processes else ranks.size
 
 
@@ -72,8 +73,9 @@ def make(
     transport: Exchanger,
 ) -> Exchange:  # fmt: skip
     """The exchange of that name, for this rank's arrays of keys."""
+    alike = problem.leaves_out  # the same pairs in both folds
     if name == "gather":
-        return Gather(xp, ranks, transport, keys, own)
+        return Gather(xp, ranks, transport, keys, own, alike)
     row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * real_of(problem).itemsize)
     pieces = max(1, -(-keys.largest // max(1, problem.workspace // 2 // row)))
-    return Ring(xp, ranks, transport, keys, pieces, problem.symmetric)
+    return Ring(xp, ranks, transport, keys, pieces, problem.symmetric, alike)

@@ -25,7 +25,7 @@ from ..communicators.base import Communicator, Pending
 from ..cost import chunks_of
 from ..partition import Partition
 from ..transports.base import Exchanger
-from .base import Combine, Keep, Keys, RowType, Visit
+from .base import Combine, Keep, Keys, RowType, Visit, none_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Gather:
     transport: Exchanger
     partition: Partition  # of the keys
     keys: list[Array]  # arrays of this rank's keys that several rounds visit
-    gathered: dict[int, Array] = field(default_factory=dict)  # of these, by their index
+    alike: bool  # see `Exchange`; sums go home at once
+    # of these, by their index: how far they were gathered, and the array
+    gathered: dict[int, tuple[int, Array]] = field(default_factory=dict)
 
     def run(
         self,
@@ -52,7 +54,8 @@ class Gather:
         n, r = self.ranks.size, self.ranks.rank
         rows, starts = self.partition.rows, self.partition.starts
         reach = n // 2 if half else n - 1  # distance of the farthest shard that is visited
-        summed = ((n - 1) // 2 if half else n - 1) if types else 0  # of the farthest with sums
+        # of the farthest with sums
+        summed = ((n - 1 + self.alike) // 2 if half else n - 1) if types else 0
         # rows of the shards of ranks r - d, ..., r - 1
         near = [0, *accumulate(rows[(r - d) % n] for d in range(1, reach + 1))]
         pending, everyone = self._gather(own, near)
@@ -68,8 +71,11 @@ class Gather:
             self.xp.empty((mine + summed, rows[r], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
         # one while keys arrive: a sigmoid loss is the same with gradients and without
-        chunks = self._chunks(reach, summed, types if pending is None else ())
-        order = [None, *chunks] if pending is not None else [*chunks, None]  # None: the own block
+        own_first = pending is not None or self.alike
+        chunks = list(self._chunks(reach, summed, () if own_first else types))
+        if half and self.alike and 2 * reach == n:  # of shards that one of two ranks visits
+            chunks = [(reach, reach), *self._chunks(reach - 1, reach - 1, ())]
+        order = [None, *chunks] if own_first else [*chunks, None]  # None: the own block
         leaving: list[Pending] = []
         for step, chunk in enumerate(order):
             if chunk is None:
@@ -85,7 +91,10 @@ class Gather:
             span = slice(first, first + near[far] - near[last - 1])
             sums = [of(array, far, last) for array in others] if last <= summed else []
             arrays = [of(array, far, last) for array in everyone]
-            visit(Keys(False, span, True, step, len(order)), arrays, sums)
+            if half and self.alike and r < far == n / 2:
+                visit(*none_of(arrays), sums)
+            else:
+                visit(Keys(False, span, True, step, len(order)), arrays, sums)
             if sums:
                 home = {
                     n - d: ([of(array, d, d) for array in others],
@@ -104,12 +113,12 @@ class Gather:
         everyone, arriving = [], []
         for array in own:
             index = next((i for i, key in enumerate(self.keys) if key is array), None)
-            there = None if index is None else self.gathered.get(index)
-            if there is None or len(there) < near[-1]:
+            far, there = (-1, None) if index is None else self.gathered.get(index, (-1, None))
+            if far < reach:  # not by their rows: all ranks decide the same
                 there = self.xp.empty((near[-1], *array.shape[1:]), array.dtype)
                 arriving.append((array, there))
                 if index is not None:
-                    self.gathered[index] = there
+                    self.gathered[index] = reach, there
             everyone.append(there)
         if not arriving or not reach:
             return None, everyone

@@ -20,7 +20,7 @@ from infonce.kernels.problem import Array
 from ..communicators.base import Communicator
 from ..partition import Partition
 from ..transports.base import Exchanger
-from .base import Combine, Keep, Keys, RowType, Visit
+from .base import Combine, Keep, Keys, RowType, Visit, none_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Ring:
     partition: Partition  # of the keys
     pieces: int  # a shard goes round in so many pieces, one round each
     symmetric: bool  # queries are keys
+    alike: bool  # see `Exchange`
 
     def run(
         self,
@@ -46,7 +47,8 @@ class Ring:
         """See `Exchange`."""
         n, r = self.ranks.size, self.ranks.rank
         steps = n // 2 + 1 if half else n
-        summed = range(1, (n + 1) // 2) if half else range(n)  # steps that compute sums
+        # steps that compute sums
+        summed = range(1, (n + 1 + self.alike) // 2) if half else range(n)
         summed = summed if types else range(0)
         largest = -(-self.partition.largest // self.pieces)
         like: list[RowType] = [(array.shape[1:], array.dtype) for array in own]
@@ -84,7 +86,10 @@ class Ring:
                 if s or not self.symmetric:
                     step = s + j * steps
                     keys = Keys(k == r, shards[k], self.pieces == 1, step, self.pieces * steps)
-                    visit(keys, arrays, sums)
+                    if half and self.alike and r < s == n / 2:
+                        visit(*none_of(arrays), sums)
+                    else:
+                        visit(keys, arrays, sums)
                 elif not j:
                     whole = slice(start, self.partition.starts[r + 1])
                     visit(Keys(True, whole, True, 0, self.pieces * steps), own, [])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import gpu_missing, namespace, native, on_gpu
+from ..kernels.linear import partners
 from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import softmax, validation
@@ -28,6 +29,7 @@ class Batch:
 
     rows: int  # queries
     columns: int  # keys
+    first: int = 0  # index of this rank's first query
 
 
 @dataclass(eq=False)
@@ -127,19 +129,29 @@ def check(
     if ids is not None:
         row_ids, column_ids = validation.ids(xp, loss, ids, len(query), len(key))
     if loss.classes:
-        classes, positives, has_positive = validation.classes(xp, labels, len(query))
-        if get("decoupled"):  # positives are no part of the sums
-            positives = xp.full_like(positives, -1)
+        own = static.batch.first + xp.arange(len(query))
+        classes = validation.classes(xp, labels, own)
+        decoupled = bool(get("decoupled"))
+        if decoupled:  # positives are no part of the sums
             row_ids = column_ids = classes.rows
+        if batch is None:  # over ranks, classes have rows on others
+            positives, has_positive = partners(xp, classes.members(xp, own), own, decoupled)
     elif labelled:
-        found = validation.positives(xp, labels, len(query), static.batch.columns, batch is None)
-        positives, marks, has_positive = found
-    weights = validation.row_weights(xp, get("weights"), has_positive, len(query))
-    row_share = static.row_share if weights is None else validation.shares(xp, weights, reduction)
+        positives, marks, has_positive = validation.positives(
+            xp, labels, len(query), static.batch.columns, none=batch is None,
+            sets=not loss.symmetric,
+        )  # fmt: skip
+    weights, shares = get("weights"), None
+    if weights is not None:
+        weights = validation.weights(xp, weights, len(query), batch is None)
+    weights = validation.row_weights(xp, weights, has_positive)
+    if weights is not None and batch is None:  # over ranks, their sum is not known yet
+        shares = validation.shares(xp, weights, reduction)
+    row_share = static.row_share if shares is None else shares
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
     of_row = None  # beside `row_shares`
     if reduction != "none":
-        of_row = static.row_share if weights is None else 1.0
+        of_row = static.row_share if shares is None else 1.0
     # by position: keyword arguments take time that small batches notice
     if loss.joint:
         query = key = xp.concatenate([query, key])
@@ -150,13 +162,14 @@ def check(
         row_ids, column_ids, static.normalize, static.compute, static.method,
         static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
         marks, static.scalar_grads, static.moments, weights,
-        None if weights is None else row_share,
+        shares,
     )  # fmt: skip
     for name, value in static.softmax:
         setattr(problem, name, value)
     problem.joint, problem.classes = loss.joint, classes
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
+        problem.query_bias = problem.key_bias if loss.symmetric else None
     softmax.require_available(problem, static.elsewhere, static.softmax)
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
@@ -179,14 +192,9 @@ def check(
 
 
 def _cache_key(
-    loss: Loss,
-    arrays: Sequence[Array],
-    labelled: bool,
-    bias: Any,
-    options: Mapping[str, Any],
-    with_grad: bool,
-    batch: Batch | None,
-) -> tuple[Any, ...] | None:
+    loss: Loss, arrays: Sequence[Array], labelled: bool, bias: Any, options: Mapping[str, Any],
+    with_grad: bool, batch: Batch | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """The key of a call in `_cache`; None where other options may be arrays."""
     plain = options
     classes = tuple(map(type, options.values()))  # for True == 1
@@ -214,28 +222,14 @@ def _cache_key(
             return None
     names = (*options,)
     return (
-        loss,
-        with_grad,
-        labelled,
-        batch,
-        bias,
-        of_bias,
-        names,
-        classes,
-        *of_arrays,
-        *plain.items(),
-    )
+        loss, with_grad, labelled, batch, bias, of_bias, names, classes, *of_arrays, *plain.items(),
+    )  # fmt: skip
 
 
 def _check_static(
-    loss: Loss,
-    arrays: Sequence[Array],
-    labelled: bool,
-    bias: Any,
-    options: Mapping[str, Any],
-    with_grad: bool,
-    batch: Batch | None,
-) -> _StaticChecks:
+    loss: Loss, arrays: Sequence[Array], labelled: bool, bias: Any, options: Mapping[str, Any],
+    with_grad: bool, batch: Batch | None,
+) -> _StaticChecks:  # fmt: skip
     """All checks that read no element of an array."""
     o = _options(loss, options, with_grad)
     for name, z in zip(loss.arguments, arrays, strict=True):
@@ -243,8 +237,7 @@ def _check_static(
     query, key = arrays[0], arrays[-1]
     on_host = isinstance(query, np.ndarray)
     on_cpu = on_host and not o["offload"]
-    there = {"over ranks": batch is not None, "with offload": o["offload"], "on a GPU": not on_host}
-    elsewhere = next((place for place, holds in there.items() if holds), None)
+    elsewhere = softmax.place(batch is not None, on_host, bool(o["offload"]))
     validation.same_device(loss, query, key)
     batch = batch or Batch(len(query), len(key))
     _shapes(loss, query, key, labelled, batch)

@@ -16,8 +16,12 @@ OF_VECTORS = frozenset({"weights", "margin", "decoupled", "hardness", "label_smo
 ELSEWHERE = {
     "on a GPU": OF_VECTORS,
     "with offload": OF_VECTORS,
-    "over ranks": frozenset[str](),
+    "over ranks": frozenset({"weights", *SOFTMAX}),
+    "over ranks on GPUs": OF_VECTORS,
+    "over ranks with offload": OF_VECTORS - {"hardness", "label_smoothing"},
 }
+NO_SETS = frozenset({"over ranks on GPUs", "over ranks with offload"})  # of positives
+NO_CLASSES = frozenset({"over ranks with offload"})  # nor joint losses
 LARGEST = math.nextafter(math.inf, 0)
 RANGES = {
     "margin": (-LARGEST, LARGEST, "a finite number"),
@@ -51,9 +55,16 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, o[name]) for name in SOFTMAX if name != "key_bias" and given(name))
 
 
+def place(over_ranks: bool, on_host: bool, offload: bool) -> str | None:
+    """Where a call is computed, if not in this process on the CPU."""
+    if over_ranks:
+        return "over ranks" + (" with offload" * offload if on_host else " on GPUs")
+    return "with offload" if offload else None if on_host else "on a GPU"
+
+
 def require_loss(loss: Loss, elsewhere: str | None) -> None:
     """ValueError for a loss that the place of the computation does not have."""
-    if (loss.classes or loss.joint) and elsewhere == "over ranks":
+    if (loss.classes or loss.joint) and elsewhere in NO_CLASSES:
         raise ValueError(f"{loss.name}_loss: expected arrays of one device, got them {elsewhere}")
 
 
@@ -64,7 +75,8 @@ def require_available(
     that have no positive, or several, or of logits that an option changes."""
     positives = problem.positives
     sets = positives is not None and positives.ndim > 1
-    of_host = positives is not None and elsewhere != "on a GPU"  # there every row has a positive
+    on_gpus = elsewhere in ("on a GPU", "over ranks on GPUs")  # there labels are not read
+    of_host = positives is not None and not on_gpus
     if problem.retrieval_ranks and of_host and problem.weights is not None:
         sets = sets or bool((positives < 0).any())
     if problem.retrieval_ranks and sets:
@@ -76,7 +88,7 @@ def require_available(
             raise ValueError(f"metrics: expected False with {name}, got True")
         if elsewhere is not None and name not in ELSEWHERE[elsewhere]:
             raise ValueError(f"{name}: expected {DEFAULTS[name]!r} {elsewhere}, got a value")
-    if sets and elsewhere == "over ranks":
+    if sets and elsewhere in NO_SETS:
         raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")
 
 

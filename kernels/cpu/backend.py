@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..linear import Segments, segment_products
+from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import (
     Array,
     Epilogue,
@@ -30,7 +30,7 @@ from ..problem import (
 from ..solve import Vectors, one_pass
 from .context import Context
 from .fold import Fold
-from .operands import Side, inverse_norms, not_finite
+from .operands import Side, dots_at, inverse_norms, not_finite
 from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, thread_count
 
@@ -47,7 +47,10 @@ class CPU:
 
     vectors = Vectors(np)
 
-    def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
+    def __init__(
+        self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None
+    ) -> None:
+        """`ahead`: gradients that a later call will accumulate, in tiles of the same size."""
         m, n, d = problem.shape
         self.dtype = DTYPES[problem.compute]
         query = self._side(problem, problem.query)
@@ -56,7 +59,8 @@ class CPU:
             query,
             query if problem.symmetric else self._side(problem, problem.key),
             threads=thread_count() if m * n * d >= THREADING_PAYS else 1,
-            gradient=gradients is not None,
+            gradient=(gradients or ahead) is not None,
+            both_folds=gradients is not None,
             query_in_place=gradients is not None and self._in_place(problem, gradients),
             accumulators=self._accumulator_rows(problem, gradients),
         )
@@ -79,12 +83,14 @@ class CPU:
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
-    def segment_products(
+    def positive_dots(self, problem: Problem) -> Array:
+        return dots_at(self.context.query, self.context.key, problem.positives)
+
+    def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
-    ) -> tuple[Array, Array | None]:
-        return segment_products(
-            self.context.query, self.context.key, segments, columns, problem.symmetric
-        )
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        """See `infonce.kernels.linear.Summing`."""
+        return segment_sums(np, problem, self.context.query, self.context.key, segments, columns)
 
     # -- memory: accumulators of dK, the workers' buffers, then logits to keep for the gradient
 
@@ -155,7 +161,7 @@ class CPU:
     ) -> None:
         # Backwards before a gradient: that begins with the tiles that are still in the buffers
         context = self.context
-        backwards = isinstance(epilogue, Statistics) and context.gradient
+        backwards = isinstance(epilogue, Statistics) and context.both_folds
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         order = PanelOrder(len(grid.columns), len(grid.rows) if backwards else 0)
         panels = iter(range(len(grid.rows)))

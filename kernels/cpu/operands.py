@@ -99,6 +99,16 @@ def inverse_norms(features: Array) -> Array:
     return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
 
 
+def dots_at(query: Side, key: Side, positives: Array) -> Array:
+    """[M] or [M, P] float64: the dot products of rows with their positives."""
+    out = np.empty(positives.shape[::-1])
+    for rows in slices(len(positives), 256):
+        q = query.take(np.arange(rows.start, rows.stop))
+        for of_set, dots in zip(np.atleast_2d(positives.T), np.atleast_2d(out), strict=True):
+            row_dots(q, key.take(of_set[rows]), dots[rows])
+    return out.T
+
+
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
     """Add the term's share of the gradient to g, that of the rows z."""
     _subtract(

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import solve as blocks
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
-from ..solve import Solution
+from ..solve import Question, Solution
 from .device.launches import Queue
 from .tiled.backend import GPU
 
@@ -52,8 +52,9 @@ def solution_of(made: dict[str, Array]) -> Solution:
 
 
 def block(
-    problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
-    not_finite: NotFinite | None, to_clear: Sums | None, ahead: Gradients | None, queue: Queue,
+    problem: Problem, triangle: bool, epilogue: Epilogue | Question,
+    gradients: Gradients | None, not_finite: NotFinite | None, to_clear: Sums | None,
+    ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
     gpu = GPU(problem, gradients, ahead, queue)
     if to_clear is not None:

@@ -28,8 +28,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     given = problem
-    if problem.weights is not None and problem.by_row:
-        problem = replace(problem, weights=None)  # kernels find them in `upstream`
+    problem = without_weights(problem)
     if problem.method == "fused":
         gpu_fused.require(problem)
     if problem.method == "naive" or (problem.method == "fused" and not problem.plain):
@@ -97,6 +96,13 @@ def planned(problem: Problem) -> bool:
     """Whether a call may have a plan: whoever wants to see its progress sees it launched, and
     targets of other kinds take steps on vectors that no plan can record."""
     return problem.progress is None and problem.by_row
+
+
+def without_weights(problem: Problem) -> Problem:
+    """The problem as kernels of losses by row take it: they find weights in `upstream`."""
+    if problem.weights is None or not problem.by_row:
+        return problem
+    return replace(problem, weights=None)
 
 
 def plain(problem: Problem) -> Problem:

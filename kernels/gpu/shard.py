@@ -12,6 +12,7 @@ from .. import problem as problems
 from ..conclude import Direction
 from ..conclusion import Conclusion
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Sigmoid, Statistics, Sums
+from ..solve import Question
 from . import plan as gpu_plan
 from . import recorded, select
 from .device.arguments import matrix, sums_fields
@@ -22,13 +23,15 @@ from .vectors import ElementwiseVectors
 
 
 def fold_block(
-    problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None,
-    not_finite: NotFinite | None = None, to_clear: Sums | None = None,
-    ahead: Gradients | None = None,
+    problem: Problem, triangle: bool, epilogue: Epilogue | Question,
+    gradients: Gradients | None, not_finite: NotFinite | None = None,
+    to_clear: Sums | None = None, ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`solve.fold_block` on the current device; `ahead` as for `Context`."""
+    """`solve.fold_block` on the current device; `ahead` as for `Context`. What takes operations on
+    arrays has no plan."""
     parts = select.plain(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
-    if problem.progress is None:
+    of_kernels = not callable(epilogue) and not getattr(epilogue, "linear", ())
+    if problem.progress is None and of_kernels:
         gpu_plan.call(recorded.block, device_properties(problem.query.device.id), *parts)
     else:
         recorded.block(*parts, Queue())
@@ -87,8 +90,8 @@ class VectorsOverRanks(ElementwiseVectors):
         return found("loss"), found("scale_grad"), found("bias_grad")
 
     def known(self, problem: Problem) -> bool:
-        """Whether a step has a plan: not for empty shards, nor for calls with `progress`."""
-        return 0 not in problem.shape and problem.progress is None
+        """Whether a step has a plan: not for empty shards, calls with `progress`, nor options."""
+        return 0 not in problem.shape and problem.progress is None and problem.plain
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
         properties = device_properties(problem.query.device.id)
@@ -159,5 +162,5 @@ class QueuedVectors(VectorsOverRanks):
 def _bare(problem: Problem) -> Problem:
     """The problem without what steps on vectors do not look at."""
     return problems.fast_replace(
-        problem, normalize=False, query_ids=None, key_ids=None, marks=None, row_shares=None
+        problem, normalize=False, query_ids=None, key_ids=None, marks=None
     )  # fmt: skip

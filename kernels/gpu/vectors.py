@@ -49,7 +49,7 @@ _within = cupy.ElementwiseKernel(
     "int64 positive, int64 start, int64 stop, int64 total", "int64 local",
     """
     const long long at = positive - start + (positive < start ? total : 0);
-    local = at >= 0 && at < stop - start ? at : -1;
+    local = positive >= 0 && at >= 0 && at < stop - start ? at : -1;
     """,
     "infonce_within",
 )  # fmt: skip

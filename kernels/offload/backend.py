@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from .. import solve as blocks
-from ..linear import Segments, segment_products
+from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import (
     Array,
     Epilogue,
@@ -95,8 +95,8 @@ def _vectors_on(device: Device, problem: Problem) -> Problem:
     of_host = {name: getattr(problem, name) for name in names}
     made = {name: device.put(v) for name, v in of_host.items() if isinstance(v, np.ndarray)}
     if (classes := problem.classes) is not None:
-        rows, columns = device.put(classes.rows), device.put(classes.columns)
-        made["classes"] = replace(classes, rows=rows, columns=columns)
+        rows = device.put(classes.rows)  # those of the columns, too
+        made["classes"] = replace(classes, rows=rows, columns=rows)
     return replace(problem, **made)
 
 
@@ -162,11 +162,11 @@ class Offload:
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
-    def segment_products(
+    def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[SegmentSums, SegmentSums | None]:
         query, key = self.context.linear_rows(problem)
-        return segment_products(query, key, segments, columns, problem.symmetric)
+        return segment_sums(self.vectors.xp, problem, query, key, segments, columns)
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None

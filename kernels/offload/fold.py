@@ -83,11 +83,11 @@ class Fold:
         if problem.symmetric:
             self.keys_stay, columns.to = False, None
         if isinstance(epilogue, SoftmaxGradient):
-            query, key = context.linear_rows(problem)
+            xp, (query, key) = self.device.vectors.xp, context.linear_rows(problem)
             for side, of_keys in ((rows, False), (columns, True)):
                 if side.to is not None:
                     side.linear = [
-                        LinearGradient(query, key, term, of_keys, problem.symmetric)
+                        LinearGradient(xp, query, key, term, of_keys, problem.symmetric)
                         for term in epilogue.linear
                     ]
         self.columns = columns

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cupy")
 from infonce.kernels.gpu import linear
-from infonce.kernels.linear import LinearGradient, LinearTerm, Segments, segment_products
+from infonce.kernels.linear import LinearGradient, LinearTerm, Segments, segment_sums
 
 pytestmark = pytest.mark.extras
 
@@ -58,8 +58,9 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) ->
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("by_ids", [False, True])
 def test_sums_and_gradients(
-    symmetric: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch
+    by_ids: bool, symmetric: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of sum_ij (a_i + b_j) u_i . v_j over pairs of one segment, against the whole matrix."""
     rng = np.random.default_rng(0)
@@ -68,7 +69,11 @@ def test_sums_and_gradients(
     m, n, count = len(q), len(k), 4
     of_rows = rng.integers(0, count, m)
     of_columns = of_rows if symmetric else rng.integers(0, count, n)
+    ids = np.array([7, -3, 50, 0])  # in the place of segments' numbers
     segments = Segments(of_rows, of_columns, count)
+    if by_ids:
+        given = ids[of_rows]
+        segments = Segments(given, given if symmetric else ids[of_columns])
     found = rows_of(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
     query, key = found[0], found[-1]
 
@@ -77,11 +82,16 @@ def test_sums_and_gradients(
         np.fill_diagonal(same, 0)
     length = [np.linalg.norm(z, axis=1, keepdims=True) if normalize else 1.0 for z in (q, k)]
     u, v = q / length[0], k / length[1]
-    rows, columns = segment_products(query, key, segments, True, symmetric)
+    bias = rng.standard_normal(n)
+    problem: Any = SimpleNamespace(symmetric=symmetric, key_bias=bias, query_bias=None)
+    rows, columns = segment_sums(np, problem, query, key, segments, not symmetric)
     dots = (u @ v.T) * same
-    np.testing.assert_allclose(rows, dots.sum(axis=1), atol=1e-12)
-    if not symmetric:
-        np.testing.assert_allclose(columns, dots.sum(axis=0), atol=1e-12)
+    np.testing.assert_allclose(rows.products, dots.sum(axis=1), atol=1e-12)
+    np.testing.assert_array_equal(rows.number, same.sum(axis=1))
+    np.testing.assert_allclose(rows.biases, same @ bias, atol=1e-12)
+    if columns is not None:
+        np.testing.assert_allclose(columns.products, dots.sum(axis=0), atol=1e-12)
+        np.testing.assert_array_equal(columns.number, same.sum(axis=0))
 
     a, b = rng.standard_normal(m), None if symmetric else rng.standard_normal(n)
     weight = (a[:, None] + (0.0 if b is None else b)) * same
@@ -94,11 +104,11 @@ def test_sums_and_gradients(
         wanted.append(-g / of)
     dq, dk = np.zeros_like(q), np.zeros_like(k)
     term = LinearTerm(segments, a, b)
-    query.subtract(LinearGradient(query, key, term, False, symmetric), dq)
+    query.subtract(LinearGradient(np, query, key, term, False, symmetric), dq)
     np.testing.assert_allclose(dq, wanted[0], atol=1e-12)
     if symmetric:
         return
-    of_keys = LinearGradient(query, key, term, True, False)
+    of_keys = LinearGradient(np, query, key, term, True, False)
     for part in (slice(0, 20), slice(20, n)):
         key.subtract(of_keys.part(part), dk[part], part.start)
     np.testing.assert_allclose(dk, wanted[1], atol=1e-12)

@@ -1,6 +1,7 @@
 """What a gather on GPUs records as one plan, without a GPU."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,14 @@ from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.distributed import planned
+from infonce.distributed.partition import Partition
 from infonce.distributed.transports import gpu as transports
+from infonce.kernels.gpu import shard
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import context
-from infonce.kernels.problem import Gradients, Problem
+from infonce.kernels.gpu.tiled.backend import GPU
+from infonce.kernels.linear import LinearTerm, Segments
+from infonce.kernels.problem import Gradients, Problem, SoftmaxGradient, Statistics, Sums
 
 pytestmark = pytest.mark.extras
 WEIGHTS = {"clip": (0.5, 0.5), "lit": (1.0, 0.0), "info_nce": (1.0, 0.0), "siglip": (1.0, 0.0)}
@@ -111,3 +116,75 @@ def test_steps_do_not_grow_with_the_ranks() -> None:
 def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infonce.distributed.cost.CHUNK", 2**20)
     assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3
+
+
+def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go step by step, by backends of blocks."""
+    monkeypatch.setattr(planned, "device_properties", lambda _: DEVICES["sm_90a"])
+    monkeypatch.setattr(planned.plan, "call", lambda *_: {})
+    transport: Any = object.__new__(transports.NCCL)
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    into, asked = recorder.Recorder(), []
+    monkeypatch.setattr(shard, "Queue", lambda: into)  # of launches that would need the device
+    with cupy.cuda.using_allocator(into.malloc):
+        query, key = (cupy.empty((8, 64), "float32") for _ in range(2))
+        plain = Problem(query, key, 14.0, 0.1, None, 0.1)
+        rows = Partition([8, 8])
+        for option, steps in (
+            ({}, False), ({"margin": 0.1}, True), ({"decoupled": True}, True),
+            ({"hardness": 2.0}, True), ({"label_smoothing": 0.1}, True),
+        ):  # fmt: skip
+            problem = replace(plain, **option)
+            found = planned.solution("gather", problem, None, rows, rows, ranks, transport)
+            assert (found is None) == steps
+            assert shard.VectorsOverRanks().known(problem) != steps
+            if steps:
+                shard.fold_block(
+                    problem, False, lambda *of: asked.append(of), None,
+                    ahead=Gradients(want_key=False, add_query=True),
+                )  # fmt: skip
+                backend, block = asked[-1]
+                assert isinstance(backend, GPU)
+                assert block is problem
+
+
+def test_blocks_of_operations_on_arrays_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear terms and questions: a plan records kernels alone."""
+    built: list[str] = []
+    monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
+    monkeypatch.setattr(shard.select, "plain", lambda problem: problem)
+    monkeypatch.setattr(shard.gpu_plan, "call", lambda *_: built.append("a plan"))
+    monkeypatch.setattr(shard.recorded, "block", lambda *_: built.append("steps"))
+    query: Any = SimpleNamespace(device=SimpleNamespace(id=0))
+    problem = Problem(query, query, 1.0, 1.0)
+    losses = Statistics(Sums(None, None), None, None)
+    gradient = SoftmaxGradient(None, None, None, None, None)
+    linear = replace(gradient, linear=(LinearTerm(Segments(None, None), None),))
+    question: Any = lambda backend, block: None  # noqa: E731
+    cases: list[tuple[Any, str]] = [
+        (losses, "a plan"), (gradient, "a plan"), (linear, "steps"), (question, "steps"),
+    ]  # fmt: skip
+    for epilogue, _ in cases:
+        shard.fold_block(problem, False, epilogue, None)
+    assert built == [how for _, how in cases]
+
+
+def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a plan for plain losses, whose weights are in `upstream` and `row_shares`."""
+    monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
+    given: list[Problem] = []
+    monkeypatch.setattr(shard.gpu_plan, "call", lambda *parts: given.append(parts[2]) or {})
+    into = recorder.Recorder()
+    with cupy.cuda.using_allocator(into.malloc):
+        query, key = (cupy.empty((8, 64), "float32") for _ in range(2))
+        weights, losses = (cupy.empty(8) for _ in range(2))
+    problem = Problem(
+        query, key, 14.0, weights, reduction_weight=0.1, weights=weights, row_shares=weights
+    )
+    problem = shard.select.without_weights(problem)
+    assert problem.plain
+    shard.VectorsOverRanks().totals(problem, losses, None, None)
+    assert given[0].row_shares is weights
+    assert given[0].reduction_weight == 1.0
+    smoothed = replace(problem, weights=weights, label_smoothing=0.1)
+    assert shard.select.without_weights(smoothed) is smoothed

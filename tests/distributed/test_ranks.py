@@ -1,4 +1,5 @@
-"""The losses over ranks, in processes that mpiexec starts (tests/support/ranks*.py) on the CPU."""
+"""The losses over ranks, in processes that mpiexec starts on the CPU (tests/support/ranks*.py,
+options_over_ranks.py)."""
 
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 
 SUPPORT = Path(__file__).parents[1] / "support"
 RANKS, TROUBLE = str(SUPPORT / "ranks.py"), str(SUPPORT / "ranks_trouble.py")
+OPTIONS = str(Path(__file__).parent / "options_over_ranks.py")
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 LIMIT = 100  # seconds for one start of mpiexec
 
@@ -45,6 +47,7 @@ def command(ranks: int, *arguments: str, shell: tuple[str, ...] = ()) -> list[st
 
 
 ENVIRONMENT = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 
 
 def run(
@@ -73,6 +76,14 @@ def test_equal_to_one_process(ranks: int) -> None:
     status, said = run(ranks, RANKS, "equal", "40")
     assert status == 0, said
     assert "equal: 40 examples" in said
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_options_equal_the_specification(ranks: int) -> None:
+    """Of the softmax; and sets of positives, sup_con and gte."""
+    status, said = run(ranks, OPTIONS, "9", "host")
+    assert status == 0, said
+    assert said.count("options") == ranks
 
 
 @pytest.mark.parametrize(("ranks", "exchange"), [(2, "ring"), (3, "ring"), (3, "gather")])
@@ -212,6 +223,16 @@ def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
     status, said = run(2, RANKS, "accuracy", "gpu", transport, exchange, limit=300)
     assert status == 0, said
     assert said.count("accuracy gpu") == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_options_on_gpus(ranks: int) -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    status, said = run(ranks, OPTIONS, "9", "gpu", limit=300)
+    assert status == 0, said
+    assert said.count("options") == ranks
 
 
 @pytest.mark.gpu

@@ -10,13 +10,12 @@ from infonce.kernels.cpu import backend, naive
 from infonce.kernels.problem import LN_2
 from infonce.kernels.solve import Vectors
 from judge import assert_grad, assert_loss, largest_logit
-from reference_problems import YES, Problem, one_problem, problems, quick
+from reference_problems import YES, Problem, call_of, one_problem, problems, quick, taken
 
 import infonce
 from infonce import reference, spec
 
 NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
-REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
 METHODS = ("naive", "fused", "tiled")
 # Each with the options that it may not be combined with left out
 TOGETHER: list[dict[str, Any]] = [
@@ -33,30 +32,12 @@ OF_LOGITS: list[dict[str, Any]] = [
 ]
 
 
-def taken(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those options that a loss takes."""
-    return {key: v for key, v in options.items() if key not in REFUSED.get(name, ())}
-
-
 @st.composite
 def calls(draw: Any, name: str) -> tuple[Problem, dict[str, Any]]:
     """A problem of the specification, and the options of the same call."""
-    problem = draw(problems(names=(name,), options=YES))
-    softmax = taken(problem.name, problem.softmax)
-    for one, other in spec.EXCLUSIVE:
-        if {one, other} <= softmax.keys():
-            del softmax[other]
-    problem = problem._replace(softmax=softmax)
-    options = {"scale": problem.scale, "normalize": problem.normalize, "ids": problem.ids}
-    if problem.weights is not None:
-        weights = np.abs(problem.weights)
-        options["weights"] = weights
-        weights = weights * [bool(positives) for positives in problem.positives()]
-        assume(weights.sum() > 0.1)
-        problem = problem._replace(weights=weights / weights.sum())
-    if problem.labels is not None:
-        options["labels"] = problem.labels
-    return problem, options | softmax
+    problem, options = call_of(draw(problems(names=(name,), options=YES)))
+    assume(problem.weights is None or problem.weights.sum() > 0.1)
+    return problem, options
 
 
 @pytest.mark.parametrize("method", METHODS)

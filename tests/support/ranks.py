@@ -344,15 +344,16 @@ def offload(place: str, exchange: str) -> None:
     key = np.random.default_rng(0).standard_normal((150, d))
     query = key + np.random.default_rng(1).standard_normal((150, d))
     rows = shards(150, 4)[RANK]
+    of_softmax = {"margin": 0.1, "decoupled": True, "weights": np.arange(150.0)}
     for loss in ("clip", "info_nce", "lit", "siglip", "nt_xent"):
+        more: dict[str, Any] = of_softmax if loss == "lit" else {}
         whole = [query, key] if loss != "nt_xent" else [query]
-        order = np.arange(150)
-        part, own = order[rows], dict(spread)
+        part, own = np.arange(150)[rows], dict(spread, **more)
         if loss == "nt_xent":
-            own["labels"] = ((order + 75) % 150)[rows]
-        if exchange == "gather":  # which needs room
-            own["workspace"] = 2**20
-        want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **options)
+            own["labels"] = (part + 75) % 150
+        own |= {"workspace": 2**20} if exchange == "gather" else {}  # which needs room
+        own |= {"weights": of_softmax["weights"][part]} if more else {}
+        want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **options, **more)
         got = getattr(distributed, f"{loss}_loss_and_grad")(*(z[part] for z in whole), **own)
 
         def of_rank(z: Any, part: Any = part) -> Any:

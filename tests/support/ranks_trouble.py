@@ -80,6 +80,17 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
     def clip(image: Any = x, text: Any = x, **options: Any) -> Any:
         return distributed.clip_loss_and_grad(image, text, **{"scale": 1.0, **options})
 
+    def gte(key: Any = x, **options: Any) -> Any:
+        return distributed.gte_loss_and_grad(x, key, scale=1.0, **options)
+
+    def lone_row() -> Any:
+        """The first of all rows has no other view."""
+        first = 4 * rank + (rank > 0)
+        labels = first + np.array([1, 0, 3, 2])
+        if not rank:
+            return distributed.nt_xent_loss(np.ones((5, 3)), np.r_[-1, labels + 1], scale=1.0)
+        return distributed.nt_xent_loss(x, labels, scale=1.0)
+
     wide, single = np.ones((4, 5)), x.astype(np.float32)
     return [
         ("image: width 3 on rank 0 and 5 on rank 1", "ValueError",
@@ -124,6 +135,31 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
          lambda: distributed.nt_xent_loss(x[:3] if odd else x, scale=1.0)),
         ("labels each other's label", "ValueError",
          lambda: distributed.nt_xent_loss(x, np.arange(4), scale=1.0)),
+        ("rank 0: labels each other's label got -1 at position 0", "ValueError", lone_row),
+        ("rank 1: labels: expected shape (4,), got (4, 2)", "ValueError",
+         lambda: distributed.nt_xent_loss(
+             x, np.zeros((4, 2) if odd else 4, int), scale=1.0)),
+        ("rank 1: labels: expected shape (4,), got (3,)", "ValueError",
+         lambda: distributed.sup_con_loss(x, np.arange(3 if odd else 4), scale=1.0)),
+        ("rank 1: key: expected 4 rows like query", "ValueError",
+         lambda: gte(x[:3] if odd else x)),
+        ("margin 0.0 on rank 0 and 0.5 on rank 1", "ValueError",
+         lambda: clip(margin=0.5 if odd else 0.0)),
+        ("false_negative_margin inf on rank 0 and 0.1 on rank 1", "ValueError",
+         lambda: gte(false_negative_margin=0.1 if odd else np.inf)),
+        ("key_bias 'not given' on rank 0 and 'given' on rank 1", "ValueError",
+         lambda: clip(key_bias=np.zeros(4) if odd else None)),
+        ("weights 'not given' on rank 0 and 'given' on rank 1", "ValueError",
+         lambda: clip(weights=np.ones(4) if odd else None)),
+        ("rank 1: weights: numbers that are not negative, got -1.0 at position 2", "ValueError",
+         lambda: clip(weights=np.array([1, 1, -1, 1]) if odd else np.ones(4))),
+        ("weights: expected a positive sum over all ranks, got zeros alone", "ValueError",
+         lambda: clip(weights=np.zeros(4))),
+        ("rank 0: label_smoothing: expected 0.0 with decoupled, got float 0.1", "ValueError",
+         lambda: clip(label_smoothing=0.1, decoupled=True)),
+        ("rank 1: metrics: expected one positive a row", "ValueError",
+         lambda: distributed.info_nce_loss_and_grad(
+             x, x, np.full(4, -odd), scale=1.0, metrics=True)),
         (f"rank 1: labels [0, {4 * size}) got {4 * size}", "ValueError",
          lambda: distributed.info_nce_loss(x, x, np.full(4, 4 * size if odd else 0), scale=1.0)),
         (f"key at least {3 * size} rows, got {2 * size} in all", "ValueError",

@@ -192,6 +192,33 @@ def every_entry(array):
         yield index, moved
 
 
+REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
+
+
+def taken(name, options):
+    """Those options that a loss takes."""
+    return {key: v for key, v in options.items() if key not in REFUSED.get(name, ())}
+
+
+def call_of(problem, reduction="mean"):
+    """The problem with the options that its loss takes, and the options of the same call. Its
+    weights are those of rows in the reduced loss."""
+    softmax = taken(problem.name, problem.softmax)
+    for one, other in spec.EXCLUSIVE:
+        if {one, other} <= softmax.keys():
+            del softmax[other]
+    options = {"scale": problem.scale, "normalize": problem.normalize, "ids": problem.ids}
+    if problem.labels is not None:
+        options["labels"] = problem.labels
+    weights = np.array([float(bool(positives)) for positives in problem.positives()])
+    if problem.weights is not None:
+        options["weights"] = np.abs(problem.weights)
+        weights = weights * options["weights"]
+    if reduction == "mean":
+        weights = weights / (weights.sum() or 1.0)
+    return problem._replace(softmax=softmax, weights=weights), options | softmax
+
+
 def softmax_options(name, columns, rng):
     """Some of the options that a loss takes. Each as often as not: draws of its own would be
     correlated."""

@@ -52,6 +52,8 @@ class ProcessGroup(Communicator):
     The first allgather duplicates it, within the timeout of any other.
     """
 
+    peers: Peers
+
     def __init__(self, group: Any) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._members = dist.get_process_group_ranks(group)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import cupy
 import numpy as np
 
 from ... import problem as problems
 from ... import solve as blocks
-from ...linear import LinearGradient, LinearTerm, Segments, segment_products
+from ...linear import LinearGradient, LinearTerm, Segments, SegmentSums, segment_sums
 from ...problem import (
     Array,
     Epilogue,
@@ -78,10 +79,10 @@ class GPU:
         rows = [Rows(self.context.launcher, side) for side in self.context.sides]
         return rows[0], rows[-1]
 
-    def segment_products(
+    def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
-    ) -> tuple[Array, Array | None]:
-        return segment_products(*self.linear_rows, segments, columns, problem.symmetric)
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        return segment_sums(cupy, problem, *self.linear_rows, segments, columns)
 
     def subtract(
         self, term: LinearTerm, problem: Problem, gradients: Gradients, keys: slice
@@ -89,11 +90,11 @@ class GPU:
         """Add a linear term's gradients to complete dQ, and to complete dK of these keys."""
         query, key = self.linear_rows
         if gradients.want_query:
-            of_query = LinearGradient(query, key, term, False, problem.symmetric)
+            of_query = LinearGradient(cupy, query, key, term, False, problem.symmetric)
             query.subtract(of_query, gradients.query)
         if gradients.want_key and not problem.symmetric:
             assert gradients.key is not None
-            of_key = LinearGradient(query, key, term, True, False).part(keys)
+            of_key = LinearGradient(cupy, query, key, term, True, False).part(keys)
             key.subtract(of_key, gradients.key[keys], keys.start)
 
     def fold(

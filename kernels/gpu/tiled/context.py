@@ -22,7 +22,6 @@ ONE_PASS = ("bf16x3", "bf16")
 # Exponentials are kept of rows of so many K-slices: in bfloat16, or in float32 in the place of the
 # two float16 parts of dL/dx
 LEAST_SLICES = {"bf16": 9, "fp16x3": 12}
-KEEP_SHARE = 32  # one part in so many of the device's memory is taken for them unasked
 
 
 class Context:
@@ -135,7 +134,7 @@ class Context:
         room, found = problem.workspace, None
         keep = both_folds and gradients is not None and self._may_keep(problem, gradients)
         if keep and not problem.workspace_given:
-            room = max(room, self.properties.memory // KEEP_SHARE)
+            room = max(room, self.properties.share)
         if self.online and gradients is not None and gradients.want_key:
             found = config.all_keys_blocking(problem.shape, self.needs, room, self.tile.block_n)
             self.online = found is not None

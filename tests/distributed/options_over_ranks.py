@@ -1,0 +1,234 @@
+"""What mpiexec runs for test_ranks.py: `python options_over_ranks.py EXAMPLES PLACE` on every rank.
+Options of the softmax, sets of positives, sup_con and gte, against their definition.
+"""
+
+import itertools
+import sys
+from typing import Any
+
+import numpy as np
+from infonce.distributed import cost
+from ranks import COMM, RANK, SIZE, follow, say, shards
+from reference_problems import FEATURES, Problem, call_of, softmax_options
+
+import infonce
+from infonce import distributed
+from infonce.checks.softmax import ELSEWHERE
+
+NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
+
+
+# What there is on GPUs over ranks; also labels of one positive each
+ON_GPUS = ELSEWHERE["over ranks on GPUs"]
+
+
+def near(got: Any, want: Any, what: str) -> None:
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=what)
+
+
+def problem_of(name: str, rng: np.random.Generator, on_gpus: bool) -> Problem:
+    """Some of the options, drawn one by one; few rows, so that some ranks have none."""
+    rows, width = int(rng.integers(1, 18)), int(rng.integers(1, 5))
+    rows *= 1 + (name == "nt_xent")
+    columns, labels = rows, None
+    if name == "info_nce":
+        columns += int(rng.integers(0, 9))
+        if rng.random() < 0.8:
+            shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
+            labels = rng.integers(-1, columns, shape)
+            if on_gpus:
+                labels = labels.reshape(rows, -1)[:, 0] % columns
+    if name == "sup_con":
+        labels = rng.integers(-2, rows // 2 + 1, rows)
+    features = [rng.normal(size=(rows, width))]
+    if len(FEATURES[name]) == 2:
+        features.append(rng.normal(size=(columns, width)))
+    ids: Any = None
+    if rng.random() < 0.5 and name != "sup_con":
+        ids = rng.integers(0, 6, rows)
+        if name not in ("nt_xent", "gte"):
+            ids = ids, rng.integers(0, 6, columns)
+    softmax = softmax_options(name, columns, rng)
+    if on_gpus:
+        softmax = {key: value for key, value in softmax.items() if key in ON_GPUS}
+    problem = Problem(
+        name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
+        normalize=bool(rng.random() < 0.5), softmax=softmax,
+        weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
+    )  # fmt: skip
+    with np.errstate(invalid="ignore"):
+        if softmax.get("decoupled") and not np.isfinite(problem.definition()[1]):
+            del softmax["decoupled"]  # a row without negatives has loss -inf
+    return problem
+
+
+def on_host(out: Any) -> Any:
+    """A result with NumPy's arrays."""
+    if isinstance(out, infonce.LossAndGrad):
+        lse, grads = out.lse, type(out.grads)(*map(on_host, out.grads))
+        lse = tuple(map(on_host, lse)) if isinstance(lse, tuple) else on_host(lse)
+        return infonce.LossAndGrad(on_host(out.loss), grads, lse)
+    return out.get() if hasattr(out, "get") else out
+
+
+def compare(case: tuple[str, int, str, dict[str, Any]]) -> None:
+    """One loss over the ranks against the specification of all rows."""
+    name, seed, place, spread = case
+    rng = np.random.default_rng([seed, SIZE, NAMES.index(name)])
+    reduction = ("mean", "mean", "sum", "none")[rng.integers(4)]
+    problem, options = call_of(problem_of(name, rng, place == "gpu"), reduction)
+    rows, columns = len(problem.features[0]), len(problem.features[-1])
+
+    # the order in which ranks hold rows, and this rank's
+    parts = [shards(rows, seed)[RANK], shards(columns, seed + (name == "info_nce"))[RANK]]
+    mine: list[Any] = [np.arange(rows)[parts[0]], np.arange(columns)[parts[1]]]
+    options = dict(options, reduction=reduction, timeout=60, **spread)
+    if name == "nt_xent":
+        half = rows // 2
+        views = [
+            np.r_[r.start : r.stop, half + r.start : half + r.stop] for r in shards(half, seed)
+        ]
+        order = np.concatenate(views).astype(int)
+        mine = [views[RANK].astype(int)] * 2
+        if seed % 2:
+            order = rng.permutation(rows)
+            mine = [order[shards(rows, seed)[RANK]]] * 2
+            options["labels"] = np.argsort(order)[(order + half) % rows]
+            options["labels"] = options["labels"][shards(rows, seed)[RANK]]
+    elif "labels" in options:
+        options["labels"] = options["labels"][mine[0]]
+    if isinstance(options["ids"], tuple):
+        options["ids"] = tuple(of[own] for of, own in zip(options["ids"], mine, strict=True))
+    elif options["ids"] is not None:
+        options["ids"] = options["ids"][mine[0]]
+    for option, own in (("weights", mine[0]), ("key_bias", mine[1])):
+        if option in options:
+            options[option] = options[option][own]
+    with_grad = dict(options)
+    if reduction == "none":
+        grad_out = rng.uniform(-1.0, 1.0, rows)
+        problem = problem._replace(weights=problem.weights * grad_out)
+        with_grad["grad_out"] = grad_out[mine[0]]
+    local = [z[own] for z, own in zip(problem.features, mine, strict=False)]
+    if place == "gpu":
+        import cupy
+
+        local = list(map(cupy.asarray, local))
+
+    def call(end: str, **options: Any) -> Any:
+        return on_host(getattr(distributed, f"{name}_loss{end}")(*local, **options))
+
+    want = problem.reference()
+    got, again = (call("_and_grad", **with_grad) for _ in range(2))
+    loss = want.loss
+    if reduction == "none":
+        loss = np.abs(want.losses[mine[0]])
+        loss = (problem.weights * want.losses / np.where(grad_out == 0, 1.0, grad_out))[mine[0]]
+    near(got.loss, loss, "loss")
+    near(call("", **options), loss, "loss alone")
+    alone = call("_and_grad", wrt="scale", **with_grad)
+    near(alone.grads.scale, want.grads["scale"], "d scale alone")
+    for i, (field, gradient) in enumerate(want.grads.items()):
+        if gradient is None:
+            continue
+        g = getattr(got.grads, field)
+        near(g, gradient if field == "scale" else gradient[mine[i]], f"d {field}")
+        assert np.asarray(g).tobytes() == np.asarray(getattr(again.grads, field)).tobytes(), field
+    lse = want.lse if isinstance(want.lse, tuple) else (want.lse,)
+    for of_side, own, have in zip(lse, mine, np.atleast_2d(got.lse), strict=False):
+        near(have, of_side[own], "lse")
+
+
+def equal(examples: int, place: str) -> None:
+    """By the ring, whole and in pieces, and by the gather, whose sums go home in parts."""
+    ways: list[dict[str, Any]] = [
+        {"exchange": "ring"}, {"exchange": "ring", "workspace": 4000}, {"exchange": "gather"},
+    ]  # fmt: skip
+    for seed in range(examples):
+        for name in NAMES:
+            case = name, seed, place, ways[seed % len(ways)]
+            troubles = follow(compare, case)
+            assert not any(troubles), (case, troubles)
+
+
+def cases() -> None:
+    """What draws seldom meet."""
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal((2, 20, 3))
+    rows = shards(20, 3)[RANK]
+    none = np.full(20, -1)
+    for out in (
+        distributed.info_nce_loss_and_grad(x[rows], y[rows], none[rows], scale=2.0),
+        distributed.info_nce_loss_and_grad(
+            x[rows], y[rows], none[rows], scale=2.0, weights=np.ones(20)[rows]
+        ),
+        distributed.sup_con_loss_and_grad(x[rows], np.arange(20)[rows], scale=2.0),
+    ):  # no row has a positive: the mean of nothing is 0
+        assert out.loss == 0
+        assert not any(gradient.any() for gradient in out.grads)
+
+    # a rank's weights are zeros; gradients that a framework averages
+    weights = np.where(np.isin(np.arange(20), np.arange(20)[shards(20, 3)[0]]), 0.0, 0.5)
+    if not weights.any():
+        weights[:] = 1.0
+    options: dict[str, Any] = {"scale": 2.0, "label_smoothing": 0.2}
+    want = infonce.clip_loss_and_grad(x, y, weights=weights, **options)
+    got = distributed.clip_loss_and_grad(
+        x[rows], y[rows], weights=weights[rows], gradient_scale="ddp", **options
+    )
+    near(got.loss, want.loss, "loss")
+    near(got.grads.scale, want.grads.scale, "d scale")
+    near(got.grads.text, SIZE * want.grads.text[rows], "d text")
+
+    # ranks are those of the logits, which options of the softmax do not change
+    for name in ("info_nce", "clip", "lit"):
+        loss = getattr(distributed, f"{name}_loss_and_grad")
+        plain, hard = (
+            loss(x[rows], y[rows], scale=2.0, metrics=True, **of).metrics
+            for of in ({}, {"hardness": 9.0, "margin": 0.3})
+        )
+        assert np.array_equal(hard.row_rank, plain.row_rank)
+        near(hard.hardest_negative, plain.hardest_negative, "hardest negative")
+
+    # a feature that is not finite, in sums over all keys
+    x[17, 1] = np.nan
+    for name in ("clip", "gte"):
+        loss = getattr(distributed, f"{name}_loss")
+        assert np.isnan(loss(x[rows], y[rows], scale=2.0, label_smoothing=0.2))
+    assert np.isnan(distributed.sup_con_loss(x[rows], np.arange(20)[rows] // 5, scale=2.0))
+
+
+def limits() -> None:
+    """Rows that differ by rounding, so that digits beyond float32 decide which pairs take part. The
+    slopes of a row add up to 0 if those in its sum are those in its gradient."""
+    cost.CHUNK = 1  # sums would go home in parts
+    rng = np.random.default_rng(2)
+    z = (rng.standard_normal(64) / 8 + 6e-8 * rng.standard_normal((2, 150, 64))).astype(np.float32)
+    rows = shards(150, 4)[RANK]
+    ways = [("ring", None), ("ring", 40_000), ("gather", None)]
+    for name, (exchange, workspace) in itertools.product(
+        ("info_nce", "clip", "nt_xent", "gte"), ways
+    ):
+        options: dict[str, Any] = {}
+        if name == "nt_xent":
+            options["labels"] = ((np.arange(150) + 75) % 150)[rows]
+        got = getattr(distributed, f"{name}_loss_and_grad")(
+            *z[: len(FEATURES[name]), rows], scale=1.0, reduction="sum", exchange=exchange,
+            workspace=workspace, false_negative_margin=0.0, timeout=60, **options,
+        )  # fmt: skip
+        lse = np.concatenate(COMM.allgather(np.atleast_2d(got.lse).ravel()))
+        assert len(np.unique(lse.round(2))) > 20  # rows have different numbers of keys
+        total = sum(sum(g.sum(axis=0) for g in COMM.allgather(grad)) for grad in got.grads[:-1])
+        assert np.abs(total).max() < 1e-3, (name, exchange, workspace)
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "gpu":
+        import cupy
+
+        cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+    equal(int(sys.argv[1]), sys.argv[2])
+    if sys.argv[2] == "host":
+        cases()
+        limits()
+    say("options")
