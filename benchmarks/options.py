@@ -25,6 +25,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"hardness": 2.0},
     {"decoupled": True},
     {"label_smoothing": 0.1},
+    {"key_bias": True},
+    {"false_negative_margin": 0.1},
+    {"key_bias": True, "false_negative_margin": 0.1},
 ]
 
 
@@ -55,6 +58,8 @@ def cases(rows: int, width: int) -> Iterator[tuple[str, str, float]]:
             options = dict(given)
             if "weights" in options:
                 options["weights"] = cupy.linspace(0.5, 1.5, rows)
+            if "key_bias" in options:
+                options["key_bias"] = cupy.linspace(-2, 2, rows)
             yield loss, "-".join(given) or "plain", milliseconds(loss, query, key, **options)
     yield "nt_xent", "plain", milliseconds("nt_xent", query)
     labels = cupy.arange(rows) % 1000

@@ -88,15 +88,24 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Whether all rows have one positive, and a softmax of the logits as they are."""
+        return self.plain_logits and self.plain_targets
+
+    @property
+    def plain_targets(self) -> bool:
+        """Whether all rows have one positive, whose logit is that of the softmax."""
         return (
             self.weights is None
             and not (self.margin or self.decoupled or self.label_smoothing or self.hardness)
-            and self.key_bias is None
-            and not self.leaves_out
             and (self.positives is None or self.positives.ndim == 1)
             and not self.joint
             and self.classes is None
         )
+
+    @property
+    def plain_logits(self) -> bool:
+        """Whether each logit is a scaled product, and has the same part in the sums of its row and
+        of its column."""
+        return self.key_bias is None and not self.leaves_out
 
     @property
     def leaves_out(self) -> bool:

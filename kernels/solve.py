@@ -146,10 +146,11 @@ def fold_block(
 
 
 def one_softmax(problem: Problem) -> bool:
-    """Whether `OnlineSoftmax` has all that is asked for: only rows have sums."""
+    """Whether `OnlineSoftmax` has all that is asked for: only rows have sums. (What is asked of the
+    logits, a backend has or has not.)"""
     if problem.bias is not None or problem.two_sided or problem.symmetric:
         return False
-    return problem.plain and not problem.retrieval_ranks
+    return problem.plain_targets and not problem.retrieval_ranks
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:

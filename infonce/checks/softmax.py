@@ -14,7 +14,7 @@ CHANGE_LOGITS = frozenset({"key_bias", "false_negative_margin"})  # those that m
 # (those here change vectors between the folds alone)
 OF_VECTORS = frozenset({"weights", "margin", "decoupled", "hardness"})
 ELSEWHERE = {
-    "on a GPU": OF_VECTORS | {"label_smoothing"},
+    "on a GPU": OF_VECTORS | CHANGE_LOGITS | {"label_smoothing"},
     "with offload": OF_VECTORS,
     "over ranks": frozenset[str](),
 }

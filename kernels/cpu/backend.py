@@ -137,7 +137,7 @@ class CPU:
         return bm, bn
 
     def online(self, problem: Problem, gradients: Gradients) -> bool:
-        return one_pass(problem, gradients)
+        return problem.plain_logits and one_pass(problem, gradients)
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
         m, n, _ = problem.shape

@@ -32,6 +32,18 @@ class Linear:
         of_queries = self._sums(0, segments.rows, segments.count)
         return rows, self._products(1, segments.columns, of_queries, 0.0)
 
+    def positive_products(self, positives: Array) -> Array:
+        """[M] or [M, P] float64: u_i . v_j for the positives j of row i; 0 in place of none."""
+        query, key = self._side(0), self._side(1)
+        n, out = positives.size, cupy.empty(positives.shape)
+        self.launcher.rows(
+            "positive_products", n, file="linear.cu", query=matrix(query.features),
+            key=matrix(key.features), n=n, d=query.features.shape[1],
+            each=n // max(1, len(positives)), query_inverse=self.inverse[0],
+            key_inverse=self.inverse[1], positives=positives, out=out,
+        )  # fmt: skip
+        return out
+
     def subtract(
         self, term: LinearTerm, problem: Problem, gradients: Gradients, keys: slice
     ) -> None:

@@ -41,6 +41,9 @@ WHOLE_BYTES = 16
 LARGE_PRODUCT = 2**30
 KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
 KEPT_COLUMNS = 8 * KEPT_THREADS
+SPREAD = (
+    40  # base 2, of log-sum-exps of columns above those of rows: vectors/factors.cuh has it, too
+)
 # struct FactorSources: vectors of the epilogue
 SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
 RANGES = structure("vectors.cu", "Ranges")
@@ -285,13 +288,32 @@ class SoftmaxFold(GradientFold):
             name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
             for name, v in zip(SOURCES, given, strict=True)
         }
+        self.two_sided = epilogue.column_reference is not None
+        if self.pair_vectors is not None:
+            own = {
+                "row_reference": self.pair_vectors.of_rows,
+                "column_reference": self.pair_vectors.of_columns,
+            }
+            for name, bias in own.items():
+                if bias is not None and sources[name] is not None:
+                    sources[name] = sources[name] + bias
         # dL/dx at a positive bounds its row's panel elements, unless the loss has linear terms
         bound = sources["positive_gradient"]
         if epilogue.linear:
             bound = cupy.maximum(abs(bound), abs(sources["row_factor"]))
         self.find_ranges(m, n, **sources | {"positive_gradient": bound})
         self.positive_gradient = sources["positive_gradient"]
-        self.two_sided = epilogue.column_reference is not None
+        if (
+            self.two_sided
+            and self.pair_vectors is not None
+            and self.pair_vectors.row_limits is not None
+        ):
+            # Of a pair that the row leaves out, the exponential may exceed the row's log-sum-exp
+            of_rows, of_columns = (sources[f"{side}_reference"] for side in ("row", "column"))
+            assert of_rows is not None
+            assert of_columns is not None
+            shared = self.unit.view(np.int64)[RANGES.offset("shared") // 8 :][:1]
+            shared *= of_columns.max() - of_rows.min() < SPREAD
         self.row_reference, self.a, self.u = cupy.empty((3, m), context.real)
         self.column_reference = self.v = None
         if self.two_sided:

@@ -84,10 +84,12 @@ class OnlineFold(GradientFold):
 
     def end_rows(self, rows: slice) -> None:
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
+        positive = self.epilogue.positive_logits[rows]
+        if self.pair_vectors is not None and self.pair_vectors.of_columns is not None:
+            positive = positive + self.pair_vectors.of_columns[self.problem.positives[rows]]
         self.launcher.vectors(
             "end_online", n, reference=address(self.references, start),
-            rows=sums_fields(sums, start),
-            positive=address(self.epilogue.positive_logits, start),
+            rows=sums_fields(sums, start), positive=positive,
             upstream=address(self.problem.upstream, start),
             factor=address(self.context.query.factor, start), n=n,
             row_weight=self.problem.row_weight, scale=self.scale,
