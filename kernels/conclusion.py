@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .conclude import Direction
-from .linear import LinearTerm, Smoothed, same_id, segment_biases, smoothed
+from .linear import LinearTerm, Smoothed, smoothed
 from .problem import LN_2, LOG2_E, Array, Problem, Statistics, Sums
 from .targets import Smoothing, Targets, targets
 
@@ -36,15 +36,15 @@ def conclusion(
     """Losses and, for a `gradient`, its factors, with `scale` folded in. Of a triangle, both sides
     are in `stats`."""
     xp, logits, sums = vectors.xp, stats.positive_logits, stats.rows
-    smooth = None
+    smooth = key_bias = bias = None
+    if problem.key_bias is not None:
+        key_bias = backend.take_at_positives(problem, problem.key_bias)
+        bias = LOG2_E * key_bias  # of keys: columns have none
     if problem.label_smoothing:
-        smooth = smoothed(xp, problem, backend, logits)
+        smooth = smoothed(xp, problem, backend, logits, key_bias)
     if problem.joint:
         logits, sums = logits[: len(logits) // 2], _joined_sums(vectors, sums)
         smooth = None if smooth is None else _joined_smoothing(problem, smooth, logits)
-    bias = None
-    if problem.key_bias is not None:  # of keys: columns have none
-        bias = LOG2_E * problem.key_bias[problem.positives]
     of_rows = targets(xp, problem, logits, None if smooth is None else smooth.rows, bias)
     rows = _direction(vectors, problem, sums, of_rows)
     a = problem.upstream * (problem.row_weight * scale)
@@ -76,7 +76,7 @@ def conclusion(
         if b is not None and smooth.columns is not None:
             of_each = of_each + problem.label_smoothing * b / smooth.columns.keys
         # Where linear terms leave out the positive, or a joint loss counts it twice
-        same = same_id(xp, problem)[: len(a)].reshape(at_positive.shape)
+        same = smooth.same[: len(a)].reshape(at_positive.shape)
         counted = 2.0 * same - 1.0 if problem.joint else 1.0 * same
         at_positive = at_positive + _times(of_each, counted)
         linear += smooth.terms(xp, problem.label_smoothing, a, b, problem.joint)
@@ -133,7 +133,7 @@ def _joined_smoothing(problem: Problem, smooth: Smoothed, logits: Array) -> Smoo
     positive = LN_2 * logits - problem.scale * problem.margin
     joined = keys[:half] + keys[half:] - 1.0
     mean = (total[:half] + total[half:] - positive) / joined
-    return Smoothed(Smoothing(mean, joined), None, smooth.parts)
+    return replace(smooth, rows=Smoothing(mean, joined), columns=None)
 
 
 # --- classes: the positives of a row are all others of its class ----------------------------------
@@ -146,18 +146,16 @@ def _class_means(
     """Set the loss of rows whose positives are in the sums: log-sum-exp less the mean of their
     logits. That is at least the logarithm of the number of positives: nothing cancels."""
     e = problem.label_smoothing
-    classes = problem.classes
-    others = xp.bincount(classes.rows, minlength=classes.count)[classes.rows] - 1
-    count = xp.maximum(others, 1)
-    mean = problem.scale * backend.segment_products(problem, classes, False)[0] / count
-    mean_bias = segment_biases(xp, problem, classes) / count
+    others, _ = backend.segment_sums(problem, problem.classes, False)
+    count = xp.maximum(others.number, 1.0)
+    mean, mean_bias = problem.scale * others.products / count, others.biases / count
     of_scale, of_bias = -mean, -mean_bias
     if smooth is not None:
         of_scale = of_scale + e * (mean - smooth.rows.mean)
         of_bias = of_bias + e * (mean_bias - smooth.rows.bias)
-    in_sums = (problem.positives < 0) & (others > 0)
+    in_sums = (problem.positives < 0) & (others.number > 0)
     rows.loss = xp.where(in_sums, rows.lse + of_scale + of_bias, rows.loss)
     if sums.moment is not None:
         of_all = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
         rows.log_scale_grad = xp.where(in_sums, of_all + of_scale, rows.log_scale_grad)
-    return LinearTerm(classes, xp.where(in_sums, (1.0 - e) * a / count, 0.0))
+    return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * a / count, 0.0))

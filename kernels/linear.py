@@ -10,10 +10,10 @@ of an id. A symmetric problem leaves out i = j.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .problem import LN_2, Array, Problem
+from .problem import LN_2, Array, Problem, as_sets
 from .targets import Smoothing
 
 
@@ -21,9 +21,57 @@ from .targets import Smoothing
 class Segments:
     """Which keys belong to which rows: those of the same segment."""
 
-    rows: Array  # [M] int64, in [0, count)
+    rows: Array  # [M] int64, in [0, count); ids of any value where there is no `count`
     columns: Array  # [N]
-    count: int
+    count: int | None = None
+    _numbered: Segments | None = field(default=None, init=False, repr=False)
+
+    def numbered(self, xp: Any) -> Segments:
+        """The same with a `count`: a segment for each id of rows, and one for all other keys."""
+        if self.count is not None:
+            return self
+        if self._numbered is None:
+            found, rows = xp.unique(self.rows, return_inverse=True)
+            rows = rows.reshape(-1)
+            if self.columns is self.rows:
+                self._numbered = Segments(rows, rows, len(found))
+            else:
+                at = xp.minimum(xp.searchsorted(found, self.columns), len(found) - 1)
+                columns = xp.where(found[at] == self.columns, at, len(found))
+                self._numbered = Segments(rows, columns, len(found) + 1)
+        return self._numbered
+
+    def members(self, xp: Any, index: Array) -> tuple[Array, Array]:
+        """[M] how many keys row i's segment has, and the sum of their `index` [N]."""
+        found = self.numbered(xp)
+        assert found.count is not None
+        number = xp.bincount(found.columns, minlength=found.count)
+        indices = xp.bincount(found.columns, index, found.count)
+        return number[found.rows], indices[found.rows].astype(index.dtype)
+
+
+def partners(
+    xp: Any, members: tuple[Array, Array], own: Array, decoupled: bool
+) -> tuple[Array, Array]:
+    """From `Segments.members` of classes: [N] the other row of a class of two, else -1; and [N]
+    whether there is any other. `own` are the rows' indices. `decoupled`: no positive is part of the
+    sums, that of a class of two neither."""
+    number, indices = members
+    one = (number == 2) & (not decoupled)
+    return xp.where(one, indices - own, -1), number > 1
+
+
+@dataclass
+class SegmentSums:
+    """Sums over the keys of each row's segment, or over the rows of each key's."""
+
+    products: Array  # of q_i . k_j
+    number: Array  # of keys; float64
+    biases: Array  # of keys' biases
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        return self.products, self.number, self.biases
 
 
 @dataclass
@@ -36,15 +84,38 @@ class LinearTerm:
     column_factor: Array | None = None  # [N]
 
 
-class SegmentSums(Protocol):
+class Summing(Protocol):
     """What linear terms need of a backend."""
 
-    def segment_products(
+    def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
-    ) -> tuple[Array, Array | None]:
-        """[M] the sum of q_i . k_j over the keys of row i's segment; and, of `columns`, [N] the sum
-        over the rows of key j's. A symmetric problem leaves out i = j."""
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        """Of rows [M] and, if asked for, of `columns` [N]. A symmetric problem leaves out i = j."""
         ...
+
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        """See `solve.Backend`."""
+        ...
+
+
+def sums_of(
+    xp: Any, problem: Problem, segments: Segments, rows: Array, columns: Array | None
+) -> tuple[SegmentSums, SegmentSums | None]:
+    """`Summing.segment_sums` of numbered segments, from the products."""
+
+    def over(of: Array, to: Array, products: Array, bias: Array | None) -> SegmentSums:
+        number = xp.bincount(of, minlength=segments.count)[to] - float(problem.symmetric)
+        biases = xp.zeros(len(to))
+        if bias is not None:
+            biases += xp.bincount(of, bias, segments.count)[to]
+            if problem.symmetric:
+                biases -= bias
+        return SegmentSums(products, number, biases)
+
+    of_rows = over(segments.columns, segments.rows, rows, problem.key_bias)
+    if columns is None:
+        return of_rows, None
+    return of_rows, over(segments.rows, segments.columns, columns, problem.query_bias)
 
 
 @dataclass
@@ -54,6 +125,7 @@ class Smoothed:
     rows: Smoothing
     columns: Smoothing | None
     parts: list[tuple[float, Segments]]
+    same: Array  # [M, P] whether a positive has its row's id: it takes part for all that
 
     def terms(
         self, xp: Any, e: float, row_factor: Array, column_factor: Array | None, joint: bool
@@ -72,65 +144,36 @@ class Smoothed:
         ]
 
 
-def smoothed(xp: Any, problem: Problem, backend: SegmentSums, positive_logits: Array) -> Smoothed:
-    """Over all keys less those of equal id, but with the positives."""
+def smoothed(
+    xp: Any, problem: Problem, backend: Summing, positive_logits: Array, bias: Array | None
+) -> Smoothed:
+    """Over all keys less those of equal id, but with the positives, whose biases are `bias`."""
     m, n, _ = problem.shape
-    whole = Segments(xp.zeros(m, xp.int64), xp.zeros(n, xp.int64), 1)
-    parts = [(1.0, whole)]
+    parts = [(1.0, Segments(xp.zeros(m, xp.int64), xp.zeros(n, xp.int64), 1))]
+    sets = as_sets(problem.positives)
+    same = xp.zeros(sets.shape, bool)
     if problem.query_ids is not None:
-        parts.append((-1.0, equal_ids(xp, problem.query_ids, problem.key_ids)))
-    itself = int(problem.symmetric)
-    scale, same = problem.scale, same_id(xp, problem)
-    row_bias: Any = 0.0
-    if problem.key_bias is not None:
-        of_positives = problem.key_bias[problem.positives].reshape(m, -1)
-        row_bias = xp.where(same, of_positives, 0.0).sum(axis=1)
-    here = positive_logits.reshape(m, -1) * LN_2
-    at_positives = xp.where(same, here, 0.0).sum(axis=1)
-    present = (problem.positives >= 0).reshape(m, -1).sum(axis=1)
-    margins = scale * problem.margin * present
-    row_sum, row_keys = at_positives - margins, same.sum(axis=1).astype(float)
+        parts.append((-1.0, Segments(problem.query_ids, problem.key_ids)))
+        of_positives = as_sets(backend.take_at_positives(problem, problem.key_ids))
+        same = (sets >= 0) & (of_positives == problem.query_ids[:, None])
+
+    def at_positives(values: Array) -> Array:
+        return xp.where(same, as_sets(values), 0.0).sum(axis=1)
+
+    present = (sets >= 0).sum(axis=1)
+    row_sum = at_positives(positive_logits * LN_2) - problem.scale * problem.margin * present
+    row_keys = same.sum(axis=1).astype(float)
+    row_bias: Any = 0.0 if bias is None else at_positives(bias)
     column_sum, column_keys = row_sum, row_keys  # key i is the positive of query i
     for sign, segments in parts:
-        rows, columns = backend.segment_products(problem, segments, problem.two_sided)
-        row_sum = row_sum + sign * scale * rows
-        row_bias = row_bias + sign * segment_biases(xp, problem, segments)
-        of_rows, of_columns = (
-            xp.bincount(of, minlength=segments.count) for of in (segments.rows, segments.columns)
-        )
-        row_keys = row_keys + sign * (of_columns[segments.rows] - itself)
+        rows, columns = backend.segment_sums(problem, segments, problem.two_sided)
+        row_sum = row_sum + sign * problem.scale * rows.products
+        row_keys, row_bias = row_keys + sign * rows.number, row_bias + sign * rows.biases
         if columns is not None:
-            column_sum = column_sum + sign * scale * columns
-            column_keys = column_keys + sign * of_rows[segments.columns]
-    both = problem.two_sided
+            column_sum = column_sum + sign * problem.scale * columns.products
+            column_keys = column_keys + sign * columns.number
     row_keys, column_keys = xp.maximum(row_keys, 1.0), xp.maximum(column_keys, 1.0)
+    of_columns = Smoothing(column_sum / column_keys, column_keys) if problem.two_sided else None
     return Smoothed(
-        Smoothing(row_sum / row_keys, row_keys, row_bias / row_keys),
-        Smoothing(column_sum / column_keys, column_keys) if both else None,
-        parts,
+        Smoothing(row_sum / row_keys, row_keys, row_bias / row_keys), of_columns, parts, same
     )
-
-
-def segment_biases(xp: Any, problem: Problem, segments: Segments) -> Any:
-    """[M] the sum of the biases of the keys of row i's segment; 0 without biases. A symmetric
-    problem leaves out i = j."""
-    bias = problem.key_bias
-    if bias is None:
-        return 0.0
-    sums = xp.bincount(segments.columns, bias, segments.count)[segments.rows]
-    return sums - bias if problem.symmetric else sums
-
-
-def same_id(xp: Any, problem: Problem) -> Array:
-    """[M, P] whether a positive has its row's id: it takes part for all that."""
-    positives = problem.positives.reshape(problem.shape[0], -1)
-    if problem.query_ids is None:
-        return xp.zeros(positives.shape, bool)
-    return (positives >= 0) & (problem.key_ids[positives] == problem.query_ids[:, None])
-
-
-def equal_ids(xp: Any, query_ids: Array, key_ids: Array) -> Segments:
-    """A segment for each id."""
-    found, index = xp.unique(xp.concatenate([query_ids, key_ids]), return_inverse=True)
-    index = index.reshape(-1)
-    return Segments(index[: len(query_ids)], index[len(query_ids) :], len(found))

@@ -73,7 +73,10 @@ class Problem:
     label_smoothing: float = 0.0
     hardness: float = 0.0
     key_bias: Array = None  # [N] float64
+    query_bias: Array = None  # [M]: `key_bias` where queries are the keys of the columns' softmax
     false_negative_margin: float = math.inf
+    limits: Array = None  # [M] float64: of each row, see `targets.limits`; and [N] of each column,
+    key_limits: Array = None  # where columns have a softmax
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
     # `linear.Segments`: the positives of a row are all others of its class; `positives` has those
     # that are alone as such
@@ -144,6 +147,11 @@ class Problem:
     def two_sided(self) -> bool:
         """Whether columns have a softmax of their own."""
         return self.column_weight != 0.0
+
+
+def as_sets(positives: Array) -> Array:
+    """[M, P], of [M] or [M, P]: one positive is a set of one."""
+    return positives[:, None] if positives.ndim == 1 else positives
 
 
 def moments_pay(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:

@@ -34,6 +34,7 @@ Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ from .problem import (
     materialize_vectors,
     slices,
 )
+from .targets import limits
 
 
 class Backend(Protocol):
@@ -94,7 +96,8 @@ class Backend(Protocol):
         ...
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
-        """[M]: per_key[positives], for a vector `per_key` over all keys."""
+        """[M] or [M, P]: per_key[positives], for a vector `per_key` over all keys. Where there is
+        no positive, any value."""
         ...
 
 
@@ -129,8 +132,11 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
     return _solve_softmax(problem, backend, vectors, gradients)
 
 
+Question = Callable[[Any, Problem], None]  # to the backend of a block, in place of a fold
+
+
 def fold_block(
-    backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue,
+    backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue | Question,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
     """Fold all of `problem` into `epilogue`, as one block of a larger problem.
@@ -138,6 +144,9 @@ def fold_block(
     The sums `to_clear` are set to the identity first. `not_finite` gets the marks of this block; it
     is given in the fold that computes losses.
     """
+    if callable(epilogue):
+        epilogue(backend, problem)
+        return
     if to_clear is not None:
         to_clear.clear()
     backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
@@ -162,6 +171,8 @@ def _solve_softmax(
     problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
+    if problem.leaves_out:
+        problem = _limited(problem, backend, vectors)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and one_softmax(problem) and backend.online(problem, gradients)
     if online:
@@ -187,6 +198,13 @@ def _solve_softmax(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
     )  # fmt: skip
+
+
+def _limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
+    """The problem with its limits, from [M] or [M, P] the dot products of positives."""
+    of_rows = limits(vectors.xp, problem, backend.positive_dots(problem))
+    both = problem.symmetric or problem.two_sided  # key i is the positive of query i
+    return fast_replace(problem, limits=of_rows, key_limits=of_rows if both else None)
 
 
 class Vectors:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .problem import LN_2, LOG2_E, Array, Problem
+from .problem import LN_2, LOG2_E, Array, Problem, as_sets
 
 
 @dataclass
@@ -54,9 +54,7 @@ class Targets:
 def limits(xp: Any, problem: Problem, dots: Array) -> Array:
     """[M] the dot product above which negatives of a row are left out, from those of its positives
     [M] or [M, P]. Without a positive there is no limit."""
-    top = xp.where(problem.positives < 0, -xp.inf, dots)
-    if top.ndim > 1:
-        top = top.max(axis=1)
+    top = as_sets(xp.where(problem.positives < 0, -xp.inf, dots)).max(axis=1)
     return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import gpu_missing, namespace, native, on_gpu
+from ..kernels.linear import partners
 from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import softmax, validation
@@ -28,6 +29,7 @@ class Batch:
 
     rows: int  # queries
     columns: int  # keys
+    first: int = 0  # index of this rank's first query
 
 
 @dataclass(eq=False)
@@ -127,15 +129,23 @@ def check(
     if ids is not None:
         row_ids, column_ids = validation.ids(xp, loss, ids, len(query), len(key))
     if loss.classes:
-        classes, positives, has_positive = validation.classes(xp, labels, len(query))
-        if get("decoupled"):  # positives are no part of the sums
-            positives = xp.full_like(positives, -1)
+        own = static.batch.first + xp.arange(len(query))
+        classes = validation.classes(xp, labels, own)
+        decoupled = bool(get("decoupled"))
+        if decoupled:  # positives are no part of the sums
             row_ids = column_ids = classes.rows
+        if batch is None:  # over ranks, classes have rows on others
+            positives, has_positive = partners(xp, classes.members(xp, own), own, decoupled)
     elif labelled:
         found = validation.positives(xp, labels, len(query), static.batch.columns)
         positives, marks, has_positive = found
-    weights = validation.row_weights(xp, get("weights"), has_positive, len(query))
-    row_share = static.row_share if weights is None else validation.shares(weights, reduction)
+    weights = get("weights")
+    if weights is not None:
+        weights = validation.weights(xp, weights, len(query), batch is None)
+    weights = validation.row_weights(weights, has_positive)
+    row_share = static.row_share
+    if weights is not None and batch is None:  # over ranks, their sum is not known yet
+        row_share = validation.shares(weights, reduction)
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
     reduced = reduction != "none" and weights is None
     # by position: keyword arguments take time that small batches notice
@@ -154,6 +164,7 @@ def check(
     problem.joint, problem.classes = loss.joint, classes
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
+        problem.query_bias = problem.key_bias if loss.symmetric else None
     softmax.require_available(problem, static.elsewhere, static.softmax)
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}

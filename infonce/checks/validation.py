@@ -248,24 +248,15 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
     return value
 
 
-def classes(xp: Any, labels: Any, n: int) -> tuple[Segments, Array, Array]:
-    """The classes of rows; [N] the other row of a class of two, else -1; and [N] whether there is
-    any other. A row of a negative label is alone."""
-    labels = integers(xp, "labels", labels, n)
-    found, index = xp.unique(labels, return_inverse=True)
-    index = xp.where(labels < 0, len(found) + xp.arange(n), index.reshape(n))
-    _, index, sizes = xp.unique(index, return_inverse=True, return_counts=True)
-    index = index.reshape(n)
-    order = xp.argsort(index, kind="stable")
-    pairs = order[sizes[index[order]] == 2].reshape(-1, 2)
-    positives = xp.full(n, -1)
-    positives[pairs] = pairs[:, ::-1]
-    return Segments(index, index, len(sizes)), positives, sizes[index] > 1
+def classes(xp: Any, labels: Any, own: Array) -> Segments:
+    """The classes of rows; `own` [N] are their indices. A row of a negative label is alone."""
+    labels = integers(xp, "labels", labels, len(own))
+    ids = xp.where(labels < 0, -1 - own, labels)
+    return Segments(ids, ids)
 
 
-def row_weights(xp: Any, given: Any, has_positive: Array, m: int) -> Array:
+def row_weights(weights: Array | None, has_positive: Array | None) -> Array | None:
     """`Problem.weights`: those given, and 0 for rows without a positive."""
-    weights = None if given is None else _weights(xp, given, m)
     if has_positive is not None and not has_positive.all():
         weights = has_positive * (1.0 if weights is None else weights)
     return weights
@@ -277,8 +268,8 @@ def shares(weights: Array, reduction: str) -> Array:
     return weights / (total + (total == 0))
 
 
-def _weights(xp: Any, value: Any, m: int) -> Array:
-    """[M] float64, at least 0 and not all 0; on a GPU they are not read."""
+def weights(xp: Any, value: Any, m: int, whole: bool) -> Array:
+    """[M] float64, at least 0 and, of a `whole` batch, not all 0; on a GPU they are not read."""
     value = numbers(xp, "weights", value, m)
     if isinstance(value, np.ndarray):
         if (value < 0).any():
@@ -286,7 +277,7 @@ def _weights(xp: Any, value: Any, m: int) -> Array:
             raise ValueError(
                 f"weights: expected numbers that are not negative, got {value[i]!s} at position {i}"
             )
-        if m and not value.any():
+        if whole and not value.any():
             raise ValueError("weights: expected a positive sum, got zeros alone")
     return value
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..linear import Segments
+from ..linear import Segments, SegmentSums, sums_of
 from ..problem import (
     Array,
     Epilogue,
@@ -30,7 +30,7 @@ from ..problem import (
 from ..solve import Vectors, one_pass
 from .context import Context
 from .fold import Fold
-from .operands import Side, inverse_norms, not_finite, segment_products
+from .operands import Side, dots_at, inverse_norms, not_finite, segment_products
 from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, thread_count
 
@@ -79,12 +79,16 @@ class CPU:
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
-    def segment_products(
+    def positive_dots(self, problem: Problem) -> Array:
+        return dots_at(self.context.query, self.context.key, problem.positives)
+
+    def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
-    ) -> tuple[Array, Array | None]:
-        return segment_products(
-            self.context.query, self.context.key, segments, columns, problem.symmetric
-        )
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        """See `infonce.kernels.linear.Summing`."""
+        found, context = segments.numbered(np), self.context
+        products = segment_products(context.query, context.key, found, columns, problem.symmetric)
+        return sums_of(np, problem, found, *products)
 
     # -- memory: accumulators of dK, the workers' buffers, then logits to keep for the gradient
 

@@ -25,7 +25,6 @@ class Context:
     gradient: bool  # whether the call differentiates
     query_in_place: bool  # dQ accumulates in its destination
     accumulators: int  # rows of dK that accumulate in the workspace; 0: in their destination
-    limits: Array | None = None  # `targets.limits`, made by the first fold
     # Logits of the LSE fold that the workspace has room for: the gradient fold reuses them
     kept_logits: dict[Block, Array] = field(default_factory=dict)
     kept_memory: Array | None = None

@@ -17,11 +17,9 @@ from ..problem import (
     Sigmoid,
     SoftmaxGradient,
     Statistics,
-    slices,
 )
-from ..targets import limits
 from .context import Block, Context
-from .operands import LinearGradient, Side, normalization_backward, row_dots
+from .operands import LinearGradient, Side, dots_at, normalization_backward, row_dots
 from .workers import PanelOrder
 
 EXACT = 2.0**40  # logits below this have digits after the point, in float64
@@ -50,20 +48,22 @@ class Fold:
         dtype = context.dtype
 
         # Vectors of length M or N in the compute dtype, made once for all tiles
-        self.key_bias = self.limits = None
-        if problem.key_bias is not None:
-            self.key_bias = (problem.key_bias * (LOG2_E / self.c)).astype(dtype)
-        if problem.leaves_out:
-            if context.limits is None:
-                context.limits = limits(np, problem, self._positive_dots()).astype(dtype)
-            self.limits = context.limits
+        self.key_bias, self.query_bias = (
+            None if bias is None else (bias * (LOG2_E / self.c)).astype(dtype)
+            for bias in (problem.key_bias, problem.query_bias)
+        )
+        self.limits, self.key_limits = (
+            None if limits is None else limits.astype(dtype)
+            for limits in (problem.limits, problem.key_limits)
+        )
         self.alike = self.key_bias is None and self.limits is None  # the logits of both directions
         if isinstance(epilogue, SoftmaxGradient):
             self._factors(epilogue)
         elif isinstance(epilogue, Sigmoid):
             self.a = epilogue.row_factor.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
-            self.rank_threshold = self.c * self._positive_dots()
+            dots = dots_at(context.query, context.key, problem.positives)
+            self.rank_threshold = self.positive_c * dots
 
         # dK accumulates in its destination if that has the compute dtype, else in memory of its own
         self.column_gradients = gradients is not None and (
@@ -146,27 +146,16 @@ class Fold:
         return r, (factor * correction).astype(self.context.dtype), rounded
 
     def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """(bias of keys, limits) of a tile, of its rows and of its columns, each None without the
-        option. In a symmetric problem the keys of columns are rows."""
-        row_bias = self.key_bias if self.problem.symmetric else None
+        """(bias of keys, limits) of a tile, of its rows and of its columns, whose keys are rows.
+        Each is None without the option."""
 
         def part(vector: Array | None, of: slice) -> Array | None:
             return None if vector is None else vector[of]
 
         return (
             (part(self.key_bias, columns), part(self.limits, rows)),
-            (part(row_bias, rows), part(self.limits, columns)),
+            (part(self.query_bias, rows), part(self.key_limits, columns)),
         )
-
-    def _positive_dots(self) -> Array:
-        """[M] or [M, P] dot products of positives, computed ahead of the fold that needs them."""
-        context, positives = self.context, self.problem.positives
-        out = np.empty(positives.shape[::-1])
-        for rows in slices(len(positives), 256):
-            q = context.query.take(np.arange(rows.start, rows.stop))
-            for of_set, dots in zip(np.atleast_2d(positives.T), np.atleast_2d(out), strict=True):
-                row_dots(q, context.key.take(of_set[rows]), dots[rows])
-        return out.T
 
     def finish(self) -> None:
         """The columns' gradients are complete: store them."""

@@ -12,8 +12,17 @@ import numpy as np
 
 from ..conclude import Direction
 from ..conclusion import conclusion
-from ..linear import Segments
-from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
+from ..linear import Segments, SegmentSums, sums_of
+from ..problem import (
+    LOG2_E,
+    Array,
+    Gradients,
+    Problem,
+    Statistics,
+    Sums,
+    as_sets,
+    materialize_vectors,
+)
 from ..solve import Solution, Vectors
 from ..targets import limits
 
@@ -45,7 +54,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         )
     u, norms = _rows(problem.query, problem.normalize, dtype)
     v, key_norms = (u, norms) if problem.symmetric else _rows(problem.key, problem.normalize, dtype)
-    positives = problem.positives.reshape(m, -1)
+    positives = as_sets(problem.positives)
     present = positives >= 0
     index = np.nonzero(present)[0], positives[present]  # of the positives in x
     x = u @ v.T
@@ -111,14 +120,15 @@ class _Dense:
         return self.marks
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
-        return np.zeros(len(self.query))  # the transpose has them
+        return per_key[problem.positives]
 
-    def segment_products(
+    def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[SegmentSums, SegmentSums | None]:
         dots = self.query.astype(np.float64) @ self.key.astype(np.float64).T
         dots *= _same(problem, segments)
-        return dots.sum(axis=1), dots.sum(axis=0) if columns else None
+        of_columns = dots.sum(axis=0) if columns else None
+        return sums_of(np, problem, segments.numbered(np), dots.sum(axis=1), of_columns)
 
 
 def _same(problem: Problem, segments: Segments) -> Array:
@@ -149,7 +159,7 @@ def _softmax(
     if problem.two_sided:
         column_sums, p = _sums(exponents, 0, moments, None, left_out[1])
     stats = Statistics(sums, column_sums, positive_logits)
-    end = conclusion(VECTORS, problem, stats, True, dense, 1.0)
+    end = conclusion(VECTORS, problem, stats, False, dense, 1.0)  # the transpose is added below
     rows, columns = end.rows, end.columns
     upstream = problem.upstream
     if problem.joint:
@@ -159,7 +169,7 @@ def _softmax(
     if columns is not None and column_sums is not None:
         p *= _of_sums(column_sums, columns)[None, :].astype(x.dtype)
         g += p * (problem.column_weight * upstream)[None, :].astype(x.dtype)
-    g[index] = end.positive_gradient.reshape(len(x), -1)[problem.positives.reshape(len(x), -1) >= 0]
+    g[index] = as_sets(end.positive_gradient)[as_sets(problem.positives) >= 0]
     if problem.joint:  # half of it in each of two rows
         g[index] /= 2
     solution = Solution(

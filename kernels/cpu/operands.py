@@ -83,7 +83,9 @@ def inverse_norms(features: Array) -> Array:
 def segment_products(
     query: Side, key: Side, segments: Segments, columns: bool, symmetric: bool
 ) -> tuple[Array, Array | None]:
-    """See `infonce.kernels.linear.SegmentSums`."""
+    """[M] the sum of q_i . k_j over the keys of row i's segment; and, of `columns`, [N] the sum
+    over the rows of key j's. A symmetric problem leaves out i = j."""
+    assert segments.count is not None
     of_keys = segment_sums(key, segments.columns, segments.count)
     rows = products(query, segments.rows, of_keys, symmetric)
     if not columns:
@@ -120,13 +122,25 @@ def ones(rows: slice) -> Array:
     return np.ones(rows.stop - rows.start)
 
 
+def dots_at(query: Side, key: Side, positives: Array) -> Array:
+    """[M] or [M, P] float64: the dot products of rows with their positives."""
+    out = np.empty(positives.shape[::-1])
+    for rows in slices(len(positives), 256):
+        q = query.take(np.arange(rows.start, rows.stop))
+        for of_set, dots in zip(np.atleast_2d(positives.T), np.atleast_2d(out), strict=True):
+            row_dots(q, key.take(of_set[rows]), dots[rows])
+    return out.T
+
+
 class LinearGradient:
     """The gradient of a linear term with respect to the features of one side."""
 
     def __init__(
         self, query: Side, key: Side, term: LinearTerm, of_keys: bool, symmetric: bool
     ) -> None:
-        segments, count = term.segments, term.segments.count
+        segments = term.segments.numbered(np)
+        count = segments.count
+        assert count is not None
         mine, others = (segments.rows, query), (segments.columns, key)
         factor, their_factor = term.row_factor, term.column_factor
         if of_keys:

@@ -168,11 +168,12 @@ class Worker:
             tile.online_softmax(x, fold.c, *epilogue.rows.part(rows).arrays, self.rescale)
             return None
         if isinstance(epilogue, RetrievalRanks):
-            tile.count_above(x, fold.c, epilogue.positive_logits[rows], epilogue.row_rank[rows])
+            c = fold.positive_c
+            tile.count_above(x, c, epilogue.positive_logits[rows], epilogue.row_rank[rows])
             if epilogue.column_rank is None:
                 return None
             counts = epilogue.column_positive_logits[columns], epilogue.column_rank[columns]
-            return lambda: tile.count_above_columns(x, fold.c, *counts)
+            return lambda: tile.count_above_columns(x, c, *counts)
         return self.statistics(epilogue, x, rows, columns, diagonal)
 
     def statistics(
@@ -197,13 +198,15 @@ class Worker:
             # Rows too: in the symmetric case, columns of earlier panels are these rows
             tile.merge(*stats.rows.part(rows).arrays, *of_rows.arrays)
             if stats.row_rank is not None:
-                tile.count_above(x, fold.c, fold.rank_threshold[rows], stats.row_rank[rows])
+                threshold = fold.rank_threshold[rows]
+                tile.count_above(x, fold.positive_c, threshold, stats.row_rank[rows])
             if both:
                 assert stats.columns is not None
                 tile.merge(*stats.columns.part(columns).arrays, *of_columns.arrays)
                 if stats.column_rank is not None:
                     threshold = fold.rank_threshold[columns]
-                    tile.count_above_columns(x, fold.c, threshold, stats.column_rank[columns])
+                    ranks = stats.column_rank[columns]
+                    tile.count_above_columns(x, fold.positive_c, threshold, ranks)
 
         if stats.columns is not None:
             return merge

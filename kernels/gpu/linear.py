@@ -24,7 +24,9 @@ class Linear:
     def segment_products(
         self, segments: Segments, columns: bool, symmetric: bool
     ) -> tuple[Array, Array | None]:
-        """See `infonce.kernels.linear.SegmentSums`."""
+        """[M] the sum of q_i . k_j over the keys of row i's segment; and, of `columns`, [N] the sum
+        over the rows of key j's. A symmetric problem leaves out i = j."""
+        assert segments.count is not None
         of_keys = self._sums(1, segments.columns, segments.count)
         rows = self._products(0, segments.rows, of_keys, float(symmetric))
         if not columns:
@@ -48,15 +50,16 @@ class Linear:
         self, term: LinearTerm, problem: Problem, gradients: Gradients, keys: slice
     ) -> None:
         """Add the term's gradients to complete dQ, and to complete dK of these keys."""
+        segments = term.segments.numbered(cupy)
         if gradients.want_query:
             their_factor = term.row_factor if problem.symmetric else term.column_factor
             self._subtract(
-                0, term.segments, term.row_factor, their_factor, 2.0 * problem.symmetric,
+                0, segments, term.row_factor, their_factor, 2.0 * problem.symmetric,
                 gradients.query, slice(0, problem.shape[0]),
             )  # fmt: skip
         if gradients.want_key and not problem.symmetric:
             self._subtract(
-                1, term.segments, term.column_factor, term.row_factor, 0.0, gradients.key, keys
+                1, segments, term.column_factor, term.row_factor, 0.0, gradients.key, keys
             )
 
     def _subtract(
@@ -64,7 +67,8 @@ class Linear:
         itself: float, out: Array, rows: slice,
     ) -> None:  # fmt: skip
         """The gradient of the queries (`of` is 0) or of the keys (1)."""
-        side = self._side(of)
+        side, count = self._side(of), segments.count
+        assert count is not None
         mine, others = segments.rows, segments.columns
         if of == 1:
             mine, others = others, mine
@@ -76,8 +80,8 @@ class Linear:
             z=matrix(side.features, rows.start), n=rows.stop - rows.start,
             d=side.features.shape[1], normalize=side.factor is not None,
             inverse=address(self.inverse[of], rows.start), segment=address(mine, rows.start),
-            factor=address(factor, rows.start), sums=self._sums(1 - of, others, segments.count),
-            weighted=self._sums(1 - of, others, segments.count, weight), itself=itself,
+            factor=address(factor, rows.start), sums=self._sums(1 - of, others, count),
+            weighted=self._sums(1 - of, others, count, weight), itself=itself,
             g=matrix(out, rows.start),
         )  # fmt: skip
 

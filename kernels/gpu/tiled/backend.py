@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import cupy
 import numpy as np
 
 from ... import problem as problems
 from ... import solve as blocks
-from ...linear import Segments
+from ...linear import Segments, SegmentSums, sums_of
 from ...problem import (
     Array,
     Epilogue,
@@ -76,10 +77,12 @@ class GPU:
     def linear(self) -> Linear:
         return Linear(self.context)
 
-    def segment_products(
+    def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
-    ) -> tuple[Array, Array | None]:
-        return self.linear.segment_products(segments, columns, problem.symmetric)
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        found = segments.numbered(cupy)
+        products = self.linear.segment_products(found, columns, problem.symmetric)
+        return sums_of(cupy, problem, found, *products)
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
