@@ -77,6 +77,9 @@ class GPU:
     def linear(self) -> Linear:
         return Linear(self.context)
 
+    def positive_dots(self, problem: Problem) -> Array:
+        return self.linear.positive_products(problem.positives)
+
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:

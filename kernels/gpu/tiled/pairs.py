@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import cupy
-
-from ...problem import LOG2_E, Problem
-from ...targets import limits
+from ...problem import LOG2_E, Array, Problem
 from ..device.arguments import Fields, address
-from ..linear import Linear
 from .context import Context
 
 
@@ -20,17 +16,19 @@ class PairVectors:
     """
 
     def __init__(self, context: Context, problem: Problem) -> None:
-        self.row_limits = self.column_limits = self.row_bias = self.column_bias = None
-        self.of_rows = self.of_columns = None
-        if problem.leaves_out:
-            dots = Linear(context).positive_products(problem.positives)
-            of_rows = limits(cupy, problem, dots) * (problem.exponent_scale * LOG2_E)
-            self.row_limits = self.column_limits = context.to_products(of_rows)
-        if problem.key_bias is not None:
-            self.of_columns = problem.key_bias * LOG2_E
-            self.column_bias = context.to_products(self.of_columns)
-            if problem.symmetric:
-                self.of_rows, self.row_bias = self.of_columns, self.column_bias
+        def products(logits: Array | None) -> Array | None:
+            return None if logits is None else context.to_products(logits)
+
+        scale = problem.exponent_scale * LOG2_E
+        self.row_limits, self.column_limits = (
+            products(None if dots is None else dots * scale)
+            for dots in (problem.limits, problem.key_limits)
+        )
+        self.of_rows, self.of_columns = (
+            None if bias is None else bias * LOG2_E
+            for bias in (problem.query_bias, problem.key_bias)
+        )
+        self.row_bias, self.column_bias = products(self.of_rows), products(self.of_columns)
 
     def defines(self, columns: int) -> dict[str, int]:
         """-D options; `columns`: whether columns have a softmax, 0 or 1."""
