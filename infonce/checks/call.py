@@ -258,7 +258,7 @@ def _check_static(
     elsewhere = next((place for place, holds in there.items() if holds), None)
     validation.same_device(loss, query, key)
     batch = batch or Batch(len(query), len(key))
-    _shapes(loss, query, key, labelled, batch)
+    validation.shapes(loss, query, key, labelled, batch.rows, batch.columns)
     if loss.sigmoid:
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
@@ -349,27 +349,6 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
     for name in FLAGS:
         validation.flag(name, o[name])
     return o
-
-
-def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -> None:
-    first, last = loss.arguments[0], loss.arguments[-1]
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"{last}: expected width {query.shape[1]} like {first}, got shape {key.shape}"
-        )
-    if loss.square and len(query) != len(key):
-        raise ValueError(f"{last}: expected {len(query)} rows like {first}, got shape {key.shape}")
-    if loss.symmetric and not (labelled or loss.joint) and len(query) % 2:
-        raise ValueError(
-            f"{first}: expected an even number of rows, two views of each sample, "
-            f"got shape {query.shape}"
-        )
-    if not (loss.square or loss.symmetric or labelled) and batch.columns < batch.rows:
-        came = f"shape {key.shape}" if len(key) == batch.columns else f"{batch.columns} in all"
-        raise ValueError(
-            f"{last}: expected at least {batch.rows} rows, the positive of query i being key i "
-            f"without labels, got {came}"
-        )
 
 
 def _out(

@@ -27,6 +27,27 @@ def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or on_gpu(value)
 
 
+def shapes(loss: Loss, query: Array, key: Array, labelled: bool, rows: int, columns: int) -> None:
+    first, last = loss.arguments[0], loss.arguments[-1]
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"{last}: expected width {query.shape[1]} like {first}, got shape {key.shape}"
+        )
+    if loss.square and len(query) != len(key):
+        raise ValueError(f"{last}: expected {len(query)} rows like {first}, got shape {key.shape}")
+    if loss.symmetric and not (labelled or loss.joint) and len(query) % 2:
+        raise ValueError(
+            f"{first}: expected an even number of rows, two views of each sample, "
+            f"got shape {query.shape}"
+        )
+    if not (loss.square or loss.symmetric or labelled) and columns < rows:
+        came = f"shape {key.shape}" if len(key) == columns else f"{columns} in all"
+        raise ValueError(
+            f"{last}: expected at least {rows} rows, the positive of query i being key i "
+            f"without labels, got {came}"
+        )
+
+
 def same_device(loss: Loss, query: Array, key: Array) -> None:
     """Both on the host, or both on one GPU."""
     names = ["the host" if isinstance(z, np.ndarray) else f"GPU {z.device.id}"

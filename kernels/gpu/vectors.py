@@ -92,7 +92,12 @@ class ElementwiseVectors(blocks.Vectors):
         mean: Array | None = None,
     ) -> Direction:  # fmt: skip
         if decoupled or mean is not None:
-            return super().direction(sums, positive, decoupled, mean)
+            end = super().direction(sums, positive, decoupled, mean)
+            # The sums' maxima may be any numbers near them: no bounds of the logits
+            none = cupy.isneginf(end.lse)
+            end.reference = cupy.where(none, 0.0, end.lse * problems.LOG2_E)
+            end.reference_probability = 1.0
+            return end
         moment = 0.0 if sums.moment is None else sums.moment
         loss, lse, probability, reference, of_scale = _conclude(
             sums.max, sums.sum, moment, positive

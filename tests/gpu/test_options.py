@@ -166,12 +166,17 @@ def test_metrics_do_not_see_options() -> None:
     cupy.testing.assert_allclose(got.hardest_negative, plain.hardest_negative, rtol=1e-12)
 
 
-def near_each_other(name: str, rows: int, width: int, dtype: str) -> tuple[Any, ...]:
-    """Rows whose products differ by some units of float32's rounding."""
+def near_each_other(
+    name: str, rows: int, width: int, dtype: str, precision: str
+) -> tuple[Any, ...]:
+    """Rows whose products differ by some units of float32's rounding: half of the features are the
+    same in all rows, the others small."""
     rng = np.random.default_rng(2)
     z = np.empty((2, rows, width))
     z[..., ::2] = rng.choice([-1, 1], (width + 1) // 2) * width**-0.5
     z[..., 1::2] = 1e-3 * rng.standard_normal((2, rows, width // 2)) * width**-0.25
+    if precision == "tf32":
+        z = z.astype(np.float16)
     z = z.astype(dtype_of(dtype))
     return (z.reshape(-1, width),) if name == "nt_xent" else (z[0], z[1])
 
@@ -193,7 +198,7 @@ def test_both_folds_leave_out_the_same_pairs(
     where all products are nearly the same, does the gradient of the scale: in large batches it
     comes from the gradient fold."""
     normalize = rows > 4096
-    z = tuple(map(cupy.asarray, near_each_other(name, rows, width, dtype)))
+    z = tuple(map(cupy.asarray, near_each_other(name, rows, width, dtype, precision)))
     for options in ({}, {"key_bias": cupy.linspace(-1, 1, len(z[-1]))}):
         if name == "gte" and options:
             continue
@@ -204,12 +209,13 @@ def test_both_folds_leave_out_the_same_pairs(
         )  # fmt: skip
         lse = cupy.concatenate(got.lse) if name == "clip" else got.lse
         kept = np.exp(lse.get() - lse.get().max())
-        assert kept.std() > 0.1  # rows have different numbers of keys
+        assert kept.std() > 0.01  # rows have different numbers of keys
         total = sum(gradient.astype(np.float64).sum(axis=0) for gradient in got.grads[:-1])
-        common = float(cupy.abs(total).max()) * width**0.5  # of a pair: about 1
+        slope = float(cupy.abs(total[::2]).max()) * width**0.5  # of one pair: 1
         if normalize:
-            common = abs(float(got.grads.scale))
-        assert common < 1e-5 * rows if dtype in ("float32", "float64") else 1e-3 * rows
+            slope = abs(float(got.grads.scale))
+        exact = dtype in ("float32", "float64") and precision != "tf32"
+        assert slope < (1e-5 if exact else 1e-3) * rows
 
 
 def test_the_limit_is_that_of_each_row_and_column() -> None:
@@ -245,7 +251,7 @@ def test_what_is_refused() -> None:
     ):
         infonce.clip_loss(z, z, scale=1.0, margin=0.1, method="naive")
     with pytest.raises(ValueError, match="metrics: expected False with key_bias, got True"):
-        infonce.clip_loss(z, z, scale=1.0, key_bias=cupy.zeros(4), metrics=True)
+        infonce.clip_loss_and_grad(z, z, scale=1.0, key_bias=cupy.zeros(4), metrics=True)
     with pytest.raises(ValueError, match="labels: expected one dimension on a GPU, got 2"):
         infonce.info_nce_loss(z, z, cupy.zeros((4, 2), int), scale=1.0)
     with pytest.raises(ValueError, match=r"label_smoothing: expected 0\.0 with offload"):

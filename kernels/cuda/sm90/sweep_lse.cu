@@ -33,9 +33,8 @@
 // columns, the second's the odd ones.
 // Where a tile's logits lie too far apart for one reference exponent, its query panel is marked: it will be
 // computed anew.
-#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/columns.cuh"
 #include "sm90/sweep/panel.cuh"
-#include "sm90/sweep/partial.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
@@ -49,12 +48,6 @@
 #define KEEP 0
 #endif
 
-// A row's sum in a tile may be this: sums over all strips and panels stay below 2^127. What a row or a
-// column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
-constexpr float MAX_TILE_SUM = 0x1p80f;
-constexpr float MIN_EXACT_SUM = 0x1p-80f;
-constexpr float MAX_TILE_MOMENT = 0x1p100f;  // sums stay below 2^127, as above
-constexpr int REFERENCE_STEP = 32;  // between reference exponents
 #ifndef MARKS
 #define MARKS 1024  // tiles in a warp's bitmask: up to 32 a lane
 #endif
@@ -210,7 +203,7 @@ struct Lse {
       float high = largest(x, h, rows, consumer.columns, lane);
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 2));
-      own[h] = MAXIMA ? c * high : reference_for(high);
+      own[h] = MAXIMA ? c * high : reference_for(high, c);
       shift[h] = own[h] == LOW ? 0 : own[h];  // 2^(-inf - 0) adds nothing
     }
     float top = fmaxf(own[0], own[1]);
@@ -231,28 +224,24 @@ struct Lse {
     return __all_sync(ALL_LANES, good && reference == top);
   }
 
-  // For terms up to x: there is more room above than the largest needs.
-  __device__ __forceinline__ float reference_for(float x) const {
-    return REFERENCE_STEP * (rintf(x * c / REFERENCE_STEP) - 1);
-  }
-
   // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN. KEEP
   // stores the exponentials, in pieces, so that each is on its way while the next is computed.
   template <bool OWN>
   __device__ __forceinline__ bool sums(const float (&x)[64], int t, const float (&shift)[2],
                                        const float* weight, float top, Partial (&of_tile)[2]) {
     bool good = true;
+    const TileColumns of_tile_columns{x, rows, consumer.columns, lane, c};
 #if KEEP
     u32 words[PIECE / 4 * PARTS];
 #endif
 #pragma unroll
     for (int s = 0; s < SLICES / 2; ++s) {  // 32 columns
       float eight[8], moments[8];
-      const SliceColumns of_slices[2] = {{consumer.columns, 2 * s, lane}, {consumer.columns, 2 * s + 1, lane}};
+      SliceColumns columns(consumer.columns, 2 * s, lane);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const int i = 16 * s + k / 2 * 4 + k % 2;
-        const SliceColumns& columns = of_slices[k / 4];
+        if (k == 4) columns = SliceColumns(consumer.columns, 2 * s + 1, lane);
         const float y0 = biased(x[i], i, rows, columns), y1 = biased(x[i + 2], i + 2, rows, columns);
         const float e0 = exp2_(fmaf(y0, c, -shift[0])), e1 = exp2_(fmaf(y1, c, -shift[1]));
         const float row0 = in_row(x[i], i, rows) ? e0 : 0, row1 = in_row(x[i + 2], i + 2, rows) ? e1 : 0;
@@ -290,62 +279,16 @@ struct Lse {
       Partial of_columns = {top, join_columns(eight, lane.lane, Plus()), 0};
       if (MOMENTS) of_columns.moment = join_columns(moments, lane.lane, Plus());
 #if LIMITS == 2
-      if (OWN) of_columns = own_references(x, s);  // rows' reference exponents are no bounds of what columns have
-      else good = fits(of_columns, x, s) && good;
+      if (OWN) of_columns = of_tile_columns.own_sums(s);  // rows' reference exponents are no bounds of what columns have
+      else good = of_tile_columns.fit(of_columns, s) && good;
 #else
       if (of_columns.sum < MIN_EXACT_SUM) good = false;
-      if (OWN && __any_sync(ALL_LANES, of_columns.sum < MIN_EXACT_SUM)) of_columns = own_references(x, s);
+      if (OWN && __any_sync(ALL_LANES, of_columns.sum < MIN_EXACT_SUM)) of_columns = of_tile_columns.own_sums(s);
 #endif
       if (KEEPS_OWN_STRIP && s == lane.warp) of_strip = of_columns;
       else group.strips.of(s, s ^ lane.warp).set(lane.lane, of_columns);
     }
     return good;
-  }
-
-  // x[i] with its biases, or EXCLUDED if its column's softmax does not have it.
-  __device__ __forceinline__ float of_its_column(const float (&x)[64], int i) const {
-    const SliceColumns columns(consumer.columns, i / 8, lane);
-    return in_column(x[i], i, columns) ? biased(x[i], i, rows, columns) : EXCLUDED;
-  }
-  // The largest of these in each of 32 columns, one a lane; LOW if there is none.
-  __device__ __forceinline__ float largest_of_columns(const float (&x)[64], int s) const {
-    float v[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int i = 16 * s + k / 2 * 4 + k % 2;
-      v[k] = fmaxf(of_its_column(x, i), of_its_column(x, i + 2));
-    }
-    return or_low(join_columns(v, lane.lane, Larger()));
-  }
-
-  // Whether the strip's reference exponent serves for 32 columns (LIMITS). Those that have no pair become empty.
-  __device__ __forceinline__ bool fits(Partial& of_columns, const float (&x)[64], int s) const {
-    bool small = of_columns.sum < MIN_EXACT_SUM;
-    if (__any_sync(ALL_LANES, small) && largest_of_columns(x, s) == LOW) {
-      of_columns = Partial::empty();
-      small = false;
-    }
-    const bool large = of_columns.sum > MAX_TILE_SUM || (MOMENTS && fabsf(of_columns.moment) > MAX_TILE_MOMENT);
-    return !small && !large;
-  }
-
-  // 32 columns, each with a reference exponent of its own.
-  __device__ __forceinline__ Partial own_references(const float (&x)[64], int s) {
-    float v[8], moments[8];
-    const float own = reference_for(largest_of_columns(x, s));
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int i = 16 * s + k / 2 * 4 + k % 2;
-      float shift = __shfl_sync(ALL_LANES, own, k * 4 + lane.t);
-      if (shift == LOW) shift = 0;
-      const float e0 = exp2_(fmaf(of_its_column(x, i), c, -shift));
-      const float e1 = exp2_(fmaf(of_its_column(x, i + 2), c, -shift));
-      v[k] = e0 + e1;
-      if (MOMENTS) moments[k] = fmaf(e0, x[i], e1 * x[i + 2]);
-    }
-    Partial of_columns = {own, join_columns(v, lane.lane, Plus()), 0};
-    if (MOMENTS) of_columns.moment = join_columns(moments, lane.lane, Plus());
-    return of_columns;
   }
 
   __device__ __forceinline__ void end_tile(int t) {

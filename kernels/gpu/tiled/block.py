@@ -7,9 +7,9 @@ from typing import Any
 from ...problem import Problem
 from .. import config
 from ..device.arguments import Fields, address
+from ..pairs import PairVectors
 from .context import Context
 from .operands import Operand, Side
-from .pairs import PairVectors
 
 
 class BlockLauncher:

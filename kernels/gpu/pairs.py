@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...problem import LOG2_E, Array, Problem
-from ..device.arguments import Fields, address
-from .context import Context
+from ..problem import LOG2_E, Array, Problem
+from .device.arguments import Fields, address
+from .tiled.context import Context
 
 
 class PairVectors:
