@@ -15,7 +15,7 @@ CHANGE_LOGITS = frozenset({"key_bias", "false_negative_margin"})  # those that m
 OF_VECTORS = frozenset({"weights", "margin", "decoupled", "hardness"})
 ELSEWHERE = {
     "on a GPU": OF_VECTORS | CHANGE_LOGITS | {"label_smoothing"},
-    "with offload": OF_VECTORS,
+    "with offload": OF_VECTORS | CHANGE_LOGITS,
     "over ranks": frozenset[str](),
 }
 LARGEST = math.nextafter(math.inf, 0)

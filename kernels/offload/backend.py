@@ -90,7 +90,7 @@ def fold_block(
 
 def _vectors_on(device: Device, problem: Problem) -> Problem:
     """The problem with its vectors on the device."""
-    names = "upstream", "positives", "query_ids", "key_ids"
+    names = "upstream", "positives", "query_ids", "key_ids", "key_bias", "query_bias"
     of_host = {name: getattr(problem, name) for name in names}
     made = {name: device.put(v) for name, v in of_host.items() if isinstance(v, np.ndarray)}
     return replace(problem, **made)
@@ -125,6 +125,9 @@ def _solve_whole(
     return solution
 
 
+DOT_BYTES = 64  # on the device, of a feature of a row whose dot product is computed
+
+
 class Offload:
     """Blocks of one problem between host and device: see `infonce.kernels.solve.Backend`."""
 
@@ -154,6 +157,24 @@ class Offload:
         """Marks that the fold of the losses has collected from all blocks."""
         marks = self.context.marks.rows + self.context.marks.any_key
         return marks + marks.sum() if problem.symmetric else marks
+
+    def positive_dots(self, problem: Problem) -> Array:
+        """[M]: the dot products of rows with their positives, some rows at a time."""
+        device, (m, _, d) = self.context.device, problem.shape
+        dots, positives = device.xp.zeros(m), device.get(problem.positives)
+
+        def on_device(features: Array) -> Array:
+            of_host = np.float32 if features.dtype.itemsize <= 4 else np.float64
+            z = device.put(features.astype(of_host)).astype(np.float64)
+            if not problem.normalize:
+                return z
+            squares = (z * z).sum(axis=1)[:, None]
+            return z / (squares + (squares == 0)) ** 0.5
+
+        for rows in slices(m, max(1, problem.workspace // (DOT_BYTES * d))):
+            keys = problem.key[np.maximum(positives[rows], 0)]
+            dots[rows] = (on_device(problem.query[rows]) * on_device(keys)).sum(axis=1)
+        return dots
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]

@@ -25,6 +25,7 @@ def needs_nvrtc(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.extras(marked)
 
 
+PTXAS = ("--ptxas-options=-v",)
 TILED = {"lse": "COLUMNS", "gradient": "COLUMNS", "sigmoid": "PANEL", "ranks": "COLUMNS"}
 # bytes that a thread may spill, where two blocks share a multiprocessor's registers or float64
 # takes two for each number; hardly anything is spilled elsewhere
@@ -86,20 +87,23 @@ def test_tiled_moments(name: str, precision: str) -> None:
 
 def compile_within_budget(
     name: str, precision: str, arch: str, tile: config.Tile, option: int, extras: int = 0,
-    moments: int = 0,
+    moments: int = 0, options: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
     defines = {
         "PRECISION": precision.upper(), "BLOCK_N": tile.block_n, "WARP_N": tile.warp_n,
         "STAGES": tile.stages, "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks,
         "IDS": extras, "FACTORS": extras, "MOMENTS": moments, TILED[name]: option,
+        **(options or {}),
     }  # fmt: skip
-    code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, ("--ptxas-options=-v",))
+    code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, PTXAS)
     assert code
     budget = SPILLS_TWO_BLOCKS if tile.min_blocks == 2 else SPILLS
     if precision == "fp64":
         budget = SPILLS_FP64
     if extras and moments:  # few logits of normalised rows, and no Hopper
         budget += SPILLS_EXTRAS_MOMENTS
+    if options:
+        budget += SPILLS_OPTIONS
     assert spilled(log) <= budget, (defines, log)
     declared = max(int(n) for n in re.findall(r"(\d+) bytes smem", log))
     assert declared <= tile.static_shared
@@ -153,6 +157,45 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         assert "serialized" not in log  # products that wait for each other
         allowed = (SPILLS_EXTRAS if extras else budget) + moments * SPILLS_MOMENTS
         assert spilled(log) <= allowed, (defines, log)
+
+
+# More bytes that a thread may spill with limits and biases of pairs
+SPILLS_OPTIONS = 512
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("limits", "bias"), [(1, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)])
+@pytest.mark.parametrize(("name", "columns"), [("lse", 1), ("gradient", 1), ("online", 0)])
+def test_sweeps_with_limits_and_biases(
+    name: str, columns: int, precision: str, width: int, limits: int, bias: int
+) -> None:
+    if name == "online" and precision in config.FLOAT16:
+        pytest.skip("one pass wants the exponents of float32")
+    options = limits + (bias > 0)
+    device, panel = DEVICES["sm_90a"], name != "lse"
+    sweep = config.sweep_for(precision, width, device, False, False, options)
+    assert sweep is not None
+    if precision == "bf16" and options == 1:  # no stage less than without them
+        plain = config.sweep_for(precision, width, device, False)
+        assert plain is not None
+        assert sweep.stages(panel, not panel) == plain.stages(panel, not panel)
+    defines = {
+        "PRECISION": precision.upper(), **config.defines(sweep, panel, not panel), "IDS": 0,
+        "FACTORS": 0, "COLUMNS": columns, "LIMITS": limits * (1 + columns), "BIAS": bias,
+    }  # fmt: skip
+    log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
+    assert "serialized" not in log
+    assert spilled(log) <= SWEEPS[name][1] + SPILLS_OPTIONS, (defines, log)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("name", ["lse", "gradient"])
+def test_tiled_kernels_with_limits_and_biases(name: str, precision: str) -> None:
+    for arch, options in (("sm_80", {"LIMITS": 2}), ("sm_90a", {"LIMITS": 2, "BIAS": 2})):
+        tile = config.tile_for(precision, 64, DEVICES[arch], len(options))
+        compile_within_budget(name, precision, arch, tile, 1, extras=1, options=options)
 
 
 @needs_nvrtc
@@ -251,10 +294,16 @@ OPTIONS = {
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("given", [(), *(("LIMITS", "BIAS")[i : i + 1] for i in range(2))])
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
-def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structures_lie_as_python_packs_them(
+    file: str, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is read from the sources, against the compiler's sizes and offsets."""
-    parameters = [kind for s in signatures.signatures(file).values() for _, kind in s.fields]
+    found = signatures.signatures(file, given).values()
+    if given and found == signatures.signatures(file).values():
+        pytest.skip("these options are not its own")
+    parameters = [kind for s in found for _, kind in s.fields]
     structures = {s.name: s for s in parameters if isinstance(s, signatures.Structure)}
     checks = "".join(
         f"static_assert(sizeof({name}) == {of.size});\n"
@@ -267,7 +316,8 @@ def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.Monk
     # templates that nobody instantiates cost no time
     source = compiler.flatten(file).replace('extern "C" __global__', "template <int> __global__")
     monkeypatch.setattr(compiler, "flatten", lambda _: source + checks)
-    assert compiler.compile_for(file, {"PRECISION": "BF16", **OPTIONS.get(file, {})}, "sm_90a")[0]
+    defines = {"PRECISION": "BF16", **OPTIONS.get(file, {}), **dict.fromkeys(given, 1)}
+    assert compiler.compile_for(file, defines, "sm_90a")[0]
 
 
 @needs_nvrtc

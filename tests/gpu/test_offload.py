@@ -31,6 +31,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"margin": 0.2, "decoupled": True},
     {"weights": np.linspace(0.0, 2.0, 30)},
     {"weights": np.linspace(2.0, 0.0, 30), "margin": 0.1},
+    {"key_bias": np.sin(np.arange(30))},
+    {"false_negative_margin": 0.1},
+    {"key_bias": np.sin(np.arange(30)), "false_negative_margin": -0.1, "hardness": 1.5},
 ]
 
 

@@ -91,12 +91,12 @@ def compare(problem: Problem, got: infonce.LossAndGrad, dtype: str, scale: float
     hardness = float(problem.softmax.get("hardness", 0.0))  # type: ignore[arg-type]
     logit = largest_logit(scale + hardness, wide[0], wide[-1])
     logit += float(np.abs(problem.softmax.get("key_bias", 0.0)).max())  # type: ignore[arg-type]
-    assert_loss(got.loss.get(), float(want.loss), dtype, logit)
+    assert_loss(cupy.asnumpy(got.loss), float(want.loss), dtype, logit)
     terms = scale * len(wide[0]) ** -0.5
     for name, gradient in want.grads.items():
         have = getattr(got.grads, name)
         if isinstance(gradient, np.ndarray) and have is not None:
-            assert_grad(have.get(), gradient, dtype, logit, terms=terms)
+            assert_grad(cupy.asnumpy(have), gradient, dtype, logit, terms=terms)
     np.testing.assert_allclose(float(got.grads.scale), want.grads["scale"], rtol=1e-4, atol=1e-5)
 
 
@@ -242,6 +242,18 @@ def test_limits_far_apart(name: str, dtype: str) -> None:
     features = (z.reshape(-1, 64),) if name == "nt_xent" else (z[0], z[1])
     problem = Problem(name, features, scale=100.0, softmax={"false_negative_margin": margin})
     compare(problem, on_gpu(problem), dtype, 100.0)
+
+
+@pytest.mark.parametrize("options", OPTIONS[7:10], ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip"])
+def test_offload(name: str, dtype: str, options: dict[str, Any]) -> None:
+    """Blocks of host features, each with a part of the biases and limits."""
+    problem = problem_of(name, 520, 130, dtype, **options)
+    given = {k: v for k, v in problem.options().items() if k != "weights" and v is not None}
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    got = function(*problem.features, **given, offload=True, workspace=2**20)
+    compare(problem, got, dtype)
 
 
 def test_what_is_refused() -> None:

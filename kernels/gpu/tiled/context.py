@@ -46,8 +46,13 @@ class Context:
         device = cupy.cuda.Device()
         self.properties = device_properties(device.id)
         self.precision = config.operands(problem.compute, self.properties)
-        if problem.leaves_out and problem.symmetric and self.precision in config.OPERAND_PARTS:
-            # x_ij and x_ji have to be the same number, and sums of parts are not
+        of_parts = self.precision in config.OPERAND_PARTS
+        if problem.limits is not None:  # of a block: others have other powers of two
+            of_parts = of_parts or (
+                self.precision in config.FLOAT16 and problem.query.dtype != np.float16
+            )
+        if of_parts and problem.leaves_out and (problem.symmetric or problem.limits is not None):
+            # A product has to be the same number wherever it is computed, x_ji the same as x_ij
             self.precision = "fp32"
         self.real = np.dtype(np.float64 if self.precision == "fp64" else np.float32)
         if not config.supported(self.precision, self.properties):

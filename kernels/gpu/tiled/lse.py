@@ -37,7 +37,7 @@ class StatisticsFold(Fold):
         own: list[tuple[problems.Sums, Array]] = []
         if pairs is not None and pairs.of_rows is not None:
             own.append((stats.rows, pairs.of_rows))
-        columns = None if stats.columns is stats.rows else stats.columns
+        columns = None if self.problem.symmetric else stats.columns  # they are the rows
         if pairs is not None and pairs.of_columns is not None and columns is not None:
             own.append((columns, pairs.of_columns))
         for sums, bias in own:  # what this fold merges into them has these biases
