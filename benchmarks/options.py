@@ -1,23 +1,24 @@
-"""What options of the softmax, sup_con and gte cost on a GPU, beside the same losses without.
+"""What options of the softmax, sup_con and gte cost, beside the same losses without.
 
     python benchmarks/options.py [--rows 65536] [--width 512]
+    python benchmarks/options.py --cpu [--rows 8192] [--width 256]
 
-Median milliseconds of a loss with its gradients, bfloat16 unit rows.
+Median milliseconds of a loss with its gradients, of unit rows: bfloat16 on a GPU, float32 on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import cupy
-import ml_dtypes
 import numpy as np
 
 import infonce
 
-REPEATS = 20
+REPEATS = {"gpu": 20, "cpu": 5}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"weights": True},
@@ -31,38 +32,60 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def unit_rows(rows: int, width: int) -> Any:
-    z = cupy.random.default_rng(0).standard_normal((rows, width), dtype=cupy.float32)
-    z /= cupy.linalg.norm(z, axis=1, keepdims=True)
-    return cupy.asarray(z.get().astype(ml_dtypes.bfloat16))
+class GPU:
+    name = "gpu"
 
+    def __init__(self) -> None:
+        import cupy
+        import ml_dtypes
 
-def milliseconds(loss: str, *args: Any, **options: Any) -> float:
-    function = getattr(infonce, f"{loss}_loss_and_grad")
-    times = []
-    for _ in range(REPEATS + 3):
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        self.xp, self.dtype = cupy, ml_dtypes.bfloat16
+
+    def milliseconds(self, call: Callable[[], Any]) -> float:
+        cuda = self.xp.cuda
+        start, end = cuda.Event(), cuda.Event()
         start.record()
-        function(*args, scale=50.0, **options)
+        call()
         end.record()
         end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, end))
-    return float(np.median(times[3:]))
+        return float(cuda.get_elapsed_time(start, end))
 
 
-def cases(rows: int, width: int) -> Iterator[tuple[str, str, float]]:
+class CPU:
+    name, xp, dtype = "cpu", np, np.float32
+
+    def milliseconds(self, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+
+def unit_rows(device: GPU | CPU, rows: int, width: int, seed: int) -> Any:
+    z = np.random.default_rng(seed).standard_normal((rows, width), np.float32)
+    z /= np.linalg.norm(z, axis=1, keepdims=True)
+    return device.xp.asarray(z.astype(device.dtype))
+
+
+def cases(device: GPU | CPU, rows: int, width: int) -> Iterator[tuple[str, str, float]]:
     """(loss, what, milliseconds)."""
-    query, key = unit_rows(rows, width), unit_rows(rows, width)
+    query, key = (unit_rows(device, rows, width, seed) for seed in (0, 1))
+    xp = device.xp
+
+    def milliseconds(loss: str, *args: Any, **options: Any) -> float:
+        call = partial(getattr(infonce, f"{loss}_loss_and_grad"), *args, scale=50.0, **options)
+        times = [device.milliseconds(call) for _ in range(REPEATS[device.name] + 3)]
+        return float(np.median(times[3:]))
+
     for loss in ("clip", "info_nce"):
         for given in OPTIONS:
             options = dict(given)
             if "weights" in options:
-                options["weights"] = cupy.linspace(0.5, 1.5, rows)
+                options["weights"] = xp.linspace(0.5, 1.5, rows)
             if "key_bias" in options:
-                options["key_bias"] = cupy.linspace(-2, 2, rows)
+                options["key_bias"] = xp.linspace(-2, 2, rows)
             yield loss, "-".join(given) or "plain", milliseconds(loss, query, key, **options)
     yield "nt_xent", "plain", milliseconds("nt_xent", query)
-    labels = cupy.arange(rows) % 1000
+    labels = xp.arange(rows) % 1000
     yield "sup_con", "1000 classes", milliseconds("sup_con", query, labels)
     half = rows // 2
     yield "gte", f"{half} pairs", milliseconds("gte", query[:half], key[:half])
@@ -70,12 +93,18 @@ def cases(rows: int, width: int) -> Iterator[tuple[str, str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--rows", type=int, default=65536)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--width", type=int)
     given = parser.parse_args()
-    print(f"{given.rows} x {given.width}, {cupy.cuda.runtime.getDeviceProperties(0)['name']!r}")
-    for loss, what, time in cases(given.rows, given.width):
-        print(f"{loss:10}{what:20}{time:10.3f} ms", flush=True)
+    device = CPU() if given.cpu else GPU()
+    rows, width = given.rows or (8192 if given.cpu else 65536), given.width or 512 >> given.cpu
+    print(f"{rows} x {width}, {device.name}")
+    plain = 0.0
+    for loss, what, median in cases(device, rows, width):
+        plain = median if what == "plain" else plain
+        beside = f"{median / plain:8.2f}" if loss in ("clip", "info_nce") else ""
+        print(f"{loss:10}{what:32}{median:10.3f} ms{beside}", flush=True)
 
 
 if __name__ == "__main__":
