@@ -284,36 +284,29 @@ class SoftmaxFold(GradientFold):
         super().__init__(context, problem, grid, epilogue.phase, gradients)
         m, n, _ = problem.shape
         given = (getattr(epilogue, name) for name in SOURCES)
-        sources = {  # float64 and contiguous, as the kernels take them
+        sources: dict[str, Array] = {  # float64 and contiguous, as the kernels take them
             name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
             for name, v in zip(SOURCES, given, strict=True)
         }
         self.two_sided = epilogue.column_reference is not None
-        if self.pair_vectors is not None:
-            own = {
-                "row_reference": self.pair_vectors.of_rows,
-                "column_reference": self.pair_vectors.of_columns,
-            }
-            for name, bias in own.items():
-                if bias is not None and sources[name] is not None:
-                    sources[name] = sources[name] + bias
+        pairs = self.pair_vectors
+        if pairs is not None:
+            for name, own in (("row", pairs.of_rows), ("column", pairs.of_columns)):
+                reference = sources[f"{name}_reference"]
+                if own is not None and reference is not None:
+                    sources[f"{name}_reference"] = reference + own
         # dL/dx at a positive bounds its row's panel elements, unless the loss has linear terms
         bound = sources["positive_gradient"]
         if epilogue.linear:
             bound = cupy.maximum(abs(bound), abs(sources["row_factor"]))
         self.find_ranges(m, n, **sources | {"positive_gradient": bound})
         self.positive_gradient = sources["positive_gradient"]
-        if (
-            self.two_sided
-            and self.pair_vectors is not None
-            and self.pair_vectors.row_limits is not None
-        ):
+        columns = sources["column_reference"]
+        if columns is not None and pairs is not None and pairs.row_limits is not None:
             # Of a pair that the row leaves out, the exponential may exceed the row's log-sum-exp
-            of_rows, of_columns = (sources[f"{side}_reference"] for side in ("row", "column"))
-            assert of_rows is not None
-            assert of_columns is not None
-            shared = self.unit.view(np.int64)[RANGES.offset("shared") // 8 :][:1]
-            shared *= of_columns.max() - of_rows.min() < SPREAD
+            first = RANGES.offset("shared") // 8
+            shared = self.unit.view(np.int64)[first : first + 1]
+            shared *= columns.max() - sources["row_reference"].min() < SPREAD
         self.row_reference, self.a, self.u = cupy.empty((3, m), context.real)
         self.column_reference = self.v = None
         if self.two_sided:
