@@ -214,8 +214,13 @@ def test_both_folds_leave_out_the_same_pairs(
         slope = float(cupy.abs(total[::2]).max()) * width**0.5  # of one pair: 1
         if normalize:
             slope = abs(float(got.grads.scale))
-        exact = dtype in ("float32", "float64") and precision != "tf32"
-        assert slope < (1e-5 if exact else 1e-3) * rows
+        # dL/dx, nearly the same number at all pairs of a row, is rounded to 8, 11 or 16 bits
+        bounds = {"bfloat16": 4e-3, "float16": 1e-3, "tf32": 1e-3, "bf16x3": 1e-4}
+        rounding = bounds.get(dtype if precision == "auto" else precision, 1e-5)
+        assert slope < rounding * sum(len(gradient) for gradient in got.grads[:-1])
+        if name == "info_nce" and not normalize:
+            of_rows = cupy.abs(got.grads.query[:, ::2]).max(axis=1) * width**0.5
+            assert float(of_rows.max()) < rounding
 
 
 def test_the_limit_is_that_of_each_row_and_column() -> None:
