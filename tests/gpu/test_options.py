@@ -174,7 +174,7 @@ def near_each_other(
     rng = np.random.default_rng(2)
     z = np.empty((2, rows, width))
     z[..., ::2] = rng.choice([-1, 1], (width + 1) // 2) * width**-0.5
-    z[..., 1::2] = 1e-3 * rng.standard_normal((2, rows, width // 2)) * width**-0.25
+    z[..., 1::2] = 3e-3 * rng.standard_normal((2, rows, width // 2)) * width**-0.25
     if precision == "tf32":
         z = z.astype(np.float16)
     z = z.astype(dtype_of(dtype))
