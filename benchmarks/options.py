@@ -55,8 +55,10 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
         return lambda: function(*args, scale=SCALE, **options)
 
     found = {}
+    both = vectors["key_bias"] | OPTIONS["false_negative_margin"]
+    given = {"plain": {}, **vectors, **OPTIONS, "key_bias-false_negative_margin": both}
     for loss in ("clip", "info_nce"):
-        for name, options in {"plain": {}, **vectors, **OPTIONS}.items():
+        for name, options in given.items():
             found[loss, name] = call(loss, query, key, **options)
     half = rows // 2
     found["nt_xent", "plain"] = call("nt_xent", query)

@@ -93,19 +93,29 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Whether all rows have one positive, and a softmax of the logits as they are."""
+        return self.plain_logits and self.plain_targets
+
+    @property
+    def plain_logits(self) -> bool:
+        """Whether each logit is a scaled product, and has the same part in the sums of its row and
+        of its column."""
+        return self.key_bias is None and not self.leaves_out
+
+    @property
+    def plain_targets(self) -> bool:
+        """Whether all rows have one positive, whose logit is that of the softmax."""
         return (
-            self.by_row
-            and self.set_size == 1
+            self.set_size == 1
             and self.weights is None
             and not (self.margin or self.decoupled or self.hardness)
+            and not (self.linear_terms or self.joint)
         )
 
     @property
     def by_row(self) -> bool:
         """Whether the loss of a row follows from its sums and the logits of its positives alone:
         `margin`, `decoupled` and `hardness` are numbers in that."""
-        linear_or_joint = self.linear_terms or self.joint
-        return not linear_or_joint and self.key_bias is None and not self.leaves_out
+        return self.plain_logits and not (self.linear_terms or self.joint)
 
     @property
     def set_size(self) -> int:

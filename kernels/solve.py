@@ -155,10 +155,12 @@ def fold_block(
 
 
 def one_softmax(problem: Problem) -> bool:
-    """Whether `OnlineSoftmax` has all that is asked for: only rows have sums."""
+    """Whether `OnlineSoftmax` has all that is asked for: only rows have sums. (What is asked of the
+    logits, a backend has or has not.)"""
     if problem.bias is not None or problem.two_sided or problem.symmetric:
         return False
-    return problem.by_row and problem.set_size == 1 and not problem.retrieval_ranks
+    of_one = problem.plain_targets or (problem.by_row and problem.set_size == 1)
+    return of_one and not problem.retrieval_ranks
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:

@@ -54,7 +54,7 @@ class Targets:
 def limits(xp: Any, problem: Problem, dots: Array) -> Array:
     """[M] the dot product above which negatives of a row are left out, from those of its positives
     [M] or [M, P]. Without a positive there is no limit."""
-    top = as_sets(xp.where(problem.positives < 0, -xp.inf, dots)).max(axis=1, initial=-xp.inf)
+    top = as_sets(xp.where(problem.positives < 0, -xp.inf, dots)).max(axis=1)
     return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
 
 

@@ -256,7 +256,9 @@ def _check_static(
         )
     of_softmax = softmax.options(loss, o)
     softmax.require_loss(loss, elsewhere)
-    of_steps = o["margin"] != 0 if on_cpu else bool(of_softmax or loss.classes or loss.joint)
+    of_steps = o["margin"] != 0 if on_cpu else bool(loss.classes or loss.joint)
+    if not on_cpu:  # `false_negative_margin` leaves out pairs of dL/dx
+        of_steps = of_steps or any(name != "false_negative_margin" for name, _ in of_softmax)
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[-1] in wrt

@@ -10,15 +10,11 @@ from ..spec import DEFAULTS, EXCLUSIVE, FLAGS, SOFTMAX, Loss
 from .validation import number, what
 
 CHANGE_LOGITS = frozenset({"key_bias", "false_negative_margin"})  # those that metrics are of
-# Options that there are outside of this process's CPU, by the place of the computation
-# (those here change vectors between the folds, or gradients after them)
-OF_VECTORS = frozenset({"weights", "margin", "decoupled", "hardness", "label_smoothing"})
+ALL = frozenset({"weights", *SOFTMAX})
+# Those that there are where not all are, by the place of the computation
 ELSEWHERE = {
-    "on a GPU": OF_VECTORS,
-    "with offload": OF_VECTORS,
-    "over ranks": frozenset({"weights", *SOFTMAX}),
-    "over ranks on GPUs": OF_VECTORS,
-    "over ranks with offload": OF_VECTORS - {"hardness", "label_smoothing"},
+    "over ranks on GPUs": ALL - CHANGE_LOGITS,
+    "over ranks with offload": ALL - CHANGE_LOGITS - {"hardness", "label_smoothing"},
 }
 NO_SETS = frozenset({"over ranks on GPUs", "over ranks with offload"})  # of positives
 NO_CLASSES = frozenset({"over ranks with offload"})  # nor joint losses
@@ -86,7 +82,7 @@ def require_available(
     for name in given:
         if problem.retrieval_ranks and name in CHANGE_LOGITS:
             raise ValueError(f"metrics: expected False with {name}, got True")
-        if elsewhere is not None and name not in ELSEWHERE[elsewhere]:
+        if elsewhere in ELSEWHERE and name not in ELSEWHERE[elsewhere]:
             raise ValueError(f"{name}: expected {DEFAULTS[name]!r} {elsewhere}, got a value")
     if sets and elsewhere in NO_SETS:
         raise ValueError(f"labels: expected one dimension {elsewhere}, got {positives.ndim}")

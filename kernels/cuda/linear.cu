@@ -42,6 +42,23 @@ extern "C" __global__ void segment_products(const __grid_constant__ Matrix z, i6
   if (threadIdx.x % 32 == 0) out[row] = dot;
 }
 
+// out[i] = u_r . v_j for row r = i / each and its positive j = positives[i]; 0 if that is negative. A warp a
+// positive.
+extern "C" __global__ void positive_products(const __grid_constant__ Matrix query,
+                                             const __grid_constant__ Matrix key, i64 n, i64 d, i64 each,
+                                             const double* query_inverse, const double* key_inverse,
+                                             const i64* positives, double* out) {
+  const i64 i = lanes_row(32);
+  if (i >= n) return;
+  const i64 row = i / each, j = positives[i];
+  double dot = 0;
+  if (j >= 0)
+    for (i64 k = threadIdx.x % 32; k < d; k += 32)
+      dot += query.get(row, k) * query_inverse[row] * (key.get(j, k) * key_inverse[j]);
+  dot = warp_sum(dot);
+  if (threadIdx.x % 32 == 0) out[i] = dot;
+}
+
 // g_i -= t, with t = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i]; through the
 // normalisation, (t - u_i <t, u_i>) / |z_i|. A warp a row.
 extern "C" __global__ void subtract_linear(const __grid_constant__ Matrix z, i64 n, i64 d,

@@ -56,6 +56,17 @@ class Rows:
         )  # fmt: skip
         return out
 
+    def positive_products(self, key: Rows, positives: Array) -> Array:
+        """[M] or [M, P] float64: u_i . v_j for the positives j of row i; 0 in place of none."""
+        n, out = positives.size, cupy.empty(positives.shape)
+        self.launcher.rows(
+            "positive_products", n, file="linear.cu", query=matrix(self.features),
+            key=matrix(key.features), n=n, d=self.features.shape[1],
+            each=n // max(1, len(positives)), query_inverse=self.inverse,
+            key_inverse=key.inverse, positives=positives, out=out,
+        )  # fmt: skip
+        return out
+
     def subtract(self, term: LinearGradient, gradient: Array, first: int = 0) -> None:
         """Add the term's share of the gradient to a complete one, that of the rows from `first` on,
         through the normalisation. Term and gradient are of the same rows."""

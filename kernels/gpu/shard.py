@@ -30,7 +30,8 @@ def fold_block(
     """`solve.fold_block` on the current device; `ahead` as for `Context`. What takes operations on
     arrays has no plan."""
     parts = select.plain(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
-    of_kernels = not callable(epilogue) and not getattr(epilogue, "linear", ())
+    of_kernels = problem.plain_logits and not callable(epilogue)
+    of_kernels = of_kernels and not getattr(epilogue, "linear", ())
     if problem.progress is None and of_kernels:
         gpu_plan.call(recorded.block, device_properties(problem.query.device.id), *parts)
     else:

@@ -36,6 +36,7 @@ from ..problem import (
     SoftmaxGradient,
     Statistics,
     Sums,
+    as_sets,
     slices,
 )
 from ..solve import Solution, one_pass, retrieval_ranks_of
@@ -91,7 +92,10 @@ def fold_block(
 
 def _vectors_on(device: Device, problem: Problem) -> Problem:
     """The problem with its vectors on the device."""
-    names = "upstream", "positives", "query_ids", "key_ids", "weights", "row_shares"
+    names = (
+        "upstream", "positives", "query_ids", "key_ids", "query_bias", "key_bias", "weights",
+        "row_shares",
+    )  # fmt: skip
     of_host = {name: getattr(problem, name) for name in names}
     made = {name: device.put(v) for name, v in of_host.items() if isinstance(v, np.ndarray)}
     if (classes := problem.classes) is not None:
@@ -129,6 +133,9 @@ def _solve_whole(
     return solution
 
 
+DOT_BYTES = 64  # on the device, of a feature of a row whose dot product is computed
+
+
 class Offload:
     """Blocks of one problem between host and device: see `infonce.kernels.solve.Backend`."""
 
@@ -158,6 +165,27 @@ class Offload:
         """Marks that the fold of the losses has collected from all blocks."""
         marks = self.context.marks.rows + self.context.marks.any_key
         return marks + marks.sum() if problem.symmetric else marks
+
+    def positive_dots(self, problem: Problem) -> Array:
+        """[M] or [M, P]: the dot products of rows with their positives, some rows at a time."""
+        device, (m, _, d) = self.context.device, problem.shape
+        positives = as_sets(device.get(problem.positives))
+        dots = device.xp.zeros(positives.shape)
+
+        def on_device(features: Array) -> Array:
+            of_host = np.float32 if features.dtype.itemsize <= 4 else np.float64
+            z = device.put(features.astype(of_host)).astype(np.float64)
+            if not problem.normalize:
+                return z
+            squares = (z * z).sum(axis=1)[:, None]
+            return z / (squares + (squares == 0)) ** 0.5
+
+        for rows in slices(m, max(1, problem.workspace // (DOT_BYTES * d))):
+            query = on_device(problem.query[rows])
+            for number, of_rows in enumerate(positives[rows].T):
+                key = on_device(problem.key[np.maximum(of_rows, 0)])
+                dots[rows, number] = (query * key).sum(axis=1)
+        return dots.reshape(problem.positives.shape)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]

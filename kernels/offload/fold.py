@@ -196,14 +196,21 @@ class Fold:
         diagonal, no_local = rows == columns, problem.no_local_positives
         if self.context.on_diagonal:
             no_local = no_local or apart(rows, columns)
-        row_ids, key_ids = problem.query_ids, problem.key_ids
+
+        def part(vector: Array, of: slice) -> Array:
+            return None if vector is None else vector[of]
+
         block = fast_replace(
             problem,
             query=queries.features,
             key=keys.features,
             positives=self.device.vectors.local_positives(problem.positives[rows], columns),
-            query_ids=None if row_ids is None else row_ids[rows],
-            key_ids=None if key_ids is None else key_ids[columns],
+            query_ids=part(problem.query_ids, rows),
+            key_ids=part(problem.key_ids, columns),
+            query_bias=part(problem.query_bias, rows),
+            key_bias=part(problem.key_bias, columns),
+            limits=part(problem.limits, rows),
+            key_limits=part(problem.key_limits, columns),
             symmetric=symmetric,
             key_shard=problem.key_shard or not diagonal,
             no_local_positives=no_local,

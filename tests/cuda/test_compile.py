@@ -2,9 +2,7 @@
 
 import os
 import re
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from gpu_problems import DEVICES
@@ -25,6 +23,7 @@ def needs_nvrtc(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.extras(marked)
 
 
+PTXAS = ("--ptxas-options=-v",)
 TILED = {"lse": "COLUMNS", "gradient": "COLUMNS", "sigmoid": "PANEL", "ranks": "COLUMNS"}
 # bytes that a thread may spill, where two blocks share a multiprocessor's registers or float64
 # takes two for each number; hardly anything is spilled elsewhere
@@ -98,13 +97,15 @@ def compile_within_budget(
         "IDS": extras, "FACTORS": extras, "MOMENTS": moments, TILED[name]: option,
         **more,
     }  # fmt: skip
-    code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, ("--ptxas-options=-v",))
+    code, log = compiler.compile_for(f"tiled/{name}.cu", defines, arch, PTXAS)
     assert code
     budget = SPILLS_TWO_BLOCKS if tile.min_blocks == 2 else SPILLS
     if precision == "fp64":
         budget = SPILLS_FP64
     if extras and moments:  # few logits of normalised rows, and no Hopper
         budget += SPILLS_EXTRAS_MOMENTS
+    if "LIMITS" in more or "BIAS" in more:
+        budget += SPILLS_OPTIONS
     assert spilled(log) <= budget, (defines, log)
     declared = max(int(n) for n in re.findall(r"(\d+) bytes smem", log))
     assert declared <= tile.static_shared
@@ -162,6 +163,45 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         assert spilled(log) <= allowed, (defines, log)
 
 
+# More bytes that a thread may spill with limits and biases of pairs
+SPILLS_OPTIONS = 512
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("limits", "bias"), [(1, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 1024), ("bf16", 2304), ("fp16x3", 512)])
+@pytest.mark.parametrize(("name", "columns"), [("lse", 1), ("gradient", 1), ("online", 0)])
+def test_sweeps_with_limits_and_biases(
+    name: str, columns: int, precision: str, width: int, limits: int, bias: int
+) -> None:
+    if name == "online" and precision in config.FLOAT16:
+        pytest.skip("one pass wants the exponents of float32")
+    options = limits + (bias > 0)
+    device, panel = DEVICES["sm_90a"], name != "lse"
+    sweep = config.sweep_for(precision, width, device, False, False, options)
+    assert sweep is not None
+    if precision == "bf16" and options == 1:  # no stage less than without them
+        plain = config.sweep_for(precision, width, device, False)
+        assert plain is not None
+        assert sweep.stages(panel, not panel) == plain.stages(panel, not panel)
+    defines = {
+        "PRECISION": precision.upper(), **config.defines(sweep, panel, not panel), "IDS": 0,
+        "FACTORS": 0, "COLUMNS": columns, "LIMITS": limits * (1 + columns), "BIAS": bias,
+    }  # fmt: skip
+    log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
+    assert "serialized" not in log
+    assert spilled(log) <= SWEEPS[name][1] + SPILLS_OPTIONS, (defines, log)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("name", ["lse", "gradient"])
+def test_tiled_kernels_with_limits_and_biases(name: str, precision: str) -> None:
+    for arch, options in (("sm_80", {"LIMITS": 2}), ("sm_90a", {"LIMITS": 2, "BIAS": 2})):
+        tile = config.tile_for(precision, 64, DEVICES[arch], len(options))
+        compile_within_budget(name, precision, arch, tile, 1, extras=1, **options)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("moments", [False, True])
 @pytest.mark.parametrize("extras", [False, True])
@@ -211,6 +251,11 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
         for of_tiles in ("bf16", "fp64"):
             tile = config.tile_for(of_tiles, 64, DEVICES["sm_80"])
             compile_within_budget(name, of_tiles, "sm_80", tile, 0, int(extras), SETS=1)
+            tile, more = (
+                config.tile_for(of_tiles, 64, DEVICES["sm_80"], 2),
+                {"LIMITS": 1, "BIAS": 1},
+            )
+            compile_within_budget(name, of_tiles, "sm_80", tile, 0, int(extras), SETS=1, **more)
     defines = {"PRECISION": "FP32", "FACTORS": int(extras), "SETS": 1}
     assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", options)[1]) <= 64
 
@@ -288,10 +333,16 @@ OPTIONS = {
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("given", [(), ("LIMITS",), ("BIAS",)], ids="-".join)
 @pytest.mark.parametrize("file", sorted(set(signatures.kernel_files().values())))
-def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structures_lie_as_python_packs_them(
+    file: str, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is read from the sources, against the compiler's sizes and offsets."""
-    parameters = [kind for s in signatures.signatures(file).values() for _, kind in s.fields]
+    found = list(signatures.signatures(file, given).values())
+    if given and found == list(signatures.signatures(file).values()):
+        pytest.skip("these options are not its own")
+    parameters = [kind for s in found for _, kind in s.fields]
     structures = {s.name: s for s in parameters if isinstance(s, signatures.Structure)}
     checks = "".join(
         f"static_assert(sizeof({name}) == {of.size});\n"
@@ -304,7 +355,8 @@ def test_structures_lie_as_python_packs_them(file: str, monkeypatch: pytest.Monk
     # templates that nobody instantiates cost no time
     source = compiler.flatten(file).replace('extern "C" __global__', "template <int> __global__")
     monkeypatch.setattr(compiler, "flatten", lambda _: source + checks)
-    assert compiler.compile_for(file, {"PRECISION": "BF16", **OPTIONS.get(file, {})}, "sm_90a")[0]
+    defines = {"PRECISION": "BF16", **OPTIONS.get(file, {}), **dict.fromkeys(given, 1)}
+    assert compiler.compile_for(file, defines, "sm_90a")[0]
 
 
 @needs_nvrtc
@@ -336,45 +388,3 @@ def test_errors_name_file_and_line(tmp_path, monkeypatch) -> None:  # type: igno
         compiler.compile_for("outer.cu", {}, "sm_80")
     assert "inner.cuh(3)" in str(error.value)
     assert "outer.cu(4)" in str(error.value)
-
-
-class Card:
-    id, compute_capability = 0, "90"
-
-
-@pytest.mark.extras
-def test_files_of_a_call_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither file is done before both have begun, each once; an error reaches who waits."""
-    pytest.importorskip("cupy")
-    started: dict[tuple[Any, ...], Any] = {}
-    monkeypatch.setattr(compiler, "_started", started)
-    both = threading.Barrier(2, timeout=30)
-
-    def cubin(file: str, defines: Any, arch: str) -> bytes:
-        if file == "broken.cu":
-            raise RuntimeError("broken.cu does not compile")
-        both.wait()
-        return f"{file} {defines} {arch}".encode()
-
-    monkeypatch.setattr(compiler, "cubin", cubin)
-    files = ["rows.cu", "finish.cu"]
-    assert [compiler.start(Card, file, PRECISION="BF16") for file in (*files, *files)] == [
-        True, True, False, False,
-    ]  # fmt: skip
-    assert [future.result() for future in started.values()] == [
-        f"{file} {{'PRECISION': 'BF16'}} sm_90a".encode() for file in files
-    ]
-    assert compiler.start(Card, "broken.cu")
-    with pytest.raises(RuntimeError, match=r"broken\.cu does not compile"):
-        compiler.function(Card, "broken.cu", "kernel")
-    assert len(started) == len(files)  # who asks again, compiles again
-
-
-def test_headers_are_part_of_the_source() -> None:
-    text = compiler.flatten("tiled/lse.cu")
-    assert text.count('#line 1 "ptx.cuh"') == 1
-    assert not re.search(r'^\s*#\s*include\s+"', text, re.MULTILINE)
-
-
-def test_architecture() -> None:
-    assert [compiler.architecture(c) for c in ("75", "90", "100")] == ["sm_75", "sm_90a", "sm_100"]

@@ -28,6 +28,13 @@ class Kernels:
 
     def rows(self, kernel: str, n: int, /, *, file: str, **a: Any) -> None:
         assert file == "linear.cu"
+        if kernel == "positive_products":
+            at = a["positives"].reshape(-1)
+            u = a["query"] * a["query_inverse"][:, None]
+            v = a["key"] * a["key_inverse"][:, None]
+            dots = (np.repeat(u, a["each"], axis=0) * v[at]).sum(axis=1)
+            a["out"].reshape(-1)[:] = np.where(at < 0, 0.0, dots)
+            return
         u = a["z"][:n] * a["inverse"][:n, None]
         of_rows = a["sums"][a["segment"][:n]]
         if kernel == "segment_products":
@@ -54,6 +61,23 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) ->
         kernels: Any = Kernels()
         made.append(linear.Rows(kernels, side))
     return made
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("each", [1, 3])
+def test_products_with_positives(
+    each: int, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((40, 5)), rng.standard_normal((50, 5))
+    positives = rng.integers(-1, 50, (40, each))
+    query, key = rows_of(monkeypatch, q, k, normalize=normalize)
+    if normalize:
+        q, k = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in (q, k))
+    wanted = np.where(positives < 0, 0.0, np.einsum("id,ipd->ip", q, k[positives]))
+    if each == 1:
+        positives, wanted = positives[:, 0], wanted[:, 0]
+    np.testing.assert_allclose(query.positive_products(key, positives), wanted, atol=1e-12)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

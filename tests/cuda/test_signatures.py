@@ -54,6 +54,21 @@ def test_fields_of_structures_and_of_their_bases() -> None:
     assert block.offset("width") == 2 * signatures.structure("tiled/lse.cu", "Operand").size
 
 
+def test_fields_of_options() -> None:
+    """A structure has them where a kernel is compiled with the option, and nowhere else."""
+
+    def names(*options: str) -> list[str]:
+        block = dict(signatures.signature("tiled/lse.cu", "lse", options).fields)["block"]
+        return [name for name, _ in block.fields]
+
+    plain = names()
+    assert plain[-1] == "scale"
+    assert names("LIMITS") == [*plain, "row_limits", "column_limits"]
+    assert names("BIAS") == [*plain, "row_bias", "column_bias"]
+    assert names("LIMITS", "BIAS") == [*names("LIMITS"), "row_bias", "column_bias"]
+    assert signatures.given_options({"LIMITS": 0, "BIAS": 2, "IDS": 1}) == ("BIAS",)
+
+
 def test_numbers_and_addresses_in_their_places() -> None:
     ranges = signatures.structure("vectors.cu", "Ranges")
     assert ranges.leaves({"shared": True, "middle": 2, "unit": 0.5}) == [0.5, 2.0, 1]

@@ -149,24 +149,27 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_of_operations_on_arrays_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear terms and questions: a plan records kernels alone."""
+    """Linear terms, questions, limits and biases: a plan records kernels alone."""
     built: list[str] = []
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
     monkeypatch.setattr(shard.select, "plain", lambda problem: problem)
     monkeypatch.setattr(shard.gpu_plan, "call", lambda *_: built.append("a plan"))
     monkeypatch.setattr(shard.recorded, "block", lambda *_: built.append("steps"))
     query: Any = SimpleNamespace(device=SimpleNamespace(id=0))
-    problem = Problem(query, query, 1.0, 1.0)
+    plain = Problem(query, query, 1.0, 1.0)
     losses = Statistics(Sums(None, None), None, None)
     gradient = SoftmaxGradient(None, None, None, None, None)
     linear = replace(gradient, linear=(LinearTerm(Segments(None, None), None),))
     question: Any = lambda backend, block: None  # noqa: E731
-    cases: list[tuple[Any, str]] = [
-        (losses, "a plan"), (gradient, "a plan"), (linear, "steps"), (question, "steps"),
+    cases: list[tuple[Problem, Any, str]] = [
+        (plain, losses, "a plan"), (plain, gradient, "a plan"),
+        (plain, linear, "steps"), (plain, question, "steps"),
+        (replace(plain, key_bias=query), losses, "steps"),
+        (replace(plain, false_negative_margin=0.1), losses, "steps"),
     ]  # fmt: skip
-    for epilogue, _ in cases:
+    for problem, epilogue, _ in cases:
         shard.fold_block(problem, False, epilogue, None)
-    assert built == [how for _, how in cases]
+    assert built == [how for _, _, how in cases]
 
 
 def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,13 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
     yield "info_nce", "bfloat16", "auto", 130, 72, numbers
     smoothing = {"method": "tiled", "label_smoothing": 0.1, "ids": True}
     yield "info_nce", "float32", "auto", 130, 40, smoothing
+    # limits and biases of pairs, in kernels of every kind
+    options = {"method": "tiled", "key_bias": True, "false_negative_margin": 0.1}
+    for loss in ("info_nce", "nt_xent", "clip"):
+        for dtype in ("float64", "float32", "bfloat16"):
+            for d in (40, 1100):
+                yield loss, dtype, "auto", 300, d, options
+    yield "nt_xent", "bfloat16", "auto", 4352, 128, options
     yield "clip", "float32", "auto", 300, 40, {"offload": True, "workspace": 2**20}
 
 
@@ -118,6 +125,8 @@ def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
         if "labels" in options:
             shape = rows, options["labels"]
             options["labels"] = cupy.asarray(rng.integers(-20, rows, shape))
+        if options.pop("key_bias", False):
+            options["key_bias"] = cupy.asarray(rng.standard_normal(rows))
         out = getattr(infonce, f"{loss}_loss_and_grad")(
             *z, scale=5.0, precision=precision, **options
         )

@@ -34,6 +34,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"weights": np.linspace(2.0, 0.0, 30), "margin": 0.1},
     {"label_smoothing": 0.2},
     {"label_smoothing": 0.3, "margin": 0.1, "ids": np.arange(30) // 3, "normalize": True},
+    {"key_bias": np.sin(np.arange(30))},
+    {"false_negative_margin": 0.1},
+    {"key_bias": np.sin(np.arange(30)), "false_negative_margin": -0.1, "hardness": 1.5},
 ]
 
 

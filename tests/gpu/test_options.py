@@ -27,7 +27,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"margin": -0.1, "hardness": 1.5, "decoupled": True},
     {"label_smoothing": 0.1},
     {"margin": 0.2, "label_smoothing": 0.3},
+    {"key_bias": True},
+    {"false_negative_margin": True},
+    {"key_bias": True, "false_negative_margin": True},
+    {"key_bias": True, "false_negative_margin": True, "hardness": 2.0, "margin": 0.1},
+    {"key_bias": True, "label_smoothing": 0.1},
 ]
+BIASES = np.random.default_rng(3).normal(size=2 * 520) * 3
 # tiles of both kinds, narrow rows and wide ones
 SHAPES = [(70, 12), (300, 72), (520, 130), (300, 1100)]
 
@@ -56,25 +62,53 @@ def problem_of(name: str, rows: int, width: int, dtype: str, **options: Any) -> 
         labels[10:20] = -1
     softmax = {key: v for key, v in options.items() if key not in REFUSED.get(name, ())}
     features = (z.reshape(-1, width),) if one_array else (z[0], z[1])
+    if "key_bias" in softmax:
+        softmax["key_bias"] = BIASES[: len(features[-1])]
+    if "false_negative_margin" in softmax:
+        softmax["false_negative_margin"] = clear_margin(z.astype(np.float64), name, labels)
     return Problem(name, features, scale=20.0, labels=labels, softmax=softmax)
+
+
+def clear_margin(z: Any, name: str, labels: Any = None, normalize: bool = False) -> float:
+    """A margin near 0.1 from which all pairs are far, so that rounding decides about none."""
+    if normalize:
+        z = z / np.linalg.norm(z, axis=2, keepdims=True)
+    query, key = z
+    if name in ("nt_xent", "gte"):
+        query, key = z.reshape(-1, z.shape[2]), z[::-1].reshape(-1, z.shape[2])
+    above = query @ key.T
+    top = np.diag(above)
+    if labels is not None:
+        labels = labels.reshape(len(above), -1)
+        of_labels = np.take_along_axis(above, np.maximum(labels, 0), axis=1)
+        top = np.where(labels < 0, -np.inf, of_labels).max(axis=1)
+    above = above - np.where(np.isneginf(top), np.inf, top)[:, None]
+    if name == "clip":
+        other = key @ query.T
+        above = np.concatenate([above, other - np.diag(other)[:, None]])
+    near = np.sort(above[(above > 0.05) & (above < 0.15)])
+    near = np.concatenate([[0.05], near, [0.15]])
+    widest = np.diff(near).argmax()
+    return float(near[widest : widest + 2].mean())
 
 
 def on_gpu(problem: Problem, **options: Any) -> infonce.LossAndGrad:
     given = {k: v for k, v in problem.options().items() if k != "weights" and v is not None}
-    for key in ("labels", "ids"):
+    for key in ("labels", "ids", "key_bias"):
         if key in given:
             given[key] = cupy.asarray(given[key])
     function = getattr(infonce, f"{problem.name}_loss_and_grad")
     return function(*map(cupy.asarray, problem.features), **given | options)
 
 
-def compare(problem: Problem, got: infonce.LossAndGrad, dtype: str) -> None:
+def compare(problem: Problem, got: infonce.LossAndGrad, dtype: str, scale: float = 20.0) -> None:
     wide = tuple(z.astype(np.float64) for z in problem.features)
     want = problem._replace(features=wide).reference()
     hardness = float(problem.softmax.get("hardness", 0.0))  # type: ignore[arg-type]
-    logit = largest_logit(20.0 + hardness, wide[0], wide[-1])
+    logit = largest_logit(scale + hardness, wide[0], wide[-1])
+    logit += float(np.abs(problem.softmax.get("key_bias", 0.0)).max())  # type: ignore[arg-type]
     assert_loss(cupy.asnumpy(got.loss), float(want.loss), dtype, logit)
-    terms = 20.0 * len(wide[0]) ** -0.5
+    terms = scale * len(wide[0]) ** -0.5
     for name, gradient in want.grads.items():
         have = getattr(got.grads, name)
         if isinstance(gradient, np.ndarray) and have is not None:
@@ -95,6 +129,12 @@ def test_specification(
 
 def with_ids(problem: Problem) -> Problem:
     """Normalised; and with pairs that are left out."""
+    if "false_negative_margin" in problem.softmax:
+        z = np.stack(problem.features).astype(np.float64)
+        z = z.reshape(2, -1, z.shape[-1])
+        margin = clear_margin(z, problem.name, problem.labels, normalize=True)
+        softmax = dict(problem.softmax) | {"false_negative_margin": margin}
+        problem = problem._replace(softmax=softmax)
     if problem.name != "sup_con":
         rows = len(problem.features[0])
         problem = problem._replace(ids=np.random.default_rng(1).integers(0, rows, rows))
@@ -211,6 +251,101 @@ def test_metrics_do_not_see_options(method: str) -> None:
     cupy.testing.assert_allclose(got.hardest_negative, plain.hardest_negative, rtol=1e-12)
 
 
+def near_each_other(
+    name: str, rows: int, width: int, dtype: str, precision: str
+) -> tuple[Any, ...]:
+    """Rows whose products differ by some units of float32's rounding: half of the features are the
+    same in all rows, the others small."""
+    rng = np.random.default_rng(2)
+    z = np.empty((2, rows, width))
+    z[..., ::2] = rng.choice([-1, 1], (width + 1) // 2) * width**-0.5
+    z[..., 1::2] = 3e-3 * rng.standard_normal((2, rows, width // 2)) * width**-0.25
+    if precision == "tf32":
+        z = z.astype(np.float16)
+    z = z.astype(dtype_of(dtype))
+    return (z.reshape(-1, width),) if name == "nt_xent" else (z[0], z[1])
+
+
+# rows in shared memory, beside the keys, wider than that; with a gradient in registers
+@pytest.mark.parametrize(
+    ("rows", "width"), [(150, 37), (300, 128), (300, 512), (300, 1200), (2200, 128), (4200, 72)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("float64", "auto"), ("float32", "auto"), ("float32", "bf16x3"), ("float32", "tf32"),
+     ("bfloat16", "auto"), ("float16", "auto")],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent", "gte"])
+def test_both_folds_leave_out_the_same_pairs(
+    name: str, dtype: str, precision: str, rows: int, width: int
+) -> None:
+    """The slopes of a softmax add up to 0 if the pairs in its sum are those in its gradient. So,
+    where all products are nearly the same, does the gradient of the scale: in large batches it
+    comes from the gradient fold."""
+    normalize = rows > 4096
+    z = tuple(map(cupy.asarray, near_each_other(name, rows, width, dtype, precision)))
+    for options in ({}, {"key_bias": cupy.linspace(-1, 1, len(z[-1]))}):
+        if name == "gte" and options:
+            continue
+        got = getattr(infonce, f"{name}_loss_and_grad")(
+            *z, scale=1.0, reduction="sum", grad_dtype=np.float32, precision=precision,
+            normalize=normalize, false_negative_margin=0.0, method="tiled",
+            workspace=2**20 if rows == 300 else None, **options,
+        )  # fmt: skip
+        lse = cupy.concatenate(got.lse) if name == "clip" else got.lse
+        kept = np.exp(lse.get() - lse.get().max())
+        assert kept.std() > 0.01  # rows have different numbers of keys
+        total = sum(gradient.astype(np.float64).sum(axis=0) for gradient in got.grads[:-1])
+        slope = float(cupy.abs(total[::2]).max()) * width**0.5  # of one pair: 1
+        if normalize:
+            slope = abs(float(got.grads.scale))
+        # dL/dx, nearly the same number at all pairs of a row, is rounded to 8, 11 or 16 bits
+        bounds = {"bfloat16": 4e-3, "float16": 1e-3, "tf32": 1e-3, "bf16x3": 1e-4}
+        rounding = bounds.get(dtype if precision == "auto" else precision, 1e-5)
+        assert slope < rounding * sum(len(gradient) for gradient in got.grads[:-1])
+        if name == "info_nce" and not normalize:
+            of_rows = cupy.abs(got.grads.query[:, ::2]).max(axis=1) * width**0.5
+            assert float(of_rows.max()) < rounding
+
+
+def test_the_limit_is_that_of_each_row_and_column() -> None:
+    """A pair of views is left out of one row alone; of keys with very different limits."""
+    z = cupy.array([[1.0, 0.0], [3.0, 1.0], [1.0, 0.0], [1.0, 2.0]])
+    losses = infonce.nt_xent_loss(z, scale=1.0, false_negative_margin=0.5, reduction="none").get()
+    np.testing.assert_allclose(losses[0], np.log1p(np.exp(1.0 - 1.0)))
+    np.testing.assert_allclose(losses[1], np.log1p(2 * np.exp(3.0 - 5.0)))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent"])
+def test_limits_far_apart(name: str, dtype: str) -> None:
+    """Positives of all similarities at a high scale: what one row leaves out exceeds by 2^100 what
+    it keeps, and rows are left without negatives."""
+    rng = np.random.default_rng(5)
+    z = rng.standard_normal((2, 300, 64))
+    z /= np.linalg.norm(z, axis=2, keepdims=True)
+    z[1] = np.linspace(-1, 1, 300)[:, None] * z[0] + 0.3 * z[1]
+    z[1, :150] += 2 * z[0, 7]
+    z /= np.linalg.norm(z, axis=2, keepdims=True)
+    z = z.astype(dtype_of(dtype))
+    margin = clear_margin(z.astype(np.float64), name)
+    features = (z.reshape(-1, 64),) if name == "nt_xent" else (z[0], z[1])
+    problem = Problem(name, features, scale=100.0, softmax={"false_negative_margin": margin})
+    compare(problem, on_gpu(problem), dtype, 100.0)
+
+
+@pytest.mark.parametrize("options", OPTIONS[7:10], ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["info_nce", "info_nce sets", "nt_xent", "clip"])
+def test_limits_and_biases_with_offload(name: str, dtype: str, options: dict[str, Any]) -> None:
+    """Blocks of host features, each with a part of the biases and limits."""
+    problem = problem_of(name, 520, 130, dtype, **options)
+    given = {k: v for k, v in problem.options().items() if k != "weights" and v is not None}
+    function = getattr(infonce, f"{problem.name}_loss_and_grad")
+    got = function(*problem.features, **given, offload=True, workspace=2**20)
+    compare(problem, got, dtype)
+
+
 def test_what_is_refused() -> None:
     z = cupy.ones((4, 2))
     with pytest.raises(ValueError, match=r'"fused" keeps the 4 x 4 logits within workspace = 100 '):
@@ -218,3 +353,5 @@ def test_what_is_refused() -> None:
     labels = cupy.zeros((4, 2), int)
     with pytest.raises(ValueError, match="metrics: expected one positive a row"):
         infonce.info_nce_loss_and_grad(z, z, labels, scale=1.0, metrics=True)
+    with pytest.raises(ValueError, match="metrics: expected False with key_bias, got True"):
+        infonce.clip_loss_and_grad(z, z, scale=1.0, key_bias=cupy.zeros(4), metrics=True)

@@ -20,6 +20,11 @@
 //
 // MOMENTS: with each sum of 2^(c x - r) goes the sum of 2^(c x - r) x, a float of its own beside the pair.
 //
+// LIMITS: a pair may be in the sum of its row and not in that of its column, or the other way round. What is
+// said above holds of the pairs that a sum has. A sum without any is 0, however small r is beside it.
+//
+// BIAS: the exponents (not the moments) have x + bias in place of x.
+//
 // MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
 //
 // KEEP: the exponentials are kept in the memory of the gradient panel, with the reference exponent of
@@ -28,9 +33,8 @@
 // columns, the second's the odd ones.
 // Where a tile's logits lie too far apart for one reference exponent, its query panel is marked: it will be
 // computed anew.
-#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/columns.cuh"
 #include "sm90/sweep/panel.cuh"
-#include "sm90/sweep/partial.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
@@ -44,12 +48,6 @@
 #define KEEP 0
 #endif
 
-// A row's sum in a tile may be this: sums over all strips and panels stay below 2^127. What a row or a
-// column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
-constexpr float MAX_TILE_SUM = 0x1p80f;
-constexpr float MIN_EXACT_SUM = 0x1p-80f;
-constexpr float MAX_TILE_MOMENT = 0x1p100f;  // sums stay below 2^127, as above
-constexpr int REFERENCE_STEP = 32;  // between reference exponents
 #ifndef MARKS
 #define MARKS 1024  // tiles in a warp's bitmask: up to 32 a lane
 #endif
@@ -181,6 +179,10 @@ struct Lse {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      if (LIMITS && of_tile[h].sum == 0 && largest(x, h, rows, consumer.columns, lane) == LOW) {
+        of_tile[h] = of_row[h];
+        continue;
+      }
       of_tile[h].add(of_row[h]);
       const bool small = of_tile[h].reference == reference && of_tile[h].sum < MIN_EXACT_SUM;
       if (small && row(h) < b.q.rows) good = false;
@@ -198,10 +200,10 @@ struct Lse {
     float own[2], shift[2], weight[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float high = largest(x, h);
+      float high = largest(x, h, rows, consumer.columns, lane);
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
       high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 2));
-      own[h] = MAXIMA ? c * high : reference_for(high);
+      own[h] = MAXIMA ? c * high : reference_for(high, c);
       shift[h] = own[h] == LOW ? 0 : own[h];  // 2^(-inf - 0) adds nothing
     }
     float top = fmaxf(own[0], own[1]);
@@ -222,34 +224,36 @@ struct Lse {
     return __all_sync(ALL_LANES, good && reference == top);
   }
 
-  // For terms up to x: there is more room above than the largest needs.
-  __device__ __forceinline__ float reference_for(float x) const {
-    return REFERENCE_STEP * (rintf(x * c / REFERENCE_STEP) - 1);
-  }
-
   // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN. KEEP
   // stores the exponentials, in pieces, so that each is on its way while the next is computed.
   template <bool OWN>
   __device__ __forceinline__ bool sums(const float (&x)[64], int t, const float (&shift)[2],
                                        const float* weight, float top, Partial (&of_tile)[2]) {
     bool good = true;
+    const TileColumns of_tile_columns{x, rows, consumer.columns, lane, c};
 #if KEEP
     u32 words[PIECE / 4 * PARTS];
 #endif
 #pragma unroll
     for (int s = 0; s < SLICES / 2; ++s) {  // 32 columns
       float eight[8], moments[8];
+      SliceColumns columns(consumer.columns, 2 * s, lane);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const int i = 16 * s + k / 2 * 4 + k % 2;
-        const float e0 = exp2_(fmaf(x[i], c, -shift[0])), e1 = exp2_(fmaf(x[i + 2], c, -shift[1]));
-        of_tile[0].sum += e0;
-        of_tile[1].sum += e1;
-        if (COLUMNS) eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : e0 + e1;
+        if (k == 4) columns = SliceColumns(consumer.columns, 2 * s + 1, lane);
+        const float y0 = biased(x[i], i, rows, columns), y1 = biased(x[i + 2], i + 2, rows, columns);
+        const float e0 = exp2_(fmaf(y0, c, -shift[0])), e1 = exp2_(fmaf(y1, c, -shift[1]));
+        const float row0 = in_row(x[i], i, rows) ? e0 : 0, row1 = in_row(x[i + 2], i + 2, rows) ? e1 : 0;
+        const float column0 = in_column(x[i], i, columns) ? e0 : 0;
+        const float column1 = in_column(x[i + 2], i + 2, columns) ? e1 : 0;
+        of_tile[0].sum += row0;
+        of_tile[1].sum += row1;
+        if (COLUMNS) eight[k] = OWN ? fmaf(column0, weight[0], column1 * weight[1]) : column0 + column1;
         if (MOMENTS) {
-          of_tile[0].moment = fmaf(e0, x[i], of_tile[0].moment);
-          of_tile[1].moment = fmaf(e1, x[i + 2], of_tile[1].moment);
-          const float w0 = OWN ? e0 * weight[0] : e0, w1 = OWN ? e1 * weight[1] : e1;
+          of_tile[0].moment = fmaf(row0, x[i], of_tile[0].moment);
+          of_tile[1].moment = fmaf(row1, x[i + 2], of_tile[1].moment);
+          const float w0 = OWN ? column0 * weight[0] : column0, w1 = OWN ? column1 * weight[1] : column1;
           moments[k] = fmaf(w0, x[i], w1 * x[i + 2]);
         }
 #if KEEP
@@ -274,35 +278,17 @@ struct Lse {
       if (!COLUMNS) continue;
       Partial of_columns = {top, join_columns(eight, lane.lane, Plus()), 0};
       if (MOMENTS) of_columns.moment = join_columns(moments, lane.lane, Plus());
+#if LIMITS == 2
+      if (OWN) of_columns = of_tile_columns.own_sums(s);  // rows' reference exponents are no bounds of what columns have
+      else good = of_tile_columns.fit(of_columns, s) && good;
+#else
       if (of_columns.sum < MIN_EXACT_SUM) good = false;
-      if (OWN && __any_sync(ALL_LANES, of_columns.sum < MIN_EXACT_SUM)) of_columns = own_references(x, s);
+      if (OWN && __any_sync(ALL_LANES, of_columns.sum < MIN_EXACT_SUM)) of_columns = of_tile_columns.own_sums(s);
+#endif
       if (KEEPS_OWN_STRIP && s == lane.warp) of_strip = of_columns;
       else group.strips.of(s, s ^ lane.warp).set(lane.lane, of_columns);
     }
     return good;
-  }
-
-  // 32 columns, each with a reference exponent of its own.
-  __device__ __forceinline__ Partial own_references(const float (&x)[64], int s) {
-    float v[8], moments[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int i = 16 * s + k / 2 * 4 + k % 2;
-      v[k] = fmaxf(x[i], x[i + 2]);
-    }
-    const float own = reference_for(or_low(join_columns(v, lane.lane, Larger())));
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int i = 16 * s + k / 2 * 4 + k % 2;
-      float shift = __shfl_sync(ALL_LANES, own, k * 4 + lane.t);
-      if (shift == LOW) shift = 0;
-      const float e0 = exp2_(fmaf(x[i], c, -shift)), e1 = exp2_(fmaf(x[i + 2], c, -shift));
-      v[k] = e0 + e1;
-      if (MOMENTS) moments[k] = fmaf(e0, x[i], e1 * x[i + 2]);
-    }
-    Partial of_columns = {own, join_columns(v, lane.lane, Plus()), 0};
-    if (MOMENTS) of_columns.moment = join_columns(moments, lane.lane, Plus());
-    return of_columns;
   }
 
   __device__ __forceinline__ void end_tile(int t) {
@@ -318,7 +304,8 @@ struct Lse {
       for (int w = 0; w < 4; ++w) {
         const bool own = KEEPS_OWN_STRIP && w == 0;
         strip[w] = own ? of_strip : group.strips.of(lane.warp, w).get(lane.lane);
-        same = same && strip[w].reference == of_column.reference;
+        const bool nothing = LIMITS == 2 && strip[w].sum == 0;
+        same = same && (nothing || strip[w].reference == of_column.reference);
       }
       if (same) {
         of_column.sum += (strip[0].sum + strip[1].sum) + (strip[2].sum + strip[3].sum);
@@ -334,12 +321,19 @@ struct Lse {
   __device__ __forceinline__ void end_panel(const Work& w) {
     if (KEEP) out->end(lane);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {  // threads that share a row have one reference exponent
+    for (int h = 0; h < 2; ++h) {
       Partial all = of_row[h];
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2) {
-        all.sum += __shfl_xor_sync(ALL_LANES, all.sum, lanes);
-        if (MOMENTS) all.moment += __shfl_xor_sync(ALL_LANES, all.moment, lanes);
+        Partial other = {LOW, __shfl_xor_sync(ALL_LANES, all.sum, lanes), 0};
+        if (MOMENTS) other.moment = __shfl_xor_sync(ALL_LANES, all.moment, lanes);
+#if LIMITS
+        other.reference = __shfl_xor_sync(ALL_LANES, all.reference, lanes);
+        all.add(other);
+#else  // threads that share a row have one reference exponent
+        all.sum += other.sum;
+        if (MOMENTS) all.moment += other.moment;
+#endif
       }
       if (all.sum == 0) all.reference = LOW;
       if (lane.t == 0 && row(h) < b.q.rows)

@@ -24,14 +24,14 @@ struct Narrow : OfLogits {
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
     prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](i64, float) {});
-    if (one_exponential) round<true>(x);
-    else round<false>(x);
+    if (one_exponential) round<true>(x, t);
+    else round<false>(x, t);
   }
   template <bool ONE>
-  __device__ __forceinline__ void round(float (&x)[64]) {
+  __device__ __forceinline__ void round(float (&x)[64], int t) {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-      values<ONE>(x, s, of_slice(consumer.v, s), of_slice(consumer.reference, ONE ? -1 : s));
+      values<ONE>(x, s, of_slice(consumer.v, s), ONE ? make_float4(0, 0, 0, 0) : references(t, s));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #if IS_FLOAT16

@@ -72,10 +72,11 @@ struct Online {
     float e[64], of_tile[2] = {0, 0};
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
+      const SliceColumns columns(consumer.columns, s, lane);
 #pragma unroll
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
-        e[i] = exp2_(fmaf(x[i], c, -reference[h]));
+        e[i] = exp2_(fmaf(biased(x[i], i, rows, columns), c, -reference[h]));
         of_tile[h] += e[i];
         if (MOMENTS) moment[h] = fmaf(e[i], x[i], moment[h]);
 #if FACTORS
@@ -89,7 +90,7 @@ struct Online {
     const bool good = fmaxf(sum[0], sum[1]) <= MAX_REFERENCED_SUM && fminf(sum[0], sum[1]) >= least;
     if (__all_sync(ALL_LANES, good)) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) high[h] = fmaxf(high[h], largest(x, h));
+    for (int h = 0; h < 2; ++h) high[h] = fmaxf(high[h], largest(x, h, rows, consumer.columns, lane));
   }
 
   __device__ __forceinline__ void end_tile(int) {}

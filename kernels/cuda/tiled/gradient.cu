@@ -11,6 +11,9 @@
 //     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `shared`: one exponential
 //     P_ij = e a_i + 2^(c x_ij - C_j) v_j                     whatever the range of R and C
 //
+// With BIAS, x + bias is in place of x. A row or a column (LIMITS) has no term of a pair that is above its
+// limit.
+//
 // Positives weigh most, and their rounding would not average out: what they add to a gradient is
 // one row times one number, added in full precision when the products are complete. Features that
 // stand for unit rows (factors f) get P_ij f_i f_j, so that both products use the features as they are.
@@ -37,7 +40,7 @@ __device__ __forceinline__ void prepare(FactorsShared& s, const Factors& f, cons
 }
 
 // x <- P
-__device__ __forceinline__ void differentiate(Products& x, const FactorsShared& f, Real c,
+__device__ __forceinline__ void differentiate(Products& x, const FactorsShared& f, const TileShared& s, Real c,
                                               bool one_exponential, const Position& p) {
   Real v[LANE_N];
   if (COLUMNS)
@@ -49,8 +52,12 @@ __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& 
       const int r = p.row(i);
       const Real reference = f.row_reference[r], a = f.a[r], u = COLUMNS ? f.u[r] : 0;
 #pragma unroll
-      for (int j = 0; j < LANE_N; ++j)
-        x[i][j] = exp2_(fma(c, x[i][j], -reference)) * (COLUMNS ? fma(u, v[j], a) : a);
+      for (int j = 0; j < LANE_N; ++j) {
+        const Real e = exp2_(fma(c, biased(x[i][j], s, r, p.column(j)), -reference));
+        const Real of_row = in_row(x[i][j], s, r) ? a : 0;
+        const Real of_column = COLUMNS && in_column(x[i][j], s, p.column(j)) ? v[j] : 0;
+        x[i][j] = e * (COLUMNS ? fma(u, of_column, of_row) : of_row);
+      }
     }
   } else {
 #pragma unroll
@@ -58,9 +65,13 @@ __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& 
       const int r = p.row(i);
       const Real reference = f.row_reference[r], a = f.a[r];
 #pragma unroll
-      for (int j = 0; j < LANE_N; ++j)
-        x[i][j] = exp2_(fma(c, x[i][j], -reference)) * a +
-                  exp2_(fma(c, x[i][j], -f.column_reference[p.column(j)])) * v[j];
+      for (int j = 0; j < LANE_N; ++j) {
+        const Real y = biased(x[i][j], s, r, p.column(j));
+        const Real of_row = exp2_(fma(c, y, -reference)) * a;
+        const Real of_column = exp2_(fma(c, y, -f.column_reference[p.column(j)])) * v[j];
+        x[i][j] = (in_row(x[i][j], s, r) ? of_row : 0) +
+                  (in_column(x[i][j], s, p.column(j)) ? of_column : 0);
+      }
     }
   }
 }
@@ -82,7 +93,7 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
     exclude(x, shared, block, tile, p);
-    differentiate(x, f, c, one_exponential, p);
+    differentiate(x, f, shared, c, one_exponential, p);
     at_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
     apply_factors(x, shared, p);
     store_gradient_panel(x, panel, block, tile, p);

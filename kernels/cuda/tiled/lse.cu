@@ -2,8 +2,9 @@
 //
 // With c = scale log2 e and x = q . k, a tile yields for each of its rows, and with COLUMNS for each
 // of its columns, pairs (m, sum 2^(c (x - m))) over the negatives; positives' logits are recorded and
-// stay out of the sums. With MOMENTS, the sum of 2^(c (x - m)) x goes with each pair. Pairs of different tiles are merged by another kernel in a fixed order: no
-// atomics, the same bits from run to run.
+// stay out of the sums. With MOMENTS, the sum of 2^(c (x - m)) x goes with each pair. Pairs of different tiles
+// are merged by another kernel in a fixed order: no atomics, the same bits from run to run. With BIAS, the
+// exponents (not the moments) have x + bias in place of x.
 //
 // One exponential a logit serves both directions: all rows and columns of a warp's strip, 64 x WARP_N
 // logits, share m, the strip's maximum. A row or a column far below it can lose all its digits that
@@ -67,12 +68,12 @@ __device__ __forceinline__ bool is_exact(Real sum) {
 
 // Sums of a strip around its maximum. False if one of them is not exact.
 __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& out,
-                                          const Position& p) {
+                                          const TileShared& s, const Position& p) {
   Real top = LOW;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
-    for (int j = 0; j < LANE_N; ++j) top = max_(top, x[i][j]);
+    for (int j = 0; j < LANE_N; ++j) top = max_(top, biased(x[i][j], s, p.row(i), p.column(j)));
   top = or_low(column_max(row_max(top)));
   // c (x - top) = (c x - reference) + rest: one instruction a logit, and no rounding lost
   const Real reference = c * top, rest = exp2_(-fma(c, top, -reference));
@@ -84,12 +85,14 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
     Real sum = 0, moment = 0;
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
-      const Real e = exp2_(fma(c, x[i][j], -reference));
-      sum += e;
-      if (COLUMNS) of_column[j / 8][j % 8] += e;
+      const Real e = exp2_(fma(c, biased(x[i][j], s, p.row(i), p.column(j)), -reference));
+      const Real of_row = in_row(x[i][j], s, p.row(i)) ? e : 0;
+      const Real of_this = in_column(x[i][j], s, p.column(j)) ? e : 0;
+      sum += of_row;
+      if (COLUMNS) of_column[j / 8][j % 8] += of_this;
       if (MOMENTS) {
-        moment = fma(e, x[i][j], moment);
-        if (COLUMNS) column_moment[j / 8][j % 8] = fma(e, x[i][j], column_moment[j / 8][j % 8]);
+        moment = fma(of_row, x[i][j], moment);
+        if (COLUMNS) column_moment[j / 8][j % 8] = fma(of_this, x[i][j], column_moment[j / 8][j % 8]);
       }
     }
     sum = row_sum(sum) * rest;
@@ -110,18 +113,26 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
 
 // The same with a maximum for each row and column.
 __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real c, StripSums& out,
-                                                        const Position& p) {
+                                                        const TileShared& s, const Position& p) {
   __syncwarp();  // the writes of sum_strip come before those below
+  const auto of_row = [&](int i, int j) {
+    const bool in = in_row(x[i][j], s, p.row(i));
+    return in ? biased(x[i][j], s, p.row(i), p.column(j)) : EXCLUDED;
+  };
+  const auto of_column = [&](int i, int j) {
+    const bool in = in_column(x[i][j], s, p.column(j));
+    return in ? biased(x[i][j], s, p.row(i), p.column(j)) : EXCLUDED;
+  };
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     Real top = LOW, sum = 0, moment = 0;
 #pragma unroll
-    for (int j = 0; j < LANE_N; ++j) top = max_(top, x[i][j]);
+    for (int j = 0; j < LANE_N; ++j) top = max_(top, of_row(i, j));
     top = or_low(row_max(top));
     const Real shift = top == LOW ? 0 : top;  // 2^(-inf - 0) adds nothing
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
-      const Real e = exp2_(c * (x[i][j] - shift));
+      const Real e = exp2_(c * (of_row(i, j) - shift));
       sum += e;
       if (MOMENTS) moment = fma(e, x[i][j], moment);
     }
@@ -134,12 +145,12 @@ __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real 
   for (int j = 0; j < LANE_N; ++j) {
     Real top = LOW, sum = 0, moment = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) top = max_(top, x[i][j]);
+    for (int i = 0; i < 8; ++i) top = max_(top, of_column(i, j));
     top = or_low(column_max(top));
     const Real shift = top == LOW ? 0 : top;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const Real e = exp2_(c * (x[i][j] - shift));
+      const Real e = exp2_(c * (of_column(i, j) - shift));
       sum += e;
       if (MOMENTS) moment = fma(e, x[i][j], moment);
     }
@@ -191,7 +202,7 @@ lse(const __grid_constant__ Block block, double* positive, Real2* row_pairs, i64
       positive[pair] = scale * (double)value;
     });
     exclude(x, shared, block, tile, p);
-    if (!sum_strip(x, c, sums, p)) sum_strip_by_own_maxima(x, c, sums, p);
+    if (!sum_strip(x, c, sums, shared, p)) sum_strip_by_own_maxima(x, c, sums, shared, p);
     __syncthreads();  // the writes of all strips' sums come before their reads
     store_sums(sums, block, tile, c, Partials{row_pairs, row_moments}, row_stride,
                Partials{column_pairs, column_moments}, column_stride);

@@ -19,7 +19,7 @@ WIDE_SEGMENTS = 8, 64
 SUMS_BYTES = 4 * 1024
 MOMENTS_BYTES = 4608
 PANEL_STRIP_BYTES = 8 * 1024  # a strip of the gradient panel, for each consumer warpgroup
-FACTORS_BYTES = 2 * 1024  # factors of the columns
+VECTOR_BYTES = 1024  # a number of each column, for both consumers
 EXTRAS_BYTES = 3 * 1024  # ids of the columns, and factors of normalised ones
 BARRIER_BYTES = 256
 PANEL_COST = 14.0  # of starting and ending a panel, in products of one K-slice
@@ -45,6 +45,7 @@ class Sweep:
     shared_memory: int  # bytes that a block can have
     extras: bool  # ids, or factors of normalised rows
     moments: bool = False  # sums have first moments
+    options: int = 0  # how many of limits and biases pairs have
 
     square = True  # row panels and key tiles are as large: a triangle can be visited
 
@@ -84,8 +85,11 @@ class Sweep:
 
     def reserved(self, panel: bool, sums: bool) -> int:
         """Bytes of shared memory beside the query panel and the stages."""
-        of_panel = FACTORS_BYTES + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
+        # factors and references of columns; with options, factors alone
+        vectors = VECTOR_BYTES * max(2, 1 + self.options)
+        of_panel = vectors + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
         of_sums = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
+        of_sums += VECTOR_BYTES * self.options
         return BARRIER_BYTES + panel * of_panel + sums * of_sums + self.extras * EXTRAS_BYTES
 
     def shared(self, panel: bool, sums: bool) -> int:
@@ -216,11 +220,13 @@ def _max_segments(sweep: Sweep, panels: int, tiles: int) -> int:
 
 @lru_cache
 def sweep_for(
-    precision: str, width: int, device: Device, extras: bool, moments: bool = False
-) -> Sweep | None:
+    precision: str, width: int, device: Device, extras: bool, moments: bool = False,
+    options: int = 0,
+) -> Sweep | None:  # fmt: skip
     """The sweep for rows of `width` bytes in each part; None where tiled kernels are to be used.
 
-    `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
+    `extras`: ids or factors of normalised rows. `moments`: sums have first moments. `options`: how
+    many of limits and biases pairs have.
     """
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
@@ -229,7 +235,7 @@ def sweep_for(
     if precision == "fp16x3":
         schedule = Schedule.STREAMED
     workers = device.multiprocessors // (2 if schedule is Schedule.WIDE else 1)
-    return Sweep(k_slices, schedule, workers, device.shared_memory, extras, moments)
+    return Sweep(k_slices, schedule, workers, device.shared_memory, extras, moments, options)
 
 
 @lru_cache

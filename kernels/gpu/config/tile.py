@@ -22,6 +22,7 @@ class Tile:
     levels: int = 2  # 2: sums of sums, for accuracy; in twice the registers
     min_blocks: int = 1  # on a multiprocessor, for which the compiler limits registers
     real: int = 4  # bytes of a logit
+    options: int = 0  # how many of limits and biases pairs have
 
     panel_rows = BLOCK_M
 
@@ -41,7 +42,8 @@ class Tile:
         sides = BLOCK_M + self.block_n
         sums = 3 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
         factors = 3 * BLOCK_M + 2 * self.block_n
-        return 8 * (BLOCK_M + sides) + self.real * (sides + max(sums, factors))
+        vectors = (1 + self.options) * sides
+        return 8 * (BLOCK_M + sides) + self.real * (vectors + max(sums, factors))
 
     def blocks(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Thread blocks of a launch: as many as run at once, each of which takes several tiles."""
@@ -71,8 +73,9 @@ class Tile:
 
 
 @lru_cache
-def tile_for(precision: str, d: int, device: Device) -> Tile:
-    """The tile with the deepest pipeline that the device's shared memory holds.
+def tile_for(precision: str, d: int, device: Device, options: int = 0) -> Tile:
+    """The tile with the deepest pipeline that the device's shared memory holds. `options`: how many
+    of limits and biases pairs have.
 
     Two blocks on a multiprocessor where registers and shared memory allow: one computes products
     while the other has its epilogue.
@@ -83,7 +86,8 @@ def tile_for(precision: str, d: int, device: Device) -> Tile:
     if levels == 1 and precision != "fp64":  # there are registers for 64 x 64 products a warp
         candidates = [(128, 64, 3, 2), (128, 64, 2, 2), *candidates]
     for block_n, warp_n, stages, blocks in candidates:
-        candidate = Tile(block_n, warp_n, stages, levels, blocks, ACCUMULATOR_BYTES[precision])
+        real = ACCUMULATOR_BYTES[precision]
+        candidate = Tile(block_n, warp_n, stages, levels, blocks, real, options)
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)
         if needed <= device.shared_memory and together <= device.shared_memory_of_all:

@@ -10,7 +10,7 @@ import cupy
 
 from .. import config
 from .launches import Queue
-from .signatures import signature
+from .signatures import given_options, signature
 
 HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cuh
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
@@ -43,7 +43,8 @@ class Launcher:
         function = self.queue.function(
             self.device, file, kernel, shared, PRECISION=PRECISIONS[self.precision], **defines
         )
-        self.queue.launch(function, signature(file, kernel), grid, block, shared, arguments)
+        takes = signature(file, kernel, given_options(defines))
+        self.queue.launch(function, takes, grid, block, shared, arguments)
 
     def rows(
         self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,

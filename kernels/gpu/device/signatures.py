@@ -22,6 +22,7 @@ from .compiler import SOURCES, flatten
 # Letters of Python's struct module; each has 8 bytes, so that nothing is padded
 POINTER, INTEGER, NUMBER = "Q", "q", "d"
 LETTERS = {"i64": INTEGER, "double": NUMBER}
+OPTIONAL = ("LIMITS", "BIAS")  # -D options with which structures have more fields
 TENSOR_MAP = "TensorMap"  # bytes that the driver has written
 # Code that makes of a variable what its field holds: Python's numbers have 8 bytes to CuPy
 CODE = {
@@ -35,6 +36,7 @@ _KERNEL = re.compile(r'extern "C" __global__ void\b[^{]*?\b(\w+)\s*\(([^(){}]*)\
 _METHOD = re.compile(  # with braces up to three deep
     r"(?:template\s*<[^>]*>\s*)?__device__[^{;]*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 )
+_OPTIONAL = re.compile(rf"^#if ({'|'.join(OPTIONAL)})\n(.*?)^#endif\n", re.S | re.M)
 _DECLARATION = re.compile(r"\s*(?:const\s+)?(\w+)(.*)", re.S)
 
 
@@ -144,16 +146,21 @@ def address_of(array: Any) -> int:
     return 0 if array is None else int(array.data.ptr)
 
 
-@cache
-def signature(file: str, kernel: str) -> Signature:
-    """Of a kernel in `file`."""
-    return signatures(file)[kernel]
+def given_options(defines: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those of `OPTIONAL` that a kernel is compiled with."""
+    return tuple(name for name in OPTIONAL if defines.get(name))
 
 
 @cache
-def signatures(file: str) -> dict[str, Signature]:
+def signature(file: str, kernel: str, options: tuple[str, ...] = ()) -> Signature:
+    """Of a kernel in `file`, compiled with `given_options`."""
+    return signatures(file, options)[kernel]
+
+
+@cache
+def signatures(file: str, options: tuple[str, ...] = ()) -> dict[str, Signature]:
     """Of all kernels in `file`, by name."""
-    text = _source(file)
+    text = _source(file, options)
     return {
         name: Signature(name, tuple(_fields(text, inside.split(","))))
         for name, inside in _KERNEL.findall(text)
@@ -173,8 +180,9 @@ def kernel_files() -> dict[str, str]:
 
 
 @cache
-def _source(file: str) -> str:
-    return _COMMENT.sub("", flatten(file)).replace("__grid_constant__", "")
+def _source(file: str, options: tuple[str, ...] = ()) -> str:
+    text = _COMMENT.sub("", flatten(file)).replace("__grid_constant__", "")
+    return _OPTIONAL.sub(lambda found: found[2] if found[1] in options else "", text)
 
 
 @cache

@@ -79,6 +79,10 @@ class GPU:
         rows = [Rows(self.context.launcher, side) for side in self.context.sides]
         return rows[0], rows[-1]
 
+    def positive_dots(self, problem: Problem) -> Array:
+        query, key = self.linear_rows
+        return query.positive_products(key, problem.positives)
+
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:

@@ -7,6 +7,7 @@ from typing import Any
 from ...problem import Problem
 from .. import config
 from ..device.arguments import Fields, address
+from ..pairs import PairVectors
 from .context import Context
 from .operands import Operand, Side
 
@@ -21,6 +22,9 @@ class BlockLauncher:
         self.context, self.launcher, self.problem = context, context.launcher, problem
         self.tile: config.Tile | config.Sweep = context.sweep or context.tile
         self.scale = context.logit_scale  # before features are staged, which needs it
+        if context.pair_vectors is None and not problem.plain_logits:
+            context.pair_vectors = PairVectors(context, problem)
+        self.pair_vectors: PairVectors | None = context.pair_vectors
         # what kernels are compiled for
         self.sets = {"SETS": 1} if problem.set_size > 1 else {}
         self.options = {
@@ -37,6 +41,8 @@ class BlockLauncher:
         """A kernel of kernels/cuda/tiled: persistent thread blocks, which take several tiles."""
         tile = self.tile
         assert isinstance(tile, config.Tile)
+        if self.pair_vectors is not None:
+            defines |= self.pair_vectors.defines(defines.get("COLUMNS", 0))
         blocks = tile.blocks(self.q.rows, self.k.rows, self.context.properties.multiprocessors)
         self.launcher.launch(
             f"tiled/{kernel}.cu", kernel, blocks, tile.threads,
@@ -56,6 +62,8 @@ class BlockLauncher:
         context, sweep, q, k = self.context, self.tile, self.q, self.k
         assert isinstance(sweep, config.Sweep)
         shape = config.defines(sweep, panel, sums)
+        if self.pair_vectors is not None:
+            defines |= self.pair_vectors.defines(defines.get("COLUMNS", 0))
         self.launcher.launch(
             f"sm90/{kernel}.cu", kernel, sweep.blocks(q.rows, k.rows, triangle), sweep.threads,
             {
@@ -80,7 +88,7 @@ class BlockLauncher:
         """struct Block."""
         context, problem = self.context, self.problem
         row_tiles, column_tiles = self.tiles()
-        return {
+        fields = {
             "q": self.q.fields(context.item), "k": self.k.fields(context.item),
             "width": context.width, "first_row": rows.start, "first_column": columns.start,
             "row_tiles": row_tiles, "column_tiles": column_tiles,
@@ -89,6 +97,9 @@ class BlockLauncher:
             "key_ids": address(problem.key_ids, columns.start),
             "symmetric": problem.symmetric, "triangle": triangle, "scale": self.scale,
         }  # fmt: skip
+        if self.pair_vectors is not None:
+            fields |= self.pair_vectors.fields(rows, columns)
+        return fields
 
     def tiles(self) -> tuple[int, int]:
         """Tiles of the block's rows, and of its columns."""

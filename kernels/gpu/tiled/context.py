@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import cupy
 import numpy as np
@@ -44,6 +45,14 @@ class Context:
         device = cupy.cuda.Device()
         self.properties = device_properties(device.id)
         self.precision = config.operands(problem.compute, self.properties)
+        of_parts = self.precision in config.OPERAND_PARTS
+        if problem.limits is not None:  # of a block: others have other powers of two
+            of_parts = of_parts or (
+                self.precision in config.FLOAT16 and problem.query.dtype != np.float16
+            )
+        if of_parts and problem.leaves_out and (problem.symmetric or problem.limits is not None):
+            # A product has to be the same number wherever it is computed, x_ji the same as x_ij
+            self.precision = "fp32"
         self.real = np.dtype(np.float64 if self.precision == "fp64" else np.float32)
         if not config.supported(self.precision, self.properties):
             raise ValueError(
@@ -52,7 +61,8 @@ class Context:
                 f'"{self.precision}"'
             )
         self.launcher = Launcher(device, self.precision, queue or Queue())
-        self.tile = config.tile_for(self.precision, problem.shape[2], self.properties)
+        options = (problem.key_bias is not None) + problem.leaves_out
+        self.tile = config.tile_for(self.precision, problem.shape[2], self.properties, options)
         self.query = Side(self.launcher, problem.query, problem.normalize, self.real)
         self.key = (
             self.query
@@ -74,7 +84,7 @@ class Context:
         self.sweep = None
         if not precision.PORTABLE:
             self.sweep = config.sweep_for(
-                self.precision, self.width, self.properties, extras, problem.moments
+                self.precision, self.width, self.properties, extras, problem.moments, options
             )
         # Without it: log-sum-exps first, then gradients from panels, which is one product more
         self.online = (
@@ -91,6 +101,7 @@ class Context:
             self.exponent_scale, _ = scalar(self._exponent_scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
         self.paired = problem.paired  # asked before `materialize_vectors` hides the rule
+        self.pair_vectors: Any = None  # `pairs.PairVectors`, made by the first fold that needs them
         self._queries_of_keys: tuple[Array, Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
         self.query_accumulators = 1  # of one row of dQ
@@ -159,6 +170,7 @@ class Context:
         return (
             self.sweep is not None and least is not None and self.sweep.k_slices >= least
             and not (problem.symmetric or problem.retrieval_ranks or problem.bias is not None)
+            and problem.plain_logits
             and not one_pass(problem, gradients)
         )  # fmt: skip
 
@@ -203,6 +215,13 @@ class Context:
             {"of_queries": largest, "of_keys": of_keys, "shifts": self.shifts},
         )  # fmt: skip
         return address(self.shifts, 2)
+
+    def to_products(self, logits: Array) -> Array:
+        """Base-2 logits as the products that kernels have of them."""
+        n = len(logits)
+        out = cupy.empty(n, self.real)
+        self.launcher.vectors("to_products", n, logits=logits, n=n, scale=self.logit_scale, out=out)
+        return out
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array, Array]:
         """Numbers of pairs in `positives`, by their keys, and where each key's begin and end there:

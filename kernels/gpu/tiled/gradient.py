@@ -41,6 +41,9 @@ WHOLE_BYTES = 16
 LARGE_PRODUCT = 2**30
 KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
 KEPT_COLUMNS = 8 * KEPT_THREADS
+SPREAD = (
+    40  # base 2, of log-sum-exps of columns above those of rows: vectors/factors.cuh has it, too
+)
 # struct FactorSources: vectors of the epilogue
 SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
 RANGES = structure("vectors.cu", "Ranges")
@@ -282,16 +285,28 @@ class SoftmaxFold(GradientFold):
         super().__init__(context, problem, grid, epilogue.phase, gradients)
         m, n, _ = problem.shape
         given = (getattr(epilogue, name) for name in SOURCES)
-        sources = {  # float64 and contiguous, as the kernels take them
+        sources: dict[str, Array] = {  # float64 and contiguous, as the kernels take them
             name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
             for name, v in zip(SOURCES, given, strict=True)
         }
+        self.two_sided = epilogue.column_reference is not None
+        pairs = self.pair_vectors
+        if pairs is not None:
+            for name, own in (("row", pairs.of_rows), ("column", pairs.of_columns)):
+                reference = sources[f"{name}_reference"]
+                if own is not None and reference is not None:
+                    sources[f"{name}_reference"] = reference + own
         # dL/dx at a positive bounds its row's panel elements, unless it is one of several, or there
         # are linear terms
         one = not problem.linear_terms and problem.set_size == 1
         self.find_ranges(m, n, by_factor=not one, **sources)
         self.positive_gradient = sources["positive_gradient"]
-        self.two_sided = epilogue.column_reference is not None
+        columns = sources["column_reference"]
+        if columns is not None and pairs is not None and pairs.row_limits is not None:
+            # Of a pair that the row leaves out, the exponential may exceed the row's log-sum-exp
+            first = RANGES.offset("shared") // 8
+            shared = self.unit.view(np.int64)[first : first + 1]
+            shared *= columns.max() - sources["row_reference"].min() < SPREAD
         self.row_reference, self.a, self.u = cupy.empty((3, m), context.real)
         self.column_reference = self.v = None
         if self.two_sided:

@@ -32,6 +32,20 @@ class StatisticsFold(Fold):
                 assert blocks_of_threads <= 512  # MAX_SWEEP_BLOCKS of vectors/sums.cuh
                 self.marks = cupy.empty((blocks_of_threads, 32), np.uint32)
 
+    def run(self) -> None:
+        stats, pairs = self.stats, self.pair_vectors
+        own: list[tuple[problems.Sums, Array]] = []
+        if pairs is not None and pairs.of_rows is not None:
+            own.append((stats.rows, pairs.of_rows))
+        columns = None if self.problem.symmetric else stats.columns  # they are the rows
+        if pairs is not None and pairs.of_columns is not None and columns is not None:
+            own.append((columns, pairs.of_columns))
+        for sums, bias in own:  # what this fold merges into them has these biases
+            sums.max += bias
+        super().run()
+        for sums, bias in own:
+            sums.max -= bias
+
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         stats, problem, tile = self.stats, self.problem, self.tile
         m, n = self.q.rows, self.k.rows
@@ -91,19 +105,10 @@ class RanksFold(Fold):
     ) -> None:
         super().__init__(context, problem, grid, ranks.phase)
         self.ranks, self.tile = ranks, context.tile
-        self.row_threshold = self.products(ranks.positive_logits)
+        self.row_threshold = context.to_products(ranks.positive_logits)
         self.column_threshold = None
         if ranks.column_rank is not None:
-            self.column_threshold = self.products(ranks.column_positive_logits)
-
-    def products(self, positive: Array) -> Array:
-        """Logits as the raw products that the kernel compares with them."""
-        context, n = self.context, len(positive)
-        out = cupy.empty(n, context.real)
-        self.launcher.vectors(
-            "to_products", n, logits=positive, n=n, scale=context.logit_scale, out=out
-        )
-        return out
+            self.column_threshold = context.to_products(ranks.column_positive_logits)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         ranks = self.ranks

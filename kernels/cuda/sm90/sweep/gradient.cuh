@@ -6,12 +6,16 @@
 #define COLUMNS 1
 #endif
 
+// Limits and biases take the place of columns' reference exponents in shared memory. These are then read from
+// global memory where they are needed: if one exponential does not serve both sides.
+#define KEEPS_REFERENCES (COLUMNS && !LIMITS && !BIAS)
+
 struct OfLogits {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;
   struct ConsumerShared {
     Columns columns;
     // The columns of a thread's slice lie beside each other
-    alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], reference[COLUMNS ? TILE_COLUMNS : 4];
+    alignas(16) float v[COLUMNS ? TILE_COLUMNS : 4], reference[KEEPS_REFERENCES ? TILE_COLUMNS : 4];
   };
   const Block& b;
   const Lane& lane;
@@ -40,12 +44,11 @@ struct OfLogits {
   __device__ __forceinline__ void publish(int t) {
     consumer.columns.publish(b, t, lane);
     if (!COLUMNS) return;
-    const int i = lane.thread % 16;  // of a slice: 8 j + 2 t + e -> 4 t + 2 j + e
-    const int to = lane.thread - i + i % 8 / 2 * 4 + i / 8 * 2 + i % 2;
+    const int to = in_slices(lane.thread);
     const i64 at = (i64)t * TILE_COLUMNS + lane.thread;
     const bool inside = at < b.k.rows;
     if (lane.half == 0) consumer.v[to] = inside ? factors.v[at] : 0;
-    if (lane.half == HALVES - 1 && !one_exponential)
+    if (KEEPS_REFERENCES && lane.half == HALVES - 1 && !one_exponential)
       consumer.reference[to] = inside ? factors.column_reference[at] : 0;
   }
 
@@ -55,10 +58,19 @@ struct OfLogits {
     return *(const float4*)(of_columns + 16 * s + 4 * lane.t);
   }
 
+  // The reference exponents of these columns, in tile t.
+  __device__ __forceinline__ float4 references(int t, int s) const {
+    if (KEEPS_REFERENCES) return of_slice(consumer.reference, s);
+    const i64 first = (i64)t * TILE_COLUMNS + 16 * s + 2 * lane.t;
+    const auto of = [&](i64 at) { return COLUMNS && at < b.k.rows ? factors.column_reference[at] : 0; };
+    return make_float4(of(first), of(first + 1), of(first + 8), of(first + 9));
+  }
+
   // x = P.
   template <bool ONE>
   __device__ __forceinline__ void values(float (&x)[64], int s, const float4& vs,
                                          const float4& owns) {
+    const SliceColumns columns(consumer.columns, s, lane);
 #pragma unroll
     for (int j = 2 * s; j < 2 * s + 2; ++j) {
       const float2 v = j % 2 ? make_float2(vs.z, vs.w) : make_float2(vs.x, vs.y);
@@ -69,17 +81,21 @@ struct OfLogits {
 #endif
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float &x0 = x[4 * j + 2 * h], &x1 = x[4 * j + 2 * h + 1];
-        const float e0 = exp2_(fmaf(x0, c, -reference[h])), e1 = exp2_(fmaf(x1, c, -reference[h]));
+        const int i = 4 * j + 2 * h;
+        float &x0 = x[i], &x1 = x[i + 1];
+        const float y0 = biased(x0, i, rows, columns), y1 = biased(x1, i + 1, rows, columns);
+        const float e0 = exp2_(finite(fmaf(y0, c, -reference[h]))), e1 = exp2_(finite(fmaf(y1, c, -reference[h])));
+        const float a0 = in_row(x0, i, rows) ? a[h] : 0, a1 = in_row(x1, i + 1, rows) ? a[h] : 0;
+        const float v0 = in_column(x0, i, columns) ? v.x : 0, v1 = in_column(x1, i + 1, columns) ? v.y : 0;
         if (!COLUMNS) {
           x0 = e0 * a[h];
           x1 = e1 * a[h];
         } else if (ONE) {
-          x0 = e0 * fmaf(u[h], v.x, a[h]);
-          x1 = e1 * fmaf(u[h], v.y, a[h]);
+          x0 = e0 * fmaf(u[h], v0, a0);
+          x1 = e1 * fmaf(u[h], v1, a1);
         } else {
-          x0 = fmaf(e0, a[h], exp2_(fmaf(x0, c, -own.x)) * v.x);
-          x1 = fmaf(e1, a[h], exp2_(fmaf(x1, c, -own.y)) * v.y);
+          x0 = fmaf(e0, a0, exp2_(finite(fmaf(y0, c, -own.x))) * v0);
+          x1 = fmaf(e1, a1, exp2_(finite(fmaf(y1, c, -own.y))) * v1);
         }
         if (FACTORS) {
           x0 *= factor(h) * f.x;
@@ -87,6 +103,13 @@ struct OfLogits {
         }
       }
     }
+  }
+  // Of a pair that is above a limit, the exponential may be anything that is finite: its factor is 0. NaN stays.
+  __device__ __forceinline__ static float finite(float exponent) {
+#if LIMITS == 2
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(exponent) : "f"(126.0f));
+#endif
+    return exponent;
   }
   __device__ __forceinline__ float factor(int h) const {
 #if FACTORS

@@ -21,6 +21,8 @@
 #ifndef FACTORS
 #define FACTORS 0
 #endif
+// Whether tiles have numbers of their columns in shared memory, whatever the epilogue.
+#define OF_COLUMNS (IDS || FACTORS || BIAS || LIMITS == 2)
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif

@@ -1,5 +1,6 @@
 // Which logits of a sweep's tile are in the sums: all but positives, padding, the diagonal of one set of
-// rows, and pairs of equal ids. tiled/tile.cuh does the same for tiled kernels.
+// rows, pairs of equal ids, and those above a limit; and their biases. tiled/tile.cuh does the same for tiled
+// kernels.
 #pragma once
 #include "sm90/sweep/sweep.cuh"
 
@@ -13,6 +14,12 @@ struct Rows {
 #endif
 #if FACTORS
   float factor[2];
+#endif
+#if LIMITS
+  float limit[2];
+#endif
+#if BIAS == 2
+  float bias[2];
 #endif
   __device__ __forceinline__ void load(const Block& b, int panel, const Lane& lane) {
     const i64 itself = b.first_row + (i64)panel * PANEL_ROWS - b.first_column;
@@ -30,6 +37,12 @@ struct Rows {
 #if FACTORS
       factor[h] = inside ? b.q.factor[row] : 0;
 #endif
+#if LIMITS
+      limit[h] = inside ? b.row_limits[row] : 0;
+#endif
+#if BIAS == 2
+      bias[h] = inside ? b.row_bias[row] : 0;
+#endif
     }
   }
   // Of a positive in the block, or -1.
@@ -39,12 +52,24 @@ struct Rows {
   }
 };
 
+// Where a column's number lies among those of a tile so that those of a thread's slice lie beside each other.
+__device__ __forceinline__ int in_slices(int column) {
+  const int i = column % 16;  // 8 j + 2 t + e -> 4 t + 2 j + e
+  return column - i + i % 8 / 2 * 4 + i / 8 * 2 + i % 2;
+}
+
 struct Columns {  // what a consumer knows of its tile's columns, in shared memory
 #if IDS
   i64 id[TILE_COLUMNS];
 #endif
 #if FACTORS
   alignas(8) float factor[TILE_COLUMNS];
+#endif
+#if LIMITS == 2
+  alignas(16) float limit[TILE_COLUMNS];  // as `in_slices` says
+#endif
+#if BIAS
+  alignas(16) float bias[TILE_COLUMNS];
 #endif
   // By one of the consumer's warpgroups.
   __device__ __forceinline__ void publish(const Block& b, i64 tile, const Lane& lane) {
@@ -56,6 +81,12 @@ struct Columns {  // what a consumer knows of its tile's columns, in shared memo
 #if FACTORS
     factor[lane.thread] = column < b.k.rows ? b.k.factor[column] : 0;
 #endif
+#if LIMITS == 2
+    limit[in_slices(lane.thread)] = column < b.k.rows ? b.column_limits[column] : 0;
+#endif
+#if BIAS
+    bias[in_slices(lane.thread)] = column < b.k.rows ? b.column_bias[column] : 0;
+#endif
   }
 };
 
@@ -64,11 +95,61 @@ __device__ __forceinline__ int column_of(int i, const Lane& lane) {
   return i / 4 * 8 + 2 * lane.t + i % 2;
 }
 
-// The largest of this thread's products in the first or the second of its rows; LOW if all are excluded.
-__device__ __forceinline__ float largest(const float (&x)[64], int h) {
-  float high = x[2 * h];
+// This thread's four columns of a slice.
+struct SliceColumns {
+  float limit[4], bias[4];
+
+  __device__ __forceinline__ SliceColumns(const Columns& columns, int s, const Lane& lane) {
+#if LIMITS == 2
+    *(float4*)limit = *(const float4*)(columns.limit + 16 * s + 4 * lane.t);
+#endif
+#if BIAS
+    *(float4*)bias = *(const float4*)(columns.bias + 16 * s + 4 * lane.t);
+#endif
+  }
+};
+
+// Of x[i] in a slice: whether the softmax of its row, and of its column, has the pair; and the product with the
+// biases of the pair. (With LIMITS 1, `prepare` has excluded what the rows do not have.)
+__device__ __forceinline__ bool in_row(float x, int i, const Rows& rows) {
+#if LIMITS == 2
+  return !(x > rows.limit[i / 2 % 2]);
+#else
+  return true;
+#endif
+}
+__device__ __forceinline__ bool in_column(float x, int i, const SliceColumns& columns) {
+#if LIMITS == 2
+  return !(x > columns.limit[i / 4 % 2 * 2 + i % 2]);
+#else
+  return true;
+#endif
+}
+__device__ __forceinline__ float biased(float x, int i, const Rows& rows, const SliceColumns& columns) {
+#if BIAS == 2
+  return x + (rows.bias[i / 2 % 2] + columns.bias[i / 4 % 2 * 2 + i % 2]);
+#elif BIAS
+  return x + columns.bias[i / 4 % 2 * 2 + i % 2];
+#else
+  return x;
+#endif
+}
+
+// The largest of this thread's products in the first or the second of its rows, with biases; LOW if the row's
+// softmax has none of them.
+__device__ __forceinline__ float largest(const float (&x)[64], int h, const Rows& rows, const Columns& columns,
+                                         const Lane& lane) {
+  float high = LOW;
 #pragma unroll
-  for (int i = 1; i < 32; ++i) high = fmaxf(high, x[i / 2 * 4 + 2 * h + i % 2]);
+  for (int s = 0; s < SLICES; ++s) {
+    const SliceColumns of_slice(columns, s, lane);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int i = 8 * s + k / 2 * 4 + 2 * h + k % 2;
+      const float y = in_row(x[i], i, rows) ? biased(x[i], i, rows, of_slice) : EXCLUDED;
+      high = i == 2 * h ? y : fmaxf(high, y);
+    }
+  }
   return or_low(high);
 }
 
@@ -92,7 +173,7 @@ __device__ __forceinline__ void set_aside(float (&x)[64], const int (&at)[2], co
 
 // Raw products of a tile become products of unit rows. A positive's product is handed to `take(number of
 // the pair in b.positives, x)`. It becomes EXCLUDED then, like everything that is not in the sums: padding,
-// i = j where symmetric, equal ids.
+// i = j where symmetric, equal ids, above the only limit.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
                                         const Block& b, int panel, int tile, const Lane& lane,
@@ -120,6 +201,11 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
 #pragma unroll
   for (int i = 0; i < 64; ++i)
     if (rows.id[i / 2 % 2] == columns.id[column_of(i, lane)]) x[i] = EXCLUDED;
+#endif
+#if LIMITS == 1
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    if (x[i] > rows.limit[i / 2 % 2]) x[i] = EXCLUDED;
 #endif
   const int diagonal = rows.diagonal - first;
   const bool crossed = diagonal > -PANEL_ROWS && diagonal < TILE_COLUMNS;

@@ -1,0 +1,72 @@
+// Columns' sums of a tile: whether the strip's reference exponent serves for them, and sums against reference
+// exponents of their own.
+#pragma once
+#include "sm90/sweep/logits.cuh"
+#include "sm90/sweep/partial.cuh"
+
+// A row's sum in a tile may be this: sums over all strips and panels stay below 2^127. What a row or a
+// column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
+constexpr float MAX_TILE_SUM = 0x1p80f;
+constexpr float MIN_EXACT_SUM = 0x1p-80f;
+constexpr float MAX_TILE_MOMENT = 0x1p100f;  // sums stay below 2^127, as above
+constexpr int REFERENCE_STEP = 32;  // between reference exponents
+
+// For terms up to x: there is more room above than the largest needs.
+__device__ __forceinline__ float reference_for(float x, float c) {
+  return REFERENCE_STEP * (rintf(x * c / REFERENCE_STEP) - 1);
+}
+
+// What columns' softmaxes have of a tile's products.
+struct TileColumns {
+  const float (&x)[64];
+  const Rows& rows;
+  const Columns& columns;
+  const Lane& lane;
+  float c;
+
+  // x[i] with its biases; EXCLUDED above the limit of its column.
+  __device__ __forceinline__ float get(int i) const {
+    const SliceColumns of_slice(columns, i / 8, lane);
+    return in_column(x[i], i, of_slice) ? biased(x[i], i, rows, of_slice) : EXCLUDED;
+  }
+  // The largest of these in each of 32 columns, one a lane; LOW if there is none.
+  __device__ __forceinline__ float largest(int s) const {
+    float v[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int i = 16 * s + k / 2 * 4 + k % 2;
+      v[k] = fmaxf(get(i), get(i + 2));
+    }
+    return or_low(join_columns(v, lane.lane, Larger()));
+  }
+
+  // Whether the strip's reference exponent serves for the sums of 32 columns (LIMITS). Those of nothing become
+  // empty.
+  __device__ __forceinline__ bool fit(Partial& sums, int s) const {
+    bool small = sums.sum < MIN_EXACT_SUM;
+    if (__any_sync(ALL_LANES, small) && largest(s) == LOW) {
+      sums = Partial::empty();
+      small = false;
+    }
+    const bool large = sums.sum > MAX_TILE_SUM || (MOMENTS && fabsf(sums.moment) > MAX_TILE_MOMENT);
+    return !small && !large;
+  }
+
+  // Sums of 32 columns, each with a reference exponent of its own.
+  __device__ __forceinline__ Partial own_sums(int s) const {
+    float v[8], moments[8];
+    const float own = reference_for(largest(s), c);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int i = 16 * s + k / 2 * 4 + k % 2;
+      float shift = __shfl_sync(ALL_LANES, own, k * 4 + lane.t);
+      if (shift == LOW) shift = 0;
+      const float e0 = exp2_(fmaf(get(i), c, -shift)), e1 = exp2_(fmaf(get(i + 2), c, -shift));
+      v[k] = e0 + e1;
+      if (MOMENTS) moments[k] = fmaf(e0, x[i], e1 * x[i + 2]);
+    }
+    Partial sums = {own, join_columns(v, lane.lane, Plus()), 0};
+    if (MOMENTS) sums.moment = join_columns(moments, lane.lane, Plus());
+    return sums;
+  }
+};
