@@ -138,8 +138,7 @@ def check(
             positives, has_positive = partners(xp, classes.members(xp, own), own, decoupled)
     elif labelled:
         positives, marks, has_positive = validation.positives(
-            xp, labels, len(query), static.batch.columns, none=batch is None,
-            sets=not loss.symmetric,
+            xp, labels, len(query), static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
     weights, shares = get("weights"), None
     if weights is not None:

@@ -211,16 +211,17 @@ def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Arra
 
 
 def positives(
-    xp: Any, labels: Array, m: int, n: int, none: bool, sets: bool
+    xp: Any, labels: Array, m: int, n: int, none_or_sets: bool
 ) -> tuple[Array, Array | None, Array | None]:
-    """[M] the positive key of each row, or [M, P] the set of them; -1 for none. On a GPU also
-    `Problem.marks`. And [M] whether a row has any, unless no row may have `none`."""
-    labels = integers(xp, "labels", labels, m, sets)
+    """[M] the positive key of each row; or, where a row may have none or several, also [M, P] the
+    set of them, -1 for none. On a GPU also `Problem.marks`. And [M] whether a row has any, unless
+    each has to have one."""
+    labels = integers(xp, "labels", labels, m, none_or_sets)
     if xp is not np:  # to read them would wait for the device: such rows get a NaN loss instead
-        labels, marks, present = _within(xp)(labels, n, none)
+        labels, marks, present = _within(xp)(labels, n, none_or_sets)
         if labels.ndim > 1:
             labels, marks, present = _sets(labels), marks.sum(axis=1), present.max(axis=1)
-        return labels, marks, present if none else None
+        return labels, marks, present if none_or_sets else None
     outside = labels >= n
     if outside.any():
         first = np.argwhere(outside)[0]

@@ -29,7 +29,9 @@ def fold_block(
 ) -> None:  # fmt: skip
     """`solve.fold_block` on the current device; `ahead` as for `Context`. What takes operations on
     arrays has no plan."""
-    parts = select.plain(problem), triangle, epilogue, gradients, not_finite, to_clear, ahead
+    # blocks do not look at classes, whose arrays a plan would depend on
+    block = problems.fast_replace(select.plain(problem), classes=None)
+    parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
     of_kernels = problem.plain_logits and not callable(epilogue)
     of_kernels = of_kernels and not getattr(epilogue, "linear", ())
     if problem.progress is None and of_kernels:
