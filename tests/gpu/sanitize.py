@@ -79,6 +79,8 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
             yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled"}
             yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled", "wrt": features(loss)}
             yield loss, "bfloat16", "auto", 600, 1100, {"method": "tiled", "workspace": 3 * 2**20}
+    # so many keys that dQ is a sum of sums
+    yield "info_nce", "float32", "auto", 1100, 72, {"method": "tiled"}
     # of one positive a row, or none; and of several
     for dtype in ("float64", "float32", "bfloat16"):
         for method in ("naive", "fused", "tiled"):
@@ -137,8 +139,36 @@ def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
         assert all(bool(cupy.isfinite(cupy.asarray(g)).all()) for g in found), (
             loss, dtype, precision, rows, d, given,
         )  # fmt: skip
+    steps_over_ranks()
     launched = {name for _, _, name, *_ in compiler._functions}
     print(f"kernels: {' '.join(sorted(launched))}")
+
+
+def steps_over_ranks() -> None:
+    """What a plan of one of many ranks does besides: vectors and sums of others."""
+    import cupy
+    from infonce.kernels.gpu.device.launches import Queue
+    from infonce.kernels.gpu.shard import QueuedVectors
+    from infonce.kernels.problem import Sums
+
+    from infonce.checks.call import check
+    from infonce.spec import CLIP
+
+    z = cupy.ones((67, 20), "float32")
+    problem = check(CLIP, [z, z], None, None, {"scale": 1.0}, False).problem
+    vectors = QueuedVectors(problem, Queue())
+    own = vectors.own_positives(5, 67)
+    local = vectors.local_positives(own, slice(60, 75), 75)
+    assert local.tolist() == [-1] * 55 + list(range(12))
+    sums = Sums(cupy.zeros(67), cupy.ones(67))
+    vectors.merge(sums, Sums(cupy.ones(67), cupy.ones(67)))
+    assert cupy.all(sums.max == 1)
+    assert cupy.all(sums.sum == 1.5)
+    vectors.add(sums.sum, sums.max)
+    assert cupy.all(sums.sum == 2.5)
+    out = cupy.empty_like(z)
+    vectors.assign(out, z)
+    assert cupy.all(out == z)
 
 
 def names() -> set[str]:
