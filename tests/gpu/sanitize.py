@@ -79,8 +79,8 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
             yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled"}
             yield loss, "bfloat16", "auto", 300, 1100, {"method": "tiled", "wrt": features(loss)}
             yield loss, "bfloat16", "auto", 600, 1100, {"method": "tiled", "workspace": 3 * 2**20}
-    # so many keys that dQ is a sum of sums
-    yield "info_nce", "float32", "auto", 1100, 72, {"method": "tiled"}
+        # so many keys that dQ is a sum of sums
+        yield "info_nce", "float32", "auto", 1100, 72, {"method": "tiled"}
     # of one positive a row, or none; and of several
     for dtype in ("float64", "float32", "bfloat16"):
         for method in ("naive", "fused", "tiled"):
