@@ -105,6 +105,11 @@ def checked_calls(tool: str, kernels: str) -> list[tuple[str, str, str, int, int
             if call[5].get("method") not in ("tiled", None)
             or (call[4] % 2 and call[2] not in OF_16_BIT_PRODUCTS)
         )  # fmt: skip
+    elif kernels == "portable":
+        found = (
+            call for call in found
+            if call[5].get("method") not in ("naive", "fused") and call[1] != "float64"
+        )  # fmt: skip
     return sorted(found, key=lambda call: call[1:3])
 
 
