@@ -198,14 +198,19 @@ def watched_blocks() -> Iterator[set[bool]]:
 
 def equal(examples: str) -> None:
     """Hypothesis on rank 0, every example on all ranks."""
-    if RANK:
-        with watched_blocks() as seen:
-            while (case := COMM.bcast(None)) is not None:
-                follow(compare, case)
+    with watched_blocks() as seen:
+        if not RANK:
+            lead_examples(int(examples))
+            return
+        while (case := COMM.bcast(None)) is not None:
+            follow(compare, case)
         assert seen == {False, True}
-        return
 
-    @settings(max_examples=int(examples), derandomize=True, database=None, deadline=None,
+
+def lead_examples(examples: int) -> None:
+    """One of each loss and exchange, then hypothesis'."""
+
+    @settings(max_examples=examples, derandomize=True, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(case=cases)
     def property_holds(case: dict[str, Any]) -> None:
