@@ -60,8 +60,8 @@ def test_runs(path: Path) -> None:
     client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
-    # beside other tests: threads that wait for a core cost more than they bring
-    client.execute(env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "INFONCE_NUM_THREADS": "1"})
+    # beside other tests: threads of BLAS that wait for a core cost more than they bring
+    client.execute(env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     assert len(plots(notebook)) == recorded
     assert "No GPU: skips" in said(notebook) or "GPU available" in said(notebook)
 
