@@ -150,6 +150,7 @@ def _reduce(request: Request, solution: Solution) -> Array:
 
 
 def _zero_d(request: Request, value: Array) -> Array:
+    assert value is not None  # of which NumPy makes NaN
     if arrays.on_gpu(value) and value.dtype == request.dtype:
         return value
     return arrays.namespace(request.problem.query).asarray(value, dtype=request.dtype)

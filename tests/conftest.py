@@ -34,8 +34,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: no worker is left with one at the end."""
-    items.sort(key=lambda item: "test_notebooks.py::test_runs" not in item.nodeid)
+    """First those of the site, which one worker builds; then long ones: no worker is left with one
+    at the end."""
+    long = "test_notebooks.py::test_runs", "test_ranks.py::test_equal_to_one_process"
+    items.sort(
+        key=lambda item: (
+            "site" not in getattr(item, "fixturenames", ()),
+            not any(name in item.nodeid for name in long),
+        )
+    )
 
 
 @pytest.fixture

@@ -17,14 +17,19 @@ from infonce.cli.bench import gpu as bench_gpu
 from infonce.cli.bench.command import _figure
 
 
-@pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce", "nt_xent", "sup_con", "gte"])
-def test_bench(tmp_path, monkeypatch, kind):
-    pytest.importorskip("matplotlib")
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Small products, and no pauses in which other contenders' threads stop spinning."""
     monkeypatch.setattr(cpu, "GEMM", 64)
-    record, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    monkeypatch.setattr(cpu, "PAUSE", 0)
+
+
+@pytest.mark.parametrize("kind", ["clip", "lit", "siglip", "info_nce", "nt_xent", "sup_con", "gte"])
+def test_bench(tmp_path, kind):
+    record = tmp_path / "bench.json"
     succeed(
         "bench", "--sizes", "32,64", "--dim", 16, "--loss", kind, "--repeat", 2,
-        "--output", record, "--plot", plot,
+        "--output", record,
     )  # fmt: skip
     report = json.loads(record.read_text())
     assert [row["size"] for row in report["results"]] == 6 * [32] + 6 * [64]
@@ -42,12 +47,20 @@ def test_bench(tmp_path, monkeypatch, kind):
         assert close(row["gflops"], products * 2e-9 * row["size"] ** 2 * 16 / row["median_s"])
     assert len(report["gemm"]["gflops"]) == 4
     assert {"device", "versions", "commit", "date", "blas", "environment"} <= report.keys()
+    assert list(tmp_path.iterdir()) == [record]
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    record, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    succeed(
+        "bench", "--sizes", "32,64", "--dim", 16, "--repeat", 1, "--output", record, "--plot", plot
+    )
     assert plot.read_bytes().startswith(PNG)
     assert sorted(tmp_path.iterdir()) == [record, plot]
 
 
 def test_bench_skips_and_says_why(monkeypatch):
-    monkeypatch.setattr(cpu, "GEMM", 64)
     monkeypatch.setitem(sys.modules, "torch", None)
     arguments = ("--sizes", 64, "--repeat", 1, "--workspace", "32KiB", "--methods")
     printed = succeed("bench", *arguments, "fused,torch,numpy")
@@ -61,9 +74,8 @@ def test_bench_skips_and_says_why(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["nt_xent", "sup_con"])
-def test_bench_without_negatives(tmp_path, monkeypatch, kind):
+def test_bench_without_negatives(tmp_path, kind):
     """A loss of 0 has no relative error."""
-    monkeypatch.setattr(cpu, "GEMM", 64)
     record = tmp_path / "bench.json"
     options = ("--repeat", 1, "--loss", kind, "--methods", "tiled", "--output", record)
     succeed("bench", "--sizes", "2,6", *options)
@@ -72,8 +84,7 @@ def test_bench_without_negatives(tmp_path, monkeypatch, kind):
     assert six["loss_error"] < 1e-5
 
 
-def test_bench_goes_on_where_inputs_have_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "GEMM", 64)
+def test_bench_goes_on_where_inputs_have_no_room(tmp_path):
     record = tmp_path / "bench.json"
     arguments = ("--repeat", 1, "--methods", "numpy,fused", "--output", record, "--sizes")
     printed = succeed("bench", *arguments, f"32,{10**12}")
@@ -183,7 +194,6 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, kind, dtype):
 
 
 def test_bench_prints_the_environment(monkeypatch):
-    monkeypatch.setattr(cpu, "GEMM", 64)
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     printed = succeed("bench", "--sizes", 32, "--repeat", 1, "--methods", "numpy")
     assert "OPENBLAS_CORETYPE=Haswell" in printed

@@ -1,14 +1,12 @@
-"""What mpiexec runs for test_ranks.py: `python options_over_ranks.py EXAMPLES PLACE` on every rank.
-Options of the softmax, sets of positives, sup_con and gte, against their definition.
-"""
+"""What ranks do in test_ranks.py (`ranks.main`): options of the softmax, sets of positives, sup_con
+and gte, against their definition."""
 
 import itertools
-import sys
 from typing import Any
 
 import numpy as np
 from infonce.distributed import cost
-from ranks import COMM, RANK, SIZE, follow, say, shards
+from ranks import COMM, RANK, SIZE, follow, shards
 from reference_problems import FEATURES, Problem, call_of, softmax_options
 
 import infonce
@@ -59,6 +57,7 @@ def placed(features: Any, place: str) -> Any:
         return features
     import cupy
 
+    cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
     return cupy.asarray(features)
 
 
@@ -135,12 +134,12 @@ def compare(case: tuple[str, int, str, dict[str, Any]]) -> None:
         near(have, of_side[own], "lse")
 
 
-def equal(examples: int, place: str) -> None:
+def equal(examples: str, place: str) -> None:
     """By the ring, whole and in pieces, and by the gather, whose sums go home in parts."""
     ways: list[dict[str, Any]] = [
         {"exchange": "ring"}, {"exchange": "ring", "workspace": 4000}, {"exchange": "gather"},
     ]  # fmt: skip
-    for seed in range(examples):
+    for seed in range(int(examples)):
         for name in NAMES:
             case = name, seed, place, ways[seed % len(ways)]
             troubles = follow(compare, case)
@@ -217,15 +216,3 @@ def limits(place: str) -> None:
         assert len(np.unique(lse.round(2))) > 20  # rows have different numbers of keys
         total = sum(sum(g.sum(axis=0) for g in COMM.allgather(grad)) for grad in got.grads[:-1])
         assert np.abs(total).max() < 1e-3, (name, exchange, workspace)
-
-
-if __name__ == "__main__":
-    if sys.argv[2] == "gpu":
-        import cupy
-
-        cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
-    equal(int(sys.argv[1]), sys.argv[2])
-    if sys.argv[2] == "host":
-        cases()
-    limits(sys.argv[2])
-    say("options")

@@ -1,4 +1,4 @@
-"""The losses over ranks, in processes that mpiexec starts on the CPU (tests/support/ranks*.py,
+"""The losses over ranks, in processes that mpiexec starts (tests/support/ranks*.py,
 options_over_ranks.py)."""
 
 import json
@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).parents[1] / "support"
-RANKS, TROUBLE = str(SUPPORT / "ranks.py"), str(SUPPORT / "ranks_trouble.py")
-OPTIONS = str(Path(__file__).parent / "options_over_ranks.py")
+HERE = Path(__file__).parent
+PATHS = (str(HERE.parent / "support"), str(HERE), os.environ.get("PYTHONPATH", ""))
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 LIMIT = 100  # seconds for one start of mpiexec
 
@@ -47,15 +47,20 @@ def command(ranks: int, *arguments: str, shell: tuple[str, ...] = ()) -> list[st
 
 
 ENVIRONMENT = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(PATHS)
+
+
+def checking(ranks: int, *checks: str, shell: tuple[str, ...] = ()) -> list[str]:
+    """The command for `ranks.main`."""
+    return command(ranks, "-c", "import ranks; ranks.main()", *checks, shell=shell)
 
 
 def run(
-    ranks: int, *arguments: str, shell: tuple[str, ...] = (), limit: float = LIMIT
+    ranks: int, *checks: str, shell: tuple[str, ...] = (), limit: float = LIMIT
 ) -> tuple[int, str]:
     """(exit status, everything the ranks said); none of them is left behind."""
     done = subprocess.run(
-        command(ranks, *arguments, shell=shell), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        checking(ranks, *checks, shell=shell), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, timeout=limit, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     no_orphans(done.stdout)
@@ -71,68 +76,34 @@ def no_orphans(said: str) -> None:
         assert not Path(f"/proc/{process}").exists(), f"process {process} is left behind\n{said}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
+    status, said = run(ranks, *checks, limit=limit)
+    passed = Counter(re.findall(r"^passed (.*)$", said, re.MULTILINE))
+    assert passed == dict.fromkeys(checks, ranks), said
+    assert status == 0, said
+
+
+# What so many ranks do. They start once, which takes seconds a process
+EQUAL = [
+    "ranks:equal:40",
+    *(f"options_over_ranks:{of}" for of in ("equal:9:host", "cases", "limits:host")),
+]
+CHECKS = {
+    1: [*EQUAL, "ranks:offload:host:ring", "ranks_trouble:ends"],
+    2: [*EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring"],
+    3: [
+        "ranks_trouble:memory", *EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring",
+        "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",
+        "ranks_trouble:not_finite", "ranks_trouble:ends", "ranks_trouble:mismatch",
+    ],
+    4: [*EQUAL, "ranks_trouble:not_finite"],
+    5: EQUAL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", CHECKS)
 def test_equal_to_one_process(ranks: int) -> None:
-    status, said = run(ranks, RANKS, "equal", "40")
-    assert status == 0, said
-    assert "equal: 40 examples" in said
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_options_equal_the_specification(ranks: int) -> None:
-    """Of the softmax; and sets of positives, sup_con and gte."""
-    status, said = run(ranks, OPTIONS, "9", "host")
-    assert status == 0, said
-    assert said.count("options") == ranks
-
-
-@pytest.mark.parametrize(("ranks", "exchange"), [(2, "ring"), (3, "ring"), (3, "gather")])
-def test_accuracy(ranks: int, exchange: str) -> None:
-    """Every dtype within the accuracy table, on shards of hundreds of rows."""
-    status, said = run(ranks, RANKS, "accuracy", "host", "mpi", exchange)
-    assert status == 0, said
-    assert said.count("accuracy host") == 4 * ranks
-
-
-@pytest.mark.parametrize(("ranks", "exchange"), [(1, "ring"), (3, "ring"), (3, "gather")])
-def test_offload(ranks: int, exchange: str) -> None:
-    """Shards in host memory, panels of them on a device."""
-    status, said = run(ranks, RANKS, "offload", "host", exchange)
-    assert status == 0, said
-    assert said.count("offload host") == ranks
-
-
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_not_finite(ranks: int) -> None:
-    status, said = run(ranks, TROUBLE, "not_finite")
-    assert status == 0, said
-    assert said.count("not finite") == ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_ends_of_ranges(ranks: int) -> None:
-    status, said = run(ranks, TROUBLE, "ends")
-    assert status == 0, said
-    assert said.count("ends") == ranks
-
-
-def test_memory_of_a_rank() -> None:
-    status, said = run(3, RANKS, "memory")
-    assert status == 0, said
-    assert said.count("memory") == 3
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_parameters_gradients_as_frameworks_combine_them(ranks: int) -> None:
-    status, said = run(ranks, RANKS, "parameters")
-    assert status == 0, said
-    assert said.count("parameters") == ranks
-
-
-def test_ranks_that_disagree() -> None:
-    status, said = run(3, TROUBLE, "mismatch")
-    assert status == 0, said
-    assert said.count("mismatch") == 3
+    all_pass(ranks, *CHECKS[ranks], limit=300)
 
 
 # mpiexec ends all ranks when one dies. Here it does not see that at once: a shell stands between,
@@ -154,7 +125,7 @@ SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
 )
 def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
     """The others say which rank and what, soon, and nobody stays."""
-    status, said = run(3, TROUBLE, "trouble", what, "20", exchange, shell=SHELL)
+    status, said = run(3, f"ranks_trouble:trouble:{what}:20:{exchange}", shell=SHELL)
     assert status != 0
     assert said.count("call 1") == 3, said
     for rank in (0, 2):
@@ -167,7 +138,7 @@ def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
 @pytest.mark.parametrize("where", ["world", "another", "demo"])
 def test_first_call_is_bounded(where: str) -> None:
     """By the timeout of that call."""
-    status, said = run(3, TROUBLE, "first", where, "2", shell=SHELL, limit=40)
+    status, said = run(3, f"ranks_trouble:first:{where}:2", shell=SHELL, limit=40)
     assert status != 0
     for rank in (0, 2):
         error = re.search(rf"rank {rank} after ([\d.]+) s: rank {rank} waited 2 s for", said)
@@ -178,7 +149,7 @@ def test_first_call_is_bounded(where: str) -> None:
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_rank_that_stops(exchange: str) -> None:
     """It is named when the time is out."""
-    status, said = run(3, TROUBLE, "trouble", "stopped", "3", exchange, shell=SHELL)
+    status, said = run(3, f"ranks_trouble:trouble:stopped:3:{exchange}", shell=SHELL)
     assert status != 0
     for rank in (0, 2):
         error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
@@ -189,7 +160,7 @@ def test_rank_that_stops(exchange: str) -> None:
 
 def test_ctrl_c_ends_all_ranks() -> None:
     with subprocess.Popen(
-        command(3, TROUBLE, "trouble", "everyone", "60", "auto"), stdout=subprocess.PIPE,
+        checking(3, "ranks_trouble:trouble:everyone:60:auto"), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True,
     ) as job:  # fmt: skip
         assert job.stdout is not None
@@ -220,9 +191,7 @@ def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
     # both ranks compile first
-    status, said = run(2, RANKS, "accuracy", "gpu", transport, exchange, limit=300)
-    assert status == 0, said
-    assert said.count("accuracy gpu") == 8
+    all_pass(2, f"ranks:accuracy:gpu:{transport}:{exchange}", limit=300)
 
 
 @pytest.mark.gpu
@@ -230,18 +199,14 @@ def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
 def test_options_on_gpus(ranks: int) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(ranks, OPTIONS, "9", "gpu", limit=300)
-    assert status == 0, said
-    assert said.count("options") == ranks
+    all_pass(ranks, "options_over_ranks:equal:9:gpu", "options_over_ranks:limits:gpu", limit=300)
 
 
 @pytest.mark.gpu
 def test_offload_to_gpus() -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(2, RANKS, "offload", "gpu", "auto")
-    assert status == 0, said
-    assert said.count("offload gpu") == 2
+    all_pass(2, "ranks:offload:gpu:auto")
 
 
 @pytest.mark.gpu
@@ -252,7 +217,7 @@ def test_offload_to_gpus() -> None:
 def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    status, said = run(2, TROUBLE, "trouble", what, "20", exchange, "gpu", shell=SHELL)
+    status, said = run(2, f"ranks_trouble:trouble:{what}:20:{exchange}:gpu", shell=SHELL)
     assert status != 0
     error = re.search(r"rank 0 after ([\d.]+) s: RankError: rank 1", said)
     assert error is not None, said

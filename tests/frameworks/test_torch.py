@@ -344,7 +344,7 @@ def test_training_follows_the_full_matrix() -> None:
     import runpy
     from pathlib import Path
 
-    script = Path(__file__).parents[2] / "benchmarks" / "parity.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "frameworks" / "parity.py"
     for row in runpy.run_path(str(script))["compare"](12, torch.float64):
         assert row["largest_gap"] < 1e-11, row["task"]
         assert row["curve"][-1] < 0.98 * row["curve"][0]  # it learns

@@ -121,9 +121,9 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], words: st
 
 @pytest.mark.extras
 def test_large_batch_benchmark(tmp_path: Path) -> None:
-    """benchmarks/large_batch.py at a CPU's size: trains, and says what the full matrix does."""
+    """large_batch.py at a CPU's size: trains, and says what the full matrix does."""
     pytest.importorskip("torch")
-    script = Path(__file__).parents[2] / "benchmarks" / "large_batch.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "frameworks" / "large_batch.py"
     output = tmp_path / "row.json"
     size = ["--rows", "500", "--dim", "16", "--steps", "4", "--device", "cpu"]
     done = subprocess.run(

@@ -9,9 +9,11 @@ import pytest
 from gpu_problems import ELEMENT, MISSING, PRODUCT
 from infonce.kernels import problem as problems
 from infonce.kernels.cpu import backend as cpu
+from infonce.kernels.solve import Solution
 from judge import LOSSES, arguments, judged, pairs
 
 import infonce
+from infonce import dispatch
 from infonce.checks import call as checks
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -223,6 +225,19 @@ def test_the_scale_alone_takes_one_fold(loss: str, place: str) -> None:
             assert np.isfinite(float(out.grads.scale))
     phases.discard("compiling kernels")
     assert phases == {"sigmoid loss" if loss == "siglip" else "log-sum-exp"}
+
+
+@pytest.mark.parametrize("scalar", ["scale", "bias"])
+def test_what_a_backend_leaves_out_is_no_nan(scalar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy makes NaN of None."""
+    solution = Solution(np.zeros(2), scale_grad=np.zeros(()), bias_grad=np.zeros(()))
+    setattr(solution, f"{scalar}_grad", None)
+    monkeypatch.setattr(dispatch, "_solve", lambda _: solution)
+    z = np.eye(2)
+    other = "bias" if scalar == "scale" else "scale"
+    assert getattr(infonce.siglip_loss_and_grad(z, z, wrt=other).grads, other) == 0
+    with pytest.raises(AssertionError):
+        infonce.siglip_loss_and_grad(z, z, wrt=scalar)
 
 
 def test_where_moments_pay() -> None:

@@ -1,20 +1,25 @@
-"""What mpiexec runs for tests/distributed/test_ranks.py: `python ranks.py WHAT [ARGUMENTS]` on
-every rank. The numbers that ranks get, against one process and against float64.
+"""What mpiexec runs on every rank for tests/distributed/test_ranks.py (`main`), and the numbers
+that ranks get, against one process and against float64.
 
 Rank 0 leads: hypothesis runs there, and every example is sent to all ranks, which report back.
 """
 
 import functools
+import importlib
 import itertools
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import judge
 import ml_dtypes
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from infonce.distributed import call as calls
 from infonce.distributed import cost
 from infonce.kernels.cpu.backend import CPU
 from infonce.kernels.problem import Problem
@@ -177,8 +182,9 @@ def follow(step: Any, case: Any) -> list[str | None]:
     return COMM.allgather(trouble)
 
 
-def watch_blocks() -> set[bool]:
-    """Values of `Problem.no_local_positives` from now on; checked to be true of the positives."""
+@contextmanager
+def watched_blocks() -> Iterator[set[bool]]:
+    """Values of `Problem.no_local_positives` meanwhile; checked to be true of the positives."""
     seen, start = set(), CPU.__init__
 
     def watched(self: CPU, problem: Problem, *gradients: Any) -> None:
@@ -186,20 +192,25 @@ def watch_blocks() -> set[bool]:
         seen.add(problem.no_local_positives)
         start(self, problem, *gradients)
 
-    CPU.__init__ = watched  # type: ignore[method-assign]
-    return seen
+    with patch.object(CPU, "__init__", watched):
+        yield seen
 
 
 def equal(examples: str) -> None:
     """Hypothesis on rank 0, every example on all ranks."""
-    seen = watch_blocks()
-    if RANK:
+    with watched_blocks() as seen:
+        if not RANK:
+            lead_examples(int(examples))
+            return
         while (case := COMM.bcast(None)) is not None:
             follow(compare, case)
         assert seen == {False, True}
-        return
 
-    @settings(max_examples=int(examples), derandomize=True, database=None, deadline=None,
+
+def lead_examples(examples: int) -> None:
+    """One of each loss and exchange, then hypothesis'."""
+
+    @settings(max_examples=examples, derandomize=True, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(case=cases)
     def property_holds(case: dict[str, Any]) -> None:
@@ -215,7 +226,6 @@ def equal(examples: str) -> None:
         property_holds()
     finally:
         COMM.bcast(None)
-    say("equal:", examples, "examples")
 
 
 def parameters() -> None:
@@ -233,7 +243,6 @@ def parameters() -> None:
         close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
         close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
         close(got.loss, want.loss, 1e-13, "loss")
-    say("parameters")
 
 
 def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) -> None:
@@ -320,14 +329,12 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
                 w = host(getattr(want.grads, field)).astype(float)[mine_of.get(field, ...)]
                 check(what, close, host(getattr(got.grads, field)), w, bound,
                       f"one process's d {field}", size)  # fmt: skip
-        say("accuracy", place, transport, exchange, dtype, "wrong so far:", len(wrong))
     assert not wrong, "\n".join(wrong)
 
 
 def offload(place: str, exchange: str) -> None:
     """Shards in host memory, computed on a device: a GPU, or what stands for one."""
     from host_device import Host, close, room
-    from infonce.distributed import call as calls
     from infonce.kernels.offload import backend as offloading
     from infonce.kernels.solve import Vectors
 
@@ -363,38 +370,16 @@ def offload(place: str, exchange: str) -> None:
         lse = tuple(map(of_rank, lse)) if isinstance(lse, tuple) else of_rank(lse)
         grads = type(want.grads)(*map(of_rank, want.grads))
         close(got, infonce.LossAndGrad(want.loss, grads, lse))
-    say("offload", place, exchange)
 
 
-def memory() -> None:
-    """No rank allocates more than the model says, nor a gather more than its buffers besides."""
-    import tracemalloc
-
-    from infonce.distributed import model
-
-    def peak(**options: Any) -> int:
-        for part in (slice(10), slice(None)):  # compiles first
-            given, into = [z[part] for z in sides], [z[part] for z in out]
-            tracemalloc.start()
-            distributed.clip_loss_and_grad(*given, scale=1.0, out=into, **options)
-            most = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        return most
-
-    rows, d, workspace, rng = 6000, 64, 2**21, np.random.default_rng(RANK)
-    sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
-    out = [np.empty_like(z) for z in sides]
-    ring, most = peak(workspace=workspace), model.memory(rows, d, workspace)
-    whole = rows * d * (2 * model.ITEM + 3 * model.DK)
-    assert 0.5 * most < ring < most < whole + workspace, (ring, most, whole)
-
-    buffers = cost.gather_bytes([rows] * SIZE, d * model.ITEM + 24, d * model.DK)
-    gather = peak(exchange="gather", workspace=2 * buffers)
-    # the workspace, buffers, dQ and a block's share of it, vectors
-    most = 3 * buffers + 2 * rows * d * model.DK + model.VECTORS * rows * SIZE
-    assert buffers < gather < most, (gather, buffers, most)
-    say("memory", ring, gather)
-
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+def main() -> None:
+    """Checks one after the other, each `MODULE:FUNCTION:ARGUMENT:...`."""
+    for check in sys.argv[1:]:
+        module, function, *arguments = check.split(":")
+        # which checks set
+        with (
+            patch.object(cost, "CHUNK", cost.CHUNK),
+            patch.object(calls, "_backend", calls._backend),
+        ):
+            getattr(importlib.import_module(module), function)(*arguments)
+        say("passed", check)

@@ -1,5 +1,5 @@
-"""What mpiexec runs for tests/distributed/test_ranks.py: `python ranks_trouble.py WHAT [ARGUMENTS]`
-on every rank. Numbers at the ends of their range, calls that are bad or differ, ranks that end."""
+"""What ranks do in tests/distributed/test_ranks.py (`ranks.main`): numbers at the ends of their
+range, memory, calls that are bad or differ, ranks that end."""
 
 import importlib
 import itertools
@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
-import pytest
+from infonce.distributed import cost, model
 from ranks import COMM, RANK, SIZE, compare, follow, say, shards
 
 import infonce
@@ -42,7 +43,6 @@ def not_finite() -> None:
     for case in itertools.product(losses, range(0, n, 5)):
         troubles = follow(check, case)
         assert not any(troubles), troubles
-    say("not finite")
 
 
 def ends() -> None:
@@ -69,7 +69,32 @@ def ends() -> None:
                     getattr(distributed, f"{loss}_loss_and_grad")(
                         *local, scale=scale, grad_out=1e300, grad_dtype=np.float16, timeout=60
                     )
-    say("ends")
+
+
+def memory() -> None:
+    """No rank allocates more than the model says, nor a gather more than its buffers besides."""
+
+    def peak(**options: Any) -> int:
+        for part in (slice(10), slice(None)):  # compiles first
+            given, into = [z[part] for z in sides], [z[part] for z in out]
+            tracemalloc.start()
+            distributed.clip_loss_and_grad(*given, scale=1.0, out=into, **options)
+            most = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        return most
+
+    rows, d, workspace, rng = 6000, 64, 2**21, np.random.default_rng(RANK)
+    sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
+    out = [np.empty_like(z) for z in sides]
+    ring, most = peak(workspace=workspace), model.memory(rows, d, workspace)
+    whole = rows * d * (2 * model.ITEM + 3 * model.DK)
+    assert 0.5 * most < ring < most < whole + workspace, (ring, most, whole)
+
+    buffers = cost.gather_bytes([rows] * SIZE, d * model.ITEM + 24, d * model.DK)
+    gather = peak(exchange="gather", workspace=2 * buffers)
+    # the workspace, buffers, dQ and a block's share of it, vectors
+    most = 3 * buffers + 2 * rows * d * model.DK + model.VECTORS * rows * SIZE
+    assert buffers < gather < most, (gather, buffers, most)
 
 
 def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
@@ -183,10 +208,11 @@ def mismatch() -> None:
         compare({"loss": "clip", "n": 9, "d": 3, "extra": 0, "seed": 1, "scale": 1.0,
                  "aligned": 0.0, "normalize": False, "ids": False, "labelled": False,
                  "reduction": "mean", "dtype": "float64"})  # fmt: skip
+    import pytest  # which the ranks of the other functions need not wait for
+
     for timeout in (0, -1, "soon", True):
         with pytest.raises(ValueError, match="timeout"):
             distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, timeout=timeout)
-    say("mismatch")
 
 
 def first(where: str, timeout: str) -> None:
@@ -270,7 +296,3 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
                 say(f"rank {RANK} then: {second}")
             raise
         say("rank", RANK, "call", calls)
-
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])

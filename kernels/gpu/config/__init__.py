@@ -16,7 +16,7 @@ from .precision import (
     sweep_truncation_bias,
     truncation_bias,
 )
-from .sweep import SWEEP_PRECISIONS, Schedule, Sweep, defines, in_registers, sweep_for
+from .sweep import STRIP, SWEEP_PRECISIONS, Schedule, Sweep, defines, in_registers, sweep_for
 from .tile import BLOCK_M, Tile, tile_for
 from .workspace import (
     Blocking,
@@ -38,6 +38,7 @@ __all__ = [
     "LONGEST_SUM",
     "OPERAND_BYTES",
     "OPERAND_PARTS",
+    "STRIP",
     "SWEEP_PRECISIONS",
     "Blocking",
     "Device",

@@ -10,6 +10,7 @@ from .precision import K_SLICE, OPERAND_PARTS, Device
 from .tile import BLOCK_M
 
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
+STRIP = 16  # rows of a gradient panel that a warp has: kernels/cuda/sm90/sweep/panel.cuh
 MAX_ROUNDS = 8  # segments that a worker gets where panels are cut into segments
 # Segments of a panel whose rows do not stay in shared memory. The least of them are in work at the
 # same time, for a few panels: their rows and keys stay in the L2 cache
@@ -113,11 +114,6 @@ class Sweep:
     def query_box(self) -> int:
         """Rows of a TMA box of queries."""
         return min(self.panel_rows, BLOCK_M)
-
-    @property
-    def key_box(self) -> int:
-        """Rows of a TMA box of keys."""
-        return BLOCK_M
 
     @property
     def cluster(self) -> int:

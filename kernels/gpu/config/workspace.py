@@ -20,7 +20,7 @@ from .precision import (
     padded,
     product_width,
 )
-from .sweep import Sweep
+from .sweep import STRIP, Sweep
 from .tile import BLOCK_M, Tile
 
 # Columns whose exponentials are kept, at least, or all: blocks have all rows then, and with fewer
@@ -99,7 +99,7 @@ class Needs:
     def kept(self, rows: int, columns: int, d: int) -> int:
         """Bytes for the exponentials of rows x columns logits, in a gradient panel, and for what
         they are relative to."""
-        references = -(-rows // 16) * -(-columns // BLOCK_M) * 4
+        references = -(-rows // STRIP) * -(-columns // BLOCK_M) * 4
         return self.panel(rows, columns, d) + references
 
 

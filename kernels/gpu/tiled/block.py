@@ -68,7 +68,7 @@ class BlockLauncher:
             f"sm90/{kernel}.cu", kernel, sweep.blocks(q.rows, k.rows, triangle), sweep.threads,
             {
                 "q": self.operand_map(q, context.query, sweep.query_box),
-                "k": self.operand_map(k, context.key, sweep.key_box),
+                "k": self.operand_map(k, context.key, config.BLOCK_M),
                 "block": self.block_fields(rows, columns, triangle),
                 "segments": segments or sweep.segments(q.rows, k.rows, triangle), **arguments,
             },

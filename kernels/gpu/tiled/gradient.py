@@ -17,7 +17,7 @@ from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
 from .context import Context
 from .fold import Fold
-from .operands import NO_PANEL, STRIP, Accumulator, Kept, Operand, Panel
+from .operands import NO_PANEL, Accumulator, Kept, Operand, Panel
 
 # Gradient panels are written in units that bring their largest element near this, as float16
 # overflows at 65504. (A quarter of it: factors of normalised rows are below 2 each)
@@ -349,7 +349,7 @@ class SoftmaxFold(GradientFold):
     def from_kept(self, kept: Kept, rows: slice, columns: slice, factors: Fields) -> None:
         """The panel of exponentials becomes the gradient panel, but for query panels that are
         wanted anew."""
-        strips, n = -(-self.q.rows // STRIP), self.k.rows
+        strips, n = -(-self.q.rows // config.STRIP), self.k.rows
         self.launcher.launch(
             "sm90/kept_gradient.cu", "kept_gradient", strips * -(-n // KEPT_COLUMNS), KEPT_THREADS,
             {

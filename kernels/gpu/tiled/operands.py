@@ -20,9 +20,6 @@ DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bflo
           "fp16": "float16"}  # fmt: skip
 
 
-STRIP = 16  # rows of a panel that a warp has: kernels/cuda/sm90/sweep/panel.cuh
-
-
 class Scratch:
     """The workspace of a call: one allocation, which each fold divides anew. Its `Context` owns it;
     it goes back to CuPy's pool with the context, after an error too."""
@@ -187,7 +184,7 @@ class Panel:
     def map(self, queue: Queue, rows: int) -> Any:
         """Tensor map of `rows` rows, which a sweep stores in strips of 16."""
         width, stride = (self.stride - self.first) * self.item, self.stride * self.item
-        return queue.tensor_map(self.data, rows, width, stride, STRIP, self.precision)
+        return queue.tensor_map(self.data, rows, width, stride, config.STRIP, self.precision)
 
 
 NO_PANEL: Fields = {
@@ -205,7 +202,7 @@ class Kept:
     ) -> None:
         self.panel, self.columns = panel, columns
         self.tiles = -(-columns // config.BLOCK_M)
-        self.references = scratch.keep((-(-rows // STRIP), self.tiles), np.float32)
+        self.references = scratch.keep((-(-rows // config.STRIP), self.tiles), np.float32)
         self.anew = queue.zeros(-(-rows // config.BLOCK_M), np.int32)
 
     def has(self, columns: slice) -> bool:

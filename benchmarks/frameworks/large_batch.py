@@ -1,7 +1,7 @@
 """Train CLIP on a batch whose full matrix does not fit: encoders by chunks (infonce.grad_cache).
 
-    python benchmarks/large_batch.py [--rows 262144] [--dim 512] [--steps 10] [--device cuda]
-        [--output benchmarks/results/large_batch.json]
+    python benchmarks/frameworks/large_batch.py [--rows 262144] [--dim 512] [--steps 10]
+        [--device cuda] [--output benchmarks/results/large_batch.json]
 
 Two small encoders learn to bring noisy views of the same random vector together. Afterwards the
 same step is tried with the full matrix, and what becomes of that is recorded too.

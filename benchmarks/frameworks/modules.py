@@ -1,6 +1,6 @@
 """What the PyTorch modules cost over the same calls on CuPy arrays, on a GPU.
 
-    python benchmarks/frameworks.py [--output benchmarks/results/torch.json]
+    python benchmarks/frameworks/modules.py [--output benchmarks/results/torch.json]
 
 Small batches: wall time of loss and backward pass with a synchronisation after it, and in a loop;
 of the CuPy call alone, and as it stands in a training step: autograd takes the gradient from there.

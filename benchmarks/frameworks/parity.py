@@ -1,6 +1,6 @@
 """The same training with a framework's full matrix and with this library: do the curves overlap?
 
-    python benchmarks/parity.py [--steps 150] [--output benchmarks/results/parity.json]
+    python benchmarks/frameworks/parity.py [--steps 150] [--output benchmarks/results/parity.json]
 
 In float64 the curves agree to rounding. In float32 they do so at first; then the rounding of any
 one loss is amplified by training, as that of another order of summation would be.

@@ -1,6 +1,6 @@
 """The loss of a training step by other projects' own losses, and by those in their place, on a GPU.
 
-    python benchmarks/clients/steps.py [--output benchmarks/results/clients.json]
+    python benchmarks/frameworks/clients.py [--output benchmarks/results/clients.json]
 
 Embeddings are given: what is measured is the loss with its gradients, alone. Median milliseconds
 between events, peak memory of PyTorch and CuPy beyond embeddings and their gradients, and by how
