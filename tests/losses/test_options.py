@@ -359,6 +359,14 @@ def test_a_value_that_is_not_finite_makes_the_loss_nan(name: str) -> None:
             assert np.isnan(loss)
 
 
+def test_sup_con_of_six_directions() -> None:
+    """The inputs of a public test, by angle; the row alone in its class is left out."""
+    angles = np.radians([0, 10, 20, 50, 60, 80])
+    z = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    loss = infonce.sup_con_loss(z, np.array([0, 0, 0, 1, 1, 2]), temperature=0.1)
+    np.testing.assert_allclose(loss, 0.720060, rtol=0, atol=5e-7)
+
+
 def test_two_queries_whose_logits_are_known() -> None:
     """Logits (3, 0) and (4, 0), the diagonal positive: softplus(-3) + softplus(4)."""
     query, key = np.array([[3.0], [4.0]]), np.array([[1.0], [0.0]])

@@ -210,6 +210,14 @@ def test_two_queries_whose_logits_are_known():
     assert_close(result.loss, 4.066737, rtol=0, atol=5e-7)
 
 
+def test_sup_con_of_six_directions():
+    """The inputs of a public test, by angle; the row alone in its class is left out."""
+    angles = np.radians([0, 10, 20, 50, 60, 80])
+    z = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    result = reference.sup_con(z, [0, 0, 0, 1, 1, 2], scale=10.0)
+    assert_close(result.loss, 0.720060, rtol=0, atol=5e-7)
+
+
 @pytest.mark.extras
 def test_clip_of_torch_normal_features():
     """The inputs of a public test of CLIP's loss in PyTorch, which gives the two numbers."""
