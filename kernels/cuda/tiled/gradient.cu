@@ -93,6 +93,7 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
     exclude(x, shared, block, tile, p);
+    if (LIMITS) __syncwarp();  // else what rows and columns have is read once for all below, short of registers
     differentiate(x, f, shared, c, one_exponential, p);
     at_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
     apply_factors(x, shared, p);
