@@ -19,10 +19,14 @@ struct Gradient : OfLogits {
   __device__ __forceinline__ void write(float (&x)[64], int t) {
     const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
     float4 v = of_slice(consumer.v, 0);
+    SliceColumns columns(consumer.columns, 0, lane);
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-      values<ONE>(x, s, v, ONE ? make_float4(0, 0, 0, 0) : references(t, s));
-      if (s + 1 < SLICES) v = of_slice(consumer.v, s + 1);  // ahead of the stores, which take long
+      values<ONE>(x, s, v, columns, ONE ? make_float4(0, 0, 0, 0) : references(t, s));
+      if (s + 1 < SLICES) {  // ahead of the stores, which take long
+        v = of_slice(consumer.v, s + 1);
+        columns = SliceColumns(consumer.columns, s + 1, lane);
+      }
       out.store(x, s, row, t * TILE_COLUMNS, b, lane);
     }
   }

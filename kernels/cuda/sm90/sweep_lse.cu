@@ -229,28 +229,29 @@ struct Lse {
   template <bool OWN>
   __device__ __forceinline__ bool sums(const float (&x)[64], int t, const float (&shift)[2],
                                        const float* weight, float top, Partial (&of_tile)[2]) {
-    bool good = true;
+    bool good = true, small[SLICES / 2];
     const TileColumns of_tile_columns{x, rows, consumer.columns, lane, c};
 #if KEEP
     u32 words[PIECE / 4 * PARTS];
 #endif
+    SliceColumns columns(consumer.columns, 0, lane);
 #pragma unroll
     for (int s = 0; s < SLICES / 2; ++s) {  // 32 columns
       float eight[8], moments[8];
-      SliceColumns columns(consumer.columns, 2 * s, lane);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const int i = 16 * s + k / 2 * 4 + k % 2;
         if (k == 4) columns = SliceColumns(consumer.columns, 2 * s + 1, lane);
         const float y0 = biased(x[i], i, rows, columns), y1 = biased(x[i + 2], i + 2, rows, columns);
         const float e0 = exp2_(fmaf(y0, c, -shift[0])), e1 = exp2_(fmaf(y1, c, -shift[1]));
-        const float row0 = in_row(x[i], i, rows) ? e0 : 0, row1 = in_row(x[i + 2], i + 2, rows) ? e1 : 0;
-        const float column0 = in_column(x[i], i, columns) ? e0 : 0;
-        const float column1 = in_column(x[i + 2], i + 2, columns) ? e1 : 0;
-        of_tile[0].sum += row0;
-        of_tile[1].sum += row1;
-        if (COLUMNS) eight[k] = OWN ? fmaf(column0, weight[0], column1 * weight[1]) : column0 + column1;
+        add_to_row(of_tile[0].sum, e0, x[i], i, rows);
+        add_to_row(of_tile[1].sum, e1, x[i + 2], i + 2, rows);
+        if (COLUMNS)
+          eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : sum_of_column(e0, e1, x[i], x[i + 2], i, columns);
         if (MOMENTS) {
+          const float row0 = in_row(x[i], i, rows) ? e0 : 0, row1 = in_row(x[i + 2], i + 2, rows) ? e1 : 0;
+          const float column0 = in_column(x[i], i, columns) ? e0 : 0;
+          const float column1 = in_column(x[i + 2], i + 2, columns) ? e1 : 0;
           of_tile[0].moment = fmaf(row0, x[i], of_tile[0].moment);
           of_tile[1].moment = fmaf(row1, x[i + 2], of_tile[1].moment);
           const float w0 = OWN ? column0 * weight[0] : column0, w1 = OWN ? column1 * weight[1] : column1;
@@ -275,12 +276,16 @@ struct Lse {
       if (32 * (s + 1) % PIECE == 0)
         out->store_piece(words, first_row(), t * TILE_COLUMNS + 32 * (s + 1) - PIECE, lane);
 #endif
+      // Ahead of the writes of sums, which reads of shared memory cannot pass
+      if (s + 1 < SLICES / 2) columns = SliceColumns(consumer.columns, 2 * s + 2, lane);
       if (!COLUMNS) continue;
       Partial of_columns = {top, join_columns(eight, lane.lane, Plus()), 0};
       if (MOMENTS) of_columns.moment = join_columns(moments, lane.lane, Plus());
 #if LIMITS == 2
-      if (OWN) of_columns = of_tile_columns.own_sums(s);  // rows' reference exponents are no bounds of what columns have
-      else good = of_tile_columns.fit(of_columns, s) && good;
+      // Rows' reference exponents are no bounds of what columns have
+      if (OWN) of_columns = of_tile_columns.own_sums(s);
+      if (of_columns.sum > MAX_TILE_SUM || (MOMENTS && fabsf(of_columns.moment) > MAX_TILE_MOMENT)) good = false;
+      small[s] = of_columns.sum < MIN_EXACT_SUM;
 #else
       if (of_columns.sum < MIN_EXACT_SUM) good = false;
       if (OWN && __any_sync(ALL_LANES, of_columns.sum < MIN_EXACT_SUM)) of_columns = of_tile_columns.own_sums(s);
@@ -288,6 +293,13 @@ struct Lse {
       if (KEEPS_OWN_STRIP && s == lane.warp) of_strip = of_columns;
       else group.strips.of(s, s ^ lane.warp).set(lane.lane, of_columns);
     }
+#if LIMITS == 2
+    // A column of which the strip has no pair is exact
+    if (COLUMNS && !OWN && __any_sync(ALL_LANES, small[0] | small[1] | small[2] | small[3]))
+#pragma unroll
+      for (int s = 0; s < SLICES / 2; ++s)
+        if (of_tile_columns.largest(s) != LOW && small[s]) good = false;
+#endif
     return good;
   }
 
@@ -313,7 +325,8 @@ struct Lse {
           of_column.moment += (strip[0].moment + strip[1].moment) + (strip[2].moment + strip[3].moment);
       } else
 #pragma unroll
-        for (int w = 0; w < 4; ++w) of_column.add(strip[w]);
+        for (int w = 0; w < 4; ++w)
+          if (!(LIMITS == 2 && strip[w].sum == 0)) of_column.add(strip[w]);
       column_partials.set(t * TILE_COLUMNS, of_column);
     }
   }

@@ -31,7 +31,8 @@ struct Narrow : OfLogits {
   __device__ __forceinline__ void round(float (&x)[64], int t) {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-      values<ONE>(x, s, of_slice(consumer.v, s), ONE ? make_float4(0, 0, 0, 0) : references(t, s));
+      values<ONE>(x, s, of_slice(consumer.v, s), SliceColumns(consumer.columns, s, lane),
+                  ONE ? make_float4(0, 0, 0, 0) : references(t, s));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #if IS_FLOAT16

@@ -1,5 +1,4 @@
-// Columns' sums of a tile: whether the strip's reference exponent serves for them, and sums against reference
-// exponents of their own.
+// Columns' sums of a tile against reference exponents of their own.
 #pragma once
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/partial.cuh"
@@ -38,18 +37,6 @@ struct TileColumns {
       v[k] = fmaxf(get(i), get(i + 2));
     }
     return or_low(join_columns(v, lane.lane, Larger()));
-  }
-
-  // Whether the strip's reference exponent serves for the sums of 32 columns (LIMITS). Those of nothing become
-  // empty.
-  __device__ __forceinline__ bool fit(Partial& sums, int s) const {
-    bool small = sums.sum < MIN_EXACT_SUM;
-    if (__any_sync(ALL_LANES, small) && largest(s) == LOW) {
-      sums = Partial::empty();
-      small = false;
-    }
-    const bool large = sums.sum > MAX_TILE_SUM || (MOMENTS && fabsf(sums.moment) > MAX_TILE_MOMENT);
-    return !small && !large;
   }
 
   // Sums of 32 columns, each with a reference exponent of its own.

@@ -68,9 +68,8 @@ struct OfLogits {
 
   // x = P.
   template <bool ONE>
-  __device__ __forceinline__ void values(float (&x)[64], int s, const float4& vs,
+  __device__ __forceinline__ void values(float (&x)[64], int s, const float4& vs, const SliceColumns& columns,
                                          const float4& owns) {
-    const SliceColumns columns(consumer.columns, s, lane);
 #pragma unroll
     for (int j = 2 * s; j < 2 * s + 2; ++j) {
       const float2 v = j % 2 ? make_float2(vs.z, vs.w) : make_float2(vs.x, vs.y);

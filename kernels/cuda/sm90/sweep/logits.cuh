@@ -135,6 +135,34 @@ __device__ __forceinline__ float biased(float x, int i, const Rows& rows, const 
 #endif
 }
 
+// sum += e, unless x is above the limit.
+__device__ __forceinline__ void add_up_to(float& sum, float e, float x, float limit) {
+  // One instruction after the comparison. The compiler would choose e or 0, and add that
+  asm("{ .reg .pred in; setp.leu.ftz.f32 in, %2, %3; @in add.ftz.f32 %0, %0, %1; }"
+      : "+f"(sum) : "f"(e), "f"(x), "f"(limit));
+}
+// sum += e, if the softmax of the row has x[i].
+__device__ __forceinline__ void add_to_row(float& sum, float e, float x, int i, const Rows& rows) {
+#if LIMITS == 2
+  add_up_to(sum, e, x, rows.limit[i / 2 % 2]);
+#else
+  sum += e;
+#endif
+}
+// What the softmax of their column has of two pairs: e0 of x0 = x[i], e1 of x1 eight rows below.
+__device__ __forceinline__ float sum_of_column(float e0, float e1, float x0, float x1, int i,
+                                               const SliceColumns& columns) {
+#if LIMITS == 2
+  const float limit = columns.limit[i / 4 % 2 * 2 + i % 2];
+  float sum = 0;
+  add_up_to(sum, e0, x0, limit);
+  add_up_to(sum, e1, x1, limit);
+  return sum;
+#else
+  return e0 + e1;
+#endif
+}
+
 // The largest of this thread's products in the first or the second of its rows, with biases; LOW if the row's
 // softmax has none of them.
 __device__ __forceinline__ float largest(const float (&x)[64], int h, const Rows& rows, const Columns& columns,
