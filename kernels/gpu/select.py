@@ -29,7 +29,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     given = problem
-    problem = without_weights(problem)
+    problem = without_weights(problem, in_kernels(problem))
     if problem.method == "fused":
         gpu_fused.require(problem)
     if problem.method == "naive" or (problem.method == "fused" and not problem.plain):
@@ -82,9 +82,10 @@ def planned(problem: Problem) -> bool:
     return problem.progress is None and in_kernels(problem)
 
 
-def without_weights(problem: Problem) -> Problem:
-    """The problem as kernels take it: they find weights in `upstream`."""
-    if problem.weights is None or not in_kernels(problem):
+def without_weights(problem: Problem, by_kernels: bool) -> Problem:
+    """The problem as kernels take it, if losses follow by kernels: they find weights in
+    `upstream`."""
+    if problem.weights is None or not by_kernels:
         return problem
     return problems.fast_replace(problem, weights=None)
 

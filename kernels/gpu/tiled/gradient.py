@@ -303,7 +303,7 @@ class SoftmaxFold(GradientFold):
                     sources[f"{name}_reference"] = reference + own
         # dL/dx at a positive bounds its row's panel elements, unless it is one of several, or there
         # are linear terms
-        one = not problem.linear_terms and problem.set_size == 1
+        one = not epilogue.linear and problem.set_size == 1
         self.find_ranges(m, n, by_factor=not one, **sources)
         self.positive_gradient = sources["positive_gradient"]
         if epilogue.linear:
