@@ -93,13 +93,16 @@ def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool)
         terms = u if weight is None else weight[:, None] * u
         np.add.at(want, place[here], terms[here])
         np.add.at(size, place[here], abs(terms[here]))
-        found = sums[0].get().astype(np.float64)
-        used = np.unique(place[here])
+        used, found = np.unique(place[here]), np.zeros_like(want)  # other places hold any bits
+        found[used] = sums[0].get()[used]
         assert (abs(found - want)[used] <= bound * size[used]).all()
         assert bool((sums[0] == sums[1])[cupy.asarray(used)].all())  # bit for bit
     products = rows.products(segments.rows, sums[0], 1.0).get()
     of_rows = found[np.maximum(place, 0)] - u
-    np.testing.assert_allclose(products, here * (u * of_rows).sum(axis=1), rtol=1e-9, atol=1e-9)
+    # a row's factor of its normalisation is rounded to the precision of sums: it comes in twice
+    rounding = 1e-13 if dtype == "float64" else 2.0**-22
+    error = abs(products - here * (u * of_rows).sum(axis=1))
+    assert (error <= rounding * (abs(u) * (abs(of_rows) + abs(u))).sum(axis=1)).all()
 
 
 @pytest.mark.parametrize("n", [1, 100, 5000])
@@ -124,7 +127,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "gte smoothed": ("gte", SMOOTHED | {"weights": True}),
     "clip smoothed": ("clip", SMOOTHED),
     "info_nce smoothed": ("info_nce", SMOOTHED),
-    "weights": ("clip", {"weights": True}),
+    "weights": ("clip", {"weights": True, "method": "tiled"}),
 }
 
 
