@@ -16,8 +16,9 @@ from .device.launches import Queue
 from .labels import order_of
 from .tiled.operands import Side
 
-LANE_FEATURES, THREADS = 8, 256
-PIECE_ROWS, JOIN_FEATURES = 64, 64  # of linear.cu
+# of linear.cu; small blocks spread few rows over more multiprocessors
+LANE_FEATURES, PIECE_ROWS, PIECE_THREADS = 8, 64, 64
+JOIN_FEATURES, JOIN_THREADS = 64, 256
 
 
 class Rows:
@@ -56,13 +57,14 @@ class Rows:
         segments, places = {"segment": segment, "order": order}, -(-n // PIECE_ROWS)
         pieces = cupy.empty((places, 2, d))
         self.launcher.launch(
-            "linear.cu", "segment_pieces", -(-places * -(-d // LANE_FEATURES) // THREADS), THREADS,
+            "linear.cu", "segment_pieces",
+            -(-places * -(-d // LANE_FEATURES) // PIECE_THREADS), PIECE_THREADS,
             {"rows": self.fields(), "n": n, "d": d, "segments": segments, "weight": factor,
              "out": out, "pieces": pieces},
         )  # fmt: skip
         if places > 1:
             self.launcher.launch(
-                "linear.cu", "join_pieces", places * -(-d // JOIN_FEATURES), THREADS,
+                "linear.cu", "join_pieces", places * -(-d // JOIN_FEATURES), JOIN_THREADS,
                 {"n": n, "d": d, "segments": segments, "pieces": pieces, "out": out},
             )  # fmt: skip
         return out
