@@ -19,6 +19,7 @@ from . import softmax, validation
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
+ALIGNMENT = 256  # bytes, of arrays that libraries make on a GPU
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -354,16 +355,18 @@ def _joined(
     xp: Any, loss: Loss, static: _StaticChecks, outs: dict[str, Array], shape: tuple[int, int]
 ) -> tuple[Array, Array | None, dict[str, Array]]:
     """Memory for the gradients of queries and keys, one below the other; the same, if `outs` are to
-    get its halves, else None; and `outs`, which are these halves if none are given."""
+    get its halves, else None; and `outs`, which are these halves if none are given, and if they
+    begin where arrays of other libraries do."""
     new = static.new if not outs else {name: (z.shape, z.dtype) for name, z in outs.items()}
-    dtypes = {dtype for _, dtype in new.values()}
+    dtypes = {wanted for _, wanted in new.values()}
     dtype = DOUBLE if static.compute == "fp64" else SINGLE
     if xp is not np and len(dtypes) == 1:  # on a CPU, gradients are summed in their destination
         dtype = dtypes.pop()
     rows = xp.empty(shape, dtype)
     half = shape[0] // 2
     halves = dict(zip(loss.arguments, (rows[:half], rows[half:]), strict=True))
-    if not outs and all(halves[name].dtype == dtype for name, (_, dtype) in new.items()):
+    alike = all(wanted == dtype for _, wanted in new.values())
+    if not outs and alike and rows[:half].nbytes % ALIGNMENT == 0:
         return rows, None, {name: halves[name] for name in new}
     return rows, rows, outs or {name: xp.ndarray(*like) for name, like in new.items()}
 
