@@ -225,7 +225,7 @@ class _Call:
 
             from . import planned
 
-            problem = select.without_weights(problem)
+            problem = select.without_weights(problem, problem.by_row)
             solution = planned.solution(
                 self.exchange, problem, gradients, queries, keys, self.ranks, self.transport
             )  # fmt: skip

@@ -11,8 +11,8 @@ the sums of both; those of the keys go to their owner.
 
 Memory, beyond shards and gradients, is one and a half times the workspace, of which the exchange
 takes a third, and dQ in float32 where gradients have 16 bits. (Without a given workspace, a gather
-takes up to a 32nd of a GPU's memory.) Linear terms take up to 4 D numbers in float64 for each
-segment of this rank's rows.
+takes up to a 32nd of a GPU's memory.) Linear terms take up to 4 D numbers in float64 (on a GPU, in
+the precision of sums) for each segment of this rank's rows.
 """
 
 from __future__ import annotations

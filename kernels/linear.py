@@ -22,10 +22,15 @@ from .targets import Smoothing
 class Segments:
     """Which keys belong to which rows: those of the same segment."""
 
-    rows: Array  # [M] int64, in [0, count); ids of any value where there is no `count`
+    # [M] int64, in [0, count), or -1 for none; ids of any value where there is no `count`. None:
+    rows: Array  # all are in one segment
     columns: Array  # [N]
     count: int | None = None
-    _numbered: Segments | None = field(default=None, init=False, repr=False)
+    order: Array = None  # [N] of a symmetric problem: rows, those of a segment one after another
+    _numbered: Segments | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._numbered = None
 
     def numbered(self, xp: Any) -> Segments:
         """The same with a `count`: a segment for each id of rows, and one for all other keys."""
@@ -49,6 +54,14 @@ class Segments:
         number = xp.bincount(found.columns, minlength=found.count)
         indices = xp.bincount(found.columns, index, found.count)
         return number[found.rows], indices[found.rows].astype(index.dtype)
+
+
+@dataclass
+class Classes(Segments):
+    """Segments that are classes. On a GPU their number is not known, and they are not counted."""
+
+    in_sums: Segments | None = None  # those classes that are no pairs: `order` is given
+    others: Array = None  # [N] number of other rows in such a class, else 0
 
 
 def partners(
@@ -83,13 +96,18 @@ class LinearTerm:
     segments: Segments
     row_factor: Array  # [M]
     column_factor: Array | None = None  # [N]
+    query_sums: Array | None = None  # of the rows of each segment, where they are known already
+    key_sums: Array | None = None
 
 
 class Rows(Protocol):
     """The rows u_i of one side, as the folds see them."""
 
-    def sums(self, segment: Array, count: int, factor: Array | None = None) -> Array:
-        """[count, D] float64: the sum of factor_i u_i over the rows of each segment."""
+    def sums(
+        self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
+    ) -> Array:
+        """[count, D]: the sum of factor_i u_i over the rows of each segment. `order`: as
+        `Segments.order`; then segments without rows have any sum."""
         ...
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
@@ -101,6 +119,8 @@ class LinearGradient:
     """The gradient of a term by the rows of one side:
 
     -dL/du_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i]
+
+    Without factors, or sums of the other side weighted by its factors, these are None.
     """
 
     def __init__(
@@ -108,24 +128,27 @@ class LinearGradient:
     ) -> None:
         segments = term.segments.numbered(xp)
         assert segments.count is not None
-        mine, others, rows = segments.rows, segments.columns, key
+        mine, others, rows, known = segments.rows, segments.columns, key, term.key_sums
         factor, their_factor = term.row_factor, term.column_factor
         if of_keys:
-            mine, others, rows = others, mine, query
+            mine, others, rows, known = others, mine, query, term.query_sums
             factor, their_factor = their_factor, factor
         elif symmetric:
             their_factor = factor
-        self.segment, self.itself = mine, 2.0 * symmetric
-        self.factor = 0.0 * mine if factor is None else factor
-        self.sums = rows.sums(others, segments.count)
-        self.weighted = 0.0 * self.sums
+        self.segment, self.itself, self.factor = mine, 2.0 * symmetric, factor
+        of = others, segments.count
+        self.sums = self.weighted = None
+        if factor is not None:
+            self.sums = rows.sums(*of, order=segments.order) if known is None else known
         if their_factor is not None:
-            self.weighted = rows.sums(others, segments.count, their_factor)
+            self.weighted = rows.sums(*of, their_factor, segments.order)
 
     def part(self, rows: slice) -> LinearGradient:
         """That of some rows."""
         part = copy(self)
-        part.segment, part.factor = self.segment[rows], self.factor[rows]
+        part.segment, part.factor = (
+            None if vector is None else vector[rows] for vector in (self.segment, self.factor)
+        )
         return part
 
 

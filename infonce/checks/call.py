@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..arrays import gpu_missing, namespace, native, on_gpu
-from ..kernels.linear import partners
 from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import softmax, validation
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
+ALIGNMENT = 256  # bytes, of arrays that libraries make on a GPU
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -46,7 +46,7 @@ class Request:
     metrics: bool
     return_logits: bool
     offload: bool  # host arrays, computed on a GPU
-    joined: Array = None  # of a joint loss: the gradients of all rows
+    joined: Array = None  # of a joint loss: the gradients of all rows, if they are to be copied
 
 
 @dataclass(eq=False)
@@ -129,13 +129,12 @@ def check(
     if ids is not None:
         row_ids, column_ids = validation.ids(xp, loss, ids, len(query), len(key))
     if loss.classes:
-        own = static.batch.first + xp.arange(len(query))
-        classes = validation.classes(xp, labels, own)
-        decoupled = bool(get("decoupled"))
+        decoupled, whole = bool(get("decoupled")), batch is None  # else classes have rows elsewhere
+        classes, positives, has_positive = validation.classes(
+            xp, labels, len(query), decoupled, static.batch.first, whole
+        )
         if decoupled:  # positives are no part of the sums
             row_ids = column_ids = classes.rows
-        if batch is None:  # over ranks, classes have rows on others
-            positives, has_positive = partners(xp, classes.members(xp, own), own, decoupled)
     elif labelled:
         positives, marks, has_positive = validation.positives(
             xp, labels, len(query), static.batch.columns, none_or_sets=not loss.symmetric
@@ -174,13 +173,13 @@ def check(
     given_out: dict[str, Array] = {}
     if grad_buffers is not None:
         outs, given_out = {name: native(z) for name, z in grad_buffers.items()}, grad_buffers
-    elif with_grad:
+    elif with_grad and not (loss.joint and out is None):
         outs, given_out = _out(xp, loss, arrays, out, static)
     gradients = joined = None
     want_query, want_key = static.want_query, static.want_key
-    if loss.joint and outs:
-        joined = xp.empty(query.shape, DOUBLE if static.compute == "fp64" else SINGLE)
-        gradients = Gradients(joined, want_key=False)
+    if loss.joint and static.new:
+        rows, joined, outs = _joined(xp, loss, static, outs, query.shape)
+        gradients = Gradients(rows, want_key=False)
     elif want_query or want_key:
         of_query, of_key = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
@@ -255,9 +254,8 @@ def _check_static(
         )
     of_softmax = softmax.options(loss, o)
     softmax.require_loss(loss, elsewhere)
-    of_steps = o["margin"] != 0 if on_cpu else bool(loss.classes or loss.joint)
-    if not on_cpu:  # `false_negative_margin` leaves out pairs of dL/dx
-        of_steps = of_steps or any(name != "false_negative_margin" for name, _ in of_softmax)
+    linear = loss.classes or o["label_smoothing"] != 0
+    unseen = o["margin"] != 0 or (linear and bool(o["offload"]))
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
@@ -284,8 +282,8 @@ def _check_static(
         want_query=want_query,
         want_key=want_key,
         scalar_grads=scalar_grads,
-        # <dQ_i, q_i> does not see a margin, and on a GPU no linear terms
-        moments=scalar_grads and (of_steps or moments_pay(logits, want_query or want_key, on_cpu)),
+        # <dQ_i, q_i> does not see a margin, and with `offload` no linear terms
+        moments=scalar_grads and (unseen or moments_pay(logits, want_query or want_key, on_cpu)),
         reduction=o["reduction"],
         row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,
@@ -351,6 +349,26 @@ def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) 
             f"{last}: expected at least {batch.rows} rows, the positive of query i being key i "
             f"without labels, got {came}"
         )
+
+
+def _joined(
+    xp: Any, loss: Loss, static: _StaticChecks, outs: dict[str, Array], shape: tuple[int, int]
+) -> tuple[Array, Array | None, dict[str, Array]]:
+    """Memory for the gradients of queries and keys, one below the other; the same, if `outs` are to
+    get its halves, else None; and `outs`, which are these halves if none are given, and if they
+    begin where arrays of other libraries do."""
+    new = static.new if not outs else {name: (z.shape, z.dtype) for name, z in outs.items()}
+    dtypes = {wanted for _, wanted in new.values()}
+    dtype = DOUBLE if static.compute == "fp64" else SINGLE
+    if xp is not np and len(dtypes) == 1:  # on a CPU, gradients are summed in their destination
+        dtype = dtypes.pop()
+    rows = xp.empty(shape, dtype)
+    half = shape[0] // 2
+    halves = dict(zip(loss.arguments, (rows[:half], rows[half:]), strict=True))
+    alike = all(wanted == dtype for _, wanted in new.values())
+    if not outs and alike and rows[:half].nbytes % ALIGNMENT == 0:
+        return rows, None, {name: halves[name] for name in new}
+    return rows, rows, outs or {name: xp.ndarray(*like) for name, like in new.items()}
 
 
 def _out(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import native, on_gpu
-from ..kernels.linear import Segments
+from ..kernels.linear import Segments, partners
 from ..kernels.problem import SCALES, Array
 from ..spec import Loss
 
@@ -251,18 +251,34 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
         raise TypeError(f"{name}: expected {expected}, got dtype {value.dtype}")
     if value.shape != (n,):
         raise ValueError(f"{name}: expected shape ({n},), got {value.shape}")
-    value = xp.ascontiguousarray(xp.asarray(value).astype(np.float64))
+    value = xp.ascontiguousarray(xp.asarray(value), dtype=np.float64)
     if isinstance(value, np.ndarray) and not np.isfinite(value).all():
         i = int(np.isfinite(value).argmin())
         raise ValueError(f"{name}: expected finite numbers, got {value[i]!s} at position {i}")
     return value
 
 
-def classes(xp: Any, labels: Any, own: Array) -> Segments:
-    """The classes of rows; `own` [N] are their indices. A row of a negative label is alone."""
-    labels = integers(xp, "labels", labels, len(own))
+def classes(
+    xp: Any, labels: Any, n: int, decoupled: bool, first: int, whole: bool
+) -> tuple[Segments, Array, Array]:
+    """The classes of rows; and, of a `whole` batch, `linear.partners` of them. A row of a negative
+    label is alone."""
+    labels = integers(xp, "labels", labels, n)
+    if whole and xp is not np:
+        found, positives, has_positive = _gpu_labels().classes(labels, decoupled)
+        return found, positives, has_positive
+    own = xp.arange(first, first + n)
     ids = xp.where(labels < 0, -1 - own, labels)
-    return Segments(ids, ids)
+    found = Segments(ids, ids)
+    return found, *(partners(xp, found.members(xp, own), own, decoupled) if whole else (None, None))
+
+
+@cache
+def _gpu_labels() -> Any:
+    """The module that takes labels and weights on a GPU."""
+    from ..kernels.gpu import labels
+
+    return labels
 
 
 def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> Array | None:
@@ -277,6 +293,8 @@ def shares(xp: Any, weights: Array, reduction: str) -> Array:
     """Weight of each row's loss in the reduced loss."""
     if reduction != "mean":
         return weights
+    if xp is not np:
+        return _gpu_labels().shares(weights)
     return weights / xp.maximum(weights.sum(), math.ulp(0.0))
 
 

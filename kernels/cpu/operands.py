@@ -63,7 +63,9 @@ class Side:
         for rows in slices(n, 1024):
             yield rows, self.block(rows, buffer)
 
-    def sums(self, segment: Array, count: int, factor: Array | None = None) -> Array:
+    def sums(
+        self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
+    ) -> Array:
         """See `infonce.kernels.linear.Rows`."""
         sums = np.zeros((count, self.features.shape[1]))
         factor = np.ones(len(segment)) if factor is None else factor
@@ -111,9 +113,11 @@ def dots_at(query: Side, key: Side, positives: Array) -> Array:
 
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
     """Add the term's share of the gradient to g, that of the rows z."""
-    _subtract(
-        g, z, term.segment[rows], term.factor[rows], term.sums, term.weighted, term.itself
-    )  # fmt: skip
+    factor = np.zeros(len(g)) if term.factor is None else term.factor[rows]
+    sums = term.weighted if term.sums is None else term.sums  # one of them is there
+    weighted = sums if term.weighted is None else term.weighted
+    share = 0.0 if term.weighted is None else 1.0
+    _subtract(g, z, term.segment[rows], factor, sums, share, weighted, term.itself)
 
 
 # --- loops that Numba compiles --------------------------------------------------------------------
@@ -186,12 +190,12 @@ def _products(z, segment, sums, itself, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _subtract(g, z, segment, factor, sums, weighted, itself):  # type: ignore[no-untyped-def]
-    """g_i -= factor_i sums[segment_i] + weighted[segment_i] - itself factor_i z_i."""
+def _subtract(g, z, segment, factor, sums, share, weighted, itself):  # type: ignore[no-untyped-def]
+    """g_i -= factor_i sums[segment_i] + share weighted[segment_i] - itself factor_i z_i."""
     wide_vectors()
     for i in range(g.shape[0]):
         gi, zi, f = g[i], z[i], factor[i]
         of_segment, of_weighted = sums[segment[i]], weighted[segment[i]]
         for d in range(gi.size):
-            term = f * (of_segment[d] - itself * np.float64(zi[d])) + of_weighted[d]
+            term = f * (of_segment[d] - itself * np.float64(zi[d])) + share * of_weighted[d]
             gi[d] = np.float64(gi[d]) - term

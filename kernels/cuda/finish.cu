@@ -14,14 +14,10 @@
 #ifndef FACTORS
 #define FACTORS 0
 #endif
-
-__device__ __forceinline__ double lanes_sum(double x, int lanes) {
-  const u32 these = lanes == 32 ? ALL_LANES : 0xffffu << (threadIdx.x & 16);
-  if (lanes == 32) x += __shfl_xor_sync(ALL_LANES, x, 16);
-#pragma unroll
-  for (int by = 8; by > 0; by /= 2) x += __shfl_xor_sync(these, x, by);
-  return x;
-}
+// Terms of the loss that are linear in the logits: see kernels/linear.py.
+#ifndef LINEAR
+#define LINEAR 0
+#endif
 
 // 16 bytes, at once or, where rows begin anywhere, in four pieces.
 __device__ __forceinline__ void set_16_bytes(char* to, uint4 x) {
@@ -91,6 +87,42 @@ struct Positives {
   }
 };
 
+#if LINEAR
+// t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i], which is subtracted from dL/du_i.
+struct LinearTerm {
+  const i64* segment;            // of each row; null: 0; -1: the row has no such term
+  const double* factor;          // of each row; null: 0
+  const Real *sums, *weighted;  // [segments, d], or null: 0
+  double itself;
+
+  // Subtract own_factor t from what is `g` in eight features, those of u_i in `u`.
+  template <class T>
+  __device__ __forceinline__ void subtract(T (&g)[LANE_FEATURES], const T (&u)[LANE_FEATURES], i64 row,
+                                           i64 column, i64 d, double own_factor) const {
+    const i64 of = segment ? segment[row] : 0;
+    if (of < 0) return;
+    T x[LANE_FEATURES];
+    if (factor) {
+      const T by = (T)(own_factor * factor[row]);
+      get_reals(x, sums + of * d + column, d - column);
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; ++i) g[i] -= by * (x[i] - (T)itself * u[i]);
+    }
+    if (weighted) {
+      get_reals(x, weighted + of * d + column, d - column);
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; ++i) g[i] -= (T)own_factor * x[i];
+    }
+  }
+};
+
+struct LinearTerms {
+  LinearTerm first, second;  // the second may have neither factors nor weighted sums
+};
+#else
+struct LinearTerms {};
+#endif
+
 // Eight features of a row, and of its gradient.
 template <class T>
 struct Finished {
@@ -98,20 +130,10 @@ struct Finished {
   T x[LANE_FEATURES];  // the row, near unit length
 
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
-                                      const Matrix& z, i64 row, i64 column, i64 d, double factor,
-                                      int exponent, bool with_row = true) {
+                                      const LinearTerms& linear, const Matrix& z, i64 row, i64 column,
+                                      i64 d, double factor, int exponent, bool with_row = true) {
     const i64 n = d - column;
-    const bool whole = sizeof(Real) == 4 && n >= LANE_FEATURES && (u64)(sum + column) % 16 == 0;
-    if (whole) {
-#pragma unroll
-      for (int i = 0; i < LANE_FEATURES; i += 4) {
-        const float4 four = *(const float4*)(sum + column + i);
-        g[i] = four.x, g[i + 1] = four.y, g[i + 2] = four.z, g[i + 3] = four.w;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < LANE_FEATURES; ++i) g[i] = i < n ? sum[column + i] : 0;
-    }
+    get_reals(g, sum + column, n);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;
     positives.add(g, row, column, n, factor);
@@ -120,6 +142,14 @@ struct Finished {
     if (FACTORS)
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i) x[i] = (T)ldexp((double)x[i], -exponent);
+#if LINEAR
+    T u[LANE_FEATURES];
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) u[i] = FACTORS ? (T)(factor * x[i]) : x[i];
+    const double own_factor = FACTORS ? factor : 1;
+    linear.first.subtract(g, u, row, column, d, own_factor);
+    linear.second.subtract(g, u, row, column, d, own_factor);
+#endif
   }
   __device__ __forceinline__ double dot() const {
     T sum = 0;
@@ -138,14 +168,22 @@ __device__ __forceinline__ double signed_root(double unit) {
 // Finish the gradients of n rows from row `first` on, whose sums are in `acc` [n, acc_stride]. Sums are in
 // the gradient panels' unit; with `unit_step` 1, each row has a unit of its own. The other side's features
 // were divided by `shift` (null: 1). Positives are added here. The gradients are written to `out` (data
-// null: nowhere), or added to what is there, and <gradient, row> is written to `dots` (or null).
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 ? 2 : FACTORS ? 3 : 4)
+// null: nowhere), or added to what is there, and <gradient, row> is written to `dots` (or null). Linear terms
+// are part of both.
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || FACTORS && LINEAR ? 2 : FACTORS ? 3 : 4)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
                                   const int* exponent, const __grid_constant__ Positives positives,
                                   const double* unit, i64 unit_step, const double* shift,
                                   double* dots,
-                                  const __grid_constant__ Matrix out, i64 add) {
+                                  const __grid_constant__ Matrix out, i64 add
+#if LINEAR
+                                  , const __grid_constant__ LinearTerms linear
+#endif
+                                  ) {
+#if !LINEAR
+  const LinearTerms linear = {};
+#endif
   const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
   const i64 of_these = lanes_row(lanes);
   if (of_these >= n) return;
@@ -160,7 +198,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const Real root = (Real)root_of_unit;
 #pragma unroll 1
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Finished<Real> f(sum, root, positives, z, row, k, d, 0, 0, dots);
+    Finished<Real> f(sum, root, positives, linear, z, row, k, d, 0, 0, dots || LINEAR);
     if (dots) dot += f.dot();
     if (!out.data) continue;
     if (add) {
@@ -177,13 +215,13 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const int e = exponent[row];
   const double f = factor[row], root = root_of_unit;
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
-    dot += Finished<double>(sum, root, positives, z, row, k, d, f, e).dot();
+    dot += Finished<double>(sum, root, positives, linear, z, row, k, d, f, e).dot();
   dot = lanes_sum(dot, lanes);
   if (dots && lane == 0) dots[row] = dot;
   if (!out.data) return;
   const double along = f * f * dot;
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Finished<double> row_of(sum, root, positives, z, row, k, d, f, e);
+    Finished<double> row_of(sum, root, positives, linear, z, row, k, d, f, e);
     double before[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (add) get_group(before, out, row, k, d - k);
 #pragma unroll

@@ -1,83 +1,184 @@
 // Terms of a loss that are linear in the logits: see kernels/linear.py. Sums over the rows of a segment
-// are taken in their order, without atomics: the same bits from run to run. u = inverse[row] z, where
-// `inverse` is 1 / |z|, or 1 without normalisation.
+// are taken in a fixed order, without atomics: the same bits from run to run.
 #include "rows.cuh"
 
-constexpr int SEGMENT_FEATURES = 32, SEGMENT_WARPS = 32;
+// Rows u_i of one side: z_i, or with factors z_i / |z_i| = factor[i] 2^-exponent[i] z_i.
+struct Rows {
+  Matrix z;
+  const Real* factor;  // or null
+  const int* exponent;
 
-// out[s, k] = sum of factor[i] z[i, k] over the rows i = order[at], begin[s] <= at < begin[s + 1]. A block
-// has a segment and 32 features. Its warps take the rows in turn.
-extern "C" __global__ void segment_sums(const __grid_constant__ Matrix z, i64 d, const i64* order,
-                                        const i64* begin, const double* factor, double* out) {
-  __shared__ double sums[SEGMENT_WARPS][SEGMENT_FEATURES];
-  const i64 across = (d + SEGMENT_FEATURES - 1) / SEGMENT_FEATURES, segment = blockIdx.x / across;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const i64 k = blockIdx.x % across * SEGMENT_FEATURES + lane, end = begin[segment + 1];
-  double sum = 0;
-#pragma unroll 4
-  for (i64 at = begin[segment] + warp; at < end; at += warps) {
-    const i64 i = order[at];
-    if (k < d) sum += factor[i] * z.get(i, k);
+  __device__ __forceinline__ double inverse(i64 i) const {
+    return factor ? ldexp((double)factor[i], -exponent[i]) : 1;
   }
-  sums[warp][lane] = sum;
-  __syncthreads();  // the writes of all warps come before the reads of the first
-  if (warp || k >= d) return;
-  for (int w = 1; w < warps; ++w) sum += sums[w][lane];
-  out[segment * d + k] = sum;
+};
+
+// Which segment each row belongs to (null: all to segment 0; -1: to none), and the rows in an order in which
+// those of a segment stand together (null: as they come).
+struct Segments {
+  const i64 *segment, *order;
+
+  __device__ __forceinline__ i64 row(i64 at) const { return order ? order[at] : at; }
+  __device__ __forceinline__ i64 of(i64 row) const { return segment ? segment[row] : 0; }
+};
+
+// --- sums: pieces of so many rows, then pieces of one segment -------------------------------------------
+
+constexpr int PIECE_ROWS = 64, ROWS_AT_ONCE = 4;
+
+// Sums of weight[i] u_i (null: 1) over the rows of PIECE_ROWS places in the order. A segment that lies within
+// them goes to out[segment], [count, d]. Of one that began before, or goes on behind them, the sum is a piece:
+// pieces[place, 0] or pieces[place, 1], [places, 2, d]. A thread has eight features.
+extern "C" __global__ void segment_pieces(const __grid_constant__ Rows rows, i64 n, i64 d,
+                                          const __grid_constant__ Segments segments,
+                                          const double* weight, Real* out, double* pieces) {
+  const i64 across = (d + LANE_FEATURES - 1) / LANE_FEATURES;
+  const i64 thread = blockIdx.x * (i64)blockDim.x + threadIdx.x, place = thread / across;
+  const i64 column = thread % across * LANE_FEATURES, features = d - column;
+  const i64 begin = place * PIECE_ROWS, end = min(begin + PIECE_ROWS, n);
+  if (begin >= n) return;
+  i64 current = segments.of(segments.row(begin));
+  bool began_before = begin > 0 && segments.of(segments.row(begin - 1)) == current;
+  double sum[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0};
+  const auto put = [&](bool goes_on) {
+    if (current < 0) return;
+    const bool piece = began_before || goes_on;
+    double* to = pieces + (place * 2 + !began_before) * d + column;
+#pragma unroll
+    for (int k = 0; k < LANE_FEATURES; ++k)
+      if (k < features) {
+        if (piece) to[k] = sum[k];
+        else out[current * d + column + k] = (Real)sum[k];
+      }
+  };
+  for (i64 at = begin; at < end; at += ROWS_AT_ONCE) {  // loads first: they need not wait for one another
+    i64 of[ROWS_AT_ONCE];
+    double by[ROWS_AT_ONCE];
+    Real x[ROWS_AT_ONCE][LANE_FEATURES];
+#pragma unroll
+    for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+      const i64 row = segments.row(min(at + r, end - 1));
+      of[r] = segments.of(row);
+      by[r] = at + r < end ? rows.inverse(row) * (weight ? weight[row] : 1) : 0;
+      get_group(x[r], rows.z, row, column, features);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+      if (of[r] != current) {
+        put(false);
+        current = of[r], began_before = false;
+#pragma unroll
+        for (int k = 0; k < LANE_FEATURES; ++k) sum[k] = 0;
+      }
+      if (at + r < end)
+#pragma unroll
+        for (int k = 0; k < LANE_FEATURES; ++k) sum[k] += by[r] * x[r][k];
+    }
+  }
+  put(end < n && segments.of(segments.row(end)) == current);
 }
 
-// out[i] = u_i . (sums[segment_i] - itself u_i). A warp a row.
-extern "C" __global__ void segment_products(const __grid_constant__ Matrix z, i64 n, i64 d,
-                                            const double* inverse, const i64* segment,
-                                            const double* sums, double itself, double* out) {
-  const i64 row = lanes_row(32);
-  if (row >= n) return;
-  const double* of_segment = sums + segment[row] * d;
-  double dot = 0;
-  for (i64 k = threadIdx.x % 32; k < d; k += 32) {
-    const double u = z.get(row, k) * inverse[row];
-    dot += u * (of_segment[k] - itself * u);
+constexpr int JOIN_FEATURES = 64, JOIN_PARTS = 4;  // threads of a block: so many features, and shares of pieces
+
+// The sums of segments whose pieces lie in several places. A block has the first of these places and some
+// features.
+extern "C" __global__ void __launch_bounds__(JOIN_FEATURES * JOIN_PARTS)
+join_pieces(i64 n, i64 d, const __grid_constant__ Segments segments, const double* pieces, Real* out) {
+  __shared__ double sums[JOIN_PARTS][JOIN_FEATURES];
+  const i64 across = (d + JOIN_FEATURES - 1) / JOIN_FEATURES, place = blockIdx.x / across;
+  const i64 next = (place + 1) * PIECE_ROWS;
+  if (next >= n) return;
+  const i64 segment = segments.of(segments.row(next));
+  const auto here = [&](i64 at) { return segments.of(segments.row(at)) == segment; };
+  const i64 begin = place * PIECE_ROWS;
+  if (segment < 0 || !here(next - 1) || (begin > 0 && here(begin) && here(begin - 1))) return;
+  i64 last = place + 1, beyond = (n + PIECE_ROWS - 1) / PIECE_ROWS;  // of the segment: places in their order
+  while (beyond - last > 1) {
+    const i64 middle = (last + beyond) / 2;
+    if (here(middle * PIECE_ROWS)) last = middle;
+    else beyond = middle;
   }
-  dot = warp_sum(dot);
-  if (threadIdx.x % 32 == 0) out[row] = dot;
+  const int lane = threadIdx.x % JOIN_FEATURES, part = threadIdx.x / JOIN_FEATURES;
+  const i64 k = blockIdx.x % across * JOIN_FEATURES + lane;
+  double sum = part == 0 && k < d ? pieces[(place * 2 + 1) * d + k] : 0;
+  if (k < d)
+#pragma unroll 8
+    for (i64 p = place + 1 + part; p <= last; p += JOIN_PARTS) sum += pieces[p * 2 * d + k];
+  sums[part][lane] = sum;
+  __syncthreads();  // the writes of all parts come before the reads of the first
+  if (part || k >= d) return;
+#pragma unroll
+  for (int p = 1; p < JOIN_PARTS; ++p) sum += sums[p][lane];
+  out[segment * d + k] = (Real)sum;
+}
+
+// --- products, and gradients of rows ----------------------------------------------------------------------
+
+// out[i] = u_i . (sums[segment_i] - itself u_i); 0 of a row of no segment. A warp a row, or half of one.
+extern "C" __global__ void segment_products(const __grid_constant__ Rows rows, i64 n, i64 d,
+                                            const i64* segment, const Real* sums, double itself,
+                                            double* out) {
+  const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
+  const i64 row = lanes_row(lanes);
+  if (row >= n) return;
+  const i64 of = segment ? segment[row] : 0;
+  double dot = 0;
+  if (of >= 0) {
+    const double inverse = rows.inverse(row);
+    for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
+      Real x[LANE_FEATURES], s[LANE_FEATURES];
+      get_group(x, rows.z, row, k, d - k);
+      get_reals(s, sums + of * d + k, d - k);
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; ++i) {
+        const double u = x[i] * inverse;
+        dot += u * (s[i] - itself * u);
+      }
+    }
+  }
+  dot = lanes_sum(dot, lanes);
+  if (lane == 0) out[row] = dot;
 }
 
 // out[i] = u_r . v_j for row r = i / each and its positive j = positives[i]; 0 if that is negative. A warp a
 // positive.
-extern "C" __global__ void positive_products(const __grid_constant__ Matrix query,
-                                             const __grid_constant__ Matrix key, i64 n, i64 d, i64 each,
-                                             const double* query_inverse, const double* key_inverse,
+extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
+                                             const __grid_constant__ Rows key, i64 n, i64 d, i64 each,
                                              const i64* positives, double* out) {
   const i64 i = lanes_row(32);
   if (i >= n) return;
   const i64 row = i / each, j = positives[i];
   double dot = 0;
-  if (j >= 0)
+  if (j >= 0) {
+    const double of_query = query.inverse(row), of_key = key.inverse(j);
     for (i64 k = threadIdx.x % 32; k < d; k += 32)
-      dot += query.get(row, k) * query_inverse[row] * (key.get(j, k) * key_inverse[j]);
+      dot += query.z.get(row, k) * of_query * (key.z.get(j, k) * of_key);
+  }
   dot = warp_sum(dot);
   if (threadIdx.x % 32 == 0) out[i] = dot;
 }
 
-// g_i -= t, with t = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i]; through the
-// normalisation, (t - u_i <t, u_i>) / |z_i|. A warp a row.
-extern "C" __global__ void subtract_linear(const __grid_constant__ Matrix z, i64 n, i64 d,
-                                           i64 normalize, const double* inverse,
+// g_i -= t, with t = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i] (null: 0); through the
+// normalisation, (t - u_i <t, u_i>) / |z_i|. A warp a row. (finish.cu does the same before it rounds.)
+extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i64 n, i64 d,
                                            const i64* segment, const double* factor,
-                                           const double* sums, const double* weighted,
-                                           double itself, const __grid_constant__ Matrix g) {
+                                           const Real* sums, const Real* weighted, double itself,
+                                           const __grid_constant__ Matrix g) {
   const i64 row = lanes_row(32);
   if (row >= n) return;
-  const double *of_segment = sums + segment[row] * d, *of_weighted = weighted + segment[row] * d;
-  const auto u = [&](i64 k) { return z.get(row, k) * inverse[row]; };
+  const i64 of = segment ? segment[row] : 0;
+  if (of < 0) return;
+  const double inverse = rows.inverse(row);
+  const auto u = [&](i64 k) { return rows.z.get(row, k) * inverse; };
   const auto term = [&](i64 k) {
-    return factor[row] * (of_segment[k] - itself * u(k)) + of_weighted[k];
+    const double of_row = factor ? factor[row] * (sums[of * d + k] - itself * u(k)) : 0;
+    return of_row + (weighted ? weighted[of * d + k] : 0);
   };
   double dot = 0;
-  if (normalize) {
+  if (rows.factor) {
     for (i64 k = threadIdx.x % 32; k < d; k += 32) dot += term(k) * u(k);
     dot = warp_sum(dot);
   }
   for (i64 k = threadIdx.x % 32; k < d; k += 32)
-    g.set(row, k, g.get(row, k) - (term(k) - dot * u(k)) * inverse[row]);
+    g.set(row, k, g.get(row, k) - (term(k) - dot * u(k)) * inverse);
 }

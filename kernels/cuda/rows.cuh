@@ -33,6 +33,14 @@ __device__ __forceinline__ void prefetch_row(const Matrix& z, i64 row, i64 d, in
   if (z.column_stride == 1) prefetch_row(z.data + row * z.row_stride * size, d * size, lane, lanes);
 }
 
+__device__ __forceinline__ double lanes_sum(double x, int lanes) {
+  const u32 these = lanes == 32 ? ALL_LANES : 0xffffu << (threadIdx.x & 16);
+  if (lanes == 32) x += __shfl_xor_sync(ALL_LANES, x, 16);
+#pragma unroll
+  for (int by = 8; by > 0; by /= 2) x += __shfl_xor_sync(these, x, by);
+  return x;
+}
+
 // Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
 constexpr int LANE_FEATURES = 8;
 template <class T>
@@ -60,5 +68,21 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
   } else {
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) x[i] = i < n ? (T)z.get(row, column + i) : (T)0;
+  }
+}
+
+// Eight numbers of a sum over rows, of which `n` there are; zeros beyond.
+template <class T>
+__device__ __forceinline__ void get_reals(T (&x)[LANE_FEATURES], const Real* from, i64 n) {
+  const bool whole = sizeof(Real) == 4 && n >= LANE_FEATURES && (u64)from % 16 == 0;
+  if (whole) {
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; i += 4) {
+      const float4 four = *(const float4*)(from + i);
+      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; ++i) x[i] = i < n ? from[i] : 0;
   }
 }

@@ -1,12 +1,14 @@
 // Kernels on vectors of length M or N, between the kernels on tiles. They are compiled together.
 //
 //     vectors/sums.cuh      merge_pairs, add_pairs, add_copies, begin, conclude, totals
+//     vectors/linear.cuh    join_rows, conclude_linear
 //     vectors/online.cuh    check_heights, add_wanted, end_online
 //     vectors/factors.cuh   ranges, factors, per_unit, to_products
 //     vectors/sigmoid.cuh   begin_sigmoid, mark_not_finite, sigmoid_positives
 //     vectors/queries.cuh   count_queries, place_queries, list_queries, sort_queries
 //     vectors/shards.cuh    own_positives, local_positives, merge_sums, add
 #include "vectors/factors.cuh"
+#include "vectors/linear.cuh"
 #include "vectors/online.cuh"
 #include "vectors/queries.cuh"
 #include "vectors/shards.cuh"

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cupy
 import numpy as np
 
-from ..linear import LinearGradient
+from ..linear import LinearGradient, LinearTerm, Segments
 from ..problem import Array, Problem
 from . import config
-from .device.arguments import address, matrix
+from .device.arguments import Fields, address, matrix
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
+from .labels import order_of
 from .tiled.operands import Side
 
-FEATURES = 32  # of a block of linear.cu's segment_sums
-MOST_WARPS = 32
+# of linear.cu; small blocks spread few rows over more multiprocessors
+LANE_FEATURES, PIECE_ROWS, PIECE_THREADS = 8, 64, 64
+JOIN_FEATURES, JOIN_THREADS = 64, 256
 
 
 class Rows:
-    """See `infonce.kernels.linear.Rows`."""
+    """See `infonce.kernels.linear.Rows`. Sums are in the precision of products' sums."""
 
     def __init__(self, launcher: Launcher, side: Side) -> None:
         self.launcher, self.side, self.features = launcher, side, side.features
-        self.inverse = _inverse_norms(side)
+        self.real = np.dtype(np.float64 if launcher.precision == "fp64" else np.float32)
 
     @staticmethod
     def of(features: Array, problem: Problem) -> Rows:
@@ -33,26 +37,44 @@ class Rows:
         real = np.dtype(np.float64 if precision == "fp64" else np.float32)
         return Rows(launcher, Side(launcher, features, problem.normalize, real))
 
-    def sums(self, segment: Array, count: int, factor: Array | None = None) -> Array:
+    def fields(self, first: int = 0) -> Fields:
+        """struct Rows, from row `first` on."""
+        side = self.side
+        return {"z": matrix(self.features, first), "factor": address(side.factor, first),
+                "exponent": address(side.exponent, first)}  # fmt: skip
+
+    def sums(
+        self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
+    ) -> Array:
         n, d = self.features.shape
-        order = cupy.argsort(segment, kind="stable")
-        begin = cupy.searchsorted(segment[order], cupy.arange(count + 1))
-        weight = self.inverse if factor is None else self.inverse * factor
-        out = cupy.empty((count, d))
-        warps = min(max(1, n // (4 * count)), MOST_WARPS)
+        if order is None and segment is not None:  # there may be segments without rows
+            out = cupy.zeros((count, d), self.real)
+            if n == 0:
+                return out
+            order = order_of(segment)
+        else:
+            out = cupy.empty((count, d), self.real)
+        segments, places = {"segment": segment, "order": order}, -(-n // PIECE_ROWS)
+        pieces = cupy.empty((places, 2, d))
         self.launcher.launch(
-            "linear.cu", "segment_sums", count * -(-d // FEATURES), 32 * warps,
-            {"z": matrix(self.features), "d": d, "order": order, "begin": begin,
-             "factor": weight, "out": out},
+            "linear.cu", "segment_pieces",
+            -(-places * -(-d // LANE_FEATURES) // PIECE_THREADS), PIECE_THREADS,
+            {"rows": self.fields(), "n": n, "d": d, "segments": segments, "weight": factor,
+             "out": out, "pieces": pieces},
         )  # fmt: skip
+        if places > 1:
+            self.launcher.launch(
+                "linear.cu", "join_pieces", places * -(-d // JOIN_FEATURES), JOIN_THREADS,
+                {"n": n, "d": d, "segments": segments, "pieces": pieces, "out": out},
+            )  # fmt: skip
         return out
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:
         n, d = self.features.shape
         out = cupy.empty(n)
         self.launcher.rows(
-            "segment_products", n, file="linear.cu", z=matrix(self.features), n=n, d=d,
-            inverse=self.inverse, segment=segment, sums=sums, itself=itself, out=out,
+            "segment_products", n, d, file="linear.cu", rows=self.fields(), n=n, d=d,
+            segment=segment, sums=sums, itself=itself, out=out,
         )  # fmt: skip
         return out
 
@@ -60,10 +82,9 @@ class Rows:
         """[M] or [M, P] float64: u_i . v_j for the positives j of row i; 0 in place of none."""
         n, out = positives.size, cupy.empty(positives.shape)
         self.launcher.rows(
-            "positive_products", n, file="linear.cu", query=matrix(self.features),
-            key=matrix(key.features), n=n, d=self.features.shape[1],
-            each=n // max(1, len(positives)), query_inverse=self.inverse,
-            key_inverse=key.inverse, positives=positives, out=out,
+            "positive_products", n, file="linear.cu", query=self.fields(), key=key.fields(), n=n,
+            d=self.features.shape[1], each=n // max(1, len(positives)), positives=positives,
+            out=out,
         )  # fmt: skip
         return out
 
@@ -72,15 +93,67 @@ class Rows:
         through the normalisation. Term and gradient are of the same rows."""
         n, d = gradient.shape
         self.launcher.rows(
-            "subtract_linear", n, file="linear.cu", z=matrix(self.features, first), n=n, d=d,
-            normalize=self.side.factor is not None, inverse=address(self.inverse, first),
-            segment=term.segment, factor=term.factor, sums=term.sums, weighted=term.weighted,
-            itself=term.itself, g=matrix(gradient),
+            "subtract_linear", n, file="linear.cu", rows=self.fields(first), n=n, d=d,
+            g=matrix(gradient), **_fields(term),
         )  # fmt: skip
 
 
-def _inverse_norms(side: Side) -> Array:
-    """[n] float64: 1 / |z_i|, 0 of a row of zeros; 1 without normalisation."""
-    if side.factor is None or side.exponent is None:
-        return cupy.ones(len(side.features))
-    return cupy.ldexp(side.factor.astype(cupy.float64), -side.exponent)
+def _fields(term: LinearGradient | None) -> Fields:
+    """struct LinearTerm of finish.cu; None: no term."""
+    names = "segment", "factor", "sums", "weighted"
+    values: Fields = {name: getattr(term, name, None) for name in names}
+    return {**values, "itself": 0.0 if term is None else term.itself}
+
+
+def linear_terms(
+    terms: Sequence[LinearTerm], query: Rows, key: Rows, of_keys: bool, symmetric: bool
+) -> Fields:
+    """struct LinearTerms: the gradients of one or two terms by queries, or by keys."""
+    made = [LinearGradient(cupy, query, key, term, of_keys, symmetric) for term in terms]
+    first, second = made if len(made) == 2 else (*made, None)
+    return {"first": _fields(first), "second": _fields(second)}
+
+
+def in_kernels(problem: Problem) -> bool:
+    """Whether losses follow from sums by kernels alone, without operations on arrays. Label
+    smoothing with ids, for which ids are numbered, takes such operations."""
+    known = problem.classes is None or problem.classes.in_sums is not None
+    smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
+    return problem.plain_logits and known and not smoothed_ids
+
+
+def conclude(
+    launcher: Launcher, problem: Problem, rows: Sequence[Rows], concluding: Fields
+) -> list[LinearTerm]:
+    """What label smoothing and the means of classes add to results of the kernel `conclude`, whose
+    arguments were `concluding`; and the linear terms."""
+    query, key = rows
+    m, n, _ = problem.shape
+    itself = float(problem.symmetric)
+    vectors: Fields = dict.fromkeys(
+        ("row_products", "column_products", "class_products", "others",
+         "row_linear", "column_linear", "class_linear")
+    )  # fmt: skip
+    terms = []
+    if problem.label_smoothing:
+        of_queries, of_keys = None, key.sums(None, 1)
+        vectors["row_products"] = query.products(None, of_keys, itself)
+        vectors["row_linear"] = cupy.empty(m)
+        if problem.two_sided:
+            of_queries = query.sums(None, 1)
+            vectors["column_products"] = key.products(None, of_queries, 0.0)
+            vectors["column_linear"] = cupy.empty(n)
+        factors = vectors["row_linear"], vectors["column_linear"]
+        terms.append(LinearTerm(Segments(None, None, 1), *factors, of_queries, of_keys))
+    if problem.classes is not None:
+        of = problem.classes.in_sums
+        sums = query.sums(of.rows, of.count, order=of.order)
+        vectors["class_products"] = query.products(of.rows, sums, itself)
+        vectors["class_linear"], vectors["others"] = cupy.empty(m), problem.classes.others
+        terms.append(LinearTerm(of, vectors["class_linear"], None, sums, sums))
+    launcher.vectors(
+        "conclude_linear", m,
+        g={"f": concluding, "label_smoothing": problem.label_smoothing, "joint": problem.joint,
+           "row_keys": max(1, n - problem.symmetric), "column_keys": m, **vectors},
+    )  # fmt: skip
+    return terms

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import problem as problems
 from .. import solve as blocks
-from ..problem import Array, Gradients, Problem
+from ..problem import Gradients, Problem
 from ..solve import Solution
 from . import fused as gpu_fused
 from . import naive as gpu_naive
@@ -18,6 +18,7 @@ from . import plan as gpu_plan
 from . import recorded
 from .device.arguments import whole_strides
 from .device.launcher import device_properties
+from .linear import in_kernels
 from .tiled.backend import GPU
 
 
@@ -28,7 +29,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         with device:
             return solve(problem, gradients)
     given = problem
-    problem = without_weights(problem)
+    problem = without_weights(problem, in_kernels(problem))
     if problem.method == "fused":
         gpu_fused.require(problem)
     if problem.method == "naive" or (problem.method == "fused" and not problem.plain):
@@ -52,27 +53,9 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients)
         )
-    if problem.by_row:
+    if in_kernels(problem):
         _compile_kernels(problem, gradients)
-    given = gradients
-    if problem.linear_terms and given is not None:  # they are added before the rounding
-        gradients = _unrounded(problem, given)
-    solution = blocks.solve(problem, GPU(problem, gradients, both_folds=True), gradients)
-    if given is not None and gradients is not None:
-        for to, made in ((given.query, gradients.query), (given.key, gradients.key)):
-            if to is not None and to is not made:
-                to[...] = made
-    return solution
-
-
-def _unrounded(problem: Problem, gradients: Gradients) -> Gradients:
-    """The same with destinations in the precision of sums."""
-    real = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-
-    def wide(out: Array | None) -> Array | None:
-        return out if out is None or out.dtype == real else cupy.empty(out.shape, real)
-
-    return replace(gradients, query=wide(gradients.query), key=wide(gradients.key))
+    return blocks.solve(problem, GPU(problem, gradients, both_folds=True), gradients)
 
 
 _compiled: set[tuple[Any, ...]] = set()  # kinds of calls without a plan
@@ -84,7 +67,8 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
         problem.query.device.id, *problem.shape, problem.query.dtype, problem.key.dtype,
         problem.compute, problem.symmetric, problem.two_sided, problem.bias is None,
         problem.normalize, problem.query_ids is None, problem.retrieval_ranks, gradients is None,
-        problem.scalar_grads, problem.moments, problem.set_size > 1,
+        problem.scalar_grads, problem.moments, problem.set_size > 1, problem.linear_terms,
+        problem.joint,
     )  # fmt: skip
     if kind not in _compiled:
         _compiled.add(kind)
@@ -94,15 +78,16 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
 
 def planned(problem: Problem) -> bool:
     """Whether a call may have a plan: whoever wants to see its progress sees it launched, and
-    targets of other kinds take steps on vectors that no plan can record."""
-    return problem.progress is None and problem.by_row
+    operations on arrays cannot be recorded."""
+    return problem.progress is None and in_kernels(problem)
 
 
-def without_weights(problem: Problem) -> Problem:
-    """The problem as kernels of losses by row take it: they find weights in `upstream`."""
-    if problem.weights is None or not problem.by_row:
+def without_weights(problem: Problem, by_kernels: bool) -> Problem:
+    """The problem as kernels take it, if losses follow by kernels: they find weights in
+    `upstream`."""
+    if problem.weights is None or not by_kernels:
         return problem
-    return replace(problem, weights=None)
+    return problems.fast_replace(problem, weights=None)
 
 
 def plain(problem: Problem) -> Problem:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cupy
 import numpy as np
 
@@ -9,7 +11,9 @@ from .. import problem as problems
 from .. import solve as blocks
 from ..conclude import Direction
 from ..conclusion import Conclusion
+from ..linear import LinearTerm
 from ..problem import Array, Problem, Sigmoid, Statistics
+from . import linear
 from .device import compiler
 from .device.arguments import Fields, address, sums_fields
 from .tiled.context import Context
@@ -188,10 +192,14 @@ class TiledVectors(ElementwiseVectors):
         backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,
     ) -> Conclusion:  # fmt: skip
         """`not_finite`: marks of features that are not finite, where they are known already."""
-        if not problem.by_row:  # in steps, which no plan can record
+        if not linear.in_kernels(problem):
             assert backend is not None
             return super().conclude(problem, stats, triangle, gradient, backend)
         context, m = self.context, problem.shape[0]
+        rows, upstream, losses_of = stats.rows, problem.upstream, slice(m)
+        if problem.joint:
+            rows, upstream = self.join_rows(rows, upstream)
+            losses_of = slice(m // 2)
         two_sided = problem.two_sided and stats.columns is not None
         if not_finite is None:
             not_finite = problems.NotFinite(context.not_finite(problem, self.any_key), self.any_key)
@@ -205,14 +213,15 @@ class TiledVectors(ElementwiseVectors):
         # metrics are of logits, and of rows with one positive
         of_metrics = problem.hardness and problem.retrieval_ranks
         positive_logits = cupy.empty(m) if of_metrics else None
-        columns = stats.columns if two_sided and stats.columns is not None else stats.rows
+        columns = stats.columns if two_sided and stats.columns is not None else rows
         concluding = {
-            "rows": sums_fields(stats.rows), "columns": sums_fields(columns),
+            "rows": sums_fields(rows), "columns": sums_fields(columns),
             "positive": stats.positive_logits, "positives": problem.positives,
-            "set_size": problem.set_size, "upstream": problem.upstream, "bad": not_finite.rows,
+            "set_size": problem.set_size, "upstream": upstream, "bad": not_finite.rows,
             "any_key_not_finite": not_finite.any_key,
             "row_weight": problem.row_weight, "column_weight": problem.column_weight,
-            "options": context.row_options(problem), "m": m, "symmetric": problem.symmetric,
+            "options": context.row_options(problem), "m": m,
+            "symmetric": problem.symmetric and not problem.joint,
             "triangle": triangle, "two_sided": two_sided, "lse_is_float": not self.double,
             "losses": losses, "row_loss": row_loss, "row_reference": row_reference,
             "column_loss": column_loss, "column_reference": column_reference,
@@ -221,15 +230,31 @@ class TiledVectors(ElementwiseVectors):
             "positive_logit": positive_logits, "row_lse": lses, "column_lse": address(lses, 1),
         }  # fmt: skip
         self.launcher.vectors("conclude", m, f=concluding)
+        terms: Sequence[LinearTerm] = ()
+        if problem.linear_terms:
+            terms = linear.conclude(self.launcher, problem, context.linear_rows, concluding)
         if positive_logits is not None:
             stats.positive_logits = positive_logits
         probability = None  # no longer needed
+        of = losses_of
         return Conclusion(
-            losses, Direction(row_loss, lses[0], probability, row_reference, 1.0),
+            losses[of], Direction(row_loss[of], lses[0, of], probability, row_reference, 1.0),
             Direction(column_loss, lses[1], probability, column_reference, 1.0)
             if two_sided else None,
-            row_factor, column_factor, positive_gradient, log_scale_grad,
+            row_factor, column_factor, positive_gradient,
+            None if log_scale_grad is None else log_scale_grad[of], terms,
         )  # fmt: skip
+
+    def join_rows(self, sums: problems.Sums, upstream: Array) -> tuple[problems.Sums, Array]:
+        """Of rows that have one softmax with another, both have its sums and upstream gradient."""
+        m = len(sums.max)
+        vectors = cupy.empty((4, m))
+        joined = problems.Sums(vectors[0], vectors[1], None if sums.moment is None else vectors[2])
+        self.launcher.vectors(
+            "join_rows", m // 2, sums=sums_fields(sums), upstream=upstream, n=m // 2,
+            joined=sums_fields(joined), joined_upstream=vectors[3],
+        )  # fmt: skip
+        return joined, vectors[3]
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         m = problem.shape[0]

@@ -26,7 +26,9 @@ class StreamedRows:
         for rows in panels:
             yield rows, self.device.rows(arrivals.take(), self.problem)
 
-    def sums(self, segment: Array, count: int, factor: Array | None = None) -> Array:
+    def sums(
+        self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
+    ) -> Array:
         total = None
         for rows, there in self.panels():
             of_panel = there.sums(segment[rows], count, None if factor is None else factor[rows])

@@ -292,7 +292,8 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
     ("file", "precision"),
     [("rows.cu", precision) for precision in ("FP64", "FP32", "BF16X3", "FP16X3", "FP16")]
     # whose code depends on the type of sums alone
-    + [(f, p) for f in ("vectors.cu", "linear.cu", "naive/naive.cu") for p in ("FP64", "FP32")],
+    + [(f, p) for f in ("vectors.cu", "linear.cu", "naive/naive.cu") for p in ("FP64", "FP32")]
+    + [("labels.cu", "FP32")],
 )
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     require_use(precision.lower(), arch)
@@ -302,10 +303,11 @@ def test_other_kernels(file: str, precision: str, arch: str) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("linear", [0, 1])
 @pytest.mark.parametrize("factors", [0, 1])
 @pytest.mark.parametrize("precision", ["FP32", "FP64"])
-def test_finish(precision: str, factors: int, arch: str) -> None:
-    defines = {"PRECISION": precision, "FACTORS": factors}
+def test_finish(precision: str, factors: int, linear: int, arch: str) -> None:
+    defines = {"PRECISION": precision, "FACTORS": factors, "LINEAR": linear}
     log = compiler.compile_for("finish.cu", defines, arch, ("--ptxas-options=-v",))[1]
     assert spilled(log) <= 32
 

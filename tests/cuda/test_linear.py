@@ -16,41 +16,67 @@ pytestmark = pytest.mark.extras
 class Kernels:
     """What kernels/cuda/linear.cu says, on arrays of the host."""
 
-    def launch(self, file: str, kernel: str, grid: int, block: int, a: dict[str, Any]) -> None:
-        assert (file, kernel) == ("linear.cu", "segment_sums")
-        across = -(-a["d"] // 32)
-        assert grid == len(a["out"]) * across
-        assert block % 32 == 0
-        assert 32 <= block <= 1024
-        for segment, (first, end) in enumerate(zip(a["begin"], a["begin"][1:], strict=False)):
-            rows = a["order"][first:end]
-            a["out"][segment] = (a["factor"][rows, None] * a["z"][rows]).sum(axis=0)
+    precision = "fp64"
 
-    def rows(self, kernel: str, n: int, /, *, file: str, **a: Any) -> None:
+    def launch(self, file: str, kernel: str, grid: int, block: int, a: dict[str, Any]) -> None:
+        """Segments that lie in several pieces are joined with the pieces."""
+        assert file == "linear.cu"
+        n, d, (segment, order) = a["n"], a["d"], a["segments"].values()
+        if kernel == "join_pieces":
+            assert grid == -(-n // linear.PIECE_ROWS) * -(-d // linear.JOIN_FEATURES)
+            return
+        assert kernel == "segment_pieces"
+        assert grid * block >= -(-n // linear.PIECE_ROWS) * -(-d // linear.LANE_FEATURES)
+        segment = np.zeros(n, int) if segment is None else segment
+        order = np.arange(n) if order is None else order
+        of_places = segment[order]
+        assert len(set(of_places)) == 1 + (np.diff(of_places) != 0).sum()
+        terms = unit_rows(a["rows"])
+        if a["weight"] is not None:
+            terms = a["weight"][:, None] * terms
+        for at in range(n):
+            if segment[at] >= 0:
+                a["out"][segment[at]] = terms[segment == segment[at]].sum(axis=0)
+
+    def rows(self, kernel: str, n: int, d: int = 0, /, *, file: str, **a: Any) -> None:
         assert file == "linear.cu"
         if kernel == "positive_products":
             at = a["positives"].reshape(-1)
-            u = a["query"] * a["query_inverse"][:, None]
-            v = a["key"] * a["key_inverse"][:, None]
+            u, v = unit_rows(a["query"]), unit_rows(a["key"])
             dots = (np.repeat(u, a["each"], axis=0) * v[at]).sum(axis=1)
             a["out"].reshape(-1)[:] = np.where(at < 0, 0.0, dots)
             return
-        u = a["z"][:n] * a["inverse"][:n, None]
-        of_rows = a["sums"][a["segment"][:n]]
+        u, segment = unit_rows(a["rows"])[:n], a["segment"]
+        segment = np.zeros(n, int) if segment is None else segment[:n]
+        of_rows = 0.0 if a["sums"] is None else a["sums"][segment]
         if kernel == "segment_products":
-            a["out"][:] = (u * (of_rows - a["itself"] * u)).sum(axis=1)
+            a["out"][:] = (u * (of_rows - a["itself"] * u)).sum(axis=1) * (segment >= 0)
             return
         assert kernel == "subtract_linear"
-        t = a["factor"][:n, None] * (of_rows - a["itself"] * u) + a["weighted"][a["segment"][:n]]
-        if a["normalize"]:
-            t -= u * (t * u).sum(axis=1, keepdims=True)
-        a["g"][:n] -= t * a["inverse"][:n, None]
+        t = 0.0 if a["factor"] is None else a["factor"][:n, None] * (of_rows - a["itself"] * u)
+        if a["weighted"] is not None:
+            t = t + a["weighted"][segment]
+        inverse = 1.0
+        if a["rows"]["factor"] is not None:
+            t = t - u * (t * u).sum(axis=1, keepdims=True)
+            inverse = inverses(a["rows"])[:n]
+        a["g"][:n] -= t * inverse * (segment >= 0)[:, None]
+
+
+def inverses(rows: dict[str, Any]) -> Any:
+    return np.ldexp(rows["factor"], -rows["exponent"])[:, None]
+
+
+def unit_rows(rows: dict[str, Any]) -> Any:
+    """u_i of struct Rows."""
+    return rows["z"] if rows["factor"] is None else rows["z"] * inverses(rows)
 
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, *features: Any, normalize: bool) -> list[linear.Rows]:
     monkeypatch.setattr(linear, "cupy", np)
+    monkeypatch.setattr(linear, "order_of", lambda segment: np.argsort(segment, kind="stable"))
     for name in ("matrix", "address"):
-        monkeypatch.setattr(linear, name, lambda array, first=0: array[first:])
+        monkeypatch.setattr(linear, name, lambda z, first=0: None if z is None else z[first:])
     made = []
     for z in features:
         factor = exponent = None

@@ -18,6 +18,7 @@ from infonce.kernels.gpu import config, fused, plan, recorded
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import context
 from infonce.kernels.gpu.tiled.backend import GPU
+from infonce.kernels.linear import Classes, Segments
 from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, moments_pay, slices
 
 pytestmark = pytest.mark.extras
@@ -55,8 +56,14 @@ def recording(
     def array(*shape: int, dtype: Any = DTYPES[precision]) -> Any:
         return cupy.ndarray(shape, dtype, into.malloc(16))
 
+    query = array(m, d)
+    if options.get("classes"):
+        labels, (order, place, others) = True, (array(m, dtype=np.int64) for _ in range(3))
+        in_sums = Segments(place, place, -(-m // 3), order)
+        options["classes"] = Classes(place, place, in_sums=in_sums, others=others)
     problem = Problem(
-        array(m, d), array(n, d), 14.0, 1 / m, array(m, dtype=np.int64) if labels else None,
+        query, query if options.get("symmetric") else array(n, d), 14.0, 1 / m,
+        array(m, dtype=np.int64) if labels else None,
         1 / m, query_ids=array(m, dtype=np.int64) if ids else None,
         key_ids=array(n, dtype=np.int64) if ids else None, compute=precision,
         marks=array(m, dtype=np.float64) if labels else None, **options,
@@ -64,6 +71,7 @@ def recording(
     gradients = None
     if gradient:
         want_query, want_key = wrt
+        want_key = want_key and not problem.symmetric
         query, key = array(m, d) if want_query else None, array(n, d) if want_key else None
         gradients = Gradients(query, key, None, want_query, want_key)
     with cupy.cuda.using_allocator(into.malloc):
@@ -119,6 +127,34 @@ def test_queries_of_keys_without_labels_need_no_list() -> None:
 LOSSES: list[dict[str, Any]] = [
     {}, {"row_weight": 0.5, "column_weight": 0.5}, {"bias": -10.0}
 ]  # fmt: skip
+
+
+SMOOTHED, SYMMETRIC = {"label_smoothing": 0.1}, {"symmetric": True}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "sums", "more", "products"),  # sums over segments, and those for gradients
+    [(SMOOTHED, 1, 1, 1), (SMOOTHED | LOSSES[1], 2, 2, 2), (SMOOTHED | SYMMETRIC, 1, 1, 1),
+     ({"joint": True, **SYMMETRIC}, 0, 0, 0), ({"joint": True, **SYMMETRIC, **SMOOTHED}, 1, 1, 1),
+     ({"classes": True, **SYMMETRIC}, 1, 1, 1),
+     ({"classes": True, **SYMMETRIC, **SMOOTHED}, 2, 2, 2)],
+)  # fmt: skip
+def test_linear_terms_and_joint_losses(
+    loss: dict[str, Any], sums: int, more: int, products: int, gradient: bool, precision: str
+) -> None:
+    """Sums that losses and gradients need are taken once; `finish` has the terms."""
+    into = recording(1000, 1000, 384, precision, gradient=gradient, normalize=True, **loss)
+    found = kernels(into)
+    assert found["segment_pieces"] == found["join_pieces"] == sums + more * gradient
+    assert found["segment_products"] == products
+    assert found["conclude"] == 1
+    assert found["conclude_linear"] == (sums > 0)
+    assert found["join_rows"] == loss.get("joint", 0)
+    options = [options for kernel, options, *_ in launches(into) if kernel == "finish"]
+    assert len(options) == gradient * (1 if loss.get("symmetric") else 2)
+    assert all(of.get("LINEAR", 0) == (sums > 0) for of in options)
 
 
 def launches(into: recorder.Recorder) -> list[tuple[str, dict[str, int], int, int]]:

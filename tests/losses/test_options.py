@@ -332,6 +332,22 @@ def test_gradients_that_are_asked_for(name: str, wrt: tuple[str, ...]) -> None:
         np.testing.assert_allclose(gradient, want.grads[argument], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("rows", [32, 33])
+def test_joint_gradients_in_one_array(rows: int) -> None:
+    """They are its halves where both begin as arrays of libraries do, and else, or given by the
+    caller, arrays of their own: the same numbers."""
+    z = np.random.default_rng(0).standard_normal((2, rows, 4), np.float32)
+    got = infonce.gte_loss_and_grad(*z, scale=3.0)
+    one = got.grads.query.base is not None and got.grads.query.base is got.grads.key.base
+    assert one == (rows == 32)
+    out = {name: np.empty((rows, 4), np.float32) for name in ("query", "key")}
+    infonce.gte_loss_and_grad(*z, scale=3.0, out=out)
+    wide = infonce.gte_loss_and_grad(*z, scale=3.0, grad_dtype=np.float64).grads
+    for name, gradient in out.items():
+        np.testing.assert_array_equal(getattr(got.grads, name), gradient)
+        np.testing.assert_array_equal(getattr(wide, name), gradient)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_small_losses_keep_their_digits(method: str) -> None:
     """Aligned pairs at a low temperature: with one positive a row, losses of 1e-80 are right."""

@@ -42,7 +42,7 @@ class Rows:
             self.length = np.linalg.norm(features, axis=1, keepdims=True)
             self.u = features / self.length
 
-    def sums(self, segment: Any, count: int, factor: Any = None) -> Any:
+    def sums(self, segment: Any, count: int, factor: Any = None, order: Any = None) -> Any:
         of = np.eye(count)[segment]
         return of.T @ (self.u if factor is None else factor[:, None] * self.u)
 
@@ -50,8 +50,11 @@ class Rows:
         return (self.u * (sums[segment] - itself * self.u)).sum(axis=1)
 
     def subtract(self, term: Any, gradient: Any) -> None:
-        g = term.factor[:, None] * (term.sums[term.segment] - term.itself * self.u)
-        g = g + term.weighted[term.segment]
+        g = np.zeros_like(self.u)
+        if term.factor is not None:
+            g += term.factor[:, None] * (term.sums[term.segment] - term.itself * self.u)
+        if term.weighted is not None:
+            g += term.weighted[term.segment]
         if self.normalize:
             g -= self.u * (g * self.u).sum(axis=1, keepdims=True)
         gradient -= g / self.length

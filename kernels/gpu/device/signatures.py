@@ -22,7 +22,8 @@ from .compiler import SOURCES, flatten
 # Letters of Python's struct module; each has 8 bytes, so that nothing is padded
 POINTER, INTEGER, NUMBER = "Q", "q", "d"
 LETTERS = {"i64": INTEGER, "double": NUMBER}
-OPTIONAL = ("LIMITS", "BIAS")  # -D options with which structures have more fields
+# -D options with which structures have more fields, and kernels more parameters
+OPTIONAL = ("LIMITS", "BIAS", "LINEAR")
 TENSOR_MAP = "TensorMap"  # bytes that the driver has written
 # Code that makes of a variable what its field holds: Python's numbers have 8 bytes to CuPy
 CODE = {

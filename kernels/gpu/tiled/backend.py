@@ -9,14 +9,12 @@ caller's current stream; nothing waits for the device.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import cupy
 import numpy as np
 
 from ... import problem as problems
 from ... import solve as blocks
-from ...linear import LinearGradient, LinearTerm, Segments, SegmentSums, segment_sums
+from ...linear import Segments, SegmentSums, segment_sums
 from ...problem import (
     Array,
     Epilogue,
@@ -30,7 +28,6 @@ from ...problem import (
     Statistics,
 )
 from ..device.launches import Queue
-from ..linear import Rows
 from ..vectors import TiledVectors
 from .context import Context
 from .gradient import NarrowFold, SoftmaxFold
@@ -73,33 +70,14 @@ class GPU:
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
-    @cached_property
-    def linear_rows(self) -> tuple[Rows, Rows]:
-        """Queries and keys, as linear terms see them."""
-        rows = [Rows(self.context.launcher, side) for side in self.context.sides]
-        return rows[0], rows[-1]
-
     def positive_dots(self, problem: Problem) -> Array:
-        query, key = self.linear_rows
+        query, key = self.context.linear_rows
         return query.positive_products(key, problem.positives)
 
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
-        return segment_sums(cupy, problem, *self.linear_rows, segments, columns)
-
-    def subtract(
-        self, term: LinearTerm, problem: Problem, gradients: Gradients, keys: slice
-    ) -> None:
-        """Add a linear term's gradients to complete dQ, and to complete dK of these keys."""
-        query, key = self.linear_rows
-        if gradients.want_query:
-            of_query = LinearGradient(cupy, query, key, term, False, problem.symmetric)
-            query.subtract(of_query, gradients.query)
-        if gradients.want_key and not problem.symmetric:
-            assert gradients.key is not None
-            of_key = LinearGradient(cupy, query, key, term, True, False).part(keys)
-            key.subtract(of_key, gradients.key[keys], keys.start)
+        return segment_sums(cupy, problem, *self.context.linear_rows, segments, columns)
 
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
@@ -126,9 +104,5 @@ class GPU:
                 NarrowFold(context, problem, whole, epilogue, gradients).run()
             else:
                 SoftmaxFold(context, problem, grid, epilogue, gradients).run()
-            for term in epilogue.linear:
-                assert gradients is not None
-                keys = slice(grid.columns[0].start, grid.columns[-1].stop)
-                self.subtract(term, problem, gradients, keys)
         elif isinstance(epilogue, Sigmoid):
             SigmoidFold(context, problem, grid, epilogue, gradients).run()

@@ -15,6 +15,7 @@ from ..config import precision
 from ..device.arguments import Fields, address, matrix, scalar
 from ..device.launcher import Launcher, device_properties
 from ..device.launches import Queue
+from ..linear import Rows
 from .operands import Kept, Panel, Scratch, Side, in_place, overlay
 
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
@@ -178,6 +179,12 @@ class Context:
     def sides(self) -> list[Side]:
         """The sides that differ."""
         return [self.query] if self.key is self.query else [self.query, self.key]
+
+    @cached_property
+    def linear_rows(self) -> tuple[Rows, Rows]:
+        """Queries and keys, as linear terms see them."""
+        rows = [Rows(self.launcher, side) for side in self.sides]
+        return rows[0], rows[-1]
 
     def row_options(self, problem: Problem) -> Fields:
         """struct RowOptions."""

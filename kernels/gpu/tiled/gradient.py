@@ -15,6 +15,7 @@ from ...problem import Array, Gradients, Grid, Problem, SoftmaxGradient
 from .. import config
 from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
+from ..linear import linear_terms
 from .context import Context
 from .fold import Fold
 from .operands import NO_PANEL, Accumulator, Kept, Operand, Panel
@@ -79,6 +80,7 @@ class GradientFold(Fold):
         self.row_unit: Array = None  # [M] if each row of dQ has a unit of its own
         self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
         self.of_rows = self.of_columns = None
+        self.linear: dict[bool, Fields] = {}  # struct LinearTerms of queries, and of keys (True)
         self.by_rows = gradients is not None and (gradients.want_query or problem.symmetric)
         self.by_columns = gradients is not None and (
             grid.triangle if problem.symmetric else gradients.want_key
@@ -249,9 +251,12 @@ class GradientFold(Fold):
             self.launcher.vectors(
                 "add_copies", acc.copy_stride, sums=acc.array, n=acc.copy_stride, copies=acc.copies
             )
+        defines = {"FACTORS": self.options["FACTORS"], **self.sets}
+        linear: dict[str, Any] = {}
+        if self.linear:
+            defines["LINEAR"], linear["linear"] = 1, self.linear[acc is not self.of_rows]
         self.launcher.rows(
-            "finish", n, d, file="finish.cu",
-            defines={"FACTORS": self.options["FACTORS"], **self.sets},
+            "finish", n, d, file="finish.cu", defines=defines, **linear,
             acc=acc.pointer(rows.start), acc_stride=acc.stride,
             first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
             exponent=side.exponent,
@@ -298,9 +303,17 @@ class SoftmaxFold(GradientFold):
                     sources[f"{name}_reference"] = reference + own
         # dL/dx at a positive bounds its row's panel elements, unless it is one of several, or there
         # are linear terms
-        one = not problem.linear_terms and problem.set_size == 1
+        one = not epilogue.linear and problem.set_size == 1
         self.find_ranges(m, n, by_factor=not one, **sources)
         self.positive_gradient = sources["positive_gradient"]
+        if epilogue.linear:
+            self.linear = {
+                of_keys: linear_terms(
+                    epilogue.linear, *context.linear_rows, of_keys, problem.symmetric
+                )
+                for of_keys, wanted in ((False, self.by_rows), (True, self.by_columns))
+                if wanted and not (of_keys and problem.symmetric)
+            }
         columns = sources["column_reference"]
         if columns is not None and pairs is not None and pairs.row_limits is not None:
             # Of a pair that the row leaves out, the exponential may exceed the row's log-sum-exp

@@ -1,0 +1,93 @@
+// What follows from labels and weights before a call: classes of rows, and shares of rows in the loss.
+//
+// Rows are sorted by their labels. Rows of one label keep their order, and nothing is added atomically: the
+// same bits from run to run. The host reads nothing: how many classes there are is not known to it.
+#include "common.cuh"
+
+constexpr int SORT_THREADS = 1024, SORT_ROWS = 2 * SORT_THREADS;
+
+// Sorts each run of SORT_ROWS rows by their labels, a block a run (bitonic sort): `sorted` are the labels, and
+// `order` the rows. `ids` (or null) are the labels as classes have them: with `classes`, a row of a negative
+// label is alone, and has an id of its own.
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+sort_labels(const i64* labels, i64 n, i64 classes, i64* ids, i64* sorted, i64* order) {
+  __shared__ i64 label[SORT_ROWS];
+  __shared__ int row[SORT_ROWS];
+  const i64 first = blockIdx.x * (i64)SORT_ROWS;
+  for (int at = threadIdx.x; at < SORT_ROWS; at += SORT_THREADS) {
+    const i64 i = first + at;
+    i64 id = 0x7fffffffffffffffLL;  // of no row: behind all rows
+    if (i < n) {
+      id = classes && labels[i] < 0 ? -1 - i : labels[i];
+      if (ids) ids[i] = id;
+    }
+    label[at] = id, row[at] = at;
+  }
+  for (int size = 2; size <= SORT_ROWS; size *= 2)
+    for (int step = size / 2; step > 0; step /= 2) {
+      __syncthreads();  // the exchanges of the last step come before these
+      const int t = threadIdx.x, a = 2 * t - (t & (step - 1)), b = a + step;
+      const bool ascending = label[a] < label[b] || (label[a] == label[b] && row[a] < row[b]);
+      if (ascending != ((a & size) == 0)) {
+        const i64 of_a = label[a];
+        const int row_of_a = row[a];
+        label[a] = label[b], row[a] = row[b];
+        label[b] = of_a, row[b] = row_of_a;
+      }
+    }
+  __syncthreads();  // the exchanges come before the reads below
+  for (int at = threadIdx.x; at < SORT_ROWS && first + at < n; at += SORT_THREADS)
+    sorted[first + at] = label[at], order[first + at] = first + row[at];
+}
+
+// How many of the labels sorted[begin .. end) come before `label`; with `equal` 1, those equal to it, too.
+__device__ __forceinline__ i64 labels_before(const i64* sorted, i64 begin, i64 end, i64 label, i64 equal) {
+  i64 low = begin, high = end;
+  while (low < high) {
+    const i64 middle = (low + high) / 2;
+    if (sorted[middle] < label || (equal && sorted[middle] == label)) low = middle + 1;
+    else high = middle;
+  }
+  return low - begin;
+}
+
+// Merges every two sorted runs of `run` rows into one. A row moves by how many of the other run come before
+// it; of equal labels, those of the first run do.
+extern "C" __global__ void merge_labels(const i64* sorted, const i64* order, i64 n, i64 run,
+                                        i64* merged, i64* merged_order) {
+  const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (at >= n) return;
+  const i64 own = at / run, other = own ^ 1;
+  const i64 begin = min(other * run, n), end = min(begin + run, n);
+  const i64 to = own / 2 * 2 * run + at % run + labels_before(sorted, begin, end, sorted[at], own % 2);
+  merged[to] = sorted[at], merged_order[to] = order[at];
+}
+
+// Of each row: the other row of a class of two, else -1 (positives); 1 if it has a positive, else 0; and, of
+// classes of at least `least` rows, a place for sums and how many other rows there are, else -1 and 0. A class
+// has no more places than one in `least` rows: the multiple of `least` that is among its sorted rows.
+extern "C" __global__ void find_classes(const i64* sorted, const i64* order, i64 n, i64 least,
+                                        i64* positives, double* present, i64* place, i64* others) {
+  const i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (at >= n) return;
+  const i64 row = order[at], label = sorted[at];
+  const i64 begin = labels_before(sorted, 0, at, label, 0);
+  const i64 end = at + labels_before(sorted, at, n, label, 1), size = end - begin;
+  positives[row] = size == 2 && least > 2 ? order[begin + end - 1 - at] : -1;
+  present[row] = size > 1;
+  place[row] = size < least ? -1 : (begin + least - 1) / least;
+  others[row] = size < least ? 0 : size - 1;
+}
+
+constexpr int SHARE_THREADS = 1024;
+
+// shares[i] = weights[i] / sum of all, which is at least `smallest`. One block of threads.
+extern "C" __global__ void __launch_bounds__(SHARE_THREADS)
+find_shares(const double* weights, i64 n, double smallest, double* shares) {
+  __shared__ double memory[SHARE_THREADS / 32];
+  double sum = 0;
+#pragma unroll 8
+  for (i64 i = threadIdx.x; i < n; i += SHARE_THREADS) sum += weights[i];
+  sum = block_reduce<SHARE_THREADS>(sum, memory, [](double a, double b) { return a + b; });
+  for (i64 i = threadIdx.x; i < n; i += SHARE_THREADS) shares[i] = weights[i] / fmax(sum, smallest);
+}

@@ -1,0 +1,78 @@
+// Conclusions beyond those of a row by itself: one softmax of two rows, and terms of the loss that are linear
+// in the logits. kernels/conclusion.py has the formulas.
+#pragma once
+#include "vectors/sums.cuh"
+
+// Of a joint loss, rows i and i + n of 2n have one sum, and its loss one upstream gradient.
+extern "C" __global__ void join_rows(const __grid_constant__ Sums sums, const double* upstream, i64 n,
+                                     const __grid_constant__ Sums joined, double* joined_upstream) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const Sum both = merge(sums.get(i), sums.get(i + n), [](double x) { return exp2(x); });
+  joined.set(i, both), joined.set(i + n, both);
+  joined_upstream[i] = joined_upstream[i + n] = upstream[i];
+}
+
+struct LinearConcluding {
+  Concluding f;  // of `conclude`, which came before
+  double label_smoothing;
+  i64 joint;
+  i64 row_keys, column_keys;                     // keys of a row, and queries of a column
+  const double *row_products, *column_products;  // of rows with the sum of them; null without smoothing
+  const i64* others;                             // other rows in the class of a row, 0: not in `class_products`
+  const double* class_products;                  // of rows with the sum of these; null without classes
+  // factors of linear terms, or null
+  double *row_linear, *column_linear, *class_linear;
+};
+
+// Adds what label smoothing and the means of classes change, a row a thread.
+extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConcluding g) {
+  const Concluding& f = g.f;
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x, each = f.set_size;
+  if (i >= f.m) return;
+  const double scale = f.options.scale.bare(), e = g.label_smoothing, a = f.row_factor[i];
+  const i64* keys = f.positives + i * each;
+  double mean = 0;  // of the logits of the row's positives
+  i64 count = 0;
+  for (i64 s = 0; s < each; ++s)
+    if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive[i * each + s]), ++count;
+  if (count) mean /= count;
+  double loss = 0, of_column = 0, log_scale_grad = 0;  // what is added
+  const i64 others = g.class_products ? g.others[i] : 0;
+  if (others) {  // the positives are in the sum: the loss is at least the logarithm of their number
+    const Sum sum = f.rows.get(i);
+    mean = scale * g.class_products[i] / others;
+    loss = LN_2 * (sum.max + log2(sum.sum)) - mean;
+    log_scale_grad = (sum.sum == 0 ? 0 : LN_2 * sum.moment / sum.sum) - mean;
+  }
+  if (g.class_linear) g.class_linear[i] = others ? (1 - e) * a / others : 0;
+  if (g.row_products) {
+    const bool any = count || others;
+    const double margins = scale * f.options.margin * count;
+    i64 n = g.row_keys;
+    double total = scale * g.row_products[i] - margins;
+    if (g.joint) {  // both rows have the positive
+      total += scale * g.row_products[keys[0]] - margins - mean;
+      n = 2 * n - 1;
+    }
+    const double of_row = any ? e * (mean - total / n) : 0;
+    loss += of_row, log_scale_grad += of_row;
+    g.row_linear[i] = e * a / n;
+    double at_positive = e * a / (count ? count : 1);
+    if (g.joint) at_positive += e * a / n;  // there the linear term counts it twice
+    else if (f.symmetric && count) at_positive += e * f.row_factor[keys[0]];
+    if (f.two_sided) {
+      const double b = f.column_factor[i];
+      of_column = any ? e * (mean - (scale * g.column_products[i] - margins) / g.column_keys) : 0;
+      at_positive += e * b;
+      g.column_linear[i] = e * b / g.column_keys;
+      f.column_loss[i] += of_column;
+    }
+    for (i64 s = 0; s < each; ++s)
+      if (keys[s] >= 0) f.positive_gradient[i * each + s] += at_positive;
+  }
+  f.row_loss[i] += loss;
+  f.losses[i] += f.row_weight * loss + f.column_weight * of_column;
+  if (f.log_scale_grad)
+    f.log_scale_grad[i] += f.upstream[i] * (f.row_weight * log_scale_grad + f.column_weight * of_column);
+}

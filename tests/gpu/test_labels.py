@@ -1,0 +1,214 @@
+"""Classes, sums over their rows, and shares of weights on a GPU; and what is asked without waiting
+for the device."""
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_problems import MISSING, dtype_of
+from infonce.kernels.linear import Segments, partners
+
+import infonce
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+if not MISSING:
+    import cupy
+    from infonce.kernels.gpu import labels as gpu_labels
+    from infonce.kernels.gpu.linear import Rows
+
+# one sorted run of 2048 labels, two, an odd number of them, many
+SIZES = [1, 2, 65, 2048, 2049, 5000, 20000]
+LABELS: dict[str, Callable[[Any, int], Any]] = {
+    "few classes": lambda rng, n: rng.integers(0, 3, n),
+    "one class": lambda rng, n: np.full(n, 7),
+    "all apart": lambda rng, n: rng.permutation(n),
+    "pairs": lambda rng, n: rng.permutation(n) // 2,
+    "of none to six": lambda rng, n: rng.integers(-n // 10 - 1, n // 3 + 1, n),
+    "any integers": lambda rng, n: rng.choice([-(2**63), -1, 0, 5, 2**63 - 1], n),
+}
+
+
+def labels_of(kind: str, n: int) -> Any:
+    return LABELS[kind](np.random.default_rng(n), n)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("kind", LABELS)
+def test_classes(kind: str, n: int, decoupled: bool) -> None:
+    labels, own, least = labels_of(kind, n), np.arange(n), 2 if decoupled else 3
+    found, positives, present = gpu_labels.classes(cupy.asarray(labels), decoupled)
+    ids = np.where(labels < 0, -1 - own, labels)
+    members = Segments(ids, ids).members(np, own)
+    want, has_positive = partners(np, members, own, decoupled)
+    if kind != "any integers":  # there, a label is what a row without a class has as its id
+        np.testing.assert_array_equal(positives.get(), want)
+        np.testing.assert_array_equal(present.get(), has_positive)
+    np.testing.assert_array_equal(found.rows.get(), ids)
+    place, others, order = found.in_sums.rows.get(), found.others.get(), found.in_sums.order.get()
+    in_sums = members[0] >= least
+    np.testing.assert_array_equal(place >= 0, in_sums)
+    np.testing.assert_array_equal(others, np.where(in_sums, members[0] - 1, 0))
+    assert place.max() < found.in_sums.count <= -(-n // least)
+    assert len(set(zip(place[in_sums], ids[in_sums], strict=True))) == len(set(place[in_sums]))
+    assert len(set(place[in_sums])) == len(set(ids[in_sums]))
+    np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
+
+
+def rows_of(z: Any, normalize: bool) -> Any:
+    problem: Any = SimpleNamespace(compute="fp64" if z.dtype == np.float64 else "bf16")
+    problem.normalize = normalize
+    return Rows.of(cupy.asarray(z), problem)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("n", "width"), [(63, 5), (64, 200), (65, 8), (1000, 130), (20000, 37)])
+@pytest.mark.parametrize("kind", [*LABELS, None])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool) -> None:
+    """Segments that lie in a piece of 64 rows, that cross a border, or go through many pieces."""
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((n, width)).astype(dtype_of(dtype))
+    u, factor = z.astype(np.float64), rng.standard_normal(n)
+    if normalize:
+        u /= np.linalg.norm(u, axis=1, keepdims=True)
+    rows, segments, ids = rows_of(z, normalize), Segments(None, None, 1), np.zeros(n, int)
+    if kind is not None:
+        ids = labels_of(kind, n)
+        classes, _, _ = gpu_labels.classes(cupy.asarray(ids), False)
+        assert classes.in_sums is not None
+        segments = classes.in_sums
+    place = ids if kind is None else segments.rows.get()
+    bound = 1e-12 if dtype == "float64" else 1e-6
+    for weight in (None, factor):
+        given = None if weight is None else cupy.asarray(weight)
+        sums = [rows.sums(segments.rows, segments.count, given, segments.order) for _ in range(2)]
+        want, size = np.zeros((2, segments.count, width))
+        here = place >= 0
+        terms = u if weight is None else weight[:, None] * u
+        np.add.at(want, place[here], terms[here])
+        np.add.at(size, place[here], abs(terms[here]))
+        used, found = np.unique(place[here]), np.zeros_like(want)  # other places hold any bits
+        found[used] = sums[0].get()[used]
+        assert (abs(found - want)[used] <= bound * size[used]).all()
+        assert bool((sums[0] == sums[1])[cupy.asarray(used)].all())  # bit for bit
+    products = rows.products(segments.rows, sums[0], 1.0).get()
+    of_rows = found[np.maximum(place, 0)] - u
+    # a row's factor of its normalisation is rounded to the precision of sums: it comes in twice
+    rounding = 1e-13 if dtype == "float64" else 2.0**-22
+    error = abs(products - here * (u * of_rows).sum(axis=1))
+    assert (error <= rounding * (abs(u) * (abs(of_rows) + abs(u))).sum(axis=1)).all()
+
+
+@pytest.mark.parametrize("n", [1, 100, 5000])
+def test_shares(n: int) -> None:
+    weights = np.random.default_rng(n).random(n)
+    found = gpu_labels.shares(cupy.asarray(weights)).get()
+    np.testing.assert_allclose(found, weights / math.fsum(weights), rtol=1e-13)
+    assert (gpu_labels.shares(cupy.zeros(n)).get() == 0).all()
+
+
+def z_of(seed: int, n: int = 600) -> Any:
+    z = np.random.default_rng(seed).standard_normal((n, 64))
+    return cupy.asarray(z / np.linalg.norm(z, axis=1, keepdims=True), dtype=np.float32)
+
+
+SMOOTHED = {"label_smoothing": 0.1}
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sup_con": ("sup_con", {}),
+    "sup_con decoupled": ("sup_con", {"decoupled": True}),
+    "sup_con smoothed": ("sup_con", SMOOTHED | {"normalize": True}),
+    "gte": ("gte", {}),
+    "gte smoothed": ("gte", SMOOTHED | {"weights": True}),
+    "clip smoothed": ("clip", SMOOTHED),
+    "info_nce smoothed": ("info_nce", SMOOTHED),
+    "weights": ("clip", {"weights": True, "method": "tiled"}),
+}
+
+
+def call(name: str, z: Any, y: Any, labels: Any, **more: Any) -> infonce.LossAndGrad:
+    loss, options = CALLS[name]
+    args = {"sup_con": (z, labels), "info_nce": (z, y, labels % len(y))}.get(loss, (z, y))
+    if "weights" in options:
+        options = options | {"weights": abs(z[:, 0])}
+    found: infonce.LossAndGrad = getattr(infonce, f"{loss}_loss_and_grad")(
+        *args, scale=20.0, **options, **more
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    """While it spins, a call returns."""
+    spin = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n)'
+        "{ for (long long t = clock64(); clock64() - t < n;); }", "spin",
+    )  # fmt: skip
+    z, y, labels = z_of(0), z_of(1), cupy.arange(600) % 50
+    for _ in range(2):
+        call(name, z, y, labels)  # compiles, and has memory
+    device = cupy.cuda.Device()
+    device.synchronize()
+    cycles = 10**9
+    spin((1,), (1,), (np.int64(cycles),))
+    done = cupy.cuda.Event()
+    start = time.perf_counter()
+    got = call(name, z, y, labels)
+    done.record()
+    asked = time.perf_counter() - start
+    assert not done.done
+    device.synchronize()
+    waited = time.perf_counter() - start
+    assert asked < waited / 2
+    assert np.isfinite(float(got.loss))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded once: how many classes there are, and how large, is another thing each time."""
+    from infonce.kernels.gpu import plan, select
+
+    plan.forget()
+    rng = np.random.default_rng(0)
+    for seed, classes in enumerate((50, 1, 600, 200)):
+        labels = cupy.asarray(rng.integers(0, classes, 600))
+        z, y = z_of(seed), z_of(seed + 9)
+        planned = call(name, z, y, labels)
+        with monkeypatch.context() as patch:
+            patch.setattr(select, "planned", lambda problem: False)
+            stepwise = call(name, z, y, labels)
+        assert float(planned.loss) == float(stepwise.loss)
+        for one, other in zip(planned.grads, stepwise.grads, strict=True):
+            assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
+    assert sum(isinstance(found, plan.Plan) for found in plan._plans.values()) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_capture(name: str) -> None:
+    """In a CUDA graph, replayed for other features and labels."""
+    given = z_of(0), z_of(1), cupy.arange(600) % 50
+    step = infonce.capture(partial(call, name), *given)
+    others = z_of(2), z_of(3), cupy.arange(600) // 7
+    want = call(name, *others)
+    for array, value in zip(given, others, strict=True):
+        array[...] = value
+    got = step()
+    assert float(got.loss) == float(want.loss)
+    for one, other in zip(got.grads, want.grads, strict=True):
+        assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
+
+
+def test_the_gradient_of_the_scale_of_many_logits() -> None:
+    """From finished gradients, of which linear terms are a part, or from moments of the logits."""
+    n = 4400  # more than 2^24 logits
+    for name in ("sup_con", "sup_con smoothed", "gte", "gte smoothed", "clip smoothed"):
+        z, y, labels = z_of(0, n), z_of(1, n), cupy.arange(n) % 50
+        got = call(name, z, y, labels)
+        want = call(name, z.astype(np.float64), y.astype(np.float64), labels, wrt="scale")
+        np.testing.assert_allclose(float(got.loss), float(want.loss), rtol=1e-5)
+        np.testing.assert_allclose(float(got.grads.scale), float(want.grads.scale), rtol=1e-4)
