@@ -95,14 +95,16 @@ def test_ddp_over_nccl(loss: str, tmp_path: Path) -> None:
 def test_functions_over_ranks(three_ranks: Path) -> None:
     ranks = saved(three_ranks, "functions")
     assert len(ranks) == 3
-    image, text = torch_ranks.batches(3, 1)[0]
-    for name in ("info_nce", "lit", "nt_xent"):
-        rows = [image[:6]] if name == "nt_xent" else [image, text]
+    batch = torch_ranks.batches(3, 1)[0]
+    for name in torch_ranks.FUNCTIONS:
+        parts = [torch_ranks.shards(name, batch, rank) for rank in range(3)]
+        rows = [torch.cat(side) for side in zip(*parts, strict=True)]
+        labels = [torch_ranks.CLASSES] if name == "sup_con" else []
         if name == "nt_xent":  # views i and i + 1 of each rank, as views i and i + B of the batch
             rows = [torch.cat([rows[0][::2], rows[0][1::2]])]
         rows = [z.clone().requires_grad_() for z in rows]
         scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        loss = getattr(it, f"{name}_loss")(*rows, scale=scale, normalize=True)
+        loss = getattr(it, f"{name}_loss")(*rows, *labels, scale=scale, normalize=True)
         wanted = [*rows[: 1 if name == "lit" else 2], scale]
         grads = list(torch.autograd.grad(2 * loss, wanted))
         if name == "nt_xent":

@@ -20,6 +20,8 @@ from infonce.torch import inf_cl, lightly, open_clip
 
 SIZES = [5, 9, 2]  # rows of each rank
 WIDTH = 6
+FUNCTIONS = ["info_nce", "lit", "nt_xent", "sup_con", "gte"]  # clip and siglip are trained
+CLASSES = torch.arange(sum(SIZES)) % 4  # of rows, for sup_con: each has rows on several ranks
 
 
 class Model(torch.nn.Module):
@@ -74,29 +76,33 @@ def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu")
     return {"losses": torch.stack(losses).cpu(), **parameters}
 
 
+def shards(name: str, batch: list[Any], rank: int) -> list[Any]:
+    """This rank's rows of each argument of a function."""
+    if name == "nt_xent":  # an even number of rows on each rank
+        return [batch[0][2 * rank : 2 * rank + 2]]
+    sides = batch[:1] if name == "sup_con" else batch
+    return [side.split(SIZES)[rank] for side in sides]
+
+
 def functions(rank: int, size: int) -> dict[str, Any]:
     """Each function over the ranks: what it returned for this rank's rows."""
     world, out = dist.group.WORLD, {}
     batch = batches(size, 1)[0]
-    for name, z in (("info_nce", batch), ("lit", batch), ("nt_xent", batch[:1])):
-        start = sum(SIZES[:rank])
-        if name == "nt_xent":  # an even number of rows on each rank
-            rows = [z[0][2 * rank : 2 * rank + 2]]
-        else:
-            rows = [side[start : start + SIZES[rank]] for side in z]
-        rows = [side.clone().requires_grad_() for side in rows]
+    for name in FUNCTIONS:
+        rows = [side.clone().requires_grad_() for side in shards(name, batch, rank)]
+        labels = [CLASSES.split(SIZES)[rank]] if name == "sup_con" else []
         scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
         function = getattr(it, f"{name}_loss")
         exchange = {"info_nce": "ring"}.get(name, "gather")
         options = {"scale": scale, "normalize": True, "group": world, "exchange": exchange}
-        loss = function(*rows, **options, gradient_scale="global")
+        loss = function(*rows, *labels, **options, gradient_scale="global")
         wanted = [*rows[: 1 if name == "lit" else 2], scale]
         first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
         second = torch.autograd.grad(3 * loss, wanted)  # computed again, by all ranks
         for a, b in zip(first, second, strict=True):
             torch.testing.assert_close(1.5 * a, b)
         with torch.no_grad():
-            alone = function(*rows, **options)
+            alone = function(*rows, *labels, **options)
         assert torch.equal(alone, loss)
         out[name] = [loss.detach(), *first]
     return out
