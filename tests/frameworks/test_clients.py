@@ -42,14 +42,14 @@ def sentences(columns: int) -> dict[str, list[str]]:
     }
 
 
-GTE = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+ALL_WAYS = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")}
 
 
 @pytest.mark.parametrize(
     ("name", "columns", "settings"),
     [
         ("MultipleNegativesRankingLoss", 3, {}),
-        ("MultipleNegativesRankingLoss", 2, {"directions": GTE}),
+        ("MultipleNegativesRankingLoss", 2, ALL_WAYS),
         ("CachedMultipleNegativesRankingLoss", 3, {"mini_batch_size": 3}),
     ],
 )
@@ -102,16 +102,17 @@ def test_ranking_of_embeddings(negatives: int, part: str) -> None:
 
     generator = torch.Generator().manual_seed(0)
     rows = {"dtype": torch.float64, "generator": generator}
-    more = [names for n in range(4) for names in itertools.combinations(GTE[1:], n)]
+    first, *more = ALL_WAYS["directions"]
+    added = [names for n in range(4) for names in itertools.combinations(more, n)]
     modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
     similarities = ((util.cos_sim, 20.0), (util.dot_score, 1.0))
     for batch, names, mode, (similarity, scale) in itertools.product(
-        (1, 5), more, modes, similarities
+        (1, 5), added, modes, similarities
     ):
         if part == "per_direction" and set(names) - {"doc_to_query"}:
             continue  # refused by both
         settings = {
-            "scale": scale, "similarity_fct": similarity, "directions": (GTE[0], *names),
+            "scale": scale, "similarity_fct": similarity, "directions": (first, *names),
             "partition_mode": part, "hardness_mode": mode,
             "hardness_strength": 3.0 if mode else 0.0,
         }  # fmt: skip
@@ -124,6 +125,12 @@ def test_ranking_of_embeddings(negatives: int, part: str) -> None:
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=str(settings))
 
 
+OVER_RANKS = [  # columns and settings
+    (2, {}),
+    (3, {}),
+    (2, ALL_WAYS),
+    (3, {**ALL_WAYS, "hardness_mode": "hard_negatives", "hardness_strength": 3.0}),
+]
 RANKS = """
 import sys
 import torch
@@ -132,15 +139,16 @@ from sentence_transformers.sentence_transformer import losses
 from torch.nn.parallel import DistributedDataParallel
 from infonce.torch import sentence_transformers as ours
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+rank, folder, cases = int(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 out = {}
 for name, module in (("theirs", losses), ("ours", ours)):
-    for columns in (2, 3):
+    for case, (columns, settings) in enumerate(cases):
         torch.manual_seed(0)
         model = DistributedDataParallel(torch.nn.Linear(6, 4, dtype=torch.float64))
-        loss = module.MultipleNegativesRankingLoss(None, gather_across_devices=True)
+        settings = {"gather_across_devices": True, **settings}
+        loss = module.MultipleNegativesRankingLoss(None, **settings)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
         values = []
         for step in range(3):
@@ -153,7 +161,7 @@ for name, module in (("theirs", losses), ("ours", ours)):
             mean = value.detach().clone()
             dist.all_reduce(mean)  # theirs is that of a process's own rows
             values.append(mean / 2)
-        out[name, columns] = [*values, *(p.detach() for p in model.parameters())]
+        out[name, case] = [*values, *(p.detach() for p in model.parameters())]
 torch.save(out, f"{folder}/{rank}.pt")
 dist.destroy_process_group()
 """
@@ -165,7 +173,7 @@ def test_sentence_transformers_over_ranks(tmp_path: Path) -> None:
     environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(rank), str(tmp_path)],
+            [sys.executable, "-c", RANKS, str(rank), str(tmp_path), repr(OVER_RANKS)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
@@ -178,8 +186,8 @@ def test_sentence_transformers_over_ranks(tmp_path: Path) -> None:
     assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
     for rank in range(2):
         out = torch.load(tmp_path / f"{rank}.pt")
-        for columns in (2, 3):
-            for got, want in zip(out["ours", columns], out["theirs", columns], strict=True):
+        for case in range(len(OVER_RANKS)):
+            for got, want in zip(out["ours", case], out["theirs", case], strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 

@@ -1,6 +1,7 @@
 """Losses in the place of other projects' against the formulas that these publish."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,57 @@ def test_open_clip() -> None:
         ClipLoss(use_horovod=True)
     with pytest.raises(RuntimeError, match=r"group: expected torch\.distributed to be initialised"):
         SigLipLoss(rank=0, world_size=2)(image, text, scale, bias)
+
+
+def test_coca_and_distillation() -> None:
+    from infonce.torch.open_clip import CoCaLoss, DistillClipLoss
+
+    image, text = features("clip", 16)
+    teacher = [2 * z.detach().flip(1) for z in (image, text)]
+    scale = torch.tensor(6.0, dtype=torch.float64, requires_grad=True)
+    clip = formula("clip", [image, text], scale)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 7, 11, dtype=torch.float64, generator=generator).requires_grad_()
+    labels = torch.randint(11, (16, 7), generator=generator)
+    caption = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+    coca = CoCaLoss(2.0, 0.5, pad_id=3)
+    for got, want in zip(coca(image, text, logits, labels, scale), (clip / 2, 2 * caption),
+                         strict=True):  # fmt: skip
+        torch.testing.assert_close(got, want)
+    assert_same(sum(coca(image, text, logits, labels, scale)), clip / 2 + 2 * caption,
+                image, text, logits, scale)  # fmt: skip
+    out = CoCaLoss(2.0, 0.0)(image, text, logits, labels, scale, output_dict=True)
+    assert out["contrastive_loss"] == 0
+    assert set(out) == {"contrastive_loss", "caption_loss"}
+    x, t = scale * image @ text.T, 5.0 * teacher[0] @ teacher[1].T
+    ways = (-(a.softmax(1) * b.log_softmax(1)).sum(1).mean() for a, b in ((t, x), (t.T, x.T)))
+    distill = DistillClipLoss()(image, text, scale, *teacher, 5.0, output_dict=True)
+    torch.testing.assert_close(distill["contrastive_loss"], clip)
+    assert_same(distill["distill_loss"], sum(ways) / 2, image, text, scale)
+
+
+def test_open_clip_create_loss() -> None:
+    from infonce.torch import open_clip
+
+    settings = {"rank": 0, "world_size": 1, "local_loss": True, "gather_with_grad": True,
+                "distill": False, "siglip": False, "loss_dist_impl": "gather", "model": "ViT-B-32",
+                "coca_caption_loss_weight": 2.0, "coca_contrastive_loss_weight": 0.5}  # fmt: skip
+    for given, kind, words in (
+        ({}, open_clip.ClipLoss, "local_loss=True, gather_with_grad=True, cache_labels=True"),
+        ({"siglip": True}, open_clip.SigLipLoss, "dist_impl='gather'"),
+        ({"model": "coca_ViT-B-32"}, open_clip.CoCaLoss, "caption_loss_weight=2.0, clip_loss_w"),
+        ({"distill": True}, open_clip.DistillClipLoss, "cache_labels=True"),
+        ({"torchcompile": True}, open_clip.ClipLoss, "cache_labels=False"),
+    ):
+        loss = open_clip.create_loss(SimpleNamespace(**{**settings, **given}))
+        assert type(loss) is kind
+        assert words in repr(loss)
+    for given, match in (
+        ({"model": "genlip_1"}, r"args\.model: expected one with a contrastive .* 'genlip_1'"),
+        ({"horovod": True}, "use_horovod: expected False, got True"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            open_clip.create_loss(SimpleNamespace(**{**settings, **given}))
 
 
 def test_memory_efficient_clip() -> None:

@@ -16,6 +16,8 @@ if not dist.is_available() or not dist.is_gloo_available():
 import torch_ranks  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
+from infonce.torch.lightly import negative_mises_fisher_weights  # noqa: E402
+from infonce.torch.open_clip import DistillClipLoss  # noqa: E402
 
 pytestmark = pytest.mark.extras
 
@@ -123,12 +125,24 @@ def test_drop_ins_share_rows_by_themselves(three_ranks: Path) -> None:
     ends = torch.tensor(torch_ranks.SIZES).cumsum(0).tolist()
     mirrored = torch.cat([torch.arange(end - n, end).flip(0) for n, end in
                           zip(torch_ranks.SIZES, ends, strict=True)])  # fmt: skip
+    views, options = torch.cat(sides), {"temperature": 0.5, "normalize": True}
+    dcl = it.nt_xent_loss(views, decoupled=True, **options)
+    pairs = zip(*(torch.nn.functional.normalize(z, dim=1).split(torch_ranks.SIZES) for z in sides),
+                strict=True)  # fmt: skip
+    rest = [  # weights are those among the rows of a rank
+        (1 - negative_mises_fisher_weights(a, b)) * (a * b).sum(dim=1) / 0.5 for a, b in pairs
+    ]
+    equal = [z[:6].detach().clone().requires_grad_() for z in sides]
+    teacher = [2 * z.detach().flip(1) for z in equal]
     wanted = {
-        "inf_cl": it.info_nce_loss(*sides, mirrored, scale=2.0),
-        "lightly": it.nt_xent_loss(torch.cat(sides), temperature=0.5, normalize=True),
+        "inf_cl": (it.info_nce_loss(*sides, mirrored, scale=2.0), sides),
+        "lightly": (it.nt_xent_loss(views, **options), sides),
+        "dcl": (dcl, sides),
+        "dclw": (dcl + torch.cat(rest).mean(), sides),
+        "distill": (sum(DistillClipLoss()(*equal, 2.0, *teacher, 1.5)), equal),
     }
-    for name, loss in wanted.items():
-        grads = torch.autograd.grad(loss, sides)
+    for name, (loss, inputs) in wanted.items():
+        grads = torch.autograd.grad(loss, inputs, retain_graph=True)
         for i, gradient in enumerate(grads):
             got = torch.cat([rank[name][1 + i] for rank in ranks])
             torch.testing.assert_close(got, 3 * gradient)
@@ -136,6 +150,9 @@ def test_drop_ins_share_rows_by_themselves(three_ranks: Path) -> None:
             torch.testing.assert_close(rank[name][0], loss)
     unit = torch.nn.functional.normalize(sides[1][:6].detach(), dim=1).float()
     for rank in ranks:  # rows of all enter each bank
+        assert rank["unequal"] == (
+            "rows: expected as many on all processes that gather them, got [5, 9, 2]"
+        )
         torch.testing.assert_close(rank["bank"][:6], unit)
 
 

@@ -116,12 +116,24 @@ def drop_ins(rank: int, size: int) -> dict[str, Any]:
     losses = {
         "inf_cl": inf_cl.cal_inf_loss(*rows, local, 2.0),
         "lightly": lightly.NTXentLoss(0.5, gather_distributed=True)(*rows),
+        "dcl": lightly.DCLLoss(0.5, gather_distributed=True)(*rows),
+        "dclw": lightly.DCLWLoss(0.5, gather_distributed=True)(*rows),
     }
     bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True)
     equal = [side[2 * rank : 2 * rank + 2].clone().requires_grad_() for side in batch]
     bank(*equal)
+    distill = open_clip.DistillClipLoss(rank=rank, world_size=size)
+    teacher = [2 * side.detach().flip(1) for side in equal]
+    both = distill(*equal, 2.0, *teacher, 1.5)
+    said = ""
+    try:
+        distill(*rows, 2.0, *rows, 1.5)
+    except ValueError as error:
+        said = str(error)
     return {
         "bank": bank.memory_bank.bank,
+        "distill": [sum(both).detach(), *torch.autograd.grad(sum(both), equal)],
+        "unequal": said,
         **{name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()},
     }
 
