@@ -218,6 +218,13 @@ def test_sup_con_of_six_directions():
     assert_close(result.loss, 0.720060, rtol=0, atol=5e-7)
 
 
+def test_weights_of_two_queries_whose_logits_are_known():
+    """Logits (6, 3) and (9, 5), of weights 0.7 and 0.3."""
+    query, key = [[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]], [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
+    result = reference.info_nce(query, key, scale=1.0, weights=[0.7, 0.3])
+    assert_close(result.loss, 1.239456, rtol=0, atol=5e-7)
+
+
 @pytest.mark.extras
 def test_clip_of_torch_normal_features():
     """The inputs of a public test of CLIP's loss in PyTorch, which gives the two numbers."""
