@@ -237,6 +237,19 @@ def test_clip_of_torch_normal_features():
     assert_close(smooth.loss, 10.2524, rtol=0, atol=5e-5)
 
 
+@pytest.mark.extras
+def test_clip_of_two_linear_encoders():
+    """The inputs of a public test of the same loss with encoders, which gives the number."""
+    torch = pytest.importorskip("torch")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        image, text = torch.randn(4, 8), torch.randn(4, 5)
+        encoders = torch.nn.Linear(8, 3), torch.nn.Linear(5, 3)
+    with torch.no_grad():
+        image, text = (m(z).numpy() for m, z in zip(encoders, (image, text), strict=True))
+    assert_close(reference.clip(image, text, scale=1 / 0.07).loss, 3.8848, rtol=0, atol=1e-4)
+
+
 def test_without_negatives_a_decoupled_loss_has_no_bound():
     """But its gradient is that of -x: the positive is drawn near."""
     result = reference.info_nce([[1.0, 2.0]], [[3.0, 4.0]], scale=2.0, decoupled=True)
