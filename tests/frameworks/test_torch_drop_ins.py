@@ -106,10 +106,13 @@ def test_memory_efficient_clip() -> None:
         )
         locked = second if kind == "CLIP" else second.detach()
         inputs = [z for z in (first, locked) if z.requires_grad]
+        plain_loss = partial(loss, stable=False)
         unit = [F.normalize(z, dim=1) for z in (first, locked)]
-        assert_same(loss(0.1)(3 * first, 2 * second), formula(kind.lower(), unit, 10.0), *inputs)
+        assert_same(
+            plain_loss(0.1)(3 * first, 2 * second), formula(kind.lower(), unit, 10.0), *inputs
+        )
         want = formula(kind.lower(), [first, locked], 10.0)
-        assert_same(loss(0.1, normalized_inputs=True)(first, second), want, *inputs)
+        assert_same(plain_loss(0.1, normalized_inputs=True)(first, second), want, *inputs)
         normed = getattr(theirs, f"MemoryEfficient{kind}LossNormed")
         assert_same(normed.apply(first, second, 0.1), want, *inputs)
         torch.testing.assert_close(
@@ -119,11 +122,11 @@ def test_memory_efficient_clip() -> None:
         (plain,) = torch.autograd.grad(want, first)
         normed = getattr(theirs, f"StableMemoryEfficient{kind}LossNormed")
         scaled = [stable(0.1, normalized_inputs=True), partial(normed.apply, temperature=0.1)]
-        for module in (*scaled, loss(0.1, normalized_inputs=True, stable=True)):
+        for module in (*scaled, loss(0.1, normalized_inputs=True)):
             got = module(first, second)
             torch.testing.assert_close(got, want)
             torch.testing.assert_close(torch.autograd.grad(got, first)[0], plain * 1.6**0.5)
-    smooth = theirs.MemoryEfficientCLIPLoss(0.1, True, label_smoothing=0.2)(image, text)
+    smooth = theirs.MemoryEfficientCLIPLoss(0.1, True, False, label_smoothing=0.2)(image, text)
     x, y = 10 * image @ text.T, torch.arange(16)
     ways = (F.cross_entropy(logits, y, label_smoothing=0.2) for logits in (x, x.T))
     assert_same(smooth, sum(ways) / 2, image, text)
@@ -135,6 +138,93 @@ def test_memory_efficient_clip() -> None:
             ValueError, match=r"tau_plus: expected 0.0, got 0.1: use false_negative"
         ):
             call()
+
+
+def qwen3(query: Any, documents: Any, own: Any, margin: float, others: str, smooth: float) -> Any:
+    """Loss of unit rows at temperature 0.1, with all logits of a row side by side."""
+    itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
+    blocks = [query @ documents.T]
+    if own is not None:
+        blocks.append((own * query[:, None]).sum(2))
+    blocks += [(z @ z.T).masked_fill(itself, -torch.inf)
+               for name, z in (("q", query), ("d", documents)) if name in others]  # fmt: skip
+    cosines = torch.cat(blocks, dim=1)
+    positive = blocks[0].diagonal()
+    left_out = cosines > positive[:, None] + margin
+    cosines = cosines.masked_fill(left_out, -torch.inf) if margin < 2 else cosines
+    spread = cosines.masked_fill(cosines == -torch.inf, 0).sum(1) / (cosines > -torch.inf).sum(1)
+    target = (1 - smooth) * positive + smooth * spread
+    return ((cosines / 0.1).logsumexp(1) - target / 0.1).mean()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("others", ["", "q", "d", "qd"])
+@pytest.mark.parametrize("negatives", [0, 3])
+def test_memory_efficient_qwen3(negatives: int, others: str, device: str) -> None:
+    from infonce.torch import memory_efficient_clip as theirs
+
+    (query, documents), (q, d) = views(device)
+    generator = torch.Generator().manual_seed(9)
+    own, h = None, None
+    if negatives:
+        own = torch.randn(8, negatives, 5, dtype=torch.float64, generator=generator).to(device)
+        h = F.normalize(own.requires_grad_(), dim=2)
+    inputs = [query, documents, *([own] if negatives else [])]
+    given = {"use_qq_negatives": "q" in others, "use_dd_negatives": "d" in others}
+    for margin in (0.1, 2.0):
+        want = qwen3(q, d, h, margin, others, 0.0)
+        loss = theirs.MemoryEfficientQwen3Loss(0.1, margin, **given, stable=False)
+        assert_same(loss(query, documents, own), want, *inputs)
+        stable = theirs.MemoryEfficientQwen3Loss(0.1, margin, **given, normalized_inputs=True)
+        assert_same(stable(q, d, h), want.detach() + 0.8**0.5 * (want - want.detach()), *inputs)
+        if "d" in others:
+            continue
+        locked = theirs.MemoryEfficientLiTQwen3Loss(0.1, margin, "q" in others, stable=False)
+        want = qwen3(q, d.detach(), None if h is None else h.detach(), margin, others, 0.0)
+        assert_same(locked(query, documents, own), want, query)
+    smooth = theirs.MemoryEfficientQwen3Loss(0.1, 2.0, **given, stable=False, label_smoothing=0.2)
+    if not negatives:
+        assert_same(smooth(query, documents), qwen3(q, d, h, 2.0, others, 0.2), *inputs)
+    smooth.margin = 0.1 if not negatives else 2.0
+    with pytest.raises(ValueError, match=r"label_smoothing: expected 0.0, got 0.2: it is there wi"):
+        smooth(query, documents, own)
+    with pytest.raises(ValueError, match=r"tau_plus: expected 0.0, got 0.3: use false_negative"):
+        loss(query, documents, own, tau_plus=0.3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["CLIP", "LiT", "Qwen3", "LiTQwen3"])
+def test_matryoshka(kind: str, device: str) -> None:
+    from infonce.torch import memory_efficient_clip as theirs
+
+    (first, second), _ = views(device)
+    own = torch.stack([second.detach().flip(0), second.detach().roll(1, 0)], dim=1)
+    given = [first, second, *([own] if "Qwen3" in kind else [])]
+    plain = getattr(theirs, f"MemoryEfficient{kind}Loss")(temperature=0.1)
+    want = 0.5 * plain(*(z[..., :2] for z in given)) + 2 * plain(*given)
+    inputs = [first] if "LiT" in kind else [first, second]
+    fused = getattr(theirs, f"MemoryEfficientMatryoshka{kind}Loss")
+    for loss in (
+        theirs.MatryoshkaLoss(plain, [2, 5], [0.5, 2]),
+        fused((2, 5), (0.5, 2), 0.1),
+        fused((2, 5), (0.5, 2), temperature=0.1, normalized_inputs=True),
+    ):
+        assert_same(loss(*given), want, *inputs)
+    assert_same(fused([5], temperature=0.1)(*given), plain(*given), *inputs)
+    for dims, weights, match in (
+        ((3, 2), None, r"dims: expected increasing positive numbers, got \(3, 2\)"),
+        ((), None, r"dims: expected increasing positive numbers, got \(\)"),
+        ((2, 3), (1,), "weights: expected 2 of them, one for each of dims, got 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fused(dims, weights)
+    with pytest.raises(ValueError, match="dims: expected at most the features' width 5, got 6"):
+        fused([2, 6])(*given)
+    plain.normalized_inputs = True
+    with pytest.raises(ValueError, match=r"base_loss\.normalized_inputs: expected False, got True"):
+        theirs.MatryoshkaLoss(plain, [2])
+    with pytest.raises(ValueError, match=r"group: expected None, got .*: the Distributed classes"):
+        fused([2], group=object())
 
 
 def test_inf_cl() -> None:

@@ -148,6 +148,11 @@ def test_drop_ins_share_rows_by_themselves(three_ranks: Path) -> None:
             torch.testing.assert_close(got, 3 * gradient)
         for rank in ranks:
             torch.testing.assert_close(rank[name][0], loss)
+    for name, alone in torch_ranks.memory_efficient("").items():  # not times the ranks
+        loss = alone(*sides)
+        torch.testing.assert_close(sum(rank[name][0] for rank in ranks), loss)
+        for i, gradient in enumerate(torch.autograd.grad(loss, sides)):
+            torch.testing.assert_close(torch.cat([rank[name][1 + i] for rank in ranks]), gradient)
     unit = torch.nn.functional.normalize(sides[1][:6].detach(), dim=1).float()
     for rank in ranks:  # rows of all enter each bank
         assert rank["unequal"] == (

@@ -16,7 +16,7 @@ from infonce.distributed import RankError
 from torch.nn.parallel import DistributedDataParallel
 
 import infonce.torch as it
-from infonce.torch import inf_cl, lightly, open_clip
+from infonce.torch import inf_cl, lightly, memory_efficient_clip, open_clip
 
 SIZES = [5, 9, 2]  # rows of each rank
 WIDTH = 6
@@ -108,6 +108,24 @@ def functions(rank: int, size: int) -> dict[str, Any]:
     return out
 
 
+def memory_efficient(prefix: str) -> dict[str, Any]:
+    """MemoryEfficientCLIP's losses, over processes with the prefix "Distributed"."""
+    qwen3 = getattr(memory_efficient_clip, f"{prefix}MemoryEfficientQwen3Loss")(
+        0.5, 0.1, True, True
+    )
+    prefixes = f"{prefix}MemoryEfficientMatryoshkaQwen3Loss"
+
+    def with_own(query: Any, documents: Any) -> Any:
+        own = torch.stack([documents.flip(1), query.roll(1, 1)], dim=1)
+        return qwen3(query, documents, own)
+
+    return {
+        "clip": getattr(memory_efficient_clip, f"{prefix}MemoryEfficientCLIPLoss")(0.5),
+        "qwen3": with_own,
+        "matryoshka": getattr(memory_efficient_clip, prefixes)((2, 6), None, 0.5, 2.0, True),
+    }
+
+
 def drop_ins(rank: int, size: int) -> dict[str, Any]:
     """Losses in the place of other projects' that share rows by themselves: value and gradients."""
     batch, start = batches(size, 1)[0], sum(SIZES[:rank])
@@ -118,6 +136,7 @@ def drop_ins(rank: int, size: int) -> dict[str, Any]:
         "lightly": lightly.NTXentLoss(0.5, gather_distributed=True)(*rows),
         "dcl": lightly.DCLLoss(0.5, gather_distributed=True)(*rows),
         "dclw": lightly.DCLWLoss(0.5, gather_distributed=True)(*rows),
+        **{name: loss(*rows) for name, loss in memory_efficient("Distributed").items()},
     }
     bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True)
     equal = [side[2 * rank : 2 * rank + 2].clone().requires_grad_() for side in batch]

@@ -50,13 +50,19 @@ def everywhere(wanted: bool = True) -> dict[str, Any]:
     return {} if group is None else {"group": group}
 
 
-def first_row(group: Any, rows: int) -> int:
-    """Where this process's rows begin among those of all; 0 without a group."""
+def shard(group: Any, rows: int) -> tuple[int, int, int]:
+    """Where this process's rows begin among those of all, how many rows and processes there are.
+    Without a group there is one process."""
     if group is None:
-        return 0
+        return 0, rows, 1
     ranks = _ranks(group)
     sizes: list[int] = ranks.allgather(rows)
-    return sum(sizes[: ranks.rank])
+    return sum(sizes[: ranks.rank]), sum(sizes), ranks.size
+
+
+def first_row(group: Any, rows: int) -> int:
+    """Where this process's rows begin among those of all."""
+    return shard(group, rows)[0]
 
 
 def mean_of_all(losses: Tensor, group: Any) -> Tensor:
