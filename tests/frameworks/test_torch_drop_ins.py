@@ -181,7 +181,9 @@ def test_memory_efficient_qwen3(negatives: int, others: str, device: str) -> Non
             continue
         locked = theirs.MemoryEfficientLiTQwen3Loss(0.1, margin, "q" in others, stable=False)
         want = qwen3(q, d.detach(), None if h is None else h.detach(), margin, others, 0.0)
-        assert_same(locked(query, documents, own), want, query)
+        assert_same(got := locked(query, documents, own), want, query)
+        rest = torch.autograd.grad(got, inputs[1:], allow_unused=True)
+        assert all(gradient is None for gradient in rest)
     smooth = theirs.MemoryEfficientQwen3Loss(0.1, 2.0, **given, stable=False, label_smoothing=0.2)
     if not negatives:
         assert_same(smooth(query, documents), qwen3(q, d, h, 2.0, others, 0.2), *inputs)

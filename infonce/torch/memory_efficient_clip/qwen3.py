@@ -7,8 +7,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from ..core.drop_in import first_row, require, shard
 from ..functions import info_nce_loss
@@ -99,8 +98,8 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         if self.use_dd_negatives:  # a row is (q, d), a key (d, 0), (q, 0) or (0, d)
             width = query.shape[1]
             rows = torch.cat([query, documents], dim=1)
-            groups = [functional.pad(keys, (0, width)) for keys in groups]
-            groups.append(functional.pad(documents, (width, 0)))
+            groups = [nn.functional.pad(keys, (0, width)) for keys in groups]
+            groups.append(nn.functional.pad(documents, (width, 0)))
         keys = torch.cat(groups)
         labels = torch.arange(len(rows), device=rows.device)
         if len(groups) > 1:  # what belongs to a row itself is no negative of it
@@ -119,7 +118,7 @@ class MemoryEfficientQwen3Loss(MemoryEfficient):
         """Features of unit norm."""
         if features is None or self.normalized_inputs:
             return features
-        return functional.normalize(features, dim=-1)
+        return nn.functional.normalize(features, dim=-1)
 
     def _with_own(self, losses: Tensor, query: Tensor, documents: Tensor, own: Tensor) -> Tensor:
         """Losses of rows with each row's own negatives in the denominator."""
