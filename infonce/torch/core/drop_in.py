@@ -66,9 +66,8 @@ def first_row(group: Any, rows: int) -> int:
 
 
 def mean_of_all(losses: Tensor, group: Any) -> Tensor:
-    """Mean of the rows' losses of all processes; the gradient is that of DDP's average.
-
-    The losses are those that ``gradient_scale="global"`` gives."""
+    """Mean of the rows' losses of all processes, with the gradient that DDP, which averages, makes
+    that of this mean. Losses of a function over processes have ``gradient_scale="global"``."""
     if group is None:
         return losses.mean()
     ranks = _ranks(group)

@@ -142,7 +142,8 @@ class _Batch:
         return others + self.scale * (self.similarity(rows, rows) - positives)
 
     def rows(self, rows: Tensor, keys: Tensor, given: Any = None, **options: Any) -> Any:
-        """Rows against keys, of which the first ones are their positives."""
+        """Rows against keys, of which the first ones are their positives; a loss for each row
+        unless other keywords are `given`."""
         labels = None
         if len(keys) > len(rows) and self.group is not None:  # keys are counted over all processes
             labels = torch.arange(len(rows), device=rows.device)
