@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .core.drop_in import DropIn, everywhere
+from .core.drop_in import DropIn, everywhere, gathered, mean_of_all, world
 from .functions import info_nce_loss, nt_xent_loss
 
 __all__ = ["DCLLoss", "DCLWLoss", "NTXentLoss", "negative_mises_fisher_weights"]
@@ -94,7 +94,8 @@ class NTXentLoss(_TwoViews):
         queries, keys = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
         bank = self.memory_bank.rows(keys)
         if out0.requires_grad:
-            self.memory_bank.push(_of_all(keys) if self.gather_distributed else keys)
+            group = world(self.gather_distributed)
+            self.memory_bank.push(keys if group is None else torch.cat(gathered(keys, group)))
         # Rows of other samples are no negatives: they have the id of the queries
         same = torch.zeros(len(queries) + len(bank), dtype=torch.long, device=queries.device)
         same[len(queries) :] = 1
@@ -138,16 +139,6 @@ class MemoryBank(nn.Module):
         room = self.size[0] - self.next
         self.bank[self.next : self.next + len(keys)] = keys[:room]
         self.next = self.next + len(keys) if len(keys) < room else 0
-
-
-@torch.no_grad()
-def _of_all(rows: Tensor) -> Tensor:
-    """Rows of all processes, without a gradient."""
-    if not everywhere():
-        return rows
-    gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, rows.contiguous())
-    return torch.cat(gathered)
 
 
 class DCLLoss(_TwoViews):
@@ -196,7 +187,8 @@ class DCLLoss(_TwoViews):
         out0, out1 = nn.functional.normalize(out0, dim=1), nn.functional.normalize(out1, dim=1)
         weights = torch.stack([self.weight_fn(out0, out1), self.weight_fn(out1, out0)])
         positives = (out0 * out1).sum(dim=1) / self.temperature
-        return loss + ((1 - weights) * positives).mean()
+        rest = ((1 - weights) * positives).mean(dim=0)
+        return loss + mean_of_all(rest, world(self.gather_distributed))
 
 
 class DCLWLoss(DCLLoss):

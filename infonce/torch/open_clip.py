@@ -1,21 +1,24 @@
-"""In the place of open_clip's losses: `ClipLoss` and `SigLipLoss` of open_clip.loss.
+"""In the place of open_clip's losses: `ClipLoss`, `SigLipLoss`, `CoCaLoss` and `DistillClipLoss` of
+open_clip.loss, and `create_loss`.
 
 The constructors and the calls are the same. What differs: the loss is float32 (float64 for float64)
-where open_clip's has the features' dtype; over ranks nothing is gathered, the loss is that of all
-ranks' rows whatever `local_loss` and `dist_impl`, and gradients are right under DDP; `use_horovod`
-is an error. Other keywords are those of the functions of `infonce.torch`.
+where open_clip's has the features' dtype; over ranks the loss is that of all ranks' rows whatever
+`local_loss` and `dist_impl`, nothing is gathered but by `DistillClipLoss`, and gradients are right
+under DDP; `use_horovod` is an error. Other keywords are those of the functions of `infonce.torch`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from . import functions
-from .core.drop_in import DropIn, require
+from .core.drop_in import DropIn, gathered, require
 
-__all__ = ["ClipLoss", "SigLipLoss"]
+__all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss"]
 
 
 class _OpenClip(DropIn):
@@ -30,17 +33,22 @@ class _OpenClip(DropIn):
 
     def _options(self, scale: Any) -> dict[str, Any]:
         """Keywords of one call."""
+        group = self._group()
+        return {**self.options, "scale": scale, **({"group": group} if group else {})}
+
+    def _group(self) -> Any:
+        """The process group that shares the batch; None for one process."""
         if self.world_size == 1:
-            return {**self.options, "scale": scale}
+            return None
         from .core import process_group
 
-        group = process_group.connect(self.options.get("group"))
-        if (group.rank, group.size) != (self.rank, self.world_size):
+        ranks = process_group.connect(self.options.get("group"))
+        if (ranks.rank, ranks.size) != (self.rank, self.world_size):
             raise ValueError(
-                f"rank, world_size: expected {group.rank} and {group.size}, those of the process "
+                f"rank, world_size: expected {ranks.rank} and {ranks.size}, those of the process "
                 f"group, got {self.rank} and {self.world_size}"
             )
-        return {**self.options, "scale": scale, "group": group}
+        return self.options.get("group") or dist.group.WORLD
 
 
 class ClipLoss(_OpenClip):
@@ -100,6 +108,128 @@ class ClipLoss(_OpenClip):
         return {"contrastive_loss": loss} if output_dict else loss
 
 
+class CoCaLoss(ClipLoss):
+    """CoCa: ``forward(image_features [N, D], text_features [N, D], logits [N, T, V], labels [N, T],
+    logit_scale, output_dict=False)``, a pair of losses.
+
+    ``contrastive = clip_loss_weight ClipLoss``, and with V logits for each token, over the tokens
+    that are not `pad_id`,
+
+    ``caption = -caption_loss_weight mean_nt log softmax(logits_nt)_labels[n, t]``.
+
+    Parameters
+    ----------
+    caption_loss_weight, clip_loss_weight : float
+        With a `clip_loss_weight` of 0 the contrastive loss is not computed.
+    pad_id : int, default 0
+        The label of positions without a token.
+    settings
+        Of `ClipLoss`. The caption loss is that of this rank's rows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Yu et al.: CoCa: Contrastive Captioners are Image-Text Foundation Models, 2022.
+    """
+
+    def __init__(
+        self,
+        caption_loss_weight: float,
+        clip_loss_weight: float,
+        pad_id: int = 0,
+        *settings: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(*settings, **options)
+        self.caption_loss_weight = caption_loss_weight
+        self.clip_loss_weight = clip_loss_weight
+        self._settings += ("caption_loss_weight", "clip_loss_weight")
+        self.caption_loss = nn.CrossEntropyLoss(ignore_index=pad_id)
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        logit_scale: Any,
+        output_dict: bool = False,
+    ) -> Any:
+        contrastive: Any = torch.zeros((), device=logits.device)
+        if self.clip_loss_weight:
+            contrastive = super().forward(image_features, text_features, logit_scale)
+            contrastive = self.clip_loss_weight * contrastive
+        caption = self.caption_loss_weight * self.caption_loss(logits.transpose(1, 2), labels)
+        if output_dict:
+            return {"contrastive_loss": contrastive, "caption_loss": caption}
+        return contrastive, caption
+
+
+class DistillClipLoss(ClipLoss):
+    """CLIP with a teacher: ``forward(image_features [N, D], text_features [N, D], logit_scale,
+    dist_image_features [N, E], dist_text_features [N, E], dist_logit_scale, output_dict=False)``,
+    a pair of losses.
+
+    ``contrastive = ClipLoss``, and with the student's logits x and the teacher's t, rows of both
+    directions,
+
+    ``distill = -1/(2N) sum_i (softmax_row(t)_i log softmax_row(x)_i' + the same of columns)``.
+
+    The distillation is over all logits of both models: it keeps their matrices, and over ranks it
+    gathers the features of all, of as many rows each.
+
+    Parameters
+    ----------
+    settings
+        Of `ClipLoss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Hinton et al.: Distilling the Knowledge in a Neural Network, 2015.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Any,
+        dist_image_features: Tensor,
+        dist_text_features: Tensor,
+        dist_logit_scale: Any,
+        output_dict: bool = False,
+    ) -> Any:
+        contrastive = super().forward(image_features, text_features, logit_scale)
+        sides = [image_features, text_features, dist_image_features, dist_text_features]
+        if group := self._group():
+            sides = [self._of_all(side, group) for side in sides]
+        x, t = logit_scale * sides[0] @ sides[1].T, dist_logit_scale * sides[2] @ sides[3].T
+        distill = (_cross_entropy(t, x) + _cross_entropy(t.T, x.T)) / 2
+        if output_dict:
+            return {"contrastive_loss": contrastive, "distill_loss": distill}
+        return contrastive, distill
+
+    def _of_all(self, rows: Tensor, group: Any) -> Tensor:
+        """Rows of all ranks. Each rank computes the loss of all: the gradient of its own rows is
+        whole, and DDP divides it by the ranks."""
+        sides = gathered(rows, group)
+        sides[self.rank] = rows.detach() + self.world_size * (rows - rows.detach())
+        return torch.cat(sides)
+
+
+def _cross_entropy(teacher: Tensor, student: Tensor) -> Tensor:
+    """Of the softmax of each row of logits, mean over rows."""
+    return nn.functional.cross_entropy(student, teacher.softmax(dim=1))
+
+
 class SigLipLoss(_OpenClip):
     """SigLIP: ``forward(image_features [N, D], text_features [N, D], logit_scale, logit_bias,
     output_dict=False)``.
@@ -155,3 +285,53 @@ class SigLipLoss(_OpenClip):
             image_features, text_features, bias, **self._options(logit_scale)
         )
         return {"contrastive_loss": loss} if output_dict else loss
+
+
+def create_loss(args: Any) -> Any:
+    """The loss of the arguments of open_clip's training: `create_loss` of open_clip.
+
+    ``args.distill``: `DistillClipLoss`; "coca" in ``args.model``: `CoCaLoss`; ``args.siglip``:
+    `SigLipLoss`; else `ClipLoss`, for features [N, D].
+
+    Parameters
+    ----------
+    args : namespace
+        `model`, `distill`, `siglip`, `rank`, `world_size`, `local_loss`, `gather_with_grad`, and
+        `loss_dist_impl`, `coca_caption_loss_weight`, `coca_contrastive_loss_weight` where they are
+        needed.
+
+    Returns
+    -------
+    torch.nn.Module
+
+    Raises
+    ------
+    ValueError
+        For a model that has no contrastive loss (GenLIP, GenLAP).
+
+    References
+    ----------
+    Those of the classes.
+    """
+    name = args.model.lower()
+    ranks = {"rank": args.rank, "world_size": args.world_size}
+    gathers = {"local_loss": args.local_loss, "gather_with_grad": args.gather_with_grad, **ranks}
+    gathers["use_horovod"] = getattr(args, "horovod", False)
+    # Where open_clip compiles more than the model, it caches no labels
+    compiled = getattr(args, "torchcompile", False)
+    whole = getattr(args, "torchcompile_strategy", "task") in ("task", "step")
+    caches = {"cache_labels": not (compiled and whole)}
+    if args.distill:
+        return DistillClipLoss(**gathers, **caches)
+    if "coca" in name:
+        gathers["caption_loss_weight"] = args.coca_caption_loss_weight
+        gathers["clip_loss_weight"] = args.coca_contrastive_loss_weight
+        return CoCaLoss(**gathers, **caches)
+    if "genlip" in name or "genlap" in name:
+        raise ValueError(
+            f"args.model: expected one with a contrastive loss, got {args.model!r}: use "
+            "open_clip's own create_loss"
+        )
+    if args.siglip:
+        return SigLipLoss(**ranks, **caches, dist_impl=args.loss_dist_impl)
+    return ClipLoss(**gathers, **caches)

@@ -1,6 +1,7 @@
 """Losses in the place of other projects' against the formulas that these publish."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,57 @@ def test_open_clip() -> None:
         SigLipLoss(rank=0, world_size=2)(image, text, scale, bias)
 
 
+def test_coca_and_distillation() -> None:
+    from infonce.torch.open_clip import CoCaLoss, DistillClipLoss
+
+    image, text = features("clip", 16)
+    teacher = [2 * z.detach().flip(1) for z in (image, text)]
+    scale = torch.tensor(6.0, dtype=torch.float64, requires_grad=True)
+    clip = formula("clip", [image, text], scale)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 7, 11, dtype=torch.float64, generator=generator).requires_grad_()
+    labels = torch.randint(11, (16, 7), generator=generator)
+    caption = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+    coca = CoCaLoss(2.0, 0.5, pad_id=3)
+    for got, want in zip(coca(image, text, logits, labels, scale), (clip / 2, 2 * caption),
+                         strict=True):  # fmt: skip
+        torch.testing.assert_close(got, want)
+    assert_same(sum(coca(image, text, logits, labels, scale)), clip / 2 + 2 * caption,
+                image, text, logits, scale)  # fmt: skip
+    out = CoCaLoss(2.0, 0.0)(image, text, logits, labels, scale, output_dict=True)
+    assert out["contrastive_loss"] == 0
+    assert set(out) == {"contrastive_loss", "caption_loss"}
+    x, t = scale * image @ text.T, 5.0 * teacher[0] @ teacher[1].T
+    ways = (-(a.softmax(1) * b.log_softmax(1)).sum(1).mean() for a, b in ((t, x), (t.T, x.T)))
+    distill = DistillClipLoss()(image, text, scale, *teacher, 5.0, output_dict=True)
+    torch.testing.assert_close(distill["contrastive_loss"], clip)
+    assert_same(distill["distill_loss"], sum(ways) / 2, image, text, scale)
+
+
+def test_open_clip_create_loss() -> None:
+    from infonce.torch import open_clip
+
+    settings = {"rank": 0, "world_size": 1, "local_loss": True, "gather_with_grad": True,
+                "distill": False, "siglip": False, "loss_dist_impl": "gather", "model": "ViT-B-32",
+                "coca_caption_loss_weight": 2.0, "coca_contrastive_loss_weight": 0.5}  # fmt: skip
+    for given, kind, words in (
+        ({}, open_clip.ClipLoss, "local_loss=True, gather_with_grad=True, cache_labels=True"),
+        ({"siglip": True}, open_clip.SigLipLoss, "dist_impl='gather'"),
+        ({"model": "coca_ViT-B-32"}, open_clip.CoCaLoss, "caption_loss_weight=2.0, clip_loss_w"),
+        ({"distill": True}, open_clip.DistillClipLoss, "cache_labels=True"),
+        ({"torchcompile": True}, open_clip.ClipLoss, "cache_labels=False"),
+    ):
+        loss = open_clip.create_loss(SimpleNamespace(**{**settings, **given}))
+        assert type(loss) is kind
+        assert words in repr(loss)
+    for given, match in (
+        ({"model": "genlip_1"}, r"args\.model: expected one with a contrastive .* 'genlip_1'"),
+        ({"horovod": True}, "use_horovod: expected False, got True"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            open_clip.create_loss(SimpleNamespace(**{**settings, **given}))
+
+
 def test_memory_efficient_clip() -> None:
     from infonce.torch import memory_efficient_clip as theirs
 
@@ -54,10 +106,13 @@ def test_memory_efficient_clip() -> None:
         )
         locked = second if kind == "CLIP" else second.detach()
         inputs = [z for z in (first, locked) if z.requires_grad]
+        plain_loss = partial(loss, stable=False)
         unit = [F.normalize(z, dim=1) for z in (first, locked)]
-        assert_same(loss(0.1)(3 * first, 2 * second), formula(kind.lower(), unit, 10.0), *inputs)
+        assert_same(
+            plain_loss(0.1)(3 * first, 2 * second), formula(kind.lower(), unit, 10.0), *inputs
+        )
         want = formula(kind.lower(), [first, locked], 10.0)
-        assert_same(loss(0.1, normalized_inputs=True)(first, second), want, *inputs)
+        assert_same(plain_loss(0.1, normalized_inputs=True)(first, second), want, *inputs)
         normed = getattr(theirs, f"MemoryEfficient{kind}LossNormed")
         assert_same(normed.apply(first, second, 0.1), want, *inputs)
         torch.testing.assert_close(
@@ -67,11 +122,11 @@ def test_memory_efficient_clip() -> None:
         (plain,) = torch.autograd.grad(want, first)
         normed = getattr(theirs, f"StableMemoryEfficient{kind}LossNormed")
         scaled = [stable(0.1, normalized_inputs=True), partial(normed.apply, temperature=0.1)]
-        for module in (*scaled, loss(0.1, normalized_inputs=True, stable=True)):
+        for module in (*scaled, loss(0.1, normalized_inputs=True)):
             got = module(first, second)
             torch.testing.assert_close(got, want)
             torch.testing.assert_close(torch.autograd.grad(got, first)[0], plain * 1.6**0.5)
-    smooth = theirs.MemoryEfficientCLIPLoss(0.1, True, label_smoothing=0.2)(image, text)
+    smooth = theirs.MemoryEfficientCLIPLoss(0.1, True, False, label_smoothing=0.2)(image, text)
     x, y = 10 * image @ text.T, torch.arange(16)
     ways = (F.cross_entropy(logits, y, label_smoothing=0.2) for logits in (x, x.T))
     assert_same(smooth, sum(ways) / 2, image, text)
@@ -83,6 +138,95 @@ def test_memory_efficient_clip() -> None:
             ValueError, match=r"tau_plus: expected 0.0, got 0.1: use false_negative"
         ):
             call()
+
+
+def qwen3(query: Any, documents: Any, own: Any, margin: float, others: str, smooth: float) -> Any:
+    """Loss of unit rows at temperature 0.1, with all logits of a row side by side."""
+    itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
+    blocks = [query @ documents.T]
+    if own is not None:
+        blocks.append((own * query[:, None]).sum(2))
+    blocks += [(z @ z.T).masked_fill(itself, -torch.inf)
+               for name, z in (("q", query), ("d", documents)) if name in others]  # fmt: skip
+    cosines = torch.cat(blocks, dim=1)
+    positive = blocks[0].diagonal()
+    left_out = cosines > positive[:, None] + margin
+    cosines = cosines.masked_fill(left_out, -torch.inf) if margin < 2 else cosines
+    spread = cosines.masked_fill(cosines == -torch.inf, 0).sum(1) / (cosines > -torch.inf).sum(1)
+    target = (1 - smooth) * positive + smooth * spread
+    return ((cosines / 0.1).logsumexp(1) - target / 0.1).mean()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("others", ["", "q", "d", "qd"])
+@pytest.mark.parametrize("negatives", [0, 3])
+def test_memory_efficient_qwen3(negatives: int, others: str, device: str) -> None:
+    from infonce.torch import memory_efficient_clip as theirs
+
+    (query, documents), (q, d) = views(device)
+    generator = torch.Generator().manual_seed(9)
+    own, h = None, None
+    if negatives:
+        own = torch.randn(8, negatives, 5, dtype=torch.float64, generator=generator).to(device)
+        h = F.normalize(own.requires_grad_(), dim=2)
+    inputs = [query, documents, *([own] if negatives else [])]
+    given = {"use_qq_negatives": "q" in others, "use_dd_negatives": "d" in others}
+    for margin in (0.1, 2.0):
+        want = qwen3(q, d, h, margin, others, 0.0)
+        loss = theirs.MemoryEfficientQwen3Loss(0.1, margin, **given, stable=False)
+        assert_same(loss(query, documents, own), want, *inputs)
+        stable = theirs.MemoryEfficientQwen3Loss(0.1, margin, **given, normalized_inputs=True)
+        assert_same(stable(q, d, h), want.detach() + 0.8**0.5 * (want - want.detach()), *inputs)
+        if "d" in others:
+            continue
+        locked = theirs.MemoryEfficientLiTQwen3Loss(0.1, margin, "q" in others, stable=False)
+        want = qwen3(q, d.detach(), None if h is None else h.detach(), margin, others, 0.0)
+        assert_same(got := locked(query, documents, own), want, query)
+        rest = torch.autograd.grad(got, inputs[1:], allow_unused=True)
+        assert all(gradient is None for gradient in rest)
+    smooth = theirs.MemoryEfficientQwen3Loss(0.1, 2.0, **given, stable=False, label_smoothing=0.2)
+    if not negatives:
+        assert_same(smooth(query, documents), qwen3(q, d, h, 2.0, others, 0.2), *inputs)
+    smooth.margin = 0.1 if not negatives else 2.0
+    with pytest.raises(ValueError, match=r"label_smoothing: expected 0.0, got 0.2: it is there wi"):
+        smooth(query, documents, own)
+    with pytest.raises(ValueError, match=r"tau_plus: expected 0.0, got 0.3: use false_negative"):
+        loss(query, documents, own, tau_plus=0.3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["CLIP", "LiT", "Qwen3", "LiTQwen3"])
+def test_matryoshka(kind: str, device: str) -> None:
+    from infonce.torch import memory_efficient_clip as theirs
+
+    (first, second), _ = views(device)
+    own = torch.stack([second.detach().flip(0), second.detach().roll(1, 0)], dim=1)
+    given = [first, second, *([own] if "Qwen3" in kind else [])]
+    plain = getattr(theirs, f"MemoryEfficient{kind}Loss")(temperature=0.1)
+    want = 0.5 * plain(*(z[..., :2] for z in given)) + 2 * plain(*given)
+    inputs = [first] if "LiT" in kind else [first, second]
+    fused = getattr(theirs, f"MemoryEfficientMatryoshka{kind}Loss")
+    for loss in (
+        theirs.MatryoshkaLoss(plain, [2, 5], [0.5, 2]),
+        fused((2, 5), (0.5, 2), 0.1),
+        fused((2, 5), (0.5, 2), temperature=0.1, normalized_inputs=True),
+    ):
+        assert_same(loss(*given), want, *inputs)
+    assert_same(fused([5], temperature=0.1)(*given), plain(*given), *inputs)
+    for dims, weights, match in (
+        ((3, 2), None, r"dims: expected increasing positive numbers, got \(3, 2\)"),
+        ((), None, r"dims: expected increasing positive numbers, got \(\)"),
+        ((2, 3), (1,), "weights: expected 2 of them, one for each of dims, got 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fused(dims, weights)
+    with pytest.raises(ValueError, match="dims: expected at most the features' width 5, got 6"):
+        fused([2, 6])(*given)
+    plain.normalized_inputs = True
+    with pytest.raises(ValueError, match=r"base_loss\.normalized_inputs: expected False, got True"):
+        theirs.MatryoshkaLoss(plain, [2])
+    with pytest.raises(ValueError, match=r"group: expected None, got .*: the Distributed classes"):
+        fused([2], group=object())
 
 
 def test_inf_cl() -> None:

@@ -56,13 +56,6 @@ def test_bad_numbers(name: str, value: Any, error: type[Exception], match: str) 
         it.clip_loss(*features("clip"), **{name: value})
 
 
-@pytest.mark.parametrize("loss", ["sup_con", "gte"])
-def test_losses_of_one_process(loss: str) -> None:
-    labels = [torch.zeros(4, dtype=torch.long)] if loss == "sup_con" else [torch.ones(4, 3)]
-    with pytest.raises(ValueError, match=f"^group: expected None for {loss}_loss.*got object$"):
-        getattr(it, f"{loss}_loss")(torch.ones(4, 3), *labels, scale=1.0, group=object())
-
-
 def test_errors() -> None:
     image, text = features("clip")
     with pytest.raises(

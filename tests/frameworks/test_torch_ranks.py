@@ -16,6 +16,8 @@ if not dist.is_available() or not dist.is_gloo_available():
 import torch_ranks  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
+from infonce.torch.lightly import negative_mises_fisher_weights  # noqa: E402
+from infonce.torch.open_clip import DistillClipLoss  # noqa: E402
 
 pytestmark = pytest.mark.extras
 
@@ -95,14 +97,16 @@ def test_ddp_over_nccl(loss: str, tmp_path: Path) -> None:
 def test_functions_over_ranks(three_ranks: Path) -> None:
     ranks = saved(three_ranks, "functions")
     assert len(ranks) == 3
-    image, text = torch_ranks.batches(3, 1)[0]
-    for name in ("info_nce", "lit", "nt_xent"):
-        rows = [image[:6]] if name == "nt_xent" else [image, text]
+    batch = torch_ranks.batches(3, 1)[0]
+    for name in torch_ranks.FUNCTIONS:
+        parts = [torch_ranks.shards(name, batch, rank) for rank in range(3)]
+        rows = [torch.cat(side) for side in zip(*parts, strict=True)]
+        labels = [torch_ranks.CLASSES] if name == "sup_con" else []
         if name == "nt_xent":  # views i and i + 1 of each rank, as views i and i + B of the batch
             rows = [torch.cat([rows[0][::2], rows[0][1::2]])]
         rows = [z.clone().requires_grad_() for z in rows]
         scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        loss = getattr(it, f"{name}_loss")(*rows, scale=scale, normalize=True)
+        loss = getattr(it, f"{name}_loss")(*rows, *labels, scale=scale, normalize=True)
         wanted = [*rows[: 1 if name == "lit" else 2], scale]
         grads = list(torch.autograd.grad(2 * loss, wanted))
         if name == "nt_xent":
@@ -121,19 +125,39 @@ def test_drop_ins_share_rows_by_themselves(three_ranks: Path) -> None:
     ends = torch.tensor(torch_ranks.SIZES).cumsum(0).tolist()
     mirrored = torch.cat([torch.arange(end - n, end).flip(0) for n, end in
                           zip(torch_ranks.SIZES, ends, strict=True)])  # fmt: skip
+    views, options = torch.cat(sides), {"temperature": 0.5, "normalize": True}
+    dcl = it.nt_xent_loss(views, decoupled=True, **options)
+    pairs = zip(*(torch.nn.functional.normalize(z, dim=1).split(torch_ranks.SIZES) for z in sides),
+                strict=True)  # fmt: skip
+    rest = [  # weights are those among the rows of a rank
+        (1 - negative_mises_fisher_weights(a, b)) * (a * b).sum(dim=1) / 0.5 for a, b in pairs
+    ]
+    equal = [z[:6].detach().clone().requires_grad_() for z in sides]
+    teacher = [2 * z.detach().flip(1) for z in equal]
     wanted = {
-        "inf_cl": it.info_nce_loss(*sides, mirrored, scale=2.0),
-        "lightly": it.nt_xent_loss(torch.cat(sides), temperature=0.5, normalize=True),
+        "inf_cl": (it.info_nce_loss(*sides, mirrored, scale=2.0), sides),
+        "lightly": (it.nt_xent_loss(views, **options), sides),
+        "dcl": (dcl, sides),
+        "dclw": (dcl + torch.cat(rest).mean(), sides),
+        "distill": (sum(DistillClipLoss()(*equal, 2.0, *teacher, 1.5)), equal),
     }
-    for name, loss in wanted.items():
-        grads = torch.autograd.grad(loss, sides)
+    for name, (loss, inputs) in wanted.items():
+        grads = torch.autograd.grad(loss, inputs, retain_graph=True)
         for i, gradient in enumerate(grads):
             got = torch.cat([rank[name][1 + i] for rank in ranks])
             torch.testing.assert_close(got, 3 * gradient)
         for rank in ranks:
             torch.testing.assert_close(rank[name][0], loss)
+    for name, alone in torch_ranks.memory_efficient("").items():  # not times the ranks
+        loss = alone(*sides)
+        torch.testing.assert_close(sum(rank[name][0] for rank in ranks), loss)
+        for i, gradient in enumerate(torch.autograd.grad(loss, sides)):
+            torch.testing.assert_close(torch.cat([rank[name][1 + i] for rank in ranks]), gradient)
     unit = torch.nn.functional.normalize(sides[1][:6].detach(), dim=1).float()
     for rank in ranks:  # rows of all enter each bank
+        assert rank["unequal"] == (
+            "rows: expected as many on all processes that gather them, got [5, 9, 2]"
+        )
         torch.testing.assert_close(rank["bank"][:6], unit)
 
 

@@ -388,6 +388,9 @@ def test_two_queries_whose_logits_are_known() -> None:
     query, key = np.array([[3.0], [4.0]]), np.array([[1.0], [0.0]])
     loss = infonce.info_nce_loss(query, key, scale=1.0, reduction="sum")
     np.testing.assert_allclose(loss, 4.066737, rtol=0, atol=5e-7)
+    for weights in ([0.7, 0.3], [1.4, 0.6]):  # the mean divides by their sum
+        loss = infonce.info_nce_loss(query, key, temperature=1.0, weights=np.array(weights))
+        np.testing.assert_allclose(loss, 1.239456, rtol=0, atol=5e-7)
     want = reference.info_nce(query, key, scale=1.0, decoupled=True, weights=[1.0, 1.0])
     got = infonce.info_nce_loss(query, key, scale=1.0, decoupled=True, reduction="sum")
     assert_near(got, want.loss)

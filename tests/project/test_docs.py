@@ -28,13 +28,13 @@ MODULES = {  # name -> where its __all__ is
     "infonce.torch": "infonce/torch/__init__.py",
 }
 PROJECTS = [
-    "inf_cl", "infonce_cuda", "lightly", "memory_efficient_clip", "open_clip",
-    "pytorch_metric_learning", "sup_contrast",
+    "inf_cl", "infonce_cuda", "lightly", "open_clip", "pytorch_metric_learning", "sup_contrast",
 ]  # fmt: skip
 IN_PLACE_OF = {
     **{f"infonce.torch.{name}": f"infonce/torch/{name}.py" for name in PROJECTS},
-    "infonce.torch.sentence_transformers": "infonce/torch/sentence_transformers/__init__.py",
-}
+    **{f"infonce.torch.{name}": f"infonce/torch/{name}/__init__.py"
+       for name in ("memory_efficient_clip", "sentence_transformers")},
+}  # fmt: skip
 
 
 def public(path: str) -> list[str]:

@@ -218,6 +218,13 @@ def test_sup_con_of_six_directions():
     assert_close(result.loss, 0.720060, rtol=0, atol=5e-7)
 
 
+def test_weights_of_two_queries_whose_logits_are_known():
+    """Logits (6, 3) and (9, 5), of weights 0.7 and 0.3."""
+    query, key = [[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]], [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
+    result = reference.info_nce(query, key, scale=1.0, weights=[0.7, 0.3])
+    assert_close(result.loss, 1.239456, rtol=0, atol=5e-7)
+
+
 @pytest.mark.extras
 def test_clip_of_torch_normal_features():
     """The inputs of a public test of CLIP's loss in PyTorch, which gives the two numbers."""
@@ -228,6 +235,19 @@ def test_clip_of_torch_normal_features():
     smooth = reference.clip(image, text, scale=1 / 0.07, label_smoothing=0.1)
     assert_close(plain.loss, 9.8753, rtol=0, atol=5e-5)
     assert_close(smooth.loss, 10.2524, rtol=0, atol=5e-5)
+
+
+@pytest.mark.extras
+def test_clip_of_two_linear_encoders():
+    """The inputs of a public test of the same loss with encoders, which gives the number."""
+    torch = pytest.importorskip("torch")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        image, text = torch.randn(4, 8), torch.randn(4, 5)
+        encoders = torch.nn.Linear(8, 3), torch.nn.Linear(5, 3)
+    with torch.no_grad():
+        image, text = (m(z).numpy() for m, z in zip(encoders, (image, text), strict=True))
+    assert_close(reference.clip(image, text, scale=1 / 0.07).loss, 3.8848, rtol=0, atol=1e-4)
 
 
 def test_without_negatives_a_decoupled_loss_has_no_bound():

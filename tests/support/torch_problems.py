@@ -1,6 +1,7 @@
 """Features, the published formulas in PyTorch, and calls: for the tests of infonce.torch."""
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ MODULES = {"clip": it.CLIPLoss, "gte": it.GTELoss, "info_nce": it.InfoNCELoss,
            "lit": it.LiTLoss, "nt_xent": it.NTXentLoss, "siglip": it.SigLIPLoss,
            "sup_con": it.SupConLoss}  # fmt: skip
 LOSSES = list(MODULES)
+STEPS = 6  # of a training with another project's loss
 DEVICES = [
     "cpu",
     pytest.param(
@@ -105,3 +107,11 @@ def sentence_model(width: int = 128, dropout: float = 0.1) -> Any:
         BertModel(config).save_pretrained(folder)
         encoder = modules.Transformer(folder)
     return SentenceTransformer(modules=[encoder, modules.Pooling(width)], device="cpu")
+
+
+def assert_same_training(run: Callable[[Any], list[Any]], theirs: Any, ours: Any) -> None:
+    """`run` returns losses and then parameters, all float64, of a training that gets somewhere."""
+    got, want = run(ours), run(theirs)
+    assert abs(want[0] - want[STEPS - 1]) > 1e-3
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)

@@ -16,10 +16,12 @@ from infonce.distributed import RankError
 from torch.nn.parallel import DistributedDataParallel
 
 import infonce.torch as it
-from infonce.torch import inf_cl, lightly, open_clip
+from infonce.torch import inf_cl, lightly, memory_efficient_clip, open_clip
 
 SIZES = [5, 9, 2]  # rows of each rank
 WIDTH = 6
+FUNCTIONS = ["info_nce", "lit", "nt_xent", "sup_con", "gte"]  # clip and siglip are trained
+CLASSES = torch.arange(sum(SIZES)) % 4  # of rows, for sup_con: each has rows on several ranks
 
 
 class Model(torch.nn.Module):
@@ -74,32 +76,54 @@ def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu")
     return {"losses": torch.stack(losses).cpu(), **parameters}
 
 
+def shards(name: str, batch: list[Any], rank: int) -> list[Any]:
+    """This rank's rows of each argument of a function."""
+    if name == "nt_xent":  # an even number of rows on each rank
+        return [batch[0][2 * rank : 2 * rank + 2]]
+    sides = batch[:1] if name == "sup_con" else batch
+    return [side.split(SIZES)[rank] for side in sides]
+
+
 def functions(rank: int, size: int) -> dict[str, Any]:
     """Each function over the ranks: what it returned for this rank's rows."""
     world, out = dist.group.WORLD, {}
     batch = batches(size, 1)[0]
-    for name, z in (("info_nce", batch), ("lit", batch), ("nt_xent", batch[:1])):
-        start = sum(SIZES[:rank])
-        if name == "nt_xent":  # an even number of rows on each rank
-            rows = [z[0][2 * rank : 2 * rank + 2]]
-        else:
-            rows = [side[start : start + SIZES[rank]] for side in z]
-        rows = [side.clone().requires_grad_() for side in rows]
+    for name in FUNCTIONS:
+        rows = [side.clone().requires_grad_() for side in shards(name, batch, rank)]
+        labels = [CLASSES.split(SIZES)[rank]] if name == "sup_con" else []
         scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
         function = getattr(it, f"{name}_loss")
         exchange = {"info_nce": "ring"}.get(name, "gather")
         options = {"scale": scale, "normalize": True, "group": world, "exchange": exchange}
-        loss = function(*rows, **options, gradient_scale="global")
+        loss = function(*rows, *labels, **options, gradient_scale="global")
         wanted = [*rows[: 1 if name == "lit" else 2], scale]
         first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
         second = torch.autograd.grad(3 * loss, wanted)  # computed again, by all ranks
         for a, b in zip(first, second, strict=True):
             torch.testing.assert_close(1.5 * a, b)
         with torch.no_grad():
-            alone = function(*rows, **options)
+            alone = function(*rows, *labels, **options)
         assert torch.equal(alone, loss)
         out[name] = [loss.detach(), *first]
     return out
+
+
+def memory_efficient(prefix: str) -> dict[str, Any]:
+    """MemoryEfficientCLIP's losses, over processes with the prefix "Distributed"."""
+    qwen3 = getattr(memory_efficient_clip, f"{prefix}MemoryEfficientQwen3Loss")(
+        0.5, 0.1, True, True
+    )
+    prefixes = f"{prefix}MemoryEfficientMatryoshkaQwen3Loss"
+
+    def with_own(query: Any, documents: Any) -> Any:
+        own = torch.stack([documents.flip(1), query.roll(1, 1)], dim=1)
+        return qwen3(query, documents, own)
+
+    return {
+        "clip": getattr(memory_efficient_clip, f"{prefix}MemoryEfficientCLIPLoss")(0.5),
+        "qwen3": with_own,
+        "matryoshka": getattr(memory_efficient_clip, prefixes)((2, 6), None, 0.5, 2.0, True),
+    }
 
 
 def drop_ins(rank: int, size: int) -> dict[str, Any]:
@@ -110,12 +134,25 @@ def drop_ins(rank: int, size: int) -> dict[str, Any]:
     losses = {
         "inf_cl": inf_cl.cal_inf_loss(*rows, local, 2.0),
         "lightly": lightly.NTXentLoss(0.5, gather_distributed=True)(*rows),
+        "dcl": lightly.DCLLoss(0.5, gather_distributed=True)(*rows),
+        "dclw": lightly.DCLWLoss(0.5, gather_distributed=True)(*rows),
+        **{name: loss(*rows) for name, loss in memory_efficient("Distributed").items()},
     }
     bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True)
     equal = [side[2 * rank : 2 * rank + 2].clone().requires_grad_() for side in batch]
     bank(*equal)
+    distill = open_clip.DistillClipLoss(rank=rank, world_size=size)
+    teacher = [2 * side.detach().flip(1) for side in equal]
+    both = distill(*equal, 2.0, *teacher, 1.5)
+    said = ""
+    try:
+        distill(*rows, 2.0, *rows, 1.5)
+    except ValueError as error:
+        said = str(error)
     return {
         "bank": bank.memory_bank.bank,
+        "distill": [sum(both).detach(), *torch.autograd.grad(sum(both), equal)],
+        "unequal": said,
         **{name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()},
     }
 

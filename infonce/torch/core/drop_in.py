@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ...checks import validation
 
@@ -18,7 +19,8 @@ class DropIn(nn.Module):
 
     def __init__(self, options: dict[str, Any], **settings: Any) -> None:
         super().__init__()
-        self.options, self._settings = options, tuple(settings)
+        self.options = options
+        self._settings: tuple[str, ...] = tuple(settings)
         for name, value in settings.items():
             setattr(self, name, value)
 
@@ -35,19 +37,58 @@ def require(name: str, value: Any, expected: Any, instead: str) -> None:
         raise ValueError(f"{name}: expected {expected!r}, got {came}: {instead}")
 
 
+def world(wanted: bool = True) -> Any:
+    """The group of all processes; None where there is one process, or they are not wanted."""
+    if wanted and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.group.WORLD
+    return None
+
+
 def everywhere(wanted: bool = True) -> dict[str, Any]:
     """The keyword that shares a batch with all processes; nothing where there is one process."""
-    if wanted and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return {"group": dist.group.WORLD}
-    return {}
+    group = world(wanted)
+    return {} if group is None else {"group": group}
+
+
+def shard(group: Any, rows: int) -> tuple[int, int, int]:
+    """Where this process's rows begin among those of all, how many rows and processes there are.
+    Without a group there is one process."""
+    if group is None:
+        return 0, rows, 1
+    ranks = _ranks(group)
+    sizes: list[int] = ranks.allgather(rows)
+    return sum(sizes[: ranks.rank]), sum(sizes), ranks.size
 
 
 def first_row(group: Any, rows: int) -> int:
-    """Where this process's rows begin among those of all; 0 without a group."""
+    """Where this process's rows begin among those of all."""
+    return shard(group, rows)[0]
+
+
+def mean_of_all(losses: Tensor, group: Any) -> Tensor:
+    """Mean of the rows' losses of all processes, with the gradient that DDP, which averages, makes
+    that of this mean. Losses of a function over processes have ``gradient_scale="global"``."""
     if group is None:
-        return 0
+        return losses.mean()
+    ranks = _ranks(group)
+    sums, sizes = zip(*ranks.allgather((float(losses.sum()), len(losses))), strict=True)
+    share = losses.sum() * (ranks.size / sum(sizes))
+    return share + (sum(sums) / sum(sizes) - share.detach())
+
+
+@torch.no_grad()
+def gathered(rows: Tensor, group: Any) -> list[Tensor]:
+    """The rows of each process, which have as many each, without a gradient."""
+    sizes = _ranks(group).allgather(len(rows))
+    if len(set(sizes)) > 1:
+        raise ValueError(f"rows: expected as many on all processes that gather them, got {sizes}")
+    out = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in sizes]
+    dist.all_gather(out, rows.contiguous(), group)
+    return out
+
+
+def _ranks(group: Any) -> Any:
+    """The communicator of a process group."""
     from . import process_group
 
-    ranks = process_group.connect(group)
-    sizes: list[int] = ranks.allgather(rows)
-    return sum(sizes[: ranks.rank])
+    return process_group.connect(group)

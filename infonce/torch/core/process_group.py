@@ -129,12 +129,7 @@ def loss_and_grad(
     kind: Loss, features: Sequence[Any], labels: Any, bias: Any, group: Any, options: dict[str, Any]
 ) -> LossAndGrad:
     """`infonce.distributed` over a process group; gradients as DDP wants them, which averages."""
-    function = getattr(distributed, f"{kind.name}_loss_and_grad", None)
-    if function is None:
-        raise ValueError(
-            f"group: expected None for {kind.name}_loss, which is of one process's rows, got "
-            f"{type(group).__name__}"
-        )
+    function = getattr(distributed, f"{kind.name}_loss_and_grad")
     given = dict(zip(kind.arguments, features, strict=True))
     if labels is not None:
         given["labels"] = labels

@@ -9,7 +9,7 @@ import torch
 from sentence_transformers import losses, util
 from torch import Tensor, nn
 
-from ..core.drop_in import everywhere, first_row
+from ..core.drop_in import first_row, mean_of_all, world
 from ..functions import clip_loss, gte_loss, info_nce_loss
 
 NORMALIZED = {util.cos_sim: True, util.dot_score: False}  # whether rows are divided by their norm
@@ -76,15 +76,17 @@ def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
     directions = set(getattr(settings, "directions", (TO_DOC,)))
     joint = getattr(settings, "partition_mode", "joint") == "joint"
     if directions == {TO_DOC} and not batch.apart:
-        return batch.to_documents("mean")
+        return batch.rows(
+            batch.queries, batch.documents, batch.options, hardness=batch.hardness
+        )  # fmt: skip
     if batch.plain_pairs and not joint and directions == {TO_DOC, TO_QUERY}:
         return clip_loss(batch.queries, batch.positives, **batch.options)
     if batch.plain_pairs and joint and directions == ALL:
         # GTE's Z_i has exp p_i once, where the directions have it twice:
         # log(Z_i + exp p_i) - p_i = softplus(log Z_i - p_i). (torch's softplus ends at 20.)
-        rows = gte_loss(batch.queries, batch.positives, reduction="none", **batch.options)
-        return -nn.functional.logsigmoid(-rows).mean()
-    terms = [batch.to_documents("none")]
+        rows = gte_loss(batch.queries, batch.positives, **batch.per_row)
+        return mean_of_all(-nn.functional.logsigmoid(-rows), batch.group)
+    terms = [batch.to_documents()]
     if TO_QUERY in directions:
         terms.append(batch.rows(batch.positives, batch.queries))
     if "query_to_query" in directions:
@@ -92,7 +94,7 @@ def ranking_loss(settings: Any, embeddings: Sequence[Tensor]) -> Any:
     if "doc_to_doc" in directions:
         terms.append(batch.among(batch.positives, batch.documents))
     per_row = torch.stack(terms)
-    return (per_row.logsumexp(dim=0) if joint else per_row.mean(dim=0)).mean()
+    return mean_of_all(per_row.logsumexp(dim=0) if joint else per_row.mean(dim=0), batch.group)
 
 
 class _Batch:
@@ -102,11 +104,12 @@ class _Batch:
         self.queries, self.positives, *self.negatives = embeddings
         self.documents = torch.cat(list(embeddings[1:]))
         self.scale, self.normalize = settings.scale, normalized(settings.similarity_fct)
-        self.options = {
-            "scale": self.scale,
-            "normalize": self.normalize,
-            **everywhere(settings.gather_across_devices),
-        }
+        self.options = {"scale": self.scale, "normalize": self.normalize}
+        self.per_row = {**self.options, "reduction": "none"}
+        self.group = world(settings.gather_across_devices)
+        if self.group is not None:
+            self.options["group"] = self.group
+            self.per_row |= {"group": self.group, "gradient_scale": "global"}  # for `mean_of_all`
         # Hardness of the negatives of other queries, and of the query's own
         mode, strength = getattr(settings, "hardness_mode", None), 0.0
         if mode is not None:
@@ -117,12 +120,13 @@ class _Batch:
         self.apart = bool(self.negatives) and self.hardness != self.own_hardness
         self.plain_pairs = not self.negatives and not self.hardness
 
-    def to_documents(self, reduction: str) -> Any:
+    def to_documents(self) -> Any:
         """Queries against all documents."""
-        options = {"hardness": self.hardness, "reduction": reduction}
         if not self.apart:
-            return self.rows(self.queries, self.documents, **options)
-        others = self.rows(self.queries, self.documents, ids=self.ids(), **options)
+            return self.rows(self.queries, self.documents, hardness=self.hardness)
+        others = self.rows(
+            self.queries, self.documents, hardness=self.hardness, ids=self.ids()
+        )  # fmt: skip
         positives = self.similarity(self.queries, self.positives)
         terms = [others]
         for negatives in self.negatives:
@@ -137,19 +141,19 @@ class _Batch:
         positives = self.similarity(self.queries, self.positives)
         return others + self.scale * (self.similarity(rows, rows) - positives)
 
-    def rows(self, rows: Tensor, keys: Tensor, **options: Any) -> Any:
-        """Rows against keys, of which the first ones are their positives."""
-        options = {"reduction": "none", **options, **self.options}
+    def rows(self, rows: Tensor, keys: Tensor, given: Any = None, **options: Any) -> Any:
+        """Rows against keys, of which the first ones are their positives; a loss for each row
+        unless other keywords are `given`."""
         labels = None
-        if len(keys) > len(rows) and "group" in options:  # keys are counted over all processes
+        if len(keys) > len(rows) and self.group is not None:  # keys are counted over all processes
             labels = torch.arange(len(rows), device=rows.device)
-            labels += first_row(options["group"], len(keys))
-        return info_nce_loss(rows, keys, labels, **options)
+            labels += first_row(self.group, len(keys))
+        return info_nce_loss(rows, keys, labels, **(given or self.per_row), **options)
 
     def ids(self, columns: int | None = None) -> tuple[Tensor, Tensor]:
         """Samples of queries and of documents (of so many columns): a query's own are left out."""
         samples = torch.arange(len(self.queries), device=self.queries.device)
-        samples += first_row(self.options.get("group"), len(samples))
+        samples += first_row(self.group, len(samples))
         return samples, samples.repeat(columns or 1 + len(self.negatives))
 
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:

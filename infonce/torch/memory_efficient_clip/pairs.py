@@ -1,0 +1,258 @@
+"""CLIP and LiT, and what all losses of MemoryEfficientCLIP have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .. import functions
+from ..core.drop_in import DropIn, require, shard, world
+
+
+class MemoryEfficient(DropIn):
+    """What the losses have in common: the settings, and the processes that share a batch."""
+
+    _shared = False  # over processes
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        normalized_inputs: bool = False,
+        stable: bool = True,
+        tau_plus: float = 0.0,
+        label_smoothing: float = 0.0,
+        group: Any = None,
+        **options: Any,
+    ) -> None:
+        if not self._shared:
+            require("group", group, None, "the Distributed classes share a batch")
+        super().__init__(
+            options,
+            temperature=temperature,
+            normalized_inputs=normalized_inputs,
+            stable=stable,
+            tau_plus=tau_plus,
+            label_smoothing=label_smoothing,
+        )
+        self.group = group
+
+    def _given(self, tau_plus: Any) -> dict[str, Any]:
+        """Keywords of one call."""
+        given = self.tau_plus if tau_plus is None else tau_plus
+        require("tau_plus", given, 0.0, "use false_negative_margin, which drops likely positives")
+        group = world() if self._shared and self.group is None else self.group
+        shares = {} if group is None else {"group": group, "gradient_scale": "global"}
+        return {"temperature": self.temperature, **shares, **self.options}
+
+    def _scaled(self, loss: Tensor, rows: int, group: Any, part: bool = False) -> Tensor:
+        """The loss as theirs: over processes a part of it, whose sum is the loss of all rows, and
+        if it is `stable` with ``sqrt(N temperature)`` times the gradient."""
+        if group is None and not self.stable:
+            return loss
+        _, total, processes = shard(group, rows)
+        value = loss.detach() if part else loss.detach() / processes
+        times = math.sqrt(total * self.temperature) if self.stable else 1.0
+        return value + times * (loss - loss.detach())
+
+
+class Pairs(MemoryEfficient):
+    """A loss of pairs of rows."""
+
+    _loss: Callable[..., Any]
+
+    def forward(self, first: Tensor, second: Tensor, tau_plus: Any = None) -> Any:
+        given = {"label_smoothing": self.label_smoothing, **self._given(tau_plus)}
+        loss = type(self)._loss(first, second, normalize=not self.normalized_inputs, **given)
+        return self._scaled(loss, len(first), given.get("group"))
+
+
+class MemoryEfficientCLIPLoss(Pairs):
+    """CLIP: ``forward(image_features [N, D], text_features [N, D])``.
+
+    ``loss = -1/(2N) sum_i (log softmax_row(x)_ii + log softmax_column(x)_ii)``,
+    ``x = image text' / temperature``.
+
+    Parameters
+    ----------
+    temperature : float, default 0.07
+    normalized_inputs : bool, default False
+        Whether features have unit norm already.
+    stable : bool, default True
+        Gradients are those of the loss times ``sqrt(N temperature)``.
+    tau_plus : float
+        0.
+    label_smoothing : float in [0, 1), default 0
+        Share of the targets that is spread over all keys.
+    options
+        Of `infonce.torch.clip_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Radford et al.: Learning Transferable Visual Models From Natural Language Supervision, 2021.
+    """
+
+    _loss = staticmethod(functions.clip_loss)
+
+
+class MemoryEfficientLiTLoss(Pairs):
+    """LiT: ``forward(text_features [N, D], image_features [N, D])``; the image tower is locked.
+
+    ``loss = -1/N sum_i log softmax(text image' / temperature)_ii``
+
+    Parameters
+    ----------
+    temperature, normalized_inputs, stable, tau_plus, label_smoothing
+        As of `MemoryEfficientCLIPLoss`.
+    options
+        Of `infonce.torch.lit_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Zhai et al.: LiT: Zero-Shot Transfer with Locked-image text Tuning, 2022.
+    """
+
+    _loss = staticmethod(functions.lit_loss)
+
+
+class DistributedMemoryEfficientCLIPLoss(MemoryEfficientCLIPLoss):
+    """`MemoryEfficientCLIPLoss` over processes: ``forward(image_features, text_features)`` of this
+    process's rows [rows, D].
+
+    ``loss = loss of the N rows of all / processes``: the sum over processes is the loss. Gradients
+    are those of the loss of all rows, not times the processes.
+
+    Parameters
+    ----------
+    group : torch.distributed process group, optional
+        All processes if left out.
+    settings
+        Of `MemoryEfficientCLIPLoss`, and of `infonce.torch.clip_loss` over processes.
+
+    Raises
+    ------
+    TypeError, ValueError, RankError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Those of `MemoryEfficientCLIPLoss`.
+    """
+
+    _shared = True
+
+
+class DistributedMemoryEfficientLiTLoss(MemoryEfficientLiTLoss):
+    """`MemoryEfficientLiTLoss` over processes: ``forward(text_features, image_features)`` of this
+    process's rows [rows, D].
+
+    ``loss = loss of the N rows of all / processes``: the sum over processes is the loss. Gradients
+    are those of the loss of all rows, not times the processes.
+
+    Parameters
+    ----------
+    group : torch.distributed process group, optional
+        All processes if left out.
+    settings
+        Of `MemoryEfficientLiTLoss`, and of `infonce.torch.lit_loss` over processes.
+
+    Raises
+    ------
+    TypeError, ValueError, RankError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Those of `MemoryEfficientLiTLoss`.
+    """
+
+    _shared = True
+
+
+class StableMemoryEfficientCLIPLoss(MemoryEfficientCLIPLoss):
+    """`MemoryEfficientCLIPLoss`, which is stable by default: ``dloss = sqrt(N temperature) dloss``
+    of the one with ``stable=False``, for features [N, D].
+
+    Parameters
+    ----------
+    options
+        Of `MemoryEfficientCLIPLoss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Those of `MemoryEfficientCLIPLoss`.
+    """
+
+
+class StableMemoryEfficientLiTLoss(MemoryEfficientLiTLoss):
+    """`MemoryEfficientLiTLoss`, which is stable by default: ``dloss = sqrt(N temperature) dloss``
+    of the one with ``stable=False``, for features [N, D].
+
+    Parameters
+    ----------
+    options
+        Of `MemoryEfficientLiTLoss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Those of `MemoryEfficientLiTLoss`.
+    """
+
+
+class _Normed:
+    """A loss of unit rows, with the `apply` of an autograd function."""
+
+    _module: type[Pairs]
+    _stable = False
+
+    @classmethod
+    def apply(cls, first: Tensor, second: Tensor, temperature: float = 0.07) -> Any:
+        return cls._module(temperature, normalized_inputs=True, stable=cls._stable)(first, second)
+
+
+class MemoryEfficientCLIPLossNormed(_Normed):
+    """`MemoryEfficientCLIPLoss` of unit rows: ``apply(image, text, temperature=0.07)``."""
+
+    _module = MemoryEfficientCLIPLoss
+
+
+class MemoryEfficientLiTLossNormed(_Normed):
+    """`MemoryEfficientLiTLoss` of unit rows: ``apply(text, image, temperature=0.07)``."""
+
+    _module = MemoryEfficientLiTLoss
+
+
+class StableMemoryEfficientCLIPLossNormed(_Normed):
+    """`StableMemoryEfficientCLIPLoss` of unit rows: ``apply(image, text, temperature=0.07)``."""
+
+    _module = StableMemoryEfficientCLIPLoss
+    _stable = True
+
+
+class StableMemoryEfficientLiTLossNormed(_Normed):
+    """`StableMemoryEfficientLiTLoss` of unit rows: ``apply(text, image, temperature=0.07)``."""
+
+    _module = StableMemoryEfficientLiTLoss
+    _stable = True

@@ -1,0 +1,216 @@
+"""The losses of Qwen3 Embedding: queries against documents and, as negatives, other queries, the
+documents of others and hard negatives of their own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.drop_in import first_row, require, shard
+from ..functions import info_nce_loss
+from .pairs import MemoryEfficient
+
+
+class MemoryEfficientQwen3Loss(MemoryEfficient):
+    """Qwen3 Embedding: ``forward(query_features [N, D], doc_features [N, D],
+    hard_negative_features=None [N, K, D])``.
+
+    With cosines over `temperature` as logits x,
+
+    ``loss = 1/N sum_i ( log Z_i - x(q_i, d_i) )``,
+    ``Z_i = sum_j exp x(q_i, d_j) + sum_k exp x(q_i, h_ik)``, and for j != i ``exp x(q_i, q_j)`` and
+    ``exp x(d_i, d_j)`` where they are asked for, without the negatives that `margin` leaves out.
+
+    Parameters
+    ----------
+    temperature : float, default 0.07
+    margin : float, default 0.1
+        A negative whose cosine exceeds the positive's by more is left out; from 2 on none is.
+    use_qq_negatives, use_dd_negatives : bool, default False
+        Whether the other queries are negatives of a query, and the other documents of its document.
+        With the documents, rows are twice as wide.
+    normalized_inputs, stable, tau_plus
+        As of `MemoryEfficientCLIPLoss`.
+    label_smoothing : float in [0, 1), default 0
+        Share of the targets that is spread over all keys. It needs a margin of 2 and more, and no
+        hard negatives.
+    options
+        Of `infonce.torch.info_nce_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Zhang et al.: Qwen3 Embedding, 2025 (equation 1).
+    """
+
+    _locked = False  # whether documents get no gradient
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        margin: float = 0.1,
+        use_qq_negatives: bool = False,
+        use_dd_negatives: bool = False,
+        normalized_inputs: bool = False,
+        stable: bool = True,
+        tau_plus: float = 0.0,
+        label_smoothing: float = 0.0,
+        group: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            temperature, normalized_inputs, stable, tau_plus, label_smoothing, group, **options
+        )  # fmt: skip
+        self.margin = margin
+        self.use_qq_negatives, self.use_dd_negatives = use_qq_negatives, use_dd_negatives
+        self._settings += ("margin", "use_qq_negatives", "use_dd_negatives")
+
+    def forward(
+        self,
+        query_features: Tensor,
+        doc_features: Tensor,
+        hard_negative_features: Tensor | None = None,
+        tau_plus: Any = None,
+    ) -> Any:
+        given, masked = self._given(tau_plus), self.margin < 2
+        group, own = given.get("group"), hard_negative_features
+        if masked or own is not None:
+            require(
+                "label_smoothing", self.label_smoothing, 0.0,
+                "it is there with a margin of 2 and without hard negatives",
+            )  # fmt: skip
+        given["label_smoothing"] = self.label_smoothing
+        given["false_negative_margin"] = self.margin if masked else math.inf
+        query, documents, own = map(self._unit, (query_features, doc_features, own))
+        if self._locked:
+            documents, own = documents.detach(), None if own is None else own.detach()
+
+        rows, groups = query, [documents]
+        if self.use_qq_negatives:
+            groups.append(query)
+        if self.use_dd_negatives:  # a row is (q, d), a key (d, 0), (q, 0) or (0, d)
+            width = query.shape[1]
+            rows = torch.cat([query, documents], dim=1)
+            groups = [nn.functional.pad(keys, (0, width)) for keys in groups]
+            groups.append(nn.functional.pad(documents, (width, 0)))
+        keys = torch.cat(groups)
+        labels = torch.arange(len(rows), device=rows.device)
+        if len(groups) > 1:  # what belongs to a row itself is no negative of it
+            ids = labels + first_row(group, len(rows))
+            given["ids"] = (ids, ids.repeat(len(groups)))
+        labels = labels + first_row(group, len(keys))
+        if own is None:
+            loss = info_nce_loss(rows, keys, labels, **given)
+            return self._scaled(loss, len(rows), group)
+        losses = info_nce_loss(rows, keys, labels, **{**given, "reduction": "none"})
+        losses = self._with_own(losses, query, documents, own)
+        _, total, _ = shard(group, len(rows))
+        return self._scaled(losses.sum() / total, len(rows), group, part=True)
+
+    def _unit(self, features: Tensor | None) -> Any:
+        """Features of unit norm."""
+        if features is None or self.normalized_inputs:
+            return features
+        return nn.functional.normalize(features, dim=-1)
+
+    def _with_own(self, losses: Tensor, query: Tensor, documents: Tensor, own: Tensor) -> Tensor:
+        """Losses of rows with each row's own negatives in the denominator."""
+        query, documents, own = (z.to(losses.dtype) for z in (query, documents, own))
+        positives = (query * documents).sum(dim=1, keepdim=True)
+        negatives = (own @ query[:, :, None])[:, :, 0]
+        logits = (negatives - positives) / self.temperature
+        logits = logits.masked_fill(negatives > positives + self.margin, -math.inf)
+        return torch.cat([losses[:, None], logits], dim=1).logsumexp(dim=1)
+
+
+class MemoryEfficientLiTQwen3Loss(MemoryEfficientQwen3Loss):
+    """`MemoryEfficientQwen3Loss` with locked documents: ``forward(query_features [N, D],
+    doc_features [N, D], hard_negative_features=None [N, K, D])``; only queries get a gradient.
+
+    ``loss = 1/N sum_i ( log Z_i - x(q_i, d_i) )``, as there, without other documents of a document.
+
+    Parameters
+    ----------
+    temperature, margin, use_qq_negatives, normalized_inputs, stable, tau_plus, label_smoothing, \
+options
+        Of `MemoryEfficientQwen3Loss`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Those of `MemoryEfficientQwen3Loss`.
+    """
+
+    _locked = True
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        margin: float = 0.1,
+        use_qq_negatives: bool = False,
+        *settings: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(temperature, margin, use_qq_negatives, False, *settings, **options)
+
+
+class DistributedMemoryEfficientQwen3Loss(MemoryEfficientQwen3Loss):
+    """`MemoryEfficientQwen3Loss` over processes: ``forward(query_features, doc_features,
+    hard_negative_features=None)`` of this process's rows [rows, D], [rows, D], [rows, K, D].
+
+    The sum over processes is ``loss`` of all rows. Gradients are those of the loss of all rows, not
+    times the processes.
+
+    Parameters
+    ----------
+    group : torch.distributed process group, optional
+        All processes if left out.
+    settings
+        Of `MemoryEfficientQwen3Loss`, and of `infonce.torch.info_nce_loss` over processes.
+
+    Raises
+    ------
+    TypeError, ValueError, RankError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Those of `MemoryEfficientQwen3Loss`.
+    """
+
+    _shared = True
+
+
+class DistributedMemoryEfficientLiTQwen3Loss(MemoryEfficientLiTQwen3Loss):
+    """`MemoryEfficientLiTQwen3Loss` over processes, as `DistributedMemoryEfficientQwen3Loss`:
+    the sum over processes is ``loss`` of all rows.
+
+    Parameters
+    ----------
+    group : torch.distributed process group, optional
+        All processes if left out.
+    settings
+        Of `MemoryEfficientLiTQwen3Loss`, for this process's rows [rows, D].
+
+    Raises
+    ------
+    TypeError, ValueError, RankError
+        At the call, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Those of `MemoryEfficientQwen3Loss`.
+    """
+
+    _shared = True

@@ -1,0 +1,187 @@
+"""Trainings with sentence-transformers' trainer and losses, and with those in their place: the same
+losses and parameters, to rounding. Skipped where it is not installed."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch_problems import STEPS, assert_same_training  # noqa: E402
+
+pytestmark = [
+    pytest.mark.extras,
+    pytest.mark.filterwarnings("ignore"),  # of the project
+]
+
+
+def sentences(columns: int) -> dict[str, list[str]]:
+    """Sentences with the same words in another order; negatives of other words."""
+    names = ["anchor", "positive", "negative"][:columns]
+    return {
+        name: [f"{name[:2]} {chr(97 + i % 26) * (3 + i % 4)} {i}" for i in range(24)]
+        for name in names
+    }
+
+
+ALL_WAYS = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")}
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "settings"),
+    [
+        ("MultipleNegativesRankingLoss", 3, {}),
+        ("MultipleNegativesRankingLoss", 2, ALL_WAYS),
+        ("CachedMultipleNegativesRankingLoss", 3, {"mini_batch_size": 3}),
+    ],
+)
+def test_sentence_transformer_trainer(
+    name: str, columns: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    st = pytest.importorskip("sentence_transformers")
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("accelerate")
+    from sentence_transformers.sentence_transformer import losses
+    from torch_problems import sentence_model
+
+    from infonce.torch import sentence_transformers as ours
+
+    def run(module: Any) -> list[Any]:
+        model = sentence_model(width=16).double()
+        options = st.SentenceTransformerTrainingArguments(
+            output_dir=tmp_path, max_steps=STEPS, per_device_train_batch_size=8, logging_steps=1,
+            learning_rate=1e-2, seed=1, report_to=[], save_strategy="no", use_cpu=True,
+            disable_tqdm=True,
+        )  # fmt: skip
+        trainer = st.SentenceTransformerTrainer(
+            model, options, datasets.Dataset.from_dict(sentences(columns)),
+            loss=getattr(module, name)(model, **settings),
+        )  # fmt: skip
+        seen = []  # the trainer's log rounds them
+        compute = trainer.compute_loss
+
+        def spied(*args: Any, **kwargs: Any) -> Any:
+            value = compute(*args, **kwargs)
+            seen.append((value[0] if isinstance(value, tuple) else value).detach().clone())
+            return value
+
+        trainer.compute_loss = spied
+        trainer.train()
+        assert len(seen) == STEPS
+        return [*seen, *(p.detach().clone() for p in model.parameters())]
+
+    assert_same_training(run, losses, ours)
+
+
+@pytest.mark.parametrize("negatives", [0, 1, 2])
+@pytest.mark.parametrize("part", ["joint", "per_direction"])
+def test_ranking_of_embeddings(negatives: int, part: str) -> None:
+    """Values and gradients with all directions, hardness modes and similarities."""
+    util = pytest.importorskip("sentence_transformers.util")
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    from infonce.torch import sentence_transformers as ours
+
+    generator = torch.Generator().manual_seed(0)
+    rows = {"dtype": torch.float64, "generator": generator}
+    first, *more = ALL_WAYS["directions"]
+    added = [names for n in range(4) for names in itertools.combinations(more, n)]
+    modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+    similarities = ((util.cos_sim, 20.0), (util.dot_score, 1.0))
+    for batch, names, mode, (similarity, scale) in itertools.product(
+        (1, 5), added, modes, similarities
+    ):
+        if part == "per_direction" and set(names) - {"doc_to_query"}:
+            continue  # refused by both
+        settings = {
+            "scale": scale, "similarity_fct": similarity, "directions": (first, *names),
+            "partition_mode": part, "hardness_mode": mode,
+            "hardness_strength": 3.0 if mode else 0.0,
+        }  # fmt: skip
+        columns = [torch.randn(batch, 6, **rows).requires_grad_() for _ in range(2 + negatives)]
+        found = []
+        for kind in (ours.MultipleNegativesRankingLoss, MultipleNegativesRankingLoss):
+            loss = kind(None, **settings).compute_loss_from_embeddings(columns, None)
+            found.append((loss.detach(), *torch.autograd.grad(loss, columns)))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=str(settings))
+
+
+OVER_RANKS = [  # columns and settings
+    (2, {}),
+    (3, {}),
+    (2, ALL_WAYS),
+    (3, {**ALL_WAYS, "hardness_mode": "hard_negatives", "hardness_strength": 3.0}),
+]
+RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+from sentence_transformers.sentence_transformer import losses
+from torch.nn.parallel import DistributedDataParallel
+from infonce.torch import sentence_transformers as ours
+
+rank, folder, cases = int(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+out = {}
+for name, module in (("theirs", losses), ("ours", ours)):
+    for case, (columns, settings) in enumerate(cases):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(6, 4, dtype=torch.float64))
+        settings = {"gather_across_devices": True, **settings}
+        loss = module.MultipleNegativesRankingLoss(None, **settings)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+        values = []
+        for step in range(3):
+            rows = torch.randn(columns, 2, 5, 6, dtype=torch.float64)[:, rank]
+            embeddings = list(model(rows.flatten(0, 1)).split(5))
+            value = loss.compute_loss_from_embeddings(embeddings, None)
+            optimiser.zero_grad()
+            value.backward()
+            optimiser.step()
+            mean = value.detach().clone()
+            dist.all_reduce(mean)  # theirs is that of a process's own rows
+            values.append(mean / 2)
+        out[name, case] = [*values, *(p.detach() for p in model.parameters())]
+torch.save(out, f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_sentence_transformers_over_ranks(tmp_path: Path) -> None:
+    """With DDP and `gather_across_devices`: negatives of both processes, the same training."""
+    pytest.importorskip("sentence_transformers")
+    environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, str(rank), str(tmp_path), repr(OVER_RANKS)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=180)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
+    for rank in range(2):
+        out = torch.load(tmp_path / f"{rank}.pt")
+        for case in range(len(OVER_RANKS)):
+            for got, want in zip(out["ours", case], out["theirs", case], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_what_sentence_transformers_has_alone() -> None:
+    util = pytest.importorskip("sentence_transformers.util")
+    from infonce.torch.sentence_transformers import MultipleNegativesRankingLoss
+
+    with pytest.raises(ValueError, match=r"similarity_fct: expected cos_sim or .* euclid"):
+        MultipleNegativesRankingLoss(None, similarity_fct=util.euclidean_sim)
+    with pytest.raises(ValueError, match="embeddings: expected queries and documents, got 1 col"):
+        MultipleNegativesRankingLoss(None).compute_loss_from_embeddings([torch.ones(2, 3)], None)
