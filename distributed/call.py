@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -171,6 +172,7 @@ class _Call:
             "gradient_scale": self.rank_options["gradient_scale"],
             "transport": self.rank_options["transport"],
             "exchange": self.rank_options["exchange"],
+            "INFONCE_LOCAL_SIZE": os.environ.get("INFONCE_LOCAL_SIZE"),
         }
         device = None
         if on_gpu:

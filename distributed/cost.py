@@ -9,19 +9,24 @@ one is sent:
 Forward, keys are sent with their ids and column statistics; backward, with their factors and dK.
 The last transfer, of dK to the owner of its keys, overlaps with nothing.
 
-Over hosts a ring of all GPUs is as fast as its slowest link. A ring of two levels goes round inside
-the host first, and each GPU sends its block to its peer in the next host once a round: the network
-has a whole round for what NVLink sends in a step.
+Over hosts a ring is as fast as its slowest link.
 
 The gather has two blocks forward and two or a few more backward, and four transfers: of keys, which
 hide behind the own block; of column statistics; of factors; and of dK, from the end of the first
 block backward on.
+
+The hierarchical exchange visits a host at a time: what NVLink and the network carry for one has the
+time of its block to hide behind. Its blocks are launched as those of the ring. Nothing overlaps
+with the first keys from another host, but for the own block, nor with the way home of the last
+sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import dropwhile, takewhile
 
 import numpy as np
 from infonce.kernels.problem import WORKSPACE
@@ -76,29 +81,19 @@ def transfer_bytes(rows: float, dim: int) -> tuple[float, float]:
     return keys + 16 * rows, keys + 24 * rows + rows * dim * DK
 
 
-def predict(
-    rows: float, dim: int, ranks: int, machine: Machine | None = None, two_level: bool = False
-) -> Step:
+def predict(rows: float, dim: int, ranks: int, machine: Machine | None = None) -> Step:
     """One call of clip's loss and gradients with `rows` rows of each side on each of `ranks`."""
     machine = machine or Machine()
     _require(rows, dim, ranks)
-    hosts = -(-ranks // machine.gpus)
-    round_of = ranks / hosts
-    slowest = machine.inside if hosts == 1 or two_level else machine.across
+    link = machine.inside if ranks <= machine.gpus else machine.across  # the slowest
     computing, seconds, starts = 0.0, 0.0, 2 * ranks * machine.start
     for share, size in zip((2, 6), transfer_bytes(rows, dim), strict=True):
         block = share * rows * rows * dim / machine.rate
-        moving = slowest.latency + size / slowest.bandwidth if ranks > 1 else 0.0
-        step = machine.start + max(block, moving)
-        if two_level and hosts > 1:
-            network = machine.across.latency + size / machine.across.bandwidth
-            seconds += hosts * max(round_of * step, network)
-        else:
-            seconds += ranks * step
+        moving = link.latency + size / link.bandwidth if ranks > 1 else 0.0
+        seconds += ranks * (machine.start + max(block, moving))
         computing += ranks * block
     if ranks > 1:
-        home = machine.inside if hosts == 1 else machine.across
-        seconds += home.latency + rows * dim * DK / home.bandwidth
+        seconds += link.latency + rows * dim * DK / link.bandwidth
     return Step(seconds, computing, seconds - computing - starts)
 
 
@@ -144,6 +139,45 @@ def predict_gather(
     return Step(seconds, computing, seconds - computing - starts)
 
 
+def predict_hierarchical(
+    rows: float, dim: int, ranks: int, machine: Machine | None = None
+) -> Step:  # fmt: skip
+    """As `predict`, of a call whose keys are gathered inside hosts and go round between them."""
+    machine = machine or Machine()
+    _require(rows, dim, ranks)
+    hosts = -(-ranks // machine.gpus)
+    of_host = ranks / hosts
+
+    def inside(bytes_of_row: float) -> float:
+        """Seconds to exchange an array of a row a key with every other rank of the host."""
+        others, link = of_host - 1, machine.inside
+        latency = link.latency + others * machine.message if others else 0.0
+        return latency + others * rows * bytes_of_row / link.bandwidth
+
+    def across(bytes_of_row: float) -> float:
+        """Seconds to send it to another host."""
+        link = machine.across
+        return link.latency + rows * bytes_of_row / link.bandwidth if hosts > 1 else 0.0
+
+    computing = 0.0
+    starts = machine.call + 2 * (hosts + 1) * machine.start
+    seconds = starts
+    for share, vectors, sums in ((2, 0, 16), (6, 24, dim * DK)):
+        keys = dim * ITEM + vectors
+        block = share * rows * rows * dim / machine.rate
+        tick = max(inside(keys + sums), across(keys + sums))
+        seconds += max(block, inside(keys) + across(keys)) + max((of_host - 1) * block, tick)
+        seconds += (hosts - 1) * max(of_host * block, tick)
+        seconds += inside(sums) + across(sums)  # of the last host: overlap with nothing
+        computing += ranks * block
+    return Step(seconds, computing, seconds - computing - starts)
+
+
+EXCHANGES: dict[str, Callable[[float, int, int, Machine | None], Step]] = {
+    "ring": predict, "gather": predict_gather, "hierarchical": predict_hierarchical,
+}  # fmt: skip
+
+
 def chunks_of(size: float, shards: int) -> int:
     """In how many parts sums of `size` bytes over the keys of so many other ranks go home."""
     return int(max(1, min(size // CHUNK, MOST_CHUNKS, shards)))
@@ -156,23 +190,41 @@ def gather_bytes(rows: list[int], key_row: int, sum_row: int) -> int:
     return others * (key_row + sum_row) + len(rows) * max(rows) * sum_row
 
 
+def hierarchical_bytes(rows: list[int], local_size: int, key_row: int, sum_row: int) -> int:
+    """As `gather_bytes`, of the hierarchical exchange: for the keys of the own host and of three
+    others, which arrive, are gathered, are folded; for sums of two hosts, and of shards to add."""
+    host = max(sum(rows[r : r + local_size]) for r in range(0, len(rows), local_size))
+    return 4 * host * key_row + (2 * host + (local_size + 2) * max(rows)) * sum_row
+
+
 @cache
-def faster(rows: float, dim: int, ranks: int, machine: Machine | None = None) -> str:
-    """The exchange that takes less time."""
-    ring, gather = (of(rows, dim, ranks, machine).seconds for of in (predict, predict_gather))
-    return "gather" if gather < ring else "ring"
+def fastest(
+    rows: float, dim: int, ranks: int, machine: Machine | None = None,
+    among: tuple[str, ...] = tuple(EXCHANGES),
+) -> str:  # fmt: skip
+    """The exchange that takes the least time; the hierarchical one only over several hosts."""
+    gpus = (machine or Machine()).gpus
+    if not 1 < gpus < ranks:
+        among = tuple(name for name in among if name != "hierarchical")
+    return min(among, key=lambda name: EXCHANGES[name](rows, dim, ranks, machine).seconds)
 
 
-def ring_from(dim: int, ranks: int, machine: Machine | None = None) -> float:
-    """Rows on each GPU up to which the gather is the faster exchange; infinity: for any number."""
+def fastest_up_to(name: str, dim: int, ranks: int, machine: Machine | None = None) -> float:
+    """Rows on each GPU up to which this is the fastest exchange, from the fewest for which it is;
+    0: for none; infinity: for any number."""
     rows = 2.0 ** np.arange(6, 20.01, 0.125)
-    gathers = [b for b in rows if faster(b, dim, ranks, machine) == "gather"]
-    return np.inf if rows[-1] in gathers else float(max(gathers, default=0.0))
+    others = dropwhile(lambda b: fastest(b, dim, ranks, machine) != name, rows)
+    found = list(takewhile(lambda b: fastest(b, dim, ranks, machine) == name, others))
+    return np.inf if found and found[-1] == rows[-1] else float(max(found, default=0.0))
 
 
-def gathers_up_to(dim: int, ranks: int, room: float) -> float:
-    """Rows on each GPU whose gathered keys and sums fit `room` bytes."""
-    return room / gather_bytes([1] * ranks, dim * ITEM + 24, dim * DK)
+def rows_in(room: float, dim: int, ranks: int, gpus: int | None = None) -> float:
+    """Rows on each GPU whose gathered keys and sums fit `room` bytes: of all ranks, or with `gpus`
+    on a host by the hierarchical exchange."""
+    row, shards = (dim * ITEM + 24, dim * DK), [1] * ranks
+    if gpus is None:
+        return room / gather_bytes(shards, *row)
+    return room / hierarchical_bytes(shards, gpus, *row)
 
 
 def memory(

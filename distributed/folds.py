@@ -10,9 +10,9 @@ Where queries are keys (NT-Xent), each pair of shards meets on one of its two ra
 the sums of both; those of the keys go to their owner.
 
 Memory, beyond shards and gradients, is one and a half times the workspace, of which the exchange
-takes a third, and dQ in float32 where gradients have 16 bits. (Without a given workspace, a gather
-takes up to a 32nd of a GPU's memory.) Linear terms take up to 4 D numbers in float64 (on a GPU, in
-the precision of sums) for each segment of this rank's rows.
+takes a third, and dQ in float32 where gradients have 16 bits. (Without a given workspace, exchanges
+that gather take up to a 32nd of a GPU's memory.) Linear terms take up to 4 D numbers in float64 (on
+a GPU, in the precision of sums) for each segment of this rank's rows.
 """
 
 from __future__ import annotations

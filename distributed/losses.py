@@ -34,11 +34,14 @@ comm : mpi4py communicator, default MPI.COMM_WORLD
 transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
     How arrays are sent. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
     and a GPU of its own, else MPI that reports to be CUDA-aware, else pinned host memory and MPI.
-exchange : {"auto", "ring", "gather"}
+exchange : {"auto", "ring", "gather", "hierarchical"}
     How ranks get each other's keys. "ring": shard by shard, from rank to rank, while blocks are
-    computed. "gather": all at once, which is faster where ranks have few rows; ValueError where the
-    buffers do not fit half of the workspace (without a workspace, a 32nd of a GPU's memory).
-    "auto": the gather where it fits and is the faster one by `infonce.distributed.model`.
+    computed. "gather": all at once, which is faster where ranks have few rows. "hierarchical": host
+    by host, gathered inside hosts and in a ring between them; ValueError unless all hosts have as
+    many ranks, one after another (INFONCE_LOCAL_SIZE=n makes hosts of n ranks). ValueError where
+    the buffers of these two do not fit half of the workspace (without a workspace, a 32nd of a
+    GPU's memory). "auto": on GPUs the fastest by `infonce.distributed.model` of those that fit, the
+    hierarchical one over several hosts alone; on CPUs the gather if it fits, else the ring.
 timeout : float or None, default 300
     Seconds to wait for other ranks, in the first call as in any other, before `RankError` names
     those that do not respond. None: no limit.

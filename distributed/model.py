@@ -21,12 +21,13 @@ from .cost import (
     Link,
     Machine,
     Step,
-    gathers_up_to,
+    fastest_up_to,
     hidden_from,
     memory,
     predict,
     predict_gather,
-    ring_from,
+    predict_hierarchical,
+    rows_in,
     transfer_bytes,
 )
 
@@ -39,12 +40,13 @@ __all__ = [
     "Link",
     "Machine",
     "Step",
-    "gathers_up_to",
+    "fastest_up_to",
     "hidden_from",
     "memory",
     "predict",
     "predict_gather",
-    "ring_from",
+    "predict_hierarchical",
+    "rows_in",
     "transfer_bytes",
 ]
 
@@ -56,20 +58,21 @@ __all__ = [
               help="TFLOP/s of blocks.")  # fmt: skip
 @click.option("--output", type=click.Path(path_type=Path), help="Draw a picture.")
 def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
-    """Predict time and efficiency of both exchanges on 1 to 1024 GPUs, 8 a host."""
+    """Predict time and efficiency of the exchanges on 1 to 1024 GPUs, 8 a host."""
     if rate <= 0:
         raise click.UsageError("--rate: expected a positive number")
     machine = Machine(rate=rate * 1e12)
     counts = [2**i for i in range(11)]
     table = Table(title=f"clip, {rows} rows a GPU, width {dim}, bfloat16, {rate:g} TFLOP/s",
                   title_justify="left")  # fmt: skip
-    for heading in ("GPUs", "batch", "gather (ms)", "efficiency", "one ring (ms)", "efficiency",
-                    "two levels (ms)", "efficiency", "memory of a ring"):  # fmt: skip
+    for heading in ("GPUs", "batch", "gather (ms)", "efficiency", "ring (ms)", "efficiency",
+                    "hierarchical (ms)", "efficiency", "memory of a ring"):  # fmt: skip
         table.add_column(heading, justify="right")
     for n in counts:
-        one, two = (predict(rows, dim, n, machine, level) for level in (False, True))
-        steps = predict_gather(rows, dim, n, machine), one, two
+        exchanges = [predict_gather, predict, *[predict_hierarchical] * (n > machine.gpus)]
+        steps = [of(rows, dim, n, machine) for of in exchanges]
         times = [text for s in steps for text in (f"{1e3 * s.seconds:.2f}", f"{s.efficiency:.1%}")]
+        times += [""] * (6 - len(times))
         table.add_row(str(n), str(n * rows), *times,
                       common.human(memory(rows, dim)) if n > 2 else "")  # fmt: skip
     console = common.stdout()
@@ -79,7 +82,7 @@ def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
                        ("network, 400 Gb/s a GPU", machine.across)):  # fmt: skip
         console.print(f"hidden from {hidden_from(dim, link, machine):.0f} rows a GPU: {name}")
     console.print(
-        "in two levels over the network: from "
+        "hierarchical, over the network: from "
         f"{hidden_from(dim, machine.across, machine) / machine.gpus:.0f} rows a GPU (latency aside)"
     )
     if output is not None:
@@ -90,28 +93,33 @@ def main(dim: int, rows: int, rate: float, output: Path | None) -> None:
 
 
 def _exchanges(dim: int, machine: Machine, counts: list[int]) -> Table:
-    """The rows a GPU from which the ring is faster; how many a gather has room for."""
-    table = Table(title=f"rows a GPU from which the ring is faster, width {dim}",
+    """The rows a GPU up to which an exchange is the fastest; how many have room."""
+    table = Table(title=f"fastest up to so many rows a GPU, width {dim}; beyond: the ring",
                   title_justify="left")  # fmt: skip
-    for heading in ("GPUs", "NVLink", "8 a host, 400 Gb/s", "gathered in 4 GiB"):
+    hosts = f"{machine.gpus} a host, 400 Gb/s"
+    for heading in ("GPUs", "gather: NVLink", f"gather: {hosts}", "hierarchical: the same",
+                    "gather in 4 GiB", "hierarchical in 4 GiB"):  # fmt: skip
         table.add_column(heading, justify="right")
     for n in counts:
         one_host = replace(machine, gpus=n)
-        rows = [ring_from(dim, n, of) for of in (one_host, machine)]
-        words = ["never" if b == np.inf else f"{b:.0f}" for b in rows]
-        table.add_row(str(n), *words, f"{gathers_up_to(dim, n, 2**32):.0f}")
+        rows = [fastest_up_to("gather", dim, n, of) for of in (one_host, machine)]
+        rows.append(fastest_up_to("hierarchical", dim, n, machine))
+        words = [{np.inf: "any", 0.0: "never"}.get(b, f"{b:.0f}") for b in rows]
+        fits = [rows_in(2**32, dim, n), rows_in(2**32, dim, n, min(n, machine.gpus))]
+        table.add_row(str(n), *words, *(f"{b:.0f}" for b in fits))
     return table
 
 
 def _figure(dim: int, machine: Machine, counts: list[int]) -> Any:
-    """Efficiency over rows a GPU, for some numbers of GPUs, one ring and two levels."""
+    """Efficiency over rows a GPU, for some numbers of GPUs, of the ring and over hosts."""
     figure = common.optional("matplotlib.figure", "plot").Figure((9, 4), layout="constrained")
     rows = 2.0 ** np.arange(8, 18.01, 0.25)
-    for axes, two_level in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
+    exchanges = {"ring": predict, "hierarchical": predict_hierarchical}
+    for axes, (name, of) in zip(figure.subplots(1, 2, sharey=True), exchanges.items(), strict=True):
         for n in (8, 64, 1024):
-            efficiency = [predict(b, dim, n, machine, two_level).efficiency for b in rows]
+            efficiency = [of(b, dim, n, machine).efficiency for b in rows]
             axes.semilogx(rows, efficiency, base=2, label=f"{n} GPUs")
-        axes.set(xlabel="rows a GPU", title="two levels" if two_level else "one ring")
+        axes.set(xlabel="rows a GPU", title=name)
         axes.grid(alpha=0.3)
         axes.legend()
     figure.axes[0].set_ylabel(f"share of the step that computes (D = {dim}, bfloat16)")

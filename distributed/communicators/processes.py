@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,8 +35,10 @@ class Peers:
 
     def __init__(self, processes: Sequence[Process] = ()) -> None:
         self.processes = processes
-        machines = Counter(process.machine for process in processes)
-        self.largest_host = max(machines.values(), default=0)  # processes on one machine
+        machines: dict[str, list[int]] = {}
+        for rank, process in enumerate(processes):
+            machines.setdefault(process.machine, []).append(rank)
+        self.hosts = list(machines.values())  # the ranks of each
         here = identity()
         self.watched = {
             rank: process

@@ -52,7 +52,8 @@ class Exchange(Protocol):
 
         A visit may compute sums over this rank's queries, one row a key: `types` are their shapes
         and dtypes. They go to the rank of the keys, which gets its own complete in `keep`: the sums
-        of all ranks, added by `combine` in an order that depends on nothing but the ranks' number.
+        of all ranks, added by `combine` in an order that depends on nothing but the number of ranks
+        and how many of them are on a host.
 
         Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
         meets on one of its two ranks, which computes the sums of both: rank r visits the n // 2

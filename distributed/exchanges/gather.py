@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from infonce.kernels.problem import Array
 
-from ..communicators.base import Communicator, Pending
+from ..communicators.base import Pending
 from ..cost import chunks_of
 from ..partition import Partition
 from ..transports.base import Exchanger
@@ -33,7 +33,7 @@ class Gather:
     """How the shards of one call are gathered: an `Exchange`."""
 
     xp: Any  # numpy or cupy
-    ranks: Communicator
+    rank: int
     transport: Exchanger
     partition: Partition  # of the keys
     keys: list[Array]  # arrays of this rank's keys that several rounds visit
@@ -51,7 +51,7 @@ class Gather:
         half: bool = False,
     ) -> None:
         """See `Exchange`."""
-        n, r = self.ranks.size, self.ranks.rank
+        n, r = len(self.partition.rows), self.rank
         rows, starts = self.partition.rows, self.partition.starts
         reach = n // 2 if half else n - 1  # distance of the farthest shard that is visited
         # of the farthest with sums
@@ -105,7 +105,7 @@ class Gather:
         for arriving in leaving:
             arriving.wait()
         if combine is not None and keep is not None and types and mine + summed:
-            keep(slice(0, rows[r]), _added(parts, combine))
+            keep(slice(0, rows[r]), added(parts, combine))
 
     def _gather(self, own: list[Array], near: list[int]) -> tuple[Pending | None, list[Array]]:
         """Arrays of the shards in reach: what is under way to them, if features are, and they."""
@@ -150,7 +150,7 @@ class Gather:
             yield far, nearer + 1
 
 
-def _added(parts: list[Array], combine: Combine) -> list[Array]:
+def added(parts: list[Array], combine: Combine) -> list[Array]:
     """The sums of stacked parts, pairwise: a few operations, however many ranks there are."""
     n = len(parts[0])
     while n > 1:

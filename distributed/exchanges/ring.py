@@ -17,7 +17,6 @@ from typing import Any
 
 from infonce.kernels.problem import Array
 
-from ..communicators.base import Communicator
 from ..partition import Partition
 from ..transports.base import Exchanger
 from .base import Combine, Keep, Keys, RowType, Visit, none_of
@@ -28,7 +27,7 @@ class Ring:
     """How the shards of one call go round: an `Exchange`."""
 
     xp: Any  # numpy or cupy
-    ranks: Communicator
+    rank: int
     transport: Exchanger
     partition: Partition  # of the keys
     pieces: int  # a shard goes round in so many pieces, one round each
@@ -45,7 +44,7 @@ class Ring:
         half: bool = False,
     ) -> None:
         """See `Exchange`."""
-        n, r = self.ranks.size, self.ranks.rank
+        n, r = len(self.partition.rows), self.rank
         steps = n // 2 + 1 if half else n
         # steps that compute sums
         summed = range(1, (n + 1 + self.alike) // 2) if half else range(n)

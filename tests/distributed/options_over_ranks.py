@@ -12,6 +12,7 @@ from reference_problems import FEATURES, Problem, call_of, softmax_options
 import infonce
 from infonce import distributed
 
+OF_TWO_RANKS = SIZE == 4  # hosts: see `ranks.main`
 NAMES = ("info_nce", "nt_xent", "clip", "lit", "sup_con", "gte")
 
 
@@ -135,10 +136,13 @@ def compare(case: tuple[str, int, str, dict[str, Any]]) -> None:
 
 
 def equal(examples: str, place: str) -> None:
-    """By the ring, whole and in pieces, and by the gather, whose sums go home in parts."""
+    """By the ring, whole and in pieces, and by the gather, whose sums go home in parts; over hosts
+    of two ranks also by the hierarchical exchange."""
     ways: list[dict[str, Any]] = [
         {"exchange": "ring"}, {"exchange": "ring", "workspace": 4000}, {"exchange": "gather"},
     ]  # fmt: skip
+    if OF_TWO_RANKS:
+        ways.append({"exchange": "hierarchical"})
     for seed in range(int(examples)):
         for name in NAMES:
             case = name, seed, place, ways[seed % len(ways)]
@@ -201,6 +205,7 @@ def limits(place: str) -> None:
     z = (rng.standard_normal(64) / 8 + 6e-8 * rng.standard_normal((2, 150, 64))).astype(np.float32)
     rows = shards(150, 4)[RANK]
     ways = [("ring", None), ("ring", 40_000 if place == "host" else 2**20), ("gather", None)]
+    ways += [("hierarchical", None)] * OF_TWO_RANKS
     for name, (exchange, workspace) in itertools.product(
         ("info_nce", "clip", "nt_xent", "gte"), ways
     ):

@@ -32,10 +32,17 @@ def test_hidden_from_is_where_transfers_vanish() -> None:
     assert fewer.exposed > home
 
 
-def test_two_levels_need_less_of_the_network() -> None:
-    one, two = (model.predict(4096, 512, 64, two_level=level) for level in (False, True))
-    assert two.seconds < one.seconds
-    assert model.predict(4096, 512, 8) == model.predict(4096, 512, 8, two_level=True)
+def test_hierarchical_needs_less_of_the_network() -> None:
+    slow = replace(cost.Machine(), across=cost.Link(30e-6, 4.5e9))
+    for machine in (cost.Machine(), slow):
+        ring, gather, hierarchical = (
+            of(4096, 512, 64, machine).exposed
+            for of in (model.predict, model.predict_gather, model.predict_hierarchical)
+        )
+        assert hierarchical < min(ring, gather)
+    assert model.predict_hierarchical(4096, 512, 8) == model.predict_hierarchical(
+        4096, 512, 8, slow
+    )
 
 
 def test_one_gpu_computes_only() -> None:
@@ -45,15 +52,24 @@ def test_one_gpu_computes_only() -> None:
     assert step.efficiency == pytest.approx(1)
 
 
-def test_exchanges_that_are_faster() -> None:
-    """The gather where ranks have few rows; the ring where a network would carry all of dK late."""
+def test_exchanges_that_are_fastest() -> None:
+    """The gather where ranks have few rows or share a host; the hierarchical one on more hosts; the
+    ring in the place of both where a network would carry all of dK late."""
     for ranks in (2, 8, 64, 1024):
-        assert cost.faster(512, 512, ranks) == "gather"
-    assert cost.faster(2**17, 512, 1024) == "ring"
-    rows = cost.ring_from(512, 1024)
-    assert cost.faster(0.9 * rows, 512, 1024) == "gather"
-    assert cost.faster(1.2 * rows, 512, 1024) == "ring"
-    assert cost.ring_from(512, 2) == np.inf
+        assert cost.fastest(512, 512, ranks) == "gather"
+    for rows in (512, 2**17):
+        assert cost.fastest(rows, 512, 8) == "gather"
+    assert cost.fastest(8192, 512, 64) == "hierarchical"
+    assert cost.fastest(2**17, 512, 1024) == "hierarchical"
+    assert cost.fastest(2**17, 512, 1024, None, ("gather", "ring")) == "ring"
+    rows = cost.fastest_up_to("gather", 512, 1024)
+    assert cost.fastest(0.9 * rows, 512, 1024) == "gather"
+    assert cost.fastest(1.2 * rows, 512, 1024) == "hierarchical"
+    rows = cost.fastest_up_to("hierarchical", 512, 64)
+    assert cost.fastest(0.9 * rows, 512, 64) == "hierarchical"
+    assert cost.fastest(1.2 * rows, 512, 64) != "hierarchical"
+    assert cost.fastest_up_to("gather", 512, 2) == np.inf
+    assert cost.fastest_up_to("hierarchical", 512, 8) == 0
 
 
 def test_gather_of_one_host_uses_its_links() -> None:
@@ -70,6 +86,13 @@ def test_bytes_of_a_gather(rows: list[int]) -> None:
     assert cost.gather_bytes(rows, 3, 4) == worst
 
 
+def test_bytes_of_a_hierarchical_exchange() -> None:
+    """Grow with a host, not with the number of hosts."""
+    two, four = (cost.hierarchical_bytes([5, 7] * hosts, 2, 3, 4) for hosts in (2, 4))
+    assert two == four == 4 * 12 * 3 + (2 * 12 + 4 * 7) * 4
+    assert cost.hierarchical_bytes([0, 3, 9, 1], 2, 1, 0) == 4 * 10
+
+
 def test_sums_in_parts() -> None:
     assert cost.chunks_of(cost.CHUNK - 1, 7) == 1
     assert cost.chunks_of(3 * cost.CHUNK, 7) == 3
@@ -83,7 +106,7 @@ def test_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(model.main, ["--output", str(picture)])
     assert done.exit_code == 0, done.output
     assert "1024" in done.output
-    assert "rows a GPU from which the ring is faster" in done.output
+    assert "fastest up to so many rows a GPU" in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

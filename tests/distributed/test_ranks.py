@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 PATHS = (str(HERE.parent / "support"), str(HERE), os.environ.get("PYTHONPATH", ""))
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 LIMIT = 100  # seconds for one start of mpiexec
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
 def mpi_missing() -> str | None:
@@ -96,8 +97,12 @@ CHECKS = {
         "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",
         "ranks_trouble:not_finite", "ranks_trouble:ends", "ranks_trouble:mismatch",
     ],
-    4: [*EQUAL, "ranks_trouble:not_finite"],
+    4: [
+        "ranks:equal:40", "options_over_ranks:equal:12:host", *EQUAL[2:],
+        "ranks_trouble:not_finite",
+    ],
     5: EQUAL,
+    6: ["ranks:equal:9"],
 }  # fmt: skip
 
 
@@ -121,14 +126,16 @@ SHELL = ("sh", "-c", '"$0" "$@" || { status=$?; sleep 4; exit $status; }')
         ("killed before", r"rank 1 \(process \d+ on .*\) is gone", "ring"),
         ("raises before", "rank 1 has ended: OSError: no more of this", "ring"),
         ("exits before", "rank 1 has ended", "gather"),
+        ("killed", r"rank 1 \(process \d+ on .*\) is gone", "hierarchical"),
     ],
 )
 def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
-    """The others say which rank and what, soon, and nobody stays."""
-    status, said = run(3, f"ranks_trouble:trouble:{what}:20:{exchange}", shell=SHELL)
+    """The others, of its host and of another, say which rank and what, soon, and nobody stays."""
+    ranks = 4 if exchange == "hierarchical" else 3
+    status, said = run(ranks, f"ranks_trouble:trouble:{what}:20:{exchange}", shell=SHELL)
     assert status != 0
-    assert said.count("call 1") == 3, said
-    for rank in (0, 2):
+    assert said.count("call 1") == ranks, said
+    for rank in (0, *range(2, ranks)):
         error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: {words}", said)
         assert error is not None, said
         assert float(error[1]) < 10, said
@@ -146,12 +153,15 @@ def test_first_call_is_bounded(where: str) -> None:
         assert 2 <= float(error[1]) < 3, said
 
 
-@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("exchange", ["ring", "gather", "hierarchical"])
 def test_rank_that_stops(exchange: str) -> None:
     """It is named when the time is out."""
-    status, said = run(3, f"ranks_trouble:trouble:stopped:3:{exchange}", shell=SHELL)
+    if exchange == "hierarchical" and not THOROUGH:
+        pytest.skip("the thorough profile runs it")
+    ranks = 4 if exchange == "hierarchical" else 3
+    status, said = run(ranks, f"ranks_trouble:trouble:stopped:3:{exchange}", shell=SHELL)
     assert status != 0
-    for rank in (0, 2):
+    for rank in (0, *range(2, ranks)):
         error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
         assert error is not None, said
         assert 2 < float(error[1]) < 8, said
@@ -184,10 +194,16 @@ def gpu_missing() -> str | None:
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
+def gpus() -> int:
+    code = "import cupy; print(cupy.cuda.runtime.getDeviceCount())"
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True).stdout)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("exchange", ["ring", "gather", "hierarchical"])
 @pytest.mark.parametrize("transport", ["auto", "staged"])
 def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
+    """Over hosts: of one GPU each."""
     if reason := gpu_missing():
         pytest.skip(reason)
     # both ranks compile first
@@ -195,7 +211,18 @@ def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+def test_two_ranks_on_each_of_two_hosts(transport: str) -> None:
+    """Of GPUs of one host, which ranks may share but with NCCL."""
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    if transport == "nccl" and gpus() < 4:
+        pytest.skip("fewer than four GPUs")
+    all_pass(4, f"ranks:accuracy:gpu:{transport}:hierarchical", limit=300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_options_on_gpus(ranks: int) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
@@ -212,8 +239,11 @@ def test_offload_to_gpus() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("what", "exchange"),
-    [("killed", "ring"), ("raises", "ring"), ("raises", "gather"), ("killed in a plan", "gather")],
-)
+    [
+        ("killed", "ring"), ("raises", "ring"), ("raises", "gather"),
+        ("killed in a plan", "gather"), ("killed", "hierarchical"),
+    ],
+)  # fmt: skip
 def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:
     if reason := gpu_missing():
         pytest.skip(reason)

@@ -30,6 +30,7 @@ from infonce import distributed
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
+OF_HOSTS = [size for size in range(1, SIZE + 1) if SIZE % size == 0]  # ranks that one may have
 SCALARS = ("scale", "bias")
 DTYPES = "float64,float32,bfloat16,float16"
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}
@@ -43,8 +44,7 @@ def say(*words: Any) -> None:
 def shards(n: int, seed: int) -> list[slice]:
     """n rows cut anywhere, shards of 0 rows among them."""
     cuts = np.sort(np.random.default_rng(seed).integers(0, n + 1, SIZE - 1))
-    ends = [0, *map(int, cuts), n]
-    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+    return [slice(a, b) for a, b in itertools.pairwise([0, *map(int, cuts), n])]
 
 
 def close(got: Any, want: Any, tolerance: float, what: str, size: float = 0.0) -> None:
@@ -84,9 +84,9 @@ def compare(case: dict[str, Any]) -> None:
 
     single, spread = dict(options), dict(options, timeout=60)
     cost.CHUNK = case.get("chunk", cost.CHUNK)
-    spread["exchange"] = case.get("exchange", "auto")
-    if spread["exchange"] != "gather":  # which needs room
-        spread["workspace"] = case.get("workspace", 2**28)
+    os.environ["INFONCE_LOCAL_SIZE"] = str(OF_HOSTS[case.get("hosts", seed) % len(OF_HOSTS)])
+    spread["exchange"] = exchange = case.get("exchange", "auto")
+    spread["workspace"] = case.get("workspace") if exchange in ("auto", "ring") else None
     if case["ids"]:
         ids = [rng.integers(0, n, len(z)) for z in whole]
         if len(ids) == 1:
@@ -149,8 +149,7 @@ def compare(case: dict[str, Any]) -> None:
 
 cases = st.fixed_dictionaries({
     "loss": st.sampled_from(["info_nce", "nt_xent", "clip", "lit", "siglip"]),
-    "n": st.integers(1, 40),
-    "d": st.sampled_from([1, 3, 16]),
+    "n": st.integers(1, 40), "d": st.sampled_from([1, 3, 16]),
     "extra": st.integers(0, 20),
     "seed": st.integers(0, 10**6),
     "scale": st.sampled_from([0.5, 3.0, 20.0]),
@@ -161,7 +160,7 @@ cases = st.fixed_dictionaries({
     "reduction": st.sampled_from(["mean", "mean", "sum", "none"]),
     "metrics": st.booleans(),
     "workspace": st.sampled_from([2**28, 4000]),
-    "exchange": st.sampled_from(["auto", "ring", "gather"]),
+    "exchange": st.sampled_from(["auto", "ring", "gather", "hierarchical"]),
     "chunk": st.sampled_from([1, 2**26]),  # bytes
     "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
 })  # fmt: skip
@@ -218,10 +217,10 @@ def lead_examples(examples: int) -> None:
 
     plain = {"n": 23, "d": 5, "extra": 3, "seed": 3, "scale": 3.0, "aligned": 1.0,
              "normalize": True, "ids": True, "labelled": True, "reduction": "mean",
-             "dtype": "float64", "metrics": True, "workspace": 4000}  # fmt: skip
+             "dtype": "float64", "metrics": True, "workspace": 4000, "hosts": 1}  # fmt: skip
     try:
         for loss in ("info_nce", "nt_xent", "clip", "lit", "siglip"):
-            for exchange in ("ring", "gather"):
+            for exchange in ("ring", "gather", "hierarchical"):
                 lead(compare, {**plain, "loss": loss, "exchange": exchange})
         property_holds()
     finally:
@@ -380,6 +379,7 @@ def main() -> None:
         with (
             patch.object(cost, "CHUNK", cost.CHUNK),
             patch.object(calls, "_backend", calls._backend),
+            patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(OF_HOSTS[(len(OF_HOSTS) - 1) // 2])),
         ):
             getattr(importlib.import_module(module), function)(*arguments)
         say("passed", check)

@@ -9,9 +9,11 @@ import sys
 import time
 import tracemalloc
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from infonce.distributed import cost, model
+from infonce.distributed.communicators.mpi import connect
 from ranks import COMM, RANK, SIZE, compare, follow, say, shards
 
 import infonce
@@ -116,6 +118,14 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
             return distributed.nt_xent_loss(np.ones((5, 3)), np.r_[-1, labels + 1], scale=1.0)
         return distributed.nt_xent_loss(x, labels, scale=1.0)
 
+    def clip_over_hosts(local_size: str | None, hosts: Any = None) -> Any:
+        peers = connect().peers
+        with patch.dict(os.environ), patch.object(peers, "hosts", hosts or peers.hosts):
+            del os.environ["INFONCE_LOCAL_SIZE"]
+            if local_size is not None:
+                os.environ["INFONCE_LOCAL_SIZE"] = local_size
+            return clip(exchange="hierarchical")
+
     wide, single = np.ones((4, 5)), x.astype(np.float32)
     return [
         ("image: width 3 on rank 0 and 5 on rank 1", "ValueError",
@@ -155,6 +165,12 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
          lambda: clip(exchange="ring" if odd else "auto")),
         (f"workspace: expected at least {192 * (4 * size - 3)} bytes to gather {4 * size} keys of "
          "width 3 got 1000", "ValueError", lambda: clip(exchange="gather", workspace=1000)),
+        (f"exchange hosts with ranks [0, 1], {list(range(2, size))}; \"ring\"", "ValueError",
+         lambda: clip_over_hosts(None, [[0, 1], list(range(2, size))])),
+        ("INFONCE_LOCAL_SIZE '1' on rank 0 and None on rank 1", "ValueError",
+         lambda: clip_over_hosts(None if odd else "1")),
+        (f"INFONCE_LOCAL_SIZE divisor of the {size} ranks, got '7'", "ValueError",
+         lambda: clip_over_hosts("7")),
         ("at least one row over all ranks", "ValueError", lambda: clip(x[:0], x[:0])),
         ("rank 1: features even number of rows", "ValueError",
          lambda: distributed.nt_xent_loss(x[:3] if odd else x, scale=1.0)),

@@ -1,0 +1,252 @@
+"""The hierarchical exchange: a gather among the ranks of a host, a ring between hosts.
+
+Ranks are numbered host by host, as many on each. Counterparts are the ranks at the same place of
+their hosts. The ranks of host h first fold each other's keys, as in a gather. Then they visit those
+of hosts h - 1, h - 2, ... (mod the number of hosts). A shard goes round its counterparts, and each
+of them gives it to the other ranks of its host: it enters a host once. So do its sums, which follow
+it: a counterpart adds up those of its host and those that arrived, and sends them on.
+
+This is a pipeline. In tick t, while the keys of host h - t + 1 are visited,
+
+    keys of host h - t - 1 arrive from the counterpart,
+    keys of host h - t are gathered inside the host,
+    sums of keys of host h - t + 2 go to those ranks of the host that add them,
+    sums of keys of host h - t + 3, which are added, go to the counterpart.
+
+A tick is one exchange: links inside hosts and between them work at the same time. The sums of a
+shard are always added in the same order: over a host pairwise, and over hosts as in the ring. Where
+each pair of shards meets on one rank, hosts go half way round as ranks do inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+from infonce.kernels.problem import Array
+
+from ..communicators.base import Pending, Shifts
+from ..partition import Partition
+from ..transports.base import Exchanger
+from .base import Combine, Keep, Keys, RowType, Visit, none_of
+from .gather import Gather, added
+
+
+class Inside:
+    """Exchanges among the ranks of a host, by their distance there."""
+
+    def __init__(self, transport: Exchanger, ranks: int, local_size: int, place: int) -> None:
+        self.transport, self.ranks = transport, ranks
+        self.local_size, self.place = local_size, place
+
+    def shifts(self, inside: Shifts) -> dict[int, tuple[Sequence[Array], Sequence[Array]]]:
+        """The same by the distance among all ranks: alike on all of them."""
+        shifts: dict[int, tuple[Sequence[Array], Sequence[Array]]] = {}
+        for distance, (send, receive) in inside.items():
+            # after the last rank of the host comes its first
+            past = self.place + distance >= self.local_size, self.place < distance
+            for turn in (False, True):
+                among_all = (distance - turn * self.local_size) % self.ranks
+                sent, received = shifts.get(among_all, ([], []))
+                shifts[among_all] = (
+                    [*sent, *(send if past[0] == turn else [])],
+                    [*received, *(receive if past[1] == turn else [])],
+                )
+        return shifts
+
+    def exchange(self, shifts: Shifts) -> Pending:
+        return self.transport.exchange(self.shifts(shifts))
+
+
+class Hierarchical:
+    """How the shards of one call go round hosts: an `Exchange`."""
+
+    def __init__(
+        self, xp: Any, rank: int, transport: Exchanger, partition: Partition, local_size: int,
+        keys: list[Array], alike: bool,
+    ) -> None:  # fmt: skip
+        self.xp, self.rank, self.transport, self.partition = xp, rank, transport, partition
+        self.local_size, self.alike = local_size, alike
+        self.ranks = len(partition.rows)
+        self.hosts = self.ranks // local_size
+        self.host, self.place = divmod(rank, local_size)
+        self.inside = Inside(transport, self.ranks, local_size, self.place)
+        self.gather = Gather(xp, self.place, self.inside, self.shards(0), keys, alike)
+
+    def first_rank(self, step: int) -> int:
+        """Of the host so many steps before this one."""
+        return (self.host - step) % self.hosts * self.local_size
+
+    def shards(self, step: int) -> Partition:
+        """Of that host."""
+        first = self.first_rank(step)
+        return Partition(self.partition.rows[first : first + self.local_size])
+
+    def run(
+        self,
+        own: list[Array],
+        visit: Visit,
+        types: Sequence[RowType] = (),
+        combine: Combine | None = None,
+        keep: Keep | None = None,
+        half: bool = False,
+    ) -> None:
+        """See `Exchange`."""
+        reach = self.hosts // 2 if half else self.hosts - 1  # step of the last host visited
+        # of the last with sums
+        summed = ((self.hosts - 1 + self.alike) // 2 if half else reach) if types else 0
+        pipeline = Pipeline(self, own, types, combine, reach, summed)
+        complete: list[list[Array]] = []  # sums of this rank's keys: over its host, over others
+        steps = reach
+
+        def visit_inside(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
+            """In two visits where the host's first keys come after its last."""
+            nonlocal steps
+            pipeline.advance(min(pipeline.begun + 1, 2))
+            steps = 2 * keys.steps + reach
+            here, end = self.partition.starts[self.first_rank(0)], self.gather.partition.total
+            start, stop = keys.rows.start, keys.rows.stop
+            parts = [(start, stop, slice(None))]
+            if stop > end:
+                cut = end - start
+                parts = [(start, end, slice(cut)), (0, stop - end, slice(cut, None))]
+            for step, (first, last, rows) in enumerate(parts, 2 * keys.step + 2 - len(parts)):
+                visit(
+                    Keys(keys.mine, slice(here + first, here + last), True, step, steps),
+                    [array[rows] for array in arrays], [array[rows] for array in sums],
+                )  # fmt: skip
+
+        def keep_inside(_: slice, sums: list[Array]) -> None:
+            complete.append([array.copy() for array in sums])
+
+        self.gather.run(own, visit_inside, types, combine, keep_inside, half)
+        for step in range(1, reach + 1):
+            pipeline.advance(step + 2)
+            arrays = pipeline.keys(step)
+            sums = pipeline.sums(step) if step <= summed else []
+            if half and self.alike and self.host < step == self.hosts / 2:
+                visit(*none_of(arrays), sums)
+                continue
+            start = self.partition.starts[self.first_rank(step)]
+            rows = slice(start, start + self.shards(step).total)
+            visit(Keys(False, rows, True, steps - reach + step - 1, steps), arrays, sums)
+        complete += pipeline.finish()
+        if combine is not None and keep is not None and complete:
+            if len(complete) == 2:
+                combine(*complete)
+            keep(slice(0, self.partition.rows[self.rank]), complete[0])
+
+
+class Pipeline:
+    """The keys and sums of other hosts in one round, and the exchanges that carry them."""
+
+    def __init__(
+        self, way: Hierarchical, own: list[Array], types: Sequence[RowType],
+        combine: Combine | None, reach: int, summed: int,
+    ) -> None:  # fmt: skip
+        self.way, self.own, self.types, self.combine = way, own, types, combine
+        self.like: list[RowType] = [(array.shape[1:], array.dtype) for array in own]
+        self.reach, self.summed = reach, summed  # steps of the last hosts visited, and with sums
+        self.shards = [way.shards(step) for step in range(reach + 1)]
+        self.largest = max(shards.largest for shards in self.shards)
+        self.most = max(shards.total for shards in self.shards)  # keys of a host
+        self.stores: dict[str, list[Array]] = {}
+        self.views: dict[tuple[str, tuple[int, ...]], list[Array]] = {}
+        self.complete: list[list[Array]] = []
+        self.begun = 0  # ticks
+        self.ticks = self._ticks()
+
+    def advance(self, ticks: int) -> None:
+        """Begin so many ticks in all, each at the end of the one before."""
+        while self.begun < ticks:
+            next(self.ticks, None)
+            self.begun += 1
+
+    def finish(self) -> list[list[Array]]:
+        """The sums of this rank's keys over other hosts, if there are any."""
+        for _ in self.ticks:
+            pass
+        return self.complete
+
+    def keys(self, step: int) -> list[Array]:
+        """The arrays of the keys of the host so many steps before."""
+        return self._arrays(f"keys {step % 3}", self.like, self.most, self.shards[step].total)
+
+    def sums(self, step: int) -> list[Array]:
+        """The sums of these keys over this rank's queries."""
+        return self._arrays(f"sums {step % 2}", self.types, self.most, self.shards[step].total)
+
+    def _sums_of_shard(self, name: str, step: int, *count: int) -> list[Array]:
+        """Sums of the keys that this rank's counterpart owns; of `count` ranks."""
+        rows = self.shards[step].rows[self.way.place]
+        return self._arrays(name, self.types, prod(count) * self.largest, *count, rows)
+
+    def _arrays(self, name: str, types: Sequence[RowType], room: int, *shape: int) -> list[Array]:
+        """Arrays of this shape, in memory for `room` rows that is allocated once."""
+        if name not in self.stores:
+            self.stores[name] = [self.way.xp.empty((room, *tail), dtype) for tail, dtype in types]
+        if (name, shape) not in self.views:
+            self.views[name, shape] = [
+                store[: prod(shape)].reshape(*shape, *store.shape[1:])
+                for store in self.stores[name]
+            ]
+        return self.views[name, shape]
+
+    def _of_place(self, arrays: list[Array], step: int, place: int) -> list[Array]:
+        """Of arrays of a host's keys, those of the rank at this place (mod their number)."""
+        starts, place = self.shards[step].starts, place % self.way.local_size
+        return [array[starts[place] : starts[place + 1]] for array in arrays]
+
+    def _ticks(self) -> Iterator[None]:
+        way, place, local_size = self.way, self.way.place, self.way.local_size
+        with_sums = range(1, self.summed + 1)
+        last = max(self.reach, self.summed + 3) if with_sums else self.reach
+        for tick in range(last + 1) if self.reach else ():
+            to_add, to_send = tick - 2, tick - 3
+            gathers, adds = 1 <= tick <= self.reach, to_add in with_sums
+            keys = self.keys(tick) if gathers else []
+            shard = self._of_place(keys, tick, place) if gathers else self.own
+            sums = self.sums(to_add) if adds else []
+            parts = self._sums_of_shard("parts", to_add, local_size - 1) if adds else []
+            inside: dict[int, tuple[list[Array], list[Array]]] = {}
+            for distance in range(1, local_size):
+                send, receive = inside[distance] = [], []
+                if gathers:
+                    send += shard
+                    receive += self._of_place(keys, tick, place - distance)
+                if adds:
+                    send += self._of_place(sums, to_add, place + distance)
+                    receive += [part[distance - 1] for part in parts]
+            shifts = way.inside.shifts(inside)
+            send, receive = [], []
+            if tick < self.reach:
+                send += shard
+                receive += self._of_place(self.keys(tick + 1), tick + 1, place)
+            hosts = 1
+            if to_send in with_sums:
+                home = to_send == self.summed
+                hosts = way.hosts - to_send if home else 1
+                send += self._sums_of_shard("added", to_send)
+                receive += self._sums_of_shard("arrived", 0 if home else to_send + 1)
+            shifts[hosts * local_size] = send, receive
+            pending = way.transport.exchange(shifts)
+            yield
+            pending.wait()
+            if adds:
+                self._add(to_add)
+        if with_sums:
+            self.complete.append(self._sums_of_shard("arrived", 0))
+
+    def _add(self, step: int) -> None:
+        """The sums of a shard over this rank, the others of its host, and the hosts before."""
+        assert self.combine is not None
+        sums = self._sums_of_shard("added", step)
+        mine = self._of_place(self.sums(step), step, self.way.place)
+        for total, part in zip(sums, mine, strict=True):
+            total[...] = part
+        if self.way.local_size > 1:
+            parts = self._sums_of_shard("parts", step, self.way.local_size - 1)
+            self.combine(sums, added(parts, self.combine))
+        if step > 1:
+            self.combine(sums, self._sums_of_shard("arrived", step))
