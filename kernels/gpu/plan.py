@@ -60,16 +60,22 @@ def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
 
 def compile_kernels(build: Build, progress: Progress | None, *parts: Any) -> None:
     """All kernels that `build(*parts, queue)` launches, side by side."""
+    recorder = rehearse(build, *parts)
+    for done, kernel in enumerate(recorder.compiling, 1):
+        kernel()
+        if progress is not None:
+            progress("compiling kernels", done, len(recorder.compiling))
+
+
+def rehearse(build: Build, *parts: Any) -> Recorder:
+    """What `build(*parts, queue)` asks for, up to `MAX_STEPS`. Nothing runs."""
     arrays: list[Array] = []
     for part in parts:
         _describe(part, arrays, [])
     recorder = Recorder()
     with suppress(TooLong):
         _record(recorder, build, parts, arrays)
-    for done, kernel in enumerate(recorder.compiling, 1):
-        kernel()
-        if progress is not None:
-            progress("compiling kernels", done, len(recorder.compiling))
+    return recorder
 
 
 # A queue: for calls that take too long to be recorded

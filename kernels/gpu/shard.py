@@ -40,6 +40,11 @@ def fold_block(
         recorded.block(*parts, Queue())
 
 
+def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
+    """ValueError where the workspace has no room for a block; arguments as for `fold_block`."""
+    gpu_plan.rehearse(recorded.room, select.plain(problem), gradients, ahead)
+
+
 class VectorsOverRanks(ElementwiseVectors):
     """`solve.Vectors` of one of many ranks, a plan a step."""
 

@@ -89,8 +89,8 @@ EQUAL = [
     *(f"options_over_ranks:{of}" for of in ("equal:9:host", "cases", "limits:host")),
 ]
 CHECKS = {
-    1: [*EQUAL, "ranks:offload:host:ring", "ranks_trouble:ends"],
-    2: [*EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring"],
+    1: [*EQUAL, "ranks_trouble:ends"],
+    2: [*EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring", "ranks:offload:host:ring"],
     3: [
         "ranks_trouble:memory", *EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring",
         "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",

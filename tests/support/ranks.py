@@ -19,8 +19,8 @@ import ml_dtypes
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from infonce.distributed import call as calls
 from infonce.distributed import cost
+from infonce.distributed.exchanges import blocks
 from infonce.kernels.cpu.backend import CPU
 from infonce.kernels.problem import Problem
 from mpi4py import MPI
@@ -347,7 +347,7 @@ def offload(place: str, exchange: str) -> None:
         spread |= {"offload": True, "workspace": room(64, d, 150, 150)}
     else:
         folding = functools.partial(offloading.fold_block, Host())
-        calls._backend = lambda request: (folding, Vectors(np))
+        blocks.folding = lambda _: blocks.Folding(folding, Vectors(np), offloading.layout)
     key = np.random.default_rng(0).standard_normal((150, d))
     query = key + np.random.default_rng(1).standard_normal((150, d))
     rows = shards(150, 4)[RANK]
@@ -379,7 +379,7 @@ def main() -> None:
         # which checks set
         with (
             patch.object(cost, "CHUNK", cost.CHUNK),
-            patch.object(calls, "_backend", calls._backend),
+            patch.object(blocks, "folding", blocks.folding),
         ):
             getattr(importlib.import_module(module), function)(*arguments)
         say("passed", check)

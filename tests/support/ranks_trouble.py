@@ -116,7 +116,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
             return distributed.nt_xent_loss(np.ones((5, 3)), np.r_[-1, labels + 1], scale=1.0)
         return distributed.nt_xent_loss(x, labels, scale=1.0)
 
-    wide, single = np.ones((4, 5)), x.astype(np.float32)
+    wide, tall, single = np.ones((4, 5)), np.ones((400, 3)), x.astype(np.float32)
     return [
         ("image: width 3 on rank 0 and 5 on rank 1", "ValueError",
          lambda: clip(*([wide] * 2 if odd else [x] * 2))),
@@ -155,6 +155,8 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
          lambda: clip(exchange="ring" if odd else "auto")),
         (f"workspace: expected at least {192 * (4 * size - 3)} bytes to gather {4 * size} keys of "
          "width 3 got 1000", "ValueError", lambda: clip(exchange="gather", workspace=1000)),
+        ("rank 1: workspace: expected at least bytes for 400 x 1 logits got 100", "ValueError",
+         lambda: clip(*([tall] * 2 if odd else [x] * 2), exchange="ring", workspace=100)),
         ("at least one row over all ranks", "ValueError", lambda: clip(x[:0], x[:0])),
         ("rank 1: features even number of rows", "ValueError",
          lambda: distributed.nt_xent_loss(x[:3] if odd else x, scale=1.0)),
