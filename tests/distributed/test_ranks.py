@@ -212,7 +212,13 @@ def test_offload_to_gpus() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("what", "exchange"),
-    [("killed", "ring"), ("raises", "ring"), ("raises", "gather"), ("killed in a plan", "gather")],
+    [
+        ("killed", "ring"),
+        ("raises", "ring"),
+        ("raises", "gather"),
+        ("killed in a plan", "gather"),
+        ("killed after the loss", "gather"),
+    ],
 )
 def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:
     if reason := gpu_missing():
