@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from infonce.kernels.linear import partners
-from infonce.kernels.problem import SILENT, Array, Gradients, Problem
-from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
+from infonce.kernels.problem import SILENT, Array, Problem
+from infonce.kernels.solve import Solution, solve
 
 from infonce import arrays, dispatch, spec
 from infonce.checks import validation
@@ -21,8 +20,9 @@ from infonce.spec import Loss
 from .agreement import AgreedError, agree, failure_of, packed, require_none, require_same
 from .communicators.base import Communicator
 from .communicators.mpi import connect
+from .exchanges import blocks
 from .exchanges import choice as exchanges
-from .folds import FoldBlock, FoldsOverRanks, folds_over_ranks
+from .folds import FoldsOverRanks, folds_over_ranks
 from .partition import Partition
 from .transports import choice as transports
 from .transports.base import Transport
@@ -44,6 +44,11 @@ def evaluate(
         raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
     ranks = connect(rank_options["comm"])
     ranks.timeout = timeout
+    of_views = kind.symmetric and not kind.classes  # whose labels are no argument of one process
+    if ranks.size == 1 and not (of_views and labels is not None):
+        _require_options(options, rank_options)
+        function = dispatch.loss_and_grad if with_grad else dispatch.loss
+        return function(kind, given, labels, bias, options)
     call = _Call(kind, ranks, labels, bias, options, rank_options, with_grad)
     try:
         with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
@@ -84,6 +89,9 @@ class _Call:
             else:
                 request, facts = agree(self.ranks, lambda: self.check(features, queries, keys))
             self.compare(facts, request, keys)
+            self.folding = blocks.folding(request)
+            if blocks.tight(request.problem, queries, keys):
+                self.require_room(request, keys)
             try:
                 return self.solve(request, given[0], queries, keys)
             except MemoryError as error:
@@ -116,13 +124,8 @@ class _Call:
         self, features: list[Array], queries: Partition, keys: Partition
     ) -> tuple[Request, Any]:
         """The checked call, and what has to be the same on all ranks."""
-        rank_options, options = self.rank_options, self.options
-        for name, choices in (
-            ("gradient_scale", ("global", "ddp")),
-            ("transport", transports.CHOICES),
-            ("exchange", exchanges.CHOICES),
-        ):
-            validation.choice(name, rank_options[name], choices)
+        options = self.options
+        _require_options(options, self.rank_options)
         if not queries.total or not keys.total:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
@@ -130,11 +133,6 @@ class _Call:
         rows = queries.total // (1 + self.kind.joint)
         batch = Batch(rows, keys.total, queries.starts[self.ranks.rank])
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
-        if (method := request.problem.method) in ("naive", "fused"):
-            raise ValueError(
-                f'method: expected "auto" or "tiled" over ranks, got {method!r}: no logits of a '
-                "batch over ranks are kept"
-            )
         return request, self.facts(request, features)
 
     def facts(self, request: Request, features: list[Array]) -> Any:
@@ -209,10 +207,19 @@ class _Call:
             name = "staged"  # nothing is sent
         self.transport = transports.make(name, self.ranks)
 
+    def require_room(self, request: Request, keys: Partition) -> None:
+        """ValueError on all ranks where the workspace of one is too small, before anything is
+        sent."""
+
+        def room() -> tuple[None, None]:
+            blocks.require_room(self.folding, self.exchange, request, keys, self.ranks)
+            return None, None
+
+        agree(self.ranks, room)
+
     # -- the work
 
     def solve(self, request: Request, like: Any, queries: Partition, keys: Partition) -> Any:
-        fold, vectors = _backend(request)
         self.total: float = queries.total // (1 + self.kind.joint)
         if self.weighted and not self.kind.classes:  # of classes later
             self.weigh(request)
@@ -232,18 +239,18 @@ class _Call:
                 self.exchange, problem, gradients, queries, keys, self.ranks, self.transport
             )  # fmt: skip
         if solution is None:
-            solution = self.fold(request, problem, queries, keys, fold, vectors)
+            solution = self.fold(request, problem, queries, keys)
         self.reduce(request, solution, queries, ddp)
         if not self.with_grad:
             return arrays.converter_to(like)(dispatch._reduce(request, solution))
         return dispatch._result(self.kind, request, solution, arrays.converter_to(like))
 
     def fold(
-        self, request: Request, problem: Problem, queries: Partition, keys: Partition,
-        fold_block: FoldBlock, vectors: Vectors,
+        self, request: Request, problem: Problem, queries: Partition, keys: Partition
     ) -> Solution:  # fmt: skip
         """The folds over ranks, step by step."""
         gradients, labelled = request.gradients, self.labels is not None
+        vectors = self.folding.vectors
         assert self.transport is not None
         problem.key = vectors.xp.ascontiguousarray(problem.key)
         if not labelled:
@@ -251,8 +258,8 @@ class _Call:
             own = (own + m // 2) % max(m, 1) if problem.symmetric else own
             problem.positives = own + queries.starts[self.ranks.rank]
         folds = folds_over_ranks(
-            self.exchange, problem, gradients, keys, self.ranks, self.transport, fold_block,
-            labelled, vectors,
+            self.exchange, problem, gradients, keys, self.ranks, self.transport,
+            self.folding.fold_block, labelled, vectors,
         )  # fmt: skip
         if self.kind.classes:
             self.find_classes(folds, request, queries)
@@ -326,9 +333,25 @@ class _Call:
                      for name in ("rows", "columns")]  # fmt: skip
             solution.mean_losses = means[0], means[1]
         values = self.transport.write(list(totals.values()), request.dtype)
+        self.transport.finish()
         of_batch = dict(zip(totals, values, strict=True))
         solution.loss = of_batch["loss"] if request.reduction != "none" else None
         solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
+
+
+def _require_options(options: Mapping[str, Any], rank_options: Mapping[str, Any]) -> None:
+    """ValueError where an option is none that a call over ranks takes."""
+    for name, choices in (
+        ("gradient_scale", ("global", "ddp")),
+        ("transport", transports.CHOICES),
+        ("exchange", exchanges.CHOICES),
+    ):
+        validation.choice(name, rank_options[name], choices)
+    if (method := options.get("method")) in ("naive", "fused"):
+        raise ValueError(
+            f'method: expected "auto" or "tiled" over ranks, got {method!r}: no logits of a '
+            "batch over ranks are kept"
+        )
 
 
 def _sized(kind: Loss, given: Sequence[Any]) -> tuple[list[Array], list[int]]:
@@ -357,35 +380,3 @@ def _one_gpu_each(
                 f"it shares {place[1]} with rank {other}: more ranks than GPUs, or no "
                 "cupy.cuda.Device(rank % gpus).use() on each rank"
             )
-
-
-def _folding(
-    backend: Callable[[Problem, Gradients | None, Gradients | None], Backend],
-    ahead: Gradients | None,
-) -> FoldBlock:
-    """`solve.fold_block` on such backends."""
-    return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
-        backend(problem, gradients, ahead), problem, triangle, epilogue, gradients, *sums
-    )
-
-
-def _backend(request: Request) -> tuple[FoldBlock, Vectors]:
-    """The function that folds blocks, and the mathematics on vectors, for the arrays of a call."""
-    ahead = None
-    if request.gradients is not None:
-        ahead = Gradients(want_key=False, add_query=True)
-    if request.offload:
-        from infonce.kernels.offload import copies as offload_gpu
-
-        return offload_gpu.fold_block, Vectors(np)
-    if arrays.on_gpu(request.problem.query):
-        from infonce.kernels.gpu import select, shard
-
-        request.problem = select.plain(request.problem)
-        fold = functools.partial(shard.fold_block, ahead=ahead)
-        return fold, shard.VectorsOverRanks()
-    from infonce.kernels.cpu.backend import CPU
-
-    # Both folds leave out the same pairs if their tiles are the same. (Other losses have the same
-    # bits with gradients and without.)
-    return _folding(CPU, ahead if request.problem.leaves_out else None), Vectors(np)

@@ -29,8 +29,9 @@ DOC = """
 comm : mpi4py communicator, default MPI.COMM_WORLD
     The ranks that share the batch; or an `infonce.distributed.Communicator`. Shards are
     [rows of this rank, D]; they may differ in size and may be empty. `labels` are indices of the
-    keys of all ranks, in the order of the ranks, or classes; `ids` and classes are compared across
-    ranks. `weights` and `key_bias` are those of this rank's rows and keys.
+    keys of all ranks, in the order of the ranks, or classes; without them, query i of all ranks
+    belongs to key i of all ranks. `ids` and classes are compared across ranks. `weights` and
+    `key_bias` are those of this rank's rows and keys.
 transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
     How arrays are sent. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
     and a GPU of its own, else MPI that reports to be CUDA-aware, else pinned host memory and MPI.

@@ -67,6 +67,14 @@ def block(
     return {}
 
 
+def room(
+    problem: Problem, gradients: Gradients | None, ahead: Gradients | None, queue: Queue
+) -> dict[str, Array | None]:  # fmt: skip
+    """The memory of a block."""
+    GPU(problem, gradients, ahead, queue)
+    return {}
+
+
 def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     given = problem.upstream
     gpu = GPU(problem, queue=queue)

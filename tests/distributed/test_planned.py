@@ -1,5 +1,6 @@
 """What a gather on GPUs records as one plan, without a GPU."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,13 +17,16 @@ from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.distributed import planned
+from infonce.distributed.exchanges import blocks
 from infonce.distributed.partition import Partition
 from infonce.distributed.transports import gpu as transports
-from infonce.kernels.gpu import shard
+from infonce.kernels import problem as problems
+from infonce.kernels.gpu import config, shard
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import context
 from infonce.kernels.gpu.tiled.backend import GPU
 from infonce.kernels.linear import LinearTerm, Segments
+from infonce.kernels.offload import layout
 from infonce.kernels.problem import Gradients, Problem, SoftmaxGradient, Statistics, Sums
 
 pytestmark = pytest.mark.extras
@@ -43,11 +47,16 @@ def no_gpu_needed() -> Any:
         yield
 
 
-def record(
+def record(*call: Any, **options: Any) -> Counter[str]:
+    """How often each kernel, and each step of another kind, is in the plan of a rank."""
+    return Counter(steps(*call, **options))
+
+
+def steps(
     loss: str, rows: list[int], rank: int, precision: str = "bf16", d: int = 64,
     gradient: bool = True, **options: Any,
-) -> Counter[str]:  # fmt: skip
-    """How often each kernel, and each step of another kind, is in the plan of a rank."""
+) -> list[str]:  # fmt: skip
+    """The kernels, and steps of other kinds, in the plan of a rank."""
     into, m = recorder.Recorder(), rows[rank]
     ranks: Any = SimpleNamespace(rank=rank, size=len(rows))
     transport: Any = object.__new__(transports.NCCL)
@@ -68,11 +77,11 @@ def record(
     for array in made.values():
         if array is not None:
             recorder.placeholder_of(array.data.ptr)
-    names = Counter(
+    names = [
         step.function.args[2] if isinstance(step, recorder.Launch) else name(step.do)
         for step in into.steps
-    )
-    assert names["transfer"] == names["join"]
+    ]
+    assert names.count("transfer") == names.count("join")
     return names
 
 
@@ -113,6 +122,19 @@ def test_steps_do_not_grow_with_the_ranks() -> None:
     assert sum(many.values()) - sum(two.values()) == 10
 
 
+@pytest.mark.parametrize("loss", sorted(WEIGHTS))
+def test_totals_are_read_ahead(loss: str) -> None:
+    """Before the gradients that they do not depend on: ranks exchange them meanwhile."""
+    sweep = "sweep_sigmoid" if loss == "siglip" else "sweep_gradient"
+    for scalars in ({}, {"scalar_grads": True, "moments": True}, {"scalar_grads": True}):
+        found = steps(loss, [300, 200], 1, **scalars)
+        assert found[found.index("totals") + 1] == "fetch"
+        ahead = loss != "siglip" and (not scalars or "moments" in scalars)
+        assert ahead == (found.index("fetch") < found.index(sweep))
+        assert found.count("fetch") == 1
+    assert steps(loss, [300, 200], 1, gradient=False)[-1] == "fetch"
+
+
 def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infonce.distributed.cost.CHUNK", 2**20)
     assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3
@@ -121,7 +143,7 @@ def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go step by step, by backends of blocks."""
     monkeypatch.setattr(planned, "device_properties", lambda _: DEVICES["sm_90a"])
-    monkeypatch.setattr(planned.plan, "call", lambda *_: {})
+    monkeypatch.setattr(planned.plan, "call", lambda *_, **__: {})
     transport: Any = object.__new__(transports.NCCL)
     ranks: Any = SimpleNamespace(rank=0, size=2)
     into, asked = recorder.Recorder(), []
@@ -145,7 +167,7 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
                 )  # fmt: skip
                 backend, block = asked[-1]
                 assert isinstance(backend, GPU)
-                assert block is problem
+                assert vars(block) == vars(problem)
 
 
 def test_blocks_of_operations_on_arrays_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +192,40 @@ def test_blocks_of_operations_on_arrays_have_no_plan(monkeypatch: pytest.MonkeyP
     for problem, epilogue, _ in cases:
         shard.fold_block(problem, False, epilogue, None)
     assert built == [how for _, _, how in cases]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalize": True}, {"hardness": 2.0}, {"false_negative_margin": 0.1}, {"ids": True},
+     {"key_bias": True}],
+)  # fmt: skip
+def test_room_for_a_block_is_known_before_it_is_there(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a launch, nor memory."""
+    monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
+    into, ahead = recorder.Recorder(), Gradients(want_key=False, add_query=True)
+    with cupy.cuda.using_allocator(into.malloc):
+        query, key, dq, dk = (cupy.empty((300, 64), "float32") for _ in range(4))
+        if options.pop("ids", False):
+            options = {"query_ids": cupy.empty(300, np.int64), "key_ids": cupy.empty(300, np.int64)}
+        if options.pop("key_bias", False):
+            options = {"key_bias": cupy.empty(300)}
+    problem = Problem(query, key, 14.0, 0.1, None, 0.1, key_shard=True, **options)
+    for gradients in (None, Gradients(dq, dk, None, True, True, add_query=True)):
+        shard.require_room(problem, gradients, ahead)
+        with pytest.raises(ValueError, match=r"^workspace: expected at least \d+ bytes for 300 x"):
+            shard.require_room(replace(problem, workspace=1000), gradients, ahead)
+
+
+def test_room_that_is_enough() -> None:
+    """Where ranks ask each other whether there is room, and only there, there may be none."""
+    for m, n, d in itertools.product((1, 64, 8192, 10**6), (1, 65536, 10**7), (1, 512, 20000)):
+        enough = blocks._enough(m, n, d)
+        needs = config.Needs("fp64", True, True, True, True, 1, True, weighted_query=True)
+        assert config.least_workspace((m, n, d), needs, 128) < enough
+        row = layout.RowBytes(8 * d, 8 * d, 8 * d, layout.block_row(m, n, d, 8, 8))
+        assert layout.least_workspace(problems.least_block_side(m, n), row) < enough
 
 
 def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
 
 import contextlib
+import ctypes
 import gc
 import itertools
+import queue
 import subprocess
 import sys
 import threading
@@ -10,18 +12,20 @@ import time
 import types
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import folds
+from infonce.distributed import call, folds
 from infonce.distributed.communicators import base, mpi, processes
+from infonce.distributed.losses import RANK_OPTIONS
 from infonce.distributed.partition import Partition
 from infonce.distributed.transports import choice
 from infonce.kernels.solve import Vectors
 
 import infonce
-from infonce import distributed
+from infonce import distributed, spec
 
 
 class Alone(distributed.Communicator):
@@ -36,12 +40,81 @@ class Alone(distributed.Communicator):
         raise AssertionError("one rank has nobody to send to")
 
 
+class Pair(distributed.Communicator):
+    """One of two threads: what a rank sends is in the other's queue."""
+
+    size = 2
+
+    def __init__(self, rank: int, queues: list[queue.Queue[Any]]) -> None:
+        self.rank, self.queues = rank, queues
+
+    def allgather(self, value: Any) -> list[Any]:
+        self.queues[1 - self.rank].put(value)
+        other = self.queues[self.rank].get(timeout=60)
+        return [other, value] if self.rank else [value, other]
+
+    def shift(self, send: Sequence[Any], receive: Sequence[Any], distance: int = 1) -> Any:
+        self.queues[1 - self.rank].put([array.copy() for array in send])
+
+        def wait() -> None:
+            for to, array in zip(receive, self.queues[self.rank].get(timeout=60), strict=True):
+                to[...] = array
+
+        return types.SimpleNamespace(wait=wait)
+
+
 def test_communicator_of_ones_own() -> None:
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
     want = infonce.clip_loss_and_grad(x, y, scale=3.0)
-    got = distributed.clip_loss_and_grad(x, y, scale=3.0, comm=Alone())
+    queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
+
+    def work(rank: int) -> Any:
+        rows = slice(5, 12) if rank else slice(0, 5)
+        return distributed.clip_loss_and_grad(
+            x[rows], y[rows], scale=3.0, comm=Pair(rank, queues), exchange="ring"
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(work, range(2)))
+    for got in found:
+        np.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
+    text = np.concatenate([got.grads.text for got in found])
+    np.testing.assert_allclose(text, want.grads.text, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit", "siglip", "sup_con", "gte"])
+def test_one_rank_is_one_process(loss: str) -> None:
+    """Bit for bit, and without a word to anyone."""
+    x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
+    kind, ranks = spec.LOSSES[loss], Alone()
+    args: list[Any] = [x, y][: len(kind.arguments)]
+    args += [np.arange(12) // 3] if kind.classes else []
+    args += [np.array(-1.0)] if kind.sigmoid else []
+    options: dict[str, Any] = {"scale": 3.0, "normalize": True}
+    ranks.allgather = None  # type: ignore[assignment, method-assign]
+    want = getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
+    for gradient_scale in ("global", "ddp"):
+        got = getattr(distributed, f"{loss}_loss_and_grad")(
+            *args, **options, comm=ranks, gradient_scale=gradient_scale
+        )
+        for a, b in zip((got.loss, *got.grads), (want.loss, *want.grads), strict=True):
+            assert (a is None and b is None) or np.array_equal(a, b)
+    alone = getattr(distributed, f"{loss}_loss")(*args, **options, comm=ranks)
+    assert alone == getattr(infonce, f"{loss}_loss")(*args, **options)
+    for wrong in ({"exchange": "all"}, {"transport": "post"}, {"method": "fused"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected"):
+            getattr(distributed, f"{loss}_loss")(*args, **options, comm=ranks, **wrong)
+
+
+def test_views_anywhere_on_one_rank() -> None:
+    """Their labels are an argument over ranks alone."""
+    z = np.random.default_rng(0).standard_normal((12, 5))
+    other = np.arange(12) ^ 1
+    order = np.r_[0:12:2, 1:12:2]
+    want = infonce.nt_xent_loss_and_grad(z[order], scale=3.0)
+    got = distributed.nt_xent_loss_and_grad(z, other, scale=3.0, comm=Alone())
     np.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
-    np.testing.assert_allclose(got.grads.text, want.grads.text, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(got.grads[0][order], want.grads[0], rtol=1e-12, atol=1e-15)
 
 
 def test_errors_of_one_rank_are_those_of_one_process() -> None:
@@ -82,8 +155,8 @@ def test_what_a_library_does_is_bounded() -> None:
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects two ranks in their first exchange, which waits for the other rank."""
     gpu = pytest.importorskip("infonce.distributed.transports.gpu")
-    queue = types.SimpleNamespace(do=lambda function, *pointers: function(0, *pointers))
-    monkeypatch.setattr(gpu, "Queue", lambda: queue)
+    into = types.SimpleNamespace(do=lambda function, *pointers: function(0, *pointers))
+    monkeypatch.setattr(gpu, "Queue", lambda: into)
     for name in ("eventRecord", "streamWaitEvent"):
         monkeypatch.setattr(gpu.cupy.cuda.runtime, name, lambda *of: None)
     connected, threads = threading.Event(), []
@@ -110,6 +183,42 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     here = threading.get_ident()
     known = [thread == here for thread in threads]
     assert known == [False, False, True, False, True, True, False]
+
+
+@pytest.mark.extras
+def test_numbers_that_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what they were then; others, and the same later, are read anew."""
+    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
+    on_device = np.arange(4.0)  # memory of the host stands for that of a device
+    events: list[int] = []
+    runtime = gpu.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "memcpyAsync", lambda to, at, n, *_: ctypes.memmove(to, at, n))
+    monkeypatch.setattr(runtime, "eventRecord", lambda event, stream: events.append(event))
+    stream = types.SimpleNamespace(ptr=3)
+    monkeypatch.setattr(gpu.cupy.cuda, "get_current_stream", lambda: stream)
+    nccl: Any = object.__new__(gpu.NCCL)
+    nccl.__dict__.update(
+        ranks=Alone(), numbers=np.zeros(8), places=(), fetched=types.SimpleNamespace(ptr=5, done=1)
+    )
+
+    def numbers(*indices: int) -> list[Any]:
+        start = on_device.ctypes.data
+        return [
+            types.SimpleNamespace(data=types.SimpleNamespace(ptr=start + 8 * i)) for i in indices
+        ]
+
+    into: Any = types.SimpleNamespace(do=lambda function, *pointers: function(3, *pointers))
+    for which in ([0], [0, 1], [2, 0]):
+        nccl.queued(into).read_ahead(numbers(*which))
+        then, count = on_device[which].tolist(), len(events)
+        on_device += 1
+        assert nccl.read(numbers(*which)) == then
+        assert len(events) == count
+        assert nccl.read(numbers(*which)) == on_device[which].tolist()
+        nccl.queued(into).read_ahead(numbers(*which))
+        assert nccl.read(numbers(3)) == [on_device[3]]
+    nccl.queued(into).read_ahead([])
+    assert set(events) == {5}
 
 
 def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +307,11 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.disable()
     try:
         for loss in ("clip", "info_nce", "siglip"):
-            options: Any = {"bias": -1.0} if loss == "siglip" else {}
-            function = getattr(distributed, f"{loss}_loss_and_grad")
-            function(x, y, scale=3.0, comm=Alone(), **options)
+            bias = -1.0 if loss == "siglip" else None
+            kind = spec.LOSSES[loss]
+            call._Call(kind, Alone(), None, bias, {"scale": 3.0}, RANK_OPTIONS, True).evaluate(
+                [x, y]
+            )
         alive = [of() for of in rings]  # before a collection, which the end of this may begin
     finally:
         gc.enable()

@@ -126,7 +126,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
                 os.environ["INFONCE_LOCAL_SIZE"] = local_size
             return clip(exchange="hierarchical")
 
-    wide, single = np.ones((4, 5)), x.astype(np.float32)
+    wide, tall, single = np.ones((4, 5)), np.ones((400, 3)), x.astype(np.float32)
     return [
         ("image: width 3 on rank 0 and 5 on rank 1", "ValueError",
          lambda: clip(*([wide] * 2 if odd else [x] * 2))),
@@ -165,6 +165,8 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
          lambda: clip(exchange="ring" if odd else "auto")),
         (f"workspace: expected at least {192 * (4 * size - 3)} bytes to gather {4 * size} keys of "
          "width 3 got 1000", "ValueError", lambda: clip(exchange="gather", workspace=1000)),
+        ("rank 1: workspace: expected at least bytes for 400 x 1 logits got 100", "ValueError",
+         lambda: clip(*([tall] * 2 if odd else [x] * 2), exchange="ring", workspace=100)),
         (f"exchange hosts with ranks [0, 1], {list(range(2, size))}; \"ring\"", "ValueError",
          lambda: clip_over_hosts(None, [[0, 1], list(range(2, size))])),
         ("INFONCE_LOCAL_SIZE '1' on rank 0 and None on rank 1", "ValueError",
@@ -251,6 +253,9 @@ def first(where: str, timeout: str) -> None:
         raise
 
 
+IN_A_PLAN = "killed in a plan", "killed after the loss"
+
+
 def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None:
     """Rank 1 gets into trouble before the third call, or in its middle; what do the others say?"""
     say("process", os.getpid())
@@ -263,10 +268,22 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
     if what == "killed in a plan" and RANK == 1:
         planned = importlib.import_module("infonce.distributed.planned")
         solve, planned.solution = planned.solution, lambda *of: die() if calls == 2 else solve(*of)
+    if what == "killed after the loss" and RANK == 1:
+        gpu = importlib.import_module("infonce.distributed.transports.gpu")
+        transfer, sent = gpu.NCCL.transfer, []
+
+        def without_gradients(self: Any, *of: Any) -> None:
+            """The exchanges of keys, sums of columns and factors, but not that of dK."""
+            sent.append(calls)
+            if sent.count(2) < 4:
+                transfer(self, *of)
+
+        gpu.NCCL.transfer = without_gradients
+        gpu.NCCL.finish = lambda self: die() if calls == 2 else None
     calls = 0
 
     def die() -> None:
-        """When the others wait for this rank's keys."""
+        """When the others wait for this rank."""
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -301,7 +318,7 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
                 scale=1.0,
                 timeout=float(timeout),
                 exchange=exchange,
-                progress=None if what == "killed in a plan" else progress,
+                progress=None if what in IN_A_PLAN else progress,
             )
         except BaseException as error:
             passed = time.monotonic() - began

@@ -71,6 +71,8 @@ class ProcessGroup(Communicator):
         self.peers = Peers(self.allgather(identity()))
 
     def allgather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
         if self.broken:
             raise RankError(f"this process group is out of step: {self.broken}")
         if self._group is None:
