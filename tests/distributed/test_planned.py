@@ -240,10 +240,10 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     problem = Problem(
         query, key, 14.0, weights, reduction_weight=0.1, weights=weights, row_shares=weights
     )
-    problem = shard.select.without_weights(problem)
+    problem = shard.select.without_weights(problem, problem.by_row)
     assert problem.plain
     shard.VectorsOverRanks().totals(problem, losses, None, None)
     assert given[0].row_shares is weights
     assert given[0].reduction_weight == 1.0
     smoothed = replace(problem, weights=weights, label_smoothing=0.1)
-    assert shard.select.without_weights(smoothed) is smoothed
+    assert shard.select.without_weights(smoothed, smoothed.by_row) is smoothed
