@@ -291,7 +291,8 @@ def create_loss(args: Any) -> Any:
     """The loss of the arguments of open_clip's training: `create_loss` of open_clip.
 
     ``args.distill``: `DistillClipLoss`; "coca" in ``args.model``: `CoCaLoss`; ``args.siglip``:
-    `SigLipLoss`; else `ClipLoss`, for features [N, D].
+    `SigLipLoss`; else `ClipLoss`. For image and text features [N, D] all of them are losses of the
+    logits x = scale image text^T, SigLIP's with a bias.
 
     Parameters
     ----------
