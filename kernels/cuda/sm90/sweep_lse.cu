@@ -294,11 +294,7 @@ struct Lse {
       else group.strips.of(s, s ^ lane.warp).set(lane.lane, of_columns);
     }
 #if LIMITS == 2
-    // A column of which the strip has no pair is exact
-    if (COLUMNS && !OWN && __any_sync(ALL_LANES, small[0] | small[1] | small[2] | small[3]))
-#pragma unroll
-      for (int s = 0; s < SLICES / 2; ++s)
-        if (of_tile_columns.largest(s) != LOW && small[s]) good = false;
+    if (COLUMNS && !OWN) of_tile_columns.require_empty(small, good);
 #endif
     return good;
   }

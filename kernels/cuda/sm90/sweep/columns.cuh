@@ -1,4 +1,4 @@
-// Columns' sums of a tile against reference exponents of their own.
+// Columns' sums of a tile: whether small ones are empty, and sums against reference exponents of their own.
 #pragma once
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/partial.cuh"
@@ -37,6 +37,14 @@ struct TileColumns {
       v[k] = fmaxf(get(i), get(i + 2));
     }
     return or_low(join_columns(v, lane.lane, Larger()));
+  }
+
+  // `good` becomes false if the strip has a pair of a column whose sum is `small`: one a lane of each 32.
+  __device__ __forceinline__ void require_empty(const bool (&small)[SLICES / 2], bool& good) const {
+    if (__any_sync(ALL_LANES, small[0] | small[1] | small[2] | small[3]))
+#pragma unroll
+      for (int s = 0; s < SLICES / 2; ++s)
+        if (largest(s) != LOW && small[s]) good = false;
   }
 
   // Sums of 32 columns, each with a reference exponent of its own.
