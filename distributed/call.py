@@ -15,6 +15,7 @@ from infonce.kernels.solve import Solution, solve
 from infonce import arrays, dispatch, spec
 from infonce.checks import validation
 from infonce.checks.call import Batch, Request, check
+from infonce.checks.rows import row_weights
 from infonce.spec import Loss
 
 from .agreement import AgreedError, agree, failure_of, packed, require_none, require_same
@@ -273,7 +274,7 @@ class _Call:
         own = xp.arange(len(problem.query)) + queries.starts[self.ranks.rank]
         members = folds.members(problem.classes)
         problem.positives, has_positive = partners(xp, members, own, problem.decoupled)
-        problem.weights = validation.row_weights(xp, problem.weights, has_positive)
+        problem.weights = row_weights(xp, problem.weights, has_positive)
         self.weigh(request)
 
     def weigh(self, request: Request) -> None:

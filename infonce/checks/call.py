@@ -15,11 +15,10 @@ import numpy as np
 from ..arrays import gpu_missing, namespace, native, on_gpu
 from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
-from . import softmax, validation
+from . import outputs, rows, softmax, validation
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
-ALIGNMENT = 256  # bytes, of arrays that libraries make on a GPU
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -127,24 +126,24 @@ def check(
             validation.finite(xp, name, z)
     row_ids = column_ids = positives = marks = classes = has_positive = None
     if ids is not None:
-        row_ids, column_ids = validation.ids(xp, loss, ids, len(query), len(key))
+        row_ids, column_ids = rows.ids(xp, loss, ids, len(query), len(key))
     if loss.classes:
         decoupled, whole = bool(get("decoupled")), batch is None  # else classes have rows elsewhere
-        classes, positives, has_positive = validation.classes(
+        classes, positives, has_positive = rows.classes(
             xp, labels, len(query), decoupled, static.batch.first, whole
         )
         if decoupled:  # positives are no part of the sums
             row_ids = column_ids = classes.rows
     elif labelled:
-        positives, marks, has_positive = validation.positives(
+        positives, marks, has_positive = rows.positives(
             xp, labels, len(query), static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
     weights, shares = get("weights"), None
     if weights is not None:
-        weights = validation.weights(xp, weights, len(query), batch is None)
-    weights = validation.row_weights(xp, weights, has_positive)
+        weights = rows.weights(xp, weights, len(query), batch is None)
+    weights = rows.row_weights(xp, weights, has_positive)
     if weights is not None and batch is None:  # over ranks, their sum is not known yet
-        shares = validation.shares(xp, weights, reduction)
+        shares = rows.shares(xp, weights, reduction)
     row_share = static.row_share if shares is None else shares
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
     of_row = None  # beside `row_shares`
@@ -174,12 +173,14 @@ def check(
     if grad_buffers is not None:
         outs, given_out = {name: native(z) for name, z in grad_buffers.items()}, grad_buffers
     elif with_grad and not (loss.joint and out is None):
-        outs, given_out = _out(xp, loss, arrays, out, static)
+        outs, given_out = outputs.features(xp, loss, arrays, out, static.new, static.grad_dtype)
     gradients = joined = None
     want_query, want_key = static.want_query, static.want_key
     if loss.joint and static.new:
-        rows, joined, outs = _joined(xp, loss, static, outs, query.shape)
-        gradients = Gradients(rows, want_key=False)
+        of_both, joined, outs = outputs.joined(
+            xp, loss, static.new, outs, query.shape, DOUBLE if static.compute == "fp64" else SINGLE
+        )
+        gradients = Gradients(of_both, want_key=False)
     elif want_query or want_key:
         of_query, of_key = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
@@ -349,64 +350,3 @@ def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) 
             f"{last}: expected at least {batch.rows} rows, the positive of query i being key i "
             f"without labels, got {came}"
         )
-
-
-def _joined(
-    xp: Any, loss: Loss, static: _StaticChecks, outs: dict[str, Array], shape: tuple[int, int]
-) -> tuple[Array, Array | None, dict[str, Array]]:
-    """Memory for the gradients of queries and keys, one below the other; the same, if `outs` are to
-    get its halves, else None; and `outs`, which are these halves if none are given, and if they
-    begin where arrays of other libraries do."""
-    new = static.new if not outs else {name: (z.shape, z.dtype) for name, z in outs.items()}
-    dtypes = {wanted for _, wanted in new.values()}
-    dtype = DOUBLE if static.compute == "fp64" else SINGLE
-    if xp is not np and len(dtypes) == 1:  # on a CPU, gradients are summed in their destination
-        dtype = dtypes.pop()
-    rows = xp.empty(shape, dtype)
-    half = shape[0] // 2
-    halves = dict(zip(loss.arguments, (rows[:half], rows[half:]), strict=True))
-    alike = all(wanted == dtype for _, wanted in new.values())
-    if not outs and alike and rows[:half].nbytes % ALIGNMENT == 0:
-        return rows, None, {name: halves[name] for name in new}
-    return rows, rows, outs or {name: xp.ndarray(*like) for name, like in new.items()}
-
-
-def _out(
-    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, static: _StaticChecks
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Arrays for the feature gradients, those of `out` or new ones; and those of `out` alone."""
-    new = static.new
-    if out is None:
-        return {name: xp.ndarray(*like) for name, like in new.items()}, {}
-    given: dict[str, Any]
-    if isinstance(out, Mapping):
-        given = dict(out)
-    elif isinstance(out, (tuple, list)):
-        names = [name for name in loss.arguments if name not in loss.locked]
-        if len(out) != len(names):
-            raise ValueError(f"out: expected {len(names)} arrays ({', '.join(names)}), "
-                             f"got {len(out)}")  # fmt: skip
-        given = dict(zip(names, out, strict=True))
-    else:
-        raise TypeError(
-            f"out: expected a mapping or a sequence of arrays, got {validation.what(out)}"
-        )
-    given = {name: array for name, array in given.items() if array is not None}
-    features = dict(zip(loss.arguments, arrays, strict=True))
-    buffers = {}
-    for name, array in given.items():
-        if name not in new:
-            raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
-        buffers[name] = native(array, f"out[{name!r}]")
-        validation.output(f"out[{name!r}]", buffers[name], features[name], static.grad_dtype)
-    grad_buffers = {
-        name: buffers[name] if name in buffers else xp.ndarray(*like) for name, like in new.items()
-    }
-    others = list(arrays)
-    for array in buffers.values():
-        if any(xp.may_share_memory(array, other) for other in others):
-            raise ValueError(
-                "out: expected arrays that share no memory with the features or each other"
-            )
-        others.append(array)
-    return grad_buffers, given

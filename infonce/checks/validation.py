@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterator, Sequence
-from functools import cache
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from ..arrays import native, on_gpu
-from ..kernels.linear import Segments, partners
 from ..kernels.problem import SCALES, Array
 from ..spec import Loss
 
@@ -210,39 +208,6 @@ def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Arra
     return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
 
 
-def positives(
-    xp: Any, labels: Array, m: int, n: int, none_or_sets: bool
-) -> tuple[Array, Array | None, Array | None]:
-    """[M] the positive key of each row; or, where a row may have none or several, also [M, P] the
-    set of them, -1 for none. On a GPU also `Problem.marks`. And [M] whether a row has any, unless
-    each has to have one."""
-    labels = integers(xp, "labels", labels, m, none_or_sets)
-    if xp is not np:  # to read them would wait for the device: such rows get a NaN loss instead
-        labels, marks, present = _within(xp)(labels, n, none_or_sets)
-        if labels.ndim > 1:
-            labels, marks, present = _sets(labels), marks.sum(axis=1), present.max(axis=1)
-        return labels, marks, present if none_or_sets else None
-    outside = labels >= n
-    if outside.any():
-        first = np.argwhere(outside)[0]
-        at = int(first[0]) if labels.ndim == 1 else tuple(map(int, first))
-        raise ValueError(
-            f"labels: expected values in [0, {n}), or negative ones for none, got "
-            f"{labels[tuple(first)]} at position {at}"
-        )
-    labels = _sets(np.maximum(labels, -1))
-    return labels, None, (labels >= 0) if labels.ndim == 1 else (labels >= 0).any(axis=1)
-
-
-def _sets(labels: Array) -> Array:
-    """What is given twice counts once. Sets of one are [M]."""
-    if labels.size == len(labels):
-        return labels.reshape(-1)
-    labels.sort(axis=1)
-    labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1
-    return labels
-
-
 def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
     """[n] float64, finite; on a GPU they are not read."""
     expected = "numbers"
@@ -256,92 +221,6 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
         i = int(np.isfinite(value).argmin())
         raise ValueError(f"{name}: expected finite numbers, got {value[i]!s} at position {i}")
     return value
-
-
-def classes(
-    xp: Any, labels: Any, n: int, decoupled: bool, first: int, whole: bool
-) -> tuple[Segments, Array, Array]:
-    """The classes of rows; and, of a `whole` batch, `linear.partners` of them. A row of a negative
-    label is alone."""
-    labels = integers(xp, "labels", labels, n)
-    if whole and xp is not np:
-        found, positives, has_positive = _gpu_labels().classes(labels, decoupled)
-        return found, positives, has_positive
-    own = xp.arange(first, first + n)
-    ids = xp.where(labels < 0, -1 - own, labels)
-    found = Segments(ids, ids)
-    return found, *(partners(xp, found.members(xp, own), own, decoupled) if whole else (None, None))
-
-
-@cache
-def _gpu_labels() -> Any:
-    """The module that takes labels and weights on a GPU."""
-    from ..kernels.gpu import labels
-
-    return labels
-
-
-def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> Array | None:
-    """`Problem.weights`: those given, and 0 for rows without a positive."""
-    if has_positive is None or (xp is np and has_positive.all()):
-        return weights
-    here = has_positive.astype(np.float64, copy=False)
-    return here if weights is None else here * weights
-
-
-def shares(xp: Any, weights: Array, reduction: str) -> Array:
-    """Weight of each row's loss in the reduced loss."""
-    if reduction != "mean":
-        return weights
-    if xp is not np:
-        return _gpu_labels().shares(weights)
-    return weights / xp.maximum(weights.sum(), math.ulp(0.0))
-
-
-def weights(xp: Any, value: Any, m: int, whole: bool) -> Array:
-    """[M] float64, at least 0 and, of a `whole` batch, not all 0; on a GPU they are not read."""
-    value = numbers(xp, "weights", value, m)
-    if isinstance(value, np.ndarray):
-        if (value < 0).any():
-            i = int((value < 0).argmax())
-            raise ValueError(
-                f"weights: expected numbers that are not negative, got {value[i]!s} at position {i}"
-            )
-        if whole and not value.any():
-            raise ValueError("weights: expected a positive sum, got zeros alone")
-    return value
-
-
-@cache
-def _within(cupy: Any) -> Any:
-    """Labels that are in range, the first key for others; NaN for these, else 0; and 1, or 0 for
-    negative labels, which stand for `none` and become -1."""
-    return cupy.ElementwiseKernel(
-        "int64 label, int64 n, bool none", "int64 positive, float64 mark, float64 present",
-        """
-        const bool no_label = none && label < 0, inside = label >= 0 && label < n;
-        positive = no_label ? -1 : inside ? label : 0;
-        mark = no_label || inside ? 0 : __longlong_as_double(0x7ff8000000000000LL);
-        present = no_label ? 0 : 1;
-        """,
-        "infonce_labels",
-    )  # fmt: skip
-
-
-def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
-    if ids is None:
-        return None, None
-    pair = isinstance(ids, (tuple, list)) and len(ids) == 2
-    if pair and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in ids):
-        if loss.symmetric:
-            raise ValueError(f"ids: expected one array for {loss.name}, got a pair")
-        return integers(xp, "ids[0]", ids[0], m), integers(xp, "ids[1]", ids[1], n)
-    if m != n:
-        raise ValueError(
-            f"ids: expected a pair (ids of {m} queries, ids of {n} keys), got {what(ids)}"
-        )
-    shared = integers(xp, "ids", ids, m)
-    return shared, shared
 
 
 def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: float) -> Any:
@@ -375,35 +254,6 @@ def grad_dtype(given: Any) -> np.dtype[Any] | None:
     if dtype.name not in FLOATS:
         raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {dtype}")
     return dtype
-
-
-def output(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
-    shape, on_host = features.shape, isinstance(features, np.ndarray)
-    if not is_array(array) or isinstance(array, np.ndarray) != on_host:
-        raise TypeError(
-            f"{name}: expected an array{'' if on_host else ' on the GPU'}, got {what(array)}"
-        )
-    if array.dtype.name not in FLOATS or (grad_dtype is not None and array.dtype != grad_dtype):
-        raise TypeError(f"{name}: expected dtype {grad_dtype or ', '.join(FLOATS)}, "
-                        f"got {array.dtype}")  # fmt: skip
-    if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise ValueError(f"{name}: expected a writeable array, got a read-only one")
-    if not array.flags.c_contiguous and overlaps(array):
-        raise ValueError(
-            f"{name}: expected elements that do not overlap, got strides {array.strides}"
-        )
-
-
-def overlaps(array: Array) -> bool:
-    """Whether elements may share memory: strides do not nest."""
-    extent = array.itemsize
-    for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
-        if n > 1 and stride < extent:
-            return True
-        extent += stride * (n - 1)
-    return False
 
 
 def native_order(dtype: np.dtype[Any]) -> np.dtype[Any]:

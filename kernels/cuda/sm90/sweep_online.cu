@@ -9,7 +9,7 @@
 // the sum was within its bounds still. That tile is within the bounds of the new r_i, too.
 //
 // MOMENTS: sums of e_ij x_ij beside those of e_ij.
-#include "reference_exponents.cuh"
+#include "sm90/reference_exponents.cuh"
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/panel.cuh"
 

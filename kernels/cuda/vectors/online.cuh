@@ -1,6 +1,6 @@
 // One pass: rows' sums against reference exponents that are given (reference_exponents.cuh).
 #pragma once
-#include "reference_exponents.cuh"
+#include "sm90/reference_exponents.cuh"
 #include "vectors/sums.cuh"
 
 constexpr int PANEL_ROW_THREADS = 4;  // threads that share a row

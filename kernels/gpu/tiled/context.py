@@ -19,7 +19,7 @@ from ..linear import Rows
 from .operands import Kept, Panel, Scratch, Side, in_place, overlay
 
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
-# kernels/cuda/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
+# kernels/cuda/sm90/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
 ONE_PASS = ("bf16x3", "bf16")
 # Exponentials are kept of rows of so many K-slices: in bfloat16, or in float32 in the place of the
 # two float16 parts of dL/dx

@@ -16,7 +16,7 @@ from .gradient import GradientFold
 
 class OnlineFold(GradientFold):
     """Sums of 2^(x2 - r), and the same times keys. The reference exponent r of a row follows its
-    logits: kernels/cuda/reference_exponents.cuh.
+    logits: kernels/cuda/sm90/reference_exponents.cuh.
 
     Where dK is wanted, a block has all keys. Then the sums of its rows are complete, and the panel
     is multiplied once more, by queries that are weighted with their rows' units."""

@@ -8,7 +8,7 @@
 
 // Limits and biases take the place of columns' reference exponents in shared memory. These are then read from
 // global memory where they are needed: if one exponential does not serve both sides.
-#define KEEPS_REFERENCES (COLUMNS && !LIMITS && !BIAS)
+constexpr bool KEEPS_REFERENCES = COLUMNS && !LIMITS && !BIAS;
 
 struct OfLogits {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;

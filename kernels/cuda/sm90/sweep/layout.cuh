@@ -1,7 +1,7 @@
 // The layout of a sweep (sweep/sweep.cuh): sizes, barriers, shared memory, and which thread has which rows.
 #pragma once
 #include "block.cuh"
-#include "reference_exponents.cuh"
+#include "sm90/reference_exponents.cuh"
 
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0

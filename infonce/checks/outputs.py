@@ -1,0 +1,104 @@
+"""The arrays that gradients are written to: those given as `out`, checked, and new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import native
+from ..kernels.problem import Array
+from ..spec import Loss
+from .validation import FLOATS, is_array, what
+
+ALIGNMENT = 256  # bytes, of arrays that libraries make on a GPU
+
+Likes = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype by name
+
+
+def joined(
+    xp: Any, loss: Loss, new: Likes, outs: dict[str, Array], shape: tuple[int, int], dtype: Any
+) -> tuple[Array, Array | None, dict[str, Array]]:
+    """Memory for the gradients of queries and keys, one below the other; the same, if `outs` are to
+    get its halves, else None; and `outs`, which are these halves if none are given, and if they
+    begin where arrays of other libraries do."""
+    if outs:
+        new = {name: (z.shape, z.dtype) for name, z in outs.items()}
+    dtypes = {wanted for _, wanted in new.values()}
+    if xp is not np and len(dtypes) == 1:  # on a CPU, gradients are summed in their destination
+        dtype = dtypes.pop()
+    rows = xp.empty(shape, dtype)
+    half = shape[0] // 2
+    halves = dict(zip(loss.arguments, (rows[:half], rows[half:]), strict=True))
+    alike = all(wanted == dtype for _, wanted in new.values())
+    if not outs and alike and rows[:half].nbytes % ALIGNMENT == 0:
+        return rows, None, {name: halves[name] for name in new}
+    return rows, rows, outs or {name: xp.ndarray(*like) for name, like in new.items()}
+
+
+def features(
+    xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, new: Likes, grad_dtype: Any
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Arrays for the feature gradients, those of `out` or new ones; and those of `out` alone."""
+    if out is None:
+        return {name: xp.ndarray(*like) for name, like in new.items()}, {}
+    given: dict[str, Any]
+    if isinstance(out, Mapping):
+        given = dict(out)
+    elif isinstance(out, (tuple, list)):
+        names = [name for name in loss.arguments if name not in loss.locked]
+        if len(out) != len(names):
+            raise ValueError(f"out: expected {len(names)} arrays ({', '.join(names)}), "
+                             f"got {len(out)}")  # fmt: skip
+        given = dict(zip(names, out, strict=True))
+    else:
+        raise TypeError(f"out: expected a mapping or a sequence of arrays, got {what(out)}")
+    given = {name: array for name, array in given.items() if array is not None}
+    of_name = dict(zip(loss.arguments, arrays, strict=True))
+    buffers = {}
+    for name, array in given.items():
+        if name not in new:
+            raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
+        buffers[name] = native(array, f"out[{name!r}]")
+        _check(f"out[{name!r}]", buffers[name], of_name[name], grad_dtype)
+    grad_buffers = {
+        name: buffers[name] if name in buffers else xp.ndarray(*like) for name, like in new.items()
+    }
+    others = list(arrays)
+    for array in buffers.values():
+        if any(xp.may_share_memory(array, other) for other in others):
+            raise ValueError(
+                "out: expected arrays that share no memory with the features or each other"
+            )
+        others.append(array)
+    return grad_buffers, given
+
+
+def _check(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
+    shape, on_host = features.shape, isinstance(features, np.ndarray)
+    if not is_array(array) or isinstance(array, np.ndarray) != on_host:
+        raise TypeError(
+            f"{name}: expected an array{'' if on_host else ' on the GPU'}, got {what(array)}"
+        )
+    if array.dtype.name not in FLOATS or (grad_dtype is not None and array.dtype != grad_dtype):
+        raise TypeError(f"{name}: expected dtype {grad_dtype or ', '.join(FLOATS)}, "
+                        f"got {array.dtype}")  # fmt: skip
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ValueError(f"{name}: expected a writeable array, got a read-only one")
+    if not array.flags.c_contiguous and _overlaps(array):
+        raise ValueError(
+            f"{name}: expected elements that do not overlap, got strides {array.strides}"
+        )
+
+
+def _overlaps(array: Array) -> bool:
+    """Whether elements may share memory: strides do not nest."""
+    extent = array.itemsize
+    for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if n > 1 and stride < extent:
+            return True
+        extent += stride * (n - 1)
+    return False
