@@ -370,7 +370,7 @@ def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type:
     import cupy
     from infonce.kernels.gpu import vectors
 
-    from infonce.checks import validation
+    from infonce.checks import rows
 
     kernel = rows._within(cupy) if name == "labels" else getattr(vectors, name)
     given = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]

@@ -102,7 +102,7 @@ class Context:
             self.exponent_scale, _ = scalar(self._exponent_scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
         self.paired = problem.paired  # asked before `materialize_vectors` hides the rule
-        self.pair_vectors: Any = None  # `pairs.PairVectors`, made by the first fold that needs them
+        self.pair_vectors: Any = None  # `block.PairVectors`, made by the first fold that needs them
         self._queries_of_keys: tuple[Array, Array, Array] | None = None
         self.query_in_place = self.key_in_place = True
         self.query_accumulators = 1  # of one row of dQ
