@@ -153,7 +153,7 @@ def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any],
     )  # fmt: skip
     rows = torch.arange(4096 // part, device=device)
     options = {"temperature": TEMPERATURE, "normalize": True}
-    samples, classes = rows % (len(rows) // 2), rows % 1000
+    samples = rows % (len(rows) // 2)
 
     def labelled(kind: str, labels: Any) -> Callable[[Any], Loss]:
         return lambda module: lambda z: getattr(module, kind)(TEMPERATURE)(z, labels)
@@ -167,15 +167,17 @@ def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any],
             lambda z: infonce.torch.nt_xent_loss(z, **options),
         ),
     )  # fmt: skip
-    yield (
-        "SupConLoss of 1000 classes: 4096 rows x 128, float32",
-        embeddings(4096, width=128),
-        contenders(
-            "pytorch_metric_learning", "pytorch_metric_learning.losses",
-            labelled("SupConLoss", classes), lambda z: sup_con(z, classes),
-            lambda z: infonce.torch.sup_con_loss(z, classes, **options),
-        ),
-    )  # fmt: skip
+    for n, width in ((4096, 128), (8192, 512)):
+        classes = torch.arange(n // part, device=device) % 1000
+        yield (
+            f"SupConLoss of 1000 classes: {n} rows x {width}, float32",
+            embeddings(n, width=width),
+            contenders(
+                "pytorch_metric_learning", "pytorch_metric_learning.losses",
+                labelled("SupConLoss", classes), lambda z, of=classes: sup_con(z, of),
+                lambda z, of=classes: infonce.torch.sup_con_loss(z, of, **options),
+            ),
+        )  # fmt: skip
 
 
 # --- measurement ----------------------------------------------------------------------------------
