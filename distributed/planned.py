@@ -37,8 +37,7 @@ def solution(
         return None
     properties = device_properties(problem.query.device.id)
     place = ranks, transport, queries.starts[ranks.rank], tuple(keys.rows)
-    made = plan.call(_build, properties, problem, gradients, place, graphs=True)
-    return recorded.solution_of(made)
+    return recorded.solution_of(plan.call(_build, properties, problem, gradients, place))
 
 
 def _build(
