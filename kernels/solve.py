@@ -183,11 +183,6 @@ def _solve_softmax(
 
     end = vectors.conclude(problem, stats, grid.triangle, gradients is not None, backend)
     rows, columns = end.rows, end.columns
-    of_scale, first = end.log_scale_grad, vectors.totals_first
-    if gradients is not None and problem.dots:
-        of_scale, first = gradients.dots, False
-    if first:
-        totals = vectors.totals(problem, end.losses, of_scale, None)
     if gradients is not None and not online:
         reference = None if columns is None else columns.reference
         factor = end.column_factor
@@ -198,9 +193,8 @@ def _solve_softmax(
             linear=end.linear,
         )  # fmt: skip
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
-    if not first:
-        totals = vectors.totals(problem, end.losses, of_scale, None)
-    loss, scale_grad, _ = totals
+    of_scale = end.log_scale_grad if gradients is None or problem.moments else gradients.dots
+    loss, scale_grad, _ = vectors.totals(problem, end.losses, of_scale, None)
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
@@ -216,8 +210,6 @@ def _limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
 
 class Vectors:
     """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's."""
-
-    totals_first = False  # before gradients that they do not depend on
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -108,16 +107,11 @@ class VectorsOverRanks(ElementwiseVectors):
 
 
 class QueuedVectors(VectorsOverRanks):
-    """The same for a plan of all steps: whatever they do goes through `queue`. `read_ahead` gets
-    the totals, which ranks exchange while gradients are computed."""
+    """The same for a plan of all steps: whatever they do goes through `queue`."""
 
-    totals_first = True
-
-    def __init__(
-        self, problem: Problem, queue: Queue, read_ahead: Callable[[list[Array]], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, problem: Problem, queue: Queue) -> None:
         super().__init__()
-        self.queue, self.read_ahead = queue, read_ahead
+        self.queue = queue
         self.gpu = GPU(_bare(problem), queue=queue)
         self.launcher = self.gpu.context.launcher
 
@@ -133,14 +127,6 @@ class QueuedVectors(VectorsOverRanks):
         self.launcher.vectors(
             "merge_sums", n, sums=sums_fields(sums), other=sums_fields(other), n=n
         )  # fmt: skip
-
-    def totals(
-        self, problem: Problem, losses: Array, log_scale_grad: Array | None,
-        bias_grad: Array | None,
-    ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        made = super().totals(problem, losses, log_scale_grad, bias_grad)
-        self.read_ahead([number for number in made if number is not None])
-        return made
 
     def own_positives(self, start: int, m: int) -> Array:
         """Row i's positive is key start + i."""
