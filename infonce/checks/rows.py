@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.linear import Segments, partners
+from ..kernels.linear import Classes, partners
 from ..kernels.problem import Array
 from ..spec import Loss
 from .validation import integers, numbers, what
@@ -50,7 +50,7 @@ def _sets(labels: Array) -> Array:
 
 def classes(
     xp: Any, labels: Any, n: int, decoupled: bool, first: int, whole: bool
-) -> tuple[Segments, Array, Array]:
+) -> tuple[Classes, Array, Array]:
     """The classes of rows; and, of a `whole` batch, `linear.partners` of them. A row of a negative
     label is alone."""
     labels = integers(xp, "labels", labels, n)
@@ -59,7 +59,7 @@ def classes(
         return found, positives, has_positive
     own = xp.arange(first, first + n)
     ids = xp.where(labels < 0, -1 - own, labels)
-    found = Segments(ids, ids)
+    found = Classes(ids, ids)
     return found, *(partners(xp, found.members(xp, own), own, decoupled) if whole else (None, None))
 
 

@@ -1,5 +1,6 @@
 """Linear terms as the GPU computes them, with its kernels played by NumPy."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 pytest.importorskip("cupy")
 from infonce.kernels.gpu import linear
 from infonce.kernels.linear import LinearGradient, LinearTerm, Segments, segment_sums
+from infonce.kernels.problem import Problem
+
+from infonce.checks import rows
 
 pytestmark = pytest.mark.extras
 
@@ -162,3 +166,12 @@ def test_sums_and_gradients(
     for part in (slice(0, 20), slice(20, n)):
         key.subtract(of_keys.part(part), dk[part], part.start)
     np.testing.assert_allclose(dk, wanted[1], atol=1e-12)
+
+
+def test_classes_found_on_the_host_are_for_steps() -> None:
+    """Features in host memory, or over ranks: kernels take classes that the device has sorted."""
+    classes, positives, _ = rows.classes(np, np.array([0, 0, 1, 1, 1]), 5, False, 0, True)
+    z = np.ones((5, 2))
+    problem = Problem(z, z, 1.0, 0.2, positives, classes=classes)
+    assert not linear.in_kernels(problem)
+    assert linear.in_kernels(replace(problem, classes=None))
