@@ -1,5 +1,5 @@
 """Classes of rows and shares of weights on a GPU: kernels/cuda/labels.cu. Nothing waits for the
-device."""
+device, as CuPy's `argsort` and `unique` do."""
 
 from __future__ import annotations
 
