@@ -33,6 +33,7 @@ RANK, SIZE = COMM.rank, COMM.size
 OF_HOSTS = [size for size in range(1, SIZE + 1) if SIZE % size == 0]  # ranks that one may have
 SCALARS = ("scale", "bias")
 DTYPES = "float64,float32,bfloat16,float16"
+SMALL = 4000  # bytes of a workspace
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}
 
 
@@ -108,7 +109,8 @@ def compare(case: dict[str, Any]) -> None:
 
     tolerance = TOLERANCE[dtype.name]
     assert got.loss.dtype == want.loss.dtype
-    if metrics["metrics"] and loss == "nt_xent":  # which takes no triangle then
+    # nt_xent takes no triangle with metrics; a small workspace has room for larger blocks alone
+    if (metrics["metrics"] and loss == "nt_xent") or case["workspace"] == SMALL:
         close(alone, got.loss, 0.1 * tolerance, "loss alone")
     else:
         assert np.array_equal(alone, got.loss)
@@ -159,7 +161,7 @@ cases = st.fixed_dictionaries({
     "labelled": st.booleans(),
     "reduction": st.sampled_from(["mean", "mean", "sum", "none"]),
     "metrics": st.booleans(),
-    "workspace": st.sampled_from([2**28, 4000]),
+    "workspace": st.sampled_from([2**28, SMALL]),
     "exchange": st.sampled_from(["auto", "ring", "gather", "hierarchical"]),
     "chunk": st.sampled_from([1, 2**26]),  # bytes
     "dtype": st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"]),
@@ -201,8 +203,9 @@ def equal(examples: str) -> None:
         if not RANK:
             lead_examples(int(examples))
             return
-        while (case := COMM.bcast(None)) is not None:
+        while isinstance(case := COMM.bcast(None), dict):
             follow(compare, case)
+        assert case == "passed"  # else rank 0 says what did not
         assert seen == {False, True}
 
 
@@ -217,14 +220,16 @@ def lead_examples(examples: int) -> None:
 
     plain = {"n": 23, "d": 5, "extra": 3, "seed": 3, "scale": 3.0, "aligned": 1.0,
              "normalize": True, "ids": True, "labelled": True, "reduction": "mean",
-             "dtype": "float64", "metrics": True, "workspace": 4000, "hosts": 1}  # fmt: skip
+             "dtype": "float64", "metrics": True, "workspace": SMALL, "hosts": 1}  # fmt: skip
+    end = "failed"
     try:
         for loss in ("info_nce", "nt_xent", "clip", "lit", "siglip"):
             for exchange in ("ring", "gather", "hierarchical"):
                 lead(compare, {**plain, "loss": loss, "exchange": exchange})
         property_holds()
+        end = "passed"
     finally:
-        COMM.bcast(None)
+        COMM.bcast(end)
 
 
 def parameters() -> None:
