@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads,
 pytest.register_assert_rewrite("command_line", "gpu_problems", "reference_problems")
 
 settings.register_profile(
-    "default", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck),
+    "default", max_examples=25, deadline=None, suppress_health_check=list(HealthCheck),
     derandomize=True,
 )  # fmt: skip
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
