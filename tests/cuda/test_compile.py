@@ -306,8 +306,7 @@ def test_sweeps_of_narrow_rows(precision: str, width: int, extras: bool) -> None
 def test_other_kernels(file: str, precision: str, arch: str) -> None:
     require_use(precision.lower(), arch)
     one_in(2, list(DEVICES).index(arch) + (precision == "FP64"))
-    options = ("--ptxas-options=-v",)
-    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, options)[1]) <= 32
+    assert spilled(compiler.compile_for(file, {"PRECISION": precision}, arch, PTXAS)[1]) <= 32
 
 
 @needs_nvrtc
