@@ -135,9 +135,8 @@ def check(
         if decoupled:  # positives are no part of the sums
             row_ids = column_ids = classes.rows
     elif labelled:
-        one_each = loss.symmetric or static.elsewhere == "over ranks on GPUs"
         positives, marks, has_positive = rows.positives(
-            xp, labels, len(query), static.batch.columns, none_or_sets=not one_each
+            xp, labels, len(query), static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
     weights, shares = get("weights"), None
     if weights is not None:

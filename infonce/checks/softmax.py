@@ -13,11 +13,10 @@ CHANGE_LOGITS = frozenset({"key_bias", "false_negative_margin"})  # those that m
 ALL = frozenset({"weights", *SOFTMAX})
 # Those that there are where not all are, by the place of the computation
 ELSEWHERE = {
-    "over ranks on GPUs": frozenset[str](),
     "over ranks with offload": ALL - CHANGE_LOGITS - {"hardness", "label_smoothing"},
 }
-NO_SETS = frozenset({"over ranks on GPUs", "over ranks with offload"})  # of positives
-NO_CLASSES = frozenset({"over ranks on GPUs", "over ranks with offload"})  # nor joint losses
+NO_SETS = frozenset({"over ranks with offload"})  # of positives
+NO_CLASSES = frozenset({"over ranks with offload"})  # nor joint losses
 LARGEST = math.nextafter(math.inf, 0)
 RANGES = {
     "margin": (-LARGEST, LARGEST, "a finite number"),

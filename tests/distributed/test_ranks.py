@@ -222,6 +222,14 @@ def test_two_ranks_on_each_of_two_hosts(transport: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_options_on_gpus(ranks: int) -> None:
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    all_pass(ranks, "options_over_ranks:equal:9:gpu", "options_over_ranks:limits:gpu", limit=300)
+
+
+@pytest.mark.gpu
 def test_offload_to_gpus() -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
