@@ -65,6 +65,31 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPU a rank: features travel by NCCL, and so do DDP's sums."""
+    if (found := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs 2 GPUs, found {found}")
+    folder = tmp_path_factory.mktemp("gpus")
+    start(["clip", "siglip", "functions", "drop_ins"], 2, folder, "cuda")
+    return folder
+
+
+PLACES = [3, pytest.param(2, marks=pytest.mark.gpu)]  # processes on the CPU, and on GPUs
+
+
+@pytest.fixture
+def ranks_of(request: pytest.FixtureRequest) -> Any:
+    """What the ranks saved of a case, and how many there are."""
+
+    def found(case: str, size: int) -> list[Any]:
+        ranks = saved(request.getfixturevalue({2: "two_gpus", 3: "three_ranks"}[size]), case)
+        assert len(ranks) == size
+        return ranks
+
+    return found
+
+
 @pytest.mark.parametrize(("loss", "size"), [("clip", 2), ("clip", 3), ("siglip", 2)])
 def test_ddp_trains_as_one_process_does(
     loss: str, size: int, request: pytest.FixtureRequest
@@ -82,26 +107,22 @@ def test_ddp_trains_as_one_process_does(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
-def test_ddp_over_nccl(loss: str, tmp_path: Path) -> None:
-    """A GPU a rank: features travel by NCCL, and so do DDP's sums."""
-    if (found := torch.cuda.device_count()) < 2:
-        pytest.skip(f"needs 2 GPUs, found {found}")
-    start([loss], 2, tmp_path, "cuda")
-    ranks = saved(tmp_path, loss)
+def test_ddp_over_nccl(loss: str, two_gpus: Path) -> None:
+    ranks = saved(two_gpus, loss)
     assert len(ranks) == 2
     for name, value in torch_ranks.train(loss, 0, 1, 2).items():
         for got in ranks:
             torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_functions_over_ranks(three_ranks: Path) -> None:
-    ranks = saved(three_ranks, "functions")
-    assert len(ranks) == 3
-    batch = torch_ranks.batches(3, 1)[0]
+@pytest.mark.parametrize("size", PLACES)
+def test_functions_over_ranks(size: int, ranks_of: Any) -> None:
+    ranks = ranks_of("functions", size)
+    batch = torch_ranks.batches(size, 1)[0]
     for name in torch_ranks.FUNCTIONS:
-        parts = [torch_ranks.shards(name, batch, rank) for rank in range(3)]
+        parts = [torch_ranks.shards(name, batch, rank, size) for rank in range(size)]
         rows = [torch.cat(side) for side in zip(*parts, strict=True)]
-        labels = [torch_ranks.CLASSES] if name == "sup_con" else []
+        labels = [torch_ranks.CLASSES[: len(batch[0])]] if name == "sup_con" else []
         if name == "nt_xent":  # views i and i + 1 of each rank, as views i and i + B of the batch
             rows = [torch.cat([rows[0][::2], rows[0][1::2]])]
         rows = [z.clone().requires_grad_() for z in rows]
@@ -110,7 +131,7 @@ def test_functions_over_ranks(three_ranks: Path) -> None:
         wanted = [*rows[: 1 if name == "lit" else 2], scale]
         grads = list(torch.autograd.grad(2 * loss, wanted))
         if name == "nt_xent":
-            grads[0] = torch.stack(grads[0].split(3), dim=1).reshape(6, -1)
+            grads[0] = torch.stack(grads[0].split(size), dim=1).reshape(2 * size, -1)
         for value, *_, dscale in (r[name] for r in ranks):
             torch.testing.assert_close(value, loss)
             torch.testing.assert_close(dscale, grads[-1])
@@ -118,21 +139,22 @@ def test_functions_over_ranks(three_ranks: Path) -> None:
             torch.testing.assert_close(torch.cat([r[name][1 + i] for r in ranks]), gradient)
 
 
-def test_drop_ins_share_rows_by_themselves(three_ranks: Path) -> None:
+@pytest.mark.parametrize("size", PLACES)
+def test_drop_ins_share_rows_by_themselves(size: int, ranks_of: Any) -> None:
     """Gradients are those of the loss of all rows, times the ranks, which DDP divides by."""
-    ranks = saved(three_ranks, "drop_ins")
-    sides = [z.clone().requires_grad_() for z in torch_ranks.batches(3, 1)[0]]
-    ends = torch.tensor(torch_ranks.SIZES).cumsum(0).tolist()
+    ranks, sizes = ranks_of("drop_ins", size), torch_ranks.SIZES[:size]
+    sides = [z.clone().requires_grad_() for z in torch_ranks.batches(size, 1)[0]]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
     mirrored = torch.cat([torch.arange(end - n, end).flip(0) for n, end in
-                          zip(torch_ranks.SIZES, ends, strict=True)])  # fmt: skip
+                          zip(sizes, ends, strict=True)])  # fmt: skip
     views, options = torch.cat(sides), {"temperature": 0.5, "normalize": True}
     dcl = it.nt_xent_loss(views, decoupled=True, **options)
-    pairs = zip(*(torch.nn.functional.normalize(z, dim=1).split(torch_ranks.SIZES) for z in sides),
+    pairs = zip(*(torch.nn.functional.normalize(z, dim=1).split(sizes) for z in sides),
                 strict=True)  # fmt: skip
     rest = [  # weights are those among the rows of a rank
         (1 - negative_mises_fisher_weights(a, b)) * (a * b).sum(dim=1) / 0.5 for a, b in pairs
     ]
-    equal = [z[:6].detach().clone().requires_grad_() for z in sides]
+    equal = [z[: 2 * size].detach().clone().requires_grad_() for z in sides]
     teacher = [2 * z.detach().flip(1) for z in equal]
     wanted = {
         "inf_cl": (it.info_nce_loss(*sides, mirrored, scale=2.0), sides),
@@ -145,7 +167,7 @@ def test_drop_ins_share_rows_by_themselves(three_ranks: Path) -> None:
         grads = torch.autograd.grad(loss, inputs, retain_graph=True)
         for i, gradient in enumerate(grads):
             got = torch.cat([rank[name][1 + i] for rank in ranks])
-            torch.testing.assert_close(got, 3 * gradient)
+            torch.testing.assert_close(got, size * gradient)
         for rank in ranks:
             torch.testing.assert_close(rank[name][0], loss)
     for name, alone in torch_ranks.memory_efficient("").items():  # not times the ranks
@@ -153,12 +175,12 @@ def test_drop_ins_share_rows_by_themselves(three_ranks: Path) -> None:
         torch.testing.assert_close(sum(rank[name][0] for rank in ranks), loss)
         for i, gradient in enumerate(torch.autograd.grad(loss, sides)):
             torch.testing.assert_close(torch.cat([rank[name][1 + i] for rank in ranks]), gradient)
-    unit = torch.nn.functional.normalize(sides[1][:6].detach(), dim=1).float()
+    unit = torch.nn.functional.normalize(sides[1][: 2 * size].detach(), dim=1).float()
     for rank in ranks:  # rows of all enter each bank
         assert rank["unequal"] == (
-            "rows: expected as many on all processes that gather them, got [5, 9, 2]"
+            f"rows: expected as many on all processes that gather them, got {sizes}"
         )
-        torch.testing.assert_close(rank["bank"][:6], unit)
+        torch.testing.assert_close(rank["bank"][: 2 * size], unit)
 
 
 def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:

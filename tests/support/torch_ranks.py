@@ -76,21 +76,21 @@ def train(loss: str, rank: int, size: int, batch_size: int, device: str = "cpu")
     return {"losses": torch.stack(losses).cpu(), **parameters}
 
 
-def shards(name: str, batch: list[Any], rank: int) -> list[Any]:
+def shards(name: str, batch: list[Any], rank: int, size: int) -> list[Any]:
     """This rank's rows of each argument of a function."""
     if name == "nt_xent":  # an even number of rows on each rank
         return [batch[0][2 * rank : 2 * rank + 2]]
     sides = batch[:1] if name == "sup_con" else batch
-    return [side.split(SIZES)[rank] for side in sides]
+    return [side.split(SIZES[:size])[rank] for side in sides]
 
 
-def functions(rank: int, size: int) -> dict[str, Any]:
+def functions(rank: int, size: int, device: str) -> dict[str, Any]:
     """Each function over the ranks: what it returned for this rank's rows."""
     world, out = dist.group.WORLD, {}
-    batch = batches(size, 1)[0]
+    batch = [side.to(device) for side in batches(size, 1)[0]]
     for name in FUNCTIONS:
-        rows = [side.clone().requires_grad_() for side in shards(name, batch, rank)]
-        labels = [CLASSES.split(SIZES)[rank]] if name == "sup_con" else []
+        rows = [side.clone().requires_grad_() for side in shards(name, batch, rank, size)]
+        labels = [CLASSES.split(SIZES)[rank].to(device)] if name == "sup_con" else []
         scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
         function = getattr(it, f"{name}_loss")
         exchange = {"info_nce": "ring"}.get(name, "gather")
@@ -104,7 +104,7 @@ def functions(rank: int, size: int) -> dict[str, Any]:
         with torch.no_grad():
             alone = function(*rows, *labels, **options)
         assert torch.equal(alone, loss)
-        out[name] = [loss.detach(), *first]
+        out[name] = [value.cpu() for value in (loss.detach(), *first)]
     return out
 
 
@@ -126,11 +126,11 @@ def memory_efficient(prefix: str) -> dict[str, Any]:
     }
 
 
-def drop_ins(rank: int, size: int) -> dict[str, Any]:
+def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
     """Losses in the place of other projects' that share rows by themselves: value and gradients."""
-    batch, start = batches(size, 1)[0], sum(SIZES[:rank])
+    batch, start = [side.to(device) for side in batches(size, 1)[0]], sum(SIZES[:rank])
     rows = [side[start : start + SIZES[rank]].clone().requires_grad_() for side in batch]
-    local = torch.arange(SIZES[rank]).flip(0)  # positives among this rank's keys
+    local = torch.arange(SIZES[rank], device=device).flip(0)  # positives among this rank's keys
     losses = {
         "inf_cl": inf_cl.cal_inf_loss(*rows, local, 2.0),
         "lightly": lightly.NTXentLoss(0.5, gather_distributed=True)(*rows),
@@ -138,7 +138,7 @@ def drop_ins(rank: int, size: int) -> dict[str, Any]:
         "dclw": lightly.DCLWLoss(0.5, gather_distributed=True)(*rows),
         **{name: loss(*rows) for name, loss in memory_efficient("Distributed").items()},
     }
-    bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True)
+    bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True).to(device)
     equal = [side[2 * rank : 2 * rank + 2].clone().requires_grad_() for side in batch]
     bank(*equal)
     distill = open_clip.DistillClipLoss(rank=rank, world_size=size)
@@ -149,15 +149,13 @@ def drop_ins(rank: int, size: int) -> dict[str, Any]:
         distill(*rows, 2.0, *rows, 1.5)
     except ValueError as error:
         said = str(error)
-    return {
-        "bank": bank.memory_bank.bank,
-        "distill": [sum(both).detach(), *torch.autograd.grad(sum(both), equal)],
-        "unequal": said,
-        **{name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()},
-    }
+    found = {name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()}
+    found["distill"] = [sum(both).detach(), *torch.autograd.grad(sum(both), equal)]
+    on_cpu = {name: [value.cpu() for value in values] for name, values in found.items()}
+    return {"bank": bank.memory_bank.bank.cpu(), "unequal": said, **on_cpu}
 
 
-def failures(rank: int, size: int) -> dict[str, Any]:
+def failures(rank: int, size: int, device: str) -> dict[str, Any]:
     """What a rank is told that did nothing wrong."""
     said = {}
     for name, width in (("width", 3 + rank), ("after", 3)):
@@ -176,7 +174,7 @@ def failures(rank: int, size: int) -> dict[str, Any]:
     return said
 
 
-def late(rank: int, size: int) -> dict[str, Any]:
+def late(rank: int, size: int, device: str) -> dict[str, Any]:
     """What the first call says where another rank makes none."""
     z, began = torch.ones(4, 3), time.monotonic()
     said = ""
@@ -202,7 +200,7 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
             out = train(case, rank, size, size, device)
         else:
             cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures}
-            out = {**cases_of, "late": late}[case](rank, size)
+            out = {**cases_of, "late": late}[case](rank, size, device)
         torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "late"):
         os._exit(0)  # the ranks are out of step: nobody to say goodbye to
