@@ -78,7 +78,6 @@ class _StaticChecks:
     return_logits: bool
     offload: bool
     softmax: tuple[tuple[str, Any], ...]  # plain options of the softmax, by name, where not default
-    elsewhere: str | None  # where the call is computed, if not in this process on the CPU
 
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
@@ -167,7 +166,7 @@ def check(
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
         problem.query_bias = problem.key_bias if loss.symmetric else None
-    softmax.require_available(problem, static.elsewhere, static.softmax)
+    softmax.require_metrics(problem)
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
     if grad_buffers is not None:
@@ -236,7 +235,6 @@ def _check_static(
     query, key = arrays[0], arrays[-1]
     on_host = isinstance(query, np.ndarray)
     on_cpu = on_host and not o["offload"]
-    elsewhere = softmax.place(batch is not None, on_host, bool(o["offload"]))
     validation.same_device(loss, query, key)
     batch = batch or Batch(len(query), len(key))
     _shapes(loss, query, key, labelled, batch)
@@ -254,7 +252,6 @@ def _check_static(
             f'method="{o["method"]}"'
         )
     of_softmax = softmax.options(loss, o)
-    softmax.require_loss(loss, elsewhere)
     linear = loss.classes or o["label_smoothing"] != 0
     unseen = o["margin"] != 0 or (linear and bool(o["offload"]))
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
@@ -292,7 +289,6 @@ def _check_static(
         return_logits=bool(o["return_logits"]),
         offload=bool(o["offload"]),
         softmax=of_softmax,
-        elsewhere=elsewhere,
     )
 
 

@@ -39,9 +39,9 @@ from ..problem import (
     as_sets,
     slices,
 )
-from ..solve import Solution, one_pass, retrieval_ranks_of
+from ..solve import Question, Solution, one_pass, retrieval_ranks_of
 from .device import Copies, Device
-from .epilogues import copy_arrays, map_arrays
+from .epilogues import copy_arrays, map_arrays, on_device, segments_on
 from .fold import Context, Fold
 from .layout import Layout, layout, left_beside_all
 
@@ -67,13 +67,19 @@ def solve(problem: Problem, gradients: Gradients | None, device: Device) -> Solu
 
 
 def fold_block(
-    device: Device, problem: Problem, triangle: bool, epilogue: Epilogue,
+    device: Device, problem: Problem, triangle: bool, epilogue: Epilogue | Question,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
     """`solve.fold_block` of a block whose arrays are on the host."""
+    problem = replace(problem, classes=None)  # blocks do not look at them
     if to_clear is not None:
         to_clear.clear()
-    there, of_device, dots = map_arrays(epilogue, device.put), gradients, None
+    if callable(epilogue):
+        with device.copies() as copies:
+            cut = layout(problem, gradients)
+            epilogue(OffloadOfHost(problem, gradients, cut, device, copies), problem)
+        return
+    there, of_device, dots = on_device(epilogue, device), gradients, None
     if gradients is not None and gradients.dots is not None:
         dots = device.put(gradients.dots)
         of_device = replace(gradients, dots=dots)
@@ -93,8 +99,8 @@ def fold_block(
 def _vectors_on(device: Device, problem: Problem) -> Problem:
     """The problem with its vectors on the device."""
     names = (
-        "upstream", "positives", "query_ids", "key_ids", "query_bias", "key_bias", "weights",
-        "row_shares",
+        "upstream", "positives", "query_ids", "key_ids", "query_bias", "key_bias", "limits",
+        "key_limits", "weights", "row_shares",
     )  # fmt: skip
     of_host = {name: getattr(problem, name) for name in names}
     made = {name: device.put(v) for name, v in of_host.items() if isinstance(v, np.ndarray)}
@@ -213,3 +219,19 @@ class Offload:
         if gradients is not None and gradients.dots is not None:
             gradients.dots[:] = 0
         Fold(self.context, problem, grid, epilogue, gradients).run()
+
+
+class OffloadOfHost(Offload):
+    """The same with vectors on the host, which asks between folds."""
+
+    def positive_dots(self, problem: Problem) -> Array:
+        return self.context.device.get(super().positive_dots(problem))
+
+    def segment_sums(
+        self, problem: Problem, segments: Segments, columns: bool
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        device = self.context.device
+        there = segments_on(segments, device)
+        sums = super().segment_sums(_vectors_on(device, problem), there, columns)
+        found: tuple[SegmentSums, SegmentSums | None] = map_arrays(sums, device.get)
+        return found

@@ -32,7 +32,7 @@ from ..problem import (
     Problem,
     slices,
 )
-from ..solve import Solution
+from ..solve import Question, Solution
 from . import backend
 
 THREADS = 6  # of either direction
@@ -46,8 +46,9 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def fold_block(
-    problem: Problem, triangle: bool, epilogue: Epilogue, gradients: Gradients | None, *sums: Any
-) -> None:
+    problem: Problem, triangle: bool, epilogue: Epilogue | Question, gradients: Gradients | None,
+    *sums: Any,
+) -> None:  # fmt: skip
     """`solve.fold_block` of host arrays, on the current GPU."""
     backend.fold_block(GPU(), problem, triangle, epilogue, gradients, *sums)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from ..linear import LinearTerm, Segments
 from ..problem import (
     Array,
     Epilogue,
@@ -15,6 +18,7 @@ from ..problem import (
     Statistics,
     Sums,
 )
+from .device import Device
 
 
 def map_arrays(
@@ -36,6 +40,29 @@ def map_arrays(
             found = function(value)
         mapped[id(value)] = found
     return mapped[id(value)]
+
+
+def segments_on(segments: Segments, device: Device) -> Segments:
+    """Segments of the host, on the device."""
+    segments = segments.numbered(np)
+    rows = device.put(segments.rows)
+    columns = rows if segments.columns is segments.rows else device.put(segments.columns)
+    return Segments(rows, columns, segments.count)
+
+
+def on_device(epilogue: Epilogue, device: Device) -> Any:
+    """An epilogue of the host, on the device."""
+    if not isinstance(epilogue, SoftmaxGradient):
+        return map_arrays(epilogue, device.put)
+    there = map_arrays(replace(epilogue, linear=()), device.put)
+    there.linear = tuple(
+        LinearTerm(
+            segments_on(term.segments, device),
+            *(None if z is None else device.put(z) for z in (term.row_factor, term.column_factor)),
+        )
+        for term in epilogue.linear
+    )
+    return there
 
 
 def copy_arrays(target: Any, source: Any) -> None:

@@ -5,8 +5,9 @@ import itertools
 from typing import Any
 
 import numpy as np
+from host_device import room
 from infonce.distributed import cost
-from ranks import COMM, RANK, SIZE, follow, shards
+from ranks import COMM, RANK, SIZE, compute_on, follow, shards
 from reference_problems import FEATURES, Problem, call_of, softmax_options
 
 import infonce
@@ -54,12 +55,20 @@ def problem_of(name: str, rng: np.random.Generator) -> Problem:
 
 def placed(features: Any, place: str) -> Any:
     """On the host, or on this rank's GPU."""
-    if place == "host":
+    if place != "gpu":
         return features
     import cupy
 
     cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
     return cupy.asarray(features)
+
+
+def offloaded(place: str) -> dict[str, Any]:
+    """Options of calls whose place is "offload to host" or "offload to gpu"."""
+    if not place.startswith("offload to "):
+        return {}
+    compute_on(place.removeprefix("offload to "))
+    return {"offload": True}
 
 
 def on_host(out: Any) -> Any:
@@ -143,6 +152,9 @@ def equal(examples: str, place: str) -> None:
     ]  # fmt: skip
     if OF_TWO_RANKS:
         ways.append({"exchange": "hierarchical"})
+    if options := offloaded(place):
+        ways[1]["workspace"] = room(4 if place.endswith("host") else 64, 4, 18, 18)
+        ways = [{**of, **options} for of in ways]
     for seed in range(int(examples)):
         for name in NAMES:
             case = name, seed, place, ways[seed % len(ways)]
@@ -209,7 +221,7 @@ def limits(place: str) -> None:
     for name, (exchange, workspace) in itertools.product(
         ("info_nce", "clip", "nt_xent", "gte"), ways
     ):
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = offloaded(place)
         if name == "nt_xent":
             options["labels"] = ((np.arange(150) + 75) % 150)[rows]
         got = on_host(getattr(distributed, f"{name}_loss_and_grad")(

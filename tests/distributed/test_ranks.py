@@ -92,7 +92,10 @@ EQUAL = [
 ]
 CHECKS = {
     1: [*EQUAL, "ranks_trouble:ends"],
-    2: [*EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring", "ranks:offload:host:ring"],
+    2: [
+        *EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring", "ranks:offload:host:ring",
+        "options_over_ranks:equal:6:offload to host",
+    ],
     3: [
         "ranks_trouble:memory", *EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring",
         "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",
@@ -234,7 +237,10 @@ def test_options_on_gpus(ranks: int) -> None:
 def test_offload_to_gpus() -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
-    all_pass(2, "ranks:offload:gpu:auto")
+    all_pass(
+        2, "ranks:offload:gpu:auto", "options_over_ranks:equal:9:offload to gpu",
+        "options_over_ranks:limits:offload to gpu", limit=300,
+    )  # fmt: skip
 
 
 @pytest.mark.gpu
