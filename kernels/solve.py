@@ -209,10 +209,11 @@ def _limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
 
 
 class Vectors:
-    """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's."""
+    """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's. `of_exponents`:
+    folds leave the logits of positives in the scale of exponents, as those on a GPU do."""
 
-    def __init__(self, xp: Any) -> None:
-        self.xp = xp
+    def __init__(self, xp: Any, of_exponents: bool = False) -> None:
+        self.xp, self.of_exponents = xp, of_exponents
 
     # -- operations on parts of vectors: of a block, a panel or a rank
 
@@ -290,6 +291,9 @@ class Vectors:
             stats.positive_logits = mirror_positive_logits(
                 self.xp, stats.positive_logits, problem.positives
             )
+        if problem.hardness and self.of_exponents:
+            ratio = problem.scale / problem.exponent_scale
+            stats.positive_logits = stats.positive_logits * ratio
         return conclusion(self, problem, stats, gradient, backend, problem.scale)
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:

@@ -75,7 +75,7 @@ class ElementwiseVectors(blocks.Vectors):
     """`solve.Vectors` on CuPy's arrays, what folds merge in one kernel a step."""
 
     def __init__(self) -> None:
-        super().__init__(cupy)
+        super().__init__(cupy, of_exponents=True)
 
     def identity(self, n: int, moments: bool) -> problems.Sums:
         top, total = _empty_sums(size=n)
@@ -103,15 +103,6 @@ class ElementwiseVectors(blocks.Vectors):
             loss, lse, probability, reference, reference_probability=1.0,
             log_scale_grad=None if sums.moment is None else of_scale,
         )  # fmt: skip
-
-    def conclude(
-        self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        backend: blocks.Backend,
-    ) -> Conclusion:  # fmt: skip
-        if problem.hardness:  # the folds take all logits in the scale of exponents
-            ratio = problem.scale / problem.exponent_scale
-            stats.positive_logits = stats.positive_logits * ratio
-        return super().conclude(problem, stats, triangle, gradient, backend)
 
 
 class TiledVectors(ElementwiseVectors):
