@@ -2,9 +2,11 @@
 
 python benchmarks/ranks/exchanges.py [--gpus 2] [--batch 8192 16384 32768 65536] [--dim 512]
     [--contenders gather ring open_clip inf_cl] [--output benchmarks/results/exchanges.json]
+mpiexec -n 2 python benchmarks/ranks/exchanges.py ...
 
 Each GPU has a process of torch.distributed. A step is the loss and `backward()`, of unit rows in
-bfloat16. Its time is that of the slowest rank, the median over steps.
+bfloat16. Its time is that of the slowest rank, the median over steps. Started by mpiexec, a rank a
+GPU, it also times `infonce.distributed`: loss and all gradients by one call, over MPI.
 """
 
 from __future__ import annotations
@@ -25,12 +27,29 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import infonce.torch
+from infonce import distributed
 from infonce.cli import machine
 from infonce.cli.common import to_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-CONTENDERS = ("gather", "ring", "open_clip", "inf_cl")
+OVER_MPI = {"gather_mpi": "gather", "ring_mpi": "ring"}
+CONTENDERS = (*OVER_MPI, "gather", "ring", "open_clip", "inf_cl")
 SCALE = 1 / 0.07
+
+
+def step_of(name: str, rank: int, size: int, *inputs: Any) -> Callable[[], None]:
+    """Loss and gradients of (image, text, scale)."""
+    if exchange := OVER_MPI.get(name):
+        image, text = (z.detach() for z in inputs[:2])
+        return partial(distributed.clip_loss_and_grad, image, text, scale=SCALE, exchange=exchange)
+    loss = loss_of(name, rank, size)
+
+    def step() -> None:
+        loss(*inputs).backward()
+        for z in inputs:
+            z.grad = None
+
+    return step
 
 
 def loss_of(name: str, rank: int, size: int) -> Callable[[Any, Any, Any], Any]:
@@ -86,18 +105,12 @@ def work(rank: int, arguments: argparse.Namespace, size: int, folder: str) -> No
         row: dict[str, Any] = {"gpus": size, "batch": batch, "dim": arguments.dim}
         rows.append(row)
         for name in arguments.contenders:
-
-            def step(loss: Any, *inputs: Any) -> None:
-                loss(*inputs).backward()
-                for z in inputs:
-                    z.grad = None
-
-            run = partial(step, loss_of(name, rank, size), image, text, scale)
             try:
+                run = step_of(name, rank, size, image, text, scale)
                 seconds(run, 3)
                 row[f"{name}_s"] = statistics.median(seconds(run, arguments.steps))
             except Exception as error:  # of another project: the others are still timed
-                if name in ("gather", "ring"):
+                if name in ("gather", "ring", *OVER_MPI):
                     raise
                 print(f"{name}, {batch}: {error}", file=sys.stderr)
                 continue
@@ -119,10 +132,24 @@ def main() -> None:
     arguments = parser.parse_args()
 
     rows: list[Any] = []
-    for size in arguments.gpus:
+    try:
+        from mpi4py.MPI import COMM_WORLD as ranks
+    except ImportError:
+        ranks = None
+    if ranks is not None and ranks.size > 1:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(work, (arguments, size, folder), size)
-            rows += json.loads(Path(folder, "rows.json").read_text())
+            everyones = ranks.bcast(folder)
+            work(ranks.rank, arguments, ranks.size, everyones)
+            ranks.barrier()
+            if ranks.rank:
+                return
+            rows = json.loads(Path(folder, "rows.json").read_text())
+    else:
+        arguments.contenders = [name for name in arguments.contenders if name not in OVER_MPI]
+        for size in arguments.gpus:
+            with tempfile.TemporaryDirectory() as folder:
+                torch.multiprocessing.spawn(work, (arguments, size, folder), size)
+                rows += json.loads(Path(folder, "rows.json").read_text())
     report = {
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} of one host",
         "versions": machine.versions("infonce", "torch", "open_clip_torch", "inf_cl"),

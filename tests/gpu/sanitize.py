@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-LOSSES = {"info_nce": 2, "nt_xent": 1, "clip": 2, "lit": 2, "siglip": 2}  # feature arrays
+LOSSES = ("info_nce", "nt_xent", "clip", "lit", "siglip")
+ONE_SIDE = frozenset({"nt_xent", "sup_con"})  # with one array of features
 OF_16_BITS = {"bf16": "bfloat16", "fp16": "float16"}
 OF_16_BIT_PRODUCTS = {*OF_16_BITS, "bf16x3"}
 # What calls on a device of compute capability 9.0 use, and what all others do
@@ -88,8 +89,14 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
         yield "info_nce", dtype, "auto", 130, 72, {"method": "tiled", "labels": 3}
     numbers = {"method": "tiled", "margin": 0.1, "hardness": 2.0, "decoupled": True}
     yield "info_nce", "bfloat16", "auto", 130, 72, numbers
-    smoothing = {"method": "tiled", "label_smoothing": 0.1, "ids": True}
-    yield "info_nce", "float32", "auto", 130, 40, smoothing
+    smoothing = {"method": "tiled", "label_smoothing": 0.1}
+    yield "info_nce", "float32", "auto", 130, 40, smoothing | {"ids": True}
+    # terms that are linear in the logits, and losses with sums of two rows
+    for dtype in ("float64", "float32", "bfloat16"):
+        yield "clip", dtype, "auto", 258, 72, smoothing | {"margin": 0.1}
+        yield "sup_con", dtype, "auto", 258, 72, {"method": "tiled", "classes": 40}
+        yield "gte", dtype, "auto", 130, 72, {"method": "tiled"}
+    yield "sup_con", "float32", "auto", 4200, 40, {"classes": 900, "decoupled": True}
     # limits and biases of pairs, in kernels of every kind
     options = {"method": "tiled", "key_bias": True, "false_negative_margin": 0.1}
     for loss in ("info_nce", "nt_xent", "clip"):
@@ -97,7 +104,8 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
             for d in (40, 1100):
                 yield loss, dtype, "auto", 300, d, options
     yield "nt_xent", "bfloat16", "auto", 4352, 128, options
-    yield "clip", "float32", "auto", 300, 40, {"offload": True, "workspace": 2**20}
+    offload = {"offload": True, "workspace": 2**20, "label_smoothing": 0.1}
+    yield "clip", "float32", "auto", 300, 40, offload
 
 
 def checked_calls(tool: str, kernels: str) -> list[tuple[str, str, str, int, int, dict[str, Any]]]:
@@ -136,7 +144,8 @@ def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
         # the last line of a process that was killed tells its call
         print(loss, dtype, precision, rows, d, given, flush=True)
         options = dict(given)
-        z = [(rng.standard_normal((rows, d)) / d**0.5).astype(dtype) for _ in range(LOSSES[loss])]
+        sides = 1 if loss in ONE_SIDE else 2
+        z = [(rng.standard_normal((rows, d)) / d**0.5).astype(dtype) for _ in range(sides)]
         if not options.get("offload"):
             z = [cupy.asarray(x) for x in z]
         if options.pop("ids", False):
@@ -144,6 +153,8 @@ def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
         if "labels" in options:
             shape = rows, options["labels"]
             options["labels"] = cupy.asarray(rng.integers(-20, rows, shape))
+        if classes := options.pop("classes", None):
+            options["labels"] = cupy.asarray(rng.integers(0, classes, rows))
         if options.pop("key_bias", False):
             options["key_bias"] = cupy.asarray(rng.standard_normal(rows))
         out = getattr(infonce, f"{loss}_loss_and_grad")(
