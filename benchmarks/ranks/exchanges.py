@@ -6,7 +6,8 @@ mpiexec -n 2 python benchmarks/ranks/exchanges.py ...
 
 Each GPU has a process of torch.distributed. A step is the loss and `backward()`, of unit rows in
 bfloat16. Its time is that of the slowest rank, the median over steps. Started by mpiexec, a rank a
-GPU, it also times `infonce.distributed`: loss and all gradients by one call, over MPI.
+GPU, it also times `infonce.distributed`, loss and all gradients by one call over MPI, and how long
+its transfers take, hidden behind products or not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from infonce.distributed.communicators.mpi import connect
 
 import infonce.torch
 from infonce import distributed
@@ -87,6 +89,17 @@ def seconds(step: Callable[[], None], steps: int) -> list[float]:
     return [float(s) for s in slowest.cpu()]
 
 
+def transfers(run: Callable[[], None], steps: int) -> dict[str, float]:
+    """Seconds of a step that transfers over MPI's ranks are under way on this rank's GPU, and that
+    its work waits for them."""
+    (transport,) = connect(None).__dict__["gpu_transports"].values()
+    transport.timers = []
+    seconds(run, steps)
+    under_way, waited = transport.seconds()
+    transport.timers = None
+    return {"transfers_s": under_way / steps, "not_hidden_s": waited / steps}
+
+
 def work(rank: int, arguments: argparse.Namespace, size: int, folder: str) -> None:
     """One rank: times every contender at every size; rank 0 writes what it found."""
     torch.cuda.set_device(rank)
@@ -109,6 +122,8 @@ def work(rank: int, arguments: argparse.Namespace, size: int, folder: str) -> No
                 run = step_of(name, rank, size, image, text, scale)
                 seconds(run, 3)
                 row[f"{name}_s"] = statistics.median(seconds(run, arguments.steps))
+                if name in OVER_MPI:
+                    row |= {f"{name}_{k}": v for k, v in transfers(run, arguments.steps).items()}
             except Exception as error:  # of another project: the others are still timed
                 if name in ("gather", "ring", *OVER_MPI):
                     raise
