@@ -152,8 +152,14 @@ class Problem:
         return self.scalar_grads and not self.moments
 
     @property
+    def dots_lack_margin(self) -> bool:
+        """Whether `Gradients.dots` does not have all of the gradient of the scale: they are of
+        products, and the positives' logits are less by the margin."""
+        return self.dots and self.margin != 0.0
+
+    @property
     def pair_counts(self) -> float:
-        """How often a pair's dL/dx x counts in the sum of `log_scale_grad`."""
+        """How often a pair's dL/dx x counts in the sum of `Gradients.dots`."""
         return 2.0 if self.symmetric and self.dots else 1.0  # twice in <dZ, z>
 
     @property
