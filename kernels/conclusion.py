@@ -26,7 +26,7 @@ class Conclusion:
     row_factor: Array  # a of SoftmaxGradient
     column_factor: Array | None  # b, of a two-sided loss
     positive_gradient: Array  # [M] or [M, P], of SoftmaxGradient
-    # [M], weighted: dL / d log(scale), where the sums have moments; else what `Gradients.dots` lack
+    # [M], weighted: dL / d log(scale) where the sums have moments; else the margin's part of it
     log_scale_grad: Array | None = None
     linear: Sequence[LinearTerm] = ()
 
@@ -72,7 +72,7 @@ def conclusion(
     losses = losses + backend.not_finite_marks(problem)[: len(losses)]
     if log_scale_grad is not None:  # NaN by itself where a feature is not finite
         log_scale_grad = problem.upstream * log_scale_grad
-    pull = at_positive  # -dL/dx, with `scale` folded in
+    pull = at_positive  # -dL/dx there, linear terms included
     if smooth is not None:
         of_each = problem.label_smoothing * a / smooth.rows.keys
         if b is not None and smooth.columns is not None:

@@ -34,7 +34,7 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     """Loss and gradients of `problem` from the full matrix of logits."""
     xp = vectors.xp
     problem = materialize_vectors(problem, xp)
-    problem.moments = problem.scalar_grads  # no fold is saved without them
+    problem.moments = problem.scalar_grads  # all logits are there
     m, n, _ = problem.shape
     dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
     u, norms = _rows(xp, problem.query, problem.normalize, dtype)

@@ -153,8 +153,8 @@ class Problem:
 
     @property
     def dots_lack_margin(self) -> bool:
-        """Whether `Gradients.dots` does not have all of the gradient of the scale: they are of
-        products, and the positives' logits are less by the margin."""
+        """Whether a part of the gradient of the scale is not in `Gradients.dots`, which do not see
+        the margin: see `conclusion`."""
         return self.dots and self.margin != 0.0
 
     @property

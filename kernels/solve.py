@@ -27,9 +27,9 @@ r is the largest logit. Whatever the logits, no probability exceeds 1.
 **The gradient of the scale** has two sources (`problem.moments_pay`). One is the first fold alone:
 the derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives' logits under
 their softmax, and that of a row's loss ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. It does not see the
-rounding of dL/dx to 16 bits. The other is ``sum_i <dQ_i, q_i>``, with feature gradients.
-These are of products: a margin m, by which the logits of positives are less, adds
-``-m scale dL/dp`` for each positive logit p (`conclusion`).
+rounding of dL/dx to 16 bits. The other is ``sum_i <dQ_i, q_i>``, with feature gradients. It does
+not see a margin m: each positive's logit p = scale (q . k - m) adds ``-scale m dL/dp``, which
+`conclusion` has.
 
 Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware computes.
 """

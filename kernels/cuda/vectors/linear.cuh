@@ -37,7 +37,8 @@ extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConclud
   for (i64 s = 0; s < each; ++s)
     if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive[i * each + s]), ++count;
   if (count) mean /= count;
-  double loss = 0, of_column = 0, log_scale_grad = 0, at_positives = 0;  // what is added
+  // What is added; `at_positives` to the sum of -dL/dx there, with the linear terms
+  double loss = 0, of_column = 0, log_scale_grad = 0, at_positives = 0;
   const i64 others = g.class_products ? g.others[i] : 0;
   if (others) {  // the positives are in the sum: the loss is at least the logarithm of their number
     const Sum sum = f.rows.get(i);
@@ -66,7 +67,7 @@ extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConclud
       const double b = f.column_factor[i];
       of_column = any ? e * (mean - (scale * g.column_products[i] - margins) / g.column_keys) : 0;
       at_positive += e * b;
-      at_positives += count ? e * b * (1.0 / g.column_keys - 1) : 0;
+      at_positives += e * b * (1.0 / g.column_keys - 1);
       g.column_linear[i] = e * b / g.column_keys;
       f.column_loss[i] += of_column;
     }

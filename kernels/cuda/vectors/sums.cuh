@@ -242,7 +242,7 @@ __device__ void conclude_set(const Concluding& f, i64 i) {
     gradient[s] = keys[s] < 0 ? 0 : -a * (share * row.negative_probability + (1.0 / count - share));
   }
   put_row(f, i, row, a, f.row_weight * row.loss, f.row_weight * row.log_scale_grad,
-          a * row.negative_probability);
+          a * row.negative_probability);  // shares add up to 1
 }
 
 // solve.Vectors.conclude, a row a thread.
