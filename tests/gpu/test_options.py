@@ -34,7 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"key_bias": True, "label_smoothing": 0.1},
 ]
 MARGINS = [options for options in OPTIONS if "margin" in options]
-PRECISION = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+PRECISION = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
 BIASES = np.random.default_rng(3).normal(size=2 * 520) * 3
 # tiles of both kinds, narrow rows and wide ones
 SHAPES = [(70, 12), (300, 72), (520, 130), (300, 1100)]
@@ -139,25 +139,23 @@ def test_specification(
 
 @pytest.mark.usefixtures("no_few_logits")
 @pytest.mark.parametrize("options", MARGINS, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "sup_con"])
 def test_a_margin_beside_feature_gradients(
     name: str, dtype: str, options: dict[str, Any]
 ) -> None:  # fmt: skip
     """They do not see it, and are rounded: of the elements of dL/dx, the sizes add up to 2."""
     off_by = 1e-5 + 2 * ELEMENT[PRECISION[dtype]]
-    for rows, width in SHAPES[:3]:
-        plain = problem_of(name, rows, width, dtype, **options)
-        for problem in (plain, with_ids(plain)):
-            loss = spec.LOSSES[problem.name]
-            for side in {*loss.arguments} - {*loss.locked}:
-                got = on_gpu(problem, wrt=(side, "scale"), method="tiled")
-                compare(problem, got, dtype, off_by=off_by)
-            compare(problem, on_gpu(problem, workspace=2**20), dtype, off_by=off_by)
+    problem = problem_of(name, 300, 72, dtype, **options)
+    loss = spec.LOSSES[problem.name]
+    for side in {*loss.arguments} - {*loss.locked}:
+        compare(problem, on_gpu(problem, wrt=(side, "scale"), method="tiled"), dtype, off_by=off_by)
+    problem = with_ids(problem_of(name, 520, 130, dtype, **options))
+    compare(problem, on_gpu(problem, workspace=2**20), dtype, off_by=off_by)
     if dtype == "float32":
-        got = getattr(infonce, f"{problem.name}_loss_and_grad")(
-            *problem.features, **given_options(problem), offload=True, workspace=2**21
-        )
+        function = getattr(infonce, f"{problem.name}_loss_and_grad")
+        given = given_options(problem)
+        got = function(*problem.features, **given, offload=True, workspace=2**21)
         compare(problem, got, dtype, off_by=off_by)
 
 
