@@ -152,11 +152,6 @@ def test_a_margin_beside_feature_gradients(
         compare(problem, on_gpu(problem, wrt=(side, "scale"), method="tiled"), dtype, off_by=off_by)
     problem = with_ids(problem_of(name, 520, 130, dtype, **options))
     compare(problem, on_gpu(problem, workspace=2**20), dtype, off_by=off_by)
-    if dtype == "float32":
-        function = getattr(infonce, f"{problem.name}_loss_and_grad")
-        given = given_options(problem)
-        got = function(*problem.features, **given, offload=True, workspace=2**21)
-        compare(problem, got, dtype, off_by=off_by)
 
 
 def with_ids(problem: Problem) -> Problem:
@@ -193,9 +188,14 @@ def test_all_logits_in_memory(name: str, method: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_offload(name: str, options: dict[str, Any]) -> None:
-    """Panels of both sides, and everything at once."""
+def test_offload(
+    name: str, few: bool, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Panels of both sides, and everything at once; of `few` logits, or as if they were many."""
+    if not few:
+        request.getfixturevalue("no_few_logits")
     plain = problem_of(name, 300, 72, "float32", **options)
     for problem in (plain, with_ids(plain)):
         given = given_options(problem)
