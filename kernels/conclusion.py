@@ -12,7 +12,7 @@ from typing import Any
 
 from .conclude import Direction
 from .linear import LinearTerm, Smoothed, smoothed
-from .problem import LN_2, LOG2_E, Array, Problem, Statistics, Sums
+from .problem import LN_2, LOG2_E, Array, Problem, Statistics, Sums, as_sets
 from .targets import Smoothing, Targets, targets
 
 
@@ -26,7 +26,8 @@ class Conclusion:
     row_factor: Array  # a of SoftmaxGradient
     column_factor: Array | None  # b, of a two-sided loss
     positive_gradient: Array  # [M] or [M, P], of SoftmaxGradient
-    log_scale_grad: Array | None = None  # [M], weighted; where the sums have moments
+    # [M], weighted: dL / d log(scale) where the sums have moments; else the margin's part of it
+    log_scale_grad: Array | None = None
     linear: Sequence[LinearTerm] = ()
 
 
@@ -71,15 +72,20 @@ def conclusion(
     losses = losses + backend.not_finite_marks(problem)[: len(losses)]
     if log_scale_grad is not None:  # NaN by itself where a feature is not finite
         log_scale_grad = problem.upstream * log_scale_grad
+    pull = at_positive  # -dL/dx there, linear terms included
     if smooth is not None:
         of_each = problem.label_smoothing * a / smooth.rows.keys
         if b is not None and smooth.columns is not None:
             of_each = of_each + problem.label_smoothing * b / smooth.columns.keys
+        pull = at_positive + _times(of_each, xp.ones_like(at_positive))
         # Where linear terms leave out the positive, or a joint loss counts it twice
         same = smooth.same[: len(a)].reshape(at_positive.shape)
         counted = 2.0 * same - 1.0 if problem.joint else 1.0 * same
         at_positive = at_positive + _times(of_each, counted)
         linear += smooth.terms(xp, problem.label_smoothing, a, b, problem.joint)
+    if problem.dots_lack_margin:
+        present = problem.positives[: len(pull)] >= 0
+        log_scale_grad = problem.margin * as_sets(xp.where(present, pull, 0.0)).sum(axis=1)
     if problem.joint:
         row_factor, at_positive = xp.tile(row_factor, 2), xp.tile(at_positive, 2)
         probability = rows.reference_probability + xp.zeros_like(rows.reference)  # it may be 1

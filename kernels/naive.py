@@ -34,6 +34,7 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     """Loss and gradients of `problem` from the full matrix of logits."""
     xp = vectors.xp
     problem = materialize_vectors(problem, xp)
+    problem.moments = problem.scalar_grads  # all logits are there
     m, n, _ = problem.shape
     dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
     u, norms = _rows(xp, problem.query, problem.normalize, dtype)
@@ -156,14 +157,13 @@ def _softmax(
     exponents = x.all
     if problem.hardness:
         exponents = x.all * xp.asarray(problem.exponent_scale / problem.scale, dtype)
-    moments = problem.scalar_grads
     of_rows = x.like(xp)  # exponentials, then dL/dx
     g = of_rows.all
-    sums = _sums(xp, exponents, 1, moments, problem.key_bias, left_out[0], g)
+    sums = _sums(xp, exponents, 1, problem.moments, problem.key_bias, left_out[0], g)
     column_sums = None
     if problem.two_sided:
         p = xp.empty_like(g)
-        column_sums = _sums(xp, exponents, 0, moments, None, left_out[1], p)
+        column_sums = _sums(xp, exponents, 0, problem.moments, None, left_out[1], p)
     stats = Statistics(sums, column_sums, positive_logits)
     end = conclusion(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
     rows, columns = end.rows, end.columns

@@ -152,8 +152,14 @@ class Problem:
         return self.scalar_grads and not self.moments
 
     @property
+    def dots_lack_margin(self) -> bool:
+        """Whether a part of the gradient of the scale is not in `Gradients.dots`, which do not see
+        the margin: see `conclusion`."""
+        return self.dots and self.margin != 0.0
+
+    @property
     def pair_counts(self) -> float:
-        """How often a pair's dL/dx x counts in the sum of `log_scale_grad`."""
+        """How often a pair's dL/dx x counts in the sum of `Gradients.dots`."""
         return 2.0 if self.symmetric and self.dots else 1.0  # twice in <dZ, z>
 
     @property

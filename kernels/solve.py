@@ -27,7 +27,9 @@ r is the largest logit. Whatever the logits, no probability exceeds 1.
 **The gradient of the scale** has two sources (`problem.moments_pay`). One is the first fold alone:
 the derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives' logits under
 their softmax, and that of a row's loss ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. It does not see the
-rounding of dL/dx to 16 bits. The other is ``sum_i <dQ_i, q_i>``, with feature gradients.
+rounding of dL/dx to 16 bits. The other is ``sum_i <dQ_i, q_i>``, with feature gradients. It does
+not see a margin m: each positive's logit p = scale (q . k - m) adds ``-scale m dL/dp``, which
+`conclusion` has.
 
 Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware computes.
 """
@@ -193,8 +195,8 @@ def _solve_softmax(
             linear=end.linear,
         )  # fmt: skip
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
-    of_scale = end.log_scale_grad if gradients is None or problem.moments else gradients.dots
-    loss, scale_grad, _ = vectors.totals(problem, end.losses, of_scale, None)
+    dots = None if gradients is None else gradients.dots
+    loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
@@ -314,15 +316,16 @@ class Vectors:
 
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
-        bias_grad: Array | None,
+        dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
         """The reduced loss (None: the caller reduces), and the gradients of scale and bias, where
-        they are wanted. `log_scale_grad` has the rows' moments, or `Gradients.dots`."""
+        they are wanted. That of the scale is the sum of `Conclusion.log_scale_grad` and of
+        `Gradients.dots`."""
         scale = problem.scale
         of_bias = None if bias_grad is None else bias_grad.sum() / scale
-        if log_scale_grad is None:
-            return None, None, of_bias
-        return None, log_scale_grad.sum() / (problem.pair_counts * scale), of_bias
+        parts = (log_scale_grad, 1.0), (dots, problem.pair_counts)
+        of_scale = [part.sum() / counts for part, counts in parts if part is not None]
+        return None, sum(of_scale) / scale if of_scale else None, of_bias
 
 
 def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
@@ -380,8 +383,8 @@ def _solve_sigmoid(
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
     losses = vectors.mark_not_finite(problem, epilogue, backend)
     bias_grad = epilogue.bias_grad if problem.scalar_grads else None
-    of_scale = epilogue.log_scale_grad
-    if gradients is not None and not problem.moments:
-        of_scale = gradients.dots
-    loss, scale_grad, bias_grad = vectors.totals(problem, losses, of_scale, bias_grad)
+    dots = None if gradients is None else gradients.dots
+    loss, scale_grad, bias_grad = vectors.totals(
+        problem, losses, epilogue.log_scale_grad, dots, bias_grad
+    )
     return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)

@@ -12,7 +12,9 @@ import threadpoolctl
 from hypothesis import HealthCheck, settings
 
 try:
-    from infonce.kernels import solve as blocks  # noqa: F401  (only an installed infonce has its kernels)
+    from infonce.kernels import problem as problems  # only an installed infonce has its kernels
+
+    from infonce.checks import call
 except ImportError as error:
     raise pytest.UsageError(
         f"infonce is not installed ({error}): run  python -m pip install -e '.[test]'  first"
@@ -43,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             not any(name in item.nodeid for name in long),
         )
     )
+
+
+@pytest.fixture
+def no_few_logits(monkeypatch):
+    """All batches are large: on a GPU too, feature gradients give the gradient of the scale."""
+    monkeypatch.setattr(problems, "FEW_LOGITS", 0)
+    call._cache.clear()
+    yield
+    call._cache.clear()
 
 
 @pytest.fixture

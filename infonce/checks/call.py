@@ -252,8 +252,6 @@ def _check_static(
             f'method="{o["method"]}"'
         )
     of_softmax = softmax.options(loss, o)
-    linear = loss.classes or o["label_smoothing"] != 0
-    unseen = o["margin"] != 0 or (linear and bool(o["offload"]))
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
@@ -280,8 +278,7 @@ def _check_static(
         want_query=want_query,
         want_key=want_key,
         scalar_grads=scalar_grads,
-        # <dQ_i, q_i> does not see a margin, and with `offload` no linear terms
-        moments=scalar_grads and (unseen or moments_pay(logits, want_query or want_key, on_cpu)),
+        moments=scalar_grads and moments_pay(logits, want_query or want_key, on_cpu),
         reduction=o["reduction"],
         row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,

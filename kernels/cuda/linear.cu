@@ -159,11 +159,12 @@ extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
 }
 
 // g_i -= t, with t = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i] (null: 0); through the
-// normalisation, (t - u_i <t, u_i>) / |z_i|. A warp a row. (finish.cu does the same before it rounds.)
+// normalisation, (t - u_i <t, u_i>) / |z_i|; and dots_i (null: not wanted) -= <t, u_i>. A warp a row. (finish.cu
+// does the same before it rounds.)
 extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i64 n, i64 d,
                                            const i64* segment, const double* factor,
                                            const Real* sums, const Real* weighted, double itself,
-                                           const __grid_constant__ Matrix g) {
+                                           const __grid_constant__ Matrix g, double* dots) {
   const i64 row = lanes_row(32);
   if (row >= n) return;
   const i64 of = segment ? segment[row] : 0;
@@ -175,10 +176,12 @@ extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i6
     return of_row + (weighted ? weighted[of * d + k] : 0);
   };
   double dot = 0;
-  if (rows.factor) {
+  if (rows.factor || dots) {
     for (i64 k = threadIdx.x % 32; k < d; k += 32) dot += term(k) * u(k);
     dot = warp_sum(dot);
   }
+  if (dots && threadIdx.x % 32 == 0) dots[row] -= dot;
+  const double radial = rows.factor ? dot : 0;
   for (i64 k = threadIdx.x % 32; k < d; k += 32)
-    g.set(row, k, g.get(row, k) - (term(k) - dot * u(k)) * inverse);
+    g.set(row, k, g.get(row, k) - (term(k) - radial * u(k)) * inverse);
 }

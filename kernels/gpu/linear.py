@@ -88,13 +88,15 @@ class Rows:
         )  # fmt: skip
         return out
 
-    def subtract(self, term: LinearGradient, gradient: Array, first: int = 0) -> None:
+    def subtract(
+        self, term: LinearGradient, gradient: Array, dots: Array | None = None, first: int = 0
+    ) -> None:
         """Add the term's share of the gradient to a complete one, that of the rows from `first` on,
-        through the normalisation. Term and gradient are of the same rows."""
+        through the normalisation, and its share of `Gradients.dots`. All are of the same rows."""
         n, d = gradient.shape
         self.launcher.rows(
             "subtract_linear", n, file="linear.cu", rows=self.fields(first), n=n, d=d,
-            g=matrix(gradient), **_fields(term),
+            g=matrix(gradient), dots=dots, **_fields(term),
         )  # fmt: skip
 
 

@@ -108,10 +108,10 @@ def conclude(
 
 
 def totals(
-    problem: Problem, losses: Array, log_scale_grad: Array | None, bias_grad: Array | None,
-    queue: Queue,
+    problem: Problem, losses: Array, log_scale_grad: Array | None, dots: Array | None,
+    bias_grad: Array | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
     gpu = GPU(problem, queue=queue)
     gpu.vectors.double, gpu.vectors.out = True, np.dtype(np.float64)
-    made = gpu.vectors.totals(problem, losses, log_scale_grad, bias_grad)
+    made = gpu.vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)
     return dict(zip(("loss", "scale_grad", "bias_grad"), made, strict=True))

@@ -88,13 +88,13 @@ class VectorsOverRanks(ElementwiseVectors):
 
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
-        bias_grad: Array | None,
+        dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
         """The sum of the losses, whatever the reduction: others' are to be added."""
         if not self.known(problem):
-            return super().totals(problem, losses, log_scale_grad, bias_grad)
+            return super().totals(problem, losses, log_scale_grad, dots, bias_grad)
         whole = problems.fast_replace(problem, reduction_weight=1.0)
-        found = self.plan(recorded.totals, whole, losses, log_scale_grad, bias_grad).get
+        found = self.plan(recorded.totals, whole, losses, log_scale_grad, dots, bias_grad).get
         return found("loss"), found("scale_grad"), found("bias_grad")
 
     def known(self, problem: Problem) -> bool:

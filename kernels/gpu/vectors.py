@@ -196,7 +196,8 @@ class TiledVectors(ElementwiseVectors):
             not_finite = problems.NotFinite(context.not_finite(problem, self.any_key), self.any_key)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
-        log_scale_grad = cupy.empty(m) if problem.moments else None
+        by_row = problem.moments or problem.dots_lack_margin
+        log_scale_grad = cupy.empty(m) if by_row else None
         losses, row_loss, row_reference, row_factor, positive_gradient = out[:5]
         if problem.set_size > 1:
             positive_gradient = cupy.empty((m, problem.set_size))
@@ -278,7 +279,7 @@ class TiledVectors(ElementwiseVectors):
 
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
-        bias_grad: Array | None,
+        dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
         out = cupy.empty(3, self.out)
         self.launcher.launch(
@@ -286,8 +287,8 @@ class TiledVectors(ElementwiseVectors):
             {
                 "losses": losses, "m": len(losses), "share": problem.reduction_weight or 0.0,
                 "shares": problem.row_shares,
-                "log_scale_grad": log_scale_grad,
-                "count": 0 if log_scale_grad is None else len(log_scale_grad),
+                "log_scale_grad": log_scale_grad, "dots": dots,
+                "count": 0 if dots is None else len(dots),
                 "pair_counts": problem.pair_counts, "bias_grad": bias_grad,
                 "scale": self.context.scale, "out": out,
                 "is_float": not self.double,
@@ -295,6 +296,6 @@ class TiledVectors(ElementwiseVectors):
         )  # fmt: skip
         return (
             None if problem.reduction_weight is None else out[0],
-            None if log_scale_grad is None else out[1],
+            None if log_scale_grad is None and dots is None else out[1],
             None if bias_grad is None else out[2],
         )

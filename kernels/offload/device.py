@@ -39,9 +39,9 @@ class Copies(Protocol):
 class DeviceRows(Rows, Protocol):
     """`linear.Rows` on the device."""
 
-    def subtract(self, term: LinearGradient, gradient: Array) -> None:
-        """Add the term's share of the gradient to a complete one, through the normalisation. Term
-        and gradient are of these rows."""
+    def subtract(self, term: LinearGradient, gradient: Array, dots: Array | None) -> None:
+        """Add the term's share of the gradient to a complete one, through the normalisation, and
+        its share of `Gradients.dots`. All are of these rows."""
         ...
 
 

@@ -78,6 +78,7 @@ class Fold:
                 rows.to, rows.add = gradients.query, gradients.add_query
             if gradients.want_key:
                 columns.to = gradients.key
+            (rows if gradients.want_query else columns).dots = gradients.dots
             if not layout.whole:  # one gradient at a time
                 self.keys_stay = gradients.want_key
         if problem.symmetric:
@@ -158,9 +159,10 @@ class Fold:
     def leave(self, side: Side, part: Part) -> None:
         """A part whose gradient is complete but for linear terms."""
         if part.gradient is not None:
+            dots = None if side.dots is None else side.dots[part.rows]
             for term in side.linear:
                 there = self.device.rows(part.features, self.problem)
-                there.subtract(term.part(part.rows), part.gradient)
+                there.subtract(term.part(part.rows), part.gradient, dots)
         self.context.departures.leave(side, part)
 
     def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:

@@ -33,6 +33,7 @@ class Side:
     to: Array = None  # where the gradient goes, on the host; None: it is not wanted
     add: bool = False  # it is added to what is there
     linear: Sequence[LinearGradient] = ()  # terms that are added to the gradient
+    dots: Array | None = None  # `Gradients.dots`, if they are of this side
 
 
 @dataclass

@@ -60,9 +60,11 @@ class Kernels:
         t = 0.0 if a["factor"] is None else a["factor"][:n, None] * (of_rows - a["itself"] * u)
         if a["weighted"] is not None:
             t = t + a["weighted"][segment]
-        inverse = 1.0
+        inverse, radial = 1.0, ((t * u).sum(axis=1) * (segment >= 0))[:, None]
+        if a["dots"] is not None:
+            a["dots"][:n] -= radial[:, 0]
         if a["rows"]["factor"] is not None:
-            t = t - u * (t * u).sum(axis=1, keepdims=True)
+            t = t - u * radial
             inverse = inverses(a["rows"])[:n]
         a["g"][:n] -= t * inverse * (segment >= 0)[:, None]
 
@@ -151,21 +153,24 @@ def test_sums_and_gradients(
     weight = (a[:, None] + (0.0 if b is None else b)) * same
     if symmetric:
         weight = weight + weight.T
-    wanted = []
+    wanted, wanted_dots = [], []
     for g, z, of in ((weight @ v, u, length[0]), (weight.T @ u, v, length[1])):
+        wanted_dots.append(-(g * z).sum(axis=1))
         if normalize:
             g = g - z * (g * z).sum(axis=1, keepdims=True)
         wanted.append(-g / of)
-    dq, dk = np.zeros_like(q), np.zeros_like(k)
+    dq, dk, query_dots, key_dots = np.zeros_like(q), np.zeros_like(k), np.zeros(m), np.zeros(n)
     term = LinearTerm(segments, a, b)
-    query.subtract(LinearGradient(np, query, key, term, False, symmetric), dq)
+    query.subtract(LinearGradient(np, query, key, term, False, symmetric), dq, query_dots)
     np.testing.assert_allclose(dq, wanted[0], atol=1e-12)
+    np.testing.assert_allclose(query_dots, wanted_dots[0], atol=1e-12)
     if symmetric:
         return
     of_keys = LinearGradient(np, query, key, term, True, False)
     for part in (slice(0, 20), slice(20, n)):
-        key.subtract(of_keys.part(part), dk[part], part.start)
+        key.subtract(of_keys.part(part), dk[part], key_dots[part], part.start)
     np.testing.assert_allclose(dk, wanted[1], atol=1e-12)
+    np.testing.assert_allclose(key_dots, wanted_dots[1], atol=1e-12)
 
 
 def test_classes_found_on_the_host_are_for_steps() -> None:

@@ -169,7 +169,9 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
 
     one = Ring()
     one.not_finite.rows[5] = np.nan
-    log_scale_grad, bias_grad, losses = (cupy.asarray(rng.standard_normal(m)) for _ in range(3))
+    log_scale_grad, dots, bias_grad, losses = (
+        cupy.asarray(rng.standard_normal(m)) for _ in range(4)
+    )
     found: list[list[Any]] = []
     for steps in (gpu_ranks.VectorsOverRanks(), ElementwiseVectors()):
         made: list[Any] = []
@@ -196,7 +198,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                 made += [end.log_scale_grad]
                 for of in (end.rows, end.columns):
                     made += [] if of is None else [of.loss, of.lse, of.reference]
-            loss_sum, *of_scalars = steps.totals(given, losses, log_scale_grad, bias_grad)
+            loss_sum, *of_scalars = steps.totals(given, losses, log_scale_grad, dots, bias_grad)
             if isinstance(steps, gpu_ranks.VectorsOverRanks):
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
             made += of_scalars

@@ -229,7 +229,7 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     )
     problem = shard.select.without_weights(problem, problem.by_row)
     assert problem.plain
-    shard.VectorsOverRanks().totals(problem, losses, None, None)
+    shard.VectorsOverRanks().totals(problem, losses, None, None, None)
     assert given[0].row_shares is weights
     assert given[0].reduction_weight == 1.0
     smoothed = replace(problem, weights=weights, label_smoothing=0.1)

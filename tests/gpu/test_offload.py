@@ -333,7 +333,13 @@ def test_features_on_the_gpu_are_refused(cupy: Any) -> None:
 @pytest.mark.parametrize(
     "loss", ["info_nce", "info_nce sets", "nt_xent", "clip", "lit", "sup_con", "gte"]
 )
-def test_options_of_the_softmax(loss: str, workspace: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_options_of_the_softmax(
+    loss: str, workspace: int, options: dict[str, Any], few: bool, request: pytest.FixtureRequest
+) -> None:
+    """`few` logits, or so many that feature gradients give the gradient of the scale."""
+    if not few:
+        request.getfixturevalue("no_few_logits")
     loss, _, sets = loss.partition(" ")
     of_views = loss in ("nt_xent", "sup_con")
     args = pairs("partly aligned", 15 if of_views else 30, 15 if of_views else 30, 8, np.float64, 3)
@@ -360,12 +366,14 @@ def test_options_of_the_softmax(loss: str, workspace: int, options: dict[str, An
         of_reference["weights"] = weights / weights.sum()
     want = getattr(reference, loss)(*args, scale=6.0, **of_reference)
     given |= {"scale": 6.0, "workspace": workspace, "offload": True}
-    with mock.patch.object(checks, "gpu_missing", return_value=""):
-        out, device = on_host(loss, args, labels, **given)
-    assert device.whole == (workspace > 7_000)
-    assert device.whole or device.blocks > 4
-    np.testing.assert_allclose(out.loss, want.loss, rtol=1e-12)
-    for name, gradient in want.grads.items():
-        got = getattr(out.grads, name)
-        if got is not None:
-            np.testing.assert_allclose(got, gradient, rtol=1e-11, atol=1e-13)
+    last = spec.LOSSES[loss].arguments[-1]
+    for wrt in (None, (last, "scale")) if loss != "lit" else (None,):
+        with mock.patch.object(checks, "gpu_missing", return_value=""):
+            out, device = on_host(loss, args, labels, wrt=wrt, **given)
+        assert device.whole == (workspace > 7_000)
+        assert device.whole or device.blocks > 4
+        np.testing.assert_allclose(out.loss, want.loss, rtol=1e-12)
+        for name, gradient in want.grads.items():
+            got = getattr(out.grads, name)
+            if got is not None:
+                np.testing.assert_allclose(got, gradient, rtol=1e-11, atol=1e-13)

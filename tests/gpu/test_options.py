@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING, dtype_of
+from gpu_problems import ELEMENT, MISSING, dtype_of
 from host_device import room
 from judge import assert_grad, assert_loss, largest_logit
 from reference_problems import Problem
@@ -33,6 +33,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"key_bias": True, "false_negative_margin": True, "hardness": 2.0, "margin": 0.1},
     {"key_bias": True, "label_smoothing": 0.1},
 ]
+MARGINS = [options for options in OPTIONS if "margin" in options]
+PRECISION = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
 BIASES = np.random.default_rng(3).normal(size=2 * 520) * 3
 # tiles of both kinds, narrow rows and wide ones
 SHAPES = [(70, 12), (300, 72), (520, 130), (300, 1100)]
@@ -105,7 +107,11 @@ def on_gpu(problem: Problem, **options: Any) -> infonce.LossAndGrad:
     return function(*map(cupy.asarray, problem.features), **given | options)
 
 
-def compare(problem: Problem, got: infonce.LossAndGrad, dtype: str, scale: float = 20.0) -> None:
+def compare(
+    problem: Problem, got: infonce.LossAndGrad, dtype: str, scale: float = 20.0,
+    off_by: float = 1e-5,
+) -> None:  # fmt: skip
+    """`off_by`: what the gradient of the scale may be off by."""
     wide = tuple(z.astype(np.float64) for z in problem.features)
     want = problem._replace(features=wide).reference()
     hardness = float(problem.softmax.get("hardness", 0.0))  # type: ignore[arg-type]
@@ -117,7 +123,7 @@ def compare(problem: Problem, got: infonce.LossAndGrad, dtype: str, scale: float
         have = getattr(got.grads, name)
         if isinstance(gradient, np.ndarray) and have is not None:
             assert_grad(cupy.asnumpy(have), gradient, dtype, logit, terms=terms)
-    np.testing.assert_allclose(float(got.grads.scale), want.grads["scale"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(float(got.grads.scale), want.grads["scale"], rtol=1e-4, atol=off_by)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
@@ -129,6 +135,23 @@ def test_specification(
 ) -> None:
     problem = problem_of(name, rows, width, dtype, **options)
     compare(problem, on_gpu(problem), dtype)
+
+
+@pytest.mark.usefixtures("no_few_logits")
+@pytest.mark.parametrize("options", MARGINS, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("dtype", PRECISION)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "sup_con"])
+def test_a_margin_beside_feature_gradients(
+    name: str, dtype: str, options: dict[str, Any]
+) -> None:  # fmt: skip
+    """They do not see it, and are rounded: of the elements of dL/dx, the sizes add up to 2."""
+    off_by = 1e-5 + 2 * ELEMENT[PRECISION[dtype]]
+    problem = problem_of(name, 300, 72, dtype, **options)
+    loss = spec.LOSSES[problem.name]
+    for side in {*loss.arguments} - {*loss.locked}:
+        compare(problem, on_gpu(problem, wrt=(side, "scale"), method="tiled"), dtype, off_by=off_by)
+    problem = with_ids(problem_of(name, 520, 130, dtype, **options))
+    compare(problem, on_gpu(problem, workspace=2**20), dtype, off_by=off_by)
 
 
 def with_ids(problem: Problem) -> Problem:
@@ -165,9 +188,14 @@ def test_all_logits_in_memory(name: str, method: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_offload(name: str, options: dict[str, Any]) -> None:
-    """Panels of both sides, and everything at once."""
+def test_offload(
+    name: str, few: bool, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Panels of both sides, and everything at once; of `few` logits, or as if they were many."""
+    if not few:
+        request.getfixturevalue("no_few_logits")
     plain = problem_of(name, 300, 72, "float32", **options)
     for problem in (plain, with_ids(plain)):
         given = given_options(problem)

@@ -1,20 +1,23 @@
 """The gradient of the scale: in full precision where batches are small, and in one fold alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
+import reference_problems
 from gpu_problems import ELEMENT, MISSING, PRODUCT
+from hypothesis import strategies as st
 from infonce.kernels import problem as problems
 from infonce.kernels.cpu import backend as cpu
-from infonce.kernels.solve import Solution
+from infonce.kernels.solve import Solution, Vectors
 from judge import LOSSES, arguments, judged, pairs
+from reference_problems import YES, Problem, call_of, quick
 
 import infonce
-from infonce import dispatch
-from infonce.checks import call as checks
+from infonce import dispatch, spec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
@@ -25,6 +28,7 @@ CASES = [  # dtype of the features, precision of the products
     (np.float64, "fp64"), (np.float32, "fp32"), (BFLOAT16, "bf16"), (np.float16, "fp16"),
     (np.float32, "bf16x3"), (np.float32, "tf32"),
 ]  # fmt: skip
+MARGIN = [name for name, loss in spec.LOSSES.items() if "margin" not in loss.refused]
 KINDS = ["random", "aligned", "identical rows", "nearly identical"]
 
 
@@ -250,13 +254,37 @@ def test_where_moments_pay() -> None:
         assert problems.moments_pay(logits, features_too, on_cpu) == pay
 
 
-@pytest.fixture
-def no_few_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All batches are large."""
-    monkeypatch.setattr(problems, "FEW_LOGITS", 0)
-    checks._cache.clear()
-    yield
-    checks._cache.clear()
+@pytest.mark.parametrize("name", MARGIN)
+def test_a_margin_beside_feature_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not see it. No moments are taken for that: with other options, positives of equal
+    ids, rows of several positives and of none, and the gradient of either side."""
+    moments: list[bool] = []
+    identity = Vectors.identity
+
+    def recorded(self: Vectors, n: int, wanted: bool) -> problems.Sums:
+        moments.append(wanted)
+        return identity(self, n, wanted)
+
+    monkeypatch.setattr(Vectors, "identity", recorded)
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    loss = spec.LOSSES[name]
+    sides = [side for side in loss.arguments if side not in loss.locked]
+    sides = sides[:1] if loss.joint else sides  # which has both gradients in one array
+
+    @hypothesis.settings(quick, max_examples=60)
+    @hypothesis.given(reference_problems.problems(names=(name,), options=YES), st.floats(-0.5, 0.5))
+    def check(problem: Problem, margin: float) -> None:
+        problem, options = call_of(problem._replace(softmax={**problem.softmax, "margin": margin}))
+        hypothesis.assume(problem.weights is None or problem.weights.sum() > 0.1)
+        want = problem.reference().grads["scale"]
+        for wrt in (None, *((side, "scale") for side in sides)):
+            for method in ("tiled", "fused"):
+                got = function(*problem.features, wrt=wrt, method=method, **options)
+                np.testing.assert_allclose(got.grads.scale, want, rtol=1e-12, atol=1e-12)
+
+    check()
+    assert moments
+    assert not any(moments)
 
 
 @pytest.mark.gpu

@@ -49,14 +49,17 @@ class Rows:
     def products(self, segment: Any, sums: Any, itself: float) -> Any:
         return (self.u * (sums[segment] - itself * self.u)).sum(axis=1)
 
-    def subtract(self, term: Any, gradient: Any) -> None:
+    def subtract(self, term: Any, gradient: Any, dots: Any) -> None:
         g = np.zeros_like(self.u)
         if term.factor is not None:
             g += term.factor[:, None] * (term.sums[term.segment] - term.itself * self.u)
         if term.weighted is not None:
             g += term.weighted[term.segment]
+        products = (g * self.u).sum(axis=1)
+        if dots is not None:
+            dots -= products
         if self.normalize:
-            g -= self.u * (g * self.u).sum(axis=1, keepdims=True)
+            g -= self.u * products[:, None]
         gradient -= g / self.length
 
 

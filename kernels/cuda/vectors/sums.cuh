@@ -196,11 +196,18 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
   else ((double*)to)[i] = LN_2 * lse2;
 }
 
+// Conclusion.log_scale_grad of a row: `of_moments` is the derivative of its loss, where the sums have moments.
+// Else <dQ_i, q_i> lacks the margin times `at_positives`, the sum of -dL/dx there, with the scale folded in.
+__device__ __forceinline__ double by_log_scale(const Concluding& f, i64 i, double of_moments,
+                                               double at_positives) {
+  return f.rows.moment ? f.upstream[i] * of_moments : f.options.margin * at_positives;
+}
+
 __device__ __forceinline__ void put_row(const Concluding& f, i64 i, const Direction& row, double a,
-                                        double loss, double log_scale_grad) {
+                                        double loss, double log_scale_grad, double at_positives) {
   f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
   // NaN by itself where a feature is not finite
-  if (f.log_scale_grad) f.log_scale_grad[i] = f.upstream[i] * log_scale_grad;
+  if (f.log_scale_grad) f.log_scale_grad[i] = by_log_scale(f, i, log_scale_grad, at_positives);
   f.row_loss[i] = row.loss;
   f.row_reference[i] = reference_of(row.lse2);
   put_lse(f, f.row_lse, i, row.lse2);
@@ -234,7 +241,8 @@ __device__ void conclude_set(const Concluding& f, i64 i) {
     const double share = exp2(f.options.logit(exponents[s]) - top) / total;
     gradient[s] = keys[s] < 0 ? 0 : -a * (share * row.negative_probability + (1.0 / count - share));
   }
-  put_row(f, i, row, a, f.row_weight * row.loss, f.row_weight * row.log_scale_grad);
+  put_row(f, i, row, a, f.row_weight * row.loss, f.row_weight * row.log_scale_grad,
+          a * row.negative_probability);  // shares add up to 1
 }
 
 // solve.Vectors.conclude, a row a thread.
@@ -254,23 +262,23 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   const Direction row = f.options.of_one(f.rows.get(i), positive, partner);
   const double a = upstream * (f.row_weight * scale);
   double loss = f.row_weight * row.loss, log_scale_grad = f.row_weight * row.log_scale_grad;
-  double positive_gradient = a * row.negative_probability;
+  double at_positive = a * row.negative_probability, of_partner = 0;
   if (f.symmetric && partner >= 0)
-    positive_gradient += f.upstream[partner] * (f.row_weight * scale) *
-                         f.options.of_one(f.rows.get(partner), positive, i).negative_probability;
+    of_partner = f.upstream[partner] * (f.row_weight * scale) *
+                 f.options.of_one(f.rows.get(partner), positive, i).negative_probability;
   if (f.two_sided) {
     const Direction column = f.options.of_one(f.columns.get(i), positive, partner);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
     log_scale_grad += f.column_weight * column.log_scale_grad;
-    positive_gradient += b * column.negative_probability;
+    at_positive += b * column.negative_probability;
     f.column_factor[i] = b;
     f.column_loss[i] = column.loss;
     f.column_reference[i] = reference_of(column.lse2);
     put_lse(f, f.column_lse, i, column.lse2);
   }
-  put_row(f, i, row, a, loss, log_scale_grad);
-  f.positive_gradient[i] = -positive_gradient;
+  put_row(f, i, row, a, loss, log_scale_grad, at_positive);
+  f.positive_gradient[i] = -(at_positive + of_partner);
 }
 
 constexpr int TOTALS_THREADS = 1024;
@@ -285,14 +293,14 @@ __device__ __forceinline__ double add_up(const double* x, i64 n, const double* w
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 
-// out[0] = share * sum of losses, each times its share of `shares` (null: 1), out[1] = sum of log_scale_grad
-// / (pair_counts scale), out[2] = sum of bias_grad / scale; null: 0.
+// out[0] = share * sum of losses, each times its share of `shares` (null: 1), out[1] = (sum of log_scale_grad
+// + sum of dots / pair_counts) / scale, out[2] = sum of bias_grad / scale; null: 0.
 extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double share, const double* shares, const double* log_scale_grad,
-       i64 count, double pair_counts, const double* bias_grad, const __grid_constant__ Scale scale,
-       void* out, i64 is_float) {
-  const double sums[3] = {share * add_up(losses, m, shares),
-                          add_up(log_scale_grad, count) / (pair_counts * scale.bare()),
+       const double* dots, i64 count, double pair_counts, const double* bias_grad,
+       const __grid_constant__ Scale scale, void* out, i64 is_float) {
+  const double of_scale = add_up(log_scale_grad, m) + add_up(dots, count) / pair_counts;
+  const double sums[3] = {share * add_up(losses, m, shares), of_scale / scale.bare(),
                           add_up(bias_grad, m) / scale.bare()};
   if (threadIdx.x) return;
 #pragma unroll
