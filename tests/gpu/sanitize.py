@@ -1,6 +1,7 @@
 """Runs every schedule of the GPU kernels under compute-sanitizer.
 
     python tests/gpu/sanitize.py [--tools memcheck racecheck synccheck initcheck] [--jobs 8]
+        [--calls margin]
 
 Sizes are small and odd, on both sides of the tiles' edges. A tool's findings fail the run, as does
 a kernel that no call reached. Needs a GPU and CUDA's compute-sanitizer on the PATH.
@@ -108,8 +109,10 @@ def calls(kernels: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any
     yield "clip", "float32", "auto", 300, 40, offload
 
 
-def checked_calls(tool: str, kernels: str) -> list[tuple[str, str, str, int, int, dict[str, Any]]]:
-    """The calls that a tool can check, those of the same kernels beside each other.
+def checked_calls(
+    tool: str, kernels: str, pattern: str
+) -> list[tuple[str, str, str, int, int, dict[str, Any]]]:
+    """The calls that a tool can check and that match, those of the same kernels beside each other.
 
     Instrumenting a kernel takes longer than running it, so a process gets calls of few kernels.
     """
@@ -125,10 +128,11 @@ def checked_calls(tool: str, kernels: str) -> list[tuple[str, str, str, int, int
             call for call in found
             if call[5].get("method") not in ("naive", "fused") and call[1] != "float64"
         )  # fmt: skip
+    found = (call for call in found if re.search(pattern, " ".join(map(str, call))))
     return sorted(found, key=lambda call: call[1:3])
 
 
-def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
+def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
     """One of `parts` of the calls, each with finite results; prints which kernels they launched."""
     import cupy
     import ml_dtypes  # noqa: F401  names bfloat16 for NumPy
@@ -138,7 +142,7 @@ def sweep(tool: str, kernels: str, part: int, parts: int) -> None:
     import infonce
 
     rng = np.random.default_rng(0)
-    wanted = checked_calls(tool, kernels)
+    wanted = checked_calls(tool, kernels, pattern)
     mine = slice(part * len(wanted) // parts, (part + 1) * len(wanted) // parts)
     for loss, dtype, precision, rows, d, given in wanted[mine]:
         # the last line of a process that was killed tells its call
@@ -206,11 +210,12 @@ def names() -> set[str]:
     return {next(n for n in found if n != "sizeof" and n[0] != "_") for found in called}
 
 
-def checked(tool: str, kernels: str, part: int, parts: int) -> dict[str, Any]:
+def checked(tool: str, kernels: str, pattern: str, part: int, parts: int) -> dict[str, Any]:
     """One tool over one of `parts` of the calls."""
     environment = os.environ | {"INFONCE_KERNELS": kernels}
     sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    sweep_of_part = [sys.executable, __file__, "--sweep", tool, kernels, str(part), str(parts)]
+    given = [tool, kernels, pattern, str(part), str(parts)]
+    sweep_of_part = [sys.executable, __file__, "--sweep", *given]
     start = time.perf_counter()
     done = subprocess.run(
         [*sanitizer, *sweep_of_part], env=environment, text=True, check=False,
@@ -236,13 +241,15 @@ def checked(tool: str, kernels: str, part: int, parts: int) -> dict[str, Any]:
 
 
 def write(path: Path, runs: list[dict[str, Any]], launched: set[str]) -> None:
-    """The record of a run so far."""
+    """The record of a run so far; runs of other calls that the file has stay there."""
     from infonce.cli import machine
 
-    record = {
-        "date": machine.now(), "commit": machine.commit(), "gpu": machine.gpu(),
-        "kernels": sorted(launched), "runs": runs,
-    }  # fmt: skip
+    earlier = json.loads(path.read_text())["runs"] if path.exists() else []
+    of_this = {"commit": machine.commit(), "date": machine.now()}
+    runs = [run | of_this for run in runs]
+    mine = [(run["tool"], run["kernels"], run["matching"]) for run in runs]
+    others = [run for run in earlier if (run["tool"], run["kernels"], run["matching"]) not in mine]
+    record = {"gpu": machine.gpu(), "kernels": sorted(launched), "runs": others + runs}
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -251,33 +258,40 @@ def main() -> int:
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time (default 4)")
+    parser.add_argument(
+        "--calls", default="", metavar="REGEX",
+        help="only calls that match, each as: loss dtype precision rows features options",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, help="write a record of the run (JSON)")
-    parser.add_argument("--sweep", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--sweep", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.sweep:
-        tool, kernels, part, parts = arguments.sweep
-        sweep(tool, kernels, int(part), int(parts))
+        tool, kernels, pattern, part, parts = arguments.sweep
+        sweep(tool, kernels, pattern, int(part), int(parts))
         return 0
+    pattern = arguments.calls
     runs, launched, clean = [], set(), True
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for tool, kernels in CHECKED:
             if tool not in arguments.tools or kernels not in arguments.kernels:
                 continue
             parts = 2 * arguments.jobs
-            found = list(pool.map(partial(checked, tool, kernels, parts=parts), range(parts)))
+            of_part = partial(checked, tool, kernels, pattern, parts=parts)
+            found = list(pool.map(of_part, range(parts)))
             for part in range(parts):  # side by side they may have lacked memory
                 if found[part]["killed"]:
-                    found[part] = checked(tool, kernels, part, parts)
+                    found[part] = of_part(part)
             launched |= {name for part in found for name in part["launched"]}
             clean = clean and all(part["clean"] for part in found)
             runs.append({
-                "tool": tool, "kernels": kernels, "calls": len(checked_calls(tool, kernels)),
+                "tool": tool, "kernels": kernels, "matching": pattern,
+                "calls": len(checked_calls(tool, kernels, pattern)),
                 "clean": all(part["clean"] for part in found),
                 "seconds": max(part["seconds"] for part in found),
             })  # fmt: skip
             if arguments.output:  # as it grows: a run may be cut off
                 write(arguments.output, runs, launched)
-    missed = names() - launched
+    missed = set() if pattern else names() - launched
     if missed:
         print(f"kernels that no call reached: {' '.join(sorted(missed))}")
     print("clean" if clean else "errors were found")
