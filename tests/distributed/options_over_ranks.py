@@ -225,10 +225,10 @@ def limits(place: str) -> None:
     rows = shards(150, 4)[RANK]
     ways = [("ring", None), ("ring", 40_000 if place == "host" else 2**20), ("gather", None)]
     ways += [("hierarchical", None)] * OF_TWO_RANKS
-    for name, (exchange, workspace) in itertools.product(
-        ("info_nce", "clip", "nt_xent", "gte"), ways
-    ):
-        options: dict[str, Any] = offloaded(place)
+    offload = offloaded(place)
+    losses = ("clip", "nt_xent") if offload else ("info_nce", "clip", "nt_xent", "gte")
+    for name, (exchange, workspace) in itertools.product(losses, ways):
+        options = dict(offload)
         if name == "nt_xent":
             options["labels"] = ((np.arange(150) + 75) % 150)[rows]
         got = on_host(getattr(distributed, f"{name}_loss_and_grad")(
