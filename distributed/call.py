@@ -334,6 +334,7 @@ class _Call:
                      for name in ("rows", "columns")]  # fmt: skip
             solution.mean_losses = means[0], means[1]
         values = self.transport.write(list(totals.values()), request.dtype)
+        self.transport.finish()
         of_batch = dict(zip(totals, values, strict=True))
         solution.loss = of_batch["loss"] if request.reduction != "none" else None
         solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")

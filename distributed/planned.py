@@ -45,8 +45,9 @@ def _build(
     place: tuple[Communicator, Transport, int, tuple[int, ...]], queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
     ranks, transport, start, rows = place
-    through, vectors = transport.queued(queue), QueuedVectors(problem, queue)
+    through = transport.queued(queue)
     assert through is not None
+    vectors = QueuedVectors(problem, queue, through.read_ahead)
     own = vectors.own_positives(start, len(problem.query))
     problem = fast_replace(problem, positives=own)
 

@@ -19,7 +19,7 @@ import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
 
 from ..communicators.base import Array, Communicator, Pending, Shifts
-from .base import Exchanger, Transport
+from .base import Queued, Transport
 
 Message = tuple[int, int]  # bytes, the other rank
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
@@ -70,7 +70,9 @@ class _Base:
         # recorded again by every exchange: a wait refers to the latest record before it
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
+        self.fetched = cupy.cuda.Event(disable_timing=True)
         self.numbers = cupyx.empty_pinned(MOST_NUMBERS, np.float64)
+        self.places: tuple[int, ...] = ()  # of numbers that were copied ahead of `read`
 
     def begin(self) -> None:
         """Order the next transfers after the work that the current stream has."""
@@ -95,23 +97,37 @@ class _Base:
             sum(elapsed(before, after) for _, _, before, after in timers) / 1e3,
         )
 
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        """Waits for the device within the timeout of ranks: its work may wait for other ranks."""
-        stream, runtime = cupy.cuda.get_current_stream(), cupy.cuda.runtime
-        to, places = self.numbers.ctypes.data, [number.data.ptr for number in numbers]
+    def fetch(self, stream: int, *places: int) -> None:
+        """Start to copy the numbers at these addresses to the host."""
+        runtime, to = cupy.cuda.runtime, self.numbers.ctypes.data
         first, size = places[0], 8 * len(places)
         pieces = [(to + 8 * i, place, 8) for i, place in enumerate(places)]
-        if places == [*range(first, first + size, 8)]:  # one after another
+        if places == (*range(first, first + size, 8),):  # one after another
             pieces = [(to, first, size)]
         for piece in pieces:
-            runtime.memcpyAsync(*piece, runtime.memcpyDeviceToHost, stream.ptr)
-        self.ready.record(stream)
+            runtime.memcpyAsync(*piece, runtime.memcpyDeviceToHost, stream)
+        runtime.eventRecord(self.fetched.ptr, stream)
+        self.places = places
+
+    def read(self, numbers: Sequence[Array]) -> list[float]:
+        places = tuple(number.data.ptr for number in numbers)
+        if places != self.places:
+            self.fetch(cupy.cuda.get_current_stream().ptr, *places)
+        self.places = ()
+        self._until(self.fetched)
+        return [float(number) for number in self.numbers[: len(numbers)]]
+
+    def finish(self) -> None:
+        self.ready.record()
+        self._until(self.ready)
+
+    def _until(self, event: Any) -> None:
+        """Wait for the device within the timeout of ranks: its work may wait for other ranks."""
         try:
-            self.ranks.until(lambda: bool(self.ready.done))
+            self.ranks.until(lambda: bool(event.done))
         except BaseException:
             _abandoned.append(self.numbers)
             raise
-        return [float(number) for number in self.numbers[: len(numbers)]]
 
     def write(self, numbers: Sequence[float], dtype: Any) -> Array:
         given = np.array(numbers, dtype)
@@ -122,7 +138,7 @@ class _Base:
         )  # fmt: skip
         return out
 
-    def queued(self, queue: Queue) -> Exchanger | None:
+    def queued(self, queue: Queue) -> Queued | None:
         return None
 
     def close(self) -> None:
@@ -159,7 +175,7 @@ class NCCL(_Base):
     def exchange(self, shifts: Shifts) -> Pending:
         return self.queued(Queue()).exchange(shifts)
 
-    def queued(self, queue: Queue) -> Exchanger:
+    def queued(self, queue: Queue) -> Queued:
         return _Queued(self, queue)
 
     def transfer(self, form: _Form, stream: int, *addresses: int) -> None:
@@ -238,6 +254,10 @@ class _Queued:
 
     def wait(self) -> None:
         self.queue.do(self.transport.join)
+
+    def read_ahead(self, numbers: Sequence[Array]) -> None:
+        if numbers:
+            self.queue.do(self.transport.fetch, *(number.data.ptr for number in numbers))
 
 
 class CudaAware(_Base):

@@ -122,6 +122,19 @@ def test_steps_do_not_grow_with_the_ranks() -> None:
     assert sum(many.values()) - sum(two.values()) == 10
 
 
+@pytest.mark.parametrize("loss", sorted(WEIGHTS))
+def test_totals_are_read_ahead(loss: str) -> None:
+    """Before the gradients that they do not depend on: ranks exchange them meanwhile."""
+    sweep = "sweep_sigmoid" if loss == "siglip" else "sweep_gradient"
+    for scalars in ({}, {"scalar_grads": True, "moments": True}, {"scalar_grads": True}):
+        found = steps(loss, [300, 200], 1, **scalars)
+        assert found[found.index("totals") + 1] == "fetch"
+        ahead = loss != "siglip" and (not scalars or "moments" in scalars)
+        assert ahead == (found.index("fetch") < found.index(sweep))
+        assert found.count("fetch") == 1
+    assert steps(loss, [300, 200], 1, gradient=False)[-1] == "fetch"
+
+
 def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infonce.distributed.cost.CHUNK", 2**20)
     assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3

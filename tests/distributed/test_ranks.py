@@ -248,7 +248,8 @@ def test_offload_to_gpus() -> None:
     ("what", "exchange"),
     [
         ("killed", "ring"), ("raises", "ring"), ("raises", "gather"),
-        ("killed in a plan", "gather"), ("killed", "hierarchical"),
+        ("killed in a plan", "gather"), ("killed after the loss", "gather"),
+        ("killed", "hierarchical"),
     ],
 )  # fmt: skip
 def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:

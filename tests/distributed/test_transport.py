@@ -1,6 +1,7 @@
 """Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import queue
@@ -182,6 +183,42 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     here = threading.get_ident()
     known = [thread == here for thread in threads]
     assert known == [False, False, True, False, True, True, False]
+
+
+@pytest.mark.extras
+def test_numbers_that_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what they were then; others, and the same later, are read anew."""
+    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
+    on_device = np.arange(4.0)  # memory of the host stands for that of a device
+    events: list[int] = []
+    runtime = gpu.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "memcpyAsync", lambda to, at, n, *_: ctypes.memmove(to, at, n))
+    monkeypatch.setattr(runtime, "eventRecord", lambda event, stream: events.append(event))
+    stream = types.SimpleNamespace(ptr=3)
+    monkeypatch.setattr(gpu.cupy.cuda, "get_current_stream", lambda: stream)
+    nccl: Any = object.__new__(gpu.NCCL)
+    nccl.__dict__.update(
+        ranks=Alone(), numbers=np.zeros(8), places=(), fetched=types.SimpleNamespace(ptr=5, done=1)
+    )
+
+    def numbers(*indices: int) -> list[Any]:
+        start = on_device.ctypes.data
+        return [
+            types.SimpleNamespace(data=types.SimpleNamespace(ptr=start + 8 * i)) for i in indices
+        ]
+
+    into: Any = types.SimpleNamespace(do=lambda function, *pointers: function(3, *pointers))
+    for which in ([0], [0, 1], [2, 0]):
+        nccl.queued(into).read_ahead(numbers(*which))
+        then, count = on_device[which].tolist(), len(events)
+        on_device += 1
+        assert nccl.read(numbers(*which)) == then
+        assert len(events) == count
+        assert nccl.read(numbers(*which)) == on_device[which].tolist()
+        nccl.queued(into).read_ahead(numbers(*which))
+        assert nccl.read(numbers(3)) == [on_device[3]]
+    nccl.queued(into).read_ahead([])
+    assert set(events) == {5}
 
 
 def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

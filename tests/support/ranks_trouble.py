@@ -253,6 +253,9 @@ def first(where: str, timeout: str) -> None:
         raise
 
 
+IN_A_PLAN = "killed in a plan", "killed after the loss"
+
+
 def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None:
     """Rank 1 gets into trouble before the third call, or in its middle; what do the others say?"""
     say("process", os.getpid())
@@ -265,10 +268,22 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
     if what == "killed in a plan" and RANK == 1:
         planned = importlib.import_module("infonce.distributed.planned")
         solve, planned.solution = planned.solution, lambda *of: die() if calls == 2 else solve(*of)
+    if what == "killed after the loss" and RANK == 1:
+        gpu = importlib.import_module("infonce.distributed.transports.gpu")
+        transfer, sent = gpu.NCCL.transfer, []
+
+        def without_gradients(self: Any, *of: Any) -> None:
+            """The exchanges of keys, sums of columns and factors, but not that of dK."""
+            sent.append(calls)
+            if sent.count(2) < 4:
+                transfer(self, *of)
+
+        gpu.NCCL.transfer = without_gradients
+        gpu.NCCL.finish = lambda self: die() if calls == 2 else None
     calls = 0
 
     def die() -> None:
-        """When the others wait for this rank's keys."""
+        """When the others wait for this rank."""
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -303,7 +318,7 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
                 scale=1.0,
                 timeout=float(timeout),
                 exchange=exchange,
-                progress=None if what == "killed in a plan" else progress,
+                progress=None if what in IN_A_PLAN else progress,
             )
         except BaseException as error:
             passed = time.monotonic() - began
