@@ -37,7 +37,8 @@ def solution(
         return None
     properties = device_properties(problem.query.device.id)
     place = ranks, transport, queries.starts[ranks.rank], tuple(keys.rows)
-    return recorded.solution_of(plan.call(_build, properties, problem, gradients, place))
+    made = plan.call(_build, properties, problem, gradients, place, graphs=True)
+    return recorded.solution_of(made)
 
 
 def _build(

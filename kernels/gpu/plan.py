@@ -4,6 +4,8 @@ Which kernels run, in what order, on which parts of which arrays depends on shap
 options, not on what arrays hold. So a call is recorded once, with placeholders for the addresses of
 its arrays and for its numbers (device/recorder.py), and every call of the same kind replays the
 recording with its own. Nothing else is kept from call to call, above all no memory of the device.
+Where calls come at the same addresses with the same numbers again, their steps may be captured in
+CUDA graphs: a launch in the place of many.
 It pays where Python would take longer than the device, for batches of some thousand rows: a call of
 many steps (recorder.MAX_STEPS) is not recorded.
 
@@ -18,6 +20,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from itertools import groupby
 from operator import attrgetter
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -42,8 +45,9 @@ PLAIN = {bool, float, int, str, NoneType}  # types of fields that cannot hold an
 Build = Callable[..., dict[str, "Array | None"]]
 
 
-def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
-    """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one."""
+def call(build: Build, device: Device, *parts: Any, graphs: bool = False) -> dict[str, Array]:
+    """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one.
+    `graphs`: what is asked for again at the same addresses is captured in CUDA graphs."""
     arrays: list[Array] = []
     numbers: list[float] = []
     like = tuple(_describe(part, arrays, numbers) for part in parts)
@@ -52,7 +56,7 @@ def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
     if plan is None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = _recorded(build, parts, arrays)
+        plan = _plans[key] = _recorded(build, parts, arrays, graphs)
     if isinstance(plan, Plan):
         return plan.run(arrays, numbers)
     return {name: array for name, array in build(*parts, plan).items() if array is not None}
@@ -82,9 +86,11 @@ def rehearse(build: Build, *parts: Any) -> Recorder:
 _plans: dict[tuple[Any, ...], Plan | Queue] = {}
 
 
-def _recorded(build: Build, parts: Sequence[Any], given: Sequence[Array]) -> Plan | Queue:
+def _recorded(
+    build: Build, parts: Sequence[Any], given: Sequence[Array], graphs: bool
+) -> Plan | Queue:  # fmt: skip
     try:
-        return Plan(build, parts, given)
+        return Plan(build, parts, given, graphs)
     except TooLong:
         return Queue()
 
@@ -167,19 +173,26 @@ class _Result:
     strides: tuple[int, ...]
 
 
+Call = tuple[Callable[..., None], tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class _Arguments:
     """Of all steps, for one set of addresses and numbers on one stream. Never written again."""
 
-    calls: list[tuple[Callable[..., None], tuple[int, ...]]]
-    memory: Any  # that the launches' parameters are in
+    calls: list[Call]
+    memory: tuple[Any, ...]  # that parameters of launches are in, and graphs
+    final: bool  # nothing more is captured
 
 
 class Plan:
     """A recording, and what it takes to replay it."""
 
-    def __init__(self, build: Build, parts: Sequence[Any], given: Sequence[Array]) -> None:
-        recorder = Recorder()
+    def __init__(
+        self, build: Build, parts: Sequence[Any], given: Sequence[Array], graphs: bool = False
+    ) -> None:  # fmt: skip
+        self.graphs = graphs
+        recorder = Recorder(graphs)
         made = _record(recorder, build, parts, given)
         self.results = {
             name: _Result(placeholder_of(z.data.ptr), z.shape, z.dtype, z.strides)
@@ -236,13 +249,16 @@ class Plan:
             alone[array] = malloc(size)
             starts[array] = alone[array].ptr
 
-        stream = cupy.cuda.get_current_stream().ptr
+        current = cupy.cuda.get_current_stream()
+        stream = current.ptr
         key = stream, *starts, *numbers
         arguments = self.known.get(key)
         if arguments is None:
             if len(self.known) >= MAX_ARGUMENTS:
                 self.known.clear()
             arguments = self.known[key] = self._arguments(starts, numbers, stream)
+        elif not arguments.final and not current.is_capturing():
+            arguments = self.known[key] = self._captured(starts, numbers, stream, arguments)
         for do, values in arguments.calls:
             do(*values)
         return {
@@ -269,4 +285,34 @@ class Plan:
                 calls.append((driver.launchKernel, (function, *shape, stream, at, 0)))
             else:
                 calls.append((step.do, (stream, *others[step.arguments])))
-        return _Arguments(calls, (words, parameters))
+        return _Arguments(calls, (words, parameters), not self.graphs)
+
+    def _captured(
+        self, starts: list[int], numbers: Sequence[float], stream: int, plain: _Arguments
+    ) -> _Arguments:
+        """The same, with CUDA graphs of the steps between foreign ones."""
+        aside = cupy.cuda.Stream(non_blocking=True)
+        onto = self._arguments(starts, numbers, aside.ptr)
+        calls: list[Call] = []
+        graphs = []
+        steps = zip(self.steps, plain.calls, onto.calls, strict=True)
+        for foreign, of in groupby(steps, key=lambda step: getattr(step[0], "foreign", False)):
+            _, direct, captured = zip(*of, strict=True)
+            if foreign or len(direct) == 1:
+                calls += direct
+                continue
+            graphs.append(_graph(captured, aside))
+            calls.append((runtime.graphLaunch, (graphs[-1].graphExec, stream)))
+        return _Arguments(calls, (*plain.memory, graphs), True)  # lone launches read it
+
+
+def _graph(calls: Sequence[Call], stream: Any) -> Any:
+    """The CUDA graph of calls on the stream."""
+    with stream:
+        stream.begin_capture()
+        try:
+            for do, values in calls:
+                do(*values)
+        finally:
+            graph = stream.end_capture()
+    return graph

@@ -143,7 +143,7 @@ def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go step by step, by backends of blocks."""
     monkeypatch.setattr(planned, "device_properties", lambda _: DEVICES["sm_90a"])
-    monkeypatch.setattr(planned.plan, "call", lambda *_: {})
+    monkeypatch.setattr(planned.plan, "call", lambda *_, **__: {})
     transport: Any = object.__new__(transports.NCCL)
     ranks: Any = SimpleNamespace(rank=0, size=2)
     into, asked = recorder.Recorder(), []
