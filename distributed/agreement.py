@@ -50,17 +50,18 @@ def require_none(failures: Sequence[Failure], error: Exception | None) -> None:
             raise AgreedError(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
 
 
-def packed(facts: dict[str, Any]) -> bytes:
-    """Facts of a call as `require_same` compares them."""
+def packed(facts: Any) -> bytes:
+    """Facts of a call as they are sent, and as `require_same` compares them."""
     return pickle.dumps(facts)
 
 
-def require_same(everyone: Sequence[bytes]) -> None:
-    """`AgreedError` of a ValueError that names the first fact in which a rank differs."""
+def require_same(everyone: Sequence[Sequence[bytes]]) -> None:
+    """`AgreedError` of a ValueError that names the first fact in which a rank differs. Each rank
+    has one or more packed dictionaries of facts, the later in the place of the earlier."""
     for r, facts in enumerate(everyone):
         if facts == everyone[0]:
             continue
-        first, other = pickle.loads(everyone[0]), pickle.loads(facts)
+        first, other = (_together(of) for of in (everyone[0], facts))
         for name in {**first, **other}:
             if other.get(name) != first.get(name):
                 error = (
@@ -68,3 +69,10 @@ def require_same(everyone: Sequence[bytes]) -> None:
                     f"and {other.get(name)!r} on rank {r}"
                 )
                 raise AgreedError(ValueError(error))
+
+
+def _together(packed_facts: Sequence[bytes]) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for part in packed_facts:
+        facts |= pickle.loads(part)
+    return facts

@@ -58,8 +58,8 @@ class Communicator:
         Seconds that a rank waits for others before `RankError`; set by each call of a loss.
     peers : Peers or None
         The processes of the ranks, where they are known.
-    sizes : list or None
-        Rows of all ranks' arrays in the last call: the next one's mostly are the same.
+    agreed : object or None
+        What the ranks agreed on before their last call: the next one is mostly alike.
     waited, moving : float
         Total seconds that this rank waited for shifts, and that shifts were in progress.
     """
@@ -68,7 +68,7 @@ class Communicator:
     size: int
     timeout: float | None = TIMEOUT
     peers: Peers | None = None
-    sizes: list[Any] | None = None
+    agreed: Any = None
     waited: float = 0.0
     moving: float = 0.0
 
@@ -158,17 +158,14 @@ def gathered(value: Any, gather: Callable[[Array], Array]) -> list[Any]:
     """An allgather of values, by one of bytes: `gather` takes [room] of them and returns [size,
     room]. Values that are longer than most take it twice."""
     message = pickle.dumps(value)
-    size = len(message)
     room, longest = 0, SHORT
     while longest > room:
         room = longest
-        own = np.zeros(8 + room, np.uint8)
-        own[:8] = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
-        own[8 : 8 + size] = np.frombuffer(message[:room], np.uint8)
-        everyone = gather(own)
-        sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in everyone]
+        own = len(message).to_bytes(8, "little") + message[:room].ljust(room, b"\0")
+        everyone = [row.tobytes() for row in gather(np.frombuffer(own, np.uint8))]
+        sizes = [int.from_bytes(row[:8], "little") for row in everyone]
         longest = max(sizes)
-    return [pickle.loads(row[8 : 8 + n].tobytes()) for row, n in zip(everyone, sizes, strict=True)]
+    return [pickle.loads(row[8 : 8 + n]) for row, n in zip(everyone, sizes, strict=True)]
 
 
 class Together:

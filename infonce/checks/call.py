@@ -45,6 +45,7 @@ class Request:
     metrics: bool
     return_logits: bool
     offload: bool  # host arrays, computed on a GPU
+    static: _StaticChecks  # the same object for calls that are alike
     joined: Array = None  # of a joint loss: the gradients of all rows, if they are to be copied
 
 
@@ -185,7 +186,7 @@ def check(
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
     return Request(
         problem, gradients, outs, given_out, wrt, reduction, static.dtype,
-        static.metrics, static.return_logits, static.offload, joined,
+        static.metrics, static.return_logits, static.offload, static, joined,
     )  # fmt: skip
 
 
