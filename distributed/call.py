@@ -189,9 +189,13 @@ class _Call:
         if solution is None:
             solution = self.fold(request, problem)
         self.reduce(request, solution, ddp)
-        if not self.with_grad:
-            return arrays.converter_to(like)(dispatch._reduce(request, solution))
-        return dispatch._result(self.kind, request, solution, arrays.converter_to(like))
+        convert = arrays.converter_to(like)
+        if self.with_grad:
+            result = dispatch._result(self.kind, request, solution, convert)
+        else:
+            result = convert(dispatch._reduce(request, solution))
+        self.transport.finish()
+        return result
 
     def fold(self, request: Request, problem: Problem) -> Solution:
         """The folds over ranks, step by step."""
@@ -285,7 +289,6 @@ class _Call:
                      for name in ("rows", "columns")]  # fmt: skip
             solution.mean_losses = means[0], means[1]
         values = self.transport.write(list(totals.values()), request.dtype)
-        self.transport.finish()
         of_batch = dict(zip(totals, values, strict=True))
         solution.loss = of_batch["loss"] if request.reduction != "none" else None
         solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")

@@ -30,6 +30,7 @@ TIMEOUT = 300.0  # seconds
 SHORT = 2040  # bytes of most values that all ranks exchange
 LISTEN = 0.05  # seconds between calls of `listen`
 BUSY = 5e-3  # seconds of waiting before the first sleep: most waits are shorter than one
+OF_DEVICE = 50e-3  # the same of waits for a device: a processor that has slept is slow for a while
 
 
 # lets other processes of this core run, and other threads of this one
@@ -103,8 +104,9 @@ class Communicator:
     def fail(self, error: BaseException) -> None:
         """Called when this rank leaves a call with `error`: tell the others."""
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Wait for `done()`; RankError if a rank fails meanwhile, or after the timeout."""
+    def until(self, done: Callable[[], bool], busy: float = BUSY) -> None:
+        """Wait for `done()`; RankError if a rank fails meanwhile, or after the timeout. The first
+        `busy` seconds are waited without sleep."""
         began = now = time.monotonic()
         look, overdue = began + LISTEN, False
         while not done():
@@ -121,7 +123,7 @@ class Communicator:
                     f"rank {self.rank} waited {self.timeout:g} s for {self.silent()}; a rank may "
                     "have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            if now - began < BUSY:
+            if now - began < busy:
                 _yield()
             else:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
@@ -162,10 +164,10 @@ def gathered(value: Any, gather: Callable[[Array], Array]) -> list[Any]:
     while longest > room:
         room = longest
         own = len(message).to_bytes(8, "little") + message[:room].ljust(room, b"\0")
-        everyone = [row.tobytes() for row in gather(np.frombuffer(own, np.uint8))]
-        sizes = [int.from_bytes(row[:8], "little") for row in everyone]
-        longest = max(sizes)
-    return [pickle.loads(row[8 : 8 + n]) for row, n in zip(everyone, sizes, strict=True)]
+        everyone = gather(np.frombuffer(own, np.uint8)).tobytes()
+        starts = range(8, len(everyone), 8 + room)
+        longest = max([int.from_bytes(everyone[at - 8 : at], "little") for at in starts])
+    return [pickle.loads(everyone[at : at + room]) for at in starts]
 
 
 class Together:

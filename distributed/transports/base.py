@@ -45,7 +45,7 @@ class Transport(Exchanger, Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait for all work queued on the device; RankError if that fails."""
+        """Wait for the work that `read` did not wait for; RankError if that fails."""
         ...
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Host:
         return np.array(numbers, dtype)
 
     def finish(self) -> None:
-        """Nothing is queued."""
+        """`read` has waited for nothing."""
 
     def close(self) -> None:
         """Nothing to abandon."""

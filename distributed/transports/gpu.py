@@ -18,7 +18,7 @@ import cupyx
 import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
 
-from ..communicators.base import Array, Communicator, Pending, Shifts
+from ..communicators.base import OF_DEVICE, Array, Communicator, Pending, Shifts
 from .base import Queued, Transport
 
 Message = tuple[int, int]  # bytes, the other rank
@@ -53,7 +53,7 @@ def _name(index: int) -> str:
 def make(name: str, ranks: Communicator) -> Transport:
     """The transport of that name for the current device; kept with the communicator. Collective."""
     kept: dict[tuple[str, int], Transport] = ranks.__dict__.setdefault("gpu_transports", {})
-    key = name, cupy.cuda.Device().id
+    key = name, cupy.cuda.runtime.getDevice()
     if key not in kept:
         kept[key] = TRANSPORTS[name](ranks)
     return kept[key]
@@ -72,7 +72,9 @@ class _Base:
         self.done = cupy.cuda.Event(disable_timing=True)
         self.fetched = cupy.cuda.Event(disable_timing=True)
         self.numbers = cupyx.empty_pinned(MOST_NUMBERS, np.float64)
+        self.numbers_at: int = self.numbers.ctypes.data
         self.places: tuple[int, ...] = ()  # of numbers that were copied ahead of `read`
+        self.ahead = False  # whether the last `read` did not wait for all work
 
     def begin(self) -> None:
         """Order the next transfers after the work that the current stream has."""
@@ -99,7 +101,7 @@ class _Base:
 
     def fetch(self, stream: int, *places: int) -> None:
         """Start to copy the numbers at these addresses to the host."""
-        runtime, to = cupy.cuda.runtime, self.numbers.ctypes.data
+        runtime, to = cupy.cuda.runtime, self.numbers_at
         first, size = places[0], 8 * len(places)
         pieces = [(to + 8 * i, place, 8) for i, place in enumerate(places)]
         if places == (*range(first, first + size, 8),):  # one after another
@@ -111,20 +113,23 @@ class _Base:
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
         places = tuple(number.data.ptr for number in numbers)
-        if places != self.places:
+        self.ahead = places == self.places
+        if not self.ahead:
             self.fetch(cupy.cuda.get_current_stream().ptr, *places)
         self.places = ()
         self._until(self.fetched)
-        return [float(number) for number in self.numbers[: len(numbers)]]
+        values: list[float] = self.numbers[: len(numbers)].tolist()
+        return values
 
     def finish(self) -> None:
-        self.ready.record()
-        self._until(self.ready)
+        if self.ahead:
+            self.ready.record()
+            self._until(self.ready)
 
     def _until(self, event: Any) -> None:
         """Wait for the device within the timeout of ranks: its work may wait for other ranks."""
         try:
-            self.ranks.until(lambda: bool(event.done))
+            self.ranks.until(lambda: event.done, OF_DEVICE)
         except BaseException:
             _abandoned.append(self.numbers)
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Size of the whole batch, of which a call over ranks has this rank's rows, or none."""
 
     rows: int  # queries

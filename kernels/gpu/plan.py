@@ -15,7 +15,7 @@ dtypes and on fields that cannot hold an array; a number in a field that can (a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -234,37 +234,41 @@ class Plan:
                 self.shared_bytes += -(-size // ALIGNMENT) * ALIGNMENT
 
     def run(self, given: Sequence[Array], numbers: Sequence[float]) -> dict[str, Array]:
-        starts = []
-        for array in given:
-            start = array.data.ptr
-            starts.append(start - start % 16)
-        starts += [0] * (self.arrays - len(given))
         malloc = cupy.cuda.alloc
-        memory = malloc(self.shared_bytes)  # held until all is queued
-        start = memory.ptr
-        for array, offset in self.together:
-            starts[array] = start + offset
-        alone = {}
-        for array, size in self.alone:
-            alone[array] = malloc(size)
-            starts[array] = alone[array].ptr
+        shared = malloc(self.shared_bytes)  # held until all is queued
+        alone = {array: malloc(size) for array, size in self.alone}
+        memory = [*[array.data for array in given], shared, *alone.values()]
 
         current = cupy.cuda.get_current_stream()
-        stream = current.ptr
-        key = stream, *starts, *numbers
+        key = current.ptr, *[at.ptr for at in memory], *numbers
         arguments = self.known.get(key)
         if arguments is None:
             if len(self.known) >= MAX_ARGUMENTS:
                 self.known.clear()
-            arguments = self.known[key] = self._arguments(starts, numbers, stream)
+            starts = self._starts(given, shared.ptr, alone)
+            arguments = self.known[key] = self._arguments(starts, numbers, current.ptr)
         elif not arguments.final and not current.is_capturing():
-            arguments = self.known[key] = self._captured(starts, numbers, stream, arguments)
+            starts = self._starts(given, shared.ptr, alone)
+            arguments = self._captured(starts, numbers, current.ptr, arguments)
+            self.known[key] = arguments
         for do, values in arguments.calls:
             do(*values)
         return {
             name: cupy.ndarray(r.shape, r.dtype, alone[r.at.array] + r.at.offset, r.strides)
             for name, r in self.results.items()
         }
+
+    def _starts(
+        self, given: Sequence[Array], shared: int, alone: Mapping[int, Any]
+    ) -> list[int]:  # fmt: skip
+        """Where each of the call's arrays begins; those given, at a multiple of 16 bytes."""
+        starts = [array.data.ptr // 16 * 16 for array in given]
+        starts += [0] * (self.arrays - len(given))
+        for array, offset in self.together:
+            starts[array] = shared + offset
+        for array, memory in alone.items():
+            starts[array] = memory.ptr
+        return starts
 
     def _arguments(self, starts: list[int], numbers: Sequence[float], stream: int) -> _Arguments:
         words = self.words.copy()

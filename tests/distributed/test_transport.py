@@ -197,11 +197,14 @@ def test_numbers_that_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = types.SimpleNamespace(ptr=3)
     monkeypatch.setattr(gpu.cupy.cuda, "get_current_stream", lambda: stream)
     nccl: Any = object.__new__(gpu.NCCL)
+    numbers, waited = np.zeros(8), []
+    ready = types.SimpleNamespace(record=lambda: waited.append(len(events)), done=True)
     nccl.__dict__.update(
-        ranks=Alone(), numbers=np.zeros(8), places=(), fetched=types.SimpleNamespace(ptr=5, done=1)
-    )
+        ranks=Alone(), numbers=numbers, numbers_at=numbers.ctypes.data, places=(), ahead=False,
+        fetched=types.SimpleNamespace(ptr=5, done=True), ready=ready,
+    )  # fmt: skip
 
-    def numbers(*indices: int) -> list[Any]:
+    def at(*indices: int) -> list[Any]:
         start = on_device.ctypes.data
         return [
             types.SimpleNamespace(data=types.SimpleNamespace(ptr=start + 8 * i)) for i in indices
@@ -209,14 +212,18 @@ def test_numbers_that_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
     into: Any = types.SimpleNamespace(do=lambda function, *pointers: function(3, *pointers))
     for which in ([0], [0, 1], [2, 0]):
-        nccl.queued(into).read_ahead(numbers(*which))
+        nccl.queued(into).read_ahead(at(*which))
         then, count = on_device[which].tolist(), len(events)
         on_device += 1
-        assert nccl.read(numbers(*which)) == then
+        assert nccl.read(at(*which)) == then
         assert len(events) == count
-        assert nccl.read(numbers(*which)) == on_device[which].tolist()
-        nccl.queued(into).read_ahead(numbers(*which))
-        assert nccl.read(numbers(3)) == [on_device[3]]
+        nccl.finish()  # waits for what was queued later
+        assert waited.pop() == count
+        assert nccl.read(at(*which)) == on_device[which].tolist()
+        nccl.queued(into).read_ahead(at(*which))
+        assert nccl.read(at(3)) == [on_device[3]]
+        nccl.finish()  # this `read` has waited for all
+        assert not waited
     nccl.queued(into).read_ahead([])
     assert set(events) == {5}
 
