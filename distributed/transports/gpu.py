@@ -181,12 +181,15 @@ class NCCL(_Base):
         return self.queued(Queue()).exchange(shifts)
 
     def queued(self, queue: Queue) -> Queued:
-        return _Queued(self, queue)
+        return _Queued(self, queue, late=self.ranks.size == 2)
+
+    def mark(self, stream: int) -> None:
+        """The next `transfer` starts after the work that the stream has now."""
+        cupy.cuda.runtime.eventRecord(self.ready.ptr, stream)
 
     def transfer(self, form: _Form, stream: int, *addresses: int) -> None:
-        """What an exchange of this form does on a stream."""
+        """What an exchange of this form does, since the last `mark`."""
         runtime, mine = cupy.cuda.runtime, self.stream.ptr
-        runtime.eventRecord(self.ready.ptr, stream)
         runtime.streamWaitEvent(mine, self.ready.ptr)
         began = self.timer(self.stream)
         if form.links <= self.linked:
@@ -237,10 +240,15 @@ class _Form:
 
 
 class _Queued:
-    """NCCL by a queue, which runs exchanges or records them."""
+    """NCCL by a queue, which runs exchanges or records them.
 
-    def __init__(self, transport: NCCL, queue: Queue) -> None:
-        self.transport, self.queue, self.name = transport, queue, transport.name
+    `late`: an exchange is launched when it is waited for, after the work that is to hide it. So
+    that work does not wait for the launch, and gets its multiprocessors first; which pays where
+    little arrives, from one other rank.
+    """
+
+    def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
+        self.transport, self.queue, self.late = transport, queue, late
 
     def exchange(self, shifts: Shifts) -> Pending:
         ranks = self.transport.ranks
@@ -254,7 +262,13 @@ class _Queued:
             form.links.add((distance, bool(send), bool(receive)))
             sent += [array.data.ptr for array in send]
             received += [array.data.ptr for array in receive]
-        self.queue.do(partial(self.transport.transfer, form), *sent, *received)
+        self.queue.do(self.transport.mark)
+        launch = partial(
+            self.queue.do, partial(self.transport.transfer, form), *sent, *received
+        )  # fmt: skip
+        if self.late:
+            return _Late(self, launch)
+        launch()
         return self
 
     def wait(self) -> None:
@@ -263,6 +277,17 @@ class _Queued:
     def read_ahead(self, numbers: Sequence[Array]) -> None:
         if numbers:
             self.queue.do(self.transport.fetch, *(number.data.ptr for number in numbers))
+
+
+class _Late:
+    """An exchange that is launched when it is waited for."""
+
+    def __init__(self, queued: _Queued, launch: Callable[[], None]) -> None:
+        self.queued, self.launch = queued, launch
+
+    def wait(self) -> None:
+        self.launch()
+        self.queued.wait()
 
 
 class CudaAware(_Base):

@@ -182,8 +182,11 @@ class Recorder(Queue):
 
     def zeros(self, n: int, dtype: Any) -> Array:
         array = cupy.empty(n, dtype)
-        self._step(_zeros, (array.data.ptr, array.nbytes), (0,))
+        self.clear(array.data, array.nbytes)
         return array
+
+    def clear(self, at: Any, size: int) -> None:
+        self._step(_zeros, (at.ptr, size), (0,))
 
     def scratch(self, size: int) -> Array:
         """All blocks share one: they come one after another."""
