@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 from infonce.kernels.linear import partners
-from infonce.kernels.problem import SILENT, Array, Problem
+from infonce.kernels.problem import Array, Problem
 from infonce.kernels.solve import Solution, solve
 
 from infonce import arrays, dispatch
@@ -18,13 +17,12 @@ from infonce.checks.call import Batch, Request, check
 from infonce.checks.rows import row_weights
 from infonce.spec import Loss
 
-from . import facts
-from .agreement import AgreedError, agree, failure_of, require_none
+from . import agreement
+from .agreement import Agreed, AgreedError, Statement, agree, failure_of, require_none
 from .communicators.base import Communicator
 from .communicators.mpi import connect
 from .exchanges import blocks
 from .exchanges import choice as exchanges
-from .facts import Agreed, Statement
 from .folds import FoldsOverRanks, folds_over_ranks
 from .partition import Partition
 from .transports import choice as transports
@@ -50,7 +48,7 @@ def evaluate(
         return function(kind, given, labels, bias, options)
     call = _Call(kind, ranks, labels, bias, options, rank_options, with_grad)
     try:
-        with arrays.on_stream_of(given[0]), np.errstate(**SILENT):
+        with arrays.on_stream_of(given[0]):
             result = call.evaluate(given)
     except AgreedError as agreed:
         raise agreed.error from None
@@ -81,7 +79,7 @@ class _Call:
         features, request, error, mine = self.first_look(given, known)
         everyone = self.ranks.allgather(mine)
         if known is not None and [terms for terms, _ in everyone] == known.terms:
-            facts.require_same_numbers(everyone)
+            agreement.require_same_numbers(everyone)
         else:
             request, known = self.agree(features, request, error, everyone, known)
             self.ranks.agreed = known
@@ -90,7 +88,7 @@ class _Call:
             self.transport = transports.make(known.transport, self.ranks)
             if arrays.on_gpu(request.problem.query):
                 request.problem = _on_gpu()[0].plain(request.problem)
-            if blocks.tight(request.problem, known.queries, known.keys):
+            if known.tight:
                 self.require_room(request)
             try:
                 return self.solve(request, given[0])
@@ -111,7 +109,7 @@ class _Call:
                 return features, request, None, mine
         except Exception as e:
             error = e
-        return features, None, error, facts.failed(sizes, failure_of(error))
+        return features, None, error, agreement.failed(sizes, failure_of(error))
 
     def agree(
         self, features: list[Array], request: Request, error: Exception | None,
@@ -119,7 +117,7 @@ class _Call:
     ) -> tuple[Request, Agreed]:  # fmt: skip
         """The checked call, and what follows from all ranks' statements. Where a rank has another
         number of rows than in the last call, they check the call once more."""
-        told = facts.told(everyone)
+        told = agreement.told(everyone)
         sizes = [of.sizes for of in told]
         require_none([of.failure if of.sizes is None else None for of in told], error)
         rows = [[sum(of) if self.kind.joint else of[side] for of in sizes] for side in (0, -1)]
@@ -132,7 +130,7 @@ class _Call:
                 request, everyone = agree(
                     self.ranks, lambda: self.check(features, mine, queries, keys)
                 )
-            agreed = facts.agreed(
+            agreed = agreement.agreed(
                 everyone, request, queries, keys, self.ranks, self.options, self.rank_options
             )
         return request, agreed
@@ -150,7 +148,7 @@ class _Call:
         rows = queries.total // (1 + self.kind.joint)
         batch = Batch(rows, keys.total, queries.starts[self.ranks.rank])
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
-        return request, facts.statement(
+        return request, agreement.statement(
             self.kind, request, features, sizes, self.labels is not None, self.with_grad, options,
             self.rank_options,
         )  # fmt: skip
@@ -328,4 +326,4 @@ def _sized(kind: Loss, given: Sequence[Any]) -> tuple[list[Array], list[int]]:
 
 def _sum(values: Sequence[float]) -> float:
     """The sum, rounded once; NaN or infinity where a value is."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else float(np.sum(values))
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -17,6 +17,7 @@ import cupy
 import cupyx
 import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
+from infonce.kernels.problem import SILENT
 
 from ..communicators.base import OF_DEVICE, Array, Communicator, Pending, Shifts
 from .base import Queued, Transport
@@ -135,7 +136,8 @@ class _Base:
             raise
 
     def write(self, numbers: Sequence[float], dtype: Any) -> Array:
-        given = np.array(numbers, dtype)
+        with np.errstate(**SILENT):
+            given = np.array(numbers, dtype)
         out, runtime = cupy.empty(given.shape, dtype), cupy.cuda.runtime
         runtime.memcpyAsync(  # of pageable memory: it is read before this returns
             out.data.ptr, given.ctypes.data, given.nbytes, runtime.memcpyHostToDevice,

@@ -233,23 +233,6 @@ def lead_examples(examples: int) -> None:
         COMM.bcast(end)
 
 
-def parameters() -> None:
-    """Averaged by a framework, gradient_scale="ddp" gives the gradients of one process."""
-    rng = np.random.default_rng(0)
-    n, d = 24, 5
-    x, y, weights = rng.standard_normal((n, 7)), rng.standard_normal((n, d)), rng.random((7, d))
-    mine = shards(n, 3)[RANK]
-    want = infonce.clip_loss_and_grad(x @ weights, y, scale=2.0)
-    for how, combine in (("ddp", lambda g: sum(COMM.allgather(g)) / SIZE),
-                         ("global", lambda g: sum(COMM.allgather(g)))):  # fmt: skip
-        got = distributed.clip_loss_and_grad(
-            x[mine] @ weights, y[mine], scale=2.0, gradient_scale=how
-        )
-        close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
-        close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
-        close(got.loss, want.loss, 1e-13, "loss")
-
-
 def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) -> None:
     """All losses, shards on GPUs or on the host: within the accuracy table against float64, from
     run to run the same, and in float32 and float64 what one process gets."""
@@ -340,10 +323,8 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
     by_nccl = place == "gpu" and transport == "auto" and xp.cuda.runtime.getDeviceCount() >= SIZE
     if by_nccl and exchange == "gather":
         plans = sys.modules["infonce.kernels.gpu.plan"]._plans.values()
-        assert any(
-            of.final for plan in plans if getattr(plan, "graphs", False)
-            for of in plan.known.values()
-        )  # fmt: skip
+        of_plans = [plan.known.values() for plan in plans if getattr(plan, "graphs", False)]
+        assert any(of.final for of in itertools.chain(*of_plans))
 
 
 def compute_on(place: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import call, facts
+from infonce.distributed import agreement
 
 from infonce import distributed
 
@@ -35,13 +35,13 @@ class Mirror(distributed.Communicator):
     def wait(self) -> None:
         """All has been received."""
 
-    def statement(self, loss: str = "siglip", rows: int = 6, **options: Any) -> facts.Statement:
+    def statement(self, loss: str = "siglip", rows: int = 6, **options: Any) -> agreement.Statement:
         """What a call says when it is made for the second time."""
         x, y = np.random.default_rng(0).standard_normal((2, rows, 5))
         for _ in range(2):
             self.said.clear()
             getattr(distributed, f"{loss}_loss_and_grad")(x, y, comm=self, **options)
-        stated: facts.Statement = self.said[0]
+        stated: agreement.Statement = self.said[0]
         return stated
 
 
@@ -60,7 +60,7 @@ def changed(**values: Any) -> Say:
         others = {name: x for name, x in values.items() if name not in numbers}
         if others:
             told["facts"] = pickle.dumps(known | others)
-            terms = pickle.dumps(facts.Told(**told))
+            terms = pickle.dumps(agreement.Told(**told))
         return terms, pickle.dumps(numbers)
 
     return say
@@ -68,14 +68,14 @@ def changed(**values: Any) -> Say:
 
 def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same terms, of which nothing is worked out again; the numbers are the call's own."""
-    monkeypatch.setattr(facts, "_terms", {})
+    monkeypatch.setattr(agreement, "_terms", {})
     ranks = Mirror()
     first = {"scale": 3.0, "bias": -1.0, "grad_out": 1.0}
     terms, numbers = ranks.statement(**{name: np.array(value) for name, value in first.items()})
     agreed, other = ranks.agreed, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
     with monkeypatch.context() as patch:
         for function in ("told", "_facts"):
-            patch.setattr(facts, function, None)
+            patch.setattr(agreement, function, None)
         again = ranks.statement(**{name: np.array(value) for name, value in other.items()})
     assert len(ranks.said) == 2  # the statement, and sums
     assert again[0] == terms == ranks.statement(scale=5.0)[0]
@@ -145,11 +145,11 @@ def test_numbers_that_are_not_numbers() -> None:
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In number, and to plain values: no arrays live on."""
-    monkeypatch.setattr(facts, "_terms", {})
-    monkeypatch.setattr(facts, "MOST_TERMS", 3)
+    monkeypatch.setattr(agreement, "_terms", {})
+    monkeypatch.setattr(agreement, "MOST_TERMS", 3)
     for rows in range(1, 9):
         Mirror().statement(rows=rows, scale=3.0)
-        assert len(facts._terms) <= 3
+        assert len(agreement._terms) <= 3
     x, y, out = np.random.default_rng(0).standard_normal((3, 6, 5))
     gone = [weakref.ref(array) for array in (x, y, out)]
     ranks = Mirror()
@@ -170,10 +170,9 @@ def test_errors_are_those_of_the_rank_that_has_them() -> None:
     ranks.statement(scale=3.0)
     agreed = ranks.agreed
     failure = "ValueError", "text: expected what it is not"
-    ranks.other = lambda value: facts.failed([6, 6], failure) if len(value) == 2 else value
+    ranks.other = lambda value: agreement.failed([6, 6], failure) if len(value) == 2 else value
     with pytest.raises(ValueError, match=r"^rank 1: text: expected what it is not$"):
         ranks.statement(scale=3.0)
     with pytest.raises(TypeError, match=r"^rank 0: text: expected an array"):
         distributed.siglip_loss(np.ones((6, 5)), [[1.0]], scale=3.0, comm=ranks)
     assert ranks.agreed is agreed
-    assert call.facts is facts
