@@ -208,7 +208,7 @@ def _numbers(problem: Problem, options: Options) -> dict[str, Any]:
         for value in (problem.scale, problem.bias)
     )
     grad_out = options.get("grad_out", 1.0)
-    if not isinstance(grad_out, float):
+    if type(grad_out) is not float:
         grad_out = float(grad_out) if np.ndim(grad_out) == 0 else "per row"
     return {"scale": scale, "bias": bias, "grad_out": grad_out}
 
@@ -227,8 +227,8 @@ def agreed(
     everyone: Sequence[Statement], request: Request, queries: Partition, keys: Partition,
     ranks: Communicator, options: Options, rank_options: Options,
 ) -> Agreed:  # fmt: skip
-    """What follows from the statements of all ranks; `AgreedError` on all of them where they
-    disagree. It depends on nothing but their terms."""
+    """What follows from the terms of all ranks, and from nothing else; `AgreedError` on all of them
+    where their statements disagree."""
     parts = told(everyone)
     require_same([(of.facts, numbers) for of, (_, numbers) in zip(parts, everyone, strict=True)])
     if options.get("weights") is not None and not any(of.positive for of in parts):

@@ -180,7 +180,7 @@ class NCCL(_Base):
         return self.ranks.bounded(on_device, "NCCL")
 
     def exchange(self, shifts: Shifts) -> Pending:
-        return self.queued(Queue()).exchange(shifts)
+        return _Queued(self, Queue()).exchange(shifts)
 
     def queued(self, queue: Queue) -> Queued:
         return _Queued(self, queue, late=self.ranks.size == 2)
@@ -244,9 +244,9 @@ class _Form:
 class _Queued:
     """NCCL by a queue, which runs exchanges or records them.
 
-    `late`: an exchange is launched when it is waited for, after the work that is to hide it. So
-    that work does not wait for the launch, and gets its multiprocessors first; which pays where
-    little arrives, from one other rank.
+    `late`: an exchange is launched when it is waited for, after the work that is to hide it. That
+    work does not wait for the launch then, and gets multiprocessors first. It pays where little
+    arrives, from one other rank.
     """
 
     def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
@@ -265,9 +265,8 @@ class _Queued:
             sent += [array.data.ptr for array in send]
             received += [array.data.ptr for array in receive]
         self.queue.do(self.transport.mark)
-        launch = partial(
-            self.queue.do, partial(self.transport.transfer, form), *sent, *received
-        )  # fmt: skip
+        transfer = partial(self.transport.transfer, form)
+        launch = partial(self.queue.do, transfer, *sent, *received)
         if self.late:
             return _Late(self, launch)
         launch()

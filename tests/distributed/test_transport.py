@@ -228,6 +228,28 @@ def test_numbers_that_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(events) == {5}
 
 
+@pytest.mark.extras
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nccl_is_late_in_plans_alone(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step, the host takes long to launch what is to hide an exchange."""
+    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
+    asked: list[str] = []
+    for step in ("mark", "transfer", "join"):
+        monkeypatch.setattr(gpu.NCCL, step, lambda *_, step=step: asked.append(step))
+    stream = types.SimpleNamespace(ptr=3)
+    monkeypatch.setattr(gpu.cupy.cuda, "get_current_stream", lambda: stream)
+    nccl: Any = object.__new__(gpu.NCCL)
+    nccl.ranks = types.SimpleNamespace(rank=0, size=ranks)
+    array = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=64))
+    shifts = {distance: ([array], [array]) for distance in range(1, ranks)}
+    for exchanger, late in ((nccl, False), (nccl.queued(gpu.Queue()), ranks == 2)):
+        asked.clear()
+        pending = exchanger.exchange(shifts)
+        assert asked == ["mark", "transfer"][: 2 - late]
+        pending.wait()
+        assert asked == ["mark", "transfer", "join"]
+
+
 def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen are those of this machine and process namespace; numbers are used again."""
     me = processes.identity()
@@ -291,9 +313,9 @@ def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> N
     now = itertools.count(0, 3e-4)
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=sleeps.append)
     monkeypatch.setattr(base, "time", clock)
-    for looks, slept in ((5, 0), (200, 180)):
+    for looks, busy, slept in ((5, base.BUSY, 0), (100, base.OF_DEVICE, 0), (200, base.BUSY, 180)):
         left = iter(range(looks))
-        Alone().until(lambda left=left: next(left, None) is None)  # type: ignore[misc]
+        Alone().until(lambda left=left: next(left, None) is None, busy)  # type: ignore[misc]
         assert slept <= len(sleeps) <= slept + 10 * bool(slept)
     assert max(sleeps) <= 1e-3
     assert sleeps == sorted(sleeps)
