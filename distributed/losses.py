@@ -74,16 +74,21 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         for name, default in RANK_OPTIONS.items()
     ]
     own = signature.replace(parameters=positional)
-    names = {p.name for p in positional}
+    names = [p.name for p in positional]
+    defaults = {p.name: p.default for p in positional if p.default is not p.empty}
+    least = len(names) - len(defaults)
 
     @functools.wraps(function)
     def over_ranks(*args: Any, **options: Any) -> Any:
-        named = {name: options.pop(name) for name in list(options) if name in names}
-        bound = own.bind(*args, **named)
-        bound.apply_defaults()
-        given = [bound.arguments[name] for name in kind.arguments]
+        named = {name: options.pop(name) for name in names if name in options}
+        if named or not least <= len(args) <= len(names):
+            arguments = own.bind(*args, **named).arguments
+        else:  # as `bind` would, whose time small batches notice
+            arguments = dict(zip(names, args, strict=False))
+        arguments = defaults | arguments
+        given = [arguments[name] for name in kind.arguments]
         rank_options = {name: options.pop(name, default) for name, default in RANK_OPTIONS.items()}
-        labels, bias = bound.arguments.get("labels"), bound.arguments.get("bias")
+        labels, bias = arguments.get("labels"), arguments.get("bias")
         return evaluate(kind, given, labels, bias, options, rank_options, with_grad)
 
     over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]

@@ -37,7 +37,8 @@ def solution(
         return None
     properties = device_properties(problem.query.device.id)
     place = ranks, transport, queries.starts[ranks.rank], tuple(keys.rows)
-    return recorded.solution_of(plan.call(_build, properties, problem, gradients, place))
+    made = plan.call(_build, properties, problem, gradients, place, graphs=True)
+    return recorded.solution_of(made)
 
 
 def _build(
@@ -45,8 +46,9 @@ def _build(
     place: tuple[Communicator, Transport, int, tuple[int, ...]], queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
     ranks, transport, start, rows = place
-    through, vectors = transport.queued(queue), QueuedVectors(problem, queue)
+    through = transport.queued(queue)
     assert through is not None
+    vectors = QueuedVectors(problem, queue, through.read_ahead)
     own = vectors.own_positives(start, len(problem.query))
     problem = fast_replace(problem, positives=own)
 

@@ -185,6 +185,11 @@ def _solve_softmax(
 
     end = vectors.conclude(problem, stats, grid.triangle, gradients is not None, backend)
     rows, columns = end.rows, end.columns
+    dots = None if gradients is None else gradients.dots
+    sums = problem, end.losses, end.log_scale_grad, dots, None
+    first = vectors.totals_first and dots is None
+    if first:
+        totals = vectors.totals(*sums)
     if gradients is not None and not online:
         reference = None if columns is None else columns.reference
         factor = end.column_factor
@@ -195,8 +200,9 @@ def _solve_softmax(
             linear=end.linear,
         )  # fmt: skip
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
-    dots = None if gradients is None else gradients.dots
-    loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
+    if not first:
+        totals = vectors.totals(*sums)
+    loss, scale_grad, _ = totals
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
@@ -213,6 +219,8 @@ def _limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
 class Vectors:
     """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's. `of_exponents`:
     folds leave the logits of positives in the scale of exponents, as those on a GPU do."""
+
+    totals_first = False  # before gradients that they do not depend on
 
     def __init__(self, xp: Any, of_exponents: bool = False) -> None:
         self.xp, self.of_exponents = xp, of_exponents

@@ -30,6 +30,7 @@ TIMEOUT = 300.0  # seconds
 SHORT = 2040  # bytes of most values that all ranks exchange
 LISTEN = 0.05  # seconds between calls of `listen`
 BUSY = 5e-3  # seconds of waiting before the first sleep: most waits are shorter than one
+OF_DEVICE = 50e-3  # the same of waits for a device: a processor that has slept is slow for a while
 
 
 # lets other processes of this core run, and other threads of this one
@@ -58,8 +59,8 @@ class Communicator:
         Seconds that a rank waits for others before `RankError`; set by each call of a loss.
     peers : Peers or None
         The processes of the ranks, where they are known.
-    sizes : list or None
-        Rows of all ranks' arrays in the last call: the next one's mostly are the same.
+    agreed : object or None
+        What the ranks agreed on before their last call: the next one is mostly alike.
     waited, moving : float
         Total seconds that this rank waited for shifts, and that shifts were in progress.
     """
@@ -68,7 +69,7 @@ class Communicator:
     size: int
     timeout: float | None = TIMEOUT
     peers: Peers | None = None
-    sizes: list[Any] | None = None
+    agreed: Any = None
     waited: float = 0.0
     moving: float = 0.0
 
@@ -103,8 +104,9 @@ class Communicator:
     def fail(self, error: BaseException) -> None:
         """Called when this rank leaves a call with `error`: tell the others."""
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Wait for `done()`; RankError if a rank fails meanwhile, or after the timeout."""
+    def until(self, done: Callable[[], bool], busy: float = BUSY) -> None:
+        """Wait for `done()`; RankError if a rank fails meanwhile, or after the timeout. The first
+        `busy` seconds are waited without sleep."""
         began = now = time.monotonic()
         look, overdue = began + LISTEN, False
         while not done():
@@ -121,7 +123,7 @@ class Communicator:
                     f"rank {self.rank} waited {self.timeout:g} s for {self.silent()}; a rank may "
                     "have stopped, or not called the same loss (timeout= sets the limit)"
                 )
-            if now - began < BUSY:
+            if now - began < busy:
                 _yield()
             else:
                 time.sleep(min(1e-3, (now - began) / 100))  # a hundredth of the wait so far
@@ -158,17 +160,14 @@ def gathered(value: Any, gather: Callable[[Array], Array]) -> list[Any]:
     """An allgather of values, by one of bytes: `gather` takes [room] of them and returns [size,
     room]. Values that are longer than most take it twice."""
     message = pickle.dumps(value)
-    size = len(message)
     room, longest = 0, SHORT
     while longest > room:
         room = longest
-        own = np.zeros(8 + room, np.uint8)
-        own[:8] = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
-        own[8 : 8 + size] = np.frombuffer(message[:room], np.uint8)
-        everyone = gather(own)
-        sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in everyone]
-        longest = max(sizes)
-    return [pickle.loads(row[8 : 8 + n].tobytes()) for row, n in zip(everyone, sizes, strict=True)]
+        own = len(message).to_bytes(8, "little") + message[:room].ljust(room, b"\0")
+        everyone = gather(np.frombuffer(own, np.uint8)).tobytes()
+        starts = range(8, len(everyone), 8 + room)
+        longest = max([int.from_bytes(everyone[at - 8 : at], "little") for at in starts])
+    return [pickle.loads(everyone[at : at + room]) for at in starts]
 
 
 class Together:

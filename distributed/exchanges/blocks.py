@@ -41,9 +41,8 @@ def folding(request: Request) -> Folding:
 
         return Folding(copies.fold_block, Vectors(np, of_exponents=True), layout.layout)
     if arrays.on_gpu(request.problem.query):
-        from infonce.kernels.gpu import select, shard
+        from infonce.kernels.gpu import shard
 
-        request.problem = select.plain(request.problem)
         fold = partial(shard.fold_block, ahead=ahead)
         return Folding(fold, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead))
     from infonce.kernels.cpu.backend import CPU

@@ -18,23 +18,34 @@ class Exchanger(Protocol):
         ...
 
 
+class Queued(Exchanger, Protocol):
+    """An `Exchanger` through a queue of the device, which may record what it does."""
+
+    def read_ahead(self, numbers: Sequence[Array]) -> None:
+        """What the next `Transport.read` is to read: it does not wait for what is queued later."""
+        ...
+
+
 class Transport(Exchanger, Protocol):
     """An `Exchanger` of one call."""
 
     name: str
 
-    def queued(self, queue: Any) -> Exchanger | None:
-        """The same whose exchanges go through a queue of the device, which may record them; None if
-        the host has a part in them."""
+    def queued(self, queue: Any) -> Queued | None:
+        """The same through a queue of the device; None if the host has a part in exchanges."""
         ...
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
-        """The values of 0-d float64 arrays. Waits for the work queued on the device; RankError if
-        that fails."""
+        """The values of 0-d float64 arrays. Waits for the work queued on the device, or for that
+        before a `read_ahead` of the same; RankError if that fails."""
         ...
 
     def write(self, numbers: Sequence[float], dtype: Any) -> Array:
         """The numbers as an array."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for the work that `read` did not wait for; RankError if that fails."""
         ...
 
     def close(self) -> None:
@@ -53,7 +64,7 @@ class Host:
     def exchange(self, shifts: Shifts) -> Pending:
         return self.ranks.exchange(shifts)
 
-    def queued(self, queue: Any) -> Exchanger | None:
+    def queued(self, queue: Any) -> Queued | None:
         return None
 
     def read(self, numbers: Sequence[Array]) -> list[float]:
@@ -61,6 +72,9 @@ class Host:
 
     def write(self, numbers: Sequence[float], dtype: Any) -> Array:
         return np.array(numbers, dtype)
+
+    def finish(self) -> None:
+        """`read` has waited for nothing."""
 
     def close(self) -> None:
         """Nothing to abandon."""

@@ -22,14 +22,15 @@ from ..communicators.mpi import load_mpi
 from .base import Host, Transport
 
 CHOICES = ("auto", "mpi", "nccl", "cuda-aware", "staged")
+CUDA_AWARE = "INFONCE_CUDA_AWARE_MPI"  # of the environment: 0 or 1
 
 
 def cuda_aware() -> bool | None:
     """Whether the MPI library reports that it takes device memory; None where it cannot tell."""
-    asked = os.environ.get("INFONCE_CUDA_AWARE_MPI", "")
+    asked = os.environ.get(CUDA_AWARE, "")
     if asked:
         if asked not in ("0", "1"):
-            raise ValueError(f"INFONCE_CUDA_AWARE_MPI: expected 0 or 1, got {asked!r}")
+            raise ValueError(f"{CUDA_AWARE}: expected 0 or 1, got {asked!r}")
         return asked == "1"
     return _library_says()
 

@@ -17,9 +17,10 @@ import cupy
 import cupyx
 import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
+from infonce.kernels.problem import SILENT
 
-from ..communicators.base import Array, Communicator, Pending, Shifts
-from .base import Exchanger, Transport
+from ..communicators.base import OF_DEVICE, Array, Communicator, Pending, Shifts
+from .base import Queued, Transport
 
 Message = tuple[int, int]  # bytes, the other rank
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
@@ -53,7 +54,7 @@ def _name(index: int) -> str:
 def make(name: str, ranks: Communicator) -> Transport:
     """The transport of that name for the current device; kept with the communicator. Collective."""
     kept: dict[tuple[str, int], Transport] = ranks.__dict__.setdefault("gpu_transports", {})
-    key = name, cupy.cuda.Device().id
+    key = name, cupy.cuda.runtime.getDevice()
     if key not in kept:
         kept[key] = TRANSPORTS[name](ranks)
     return kept[key]
@@ -70,7 +71,11 @@ class _Base:
         # recorded again by every exchange: a wait refers to the latest record before it
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
+        self.fetched = cupy.cuda.Event(disable_timing=True)
         self.numbers = cupyx.empty_pinned(MOST_NUMBERS, np.float64)
+        self.numbers_at: int = self.numbers.ctypes.data
+        self.places: tuple[int, ...] = ()  # of numbers that were copied ahead of `read`
+        self.ahead = False  # whether the last `read` did not wait for all work
 
     def begin(self) -> None:
         """Order the next transfers after the work that the current stream has."""
@@ -95,26 +100,44 @@ class _Base:
             sum(elapsed(before, after) for _, _, before, after in timers) / 1e3,
         )
 
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        """Waits for the device within the timeout of ranks: its work may wait for other ranks."""
-        stream, runtime = cupy.cuda.get_current_stream(), cupy.cuda.runtime
-        to, places = self.numbers.ctypes.data, [number.data.ptr for number in numbers]
+    def fetch(self, stream: int, *places: int) -> None:
+        """Start to copy the numbers at these addresses to the host."""
+        runtime, to = cupy.cuda.runtime, self.numbers_at
         first, size = places[0], 8 * len(places)
         pieces = [(to + 8 * i, place, 8) for i, place in enumerate(places)]
-        if places == [*range(first, first + size, 8)]:  # one after another
+        if places == (*range(first, first + size, 8),):  # one after another
             pieces = [(to, first, size)]
         for piece in pieces:
-            runtime.memcpyAsync(*piece, runtime.memcpyDeviceToHost, stream.ptr)
-        self.ready.record(stream)
+            runtime.memcpyAsync(*piece, runtime.memcpyDeviceToHost, stream)
+        runtime.eventRecord(self.fetched.ptr, stream)
+        self.places = places
+
+    def read(self, numbers: Sequence[Array]) -> list[float]:
+        places = tuple(number.data.ptr for number in numbers)
+        self.ahead = places == self.places
+        if not self.ahead:
+            self.fetch(cupy.cuda.get_current_stream().ptr, *places)
+        self.places = ()
+        self._until(self.fetched)
+        values: list[float] = self.numbers[: len(numbers)].tolist()
+        return values
+
+    def finish(self) -> None:
+        if self.ahead:
+            self.ready.record()
+            self._until(self.ready)
+
+    def _until(self, event: Any) -> None:
+        """Wait for the device within the timeout of ranks: its work may wait for other ranks."""
         try:
-            self.ranks.until(lambda: bool(self.ready.done))
+            self.ranks.until(lambda: event.done, OF_DEVICE)
         except BaseException:
             _abandoned.append(self.numbers)
             raise
-        return [float(number) for number in self.numbers[: len(numbers)]]
 
     def write(self, numbers: Sequence[float], dtype: Any) -> Array:
-        given = np.array(numbers, dtype)
+        with np.errstate(**SILENT):
+            given = np.array(numbers, dtype)
         out, runtime = cupy.empty(given.shape, dtype), cupy.cuda.runtime
         runtime.memcpyAsync(  # of pageable memory: it is read before this returns
             out.data.ptr, given.ctypes.data, given.nbytes, runtime.memcpyHostToDevice,
@@ -122,7 +145,7 @@ class _Base:
         )  # fmt: skip
         return out
 
-    def queued(self, queue: Queue) -> Exchanger | None:
+    def queued(self, queue: Queue) -> Queued | None:
         return None
 
     def close(self) -> None:
@@ -157,15 +180,18 @@ class NCCL(_Base):
         return self.ranks.bounded(on_device, "NCCL")
 
     def exchange(self, shifts: Shifts) -> Pending:
-        return self.queued(Queue()).exchange(shifts)
+        return _Queued(self, Queue()).exchange(shifts)
 
-    def queued(self, queue: Queue) -> Exchanger:
-        return _Queued(self, queue)
+    def queued(self, queue: Queue) -> Queued:
+        return _Queued(self, queue, late=self.ranks.size == 2)
+
+    def mark(self, stream: int) -> None:
+        """The next `transfer` starts after the work that the stream has now."""
+        cupy.cuda.runtime.eventRecord(self.ready.ptr, stream)
 
     def transfer(self, form: _Form, stream: int, *addresses: int) -> None:
-        """What an exchange of this form does on a stream."""
+        """What an exchange of this form does, since the last `mark`."""
         runtime, mine = cupy.cuda.runtime, self.stream.ptr
-        runtime.eventRecord(self.ready.ptr, stream)
         runtime.streamWaitEvent(mine, self.ready.ptr)
         began = self.timer(self.stream)
         if form.links <= self.linked:
@@ -216,10 +242,15 @@ class _Form:
 
 
 class _Queued:
-    """NCCL by a queue, which runs exchanges or records them."""
+    """NCCL by a queue, which runs exchanges or records them.
 
-    def __init__(self, transport: NCCL, queue: Queue) -> None:
-        self.transport, self.queue, self.name = transport, queue, transport.name
+    `late`: an exchange is launched when it is waited for, after the work that is to hide it. That
+    work does not wait for the launch then, and gets multiprocessors first. It pays where little
+    arrives, from one other rank.
+    """
+
+    def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
+        self.transport, self.queue, self.late = transport, queue, late
 
     def exchange(self, shifts: Shifts) -> Pending:
         ranks = self.transport.ranks
@@ -233,11 +264,31 @@ class _Queued:
             form.links.add((distance, bool(send), bool(receive)))
             sent += [array.data.ptr for array in send]
             received += [array.data.ptr for array in receive]
-        self.queue.do(partial(self.transport.transfer, form), *sent, *received)
+        self.queue.do(self.transport.mark)
+        transfer = partial(self.transport.transfer, form)
+        launch = partial(self.queue.do, transfer, *sent, *received)
+        if self.late:
+            return _Late(self, launch)
+        launch()
         return self
 
     def wait(self) -> None:
         self.queue.do(self.transport.join)
+
+    def read_ahead(self, numbers: Sequence[Array]) -> None:
+        if numbers:
+            self.queue.do(self.transport.fetch, *(number.data.ptr for number in numbers))
+
+
+class _Late:
+    """An exchange that is launched when it is waited for."""
+
+    def __init__(self, queued: _Queued, launch: Callable[[], None]) -> None:
+        self.queued, self.launch = queued, launch
+
+    def wait(self) -> None:
+        self.launch()
+        self.queued.wait()
 
 
 class CudaAware(_Base):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Size of the whole batch, of which a call over ranks has this rank's rows, or none."""
 
     rows: int  # queries
@@ -45,6 +44,7 @@ class Request:
     metrics: bool
     return_logits: bool
     offload: bool  # host arrays, computed on a GPU
+    static: _StaticChecks  # the same object for calls that are alike
     joined: Array = None  # of a joint loss: the gradients of all rows, if they are to be copied
 
 
@@ -185,7 +185,7 @@ def check(
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
     return Request(
         problem, gradients, outs, given_out, wrt, reduction, static.dtype,
-        static.metrics, static.return_logits, static.offload, joined,
+        static.metrics, static.return_logits, static.offload, static, joined,
     )  # fmt: skip
 
 

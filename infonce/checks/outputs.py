@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import native
 from ..kernels.problem import Array
 from ..spec import Loss
-from .validation import FLOATS, is_array, what
+from .validation import FLOATS, is_array, is_float, what
 
 ALIGNMENT = 256  # bytes, of arrays that libraries make on a GPU
 
@@ -60,8 +60,9 @@ def features(
     for name, array in given.items():
         if name not in new:
             raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
-        buffers[name] = native(array, f"out[{name!r}]")
-        _check(f"out[{name!r}]", buffers[name], of_name[name], grad_dtype)
+        shown = f"out[{name!r}]"
+        buffers[name] = native(array, shown)
+        _check(shown, buffers[name], of_name[name], grad_dtype)
     grad_buffers = {
         name: buffers[name] if name in buffers else xp.ndarray(*like) for name, like in new.items()
     }
@@ -81,7 +82,7 @@ def _check(name: str, array: Any, features: Array, grad_dtype: Any) -> None:
         raise TypeError(
             f"{name}: expected an array{'' if on_host else ' on the GPU'}, got {what(array)}"
         )
-    if array.dtype.name not in FLOATS or (grad_dtype is not None and array.dtype != grad_dtype):
+    if not is_float(array.dtype) or (grad_dtype is not None and array.dtype != grad_dtype):
         raise TypeError(f"{name}: expected dtype {grad_dtype or ', '.join(FLOATS)}, "
                         f"got {array.dtype}")  # fmt: skip
     if array.shape != shape:

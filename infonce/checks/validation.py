@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -19,6 +20,12 @@ from ..kernels.problem import SCALES, Array
 from ..spec import Loss
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@lru_cache(64)  # a dtype's name takes time that small batches notice
+def is_float(dtype: Any) -> bool:
+    """Whether it is a dtype of features."""
+    return dtype.name in FLOATS
 
 
 def is_array(value: Any) -> bool:
@@ -99,7 +106,7 @@ def features(name: str, z: Array, least: int) -> None:
     if not is_array(z):
         hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
         raise TypeError(f"{name}: expected an array, got {what(z)}{hint}")
-    if z.dtype.name not in FLOATS:
+    if not is_float(z.dtype):
         raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
     if z.ndim != 2:
         raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {z.shape}")
@@ -124,7 +131,7 @@ def number(name: str, value: Any, infinite: bool = False) -> Any:
     it would wait for the device."""
     value = native(value, name)
     if on_gpu(value) and value.ndim == 0:
-        if value.dtype.name not in FLOATS:
+        if not is_float(value.dtype):
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
         return value
     zero_d = isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0
@@ -212,7 +219,7 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
     """[n] float64, finite; on a GPU they are not read."""
     expected = "numbers"
     value = listed(name, value, expected)
-    if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
+    if not is_float(value.dtype) and value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected {expected}, got dtype {value.dtype}")
     if value.shape != (n,):
         raise ValueError(f"{name}: expected shape ({n},), got {value.shape}")
@@ -230,7 +237,7 @@ def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: float) -
         return row_share if factor == 1 else factor * row_share
     expected = "a number or a float array"
     value = listed("grad_out", grad_out, expected)
-    if value.dtype.name not in FLOATS and value.dtype.kind not in "iu":
+    if not is_float(value.dtype) and value.dtype.kind not in "iu":
         raise TypeError(f"grad_out: expected {expected}, got {what(grad_out)}")
     shapes = [(), (m,)] if reduction == "none" else [()]
     if value.shape not in shapes:
@@ -251,7 +258,7 @@ def grad_dtype(given: Any) -> np.dtype[Any] | None:
         dtype: np.dtype[Any] = np.dtype(given)
     except Exception:  # SyntaxError, among others
         raise TypeError(f"grad_dtype: expected a dtype, got {what(given)}") from None
-    if dtype.name not in FLOATS:
+    if not is_float(dtype):
         raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {dtype}")
     return dtype
 

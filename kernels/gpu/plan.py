@@ -4,6 +4,8 @@ Which kernels run, in what order, on which parts of which arrays depends on shap
 options, not on what arrays hold. So a call is recorded once, with placeholders for the addresses of
 its arrays and for its numbers (device/recorder.py), and every call of the same kind replays the
 recording with its own. Nothing else is kept from call to call, above all no memory of the device.
+Where calls come at the same addresses with the same numbers again, their steps may be captured in
+CUDA graphs: a launch in the place of many.
 It pays where Python would take longer than the device, for batches of some thousand rows: a call of
 many steps (recorder.MAX_STEPS) is not recorded.
 
@@ -13,11 +15,12 @@ dtypes and on fields that cannot hold an array; a number in a field that can (a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from itertools import groupby
 from operator import attrgetter
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -42,8 +45,9 @@ PLAIN = {bool, float, int, str, NoneType}  # types of fields that cannot hold an
 Build = Callable[..., dict[str, "Array | None"]]
 
 
-def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
-    """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one."""
+def call(build: Build, device: Device, *parts: Any, graphs: bool = False) -> dict[str, Array]:
+    """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one.
+    `graphs`: what is asked for again at the same addresses is captured in CUDA graphs."""
     arrays: list[Array] = []
     numbers: list[float] = []
     like = tuple(_describe(part, arrays, numbers) for part in parts)
@@ -52,7 +56,7 @@ def call(build: Build, device: Device, *parts: Any) -> dict[str, Array]:
     if plan is None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = _recorded(build, parts, arrays)
+        plan = _plans[key] = _recorded(build, parts, arrays, graphs)
     if isinstance(plan, Plan):
         return plan.run(arrays, numbers)
     return {name: array for name, array in build(*parts, plan).items() if array is not None}
@@ -82,9 +86,11 @@ def rehearse(build: Build, *parts: Any) -> Recorder:
 _plans: dict[tuple[Any, ...], Plan | Queue] = {}
 
 
-def _recorded(build: Build, parts: Sequence[Any], given: Sequence[Array]) -> Plan | Queue:
+def _recorded(
+    build: Build, parts: Sequence[Any], given: Sequence[Array], graphs: bool
+) -> Plan | Queue:  # fmt: skip
     try:
-        return Plan(build, parts, given)
+        return Plan(build, parts, given, graphs)
     except TooLong:
         return Queue()
 
@@ -167,19 +173,26 @@ class _Result:
     strides: tuple[int, ...]
 
 
+Call = tuple[Callable[..., None], tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class _Arguments:
     """Of all steps, for one set of addresses and numbers on one stream. Never written again."""
 
-    calls: list[tuple[Callable[..., None], tuple[int, ...]]]
-    memory: Any  # that the launches' parameters are in
+    calls: list[Call]
+    memory: tuple[Any, ...]  # that parameters of launches are in, and graphs
+    final: bool  # nothing more is captured
 
 
 class Plan:
     """A recording, and what it takes to replay it."""
 
-    def __init__(self, build: Build, parts: Sequence[Any], given: Sequence[Array]) -> None:
-        recorder = Recorder()
+    def __init__(
+        self, build: Build, parts: Sequence[Any], given: Sequence[Array], graphs: bool = False
+    ) -> None:  # fmt: skip
+        self.graphs = graphs
+        recorder = Recorder(graphs)
         made = _record(recorder, build, parts, given)
         self.results = {
             name: _Result(placeholder_of(z.data.ptr), z.shape, z.dtype, z.strides)
@@ -221,34 +234,41 @@ class Plan:
                 self.shared_bytes += -(-size // ALIGNMENT) * ALIGNMENT
 
     def run(self, given: Sequence[Array], numbers: Sequence[float]) -> dict[str, Array]:
-        starts = []
-        for array in given:
-            start = array.data.ptr
-            starts.append(start - start % 16)
-        starts += [0] * (self.arrays - len(given))
         malloc = cupy.cuda.alloc
-        memory = malloc(self.shared_bytes)  # held until all is queued
-        start = memory.ptr
-        for array, offset in self.together:
-            starts[array] = start + offset
-        alone = {}
-        for array, size in self.alone:
-            alone[array] = malloc(size)
-            starts[array] = alone[array].ptr
+        shared = malloc(self.shared_bytes)  # held until all is queued
+        alone = {array: malloc(size) for array, size in self.alone}
+        memory = [*[array.data for array in given], shared, *alone.values()]
 
-        stream = cupy.cuda.get_current_stream().ptr
-        key = stream, *starts, *numbers
+        current = cupy.cuda.get_current_stream()
+        key = current.ptr, *[at.ptr for at in memory], *numbers
         arguments = self.known.get(key)
         if arguments is None:
             if len(self.known) >= MAX_ARGUMENTS:
                 self.known.clear()
-            arguments = self.known[key] = self._arguments(starts, numbers, stream)
+            starts = self._starts(given, shared.ptr, alone)
+            arguments = self.known[key] = self._arguments(starts, numbers, current.ptr)
+        elif not arguments.final and not current.is_capturing():
+            starts = self._starts(given, shared.ptr, alone)
+            arguments = self._captured(starts, numbers, current.ptr, arguments)
+            self.known[key] = arguments
         for do, values in arguments.calls:
             do(*values)
         return {
             name: cupy.ndarray(r.shape, r.dtype, alone[r.at.array] + r.at.offset, r.strides)
             for name, r in self.results.items()
         }
+
+    def _starts(
+        self, given: Sequence[Array], shared: int, alone: Mapping[int, Any]
+    ) -> list[int]:  # fmt: skip
+        """Where each of the call's arrays begins; those given, at a multiple of 16 bytes."""
+        starts = [array.data.ptr // 16 * 16 for array in given]
+        starts += [0] * (self.arrays - len(given))
+        for array, offset in self.together:
+            starts[array] = shared + offset
+        for array, memory in alone.items():
+            starts[array] = memory.ptr
+        return starts
 
     def _arguments(self, starts: list[int], numbers: Sequence[float], stream: int) -> _Arguments:
         words = self.words.copy()
@@ -269,4 +289,34 @@ class Plan:
                 calls.append((driver.launchKernel, (function, *shape, stream, at, 0)))
             else:
                 calls.append((step.do, (stream, *others[step.arguments])))
-        return _Arguments(calls, (words, parameters))
+        return _Arguments(calls, (words, parameters), not self.graphs)
+
+    def _captured(
+        self, starts: list[int], numbers: Sequence[float], stream: int, plain: _Arguments
+    ) -> _Arguments:
+        """The same, with CUDA graphs of the steps between foreign ones."""
+        aside = cupy.cuda.Stream(non_blocking=True)
+        onto = self._arguments(starts, numbers, aside.ptr)
+        calls: list[Call] = []
+        graphs = []
+        steps = zip(self.steps, plain.calls, onto.calls, strict=True)
+        for foreign, of in groupby(steps, key=lambda step: getattr(step[0], "foreign", False)):
+            _, direct, captured = zip(*of, strict=True)
+            if foreign or len(direct) == 1:
+                calls += direct
+                continue
+            graphs.append(_graph(captured, aside))
+            calls.append((runtime.graphLaunch, (graphs[-1].graphExec, stream)))
+        return _Arguments(calls, (*plain.memory, graphs), True)  # lone launches read it
+
+
+def _graph(calls: Sequence[Call], stream: Any) -> Any:
+    """The CUDA graph of calls on the stream."""
+    with stream:
+        stream.begin_capture()
+        try:
+            for do, values in calls:
+                do(*values)
+        finally:
+            graph = stream.end_capture()
+    return graph

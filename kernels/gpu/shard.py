@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -107,11 +108,16 @@ class VectorsOverRanks(ElementwiseVectors):
 
 
 class QueuedVectors(VectorsOverRanks):
-    """The same for a plan of all steps: whatever they do goes through `queue`."""
+    """The same for a plan of all steps: whatever they do goes through `queue`. `read_ahead` gets
+    the totals, which ranks exchange while gradients are computed."""
 
-    def __init__(self, problem: Problem, queue: Queue) -> None:
+    totals_first = True
+
+    def __init__(
+        self, problem: Problem, queue: Queue, read_ahead: Callable[[list[Array]], None]
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.queue = queue
+        self.queue, self.read_ahead = queue, read_ahead
         self.gpu = GPU(_bare(problem), queue=queue)
         self.launcher = self.gpu.context.launcher
 
@@ -127,6 +133,14 @@ class QueuedVectors(VectorsOverRanks):
         self.launcher.vectors(
             "merge_sums", n, sums=sums_fields(sums), other=sums_fields(other), n=n
         )  # fmt: skip
+
+    def totals(
+        self, problem: Problem, losses: Array, log_scale_grad: Array | None,
+        dots: Array | None, bias_grad: Array | None,
+    ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
+        made = super().totals(problem, losses, log_scale_grad, dots, bias_grad)
+        self.read_ahead([number for number in made if number is not None])
+        return made
 
     def own_positives(self, start: int, m: int) -> Array:
         """Row i's positive is key start + i."""
@@ -157,6 +171,9 @@ class QueuedVectors(VectorsOverRanks):
             return
         n, d = to.shape
         given = None if isinstance(sums, float) else sums
+        if given is None and to.flags.c_contiguous:
+            self.queue.clear(to.data, to.nbytes)
+            return
         self.launcher.rows("assign", n, d, file="finish.cu", sums=given, n=n, d=d, out=matrix(to))
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:

@@ -81,7 +81,7 @@ def steps(
         step.function.args[2] if isinstance(step, recorder.Launch) else name(step.do)
         for step in into.steps
     ]
-    assert names.count("transfer") == names.count("join")
+    assert names.count("mark") == names.count("transfer") == names.count("join")
     return names
 
 
@@ -122,6 +122,40 @@ def test_steps_do_not_grow_with_the_ranks() -> None:
     assert sum(many.values()) - sum(two.values()) == 10
 
 
+@pytest.mark.parametrize("loss", sorted(WEIGHTS))
+def test_totals_are_read_ahead(loss: str) -> None:
+    """Before the gradients that they do not depend on: ranks exchange them meanwhile."""
+    sweep = "sweep_sigmoid" if loss == "siglip" else "sweep_gradient"
+    for scalars in ({}, {"scalar_grads": True, "moments": True}, {"scalar_grads": True}):
+        found = steps(loss, [300, 200], 1, **scalars)
+        assert found[found.index("totals") + 1] == "fetch"
+        ahead = loss != "siglip" and (not scalars or "moments" in scalars)
+        assert ahead == (found.index("fetch") < found.index(sweep))
+        assert found.count("fetch") == 1
+    assert steps(loss, [300, 200], 1, gradient=False)[-1] == "fetch"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_work_that_hides_an_exchange(ranks: int) -> None:
+    """The own block, launched before what little comes from one other rank, and after what comes
+    from several; both follow the same mark."""
+    found = steps("clip", [256] * ranks, 1)
+    for sweep, exchange in (("sweep_lse", 0), ("sweep_gradient", -1)):
+        marks, transfers, sweeps = (
+            [i for i, name in enumerate(found) if name == kind]
+            for kind in ("mark", "transfer", sweep)
+        )
+        own = sweeps[exchange]
+        assert marks[exchange] < own
+        assert (own < transfers[exchange]) == (ranks == 2)
+
+
+def test_accumulators_are_cleared_as_memory() -> None:
+    """A kernel writes dK, and dQ where it has another dtype than its sums: once each."""
+    for precision, written in (("bf16", 2), ("fp32", 1)):
+        assert record("clip", [256] * 2, 1, precision)["assign"] == written
+
+
 def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infonce.distributed.cost.CHUNK", 2**20)
     assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3
@@ -130,9 +164,10 @@ def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go step by step, by backends of blocks."""
     monkeypatch.setattr(planned, "device_properties", lambda _: DEVICES["sm_90a"])
-    monkeypatch.setattr(planned.plan, "call", lambda *_: {})
+    monkeypatch.setattr(planned.plan, "call", lambda *_, **__: {})
     transport: Any = object.__new__(transports.NCCL)
     ranks: Any = SimpleNamespace(rank=0, size=2)
+    transport.ranks = ranks
     into, asked = recorder.Recorder(), []
     monkeypatch.setattr(shard, "Queue", lambda: into)  # of launches that would need the device
     with cupy.cuda.using_allocator(into.malloc):

@@ -93,11 +93,11 @@ EQUAL = [
 CHECKS = {
     1: [*EQUAL, "ranks_trouble:ends"],
     2: [
-        *EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring", "ranks:offload:host:ring",
-        "options_over_ranks:equal:6:offload to host",
+        *EQUAL, "ranks_trouble:parameters", "ranks:accuracy:host:mpi:ring",
+        "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
     ],
     3: [
-        "ranks_trouble:memory", *EQUAL, "ranks:parameters", "ranks:accuracy:host:mpi:ring",
+        "ranks_trouble:memory", *EQUAL, "ranks_trouble:parameters", "ranks:accuracy:host:mpi:ring",
         "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",
         "ranks_trouble:not_finite", "ranks_trouble:ends", "ranks_trouble:mismatch",
     ],
@@ -248,7 +248,8 @@ def test_offload_to_gpus() -> None:
     ("what", "exchange"),
     [
         ("killed", "ring"), ("raises", "ring"), ("raises", "gather"),
-        ("killed in a plan", "gather"), ("killed", "hierarchical"),
+        ("killed in a plan", "gather"), ("killed after the loss", "gather"),
+        ("killed", "hierarchical"),
     ],
 )  # fmt: skip
 def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:
@@ -259,6 +260,20 @@ def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:
     error = re.search(r"rank 0 after ([\d.]+) s: RankError: rank 1", said)
     assert error is not None, said
     assert float(error[1]) < 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["stopped in a plan", "stopped after the loss"])
+def test_rank_that_stops_on_gpus(what: str) -> None:
+    """It is named when the time is out, though the device still waits for it."""
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    status, said = run(2, f"ranks_trouble:trouble:{what}:3:gather:gpu", shell=SHELL)
+    assert status != 0
+    error = re.search(r"rank 0 after ([\d.]+) s: RankError: (.*)", said)
+    assert error is not None, said
+    assert 2 < float(error[1]) < 8, said
+    assert "rank 1" in error[2], said
 
 
 def test_demo() -> None:

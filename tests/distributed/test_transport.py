@@ -1,6 +1,7 @@
 """Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import queue
@@ -184,6 +185,71 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     assert known == [False, False, True, False, True, True, False]
 
 
+@pytest.mark.extras
+def test_numbers_that_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what they were then; others, and the same later, are read anew."""
+    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
+    on_device = np.arange(4.0)  # memory of the host stands for that of a device
+    events: list[int] = []
+    runtime = gpu.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "memcpyAsync", lambda to, at, n, *_: ctypes.memmove(to, at, n))
+    monkeypatch.setattr(runtime, "eventRecord", lambda event, stream: events.append(event))
+    stream = types.SimpleNamespace(ptr=3)
+    monkeypatch.setattr(gpu.cupy.cuda, "get_current_stream", lambda: stream)
+    nccl: Any = object.__new__(gpu.NCCL)
+    numbers, waited = np.zeros(8), []
+    ready = types.SimpleNamespace(record=lambda: waited.append(len(events)), done=True)
+    nccl.__dict__.update(
+        ranks=Alone(), numbers=numbers, numbers_at=numbers.ctypes.data, places=(), ahead=False,
+        fetched=types.SimpleNamespace(ptr=5, done=True), ready=ready,
+    )  # fmt: skip
+
+    def at(*indices: int) -> list[Any]:
+        start = on_device.ctypes.data
+        return [
+            types.SimpleNamespace(data=types.SimpleNamespace(ptr=start + 8 * i)) for i in indices
+        ]
+
+    into: Any = types.SimpleNamespace(do=lambda function, *pointers: function(3, *pointers))
+    for which in ([0], [0, 1], [2, 0]):
+        nccl.queued(into).read_ahead(at(*which))
+        then, count = on_device[which].tolist(), len(events)
+        on_device += 1
+        assert nccl.read(at(*which)) == then
+        assert len(events) == count
+        nccl.finish()  # waits for what was queued later
+        assert waited.pop() == count
+        assert nccl.read(at(*which)) == on_device[which].tolist()
+        nccl.queued(into).read_ahead(at(*which))
+        assert nccl.read(at(3)) == [on_device[3]]
+        nccl.finish()  # this `read` has waited for all
+        assert not waited
+    nccl.queued(into).read_ahead([])
+    assert set(events) == {5}
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nccl_is_late_in_plans_alone(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step, the host takes long to launch what is to hide an exchange."""
+    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
+    asked: list[str] = []
+    for step in ("mark", "transfer", "join"):
+        monkeypatch.setattr(gpu.NCCL, step, lambda *_, step=step: asked.append(step))
+    stream = types.SimpleNamespace(ptr=3)
+    monkeypatch.setattr(gpu.cupy.cuda, "get_current_stream", lambda: stream)
+    nccl: Any = object.__new__(gpu.NCCL)
+    nccl.ranks = types.SimpleNamespace(rank=0, size=ranks)
+    array = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=64))
+    shifts = {distance: ([array], [array]) for distance in range(1, ranks)}
+    for exchanger, late in ((nccl, False), (nccl.queued(gpu.Queue()), ranks == 2)):
+        asked.clear()
+        pending = exchanger.exchange(shifts)
+        assert asked == ["mark", "transfer"][: 2 - late]
+        pending.wait()
+        assert asked == ["mark", "transfer", "join"]
+
+
 def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen are those of this machine and process namespace; numbers are used again."""
     me = processes.identity()
@@ -247,9 +313,9 @@ def test_short_waits_are_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> N
     now = itertools.count(0, 3e-4)
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=sleeps.append)
     monkeypatch.setattr(base, "time", clock)
-    for looks, slept in ((5, 0), (200, 180)):
+    for looks, busy, slept in ((5, base.BUSY, 0), (100, base.OF_DEVICE, 0), (200, base.BUSY, 180)):
         left = iter(range(looks))
-        Alone().until(lambda left=left: next(left, None) is None)  # type: ignore[misc]
+        Alone().until(lambda left=left: next(left, None) is None, busy)  # type: ignore[misc]
         assert slept <= len(sleeps) <= slept + 10 * bool(slept)
     assert max(sleeps) <= 1e-3
     assert sleeps == sorted(sleeps)

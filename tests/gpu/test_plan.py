@@ -218,6 +218,35 @@ def test_threads_and_streams() -> None:
     assert len(gpu_plan._plans) == 1
 
 
+@pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_graphs(
+    loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What is asked for again at the same addresses is one launch; new contents, same launches."""
+    sets = [features(loss, 514, 513, dtype_of(dtype), i) for i in range(2)]
+    options: Any = {"scale": cupy.array(14.0), "precision": precision, "method": "tiled"}
+    wants = [results(loss, z, True, **options) for z in sets]
+    make, launched, launch = gpu_plan._recorded, [0], cupy.cuda.runtime.graphLaunch
+
+    def graph_launch(*of: Any) -> None:
+        launched[0] += 1
+        launch(*of)
+
+    monkeypatch.setattr(gpu_plan, "_recorded", lambda *of: make(*of[:-1], True))
+    monkeypatch.setattr(cupy.cuda.runtime, "graphLaunch", graph_launch)
+    gpu_plan.forget()
+    given = [z.copy() for z in sets[0]]
+    for i in (0, 0, 0, 1, 1, 0):
+        for to, z in zip(given, sets[i], strict=True):
+            to[...] = z
+        for a, b in zip(results(loss, given, True, **options), wants[i], strict=True):
+            assert np.array_equal(a, b)
+    assert launched[0] >= 3
+    (plan,) = gpu_plan._plans.values()
+    assert len(plan.known) <= 3
+
+
 def test_captured() -> None:
     """A plan's launches under stream capture, the first call of its kind or not."""
     for first, loss in itertools.product((True, False), LOSSES):

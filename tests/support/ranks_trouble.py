@@ -1,5 +1,5 @@
 """What ranks do in tests/distributed/test_ranks.py (`ranks.main`): numbers at the ends of their
-range, memory, calls that are bad or differ, ranks that end."""
+range, memory, gradients of parameters, calls that are bad or differ, ranks that end."""
 
 import importlib
 import itertools
@@ -14,10 +14,27 @@ from unittest.mock import patch
 import numpy as np
 from infonce.distributed import cost, model
 from infonce.distributed.communicators.mpi import connect
-from ranks import COMM, RANK, SIZE, compare, follow, say, shards
+from ranks import COMM, RANK, SIZE, close, compare, follow, say, shards
 
 import infonce
 from infonce import distributed
+
+
+def parameters() -> None:
+    """Averaged by a framework, gradient_scale="ddp" gives the gradients of one process."""
+    rng = np.random.default_rng(0)
+    n, d = 24, 5
+    x, y, weights = rng.standard_normal((n, 7)), rng.standard_normal((n, d)), rng.random((7, d))
+    mine = shards(n, 3)[RANK]
+    want = infonce.clip_loss_and_grad(x @ weights, y, scale=2.0)
+    for how, combine in (("ddp", lambda g: sum(COMM.allgather(g)) / SIZE),
+                         ("global", lambda g: sum(COMM.allgather(g)))):  # fmt: skip
+        got = distributed.clip_loss_and_grad(
+            x[mine] @ weights, y[mine], scale=2.0, gradient_scale=how
+        )
+        close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
+        close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
+        close(got.loss, want.loss, 1e-13, "loss")
 
 
 def not_finite() -> None:
@@ -262,14 +279,27 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
 
         cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
         x = cupy.asarray(x)
-    if what == "killed in a plan" and RANK == 1:
+    in_a_plan = what.endswith(("in a plan", "after the loss"))
+    if what.endswith("in a plan") and RANK == 1:
         planned = importlib.import_module("infonce.distributed.planned")
-        solve, planned.solution = planned.solution, lambda *of: die() if calls == 2 else solve(*of)
+        solve, planned.solution = planned.solution, lambda *of: end() if calls == 2 else solve(*of)
+    if what.endswith("after the loss") and RANK == 1:
+        gpu = importlib.import_module("infonce.distributed.transports.gpu")
+        transfer, sent = gpu.NCCL.transfer, []
+
+        def without_gradients(self: Any, *of: Any) -> None:
+            """The exchanges of keys, sums of columns and factors, but not that of dK."""
+            sent.append(calls)
+            if sent.count(2) < 4:
+                transfer(self, *of)
+
+        gpu.NCCL.transfer = without_gradients
+        gpu.NCCL.finish = lambda self: end() if calls == 2 else None
     calls = 0
 
-    def die() -> None:
-        """When the others wait for this rank's keys."""
-        time.sleep(0.5)
+    def end() -> None:
+        """When the others wait for this rank."""
+        time.sleep(0.5 if what.startswith("killed") else 100)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -303,7 +333,7 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
                 scale=1.0,
                 timeout=float(timeout),
                 exchange=exchange,
-                progress=None if what == "killed in a plan" else progress,
+                progress=None if in_a_plan else progress,
             )
         except BaseException as error:
             passed = time.monotonic() - began

@@ -26,10 +26,12 @@ def _library() -> Any:
     return ctypes.CDLL(f"libcublas.so.{major}")
 
 
-def gemm_ex(handle: int, *arguments: int) -> None:
+def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
     """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`. Four
     more make it cublasGemmStridedBatchedEx: the elements from product to product of A, of B and of
-    C, and how many products there are."""
+    C, and how many products there are. On a stream that is being captured, cuBLAS works in
+    `WORKSPACE` bytes at the address `workspace`, which live as long as the graph is launched; 0: in
+    new memory."""
     name, types = "gemmEx", ONE
     if len(arguments) > len(ONE):
         name, types = "gemmStridedBatchedEx", BATCH
@@ -40,13 +42,12 @@ def gemm_ex(handle: int, *arguments: int) -> None:
         getattr(cupy.cuda.cublas, name)(handle, *arguments)
         return
     library = _library()
-    workspace = cupy.empty(WORKSPACE, np.uint8)  # cuBLAS's own must not be part of a graph
+    made = cupy.empty(0 if workspace else WORKSPACE, np.uint8)
+    workspace = workspace or made.data.ptr  # cuBLAS's own must not be part of a graph
     where = ctypes.c_void_p(handle)
     _check(library.cublasSetStream_v2(where, ctypes.c_void_p(stream.ptr)))
     _check(
-        library.cublasSetWorkspace_v2(
-            where, ctypes.c_void_p(workspace.data.ptr), ctypes.c_size_t(WORKSPACE)
-        )
+        library.cublasSetWorkspace_v2(where, ctypes.c_void_p(workspace), ctypes.c_size_t(WORKSPACE))
     )
     converted = [TYPES[letter](a) for letter, a in zip(types, arguments, strict=True)]
     _check(getattr(library, f"cublasG{name[1:]}")(where, *converted))

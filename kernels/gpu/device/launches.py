@@ -45,6 +45,10 @@ class Queue:
     def zeros(self, n: int, dtype: Any) -> Array:
         return cupy.zeros(n, dtype)
 
+    def clear(self, at: Any, size: int) -> None:
+        """Zero bytes from a pointer on."""
+        at.memset_async(0, size)
+
     def scratch(self, size: int) -> Array:
         """So many bytes for the folds of one block."""
         return cupy.empty(size, np.uint8)

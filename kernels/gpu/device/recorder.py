@@ -19,7 +19,7 @@ from cupy.cuda import runtime
 
 from ...problem import Array
 from . import compiler
-from .cublas import gemm_ex
+from .cublas import WORKSPACE, gemm_ex
 from .launches import Queue
 from .signatures import POINTER, TENSOR_MAP, Signature
 from .tensor_map import SIZE
@@ -28,7 +28,7 @@ from .tensor_map import SIZE
 MAX_ARRAYS, SPACING = 256, 1 << 40
 MAX_STEPS = 256  # of more, the device takes longer than Python takes to ask for them
 FIRST = 0x7FF5 << 48
-GEMM_POINTERS = (6, 9, 13)  # A, B and C among the arguments of `Queue.gemm`
+GEMM_POINTERS = (0, 7, 10, 14)  # workspace, A, B and C among the arguments of `_gemm`
 
 
 class TooLong(Exception):
@@ -69,6 +69,7 @@ class Step:
 
     do: Callable[..., None]  # with the stream and these arguments
     arguments: slice
+    foreign: bool  # by `Queue.do`: no part of a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,13 @@ class Words:
 
 
 class Recorder(Queue):
-    def __init__(self) -> None:
+    """`graphs`: products are to be captured in CUDA graphs, with memory of the call for cuBLAS."""
+
+    def __init__(self, graphs: bool = False) -> None:
+        self.graphs = graphs
         self.sizes: list[int] = []  # bytes of the call's arrays
         self.shared: Any = None  # memory of `scratch`
+        self.of_products: Any = None  # memory for cuBLAS: products come one after another
         self.compiling: list[Callable[[], Any]] = []  # one kernel of each file
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
@@ -167,15 +172,21 @@ class Recorder(Queue):
         return TensorMap(data, form)
 
     def gemm(self, *arguments: int) -> None:
-        self._step(_gemm, arguments, GEMM_POINTERS)
+        if self.graphs and self.of_products is None:
+            self.of_products = self.malloc(WORKSPACE)
+        workspace = self.of_products.ptr if self.graphs else 0
+        self._step(_gemm, (workspace, *arguments), GEMM_POINTERS)
 
     def copy(self, to: Any, source: Any, size: int) -> None:
         self._step(_copy, (to.ptr, source.ptr, size), (0, 1))
 
     def zeros(self, n: int, dtype: Any) -> Array:
         array = cupy.empty(n, dtype)
-        self._step(_zeros, (array.data.ptr, array.nbytes), (0,))
+        self.clear(array.data, array.nbytes)
         return array
+
+    def clear(self, at: Any, size: int) -> None:
+        self._step(_zeros, (at.ptr, size), (0,))
 
     def scratch(self, size: int) -> Array:
         """All blocks share one: they come one after another."""
@@ -186,18 +197,19 @@ class Recorder(Queue):
         return cupy.ndarray(size, np.uint8, self.shared)
 
     def do(self, function: Callable[..., None], *pointers: int) -> None:
-        self._step(function, pointers, tuple(range(len(pointers))))
+        self._step(function, pointers, tuple(range(len(pointers))), foreign=True)
 
     def _step(
-        self, do: Callable[..., None], arguments: tuple[int, ...], pointers: tuple[int, ...]
-    ) -> None:
+        self, do: Callable[..., None], arguments: tuple[int, ...], pointers: tuple[int, ...],
+        foreign: bool = False,
+    ) -> None:  # fmt: skip
         first = len(self.arguments.values)
         for i, argument in enumerate(arguments):
             if i in pointers:
                 self.arguments.add_pointer(argument)
             else:
                 self.arguments.add(argument & (2**64 - 1))
-        self._append(Step(do, slice(first, len(self.arguments.values))))
+        self._append(Step(do, slice(first, len(self.arguments.values)), foreign))
 
     def _append(self, step: Launch | Step) -> None:
         if len(self.steps) == MAX_STEPS:
@@ -218,8 +230,8 @@ def bits(number: float) -> int:
     return int(word)
 
 
-def _gemm(stream: int, *arguments: int) -> None:
-    gemm_ex(cupy.cuda.device.get_cublas_handle(), *arguments)
+def _gemm(stream: int, workspace: int, *arguments: int) -> None:
+    gemm_ex(cupy.cuda.device.get_cublas_handle(), *arguments, workspace=workspace)
 
 
 def _copy(stream: int, to: int, source: int, size: int) -> None:

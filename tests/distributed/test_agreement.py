@@ -1,0 +1,178 @@
+"""What ranks tell each other before a call, and what they keep of it."""
+
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from infonce.distributed import agreement
+
+from infonce import distributed
+
+Say = Callable[[Any], Any]
+
+
+class Mirror(distributed.Communicator):
+    """Rank 0 of two: the other has the same rows, and says what `other` makes of its words."""
+
+    rank, size = 0, 2
+
+    def __init__(self, other: Say = lambda value: value) -> None:
+        self.other, self.said = other, []  # type: ignore[var-annotated]
+
+    def allgather(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        return [value, self.other(value)]
+
+    def shift(self, send: Sequence[Any], receive: Sequence[Any], distance: int = 1) -> Any:
+        for to, array in zip(receive, send, strict=True):
+            to[...] = array
+        return self
+
+    def wait(self) -> None:
+        """All has been received."""
+
+    def statement(self, loss: str = "siglip", rows: int = 6, **options: Any) -> agreement.Statement:
+        """What a call says when it is made for the second time."""
+        x, y = np.random.default_rng(0).standard_normal((2, rows, 5))
+        for _ in range(2):
+            self.said.clear()
+            getattr(distributed, f"{loss}_loss_and_grad")(x, y, comm=self, **options)
+        stated: agreement.Statement = self.said[0]
+        return stated
+
+
+def changed(**values: Any) -> Say:
+    """Another rank whose facts and numbers have these values, where they have such."""
+
+    def say(value: Any) -> Any:
+        if isinstance(value, tuple) and value[0] is None:  # of a call that is checked once more
+            return None, say(value[1])
+        if not isinstance(value, tuple) or not value[1]:
+            return value
+        terms, numbers = value[0], pickle.loads(value[1])
+        told = vars(pickle.loads(terms))
+        known = pickle.loads(told["facts"])
+        numbers |= {name: x for name, x in values.items() if name in numbers}
+        others = {name: x for name, x in values.items() if name not in numbers}
+        if others:
+            told["facts"] = pickle.dumps(known | others)
+            terms = pickle.dumps(agreement.Told(**told))
+        return terms, pickle.dumps(numbers)
+
+    return say
+
+
+def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same terms, of which nothing is worked out again; the numbers are the call's own."""
+    monkeypatch.setattr(agreement, "_terms", {})
+    ranks = Mirror()
+    first = {"scale": 3.0, "bias": -1.0, "grad_out": 1.0}
+    terms, numbers = ranks.statement(**{name: np.array(value) for name, value in first.items()})
+    agreed, other = ranks.agreed, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
+    with monkeypatch.context() as patch:
+        for function in ("told", "_facts"):
+            patch.setattr(agreement, function, None)
+        again = ranks.statement(**{name: np.array(value) for name, value in other.items()})
+    assert len(ranks.said) == 2  # the statement, and sums
+    assert again[0] == terms == ranks.statement(scale=5.0)[0]
+    assert (pickle.loads(numbers), pickle.loads(again[1])) == (first, other)
+    assert ranks.agreed is agreed
+
+
+def test_terms_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the other ranks need to know is in them."""
+    kept = {Mirror().statement(scale=3.0)[0]}
+    zeros = np.zeros(6)
+    options: list[dict[str, Any]] = [
+        {"loss": "clip"}, {"loss": "info_nce"}, {"rows": 8}, {"wrt": ["image"]},
+        {"workspace": 2**27}, {"normalize": True}, {"reduction": "sum"}, {"exchange": "ring"},
+        {"transport": "mpi"}, {"gradient_scale": "ddp"}, {"ids": np.arange(6)},
+        {"weights": np.ones(6)}, {"weights": zeros},
+    ]  # fmt: skip
+    for given in options:
+        ranks = Mirror()
+        if given.get("weights") is zeros:
+            with pytest.raises(ValueError, match=r"^weights: expected a positive sum over all"):
+                ranks.statement(scale=3.0, **given)
+            kept.add(ranks.said[-1][1][0])
+        else:
+            kept.add(ranks.statement(scale=3.0, **given)[0])
+    assert len(kept) == 1 + len(options)
+    monkeypatch.setenv("INFONCE_LOCAL_SIZE", "1")
+    assert Mirror().statement(scale=3.0)[0] not in kept
+    monkeypatch.setenv("INFONCE_LOCAL_SIZE", "3")
+    with pytest.raises(ValueError, match=r"^INFONCE_LOCAL_SIZE: expected a divisor of the 2 ranks"):
+        Mirror().statement(scale=3.0)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"scale": 4.0}, "scale: expected the same on all ranks, got 3.0 on rank 0 and 4.0"),
+        ({"bias": 1.0, "grad_out": 2.0}, "bias: expected"),
+        ({"grad_out": 2.0}, "grad_out: expected the same on all ranks, got 1.0 on rank 0 and 2.0"),
+        ({"grad_out": float("nan")}, "grad_out: expected"),
+        ({"scale": 4.0, "function": "clip_loss"}, "function: expected"),
+        ({"scale": 4.0, "labels": "given"}, "scale: expected"),
+        ({"grad_out": 2.0, "labels": "given"}, "labels: expected"),
+        ({"grad_out": 2.0, "exchange": "ring"}, "grad_out: expected"),
+    ],
+)
+def test_ranks_that_differ(known: bool, values: dict[str, Any], named: str) -> None:
+    """The first fact in their order is named, in a first call and after calls that agreed; calls
+    go on afterwards."""
+    ranks = Mirror()
+    if known:
+        ranks.statement(scale=3.0)
+    before = ranks.agreed
+    ranks.other = changed(**values)
+    with pytest.raises(ValueError, match=f"^{named}"):
+        ranks.statement(scale=3.0)
+    assert ranks.agreed is before
+    ranks.other = lambda value: value
+    ranks.statement(scale=3.0)
+
+
+def test_numbers_that_are_not_numbers() -> None:
+    """The same NaN on all ranks is the same."""
+    Mirror().statement(scale=3.0, grad_out=float("nan"))
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In number, and to plain values: no arrays live on."""
+    monkeypatch.setattr(agreement, "_terms", {})
+    monkeypatch.setattr(agreement, "MOST_TERMS", 3)
+    for rows in range(1, 9):
+        Mirror().statement(rows=rows, scale=3.0)
+        assert len(agreement._terms) <= 3
+    x, y, out = np.random.default_rng(0).standard_normal((3, 6, 5))
+    gone = [weakref.ref(array) for array in (x, y, out)]
+    ranks = Mirror()
+    distributed.lit_loss_and_grad(x, y, scale=np.array(3.0), out=[out], comm=ranks)
+    gc.collect()
+    gc.disable()
+    try:
+        ranks.said.clear()
+        del x, y, out
+        assert [array() for array in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_errors_are_those_of_the_rank_that_has_them() -> None:
+    """Told in the place of terms; what was agreed before holds for the next call."""
+    ranks = Mirror()
+    ranks.statement(scale=3.0)
+    agreed = ranks.agreed
+    failure = "ValueError", "text: expected what it is not"
+    ranks.other = lambda value: agreement.failed([6, 6], failure) if len(value) == 2 else value
+    with pytest.raises(ValueError, match=r"^rank 1: text: expected what it is not$"):
+        ranks.statement(scale=3.0)
+    with pytest.raises(TypeError, match=r"^rank 0: text: expected an array"):
+        distributed.siglip_loss(np.ones((6, 5)), [[1.0]], scale=3.0, comm=ranks)
+    assert ranks.agreed is agreed
