@@ -25,6 +25,7 @@ from .base import Queued, Transport
 Message = tuple[int, int]  # bytes, the other rank
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
 MOST_NUMBERS = 8  # in one `read`
+LITTLE = 2**23  # bytes: what takes NCCL about as long as its launch takes the host
 
 
 _abandoned: list[Any] = []  # host memory that the device may still write to
@@ -244,9 +245,8 @@ class _Form:
 class _Queued:
     """NCCL by a queue, which runs exchanges or records them.
 
-    `late`: an exchange is launched when it is waited for, after the work that is to hide it. That
-    work does not wait for the launch then, and gets multiprocessors first. It pays where little
-    arrives, from one other rank.
+    `late`: an exchange of `LITTLE` is launched when it is waited for, after the work that is to
+    hide it. So that work does not wait for the launch, and gets multiprocessors first.
     """
 
     def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
@@ -267,7 +267,7 @@ class _Queued:
         self.queue.do(self.transport.mark)
         transfer = partial(self.transport.transfer, form)
         launch = partial(self.queue.do, transfer, *sent, *received)
-        if self.late:
+        if self.late and sum(size for size, _ in form.receives) <= LITTLE:
             return _Late(self, launch)
         launch()
         return self
