@@ -126,6 +126,7 @@ class Agreed:
     """What follows from the terms of all ranks."""
 
     terms: list[bytes]
+    joint: bool  # whether the loss is: its queries and keys are other rows
     sizes: list[Any]
     queries: Partition
     keys: Partition
@@ -133,6 +134,11 @@ class Agreed:
     transport: str  # its name
     weighted: bool
     tight: bool  # see `blocks.tight`
+
+    def fits(self, kind: Loss, rank: int, sizes: list[int]) -> bool:
+        """Whether a call of this loss with so many rows on this rank may have the same queries and
+        keys."""
+        return self.joint == kind.joint and bool(self.sizes[rank] == sizes)
 
 
 def failed(sizes: list[int] | None, failure: Failure) -> Statement:
@@ -249,8 +255,9 @@ def agreed(
     if on_gpu and ranks.size == 1:
         transport = "staged"  # nothing is sent
     return Agreed(
-        [terms for terms, _ in everyone], [of.sizes for of in parts], queries, keys, exchange,
-        transport, any(of.weighted for of in parts), blocks.tight(request.problem, queries, keys),
+        [terms for terms, _ in everyone], request.problem.joint, [of.sizes for of in parts],
+        queries, keys, exchange, transport, any(of.weighted for of in parts),
+        blocks.tight(request.problem, queries, keys),
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class _Call:
         if known is not None and [terms for terms, _ in everyone] == known.terms:
             agreement.require_same_numbers(everyone)
         else:
-            request, known = self.agree(features, request, error, everyone, known)
+            request, known = self.agree(features, request, error, everyone)
             self.ranks.agreed = known
         self.agreed = known
         with dispatch.compute_context(features[0]):
@@ -103,7 +103,7 @@ class _Call:
         features = sizes = error = None
         try:
             features, sizes = _sized(self.kind, given)
-            if known is not None and known.sizes[self.ranks.rank] == sizes:
+            if known is not None and known.fits(self.kind, self.ranks.rank, sizes):
                 with dispatch.compute_context(features[0]):
                     request, mine = self.check(features, sizes, known.queries, known.keys)
                 return features, request, None, mine
@@ -113,17 +113,17 @@ class _Call:
 
     def agree(
         self, features: list[Array], request: Request, error: Exception | None,
-        everyone: list[Statement], known: Agreed | None,
+        everyone: list[Statement],
     ) -> tuple[Request, Agreed]:  # fmt: skip
-        """The checked call, and what follows from all ranks' statements. Where a rank has another
-        number of rows than in the last call, they check the call once more."""
+        """The checked call, and what follows from all ranks' statements. Where a rank has not
+        checked it, because it does not know the rows of the others, they all check it again."""
         told = agreement.told(everyone)
         sizes = [of.sizes for of in told]
         require_none([of.failure if of.sizes is None else None for of in told], error)
         rows = [[sum(of) if self.kind.joint else of[side] for of in sizes] for side in (0, -1)]
         queries, keys = map(Partition, rows)
         with dispatch.compute_context(features[0]):
-            if known is not None and sizes == known.sizes:
+            if all(of.facts or of.failure for of in told):
                 require_none([of.failure for of in told], error)
             else:
                 mine = sizes[self.ranks.rank]

@@ -185,6 +185,13 @@ def cases() -> None:
         assert out.loss == 0
         assert not any(gradient.any() for gradient in out.grads)
 
+    # calls of as many rows, whose queries and keys are other rows
+    for name in ("clip", "gte", "clip", "siglip", "gte"):
+        want = getattr(infonce, f"{name}_loss_and_grad")(x, y, scale=2.0)
+        got = getattr(distributed, f"{name}_loss_and_grad")(x[rows], y[rows], scale=2.0)
+        near(got.loss, want.loss, name)
+        near(got.grads.scale, want.grads.scale, f"d scale of {name}")
+
     # a rank's weights are zeros; gradients that a framework averages
     weights = np.where(np.isin(np.arange(20), np.arange(20)[shards(20, 3)[0]]), 0.0, 0.5)
     if not weights.any():
