@@ -331,7 +331,7 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
                 x,
                 x,
                 scale=1.0,
-                timeout=float(timeout),
+                timeout=float(timeout) if calls > 1 else 120.0,  # the first compiles and connects
                 exchange=exchange,
                 progress=None if in_a_plan else progress,
             )
