@@ -164,7 +164,7 @@ def gathered(value: Any, gather: Callable[[Array], Array]) -> list[Any]:
     while longest > room:
         room = longest
         own = len(message).to_bytes(8, "little") + message[:room].ljust(room, b"\0")
-        everyone = gather(np.frombuffer(own, np.uint8)).tobytes()
+        everyone = gather(np.frombuffer(bytearray(own), np.uint8)).tobytes()  # it may be written
         starts = range(8, len(everyone), 8 + room)
         longest = max([int.from_bytes(everyone[at - 8 : at], "little") for at in starts])
     return [pickle.loads(everyone[at : at + room]) for at in starts]

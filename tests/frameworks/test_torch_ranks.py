@@ -25,7 +25,8 @@ pytestmark = pytest.mark.extras
 def start(cases: list[str], size: int, folder: Path, device: str = "cpu") -> None:
     """Runs cases one after the other; each rank saves what it got."""
     environment = {**os.environ, "INFONCE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, torch_ranks.__file__, ",".join(cases)]
+    warnings = "error:The given NumPy array is not writable"  # PyTorch's
+    program = [sys.executable, "-W", warnings, torch_ranks.__file__, ",".join(cases)]
     processes = [
         subprocess.Popen(
             [*program, str(rank), str(size), str(folder), device],
