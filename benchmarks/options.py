@@ -5,9 +5,8 @@
 
 Loss and gradients of random unit rows: bfloat16 on the current GPU, float32 on the CPU (8192 rows
 of 256 by default). All take turns in each round, so that they meet the same clocks. A ratio is the
-median over rounds of those to the plain loss in the same round. On a CPU other processes add to
-some rounds: the least times are compared too. nt_xent of all rows is the plain loss of sup_con, and
-of gte with half as many pairs.
+median over rounds of those to the plain loss in the same round; nt_xent of all rows is the plain
+loss of sup_con, and of gte with half as many pairs.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ def measured(bench: Any, runs: dict[tuple[str, str], Run], rounds: int) -> list[
         found.append({
             "loss": loss, "options": name, "median_s": statistics.median(times),
             "of plain": round(statistics.median(np.divide(times, plain)), 3),
-            "least of plain": round(min(times) / min(plain), 3),
             **bench.memory("auto", _outcome(runs[loss, name])),
         })  # fmt: skip
     return found

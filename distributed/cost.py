@@ -50,8 +50,8 @@ class Machine:
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
     across: Link = Link(30e-6, 45e9)  # 400 Gb/s a GPU
     gpus: int = 8  # of a host
-    call: float = 0.4e-3  # seconds of a call that gathers: agreement of the ranks, sums over them
-    block: float = 0.09e-3  # seconds of its blocks, as `start`
+    call: float = 0.25e-3  # seconds of a call that gathers: agreement of the ranks, sums over them
+    block: float = 0.06e-3  # seconds of its blocks, as `start`
     message: float = 1.5e-6  # seconds of a message to one rank
 
 
