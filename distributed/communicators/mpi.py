@@ -47,7 +47,7 @@ def connect(comm: Any = None) -> Communicator:
         return comm
     if comm is not None and "mpi4py" not in sys.modules:
         raise TypeError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
-    MPI = sys.modules.get("mpi4py.MPI") or load_mpi()  # an import takes time
+    MPI = load_mpi()
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
