@@ -238,8 +238,8 @@ def test_offload_to_gpus() -> None:
     if reason := gpu_missing():
         pytest.skip(reason)
     all_pass(
-        2, "ranks:offload:gpu:auto", "options_over_ranks:equal:9:offload to gpu",
-        "options_over_ranks:limits:offload to gpu", limit=300,
+        2, "ranks:offload:gpu:auto", "options_over_ranks:equal:4:offload to gpu",
+        "options_over_ranks:limits:offload to gpu", limit=540,
     )  # fmt: skip
 
 
