@@ -23,13 +23,15 @@ def near(got: Any, want: Any, what: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=what)
 
 
-def problem_of(name: str, rng: np.random.Generator) -> Problem:
+def problem_of(
+    name: str, rng: np.random.Generator, sizes: tuple[int, int] | None = None
+) -> Problem:
     """Some of the options, drawn one by one; few rows, so that some ranks have none."""
-    rows, width = int(rng.integers(1, 18)), int(rng.integers(1, 5))
-    rows *= 1 + (name == "nt_xent")
+    rows, width = sizes or (int(rng.integers(1, 18)), int(rng.integers(1, 5)))
+    rows *= 1 + (name == "nt_xent" and sizes is None)
     columns, labels = rows, None
     if name == "info_nce":
-        columns += int(rng.integers(0, 9))
+        columns += int(rng.integers(0, 9)) if sizes is None else 0
         if rng.random() < 0.8:
             shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
             labels = rng.integers(-1, columns, shape)
@@ -82,13 +84,14 @@ def on_host(out: Any) -> Any:
     return out.get() if hasattr(out, "get") else out
 
 
-def compare(case: tuple[str, int, str, dict[str, Any]]) -> None:
+def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) -> None:
     """One loss over the ranks against the specification of all rows."""
-    name, seed, place, spread = case
+    name, seed, place, spread, sizes = case
     rng = np.random.default_rng([seed, SIZE, NAMES.index(name)])
     reduction = ("mean", "mean", "sum", "none")[rng.integers(4)]
-    problem, options = call_of(problem_of(name, rng), reduction)
+    problem, options = call_of(problem_of(name, rng, sizes), reduction)
     rows, columns = len(problem.features[0]), len(problem.features[-1])
+    seed = seed if sizes is None else 5  # of the shards
 
     # the order in which ranks hold rows, and this rank's
     parts = [shards(rows, seed)[RANK], shards(columns, seed + (name == "info_nce"))[RANK]]
@@ -163,10 +166,19 @@ def equal(examples: str, place: str) -> None:
         problems.FEW_LOGITS = 0 if seed // len(ways) % 2 else few
         checks._cache.clear()
         for name in NAMES:
-            case = name, seed, place, ways[seed % len(ways)]
+            case = name, seed, place, ways[seed % len(ways)], None
             troubles = follow(compare, case)
             assert not any(troubles), (case, troubles)
     problems.FEW_LOGITS = few
+
+
+def in_turn(examples: str) -> None:
+    """Calls with as many rows, one after another: nothing but what is alike is kept."""
+    rng = np.random.default_rng(3)
+    for _ in range(int(examples)):
+        case = NAMES[rng.integers(len(NAMES))], int(rng.integers(4)), "host", {}, (12, 3)
+        troubles = follow(compare, case)
+        assert not any(troubles), (case, troubles)
 
 
 def cases() -> None:

@@ -88,7 +88,7 @@ def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
 # What so many ranks do. They start once, which takes seconds a process
 EQUAL = [
     "ranks:equal:40",
-    *(f"options_over_ranks:{of}" for of in ("equal:6:host", "cases", "limits:host")),
+    *(f"options_over_ranks:{of}" for of in ("equal:6:host", "in_turn:40", "cases", "limits:host")),
 ]
 CHECKS = {
     1: [*EQUAL, "ranks_trouble:ends"],
