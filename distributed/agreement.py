@@ -126,7 +126,7 @@ class Agreed:
     """What follows from the terms of all ranks."""
 
     terms: list[bytes]
-    joint: bool  # whether the loss is: its queries and keys are other rows
+    joint: bool  # `Loss.joint`: queries and keys are the rows of both arguments
     sizes: list[Any]
     queries: Partition
     keys: Partition

@@ -222,7 +222,7 @@ class Offload:
 
 
 class OffloadOfHost(Offload):
-    """The same with vectors on the host, which asks between folds."""
+    """The same for questions of a caller whose vectors are on the host."""
 
     def positive_dots(self, problem: Problem) -> Array:
         return self.context.device.get(super().positive_dots(problem))
