@@ -66,7 +66,8 @@ def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
 
 def tight(problem: Problem, queries: Partition, keys: Partition) -> bool:
     """Whether the workspace may be too small for a block of some rank: all ranks say the same."""
-    return bool(problem.workspace < _enough(queries.largest, keys.total, problem.shape[2]))
+    workspace = problem.workspace // 2 if problem.linear_terms else problem.workspace
+    return bool(workspace < _enough(queries.largest, keys.total, problem.shape[2]))
 
 
 @cache

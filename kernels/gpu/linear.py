@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import cupy
 import numpy as np
@@ -114,6 +115,20 @@ def linear_terms(
     made = [LinearGradient(cupy, query, key, term, of_keys, symmetric) for term in terms]
     first, second = made if len(made) == 2 else (*made, None)
     return {"first": _fields(first), "second": _fields(second)}
+
+
+def term_bytes(problem: Problem, real: np.dtype[Any]) -> int:
+    """Bytes that `conclude` and the gradients of terms take in kernels: sums of segments, and those
+    of pieces of rows, from which they are joined."""
+    m, n, d = problem.shape
+    pieces = 2 * d * 8 * -(-max(m, n) // PIECE_ROWS)
+    found = 0
+    if problem.label_smoothing:  # of each side, plain and weighted by factors
+        found += 2 * (1 + problem.two_sided) * pieces
+    if problem.classes is not None and (of := problem.classes.in_sums) is not None:
+        assert of.count is not None
+        found += 2 * (pieces + of.count * d * real.itemsize)
+    return found
 
 
 def in_kernels(problem: Problem) -> bool:

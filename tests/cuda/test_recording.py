@@ -325,6 +325,15 @@ def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
     assert kept(1024, 520, gradient=False)[0] == 0
 
 
+def test_linear_terms_lie_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums take from the blocks; vectors are beside."""
+    monkeypatch.setattr(recorder, "MAX_STEPS", 10**6)
+    clip = {"row_weight": 0.5, "column_weight": 0.5, "label_smoothing": 0.1}
+    for options in (clip, {"symmetric": True, "classes": True}):
+        into = recording(65536, 65536, 512, "bf16", workspace=2**28, **options)
+        assert sum(into.sizes) <= 2**28 + 32 * 8 * 65536
+
+
 def test_sums_of_few_queries_are_batched() -> None:
     """A queue of keys: the products that make dQ do not come one by one."""
     for wrt in ((True, True), (True, False)):

@@ -15,7 +15,7 @@ from ..config import precision
 from ..device.arguments import Fields, address, matrix, scalar
 from ..device.launcher import Launcher, device_properties
 from ..device.launches import Queue
-from ..linear import Rows
+from ..linear import Rows, term_bytes
 from .operands import Kept, Panel, Scratch, Side, in_place, overlay
 
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
@@ -76,8 +76,12 @@ class Context:
         self.width = min(self.query.padded, self.key.padded) * self.item
         self.product_width = config.product_width(problem.shape[2], self.precision)
         sides = self.sides
+        # linear terms leave at least half of the workspace to blocks
+        workspace = problem.workspace - min(
+            problem.workspace // 2, term_bytes(problem, self.real)
+        )  # fmt: skip
         once = config.staged_once(
-            sum(side.staged_bytes(len(side.features)) for side in sides), problem.workspace
+            sum(side.staged_bytes(len(side.features)) for side in sides), workspace
         )
         for side in sides:
             side.stage_once = once > 0
@@ -111,7 +115,7 @@ class Context:
             if gradients.want_query and not problem.symmetric:
                 self.query_accumulators = config.sums_at_once(
                     problem.shape, self.precision, self.properties.multiprocessors,
-                    problem.workspace,
+                    workspace,
                 )  # fmt: skip
             accumulated = gradients.query if problem.symmetric else gradients.key
             form = self.product_width, self.real
@@ -143,7 +147,7 @@ class Context:
             overlay_row=overlay_row, staged_once=once,
             rows=problem.bias is not None or (self.online and one_pass(problem, gradients)),
         )  # fmt: skip
-        room, found = problem.workspace, None
+        room, found = workspace, None
         keep = both_folds and gradients is not None and self._may_keep(problem, gradients)
         if keep and not problem.workspace_given:
             room = max(room, self.properties.share)
@@ -151,7 +155,7 @@ class Context:
             found = config.all_keys_blocking(problem.shape, self.needs, room, self.tile.block_n)
             self.online = found is not None
         self.statistics_blocking, self.blocking, size = found or config.blockings(
-            problem.shape, self.needs, problem.workspace, self.tile.block_n, problem.symmetric,
+            problem.shape, self.needs, workspace, self.tile.block_n, problem.symmetric,
             room if keep else 0,
         )  # fmt: skip
         self.scratch, self.kept = Scratch(size, self.launcher.queue), None
