@@ -61,6 +61,7 @@ class Problem:
     compute: str = "fp32"  # precision of products and exponentials
     method: str = "auto"
     workspace: int = WORKSPACE  # bytes
+    copied: int = 0  # of them, for copies of a joint loss: its features, and its gradients
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
     workspace_given: bool = True  # by the caller, who gets no more than that

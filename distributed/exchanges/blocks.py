@@ -66,8 +66,9 @@ def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
 
 def tight(problem: Problem, queries: Partition, keys: Partition) -> bool:
     """Whether the workspace may be too small for a block of some rank: all ranks say the same."""
-    workspace = problem.workspace // 2 if problem.linear_terms else problem.workspace
-    return bool(workspace < _enough(queries.largest, keys.total, problem.shape[2]))
+    half = problem.linear_terms or problem.joint  # which take up to the other half
+    enough = _enough(queries.largest, keys.total, problem.shape[2])
+    return bool(problem.workspace // (1 + half) < enough)
 
 
 @cache

@@ -183,6 +183,8 @@ def check(
     elif want_query or want_key:
         of_query, of_key = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
         gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
+    if loss.joint and not static.offload:
+        problem.copied = query.nbytes + (0 if joined is None else joined.nbytes)
     return Request(
         problem, gradients, outs, given_out, wrt, reduction, static.dtype,
         static.metrics, static.return_logits, static.offload, static, joined,

@@ -219,6 +219,7 @@ class Fold:
             # Off the diagonal of a triangle, columns are other rows, with their own sums
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             workspace=self.context.layout.block,
+            label_smoothing=0.0,  # linear terms are computed elsewhere
             progress=None,
         )
         to, dk = None, keys.gradient

@@ -149,6 +149,13 @@ def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: st
         assert config.blockings(shape, needs, least, 128, False)[2] <= least
         with pytest.raises(ValueError, match=rf"at least {least} bytes .* got {least - 1}"):
             config.blockings(shape, needs, least - 1, 128, False)
+        for beside in (least // 3, 10 * least):  # less than half of the workspace, and half of it
+            enough = min(least + beside, 2 * least)
+            left = config.left_to_folds(enough, beside)
+            assert config.blockings(shape, needs, left, 128, False, 0, beside)[2] <= left
+            left = config.left_to_folds(enough - 2, beside)
+            with pytest.raises(ValueError, match=rf"at least {enough} bytes .* got {enough - 2}"):
+                config.blockings(shape, needs, left, 128, False, 0, beside)
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)

@@ -325,13 +325,16 @@ def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
     assert kept(1024, 520, gradient=False)[0] == 0
 
 
-def test_linear_terms_lie_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their sums take from the blocks; vectors are beside."""
+def test_copies_and_linear_terms_lie_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a joint loss and sums of linear terms take from the blocks; vectors are beside."""
     monkeypatch.setattr(recorder, "MAX_STEPS", 10**6)
     clip = {"row_weight": 0.5, "column_weight": 0.5, "label_smoothing": 0.1}
     for options in (clip, {"symmetric": True, "classes": True}):
         into = recording(65536, 65536, 512, "bf16", workspace=2**28, **options)
         assert sum(into.sizes) <= 2**28 + 32 * 8 * 65536
+    joint = {"symmetric": True, "joint": True, "copied": 2**26}
+    into = recording(65536, 65536, 512, "bf16", workspace=2**28, **joint)
+    assert sum(into.sizes) <= 2**28 - 2**26 + 32 * 8 * 65536
 
 
 def test_sums_of_few_queries_are_batched() -> None:

@@ -103,6 +103,11 @@ class Needs:
         return self.panel(rows, columns, d) + references
 
 
+def left_to_folds(workspace: int, beside: int) -> int:
+    """Bytes of the workspace beside what else lies in it; at least half."""
+    return workspace - min(workspace // 2, beside)
+
+
 def staged_once(size: int, workspace: int) -> int:
     """`size` bytes of operands if all of them are to be staged before the folds, which then have so
     much less of the workspace; 0 if each fold is to stage blocks of them."""
@@ -211,14 +216,16 @@ def blocking(
 @lru_cache(1024)
 def blockings(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
-    keep: int = 0,
+    keep: int = 0, beside: int = 0,
 ) -> tuple[Blocking, Blocking, int]:  # fmt: skip
     """Blocks of the log-sum-exp fold and, with its panels smaller ones, of the gradient fold; and
     the bytes that serve both. ValueError where blocks that fit would be too many (`few_blocks`).
-    `keep`: so many bytes may be taken to keep exponentials between the folds, as many as fit."""
+    `keep`: so many bytes may be taken to keep exponentials between the folds, as many as fit.
+    `beside`: see `left_to_folds`."""
     folds = needs.of_statistics, needs.of_gradient
     least = max(least_workspace(shape, of, block_n) for of in folds)
     if workspace < least:
+        least, workspace = (size + min(size, beside) for size in (least, workspace))
         raise ValueError(workspace_too_small(shape, least, workspace))
     kept = _keeping(shape, needs, keep, block_n) if keep else None
     if kept is not None:

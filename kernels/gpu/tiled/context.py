@@ -76,10 +76,8 @@ class Context:
         self.width = min(self.query.padded, self.key.padded) * self.item
         self.product_width = config.product_width(problem.shape[2], self.precision)
         sides = self.sides
-        # linear terms leave at least half of the workspace to blocks
-        workspace = problem.workspace - min(
-            problem.workspace // 2, term_bytes(problem, self.real)
-        )  # fmt: skip
+        beside = problem.copied + term_bytes(problem, self.real)
+        workspace = config.left_to_folds(problem.workspace, beside)
         once = config.staged_once(
             sum(side.staged_bytes(len(side.features)) for side in sides), workspace
         )
@@ -156,7 +154,7 @@ class Context:
             self.online = found is not None
         self.statistics_blocking, self.blocking, size = found or config.blockings(
             problem.shape, self.needs, workspace, self.tile.block_n, problem.symmetric,
-            room if keep else 0,
+            room if keep else 0, beside,
         )  # fmt: skip
         self.scratch, self.kept = Scratch(size, self.launcher.queue), None
         # rows that lie staged at an address of the scratch, in a fold's layout: its buffers' rows
