@@ -61,7 +61,6 @@ class Problem:
     compute: str = "fp32"  # precision of products and exponentials
     method: str = "auto"
     workspace: int = WORKSPACE  # bytes
-    copied: int = 0  # of them, for copies of a joint loss: its features, and its gradients
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
     workspace_given: bool = True  # by the caller, who gets no more than that
@@ -81,6 +80,7 @@ class Problem:
     limits: Array = None  # [M] float64: of each row, see `targets.limits`; and [N] of each column,
     key_limits: Array = None  # where columns have a softmax
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
+    copied: int = 0  # bytes of the workspace for copies of a joint loss: features, gradients
     # `linear.Segments`: the positives of a row are all others of its class; `positives` has those
     # that are alone as such
     classes: Any = None
