@@ -26,7 +26,7 @@ from .exchanges import choice as exchanges
 from .folds import FoldsOverRanks, folds_over_ranks
 from .partition import Partition
 from .transports import choice as transports
-from .transports.base import Transport
+from .transports.base import Divisors, Transport, sum_over_ranks, totals
 
 
 def evaluate(
@@ -176,17 +176,16 @@ class _Call:
             request.problem.upstream = request.problem.upstream * ddp
         problem, gradients = request.problem, request.gradients
         assert self.transport is not None
-        solution = None
+        solution, self.ddp = None, float(ddp)
         if arrays.on_gpu(problem.query):
             select, planned = _on_gpu()
             problem = select.without_weights(problem, problem.by_row)
             solution = planned.solution(
                 agreed.exchange, problem, gradients, agreed.queries, agreed.keys, self.ranks,
-                self.transport,
+                self.transport, self.divisors(request), request.dtype,
             )  # fmt: skip
         if solution is None:
             solution = self.fold(request, problem)
-        self.reduce(request, solution, ddp)
         convert = arrays.converter_to(like)
         if self.with_grad:
             result = dispatch._result(self.kind, request, solution, convert)
@@ -214,7 +213,9 @@ class _Call:
             self.find_classes(folds, request)
         elif self.kind.symmetric and labelled:
             self.check_pairs(folds, problem)
-        return solve(problem, folds, gradients)
+        solution = solve(problem, folds, gradients)
+        self.reduce(request, solution, vectors)
+        return solution
 
     @property
     def first_row(self) -> int:
@@ -236,7 +237,7 @@ class _Call:
         weights, mine = problem.weights, float(len(problem.query) // (1 + self.kind.joint))
         if weights is not None:
             assert self.transport is not None
-            (mine,) = self.transport.read([weights.sum()])
+            mine = self.transport.read(weights.sum())
             problem.row_shares, problem.upstream = weights, problem.upstream * weights
         self.total = _sum(self.ranks.allgather(mine)) or 1.0  # no row has a positive: the loss is 0
         if request.reduction == "mean":
@@ -262,34 +263,28 @@ class _Call:
 
         agree(self.ranks, require_pairs)
 
-    def reduce(self, request: Request, solution: Solution, ddp: int) -> None:
-        """Sums over ranks, in their order: bitwise the same on every rank and in every run."""
+    def divisors(self, request: Request) -> Divisors:
+        return self.total if request.reduction == "mean" else 1.0, self.ddp
+
+    def reduce(self, request: Request, solution: Solution, vectors: Any) -> None:
+        """Sums over ranks."""
         assert self.transport is not None
         loss, shares = solution.loss, request.problem.row_shares
-        if loss is None:
+        if loss is None and request.reduction != "none":
             loss = (solution.losses if shares is None else solution.losses * shares).sum()
-        sums = {"loss": loss, "scale": solution.scale_grad, "bias": solution.bias_grad}
+        divisors = self.divisors(request)
+        found = totals(self.transport, vectors, loss, solution, divisors, request.dtype)
         if request.metrics and solution.direction_losses is not None:
             rows, columns = solution.direction_losses
-            sums |= {"rows": rows.sum(), "columns": None if columns is None else columns.sum()}
-        sums = {name: value for name, value in sums.items() if value is not None}
-        # read by the transport, whose wait for the device has a limit
-        everyone = self.ranks.allgather(self.transport.read(list(sums.values())))
-        totals = dict(zip(sums, map(_sum, zip(*everyone, strict=True)), strict=True))
-        if request.reduction == "mean":
-            totals["loss"] /= self.total
-        if "scale" in totals:
-            totals["scale"] /= ddp
-        if "bias" in totals:
-            totals["bias"] /= ddp
-        if "rows" in totals:
-            means = [totals[name] / self.agreed.queries.total if name in totals else None
-                     for name in ("rows", "columns")]  # fmt: skip
-            solution.mean_losses = means[0], means[1]
-        values = self.transport.write(list(totals.values()), request.dtype)
-        of_batch = dict(zip(totals, values, strict=True))
-        solution.loss = of_batch["loss"] if request.reduction != "none" else None
-        solution.scale_grad, solution.bias_grad = of_batch.get("scale"), of_batch.get("bias")
+            total = self.agreed.queries.total
+            metrics = {
+                "rows": (rows.sum(), total),
+                "columns": (None if columns is None else columns.sum(), total),
+            }
+            means = sum_over_ranks(self.transport, vectors, metrics, rows.dtype)
+            solution.mean_losses = means["rows"], means.get("columns")
+        for name, value in found.items():
+            setattr(solution, name, value)
 
 
 @cache

@@ -14,15 +14,15 @@ from infonce.kernels.solve import Solution, solve
 from .communicators.base import Communicator
 from .folds import folds_over_ranks
 from .partition import Partition
-from .transports.base import Transport
+from .transports.base import Divisors, Transport, totals
 
 
 def solution(
     exchange: str, problem: Problem, gradients: Gradients | None, queries: Partition,
-    keys: Partition, ranks: Communicator, transport: Transport,
+    keys: Partition, ranks: Communicator, transport: Transport, divisors: Divisors, dtype: Any,
 ) -> Solution | None:  # fmt: skip
-    """The solution by a plan; None for a call that has none. Some ranks may have one and others
-    not: their exchanges are the same."""
+    """The solution by a plan, its numbers summed over ranks; None for a call that has none. Some
+    ranks may have one and others not: their exchanges are the same."""
     if (
         exchange != "gather"
         or ranks.size == 1
@@ -36,19 +36,19 @@ def solution(
     ):
         return None
     properties = device_properties(problem.query.device.id)
-    place = ranks, transport, queries.starts[ranks.rank], tuple(keys.rows)
+    place = ranks, transport, queries.starts[ranks.rank], tuple(keys.rows), divisors, dtype
     made = plan.call(_build, properties, problem, gradients, place, graphs=True)
     return recorded.solution_of(made)
 
 
 def _build(
     problem: Problem, gradients: Gradients | None,
-    place: tuple[Communicator, Transport, int, tuple[int, ...]], queue: Queue,
+    place: tuple[Communicator, Transport, int, tuple[int, ...], Divisors, Any], queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    ranks, transport, start, rows = place
+    ranks, transport, start, rows, divisors, dtype = place
     through = transport.queued(queue)
     assert through is not None
-    vectors = QueuedVectors(problem, queue, through.read_ahead)
+    vectors = QueuedVectors(problem, queue)
     own = vectors.own_positives(start, len(problem.query))
     problem = fast_replace(problem, positives=own)
 
@@ -61,7 +61,7 @@ def _build(
     )  # fmt: skip
     found = solve(problem, folds, gradients)
     return {
-        "losses": found.losses if problem.reduction_weight is None else None, "loss": found.loss,
+        "losses": found.losses if problem.reduction_weight is None else None,
         "row_lse": found.row_lse, "column_lse": found.column_lse,
-        "scale_grad": found.scale_grad, "bias_grad": found.bias_grad,
+        **totals(through, vectors, found.loss, found, divisors, dtype),
     }  # fmt: skip

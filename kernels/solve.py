@@ -36,7 +36,7 @@ Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -186,10 +186,6 @@ def _solve_softmax(
     end = vectors.conclude(problem, stats, grid.triangle, gradients is not None, backend)
     rows, columns = end.rows, end.columns
     dots = None if gradients is None else gradients.dots
-    sums = problem, end.losses, end.log_scale_grad, dots, None
-    first = vectors.totals_first and dots is None
-    if first:
-        totals = vectors.totals(*sums)
     if gradients is not None and not online:
         reference = None if columns is None else columns.reference
         factor = end.column_factor
@@ -200,9 +196,7 @@ def _solve_softmax(
             linear=end.linear,
         )  # fmt: skip
         _gradient_fold(problem, backend, vectors, epilogue, gradients)
-    if not first:
-        totals = vectors.totals(*sums)
-    loss, scale_grad, _ = totals
+    loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
@@ -219,8 +213,6 @@ def _limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
 class Vectors:
     """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's. `of_exponents`:
     folds leave the logits of positives in the scale of exponents, as those on a GPU do."""
-
-    totals_first = False  # before gradients that they do not depend on
 
     def __init__(self, xp: Any, of_exponents: bool = False) -> None:
         self.xp, self.of_exponents = xp, of_exponents
@@ -334,6 +326,11 @@ class Vectors:
         parts = (log_scale_grad, 1.0), (dots, problem.pair_counts)
         of_scale = [part.sum() / counts for part, counts in parts if part is not None]
         return None, sum(of_scale) / scale if of_scale else None, of_bias
+
+    def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:
+        """[K]: the sums of [ranks, K] numbers in the order of the ranks, divided."""
+        total: Array = sum(numbers)
+        return (total / divisors).astype(dtype)
 
 
 def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:

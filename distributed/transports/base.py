@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from infonce.kernels.solve import Solution
 
 from ..communicators.base import Array, Communicator, Pending, Shifts
+
+Divisors = tuple[float, float]  # of the loss summed over ranks, and of gradients
 
 
 class Exchanger(Protocol):
@@ -21,8 +24,8 @@ class Exchanger(Protocol):
 class Queued(Exchanger, Protocol):
     """An `Exchanger` through a queue of the device, which may record what it does."""
 
-    def read_ahead(self, numbers: Sequence[Array]) -> None:
-        """What the next `Transport.read` is to read: it does not wait for what is queued later."""
+    def allgather(self, numbers: Sequence[Array]) -> Array:
+        """[ranks, numbers] float64: the values of 0-d float64 arrays on all ranks."""
         ...
 
 
@@ -35,17 +38,17 @@ class Transport(Exchanger, Protocol):
         """The same through a queue of the device; None if the host has a part in exchanges."""
         ...
 
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        """The values of 0-d float64 arrays. Waits for the work queued on the device, or for that
-        before a `read_ahead` of the same; RankError if that fails."""
+    def allgather(self, numbers: Sequence[Array]) -> Array:
+        """See `Queued`."""
         ...
 
-    def write(self, numbers: Sequence[float], dtype: Any) -> Array:
-        """The numbers as an array."""
+    def read(self, number: Array) -> float:
+        """The value of a 0-d float64 array. Waits for the work queued on the device; RankError if
+        that fails."""
         ...
 
     def finish(self) -> None:
-        """Wait for the work that `read` did not wait for; RankError if that fails."""
+        """Wait for the work queued on the device; RankError if that fails."""
         ...
 
     def close(self) -> None:
@@ -67,14 +70,41 @@ class Host:
     def queued(self, queue: Any) -> Queued | None:
         return None
 
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        return [float(number) for number in numbers]
+    def allgather(self, numbers: Sequence[Array]) -> Array:
+        return np.array(self.ranks.allgather([float(number) for number in numbers]))
 
-    def write(self, numbers: Sequence[float], dtype: Any) -> Array:
-        return np.array(numbers, dtype)
+    def read(self, number: Array) -> float:
+        return float(number)
 
     def finish(self) -> None:
-        """`read` has waited for nothing."""
+        """Nothing is queued."""
 
     def close(self) -> None:
         """Nothing to abandon."""
+
+
+def sum_over_ranks(
+    through: Queued | Transport, vectors: Any, numbers: Mapping[str, tuple[Array | None, float]],
+    dtype: Any,
+) -> dict[str, Array]:  # fmt: skip
+    """Of each name: the sum over ranks of a 0-d array, divided by a number; 0-d of `dtype`. Ranks
+    are added in their order: bitwise the same on every rank and in every run."""
+    given = {name: number for name, (number, _) in numbers.items() if number is not None}
+    if not given:
+        return {}
+    of_ranks = through.allgather(list(given.values()))
+    divisors = [numbers[name][1] for name in given]
+    return dict(zip(given, vectors.sum_over_ranks(of_ranks, divisors, dtype), strict=True))
+
+
+def totals(
+    through: Queued | Transport, vectors: Any, loss: Array | None, solution: Solution,
+    divisors: Divisors, dtype: Any,
+) -> dict[str, Array]:  # fmt: skip
+    """Over ranks: the loss and the gradients of scale and bias, by their names in `Solution`."""
+    of_loss, of_gradients = divisors
+    numbers = {
+        "loss": (loss, of_loss), "scale_grad": (solution.scale_grad, of_gradients),
+        "bias_grad": (solution.bias_grad, of_gradients),
+    }  # fmt: skip
+    return sum_over_ranks(through, vectors, numbers, dtype)

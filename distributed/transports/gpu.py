@@ -17,18 +17,14 @@ import cupy
 import cupyx
 import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
-from infonce.kernels.problem import SILENT
 
 from ..communicators.base import OF_DEVICE, Array, Communicator, Pending, Shifts
 from .base import Queued, Transport
 
 Message = tuple[int, int]  # bytes, the other rank
+Link = tuple[int, bool, bool]  # distance (0: all ranks), whether it sends, whether it receives
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
-MOST_NUMBERS = 8  # in one `read`
 LITTLE = 2**23  # bytes: what takes NCCL about as long as its launch takes the host
-
-
-_abandoned: list[Any] = []  # host memory that the device may still write to
 
 
 @functools.cache
@@ -72,11 +68,6 @@ class _Base:
         # recorded again by every exchange: a wait refers to the latest record before it
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
-        self.fetched = cupy.cuda.Event(disable_timing=True)
-        self.numbers = cupyx.empty_pinned(MOST_NUMBERS, np.float64)
-        self.numbers_at: int = self.numbers.ctypes.data
-        self.places: tuple[int, ...] = ()  # of numbers that were copied ahead of `read`
-        self.ahead = False  # whether the last `read` did not wait for all work
 
     def begin(self) -> None:
         """Order the next transfers after the work that the current stream has."""
@@ -101,50 +92,17 @@ class _Base:
             sum(elapsed(before, after) for _, _, before, after in timers) / 1e3,
         )
 
-    def fetch(self, stream: int, *places: int) -> None:
-        """Start to copy the numbers at these addresses to the host."""
-        runtime, to = cupy.cuda.runtime, self.numbers_at
-        first, size = places[0], 8 * len(places)
-        pieces = [(to + 8 * i, place, 8) for i, place in enumerate(places)]
-        if places == (*range(first, first + size, 8),):  # one after another
-            pieces = [(to, first, size)]
-        for piece in pieces:
-            runtime.memcpyAsync(*piece, runtime.memcpyDeviceToHost, stream)
-        runtime.eventRecord(self.fetched.ptr, stream)
-        self.places = places
+    def allgather(self, numbers: Sequence[Array]) -> Array:
+        return cupy.array(self.ranks.allgather([self.read(number) for number in numbers]))
 
-    def read(self, numbers: Sequence[Array]) -> list[float]:
-        places = tuple(number.data.ptr for number in numbers)
-        self.ahead = places == self.places
-        if not self.ahead:
-            self.fetch(cupy.cuda.get_current_stream().ptr, *places)
-        self.places = ()
-        self._until(self.fetched)
-        values: list[float] = self.numbers[: len(numbers)].tolist()
-        return values
+    def read(self, number: Array) -> float:
+        self.finish()
+        return float(number)
 
     def finish(self) -> None:
-        if self.ahead:
-            self.ready.record()
-            self._until(self.ready)
-
-    def _until(self, event: Any) -> None:
-        """Wait for the device within the timeout of ranks: its work may wait for other ranks."""
-        try:
-            self.ranks.until(lambda: event.done, OF_DEVICE)
-        except BaseException:
-            _abandoned.append(self.numbers)
-            raise
-
-    def write(self, numbers: Sequence[float], dtype: Any) -> Array:
-        with np.errstate(**SILENT):
-            given = np.array(numbers, dtype)
-        out, runtime = cupy.empty(given.shape, dtype), cupy.cuda.runtime
-        runtime.memcpyAsync(  # of pageable memory: it is read before this returns
-            out.data.ptr, given.ctypes.data, given.nbytes, runtime.memcpyHostToDevice,
-            cupy.cuda.get_current_stream().ptr,
-        )  # fmt: skip
-        return out
+        """The wait is within the timeout of ranks: the device may wait for other ranks."""
+        self.ready.record()
+        self.ranks.until(lambda: self.ready.done, OF_DEVICE)
 
     def queued(self, queue: Queue) -> Queued | None:
         return None
@@ -166,7 +124,7 @@ class NCCL(_Base):
         identity = nccl.get_unique_id() if ranks.rank == 0 else None
         identity = ranks.allgather(identity)[0]
         self.device = cupy.cuda.Device()
-        self.linked: set[tuple[int, bool, bool]] = set()  # distances whose ranks are connected
+        self.linked: set[Link] = set()  # what NCCL has connected
         self.communicator = self._bounded(
             lambda: nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
         )
@@ -183,6 +141,9 @@ class NCCL(_Base):
     def exchange(self, shifts: Shifts) -> Pending:
         return _Queued(self, Queue()).exchange(shifts)
 
+    def allgather(self, numbers: Sequence[Array]) -> Array:
+        return _Queued(self, Queue()).allgather(numbers)
+
     def queued(self, queue: Queue) -> Queued:
         return _Queued(self, queue, late=self.ranks.size == 2)
 
@@ -190,31 +151,20 @@ class NCCL(_Base):
         """The next `transfer` starts after the work that the stream has now."""
         cupy.cuda.runtime.eventRecord(self.ready.ptr, stream)
 
-    def transfer(self, form: _Form, stream: int, *addresses: int) -> None:
+    def transfer(self, form: _Form | _AllGather, stream: int, *addresses: int) -> None:
         """What an exchange of this form does, since the last `mark`."""
         runtime, mine = cupy.cuda.runtime, self.stream.ptr
         runtime.streamWaitEvent(mine, self.ready.ptr)
         began = self.timer(self.stream)
         if form.links <= self.linked:
-            self._group(form, addresses)
-        else:  # NCCL connects two ranks in their first transfer, and waits for both
-            self._bounded(lambda: self._group(form, addresses))
+            form.launch(self, addresses)
+        else:  # NCCL connects ranks in their first transfer, and waits for them
+            self._bounded(lambda: form.launch(self, addresses))
             self.linked |= form.links
         if began is None:
             runtime.eventRecord(self.done.ptr, mine)
         else:
             self.timed.append((began, self.timer(self.stream)))
-
-    def _group(self, form: _Form, addresses: Sequence[int]) -> None:
-        """One operation of NCCL: it makes all transfers at once."""
-        send, receive = self.communicator.send, self.communicator.recv
-        stream, sends = self.stream.ptr, len(form.sends)
-        self.nccl.groupStart()
-        for at, (size, rank) in zip(addresses[:sends], form.sends, strict=True):
-            send(at, size, BYTES, rank, stream)
-        for at, (size, rank) in zip(addresses[sends:], form.receives, strict=True):
-            receive(at, size, BYTES, rank, stream)
-        self.nccl.groupEnd()
 
     def join(self, stream: int) -> None:
         """What follows on the stream starts after the exchanges."""
@@ -239,7 +189,29 @@ class _Form:
 
     sends: list[Message]
     receives: list[Message]
-    links: set[tuple[int, bool, bool]]
+    links: set[Link]
+
+    def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
+        """One operation of NCCL: it makes all transfers at once."""
+        send, receive = nccl.communicator.send, nccl.communicator.recv
+        stream, sends = nccl.stream.ptr, len(self.sends)
+        nccl.nccl.groupStart()
+        for at, (size, rank) in zip(addresses[:sends], self.sends, strict=True):
+            send(at, size, BYTES, rank, stream)
+        for at, (size, rank) in zip(addresses[sends:], self.receives, strict=True):
+            receive(at, size, BYTES, rank, stream)
+        nccl.nccl.groupEnd()
+
+
+@dataclass(frozen=True)
+class _AllGather:
+    """Bytes of every rank to all, in place."""
+
+    size: int  # of one rank
+    links: frozenset[Link] = frozenset({(0, True, True)})
+
+    def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
+        nccl.communicator.allGather(*addresses, self.size, BYTES, nccl.stream.ptr)
 
 
 class _Queued:
@@ -275,9 +247,17 @@ class _Queued:
     def wait(self) -> None:
         self.queue.do(self.transport.join)
 
-    def read_ahead(self, numbers: Sequence[Array]) -> None:
-        if numbers:
-            self.queue.do(self.transport.fetch, *(number.data.ptr for number in numbers))
+    def allgather(self, numbers: Sequence[Array]) -> Array:
+        ranks, k = self.transport.ranks, len(numbers)
+        of_ranks = cupy.empty((ranks.size, k))
+        mine = of_ranks[ranks.rank]
+        for i, number in enumerate(numbers):
+            self.queue.copy(mine[i:].data, number.data, number.nbytes)
+        self.queue.do(self.transport.mark)
+        transfer = partial(self.transport.transfer, _AllGather(mine.nbytes))
+        self.queue.do(transfer, mine.data.ptr, of_ranks.data.ptr)
+        self.wait()
+        return of_ranks
 
 
 class _Late:

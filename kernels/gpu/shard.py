@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Sigmoid, S
 from ..solve import Question
 from . import plan as gpu_plan
 from . import recorded, select
-from .device.arguments import matrix, sums_fields
+from .device.arguments import address, matrix, sums_fields
 from .device.launcher import device_properties
 from .device.launches import Queue
 from .tiled.backend import GPU
@@ -108,16 +108,11 @@ class VectorsOverRanks(ElementwiseVectors):
 
 
 class QueuedVectors(VectorsOverRanks):
-    """The same for a plan of all steps: whatever they do goes through `queue`. `read_ahead` gets
-    the totals, which ranks exchange while gradients are computed."""
+    """The same for a plan of all steps: whatever they do goes through `queue`."""
 
-    totals_first = True
-
-    def __init__(
-        self, problem: Problem, queue: Queue, read_ahead: Callable[[list[Array]], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, problem: Problem, queue: Queue) -> None:
         super().__init__()
-        self.queue, self.read_ahead = queue, read_ahead
+        self.queue = queue
         self.gpu = GPU(_bare(problem), queue=queue)
         self.launcher = self.gpu.context.launcher
 
@@ -134,13 +129,15 @@ class QueuedVectors(VectorsOverRanks):
             "merge_sums", n, sums=sums_fields(sums), other=sums_fields(other), n=n
         )  # fmt: skip
 
-    def totals(
-        self, problem: Problem, losses: Array, log_scale_grad: Array | None,
-        dots: Array | None, bias_grad: Array | None,
-    ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        made = super().totals(problem, losses, log_scale_grad, dots, bias_grad)
-        self.read_ahead([number for number in made if number is not None])
-        return made
+    def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:
+        ranks, k = numbers.shape
+        out = cupy.empty(k, dtype)
+        for i, divisor in enumerate(divisors):
+            self.launcher.vectors(
+                "sum_over_ranks", 1, numbers=address(numbers[0], i), ranks=ranks, stride=k,
+                divisor=divisor, is_float=out.dtype == np.float32, out=address(out, i),
+            )  # fmt: skip
+        return out
 
     def own_positives(self, start: int, m: int) -> Array:
         """Row i's positive is key start + i."""

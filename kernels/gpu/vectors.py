@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import cupy
 import numpy as np
@@ -57,6 +58,12 @@ _within = cupy.ElementwiseKernel(
     """,
     "infonce_within",
 )  # fmt: skip
+# solve.Vectors.sum_over_ranks
+_sum_over_ranks = cupy.ElementwiseKernel(
+    "raw float64 numbers, int64 ranks, int64 k", "float64 total",
+    "total = 0; for (long long r = 0; r < ranks; ++r) total += numbers[r * k + i];",
+    "infonce_sum_over_ranks",
+)  # fmt: skip
 # conclude_direction (CuPy has a logaddexp2, which loses small losses). Of nothing, the reference is
 # any number: no difference of infinities is taken
 _conclude = cupy.ElementwiseKernel(
@@ -89,6 +96,10 @@ class ElementwiseVectors(blocks.Vectors):
 
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:
         return _within(positives, keys.start, keys.stop, total)
+
+    def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:
+        total = _sum_over_ranks(numbers, *numbers.shape, size=len(divisors))
+        return (total / cupy.array(divisors)).astype(dtype, copy=False)
 
     def direction(
         self, sums: problems.Sums, positive: Array, decoupled: bool = False,

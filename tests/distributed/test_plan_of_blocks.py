@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_problems import BFLOAT16, MISSING, PRECISIONS, dtype_of, features, gpu_only
+from infonce.kernels.solve import Vectors
 
 pytestmark = gpu_only
 if not MISSING:
@@ -13,6 +14,7 @@ if not MISSING:
     from infonce.kernels.gpu import plan as gpu_plan
     from infonce.kernels.gpu import select as gpu_select
     from infonce.kernels.gpu import shard as gpu_ranks
+    from infonce.kernels.gpu.device.launches import Queue
     from infonce.kernels.gpu.vectors import ElementwiseVectors
 
 
@@ -207,3 +209,18 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     lse = 1e-13 if precision == "fp64" or dtype == "float64" else 1e-6
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(a, b, rtol=lse, atol=1e-13)
+
+
+def test_sums_over_ranks_have_the_same_bits() -> None:
+    """By a plan or step by step: some ranks may have a plan and others not."""
+    z = features("nt_xent", 8, 64, np.dtype("float32"), 1)[0]
+    by_plan = gpu_ranks.QueuedVectors(problems.Problem(z, z, 1.0, 1.0), Queue())
+    for ranks, k in ((1, 1), (2, 1), (5, 3), (1024, 2)):
+        numbers = np.random.default_rng(ranks).standard_normal((ranks, k)) ** 5
+        divisors = [3.0, 1.0, 7.0][:k]
+        for dtype in ("float32", "float64"):
+            want = Vectors(np).sum_over_ranks(numbers, divisors, dtype)
+            for vectors in (by_plan, ElementwiseVectors()):
+                found = vectors.sum_over_ranks(cupy.asarray(numbers), divisors, dtype)
+                assert found.dtype == dtype
+                np.testing.assert_array_equal(found.get(), want)

@@ -73,7 +73,8 @@ def steps(
         )  # fmt: skip
         of_key = loss != "lit"
         gradients = Gradients(dq, dk if of_key else None, None, True, of_key) if gradient else None
-        made = planned._build(problem, gradients, (ranks, transport, 7, tuple(rows)), into)
+        place = ranks, transport, 7, tuple(rows), (sum(rows), 1.0), query.dtype
+        made = planned._build(problem, gradients, place, into)
     for array in made.values():
         if array is not None:
             recorder.placeholder_of(array.data.ptr)
@@ -101,16 +102,18 @@ def test_any_gather(
     gradient: bool, scalars: str,
 ) -> None:  # fmt: skip
     """Nothing but what a plan can replay, at addresses of the call's own arrays; and no more
-    exchanges than there are kinds of arrays: keys, column sums, factors, dK."""
+    exchanges than there are kinds of arrays: keys, column sums, factors, dK, and numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "MAX_STEPS", 10**6)
         found = record(
             loss, rows, rank % len(rows), precision, d, gradient, ids=ids, normalize=normalize,
             scalar_grads=scalars != "none", moments=scalars == "moments" or not gradient,
         )  # fmt: skip
-    exchanges = {"clip": 1 + 1 + 2 * gradient, "lit": 1}.get(loss, 1 + gradient)
+    exchanges = {"clip": 1 + 1 + 2 * gradient, "lit": 1}.get(loss, 1 + gradient) + 1
     assert found["transfer"] == exchanges
     assert found["totals"] == 1
+    of_bias = loss == "siglip" and scalars != "none"
+    assert found["sum_over_ranks"] == 1 + (scalars != "none" or not gradient) + of_bias
 
 
 def test_steps_do_not_grow_with_the_ranks() -> None:
@@ -122,19 +125,6 @@ def test_steps_do_not_grow_with_the_ranks() -> None:
     assert sum(many.values()) - sum(two.values()) == 10
 
 
-@pytest.mark.parametrize("loss", sorted(WEIGHTS))
-def test_totals_are_read_ahead(loss: str) -> None:
-    """Before the gradients that they do not depend on: ranks exchange them meanwhile."""
-    sweep = "sweep_sigmoid" if loss == "siglip" else "sweep_gradient"
-    for scalars in ({}, {"scalar_grads": True, "moments": True}, {"scalar_grads": True}):
-        found = steps(loss, [300, 200], 1, **scalars)
-        assert found[found.index("totals") + 1] == "fetch"
-        ahead = loss != "siglip" and (not scalars or "moments" in scalars)
-        assert ahead == (found.index("fetch") < found.index(sweep))
-        assert found.count("fetch") == 1
-    assert steps(loss, [300, 200], 1, gradient=False)[-1] == "fetch"
-
-
 @pytest.mark.parametrize(("ranks", "little"), [(2, True), (2, False), (3, True)])
 def test_work_that_hides_an_exchange(
     ranks: int, little: bool, monkeypatch: pytest.MonkeyPatch
@@ -143,12 +133,12 @@ def test_work_that_hides_an_exchange(
     comes; both follow the same mark."""
     monkeypatch.setattr(transports, "LITTLE", 256 * 64 * 4 - (not little))  # bytes of dK
     found = steps("clip", [256] * ranks, 1)
-    for sweep, exchange in (("sweep_lse", 0), ("sweep_gradient", -1)):
+    for sweep, which, exchange in (("sweep_lse", 0, 0), ("sweep_gradient", -1, -2)):
         marks, transfers, sweeps = (
             [i for i, name in enumerate(found) if name == kind]
             for kind in ("mark", "transfer", sweep)
         )
-        own = sweeps[exchange]
+        own = sweeps[which]
         assert marks[exchange] < own
         late = ranks == 2 and (little or sweep == "sweep_lse")
         assert (own < transfers[exchange]) == late
@@ -162,7 +152,7 @@ def test_accumulators_are_cleared_as_memory() -> None:
 
 def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infonce.distributed.cost.CHUNK", 2**20)
-    assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3
+    assert record("clip", [2048] * 4, 1, d=512)["transfer"] == 1 + 1 + 1 + 3 + 1
 
 
 def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +173,9 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             ({"hardness": 2.0}, True), ({"label_smoothing": 0.1}, True),
         ):  # fmt: skip
             problem = replace(plain, **option)
-            found = planned.solution("gather", problem, None, rows, rows, ranks, transport)
+            found = planned.solution(
+                "gather", problem, None, rows, rows, ranks, transport, (16.0, 1.0), query.dtype
+            )
             assert (found is None) == steps
             assert shard.VectorsOverRanks().known(problem) != steps
             if steps:

@@ -1,7 +1,6 @@
 """Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
 
 import contextlib
-import ctypes
 import gc
 import itertools
 import queue
@@ -170,7 +169,10 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
         ranks=Alone(), linked=set(), device=contextlib.nullcontext(), timers=None, timed=[],
         **dict.fromkeys(("stream", "ready", "done"), types.SimpleNamespace(ptr=0)),
         nccl=types.SimpleNamespace(groupStart=lambda: None, groupEnd=connect),
-        communicator=types.SimpleNamespace(send=lambda *of: None, recv=lambda *of: None),
+        communicator=types.SimpleNamespace(
+            send=lambda *of: None, recv=lambda *of: None,
+            allGather=lambda *of: threads.append(threading.get_ident()),
+        ),
     )  # fmt: skip
     array: Any = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=0))
     nccl.ranks.timeout = 0.05
@@ -180,52 +182,12 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     nccl.ranks.timeout = 10.0
     for distances in ((1,), (1,), (2,), (1,), (1, 2), (1, 3)):
         nccl.exchange({distance: ([array], [array]) for distance in distances})
+    gathered = gpu._AllGather(8)
+    for _ in range(2):
+        nccl.transfer(gathered, 0, 0, 0)
     here = threading.get_ident()
     known = [thread == here for thread in threads]
-    assert known == [False, False, True, False, True, True, False]
-
-
-@pytest.mark.extras
-def test_numbers_that_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are what they were then; others, and the same later, are read anew."""
-    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
-    on_device = np.arange(4.0)  # memory of the host stands for that of a device
-    events: list[int] = []
-    runtime = gpu.cupy.cuda.runtime
-    monkeypatch.setattr(runtime, "memcpyAsync", lambda to, at, n, *_: ctypes.memmove(to, at, n))
-    monkeypatch.setattr(runtime, "eventRecord", lambda event, stream: events.append(event))
-    stream = types.SimpleNamespace(ptr=3)
-    monkeypatch.setattr(gpu.cupy.cuda, "get_current_stream", lambda: stream)
-    nccl: Any = object.__new__(gpu.NCCL)
-    numbers, waited = np.zeros(8), []
-    ready = types.SimpleNamespace(record=lambda: waited.append(len(events)), done=True)
-    nccl.__dict__.update(
-        ranks=Alone(), numbers=numbers, numbers_at=numbers.ctypes.data, places=(), ahead=False,
-        fetched=types.SimpleNamespace(ptr=5, done=True), ready=ready,
-    )  # fmt: skip
-
-    def at(*indices: int) -> list[Any]:
-        start = on_device.ctypes.data
-        return [
-            types.SimpleNamespace(data=types.SimpleNamespace(ptr=start + 8 * i)) for i in indices
-        ]
-
-    into: Any = types.SimpleNamespace(do=lambda function, *pointers: function(3, *pointers))
-    for which in ([0], [0, 1], [2, 0]):
-        nccl.queued(into).read_ahead(at(*which))
-        then, count = on_device[which].tolist(), len(events)
-        on_device += 1
-        assert nccl.read(at(*which)) == then
-        assert len(events) == count
-        nccl.finish()  # waits for what was queued later
-        assert waited.pop() == count
-        assert nccl.read(at(*which)) == on_device[which].tolist()
-        nccl.queued(into).read_ahead(at(*which))
-        assert nccl.read(at(3)) == [on_device[3]]
-        nccl.finish()  # this `read` has waited for all
-        assert not waited
-    nccl.queued(into).read_ahead([])
-    assert set(events) == {5}
+    assert known == [False, False, True, False, True, True, False, False, True]
 
 
 @pytest.mark.extras

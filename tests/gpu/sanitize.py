@@ -196,6 +196,8 @@ def steps_over_ranks() -> None:
     assert cupy.all(sums.sum == 1.5)
     vectors.add(sums.sum, sums.max)
     assert cupy.all(sums.sum == 2.5)
+    numbers = cupy.arange(6.0).reshape(3, 2)
+    assert vectors.sum_over_ranks(numbers, (2.0, 1.0), "float32").tolist() == [3.0, 9.0]
     out = cupy.empty_like(z)
     vectors.assign(out, z)
     assert cupy.all(out == z)

@@ -26,6 +26,16 @@ extern "C" __global__ void merge_sums(const __grid_constant__ Sums sums,
   sums.set(i, merge(sums.get(i), other.get(i), [](double x) { return exp2(x); }));
 }
 
+// *out: the sum of numbers[stride r] of `ranks` ranks r in their order, divided.
+extern "C" __global__ void sum_over_ranks(const double* numbers, i64 ranks, i64 stride, double divisor,
+                                          i64 is_float, void* out) {
+  if (threadIdx.x) return;
+  double total = 0;
+  for (i64 r = 0; r < ranks; ++r) total += numbers[stride * r];
+  if (is_float) *(float*)out = (float)(total / divisor);
+  else *(double*)out = total / divisor;
+}
+
 // sums += other: n numbers of one type.
 extern "C" __global__ void add(void* sums, const void* other, i64 n, i64 is_float) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
