@@ -1,18 +1,16 @@
 """The folds over ranks: queries stay, keys come, and sums over queries go to their keys.
 
 Rank r holds shards Q_r and K_r. It folds blocks (Q_r, K), K its own keys or those of other ranks,
-with the backend that a single process uses. Row statistics and dQ_r stay on their rank. Sums over
-queries, which are the column statistics and dK, go to the owner of the keys. The exchange
-(exchanges/) brings the keys and the sums, and adds the sums of a shard in a fixed order: results
-are bitwise the same from run to run.
+with the backend of a single process. Row statistics and dQ_r stay on their rank. Sums over queries,
+which are the column statistics and dK, go to the owner of the keys. The exchange (exchanges/)
+brings keys and sums, and adds the sums of a shard in a fixed order: the same bits in every run.
 
 Where queries are keys (NT-Xent), each pair of shards meets on one of its two ranks, which computes
 the sums of both; those of the keys go to their owner.
 
 Memory, beyond shards and gradients, is one and a half times the workspace, of which the exchange
-takes a third, and dQ in float32 where gradients have 16 bits. (Without a given workspace, exchanges
-that gather take up to a 32nd of a GPU's memory.) Linear terms take up to 4 D numbers in float64 (on
-a GPU, in the precision of sums) for each segment of this rank's rows.
+takes a third (if not given: up to a 32nd of a GPU's memory), and dQ in float32 where gradients have
+16 bits. Linear terms take up to 4 D numbers for each segment of this rank's rows.
 """
 
 from __future__ import annotations
@@ -145,7 +143,8 @@ class FoldsOverRanks:
                 total[:] = 0
             self._block(problem, keys, arrays, add, None)
 
-        def keep(mine: slice, sums: list[Array]) -> None:
+        def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
+            self._add(sums, *others)
             for own, arrived in zip(of_columns.arrays, sums, strict=True):
                 own[mine] = arrived
 
@@ -213,19 +212,21 @@ class FoldsOverRanks:
                 sums[-1][:] = xp.nan
                 sums[-1][: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
 
-        def combine(sums: list[Array], arrived: list[Array]) -> None:
-            self.vectors.merge(Sums(*sums[:of_sums]), Sums(*arrived[:of_sums]))
-            for mine, theirs in zip(sums[of_sums:], arrived[of_sums:], strict=True):
-                mine[:] = xp.where(xp.isnan(mine), theirs, mine)
+        def combine(sums: list[Array], *others: list[Array]) -> None:
+            for arrived in others:
+                self.vectors.merge(Sums(*sums[:of_sums]), Sums(*arrived[:of_sums]))
+                for mine, theirs in zip(sums[of_sums:], arrived[of_sums:], strict=True):
+                    mine[:] = xp.where(xp.isnan(mine), theirs, mine)
 
-        def keep(mine: slice, sums: list[Array]) -> None:
+        def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
             assert stats.columns is not None
             to = list(stats.columns.part(mine).arrays[:of_sums])
             if half:
-                combine([*to, stats.positive_logits[mine]], sums)
-            else:
-                for own, arrived in zip(to, sums, strict=True):
-                    self.vectors.assign(own, arrived)
+                combine([*to, stats.positive_logits[mine]], sums, *others)
+                return
+            combine(sums, *others)
+            for own, arrived in zip(to, sums, strict=True):
+                self.vectors.assign(own, arrived)
 
         wide = np.dtype(np.float64)
         travelling = of_sums * (problem.two_sided or half) + half
@@ -254,7 +255,8 @@ class FoldsOverRanks:
                 part = fast_replace(ranks, column_positive_logits=arrays[-1], column_rank=sums[0])
             self._block(problem, keys, arrays, part, None)
 
-        def keep(mine: slice, sums: list[Array]) -> None:
+        def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
+            self._add(sums, *others)
             ranks.column_rank[mine] = sums[0]
 
         self.exchange(own, visit, [((), np.dtype(np.int64))] * by_columns, self._add, keep)
@@ -297,20 +299,21 @@ class FoldsOverRanks:
                 if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
                     vectors.add(total, mine.dots)
 
-        def keep(mine: slice, sums: list[Array]) -> None:
+        def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
             if not half:
-                vectors.assign(gradients.key[mine], sums[0])
+                vectors.assign(gradients.key[mine], sums[0], *(other[0] for other in others))
             elif dq is not None:
-                vectors.add(dq[mine], sums[0])
+                self._add([dq[mine]], sums, *others)
 
         kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
         self.exchange(own, visit, kinds, self._add, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             vectors.assign(gradients.query, dq)
 
-    def _add(self, sums: Sequence[Array], others: Sequence[Array]) -> None:
-        for mine, theirs in zip(sums, others, strict=True):
-            self.vectors.add(mine, theirs)
+    def _add(self, sums: Sequence[Array], *others: Sequence[Array]) -> None:
+        for other in others:
+            for mine, theirs in zip(sums, other, strict=True):
+                self.vectors.add(mine, theirs)
 
     def _block(
         self, problem: Problem, keys: Keys, arrays: list[Array], epilogue: Epilogue | Question,

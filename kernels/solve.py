@@ -243,8 +243,10 @@ class Vectors:
         """sums += other, element-wise."""
         sums += other
 
-    def assign(self, to: Array, sums: Array | float) -> None:
-        """to = sums, in the dtype of `to`."""
+    def assign(self, to: Array, sums: Array | float, *others: Array) -> None:
+        """to = sums, with others added to them, in the dtype of `to`."""
+        for other in others:
+            self.add(sums, other)
         to[...] = sums
 
     def local_positives(self, positives: Array, keys: slice, total: int = 0) -> Array:

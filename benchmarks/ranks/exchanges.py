@@ -6,8 +6,9 @@ mpiexec -n 2 python benchmarks/ranks/exchanges.py ...
 
 Each GPU has a process of torch.distributed. A step is the loss and `backward()`, of unit rows in
 bfloat16. Its time is that of the slowest rank, the median over steps. Started by mpiexec, a rank a
-GPU, it also times `infonce.distributed`, loss and all gradients by one call over MPI, and how long
-its transfers take, hidden behind products or not.
+GPU, it also times `infonce.distributed`, loss and all gradients of CuPy arrays by one call over
+MPI, and how long its transfers take, hidden behind products or not. All steps then begin after a
+barrier of MPI, otherwise after one of torch.distributed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from infonce.distributed.communicators.mpi import connect
 
 import infonce.torch
 from infonce import distributed
+from infonce.arrays import native
 from infonce.cli import machine
 from infonce.cli.common import to_json
 
@@ -42,7 +44,7 @@ SCALE = 1 / 0.07
 def step_of(name: str, rank: int, size: int, *inputs: Any) -> Callable[[], None]:
     """Loss and gradients of (image, text, scale)."""
     if exchange := OVER_MPI.get(name):
-        image, text = (z.detach() for z in inputs[:2])
+        image, text = (native(z.detach()) for z in inputs[:2])
         return partial(distributed.clip_loss_and_grad, image, text, scale=SCALE, exchange=exchange)
     loss = loss_of(name, rank, size)
 
@@ -74,12 +76,12 @@ def loss_of(name: str, rank: int, size: int) -> Callable[[Any, Any, Any], Any]:
     )
 
 
-def seconds(step: Callable[[], None], steps: int) -> list[float]:
+def seconds(step: Callable[[], None], steps: int, barrier: Callable[[], Any]) -> list[float]:
     """Of each step, the slowest rank's."""
     found = []
     for _ in range(steps):
         torch.cuda.synchronize()
-        dist.barrier()
+        barrier()
         began = time.perf_counter()
         step()
         torch.cuda.synchronize()
@@ -89,18 +91,23 @@ def seconds(step: Callable[[], None], steps: int) -> list[float]:
     return [float(s) for s in slowest.cpu()]
 
 
-def transfers(run: Callable[[], None], steps: int) -> dict[str, float]:
+def transfers(
+    run: Callable[[], None], steps: int, barrier: Callable[[], Any]
+) -> dict[str, float]:  # fmt: skip
     """Seconds of a step that transfers over MPI's ranks are under way on this rank's GPU, and that
     its work waits for them."""
     (transport,) = connect(None).__dict__["gpu_transports"].values()
     transport.timers = []
-    seconds(run, steps)
+    seconds(run, steps, barrier)
     under_way, waited = transport.seconds()
     transport.timers = None
     return {"transfers_s": under_way / steps, "not_hidden_s": waited / steps}
 
 
-def work(rank: int, arguments: argparse.Namespace, size: int, folder: str) -> None:
+def work(
+    rank: int, arguments: argparse.Namespace, size: int, folder: str,
+    barrier: Callable[[], Any] = dist.barrier,
+) -> None:  # fmt: skip
     """One rank: times every contender at every size; rank 0 writes what it found."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", f"file://{folder}/store", rank=rank, world_size=size)
@@ -120,10 +127,11 @@ def work(rank: int, arguments: argparse.Namespace, size: int, folder: str) -> No
         for name in arguments.contenders:
             try:
                 run = step_of(name, rank, size, image, text, scale)
-                seconds(run, 3)
-                row[f"{name}_s"] = statistics.median(seconds(run, arguments.steps))
+                seconds(run, 3, barrier)
+                row[f"{name}_s"] = statistics.median(seconds(run, arguments.steps, barrier))
                 if name in OVER_MPI:
-                    row |= {f"{name}_{k}": v for k, v in transfers(run, arguments.steps).items()}
+                    found = transfers(run, arguments.steps, barrier)
+                    row |= {f"{name}_{k}": v for k, v in found.items()}
             except Exception as error:  # of another project: the others are still timed
                 if name in ("gather", "ring", *OVER_MPI):
                     raise
@@ -154,7 +162,7 @@ def main() -> None:
     if ranks is not None and ranks.size > 1:
         with tempfile.TemporaryDirectory() as folder:
             everyones = ranks.bcast(folder)
-            work(ranks.rank, arguments, ranks.size, everyones)
+            work(ranks.rank, arguments, ranks.size, everyones, ranks.Barrier)
             ranks.barrier()
             if ranks.rank:
                 return

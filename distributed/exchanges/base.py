@@ -32,7 +32,8 @@ def none_of(arrays: list[Array]) -> tuple[Keys, list[Array]]:
 
 Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, their sums: output)
 Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the first, element-wise
-Keep = Callable[[slice, list[Array]], None]  # (rows of this rank's shard, their complete sums)
+# (rows of this rank's shard; their complete sums, or what adds up to them: one or two lists)
+Keep = Callable[..., None]
 
 
 class Exchange(Protocol):
@@ -51,9 +52,9 @@ class Exchange(Protocol):
         """Visit the keys of every rank, with the arrays that their rank passes as `own`.
 
         A visit may compute sums over this rank's queries, one row a key: `types` are their shapes
-        and dtypes. They go to the rank of the keys, which gets its own complete in `keep`: the sums
-        of all ranks, added by `combine` in an order that depends on nothing but the number of ranks
-        and how many of them are on a host.
+        and dtypes. They go to the rank of the keys, which gets its own in `keep`: the sums of all
+        ranks, added by `combine` in an order that depends on nothing but the number of ranks and
+        how many of them are on a host. The last addition may be left to `keep`.
 
         Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
         meets on one of its two ranks, which computes the sums of both: rank r visits the n // 2

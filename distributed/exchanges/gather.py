@@ -105,7 +105,7 @@ class Gather:
         for arriving in leaving:
             arriving.wait()
         if combine is not None and keep is not None and types and mine + summed:
-            keep(slice(0, rows[r]), added(parts, combine))
+            keep(slice(0, rows[r]), *added(parts, combine, 2))
 
     def _gather(self, own: list[Array], near: list[int]) -> tuple[Pending | None, list[Array]]:
         """Arrays of the shards in reach: what is under way to them, if features are, and they."""
@@ -150,11 +150,12 @@ class Gather:
             yield far, nearer + 1
 
 
-def added(parts: list[Array], combine: Combine) -> list[Array]:
-    """The sums of stacked parts, pairwise: a few operations, however many ranks there are."""
+def added(parts: list[Array], combine: Combine, most: int = 1) -> list[list[Array]]:
+    """The sums of stacked parts, pairwise: a few operations, however many ranks there are. Ends
+    with so many sums at most."""
     n = len(parts[0])
-    while n > 1:
+    while n > most:
         pairs = n // 2
         combine([part[:pairs] for part in parts], [part[n - pairs : n] for part in parts])
         n -= pairs
-    return [part[0] for part in parts]
+    return [[part[i] for part in parts] for i in range(n)]

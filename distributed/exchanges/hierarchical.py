@@ -117,7 +117,9 @@ class Hierarchical:
                     [array[rows] for array in arrays], [array[rows] for array in sums],
                 )  # fmt: skip
 
-        def keep_inside(_: slice, sums: list[Array]) -> None:
+        def keep_inside(_: slice, sums: list[Array], *others: list[Array]) -> None:
+            for other in others:
+                combine(sums, other)  # type: ignore[misc]  # there is one, as there are sums
             complete.append([array.copy() for array in sums])
 
         self.gather.run(own, visit_inside, types, combine, keep_inside, half)
@@ -132,10 +134,8 @@ class Hierarchical:
             rows = slice(start, start + self.shards(step).total)
             visit(Keys(False, rows, True, steps - reach + step - 1, steps), arrays, sums)
         complete += pipeline.finish()
-        if combine is not None and keep is not None and complete:
-            if len(complete) == 2:
-                combine(*complete)
-            keep(slice(0, self.partition.rows[self.rank]), complete[0])
+        if keep is not None and complete:
+            keep(slice(0, self.partition.rows[self.rank]), *complete)
 
 
 class Pipeline:
@@ -247,6 +247,6 @@ class Pipeline:
             total[...] = part
         if self.way.local_size > 1:
             parts = self._sums_of_shard("parts", step, self.way.local_size - 1)
-            self.combine(sums, added(parts, self.combine))
+            self.combine(sums, *added(parts, self.combine))
         if step > 1:
             self.combine(sums, self._sums_of_shard("arrived", step))

@@ -232,15 +232,20 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
 #endif
 }
 
-// out = sums (null: 0), of n rows of d features one after another.
-extern "C" __global__ void assign(const Real* sums, i64 n, i64 d, const __grid_constant__ Matrix out) {
+// out = sums + other (null: 0), of n rows of d features one after another.
+extern "C" __global__ void assign(const Real* sums, const Real* other, i64 n, i64 d,
+                                  const __grid_constant__ Matrix out) {
   const int lanes = lanes_of(d);
   const i64 row = lanes_row(lanes);
   if (row >= n) return;
   for (i64 k = threadIdx.x % lanes * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
-    Real x[LANE_FEATURES];
+    Real x[LANE_FEATURES] = {0, 0, 0, 0, 0, 0, 0, 0}, y[LANE_FEATURES];
+    if (sums) get_reals(x, sums + row * d + k, d - k);
+    if (other) {
+      get_reals(y, other + row * d + k, d - k);
 #pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) x[i] = sums && k + i < d ? sums[row * d + k + i] : 0;
+      for (int i = 0; i < LANE_FEATURES; ++i) x[i] += y[i];
+    }
     set_group(x, out, row, k, d - k);
   }
 }

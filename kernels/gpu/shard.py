@@ -160,7 +160,7 @@ class QueuedVectors(VectorsOverRanks):
             "add", sums.size, sums=sums, other=other, n=sums.size, is_float=is_float
         )
 
-    def assign(self, to: Array, sums: Array | float) -> None:
+    def assign(self, to: Array, sums: Array | float, other: Array | None = None) -> None:
         """Zeros, or sums in the dtype of the products."""
         if to.ndim == 1:
             assert isinstance(sums, cupy.ndarray)
@@ -171,7 +171,9 @@ class QueuedVectors(VectorsOverRanks):
         if given is None and to.flags.c_contiguous:
             self.queue.clear(to.data, to.nbytes)
             return
-        self.launcher.rows("assign", n, d, file="finish.cu", sums=given, n=n, d=d, out=matrix(to))
+        self.launcher.rows(
+            "assign", n, d, file="finish.cu", sums=given, other=other, n=n, d=d, out=matrix(to)
+        )
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         return self.gpu.vectors.sigmoid(problem)

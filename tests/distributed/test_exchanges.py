@@ -131,8 +131,9 @@ def test_every_key_meets_every_rank(
                 for mine, theirs in zip(sums, others, strict=True):
                     mine += theirs
 
-            def keep(mine: slice, sums: Any, into: Any = sums_of_own) -> None:
-                into[mine] += sums[0]
+            def keep(mine: slice, *parts: Any, into: Any = sums_of_own) -> None:
+                for sums in parts:
+                    into[mine] += sums[0]
 
             types = [((4,), np.dtype(np.int64))] * with_sums
             exchange.run(own, visit, types, combine, keep, half)

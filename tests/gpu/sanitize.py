@@ -201,6 +201,8 @@ def steps_over_ranks() -> None:
     out = cupy.empty_like(z)
     vectors.assign(out, z)
     assert cupy.all(out == z)
+    vectors.assign(out, z, z)
+    assert cupy.all(out == 2 * z)
 
 
 def names() -> set[str]:
