@@ -1,4 +1,5 @@
-"""Transports of CuPy arrays: NCCL, CUDA-aware MPI, MPI through pinned host memory.
+"""Transports of CuPy arrays: NCCL (inside a host, with copy engines: peers.py), CUDA-aware MPI, MPI
+through pinned host memory.
 
 An exchange starts after the work that the current stream has when `exchange` is called. Work that
 the stream gets after `wait` starts after the exchange; work between the two overlaps with it.
@@ -19,6 +20,7 @@ import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
 
 from ..communicators.base import OF_DEVICE, Array, Communicator, Pending, Shifts
+from . import peers
 from .base import Queued, Transport
 
 Message = tuple[int, int]  # bytes, the other rank
@@ -112,9 +114,10 @@ class _Base:
 
 
 class NCCL(_Base):
-    """Point-to-point sends and receives of NCCL."""
+    """Sends and receives of NCCL; between GPUs of a host, copies of what is large."""
 
     name = "nccl"
+    copies: peers.Copies | None = None
 
     def __init__(self, ranks: Communicator) -> None:
         super().__init__(ranks)
@@ -128,6 +131,7 @@ class NCCL(_Base):
         self.communicator = self._bounded(
             lambda: nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
         )
+        self.copies = peers.connect(ranks)
 
     def _bounded(self, function: Callable[[], Any]) -> Any:
         """Run a function of NCCL that waits for other ranks, within the timeout."""
@@ -180,6 +184,8 @@ class NCCL(_Base):
 
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
+        if self.copies is not None:
+            self.copies.release()
         self.communicator.abort()
 
 
@@ -190,11 +196,19 @@ class _Form:
     sends: list[Message]
     receives: list[Message]
     links: set[Link]
+    copies: list[peers.Swap]
 
     def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
-        """One operation of NCCL: it makes all transfers at once."""
+        """Copies, then one operation of NCCL, which makes all transfers at once."""
         send, receive = nccl.communicator.send, nccl.communicator.recv
         stream, sends = nccl.stream.ptr, len(self.sends)
+        if self.copies:
+            assert nccl.copies is not None
+            of_nccl = sends + len(self.receives)
+            nccl.copies.run(self.copies, addresses[of_nccl:], stream)
+            addresses = addresses[:of_nccl]
+        if not self.links:
+            return
         nccl.nccl.groupStart()
         for at, (size, rank) in zip(addresses[:sends], self.sends, strict=True):
             send(at, size, BYTES, rank, stream)
@@ -217,8 +231,8 @@ class _AllGather:
 class _Queued:
     """NCCL by a queue, which runs exchanges or records them.
 
-    `late`: an exchange of `LITTLE` is launched when it is waited for, after the work that is to
-    hide it. So that work does not wait for the launch, and gets multiprocessors first.
+    `late`: an exchange of `LITTLE`, or by copies, is launched when it is waited for, after the work
+    that is to hide it. So that work does not wait for the launch, and gets multiprocessors first.
     """
 
     def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
@@ -226,23 +240,42 @@ class _Queued:
 
     def exchange(self, shifts: Shifts) -> Pending:
         ranks = self.transport.ranks
-        form = _Form([], [], set())
-        sent, received = [], []
+        form = _Form([], [], set(), [])
+        sent: list[Array] = []
+        received: list[Array] = []
+        copied: list[Array] = []
         for distance, (send, receive) in shifts.items():
-            send, receive = ([array for array in of if array.nbytes] for of in (send, receive))
             to, source = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
+            (send, to_copy), (receive, to_be_copied) = (
+                self._routed(to, send),
+                self._routed(source, receive),
+            )
             form.sends.extend((array.nbytes, to) for array in send)
             form.receives.extend((array.nbytes, source) for array in receive)
-            form.links.add((distance, bool(send), bool(receive)))
-            sent += [array.data.ptr for array in send]
-            received += [array.data.ptr for array in receive]
+            if send or receive:
+                form.links.add((distance, bool(send), bool(receive)))
+            if to_copy or to_be_copied:
+                sizes = (tuple(a.nbytes for a in of) for of in (to_copy, to_be_copied))
+                form.copies.append(peers.Swap(to, next(sizes), source, next(sizes)))
+            sent += send
+            received += receive
+            copied += [*to_copy, *to_be_copied]
         self.queue.do(self.transport.mark)
         transfer = partial(self.transport.transfer, form)
-        launch = partial(self.queue.do, transfer, *sent, *received)
+        addresses = [array.data.ptr for array in (*sent, *received, *copied)]
+        launch = partial(self.queue.do, transfer, *addresses)
         if self.late and sum(size for size, _ in form.receives) <= LITTLE:
             return _Late(self, launch)
         launch()
         return self
+
+    def _routed(self, rank: int, arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        """Those that NCCL sends or receives, and those that are copied: all or none."""
+        arrays, copies = [array for array in arrays if array.nbytes], self.transport.copies
+        copied = copies is not None and copies.reach(rank)
+        if copied and sum(array.nbytes for array in arrays) >= peers.LEAST:
+            return [], arrays
+        return arrays, []
 
     def wait(self) -> None:
         self.queue.do(self.transport.join)

@@ -1,0 +1,135 @@
+"""Copies between GPUs of a host, with memory of the host in the place of GPUs, and streams that run
+as tests say."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from infonce.distributed.transports import peers
+from infonce.distributed.transports.peers import Copies, Swap, pieces
+
+pytestmark = pytest.mark.extras
+SPACE = 2**32  # addresses of a rank; its arrays begin in the middle
+
+
+class Host:
+    """All ranks: their memory, and what each of their streams has still to do."""
+
+    def __init__(self, ranks: int, mailbox: int) -> None:
+        self.mailboxes = [np.zeros(2**10 + mailbox, np.uint8) for _ in range(ranks)]
+        self.arrays: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+        self.queues: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks)]
+
+    def device(self, rank: int) -> Any:
+        class Device:
+            def copy(_, stream: int, *of: int) -> None:
+                self.queues[rank].append(("copy", *of))
+
+            def wait(_, stream: int, *of: int) -> None:
+                self.queues[rank].append(("wait", *of))
+
+            def write(_, stream: int, *of: int) -> None:
+                self.queues[rank].append(("write", *of))
+
+        return Device()
+
+    def array(self, rank: int, values: np.ndarray) -> int:
+        """Its address."""
+        self.arrays[rank].append(values)
+        return rank * SPACE + SPACE // 2 + (len(self.arrays[rank]) - 1) * 2**20
+
+    def at(self, address: int, size: int) -> np.ndarray:
+        rank, place = divmod(address, SPACE)
+        if place < SPACE // 2:
+            found = self.mailboxes[rank][place : place + size]
+        else:
+            index, start = divmod(place - SPACE // 2, 2**20)
+            found = self.arrays[rank][index][start : start + size]
+        assert len(found) == size
+        return found
+
+    def run(self, choose: random.Random) -> None:
+        """Any stream that can go on does, until none can."""
+        while ready := [rank for rank, queue in enumerate(self.queues) if self.can(queue)]:
+            rank = choose.choice(ready)
+            kind, *of = self.queues[rank].pop(0)
+            if kind == "copy":
+                to, source, size = of
+                self.at(to, size)[:] = self.at(source, size)
+            elif kind == "write":
+                self.at(of[0], 4).view(np.uint32)[:] = of[1]
+
+    def can(self, queue: list[tuple[Any, ...]]) -> bool:
+        if queue and queue[0][0] == "wait":
+            _, at, number = queue[0]
+            return bool(self.at(at, 4).view(np.uint32)[0] >= number)
+        return bool(queue)
+
+
+@settings(max_examples=150)
+@given(
+    ranks=st.integers(2, 6), lines=st.integers(1, 5), rounds=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, seed: int) -> None:
+    """Arrays of any sizes, also none, in slots of a few lines, however streams come to run, and
+    although one stream of each rank does everything."""
+    choose = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "MAILBOX", peers.LINE * lines * peers.SLOTS * (ranks - 1))
+        host, group = Host(ranks, peers.MAILBOX), range(ranks)
+        mailboxes = {rank: rank * SPACE for rank in group}
+        copies = [Copies(rank, mailboxes, host.device(rank)) for rank in group]
+        assert [of.room for of in copies] == [peers.LINE * lines] * ranks
+        expected = []
+        for _ in range(rounds):
+            sizes = {
+                (a, b): tuple(choose.randrange(1, 2500) for _ in range(choose.randrange(3)))
+                for a in group for b in group
+            }  # fmt: skip
+            for rank in group:
+                swaps, addresses = [], []
+                for distance in range(1, ranks):
+                    to, source = (rank + distance) % ranks, (rank - distance) % ranks
+                    out, back = sizes[rank, to], sizes[source, rank]
+                    swaps.append(Swap(to, out, source, back))
+                    for i, size in enumerate(out):
+                        addresses.append(host.array(rank, message(rank, to, i, size)))
+                    for i, size in enumerate(back):
+                        into = np.zeros(size, np.uint8)
+                        addresses.append(host.array(rank, into))
+                        expected.append((into, message(source, rank, i, size)))
+                copies[rank].run(swaps, addresses, 0)
+        host.run(choose)
+    assert host.queues == [[] for _ in group]
+    for found, want in expected:
+        np.testing.assert_array_equal(found, want)
+
+
+def message(source: int, to: int, i: int, size: int) -> np.ndarray:
+    rng = np.random.default_rng([source, to, i, size])
+    return rng.integers(0, 256, size, np.uint8)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3000), max_size=5).map(tuple), lines=st.integers(1, 4)
+)  # fmt: skip
+def test_pieces(sizes: tuple[int, ...], lines: int) -> None:
+    """Every byte once, in order, on lines of a slot, no two in one place."""
+    room = lines * peers.LINE
+    seen = [0] * len(sizes)
+    for piece in pieces(sizes, room):
+        end = 0
+        for array, first, size, place in piece:
+            assert first == seen[array]
+            assert place % peers.LINE == 0
+            assert place >= end
+            end, seen[array] = place + size, first + size
+        assert 0 < end <= room
+    assert tuple(seen) == sizes
+    assert len(pieces(sizes, room)) <= -(-sum(-(-s // peers.LINE) for s in sizes) // lines)
