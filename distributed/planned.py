@@ -36,16 +36,18 @@ def solution(
     ):
         return None
     properties = device_properties(problem.query.device.id)
-    place = ranks, transport, queries.starts[ranks.rank], tuple(keys.rows), divisors, dtype
+    start = queries.starts[ranks.rank]
+    # of exchanges that are measured, nothing is in graphs
+    place = ranks, transport, start, tuple(keys.rows), divisors, dtype, transport.measured
     made = plan.call(_build, properties, problem, gradients, place, graphs=True)
     return recorded.solution_of(made)
 
 
 def _build(
     problem: Problem, gradients: Gradients | None,
-    place: tuple[Communicator, Transport, int, tuple[int, ...], Divisors, Any], queue: Queue,
+    place: tuple[Communicator, Transport, int, tuple[int, ...], Divisors, Any, bool], queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    ranks, transport, start, rows, divisors, dtype = place
+    ranks, transport, start, rows, divisors, dtype, _ = place
     through = transport.queued(queue)
     assert through is not None
     vectors = QueuedVectors(problem, queue)

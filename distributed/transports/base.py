@@ -34,6 +34,11 @@ class Transport(Exchanger, Protocol):
 
     name: str
 
+    @property
+    def measured(self) -> bool:
+        """Whether exchanges are timed."""
+        ...
+
     def queued(self, queue: Any) -> Queued | None:
         """The same through a queue of the device; None if the host has a part in exchanges."""
         ...
@@ -60,6 +65,7 @@ class Host:
     """NumPy arrays over the communicator itself."""
 
     name = "mpi"
+    measured = False
 
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks

@@ -52,24 +52,32 @@ def _name(index: int) -> str:
 
 def make(name: str, ranks: Communicator) -> Transport:
     """The transport of that name for the current device; kept with the communicator. Collective."""
-    kept: dict[tuple[str, int], Transport] = ranks.__dict__.setdefault("gpu_transports", {})
+    kept: dict[tuple[str, int], Any] = ranks.__dict__.setdefault("gpu_transports", {})
     key = name, cupy.cuda.runtime.getDevice()
     if key not in kept:
         kept[key] = TRANSPORTS[name](ranks)
-    return kept[key]
+    made: Transport = kept[key]
+    kept[key].work = cupy.cuda.get_current_stream()
+    return made
 
 
 class _Base:
     """Base of the transports: a stream for transfers, and bounded waits for the device."""
 
+    timers: list[Any] | None = None  # [] to measure
+
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
-        self.timers: list[Any] | None = None  # [] to measure
+        self.work: Any = None  # the stream of the call
         self.timed: list[Any] = []  # exchanges that no one has waited for
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
         # recorded again by every exchange: a wait refers to the latest record before it
         self.ready = cupy.cuda.Event(disable_timing=True)
         self.done = cupy.cuda.Event(disable_timing=True)
+
+    @property
+    def measured(self) -> bool:
+        return self.timers is not None
 
     def begin(self) -> None:
         """Order the next transfers after the work that the current stream has."""
@@ -151,6 +159,11 @@ class NCCL(_Base):
     def queued(self, queue: Queue) -> Queued:
         return _Queued(self, queue, late=self.ranks.size == 2)
 
+    @property
+    def all_copied(self) -> bool:
+        """Whether nothing is left to NCCL."""
+        return self.copies is not None and len(self.copies.ranks) == self.ranks.size == 2
+
     def mark(self, stream: int) -> None:
         """The next `transfer` starts after the work that the stream has now."""
         cupy.cuda.runtime.eventRecord(self.ready.ptr, stream)
@@ -185,7 +198,8 @@ class NCCL(_Base):
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
         if self.copies is not None:
-            self.copies.release()
+            left = self.work.record()  # its streams may wait for other ranks
+            self.copies.release(lambda: left.done)
         self.communicator.abort()
 
 
@@ -237,6 +251,8 @@ class _Queued:
 
     def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
         self.transport, self.queue, self.late = transport, queue, late
+        foreign = transport.measured or not transport.all_copied
+        self.do = partial(queue.do, foreign=foreign)
 
     def exchange(self, shifts: Shifts) -> Pending:
         ranks = self.transport.ranks
@@ -260,10 +276,10 @@ class _Queued:
             sent += send
             received += receive
             copied += [*to_copy, *to_be_copied]
-        self.queue.do(self.transport.mark)
+        self.do(self.transport.mark)
         transfer = partial(self.transport.transfer, form)
         addresses = [array.data.ptr for array in (*sent, *received, *copied)]
-        launch = partial(self.queue.do, transfer, *addresses)
+        launch = partial(self.do, transfer, *addresses)
         if self.late and sum(size for size, _ in form.receives) <= LITTLE:
             return _Late(self, launch)
         launch()
@@ -272,13 +288,12 @@ class _Queued:
     def _routed(self, rank: int, arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         """Those that NCCL sends or receives, and those that are copied: all or none."""
         arrays, copies = [array for array in arrays if array.nbytes], self.transport.copies
-        copied = copies is not None and copies.reach(rank)
-        if copied and sum(array.nbytes for array in arrays) >= peers.LEAST:
+        if copies is not None and copies.take(rank, sum(array.nbytes for array in arrays)):
             return [], arrays
         return arrays, []
 
     def wait(self) -> None:
-        self.queue.do(self.transport.join)
+        self.do(self.transport.join)
 
     def allgather(self, numbers: Sequence[Array]) -> Array:
         ranks, k = self.transport.ranks, len(numbers)
@@ -286,9 +301,12 @@ class _Queued:
         mine = of_ranks[ranks.rank]
         for i, number in enumerate(numbers):
             self.queue.copy(mine[i:].data, number.data, number.nbytes)
-        self.queue.do(self.transport.mark)
+        if self.transport.all_copied:
+            self.exchange({1: ([mine], [of_ranks[1 - ranks.rank]])}).wait()
+            return of_ranks
+        self.do(self.transport.mark)
         transfer = partial(self.transport.transfer, _AllGather(mine.nbytes))
-        self.queue.do(transfer, mine.data.ptr, of_ranks.data.ptr)
+        self.do(transfer, mine.data.ptr, of_ranks.data.ptr)
         self.wait()
         return of_ranks
 
@@ -376,6 +394,6 @@ def _pinned_like(array: Array) -> Any:
     return cupyx.empty_pinned(array.shape, array.dtype)
 
 
-TRANSPORTS: dict[str, Callable[[Communicator], Transport]] = {
+TRANSPORTS: dict[str, Callable[[Communicator], Any]] = {
     "nccl": NCCL, "cuda-aware": CudaAware, "staged": Staged,
 }  # fmt: skip

@@ -1,12 +1,14 @@
 """Copies to other GPUs of this host by copy engines, which take no multiprocessors.
 
 Each rank has a mailbox in the memory of its GPU, which all ranks of its host map (CUDA IPC): two
-slots for each of the others, and words for numbers. A message goes in pieces. The sender copies a
-piece into its slot at the receiver, then writes the piece's number there. The receiver waits for
-that number, copies the piece to where it belongs, and writes the number back: the slot is free.
+slots for each of the others, and words that say whether a slot is full, or still in use. A message
+goes in pieces. The sender copies a piece into a slot at the receiver, and says there that it is
+full. The receiver copies the piece to where it belongs, and says at the sender that the slot is
+free again.
 
-Streams wait for numbers and write them: neither the host nor a kernel takes part. Every rank sends
-a piece and receives one in turn. So pieces move on even if all streams of a GPU share one queue.
+Streams wait for words and write them: neither the host nor a kernel takes part, and all may be
+captured in a CUDA graph. Every rank sends a piece and receives one in turn. So pieces move on even
+if all streams of a GPU share one queue.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import ctypes
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -28,9 +30,10 @@ from ..communicators.base import Communicator
 
 SLOTS = 2  # for each sender
 MAILBOX = 2**25  # bytes of all slots of a rank
-LEAST = 2**20  # bytes of a message: of less, NCCL takes about as long
+LEAST = 2**20  # bytes of a message between more than two ranks: of less, NCCL takes as long
 WORD, LINE = 4, 256  # bytes
-PATIENCE = 10.0  # seconds that the first copies may take
+PATIENCE = 10.0  # seconds that the first copies may take, and work that is abandoned
+AT_LEAST, EQUAL = 0, 1  # how streams compare words
 SWITCH = "INFONCE_COPY_ENGINES"  # of the environment: 0 leaves all transfers to NCCL
 
 # (array, first byte, bytes, place in the slot) of each part of a piece
@@ -72,13 +75,14 @@ class Copies:
     def __init__(self, rank: int, mailboxes: dict[int, int], device: Any) -> None:
         self.rank, self.mailboxes, self.device = rank, mailboxes, device
         self.ranks = list(mailboxes)
-        self.words = -(-2 * len(self.ranks) * WORD // LINE) * LINE
+        # of words that say which slots are full, and as many that say which are in use
+        self.words = -(-len(self.ranks) * SLOTS * WORD // LINE) * LINE
         self.room = MAILBOX // (SLOTS * (len(self.ranks) - 1)) // LINE * LINE
-        self.sent = dict.fromkeys(self.ranks, 0)  # pieces so far
-        self.received = dict.fromkeys(self.ranks, 0)
 
-    def reach(self, rank: int) -> bool:
-        return rank in self.mailboxes and rank != self.rank
+    def take(self, rank: int, size: int) -> bool:
+        """Whether a message to or from that rank goes by copies."""
+        here = rank in self.mailboxes and rank != self.rank
+        return here and (size >= LEAST or len(self.ranks) == 2)
 
     def run(self, swaps: Sequence[Swap], addresses: Sequence[int], stream: int) -> None:
         """Queue swaps on the stream. `addresses` of each: of the arrays that go, then of those that
@@ -89,54 +93,60 @@ class Copies:
             last = middle + len(swap.received)
             outgoing, incoming = addresses[first:middle], addresses[middle:last]
             turns = zip_longest(pieces(swap.sent, self.room), pieces(swap.received, self.room))
-            for sent, received in turns:
+            for turn, (sent, received) in enumerate(turns):
                 if sent is not None:
-                    self._send(swap.to, sent, outgoing, stream)
+                    self._send(swap.to, turn % SLOTS, sent, outgoing, stream)
                 if received is not None:
-                    self._receive(swap.source, received, incoming, stream)
+                    self._receive(swap.source, turn % SLOTS, received, incoming, stream)
             first = last
 
-    def release(self) -> None:
-        """End all waits of this rank's streams, after an error: other ranks may never write."""
-        self.device.release(self.mailboxes[self.rank], self.words)
+    def release(self, done: Callable[[], bool]) -> None:
+        """End all waits of this rank's streams, until `done`: after an error, other ranks may never
+        write."""
+        mine, end = self.mailboxes[self.rank], time.monotonic() + PATIENCE
+        while not done() and time.monotonic() < end:
+            self.device.fill(mine, 1, self.words)
+            self.device.fill(mine + self.words, 0, self.words)
+            time.sleep(1e-3)
 
     def _send(
-        self, to: int, parts: Sequence[tuple[int, int, int, int]], arrays: Sequence[int],
-        stream: int,
+        self, to: int, slot: int, parts: Sequence[tuple[int, int, int, int]],
+        arrays: Sequence[int], stream: int,
     ) -> None:  # fmt: skip
-        number = self.sent[to] = self.sent[to] + 1
-        if number > SLOTS:
-            self.device.wait(stream, self._taken(self.rank, to), number - SLOTS)
-        slot = self._slot(to, self.rank, number)
+        device, in_use = self.device, self._in_use(self.rank, to, slot)
+        device.wait(stream, in_use, 0, EQUAL)
+        device.write(stream, in_use, 1)
+        at = self._slot(to, self.rank, slot)
         for array, start, size, place in parts:
-            self.device.copy(stream, slot + place, arrays[array] + start, size)
-        self.device.write(stream, self._arrived(to, self.rank), number)
+            device.copy(stream, at + place, arrays[array] + start, size)
+        device.write(stream, self._full(to, self.rank, slot), 1)
 
     def _receive(
-        self, source: int, parts: Sequence[tuple[int, int, int, int]], arrays: Sequence[int],
-        stream: int,
+        self, source: int, slot: int, parts: Sequence[tuple[int, int, int, int]],
+        arrays: Sequence[int], stream: int,
     ) -> None:  # fmt: skip
-        number = self.received[source] = self.received[source] + 1
-        self.device.wait(stream, self._arrived(self.rank, source), number)
-        slot = self._slot(self.rank, source, number)
+        device, full = self.device, self._full(self.rank, source, slot)
+        device.wait(stream, full, 1, AT_LEAST)
+        at = self._slot(self.rank, source, slot)
         for array, start, size, place in parts:
-            self.device.copy(stream, arrays[array] + start, slot + place, size)
-        self.device.write(stream, self._taken(source, self.rank), number)
+            device.copy(stream, arrays[array] + start, at + place, size)
+        device.write(stream, full, 0)
+        device.write(stream, self._in_use(source, self.rank, slot), 0)
 
     # -- addresses in the mailbox of `owner`
 
-    def _arrived(self, owner: int, source: int) -> int:
-        """The number of the last piece that has come from `source`."""
-        return self.mailboxes[owner] + WORD * self.ranks.index(source)
+    def _full(self, owner: int, source: int, slot: int) -> int:
+        """Whether a slot there holds a piece from `source`."""
+        return self.mailboxes[owner] + WORD * (SLOTS * self.ranks.index(source) + slot)
 
-    def _taken(self, owner: int, to: int) -> int:
-        """That of the last piece for `to` that has left its slot there."""
-        return self.mailboxes[owner] + WORD * (len(self.ranks) + self.ranks.index(to))
+    def _in_use(self, owner: int, to: int, slot: int) -> int:
+        """Whether `to` has still to take what this rank has sent to a slot there."""
+        return self._full(owner, to, slot) + self.words
 
-    def _slot(self, owner: int, source: int, number: int) -> int:
+    def _slot(self, owner: int, source: int, slot: int) -> int:
         place = self.ranks.index(source) - self.ranks.index(owner)
         of_source = (place - 1) % len(self.ranks)
-        return self.mailboxes[owner] + self.words + self.room * (SLOTS * of_source + number % SLOTS)
+        return self.mailboxes[owner] + 2 * self.words + self.room * (SLOTS * of_source + slot)
 
 
 class Device:
@@ -153,17 +163,17 @@ class Device:
     def copy(self, stream: int, to: int, source: int, size: int) -> None:
         runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, stream)
 
-    def wait(self, stream: int, at: int, number: int) -> None:
-        """Until the word is at least this number."""
-        _require(self.waits(stream, at, number, 0), "cuStreamWaitValue32")
+    def wait(self, stream: int, at: int, number: int, how: int) -> None:
+        """Until the word is `EQUAL` to this number, or `AT_LEAST` as large."""
+        _require(self.waits(stream, at, number, how), "cuStreamWaitValue32")
 
     def write(self, stream: int, at: int, number: int) -> None:
         _require(self.writes(stream, at, number, 0), "cuStreamWriteValue32")
 
-    def release(self, at: int, size: int) -> None:
-        """Numbers larger than any, on a stream that waits for no other."""
+    def fill(self, at: int, byte: int, size: int) -> None:
+        """On a stream that waits for no other."""
         aside = cupy.cuda.Stream(non_blocking=True)
-        runtime.memsetAsync(at, 0x7F, size, aside.ptr)
+        runtime.memsetAsync(at, byte, size, aside.ptr)
         aside.synchronize()
 
 
@@ -228,15 +238,20 @@ def _try(copies: Copies) -> bool:
         addresses += [sent.data.ptr, received[distance].data.ptr]
     cupy.cuda.get_current_stream().synchronize()
     try:
-        copies.run(swaps, addresses, stream.ptr)
-    except RuntimeError:
-        copies.release()
+        with stream:
+            stream.begin_capture()
+            try:
+                copies.run(swaps, addresses, stream.ptr)
+            finally:
+                graph = stream.end_capture()
+        graph.launch(stream)
+    except Exception:  # a driver that does not capture waits
         return False
     end = time.monotonic() + PATIENCE
     while not stream.done and time.monotonic() < end:
         time.sleep(1e-3)
     if not stream.done:
-        copies.release()
+        copies.release(lambda: stream.done)
         return False
     want = np.array(sources)[:, None] % 251
     return bool((received[1:].get() == want).all())

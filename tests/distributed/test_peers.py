@@ -36,6 +36,9 @@ class Host:
             def write(_, stream: int, *of: int) -> None:
                 self.queues[rank].append(("write", *of))
 
+            def fill(_, at: int, byte: int, size: int) -> None:
+                self.at(at, size)[:] = byte
+
         return Device()
 
     def array(self, rank: int, values: np.ndarray) -> int:
@@ -62,12 +65,13 @@ class Host:
                 to, source, size = of
                 self.at(to, size)[:] = self.at(source, size)
             elif kind == "write":
-                self.at(of[0], 4).view(np.uint32)[:] = of[1]
+                self.at(of[0], 4).view(np.int32)[:] = of[1]
 
     def can(self, queue: list[tuple[Any, ...]]) -> bool:
         if queue and queue[0][0] == "wait":
-            _, at, number = queue[0]
-            return bool(self.at(at, 4).view(np.uint32)[0] >= number)
+            _, at, number, how = queue[0]
+            word = self.at(at, 4).view(np.int32)[0]
+            return bool(word == number if how == peers.EQUAL else word >= number)
         return bool(queue)
 
 
@@ -133,3 +137,20 @@ def test_pieces(sizes: tuple[int, ...], lines: int) -> None:
         assert 0 < end <= room
     assert tuple(seen) == sizes
     assert len(pieces(sizes, room)) <= -(-sum(-(-s // peers.LINE) for s in sizes) // lines)
+
+
+def test_waits_of_a_rank_whose_peer_is_gone_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error: however many pieces were to come, and to be taken."""
+    monkeypatch.setattr(peers, "MAILBOX", peers.LINE * peers.SLOTS)
+    host, size = Host(2, peers.MAILBOX), 5 * peers.LINE
+    copies = Copies(0, {0: 0, 1: SPACE}, host.device(0))
+    addresses = [host.array(0, np.zeros(size, np.uint8)) for _ in range(2)]
+    copies.run([Swap(1, (size,), 1, (size,))], addresses, 0)
+
+    def done() -> bool:
+        host.run(random.Random(0))
+        return not host.queues[0]
+
+    assert not done()
+    copies.release(done)
+    assert done()

@@ -20,6 +20,7 @@ from infonce.distributed import planned
 from infonce.distributed.exchanges import blocks
 from infonce.distributed.partition import Partition
 from infonce.distributed.transports import gpu as transports
+from infonce.distributed.transports.peers import Copies
 from infonce.kernels import problem as problems
 from infonce.kernels.gpu import config, shard
 from infonce.kernels.gpu.device import compiler, recorder
@@ -52,15 +53,25 @@ def record(*call: Any, **options: Any) -> Counter[str]:
     return Counter(steps(*call, **options))
 
 
-def steps(
-    loss: str, rows: list[int], rank: int, precision: str = "bf16", d: int = 64,
-    gradient: bool = True, **options: Any,
-) -> list[str]:  # fmt: skip
+def steps(*call: Any, **options: Any) -> list[str]:
     """The kernels, and steps of other kinds, in the plan of a rank."""
+    names = [
+        step.function.args[2] if isinstance(step, recorder.Launch) else name(step.do)
+        for step in recording(*call, **options).steps
+    ]
+    assert names.count("mark") == names.count("transfer") == names.count("join")
+    return names
+
+
+def recording(
+    loss: str, rows: list[int], rank: int, precision: str = "bf16", d: int = 64,
+    gradient: bool = True, copies: Any = None, **options: Any,
+) -> recorder.Recorder:  # fmt: skip
+    """The plan of a rank; `copies` are those to the other GPUs of its host."""
     into, m = recorder.Recorder(), rows[rank]
     ranks: Any = SimpleNamespace(rank=rank, size=len(rows))
     transport: Any = object.__new__(transports.NCCL)
-    transport.ranks = ranks
+    transport.ranks, transport.copies = ranks, copies
     dtype = DTYPES[precision]
     with cupy.cuda.using_allocator(into.malloc):
         query, key, dq, dk = (cupy.empty((m, d), dtype) for _ in range(4))
@@ -73,17 +84,12 @@ def steps(
         )  # fmt: skip
         of_key = loss != "lit"
         gradients = Gradients(dq, dk if of_key else None, None, True, of_key) if gradient else None
-        place = ranks, transport, 7, tuple(rows), (sum(rows), 1.0), query.dtype
+        place = ranks, transport, 7, tuple(rows), (sum(rows), 1.0), query.dtype, False
         made = planned._build(problem, gradients, place, into)
     for array in made.values():
         if array is not None:
             recorder.placeholder_of(array.data.ptr)
-    names = [
-        step.function.args[2] if isinstance(step, recorder.Launch) else name(step.do)
-        for step in into.steps
-    ]
-    assert names.count("mark") == names.count("transfer") == names.count("join")
-    return names
+    return into
 
 
 def name(step: Any) -> str:
@@ -142,6 +148,23 @@ def test_work_that_hides_an_exchange(
         assert marks[exchange] < own
         late = ranks == 2 and (little or sweep == "sweep_lse")
         assert (own < transfers[exchange]) == late
+
+
+@pytest.mark.parametrize("loss", sorted(WEIGHTS))
+def test_copies_between_two_gpus_are_part_of_graphs(loss: str) -> None:
+    """What NCCL does is not, nor are copies where NCCL does the rest; and all copies are late."""
+    copies = Copies(1, {0: 0, 1: 2**40}, None)
+    for others, rows in ((copies, [300, 200]), (None, [300, 200]), (copies, [300, 200, 100])):
+        found = recording(loss, rows, 1, copies=others)
+        foreign = [step.foreign for step in found.steps if not isinstance(step, recorder.Launch)]
+        in_graphs = others is not None and len(rows) == 2
+        assert any(foreign) != in_graphs
+        exchanges = [
+            step.do.args[0] for step in found.steps
+            if not isinstance(step, recorder.Launch) and name(step.do) == "transfer"
+        ]  # fmt: skip
+        by_nccl = [of for of in exchanges if of.links]
+        assert len(by_nccl) == (0 if in_graphs else len(exchanges))
 
 
 def test_accumulators_are_cleared_as_memory() -> None:

@@ -154,7 +154,7 @@ def test_what_a_library_does_is_bounded() -> None:
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects two ranks in their first exchange, which waits for the other rank."""
     gpu = pytest.importorskip("infonce.distributed.transports.gpu")
-    into = types.SimpleNamespace(do=lambda function, *pointers: function(0, *pointers))
+    into = types.SimpleNamespace(do=lambda function, *pointers, foreign: function(0, *pointers))
     monkeypatch.setattr(gpu, "Queue", lambda: into)
     for name in ("eventRecord", "streamWaitEvent"):
         monkeypatch.setattr(gpu.cupy.cuda.runtime, name, lambda *of: None)

@@ -69,7 +69,7 @@ class Step:
 
     do: Callable[..., None]  # with the stream and these arguments
     arguments: slice
-    foreign: bool  # by `Queue.do`: no part of a CUDA graph
+    foreign: bool  # no part of a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class Recorder(Queue):
         self.sizes[index] = max(self.sizes[index], size)
         return cupy.ndarray(size, np.uint8, self.shared)
 
-    def do(self, function: Callable[..., None], *pointers: int) -> None:
-        self._step(function, pointers, tuple(range(len(pointers))), foreign=True)
+    def do(self, function: Callable[..., None], *pointers: int, foreign: bool = True) -> None:
+        self._step(function, pointers, tuple(range(len(pointers))), foreign)
 
     def _step(
         self, do: Callable[..., None], arguments: tuple[int, ...], pointers: tuple[int, ...],
