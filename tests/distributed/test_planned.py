@@ -152,7 +152,7 @@ def test_work_that_hides_an_exchange(
 
 @pytest.mark.parametrize("loss", sorted(WEIGHTS))
 def test_copies_between_two_gpus_are_part_of_graphs(loss: str) -> None:
-    """What NCCL does is not, nor are copies where NCCL does the rest; and all copies are late."""
+    """What NCCL does is not, nor are copies where NCCL does the rest."""
     copies = Copies(1, {0: 0, 1: 2**40}, None)
     for others, rows in ((copies, [300, 200]), (None, [300, 200]), (copies, [300, 200, 100])):
         found = recording(loss, rows, 1, copies=others)
