@@ -203,7 +203,6 @@ def timing(
     features = unit(), unit()
     out = [xp.empty_like(z) for z in features]
     pool = cupy.get_default_memory_pool() if gpu else None
-    transport = None
 
     def call(rows: slice = slice(None)) -> float:
         ranks.allgather(None)  # start together
@@ -213,13 +212,8 @@ def timing(
         return time.perf_counter() - began
 
     call(slice(64))  # compiles
-    if on_gpu:
-        if repeats > 1:  # a single step may take minutes: once is enough
-            call()
-        kept = ranks.__dict__.get("gpu_transports", {})
-        transport = next(iter(kept.values()), None)
-        if transport is not None:
-            transport.timers = []
+    if on_gpu and repeats > 1:  # a single step may take minutes: once is enough
+        call()
     if pool is not None:
         pool.free_all_blocks()
         before = pool.used_bytes()
@@ -230,16 +224,19 @@ def timing(
         call()
     moving, waited = ranks.moving, ranks.waited
     seconds = []
-    with common.progress_bar() if ranks.rank == 0 else nullcontext(None) as progress:
+    transfers: Any = nullcontext(lambda: (ranks.moving - moving, ranks.waited - waited))
+    if on_gpu:
+        from .transports.gpu import measuring
+
+        transfers = measuring(ranks)
+    progress_bar: Any = common.progress_bar() if ranks.rank == 0 else nullcontext(None)
+    with progress_bar as progress, transfers as so_far:
         for i in range(repeats):
             seconds.append(call())
             if progress is not None:
                 progress("timing", i + 1, repeats)
+        moving, waited = so_far()
     peak = (pool.total_bytes() if pool is not None else common.peak_resident() or 0) - before
-    moving, waited = ranks.moving - moving, ranks.waited - waited
-    if transport is not None:
-        moving, waited = transport.seconds()
-        transport.timers = None
     everyone = ranks.allgather((sorted(seconds)[repeats // 2], peak, moving, waited))
     if ranks.rank:
         return None

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from infonce.distributed.communicators.mpi import connect
+from infonce.distributed.transports.gpu import measuring
 
 import infonce.torch
 from infonce import distributed
@@ -39,7 +40,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 OVER_MPI = {"gather_mpi": "gather", "ring_mpi": "ring"}
 CONTENDERS = (*OVER_MPI, "gather", "ring", "open_clip", "inf_cl")
 SCALE = 1 / 0.07
-WARM, MOST_WARM = 0.3, 200  # seconds and steps before those that are timed: processors wake up
+WARM, MOST_WARM = 0.05, 200  # seconds and steps before those that are timed: processors wake up
 
 
 def step_of(name: str, rank: int, size: int, *inputs: Any) -> Callable[[], None]:
@@ -97,11 +98,9 @@ def transfers(
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of a step that transfers over MPI's ranks are under way on this rank's GPU, and that
     its work waits for them."""
-    (transport,) = connect(None).__dict__["gpu_transports"].values()
-    transport.timers = []
-    seconds(run, steps, barrier)
-    under_way, waited = transport.seconds()
-    transport.timers = None
+    with measuring(connect(None)) as so_far:
+        seconds(run, steps, barrier)
+        under_way, waited = so_far()
     return {"transfers_s": under_way / steps, "not_hidden_s": waited / steps}
 
 
@@ -151,7 +150,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[2])
     parser.add_argument("--batch", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=40, help="timed, the median counts")
+    parser.add_argument("--steps", type=int, default=20, help="timed, the median counts")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     parser.add_argument("--output", type=Path, default=RESULTS / "exchanges.json")
     arguments = parser.parse_args()

@@ -15,7 +15,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..communicators.base import Communicator
 from ..communicators.mpi import load_mpi
@@ -49,10 +50,10 @@ def offers(on_gpu: bool) -> dict[str, str | None]:
     """The transports for host or GPU arrays, fastest first: None, or why this rank has it not."""
     if not on_gpu:
         return {"mpi": None}
-    from . import gpu
+    from . import nccl
 
     return {
-        "nccl": gpu.nccl_missing(),
+        "nccl": nccl.missing(),
         "cuda-aware": None if cuda_aware() else "the MPI library does not say it is CUDA-aware",
         "staged": None,
     }
@@ -93,6 +94,10 @@ def make(name: str, ranks: Communicator) -> Transport:
     """The transport of that name. Collective."""
     if name == "mpi":
         return Host(ranks)
-    from . import gpu
+    from . import gpu, nccl
 
-    return gpu.make(name, ranks)
+    makers: dict[str, Callable[[Communicator], Any]] = {
+        "nccl": nccl.NCCL, "cuda-aware": gpu.CudaAware, "staged": gpu.Staged,
+    }  # fmt: skip
+    made: Transport = gpu.kept(name, ranks, makers[name])
+    return made

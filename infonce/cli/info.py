@@ -119,9 +119,9 @@ def _cuda_libraries() -> dict[str, str]:
         return "available"
 
     def nccl() -> str:
-        from ..distributed.transports.gpu import nccl_missing
+        from ..distributed.transports.nccl import missing
 
-        if why := nccl_missing():
+        if why := missing():
             raise ImportError(why)
         from cupy.cuda import nccl
 

@@ -144,7 +144,7 @@ def test_info_without_cudas_libraries(monkeypatch, extra):
     installed = {f"cupy-{extra}x": "14.0"}
     monkeypatch.setattr(machine, "versions", lambda *names: dict.fromkeys(names) | installed)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    monkeypatch.setitem(sys.modules, "infonce.distributed.transports.gpu", None)
+    monkeypatch.setitem(sys.modules, "infonce.distributed.transports.nccl", None)
     monkeypatch.setattr(choice, "describe", lambda on_gpu: {})
     monkeypatch.setattr(machine, "cuda", lambda: "available: a GPU")
     report = json.loads(succeed("info", "--json"))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from infonce.distributed import planned
 from infonce.distributed.exchanges import blocks
 from infonce.distributed.partition import Partition
-from infonce.distributed.transports import gpu as transports
+from infonce.distributed.transports import nccl as transports
 from infonce.distributed.transports.peers import Copies
 from infonce.kernels import problem as problems
 from infonce.kernels.gpu import config, shard

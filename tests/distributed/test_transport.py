@@ -153,18 +153,18 @@ def test_what_a_library_does_is_bounded() -> None:
 @pytest.mark.extras
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects two ranks in their first exchange, which waits for the other rank."""
-    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
+    module = pytest.importorskip("infonce.distributed.transports.nccl")
     into = types.SimpleNamespace(do=lambda function, *pointers, foreign: function(0, *pointers))
-    monkeypatch.setattr(gpu, "Queue", lambda: into)
+    monkeypatch.setattr(module, "Queue", lambda: into)
     for name in ("eventRecord", "streamWaitEvent"):
-        monkeypatch.setattr(gpu.cupy.cuda.runtime, name, lambda *of: None)
+        monkeypatch.setattr(module.cupy.cuda.runtime, name, lambda *of: None)
     connected, threads = threading.Event(), []
 
     def connect() -> None:
         threads.append(threading.get_ident())
         connected.wait(5)
 
-    nccl: Any = object.__new__(gpu.NCCL)
+    nccl: Any = object.__new__(module.NCCL)
     nccl.__dict__.update(
         ranks=Alone(), linked=set(), device=contextlib.nullcontext(), timers=None, timed=[],
         **dict.fromkeys(("stream", "ready", "done"), types.SimpleNamespace(ptr=0)),
@@ -182,7 +182,7 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     nccl.ranks.timeout = 10.0
     for distances in ((1,), (1,), (2,), (1,), (1, 2), (1, 3)):
         nccl.exchange({distance: ([array], [array]) for distance in distances})
-    gathered = gpu._AllGather(8)
+    gathered = module._AllGather(8)
     for _ in range(2):
         nccl.transfer(gathered, 0, 0, 0)
     here = threading.get_ident()
@@ -194,17 +194,17 @@ def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_nccl_is_late_in_plans_alone(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by step, the host takes long to launch what is to hide an exchange."""
-    gpu = pytest.importorskip("infonce.distributed.transports.gpu")
+    module = pytest.importorskip("infonce.distributed.transports.nccl")
     asked: list[str] = []
     for step in ("mark", "transfer", "join"):
-        monkeypatch.setattr(gpu.NCCL, step, lambda *_, step=step: asked.append(step))
+        monkeypatch.setattr(module.NCCL, step, lambda *_, step=step: asked.append(step))
     stream = types.SimpleNamespace(ptr=3)
-    monkeypatch.setattr(gpu.cupy.cuda, "get_current_stream", lambda: stream)
-    nccl: Any = object.__new__(gpu.NCCL)
+    monkeypatch.setattr(module.cupy.cuda, "get_current_stream", lambda: stream)
+    nccl: Any = object.__new__(module.NCCL)
     nccl.ranks = types.SimpleNamespace(rank=0, size=ranks)
     array = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=64))
     shifts = {distance: ([array], [array]) for distance in range(1, ranks)}
-    for exchanger, late in ((nccl, False), (nccl.queued(gpu.Queue()), ranks == 2)):
+    for exchanger, late in ((nccl, False), (nccl.queued(module.Queue()), ranks == 2)):
         asked.clear()
         pending = exchanger.exchange(shifts)
         assert asked == ["mark", "transfer"][: 2 - late]

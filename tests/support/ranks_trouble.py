@@ -284,8 +284,8 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
         planned = importlib.import_module("infonce.distributed.planned")
         solve, planned.solution = planned.solution, lambda *of: end() if calls == 2 else solve(*of)
     if what.endswith("after the loss") and RANK == 1:
-        gpu = importlib.import_module("infonce.distributed.transports.gpu")
-        transfer, sent = gpu.NCCL.transfer, []
+        nccl = importlib.import_module("infonce.distributed.transports.nccl")
+        transfer, sent = nccl.NCCL.transfer, []
 
         def without_gradients(self: Any, *of: Any) -> None:
             """The exchanges of keys, sums of columns and factors, but not that of dK."""
@@ -293,8 +293,8 @@ def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None
             if sent.count(2) < 4:
                 transfer(self, *of)
 
-        gpu.NCCL.transfer = without_gradients
-        gpu.NCCL.finish = lambda self: end() if calls == 2 else None
+        nccl.NCCL.transfer = without_gradients
+        nccl.NCCL.finish = lambda self: end() if calls == 2 else None
     calls = 0
 
     def end() -> None:

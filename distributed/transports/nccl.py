@@ -1,0 +1,234 @@
+"""The transport of NCCL; between GPUs of a host, copies of what is large (peers.py)."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cupy
+from infonce.kernels.gpu.device.launches import Queue
+
+from ..communicators.base import Array, Communicator, Pending, Shifts
+from . import gpu, peers
+from .base import Queued
+
+Message = tuple[int, int]  # bytes, the other rank
+Link = tuple[int, bool, bool]  # distance (0: all ranks), whether it sends, whether it receives
+BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
+LITTLE = 2**23  # bytes: what takes NCCL about as long as its launch takes the host
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why NCCL cannot be used here; None if it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of CuPy, where NCCL is missing
+        from cupy.cuda import nccl
+    if not nccl.available:
+        return "CuPy finds no NCCL (pip install 'infonce[cuda13]' or 'infonce[cuda12]')"
+    return None
+
+
+class NCCL(gpu.OnDevice):
+    """Sends and receives of NCCL; between GPUs of a host, copies of what is large."""
+
+    name = "nccl"
+    copies: peers.Copies | None = None
+
+    def __init__(self, ranks: Communicator) -> None:
+        super().__init__(ranks)
+        from cupy.cuda import nccl
+
+        self.nccl = nccl
+        identity = nccl.get_unique_id() if ranks.rank == 0 else None
+        identity = ranks.allgather(identity)[0]
+        self.device = cupy.cuda.Device()
+        self.linked: set[Link] = set()  # what NCCL has connected
+        self.communicator = self._bounded(
+            lambda: nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
+        )
+        self.copies = peers.connect(ranks)
+
+    def _bounded(self, function: Callable[[], Any]) -> Any:
+        """Run a function of NCCL that waits for other ranks, within the timeout."""
+
+        def on_device() -> Any:
+            with self.device:
+                return function()
+
+        return self.ranks.bounded(on_device, "NCCL")
+
+    def exchange(self, shifts: Shifts) -> Pending:
+        return _Queued(self, Queue()).exchange(shifts)
+
+    def allgather(self, numbers: Sequence[Array]) -> Array:
+        return _Queued(self, Queue()).allgather(numbers)
+
+    def queued(self, queue: Queue) -> Queued:
+        return _Queued(self, queue, late=self.ranks.size == 2)
+
+    @property
+    def all_copied(self) -> bool:
+        """Whether nothing is left to NCCL."""
+        return self.copies is not None and len(self.copies.ranks) == self.ranks.size == 2
+
+    def mark(self, stream: int) -> None:
+        """The next `transfer` starts after the work that the stream has now."""
+        cupy.cuda.runtime.eventRecord(self.ready.ptr, stream)
+
+    def transfer(self, form: _Form | _AllGather, stream: int, *addresses: int) -> None:
+        """What an exchange of this form does, since the last `mark`."""
+        runtime, mine = cupy.cuda.runtime, self.stream.ptr
+        runtime.streamWaitEvent(mine, self.ready.ptr)
+        began = self.timer(self.stream)
+        if form.links <= self.linked:
+            form.launch(self, addresses)
+        else:  # NCCL connects ranks in their first transfer, and waits for them
+            self._bounded(lambda: form.launch(self, addresses))
+            self.linked |= form.links
+        if began is None:
+            runtime.eventRecord(self.done.ptr, mine)
+        else:
+            self.timed.append((began, self.timer(self.stream)))
+
+    def join(self, stream: int) -> None:
+        """What follows on the stream starts after the exchanges."""
+        runtime = cupy.cuda.runtime
+        if self.timers is None or not self.timed:
+            runtime.streamWaitEvent(stream, self.done.ptr)
+            return
+        began, ended = self.timed.pop(0)
+        current = cupy.cuda.get_current_stream()
+        before = self.timer(current)
+        runtime.streamWaitEvent(stream, ended.ptr)
+        self.timers.append((began, ended, before, self.timer(current)))
+
+    def close(self) -> None:
+        self.ranks.__dict__.pop("gpu_transports", None)
+        if self.copies is not None:
+            left = self.work.record()  # its streams may wait for other ranks
+            self.copies.release(lambda: left.done)
+        self.communicator.abort()
+
+
+@dataclass(frozen=True)
+class _Form:
+    """An exchange without addresses."""
+
+    sends: list[Message]
+    receives: list[Message]
+    links: set[Link]
+    copies: list[peers.Swap]
+
+    def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
+        """Copies, then one operation of NCCL, which makes all transfers at once."""
+        send, receive = nccl.communicator.send, nccl.communicator.recv
+        stream, sends = nccl.stream.ptr, len(self.sends)
+        if self.copies:
+            assert nccl.copies is not None
+            of_nccl = sends + len(self.receives)
+            nccl.copies.run(self.copies, addresses[of_nccl:], stream)
+            addresses = addresses[:of_nccl]
+        if not self.links:
+            return
+        nccl.nccl.groupStart()
+        for at, (size, rank) in zip(addresses[:sends], self.sends, strict=True):
+            send(at, size, BYTES, rank, stream)
+        for at, (size, rank) in zip(addresses[sends:], self.receives, strict=True):
+            receive(at, size, BYTES, rank, stream)
+        nccl.nccl.groupEnd()
+
+
+@dataclass(frozen=True)
+class _AllGather:
+    """Bytes of every rank to all, in place."""
+
+    size: int  # of one rank
+    links: frozenset[Link] = frozenset({(0, True, True)})
+
+    def launch(self, nccl: NCCL, addresses: Sequence[int]) -> None:
+        nccl.communicator.allGather(*addresses, self.size, BYTES, nccl.stream.ptr)
+
+
+class _Queued:
+    """NCCL by a queue, which runs exchanges or records them.
+
+    `late`: an exchange of `LITTLE`, or by copies, is launched when it is waited for, after the work
+    that is to hide it. So that work does not wait for the launch, and gets multiprocessors first.
+    """
+
+    def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
+        self.transport, self.queue, self.late = transport, queue, late
+        foreign = transport.measured or not transport.all_copied
+        self.do = partial(queue.do, foreign=foreign)
+
+    def exchange(self, shifts: Shifts) -> Pending:
+        ranks = self.transport.ranks
+        form = _Form([], [], set(), [])
+        sent: list[Array] = []
+        received: list[Array] = []
+        copied: list[Array] = []
+        for distance, (send, receive) in shifts.items():
+            to, source = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
+            (send, to_copy), (receive, to_be_copied) = (
+                self._routed(to, send),
+                self._routed(source, receive),
+            )
+            form.sends.extend((array.nbytes, to) for array in send)
+            form.receives.extend((array.nbytes, source) for array in receive)
+            if send or receive:
+                form.links.add((distance, bool(send), bool(receive)))
+            if to_copy or to_be_copied:
+                sizes = (tuple(a.nbytes for a in of) for of in (to_copy, to_be_copied))
+                form.copies.append(peers.Swap(to, next(sizes), source, next(sizes)))
+            sent += send
+            received += receive
+            copied += [*to_copy, *to_be_copied]
+        self.do(self.transport.mark)
+        transfer = partial(self.transport.transfer, form)
+        addresses = [array.data.ptr for array in (*sent, *received, *copied)]
+        launch = partial(self.do, transfer, *addresses)
+        if self.late and sum(size for size, _ in form.receives) <= LITTLE:
+            return _Late(self, launch)
+        launch()
+        return self
+
+    def _routed(self, rank: int, arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        """Those that NCCL sends or receives, and those that are copied: all or none."""
+        arrays, copies = [array for array in arrays if array.nbytes], self.transport.copies
+        if copies is not None and copies.take(rank, sum(array.nbytes for array in arrays)):
+            return [], arrays
+        return arrays, []
+
+    def wait(self) -> None:
+        self.do(self.transport.join)
+
+    def allgather(self, numbers: Sequence[Array]) -> Array:
+        ranks, k = self.transport.ranks, len(numbers)
+        of_ranks = cupy.empty((ranks.size, k))
+        mine = of_ranks[ranks.rank]
+        for i, number in enumerate(numbers):
+            self.queue.copy(mine[i:].data, number.data, number.nbytes)
+        if self.transport.all_copied:
+            self.exchange({1: ([mine], [of_ranks[1 - ranks.rank]])}).wait()
+            return of_ranks
+        self.do(self.transport.mark)
+        transfer = partial(self.transport.transfer, _AllGather(mine.nbytes))
+        self.do(transfer, mine.data.ptr, of_ranks.data.ptr)
+        self.wait()
+        return of_ranks
+
+
+class _Late:
+    """An exchange that is launched when it is waited for."""
+
+    def __init__(self, queued: _Queued, launch: Callable[[], None]) -> None:
+        self.queued, self.launch = queued, launch
+
+    def wait(self) -> None:
+        self.launch()
+        self.queued.wait()
