@@ -9,6 +9,9 @@ free again.
 Streams wait for words and write them: neither the host nor a kernel takes part, and all may be
 captured in a CUDA graph. Every rank sends a piece and receives one in turn. So pieces move on even
 if all streams of a GPU share one queue.
+
+Where a host has two ranks, small arrays are swapped by a kernel of some blocks, in a third of the
+time: it writes to the other GPU and waits for what comes from it.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from typing import Any
 import cupy
 import numpy as np
 from cupy.cuda import runtime
+from infonce.kernels.gpu.shard import swap_arrays
 
 from ..communicators.base import Communicator
 
 SLOTS = 2  # for each sender
 MAILBOX = 2**25  # bytes of all slots of a rank
 LEAST = 2**20  # bytes of a message between more than two ranks: of less, NCCL takes as long
+SMALL, MOST = 2**20, 4  # bytes that a kernel swaps, and arrays
+BLOCKS = 16  # of swap.cu
 WORD, LINE = 4, 256  # bytes
 PATIENCE = 10.0  # seconds that the first copies may take, and work that is abandoned
 AT_LEAST, EQUAL = 0, 1  # how streams compare words
@@ -78,6 +84,8 @@ class Copies:
         # of words that say which slots are full, and as many that say which are in use
         self.words = -(-len(self.ranks) * SLOTS * WORD // LINE) * LINE
         self.room = MAILBOX // (SLOTS * (len(self.ranks) - 1)) // LINE * LINE
+        # what comes after the slots: two buffers, numbers of what arrives there, and counters
+        self.channel = 2 * self.words + self.room * SLOTS * (len(self.ranks) - 1)
 
     def take(self, rank: int, size: int) -> bool:
         """Whether a message to or from that rank goes by copies."""
@@ -92,13 +100,17 @@ class Copies:
             middle = first + len(swap.sent)
             last = middle + len(swap.received)
             outgoing, incoming = addresses[first:middle], addresses[middle:last]
+            first = last
+            if len(self.ranks) == 2 and max(map(_little, (swap.sent, swap.received))) <= SMALL:
+                sides = (self.mailboxes[rank] + self.channel for rank in (swap.to, self.rank))
+                self.device.swap(stream, swap, outgoing, incoming, *sides)
+                continue
             turns = zip_longest(pieces(swap.sent, self.room), pieces(swap.received, self.room))
             for turn, (sent, received) in enumerate(turns):
                 if sent is not None:
                     self._send(swap.to, turn % SLOTS, sent, outgoing, stream)
                 if received is not None:
                     self._receive(swap.source, turn % SLOTS, received, incoming, stream)
-            first = last
 
     def release(self, done: Callable[[], bool]) -> None:
         """End all waits of this rank's streams, until `done`: after an error, other ranks may never
@@ -107,6 +119,7 @@ class Copies:
         while not done() and time.monotonic() < end:
             self.device.fill(mine, 1, self.words)
             self.device.fill(mine + self.words, 0, self.words)
+            self.device.fill(mine + self.channel + 2 * SMALL, 0x7F, BLOCKS * WORD)
             time.sleep(1e-3)
 
     def _send(
@@ -149,6 +162,11 @@ class Copies:
         return self.mailboxes[owner] + 2 * self.words + self.room * (SLOTS * of_source + slot)
 
 
+def _little(sizes: tuple[int, ...]) -> int:
+    """Bytes of these arrays in a buffer of swap.cu; of too many, too many."""
+    return SMALL + 1 if len(sizes) > MOST else sum(-(-size // 16) * 16 for size in sizes)
+
+
 class Device:
     """Operations of streams on the current GPU."""
 
@@ -169,6 +187,29 @@ class Device:
 
     def write(self, stream: int, at: int, number: int) -> None:
         _require(self.writes(stream, at, number, 0), "cuStreamWriteValue32")
+
+    def swap(
+        self, stream: int, of: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
+        mine: int,
+    ) -> None:  # fmt: skip
+        """By swap.cu; `other` and `mine` are where the channel begins in both mailboxes."""
+        names = "first", "second", "third", "fourth"
+        sides = {
+            name: {
+                **dict.fromkeys(names, 0), **dict(zip(names, arrays, strict=False)),
+                **{f"{part}_bytes": 0 for part in names},
+                **{f"{part}_bytes": size for part, size in zip(names, sizes, strict=False)},
+            }
+            for name, arrays, sizes in (
+                ("sent", outgoing, of.sent), ("received", incoming, of.received),
+            )
+        }  # fmt: skip
+        with cupy.cuda.ExternalStream(stream):
+            swap_arrays(BLOCKS, {
+                **sides, "room": SMALL, "counters": mine + 2 * SMALL + LINE,
+                "other": {"buffers": other, "arrived": other + 2 * SMALL},
+                "mine": {"buffers": mine, "arrived": mine + 2 * SMALL},
+            })  # fmt: skip
 
     def fill(self, at: int, byte: int, size: int) -> None:
         """On a stream that waits for no other."""
@@ -217,9 +258,9 @@ class _Mailbox:
     """Memory of its own: pools would hand out parts of it to others."""
 
     def __init__(self) -> None:
-        words = 2**16  # more than any host has ranks
-        self.at = runtime.malloc(words + MAILBOX)
-        runtime.memset(self.at, 0, words + MAILBOX)
+        size = 2**16 + MAILBOX + 2 * SMALL + 2 * LINE  # words of more ranks than any host has
+        self.at = runtime.malloc(size)
+        runtime.memset(self.at, 0, size)
         runtime.deviceSynchronize()
         self.handle: bytes = runtime.ipcGetMemHandle(self.at)
 
@@ -227,17 +268,19 @@ class _Mailbox:
 def _try(copies: Copies) -> bool:
     """Whether each rank gets what the others send, in time."""
     ranks, stream = copies.ranks, cupy.cuda.Stream(non_blocking=True)
-    me, size = ranks.index(copies.rank), LINE
+    me, size = ranks.index(copies.rank), SMALL + LINE
     sent = cupy.full(size, copies.rank % 251, np.uint8)
-    received = cupy.full((len(ranks), size), 255, np.uint8)
+    received = cupy.full((2, len(ranks), size), 255, np.uint8)
     sources, swaps, addresses = [], [], []
     for distance in range(1, len(ranks)):
         to, source = (ranks[(me + sign * distance) % len(ranks)] for sign in (1, -1))
         sources.append(source)
-        swaps.append(Swap(to, (size,), source, (size,)))
-        addresses += [sent.data.ptr, received[distance].data.ptr]
+        for way, part in enumerate((LINE, size)):
+            swaps.append(Swap(to, (part,), source, (part,)))
+            addresses += [sent.data.ptr, received[way, distance].data.ptr]
     cupy.cuda.get_current_stream().synchronize()
     try:
+        copies.run(swaps, addresses, stream.ptr)
         with stream:
             stream.begin_capture()
             try:
@@ -253,5 +296,5 @@ def _try(copies: Copies) -> bool:
     if not stream.done:
         copies.release(lambda: stream.done)
         return False
-    want = np.array(sources)[:, None] % 251
-    return bool((received[1:].get() == want).all())
+    want, found = np.array(sources)[:, None] % 251, received[:, 1:].get()
+    return bool((found[0, :, :LINE] == want).all() and (found[1] == want).all())

@@ -16,8 +16,8 @@ from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Sigmoid, S
 from ..solve import Question
 from . import plan as gpu_plan
 from . import recorded, select
-from .device.arguments import address, matrix, sums_fields
-from .device.launcher import device_properties
+from .device.arguments import Fields, address, matrix, sums_fields
+from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
 from .tiled.backend import GPU
 from .vectors import ElementwiseVectors
@@ -44,6 +44,12 @@ def fold_block(
 def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
     """ValueError where the workspace has no room for a block; arguments as for `fold_block`."""
     gpu_plan.rehearse(recorded.room, select.plain(problem), gradients, ahead)
+
+
+def swap_arrays(blocks: int, arguments: Fields) -> None:
+    """The kernel of ranks/swap.cu, which is the same in any precision, on the current stream."""
+    launcher = Launcher(cupy.cuda.Device(), "fp32", Queue())
+    launcher.launch("ranks/swap.cu", "swap", blocks, 256, arguments)
 
 
 class VectorsOverRanks(ElementwiseVectors):

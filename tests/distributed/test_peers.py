@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
+from gpu_problems import MISSING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.distributed.transports import peers
@@ -21,7 +22,8 @@ class Host:
     """All ranks: their memory, and what each of their streams has still to do."""
 
     def __init__(self, ranks: int, mailbox: int) -> None:
-        self.mailboxes = [np.zeros(2**10 + mailbox, np.uint8) for _ in range(ranks)]
+        size = 2**10 + mailbox + 2 * peers.SMALL + 2 * peers.LINE
+        self.mailboxes = [np.zeros(size, np.uint8) for _ in range(ranks)]
         self.arrays: list[list[np.ndarray]] = [[] for _ in range(ranks)]
         self.queues: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks)]
 
@@ -35,6 +37,11 @@ class Host:
 
             def write(_, stream: int, *of: int) -> None:
                 self.queues[rank].append(("write", *of))
+
+            def swap(_, stream: int, of: Swap, outgoing: Any, incoming: Any, *sides: int) -> None:
+                sent = zip(outgoing, of.sent, strict=True)
+                received = zip(incoming, of.received, strict=True)
+                self.queues[rank].append(("swap", list(sent), list(received), *sides, []))
 
             def fill(_, at: int, byte: int, size: int) -> None:
                 self.at(at, size)[:] = byte
@@ -66,26 +73,45 @@ class Host:
                 self.at(to, size)[:] = self.at(source, size)
             elif kind == "write":
                 self.at(of[0], 4).view(np.int32)[:] = of[1]
+            elif kind == "swap":  # the second half of swap.cu
+                _, received, _, mine, (number,) = of
+                place = mine + number % 2 * peers.SMALL
+                for to, size in received:
+                    self.at(to, size)[:] = self.at(place, size)
+                    place += -(-size // 16) * 16
+                self.at(mine + 2 * peers.SMALL + peers.LINE, 4).view(np.int32)[:] = number
 
     def can(self, queue: list[tuple[Any, ...]]) -> bool:
         if queue and queue[0][0] == "wait":
             _, at, number, how = queue[0]
             word = self.at(at, 4).view(np.int32)[0]
             return bool(word == number if how == peers.EQUAL else word >= number)
+        if queue and queue[0][0] == "swap":
+            _, sent, _, other, mine, begun = queue[0]
+            if not begun:  # the first half
+                counter = self.at(mine + 2 * peers.SMALL + peers.LINE, 4).view(np.int32)[0]
+                begun.append(int(counter) + 1)
+                place = other + begun[0] % 2 * peers.SMALL
+                for array, size in sent:
+                    self.at(place, size)[:] = self.at(array, size)
+                    place += -(-size // 16) * 16
+                self.at(other + 2 * peers.SMALL, 4).view(np.int32)[:] = begun[0]
+            return bool(self.at(mine + 2 * peers.SMALL, 4).view(np.int32)[0] >= begun[0])
         return bool(queue)
 
 
 @settings(max_examples=150)
 @given(
-    ranks=st.integers(2, 6), lines=st.integers(1, 5), rounds=st.integers(1, 3),
-    seed=st.integers(0, 2**32),
+    ranks=st.integers(2, 6), lines=st.integers(1, 5), rounds=st.integers(1, 6),
+    small=st.sampled_from([0, 2048, 8192]), seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, seed: int) -> None:
+def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, small: int, seed: int) -> None:
     """Arrays of any sizes, also none, in slots of a few lines, however streams come to run, and
     although one stream of each rank does everything."""
     choose = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "MAILBOX", peers.LINE * lines * peers.SLOTS * (ranks - 1))
+        patch.setattr(peers, "SMALL", small)
         host, group = Host(ranks, peers.MAILBOX), range(ranks)
         mailboxes = {rank: rank * SPACE for rank in group}
         copies = [Copies(rank, mailboxes, host.device(rank)) for rank in group]
@@ -93,7 +119,7 @@ def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, seed: int) ->
         expected = []
         for _ in range(rounds):
             sizes = {
-                (a, b): tuple(choose.randrange(1, 2500) for _ in range(choose.randrange(3)))
+                (a, b): tuple(choose.randrange(1, 2500) for _ in range(choose.randrange(6)))
                 for a in group for b in group
             }  # fmt: skip
             for rank in group:
@@ -142,6 +168,7 @@ def test_pieces(sizes: tuple[int, ...], lines: int) -> None:
 def test_waits_of_a_rank_whose_peer_is_gone_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error: however many pieces were to come, and to be taken."""
     monkeypatch.setattr(peers, "MAILBOX", peers.LINE * peers.SLOTS)
+    monkeypatch.setattr(peers, "SMALL", 0)
     host, size = Host(2, peers.MAILBOX), 5 * peers.LINE
     copies = Copies(0, {0: 0, 1: SPACE}, host.device(0))
     addresses = [host.array(0, np.zeros(size, np.uint8)) for _ in range(2)]
@@ -154,3 +181,29 @@ def test_waits_of_a_rank_whose_peer_is_gone_end(monkeypatch: pytest.MonkeyPatch)
     assert not done()
     copies.release(done)
     assert done()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "")
+def test_swap_with_itself() -> None:
+    """The kernel, where both ranks are one: arrays of any sizes and places, in turn."""
+    import cupy
+
+    mailbox = cupy.zeros(2**20 + peers.MAILBOX + 3 * peers.SMALL, np.uint8)
+    copies = Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), peers.Device())
+    stream, rng = cupy.cuda.Stream(non_blocking=True), np.random.default_rng(0)
+    for sizes in ((1,), (8, 24, 8), (64, 17, 3, 4096), (2**20,), (2**19 - 16, 8, 2**18 + 8), (5,)):
+        shifts = [int(shift) for shift in rng.integers(0, 3, len(sizes)) * 8]
+        sent = [cupy.asarray(rng.integers(0, 256, size + 16, np.uint8)) for size in sizes]
+        received = [cupy.zeros_like(array) for array in sent]
+        cupy.cuda.runtime.deviceSynchronize()
+        places = [array.data.ptr + shift for array, shift in zip(sent, shifts, strict=True)]
+        places += [
+            array.data.ptr + 16 - shift for array, shift in zip(received, shifts, strict=True)
+        ]
+        copies.run([Swap(1, sizes, 1, sizes)], places, stream.ptr)
+        stream.synchronize()
+        for array, found, size, shift in zip(sent, received, sizes, shifts, strict=True):
+            want = np.zeros(size + 16, np.uint8)
+            want[16 - shift :][:size] = array.get()[shift:][:size]
+            np.testing.assert_array_equal(found.get(), want)

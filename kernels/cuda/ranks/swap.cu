@@ -1,0 +1,78 @@
+// Small arrays go to another GPU of the host while others come from it: each of the two launches this once,
+// and waits inside for the other. Both map each other's memory (distributed/transports/peers.py).
+#include "common.cuh"
+
+constexpr int SWAP_THREADS = 256;
+
+// Up to four arrays, and their bytes; null: none.
+struct Arrays {
+  char *first, *second, *third, *fourth;
+  i64 first_bytes, second_bytes, third_bytes, fourth_bytes;
+
+  __device__ __forceinline__ char* at(int i) const { return i < 2 ? i ? second : first : i == 2 ? third : fourth; }
+  __device__ __forceinline__ i64 bytes(int i) const {
+    return i < 2 ? i ? second_bytes : first_bytes : i == 2 ? third_bytes : fourth_bytes;
+  }
+};
+
+// One side of a channel: two buffers, which are used in turn, and a number of each block of threads.
+struct Side {
+  char* buffers;
+  u32* arrived;  // of the last piece that has come here
+};
+
+__device__ __forceinline__ void release(u32* at, u32 number) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(number) : "memory");
+}
+
+__device__ __forceinline__ u32 acquire(const u32* at) {
+  u32 number;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(number) : "l"(at) : "memory");
+  return number;
+}
+
+// In units of T. Sources may be written by another GPU: they are read past the first cache.
+template <class T>
+__device__ __forceinline__ void copy_units(char* to, const char* from, i64 size) {
+  for (i64 i = threadIdx.x * sizeof(T); i < size; i += SWAP_THREADS * sizeof(T))
+    *(T*)(to + i) = __ldcg((const T*)(from + i));
+}
+
+__device__ __forceinline__ void copy(char* to, const char* from, i64 size) {
+  const u64 all = (u64)to | (u64)from | (u64)size;
+  if (all % 16 == 0) copy_units<uint4>(to, from, size);
+  else if (all % 8 == 0) copy_units<uint2>(to, from, size);
+  else copy_units<char>(to, from, size);
+}
+
+// This block's share of the arrays, to or from a buffer where each begins at a multiple of 16 bytes.
+__device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool send) {
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    const i64 size = arrays.bytes(i), whole = (size + 15) / 16 * 16;
+    const i64 each = (size + gridDim.x * 16 - 1) / (gridDim.x * 16) * 16, first = blockIdx.x * each;
+    const i64 mine = first < size ? min(each, size - first) : 0;
+    if (send) copy(buffer + first, arrays.at(i) + first, mine);
+    else copy(arrays.at(i) + first, buffer + first, mine);
+    buffer += whole;
+  }
+}
+
+// `counters` are the numbers of the last swap. A rank that begins a swap has got the other's part of the
+// one before, and so that of the one before that was taken there: two buffers suffice.
+extern "C" __global__ void __launch_bounds__(SWAP_THREADS)
+swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays received,
+     const __grid_constant__ Side other, const __grid_constant__ Side mine, u32* counters, i64 room) {
+  const u32 number = counters[blockIdx.x] + 1;
+  const i64 turn = number % 2 * room;
+  share(sent, other.buffers + turn, true);
+  __threadfence_system();
+  __syncthreads();  // all threads have written, and read the counter
+  if (threadIdx.x == 0) {
+    release(other.arrived + blockIdx.x, number);
+    while ((int)(acquire(mine.arrived + blockIdx.x) - number) < 0) __nanosleep(20);
+    counters[blockIdx.x] = number;
+  }
+  __syncthreads();
+  share(received, mine.buffers + turn, false);
+}
