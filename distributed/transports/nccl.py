@@ -131,7 +131,7 @@ class _Form:
         if self.copies:
             assert nccl.copies is not None
             of_nccl = sends + len(self.receives)
-            nccl.copies.run(self.copies, addresses[of_nccl:], stream)
+            nccl.copies.run(self.copies, addresses[of_nccl:], nccl.stream)
             addresses = addresses[:of_nccl]
         if not self.links:
             return

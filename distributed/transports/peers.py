@@ -92,7 +92,7 @@ class Copies:
         here = rank in self.mailboxes and rank != self.rank
         return here and (size >= LEAST or len(self.ranks) == 2)
 
-    def run(self, swaps: Sequence[Swap], addresses: Sequence[int], stream: int) -> None:
+    def run(self, swaps: Sequence[Swap], addresses: Sequence[int], stream: Any) -> None:
         """Queue swaps on the stream. `addresses` of each: of the arrays that go, then of those that
         come. All ranks call this with swaps that fit together, in the same order."""
         first = 0
@@ -124,7 +124,7 @@ class Copies:
 
     def _send(
         self, to: int, slot: int, parts: Sequence[tuple[int, int, int, int]],
-        arrays: Sequence[int], stream: int,
+        arrays: Sequence[int], stream: Any,
     ) -> None:  # fmt: skip
         device, in_use = self.device, self._in_use(self.rank, to, slot)
         device.wait(stream, in_use, 0, EQUAL)
@@ -136,7 +136,7 @@ class Copies:
 
     def _receive(
         self, source: int, slot: int, parts: Sequence[tuple[int, int, int, int]],
-        arrays: Sequence[int], stream: int,
+        arrays: Sequence[int], stream: Any,
     ) -> None:  # fmt: skip
         device, full = self.device, self._full(self.rank, source, slot)
         device.wait(stream, full, 1, AT_LEAST)
@@ -168,7 +168,7 @@ def _little(sizes: tuple[int, ...]) -> int:
 
 
 class Device:
-    """Operations of streams on the current GPU."""
+    """Operations of CuPy's streams on the current GPU."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
@@ -178,18 +178,18 @@ class Device:
                 ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint,
             )  # fmt: skip
 
-    def copy(self, stream: int, to: int, source: int, size: int) -> None:
-        runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, stream)
+    def copy(self, stream: Any, to: int, source: int, size: int) -> None:
+        runtime.memcpyAsync(to, source, size, runtime.memcpyDefault, stream.ptr)
 
-    def wait(self, stream: int, at: int, number: int, how: int) -> None:
+    def wait(self, stream: Any, at: int, number: int, how: int) -> None:
         """Until the word is `EQUAL` to this number, or `AT_LEAST` as large."""
-        _require(self.waits(stream, at, number, how), "cuStreamWaitValue32")
+        _require(self.waits(stream.ptr, at, number, how), "cuStreamWaitValue32")
 
-    def write(self, stream: int, at: int, number: int) -> None:
-        _require(self.writes(stream, at, number, 0), "cuStreamWriteValue32")
+    def write(self, stream: Any, at: int, number: int) -> None:
+        _require(self.writes(stream.ptr, at, number, 0), "cuStreamWriteValue32")
 
     def swap(
-        self, stream: int, of: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
+        self, stream: Any, of: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
         mine: int,
     ) -> None:  # fmt: skip
         """By swap.cu; `other` and `mine` are where the channel begins in both mailboxes."""
@@ -204,7 +204,7 @@ class Device:
                 ("sent", outgoing, of.sent), ("received", incoming, of.received),
             )
         }  # fmt: skip
-        with cupy.cuda.ExternalStream(stream):
+        with stream:
             swap_arrays(BLOCKS, {
                 **sides, "room": SMALL, "counters": mine + 2 * SMALL + LINE,
                 "other": {"buffers": other, "arrived": other + 2 * SMALL},
@@ -280,11 +280,11 @@ def _try(copies: Copies) -> bool:
             addresses += [sent.data.ptr, received[way, distance].data.ptr]
     cupy.cuda.get_current_stream().synchronize()
     try:
-        copies.run(swaps, addresses, stream.ptr)
+        copies.run(swaps, addresses, stream)
         with stream:
             stream.begin_capture()
             try:
-                copies.run(swaps, addresses, stream.ptr)
+                copies.run(swaps, addresses, stream)
             finally:
                 graph = stream.end_capture()
         graph.launch(stream)

@@ -201,7 +201,7 @@ def test_swap_with_itself() -> None:
         places += [
             array.data.ptr + 16 - shift for array, shift in zip(received, shifts, strict=True)
         ]
-        copies.run([Swap(1, sizes, 1, sizes)], places, stream.ptr)
+        copies.run([Swap(1, sizes, 1, sizes)], places, stream)
         stream.synchronize()
         for array, found, size, shift in zip(sent, received, sizes, shifts, strict=True):
             want = np.zeros(size + 16, np.uint8)

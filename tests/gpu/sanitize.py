@@ -177,6 +177,7 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
 def steps_over_ranks() -> None:
     """What a plan of one of many ranks does besides: vectors and sums of others."""
     import cupy
+    from infonce.distributed.transports import peers
     from infonce.kernels.gpu.device.launches import Queue
     from infonce.kernels.gpu.shard import QueuedVectors
     from infonce.kernels.problem import Sums
@@ -203,6 +204,12 @@ def steps_over_ranks() -> None:
     assert cupy.all(out == z)
     vectors.assign(out, z, z)
     assert cupy.all(out == 2 * z)
+    mailbox = cupy.zeros(peers.MAILBOX + 2**22, "uint8")  # of two ranks that are one
+    copies = peers.Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), peers.Device())
+    for _ in range(3):
+        arrays, size = [z.data.ptr, out.data.ptr], (z.nbytes,)
+        copies.run([peers.Swap(1, size, 1, size)], arrays, cupy.cuda.get_current_stream())
+        assert cupy.all(out == z)
 
 
 def names() -> set[str]:
