@@ -215,6 +215,16 @@ def test_gpus_equal_one_gpu(transport: str, exchange: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("how", ["copies", "nccl"])
+def test_transfers_between_two_gpus(how: str, exchange: str) -> None:
+    """What the swap of small arrays leaves untested."""
+    if reason := gpu_missing():
+        pytest.skip(reason)
+    all_pass(2, f"ranks_trouble:transfers:{how}:{exchange}", limit=300)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["nccl", "staged"])
 def test_two_ranks_on_each_of_two_hosts(transport: str) -> None:
     """Of GPUs of one host, which ranks may share but with NCCL."""
@@ -245,22 +255,24 @@ def test_offload_to_gpus() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("what", "exchange"),
+    ("what", "exchange", "how"),
     [
-        ("killed", "ring"), ("raises", "ring"), ("raises", "gather"),
-        ("killed in a plan", "gather"), ("killed after the loss", "gather"),
-        ("killed", "hierarchical"),
-        ("stopped in a plan", "gather"), ("stopped after the loss", "gather"),
+        ("killed", "ring", "copies"), ("raises", "ring", "copies"), ("raises", "gather", "copies"),
+        ("killed in a plan", "gather", "copies"), ("killed after the loss", "gather", "nccl"),
+        ("killed", "hierarchical", "copies"), ("killed in a plan", "gather", "nccl"),
+        ("stopped in a plan", "gather", "copies"), ("stopped in a plan", "gather", "nccl"),
+        ("stopped after the loss", "gather", "nccl"), ("killed", "ring", "nccl"),
     ],
 )  # fmt: skip
-def test_rank_in_trouble_on_gpus(what: str, exchange: str) -> None:
+def test_rank_in_trouble_on_gpus(what: str, exchange: str, how: str) -> None:
     """It is named: one that stops when the time is out, though the device still waits for it."""
     if reason := gpu_missing():
         pytest.skip(reason)
     timeout, words, low, high = 20, "rank 1", -1, 10
     if what.startswith("stopped"):
         timeout, words, low, high = 3, ".*rank 1", 2, 8
-    status, said = run(2, f"ranks_trouble:trouble:{what}:{timeout}:{exchange}:gpu", shell=SHELL)
+    check = f"ranks_trouble:trouble:{what}:{timeout}:{exchange}:gpu:{how}"
+    status, said = run(2, check, shell=SHELL)
     assert status != 0
     error = re.search(rf"rank 0 after ([\d.]+) s: RankError: {words}", said)
     assert error is not None, said

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 from infonce.distributed import cost, model
 from infonce.distributed.communicators.mpi import connect
-from ranks import COMM, RANK, SIZE, close, compare, follow, say, shards
+from ranks import COMM, RANK, SIZE, accuracy, close, compare, follow, say, shards
 
 import infonce
 from infonce import distributed
@@ -270,8 +270,25 @@ def first(where: str, timeout: str) -> None:
         raise
 
 
-def trouble(what: str, timeout: str, exchange: str, place: str = "host") -> None:
+def transfers(how: str, exchange: str) -> None:
+    """Accuracy where all goes by copies in small pieces, or by NCCL."""
+    if how == "nccl":
+        os.environ[peers().SWITCH] = "0"
+    else:
+        peers().SMALL, peers().MAILBOX = 0, 2**16
+    accuracy("gpu", "auto", exchange)
+
+
+def peers() -> Any:
+    return importlib.import_module("infonce.distributed.transports.peers")
+
+
+def trouble(
+    what: str, timeout: str, exchange: str, place: str = "host", how: str = "copies"
+) -> None:  # fmt: skip
     """Rank 1 gets into trouble before the third call, or in its middle; what do the others say?"""
+    if how == "nccl":
+        os.environ[peers().SWITCH] = "0"
     say("process", os.getpid())
     x = np.random.default_rng(RANK).standard_normal((200, 16))
     if place == "gpu":
