@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -110,8 +111,9 @@ class NCCL(gpu.OnDevice):
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
         if self.copies is not None:
-            left = self.work.record()  # its streams may wait for other ranks
-            self.copies.release(lambda: left.done)
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # which may be why the call ends
+                left = self.work.record()  # its streams may wait for other ranks
+                self.copies.release(lambda: left.done)
         self.communicator.abort()
 
 
@@ -174,10 +176,8 @@ class _Queued:
         copied: list[Array] = []
         for distance, (send, receive) in shifts.items():
             to, source = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
-            (send, to_copy), (receive, to_be_copied) = (
-                self._routed(to, send),
-                self._routed(source, receive),
-            )
+            send, to_copy = self._routed(to, send)
+            receive, to_be_copied = self._routed(source, receive)
             form.sends.extend((array.nbytes, to) for array in send)
             form.receives.extend((array.nbytes, source) for array in receive)
             if send or receive:

@@ -238,14 +238,17 @@ def connect(ranks: Communicator) -> Copies | None:
         except Exception:  # no memory, or none that can be shared
             handle = b""
     handles = ranks.allgather(handle)
+    if mailbox is None or not all(handles):
+        if mailbox is not None:
+            runtime.free(mailbox.at)
+        return None
     made = None
-    if all(handles) and mailbox is not None:
-        try:
-            mapped = {rank: mailbox.at if rank == ranks.rank else
-                      runtime.ipcOpenMemHandle(handles[rank]) for rank in host}  # fmt: skip
-            made = Copies(ranks.rank, mapped, Device())
-        except Exception:  # a GPU that this process does not see, or that is not linked
-            made = None
+    try:
+        mapped = {rank: mailbox.at if rank == ranks.rank else
+                  runtime.ipcOpenMemHandle(handles[rank]) for rank in host}  # fmt: skip
+        made = Copies(ranks.rank, mapped, Device())
+    except Exception:  # a GPU that this process does not see, or that is not linked
+        made = None
     works = all(ranks.allgather(made is not None))  # whoever tries waits for the others
     if works and made is not None and len(host) > 1:
         works = _try(made)
