@@ -2,6 +2,7 @@
 as tests say."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,3 +208,51 @@ def test_swap_with_itself() -> None:
             want = np.zeros(size + 16, np.uint8)
             want[16 - shift :][:size] = array.get()[shift:][:size]
             np.testing.assert_array_equal(found.get(), want)
+
+
+def test_all_ranks_copy_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a rank lacks, the others know it, and what nobody has mapped is freed."""
+    told: list[Any] = []
+    freed: list[int] = []
+    others: dict[str, Any] = {"hosts": [[0, 1]], "answers": {}}
+
+    class Ranks:
+        rank, size = 0, 2
+
+        @property
+        def peers(self) -> Any:
+            return SimpleNamespace(hosts=others["hosts"])
+
+        def allgather(self, value: Any) -> list[Any]:
+            told.append(value)
+            return [value, others["answers"].get(len(told), value)]
+
+    def connect(**changes: Any) -> Any:
+        others.update({"hosts": [[0, 1]], "answers": {}} | changes)
+        told.clear()
+        freed.clear()
+        return peers.connect(Ranks())  # type: ignore[arg-type]
+
+    mailbox = SimpleNamespace(at=4096, handle=b"a handle")
+    monkeypatch.setattr(peers, "_Mailbox", lambda: mailbox)
+    monkeypatch.setattr(peers, "Device", lambda: None)
+    monkeypatch.setattr(peers, "_try", lambda copies: True)
+    monkeypatch.setattr(peers.runtime, "free", freed.append)
+    monkeypatch.setattr(peers.runtime, "ipcOpenMemHandle", lambda handle: 2**20)
+    made = connect()
+    assert made.mailboxes == {0: 4096, 1: 2**20}
+    assert told == [b"a handle", True, True]
+    assert connect(hosts=[[0], [1]]) is None
+    assert not told
+    assert connect(answers={1: b""}) is None
+    assert freed == [4096]
+    for answer in (2, 3):
+        assert connect(answers={answer: False}) is None
+        assert len(told) == 3
+        assert not freed
+    monkeypatch.setattr(peers, "_try", lambda copies: False)
+    assert connect() is None
+    assert told[-1] is False
+    monkeypatch.setenv(peers.SWITCH, "0")
+    assert connect() is None
+    assert told == [b""]
