@@ -65,7 +65,7 @@ def steps(*call: Any, **options: Any) -> list[str]:
 
 def recording(
     loss: str, rows: list[int], rank: int, precision: str = "bf16", d: int = 64,
-    gradient: bool = True, copies: Any = None, **options: Any,
+    gradient: bool = True, copies: Any = None, reduced: bool = True, **options: Any,
 ) -> recorder.Recorder:  # fmt: skip
     """The plan of a rank; `copies` are those to the other GPUs of its host."""
     into, m = recorder.Recorder(), rows[rank]
@@ -78,7 +78,7 @@ def recording(
         ids = cupy.empty(m, np.int64) if options.pop("ids", False) else None
         row_weight, column_weight = WEIGHTS[loss]
         problem = Problem(
-            query, key, 14.0, 1 / sum(rows), None, 1 / sum(rows), row_weight,
+            query, key, 14.0, 1 / sum(rows), None, 1 / sum(rows) if reduced else None, row_weight,
             column_weight, -10.0 if loss == "siglip" else None, query_ids=ids, key_ids=ids,
             compute=precision, **options,
         )  # fmt: skip
@@ -101,11 +101,11 @@ def name(step: Any) -> str:
     loss=st.sampled_from(sorted(WEIGHTS)), precision=st.sampled_from(sorted(DTYPES)),
     rows=st.lists(st.integers(1, 3000), min_size=2, max_size=9), rank=st.integers(0, 8),
     d=st.integers(1, 600), ids=st.booleans(), normalize=st.booleans(), gradient=st.booleans(),
-    scalars=st.sampled_from(["none", "dots", "moments"]),
+    scalars=st.sampled_from(["none", "dots", "moments"]), reduced=st.booleans(),
 )  # fmt: skip
 def test_any_gather(
     loss: str, precision: str, rows: list[int], rank: int, d: int, ids: bool, normalize: bool,
-    gradient: bool, scalars: str,
+    gradient: bool, scalars: str, reduced: bool,
 ) -> None:  # fmt: skip
     """Nothing but what a plan can replay, at addresses of the call's own arrays; and no more
     exchanges than there are kinds of arrays: keys, column sums, factors, dK, and numbers."""
@@ -114,12 +114,14 @@ def test_any_gather(
         found = record(
             loss, rows, rank % len(rows), precision, d, gradient, ids=ids, normalize=normalize,
             scalar_grads=scalars != "none", moments=scalars == "moments" or not gradient,
+            reduced=reduced,
         )  # fmt: skip
-    exchanges = {"clip": 1 + 1 + 2 * gradient, "lit": 1}.get(loss, 1 + gradient) + 1
-    assert found["transfer"] == exchanges
-    assert found["totals"] == 1
     of_bias = loss == "siglip" and scalars != "none"
-    assert found["sum_over_ranks"] == 1 + (scalars != "none" or not gradient) + of_bias
+    numbers = reduced + (scalars != "none" or not gradient) + of_bias
+    assert found["sum_over_ranks"] == numbers
+    exchanges = {"clip": 1 + 1 + 2 * gradient, "lit": 1}.get(loss, 1 + gradient)
+    assert found["transfer"] == exchanges + (numbers > 0)
+    assert found["totals"] == 1
 
 
 def test_steps_do_not_grow_with_the_ranks() -> None:

@@ -1,6 +1,7 @@
 """Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import queue
@@ -79,6 +80,45 @@ def test_communicator_of_ones_own() -> None:
         np.testing.assert_allclose(got.loss, want.loss, rtol=1e-13)
     text = np.concatenate([got.grads.text for got in found])
     np.testing.assert_allclose(text, want.grads.text, rtol=1e-12, atol=1e-15)
+
+
+class Summing(Vectors):
+    """Whose totals have the sum of the losses, whether it is wanted or not, as those on a GPU."""
+
+    def totals(self, problem: Any, losses: Any, *parts: Any) -> Any:
+        return losses.sum(), *super().totals(problem, losses, *parts)[1:]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", [Vectors, Summing])
+def test_reduction_over_ranks(
+    kind: type[Vectors], reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """By ranks whose steps on vectors differ, too."""
+    x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
+    folding = call.blocks.folding
+    queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
+
+    def with_vectors(request: Any) -> Any:
+        vectors = (kind if len(request.problem.query) == 7 else Vectors)(np)
+        return dataclasses.replace(folding(request), vectors=vectors)
+
+    monkeypatch.setattr(call.blocks, "folding", with_vectors)
+    want = infonce.clip_loss_and_grad(x, y, scale=3.0, reduction=reduction)
+
+    def work(rank: int) -> Any:
+        rows = slice(5, 12) if rank else slice(0, 5)
+        return distributed.clip_loss_and_grad(
+            x[rows], y[rows], scale=3.0, comm=Pair(rank, queues), exchange="ring",
+            reduction=reduction,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(work, range(2)))
+    for got, rows in zip(found, (slice(0, 5), slice(5, 12)), strict=True):
+        of_rank = want.loss[rows] if reduction == "none" else want.loss
+        np.testing.assert_allclose(got.loss, of_rank, rtol=1e-13)
+        np.testing.assert_allclose(got.grads.scale, want.grads.scale, rtol=1e-12)
 
 
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "clip", "lit", "siglip", "sup_con", "gte"])
