@@ -43,14 +43,14 @@ class Link:
 @dataclass(frozen=True)
 class Machine:
     """The parameters of the model. Defaults: bfloat16, D = 512, from benchmarks/results/ring.json;
-    what only a gather has, from benchmarks/NOTES.md, "Exchanges"."""
+    what only a gather has, from benchmarks/results/exchanges-mpi.json."""
 
     rate: float = 610e12  # operations a second, of large blocks
     start: float = 0.28e-3  # seconds a block: launches, and idle multiprocessors at its end
     inside: Link = Link(20e-6, 168e9)  # NVLink, as measured in shifts of 34 to 67 MB
     across: Link = Link(30e-6, 45e9)  # 400 Gb/s a GPU
     gpus: int = 8  # of a host
-    call: float = 0.25e-3  # seconds of a call that gathers: agreement of the ranks, sums over them
+    call: float = 0.17e-3  # seconds of a call that gathers: agreement of the ranks, sums over them
     block: float = 0.06e-3  # seconds of its blocks, as `start`
     message: float = 1.5e-6  # seconds of a message to one rank
 

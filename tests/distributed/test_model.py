@@ -23,6 +23,14 @@ def test_recorded_runs(run: dict[str, float]) -> None:
     assert abs(predicted.seconds / run["step_s"] - 1) < 0.06
 
 
+def test_recorded_gathers() -> None:
+    """Of two GPUs, by one call over MPI. Hosts differ by more than GPUs do, and few rows notice."""
+    for run in json.loads((RESULTS / "exchanges-mpi.json").read_text())["results"]:
+        rows = run["batch"] / run["gpus"]
+        predicted = model.predict_gather(rows, int(run["dim"]), int(run["gpus"]))
+        assert abs(predicted.seconds / run["gather_mpi_s"] - 1) < 0.15, run["batch"]
+
+
 def test_hidden_from_is_where_transfers_vanish() -> None:
     machine = replace(model.Machine(), start=0.0)
     rows = model.hidden_from(512, machine.inside, machine)
