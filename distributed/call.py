@@ -269,10 +269,8 @@ class _Call:
     def reduce(self, request: Request, solution: Solution, vectors: Any) -> None:
         """Sums over ranks."""
         assert self.transport is not None
-        loss, shares, solution.loss = solution.loss, request.problem.row_shares, None
-        if request.reduction == "none":
-            loss = None
-        elif loss is None:
+        loss, shares = solution.loss, request.problem.row_shares
+        if loss is None and request.reduction != "none":
             loss = (solution.losses if shares is None else solution.losses * shares).sum()
         divisors = self.divisors(request)
         found = totals(self.transport, vectors, loss, solution, divisors, request.dtype)

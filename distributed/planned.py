@@ -62,10 +62,8 @@ def _build(
         vectors,
     )  # fmt: skip
     found = solve(problem, folds, gradients)
-    reduced = problem.reduction_weight is not None
-    loss = found.loss if reduced else None
     return {
-        "losses": None if reduced else found.losses,
+        "losses": found.losses if problem.reduction_weight is None else None,
         "row_lse": found.row_lse, "column_lse": found.column_lse,
-        **totals(through, vectors, loss, found, divisors, dtype),
+        **totals(through, vectors, found.loss, found, divisors, dtype),
     }  # fmt: skip

@@ -10,8 +10,8 @@ Streams wait for words and write them: neither the host nor a kernel takes part,
 captured in a CUDA graph. Every rank sends a piece and receives one in turn. So pieces move on even
 if all streams of a GPU share one queue.
 
-Where a host has two ranks, small arrays are swapped by a kernel of some blocks, in a third of the
-time: it writes to the other GPU and waits for what comes from it.
+Where a host has two ranks, small arrays are swapped by a kernel of some blocks, which writes to the
+other GPU and waits for what comes from it: of a small copy, most of the time is between its steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..communicators.base import Communicator
 
 SLOTS = 2  # for each sender
 MAILBOX = 2**25  # bytes of all slots of a rank
-LEAST = 2**20  # bytes of a message between more than two ranks: of less, NCCL takes as long
+LEAST = 2**20  # bytes of a message between more than two ranks; what is less is left to NCCL
 SMALL, MOST = 2**20, 4  # bytes that a kernel swaps, and arrays
 BLOCKS = 16  # of swap.cu
 WORD, LINE = 4, 256  # bytes

@@ -34,6 +34,18 @@ __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   return x;
 }
 
+// --- between GPUs -----------------------------------------------------------------------------------
+
+// Who reads the number by load_acquire_system, on any GPU, sees all that this thread wrote before.
+__device__ __forceinline__ void store_release_system(u32* at, u32 number) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(number) : "memory");
+}
+__device__ __forceinline__ u32 load_acquire_system(const u32* at) {
+  u32 number;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(number) : "l"(at) : "memory");
+  return number;
+}
+
 // --- arithmetic -------------------------------------------------------------------------------------
 
 // 2^x, relative error 2^-22; 2^-inf = 0, NaN stays.

@@ -97,12 +97,13 @@ class VectorsOverRanks(ElementwiseVectors):
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
         dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        """The sum of the losses, whatever the reduction: others' are to be added."""
+        """Where losses are reduced, their sum: those of other ranks are to be added."""
         if not self.known(problem):
             return super().totals(problem, losses, log_scale_grad, dots, bias_grad)
         whole = problems.fast_replace(problem, reduction_weight=1.0)
         found = self.plan(recorded.totals, whole, losses, log_scale_grad, dots, bias_grad).get
-        return found("loss"), found("scale_grad"), found("bias_grad")
+        loss = None if problem.reduction_weight is None else found("loss")
+        return loss, found("scale_grad"), found("bias_grad")
 
     def known(self, problem: Problem) -> bool:
         """Whether a step has a plan: not for empty shards, calls with `progress`, nor options."""

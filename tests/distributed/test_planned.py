@@ -275,7 +275,8 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     """With a plan for plain losses, whose weights are in `upstream` and `row_shares`."""
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
     given: list[Problem] = []
-    monkeypatch.setattr(shard.gpu_plan, "call", lambda *parts: given.append(parts[2]) or {})
+    made = {"loss": "the sum"}
+    monkeypatch.setattr(shard.gpu_plan, "call", lambda *parts: given.append(parts[2]) or made)
     into = recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
         query, key = (cupy.empty((8, 64), "float32") for _ in range(2))
@@ -285,8 +286,11 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     )
     problem = shard.select.without_weights(problem, problem.by_row)
     assert problem.plain
-    shard.VectorsOverRanks().totals(problem, losses, None, None, None)
+    vectors = shard.VectorsOverRanks()
+    assert vectors.totals(problem, losses, None, None, None)[0] == "the sum"
     assert given[0].row_shares is weights
     assert given[0].reduction_weight == 1.0
+    separate = replace(problem, reduction_weight=None)
+    assert vectors.totals(separate, losses, None, None, None)[0] is None
     smoothed = replace(problem, weights=weights, label_smoothing=0.1)
     assert shard.select.without_weights(smoothed, smoothed.by_row) is smoothed

@@ -83,10 +83,11 @@ def test_communicator_of_ones_own() -> None:
 
 
 class Summing(Vectors):
-    """Whose totals have the sum of the losses, whether it is wanted or not, as those on a GPU."""
+    """Whose totals have the sum of the losses where it is wanted, as those on a GPU."""
 
     def totals(self, problem: Any, losses: Any, *parts: Any) -> Any:
-        return losses.sum(), *super().totals(problem, losses, *parts)[1:]
+        loss = None if problem.reduction_weight is None else losses.sum()
+        return loss, *super().totals(problem, losses, *parts)[1:]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -21,16 +21,6 @@ struct Side {
   u32* arrived;  // of the last piece that has come here
 };
 
-__device__ __forceinline__ void release(u32* at, u32 number) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(number) : "memory");
-}
-
-__device__ __forceinline__ u32 acquire(const u32* at) {
-  u32 number;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(number) : "l"(at) : "memory");
-  return number;
-}
-
 // In units of T. Sources may be written by another GPU: they are read past the first cache.
 template <class T>
 __device__ __forceinline__ void copy_units(char* to, const char* from, i64 size) {
@@ -69,8 +59,8 @@ swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays receive
   __threadfence_system();
   __syncthreads();  // all threads have written, and read the counter
   if (threadIdx.x == 0) {
-    release(other.arrived + blockIdx.x, number);
-    while ((int)(acquire(mine.arrived + blockIdx.x) - number) < 0) __nanosleep(20);
+    store_release_system(other.arrived + blockIdx.x, number);
+    while ((int)(load_acquire_system(mine.arrived + blockIdx.x) - number) < 0) __nanosleep(20);
     counters[blockIdx.x] = number;
   }
   __syncthreads();
