@@ -234,12 +234,17 @@ def _sigmoid(
     sign.flat[index] = -1
     z = (x.all + xp.asarray(problem.bias, x.flat.dtype)) * sign.all
     losses = xp.logaddexp(0, z).sum(axis=1, dtype=np.float64)
-    g = xp.exp(z - xp.logaddexp(0, z)) * problem.upstream[:, None].astype(z.dtype)
-    g[xp.isneginf(x.all)] = 0
+    small = xp.exp(-xp.abs(z))
+    g = xp.where(z > 0, z.dtype.type(1), small)  # sigmoid(z), to the last bits at either end
+    small += 1
+    g /= small
+    g *= problem.upstream[:, None].astype(z.dtype)
     g *= sign.all
+    g[xp.isneginf(x.all)] = 0
     solution = Solution(losses + marks)
     if problem.scalar_grads:
         logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair would be NaN
-        solution.scale_grad = xp.vdot(g, logits).astype(np.float64) / problem.scale
+        logits *= g
+        solution.scale_grad = logits.sum(dtype=np.float64) / problem.scale
         solution.bias_grad = g.sum(dtype=np.float64)
     return solution, g

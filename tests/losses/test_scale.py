@@ -118,6 +118,20 @@ def test_tiny_batches(loss: str, dtype: Any, precision: str, place: str) -> None
 
 
 @on_host_and_gpu
+@pytest.mark.parametrize(("dtype", "precision"), CASES[:2])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_naive_sum_of_many_terms(loss: str, dtype: Any, precision: str, place: str) -> None:
+    """Equal terms, added up one after another, are rounded the same way each time."""
+    for kind in KINDS:
+        for scale in (0.01, 14.0):
+            args = features(loss, kind, 300, 32, dtype)
+            want = judged(loss, args, scale=scale).grads["scale"]
+            limit = bound(loss, args, scale, precision)
+            got = evaluate(place, loss, args, precision, scale=scale, method="naive")
+            assert abs(got - want) <= limit, (kind, scale, got, want, abs(got - want) / limit)
+
+
+@on_host_and_gpu
 @pytest.mark.parametrize(("dtype", "precision"), CASES[1:4])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("n", "d"), [(126, 16), (128, 64), (130, 128), (258, 512), (514, 1040)])
