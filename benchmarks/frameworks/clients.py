@@ -93,14 +93,14 @@ def sup_con(z: Any, labels: Any) -> Any:
 def contenders(
     project: str, module: str, loss: Callable[[Any], Loss], formula: Loss, function: Loss
 ) -> list[tuple[str, Loss]]:
-    """A project's loss and the one in its place, `loss` of a module; or the formula and the
-    function of this library that mean the same."""
+    """A project's loss and the one in its place, `loss` of a module, or its formula; and the
+    function of this library that means the same."""
     try:
         pair = (importlib.import_module(name) for name in (module, f"infonce.torch.{project}"))
         theirs, ours = map(loss, pair)
     except (ImportError, RuntimeError):  # one of torchvision's, where it does not fit torch
         return [(f"formula of {project}", formula), ("infonce", function)]
-    return [(project, theirs), ("infonce", ours)]
+    return [(project, theirs), (f"infonce in place of {project}", ours), ("infonce", function)]
 
 
 def steps(device: str = "cuda", part: int = 1) -> Iterator[tuple[str, list[Any], Any]]:
@@ -232,7 +232,7 @@ def main() -> None:
             try:
                 row |= measured(embeddings, loss)
             except Exception as error:  # other projects' code fails in many ways
-                row["skipped"] = f"{type(error).__name__}: {error}"[:200]
+                row["skipped"] = ". ".join(f"{type(error).__name__}: {error}".split(". ")[:2])[:200]
             print(row, flush=True)
             report["results"].append(row)
             arguments.output.write_text(to_json(report) + "\n")

@@ -9,6 +9,7 @@ CrossBatchMemory's) is an error.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,16 +58,17 @@ class NTXentLoss(losses.NTXentLoss):
         pairs = _Pairs(labels, indices_tuple, ref_labels)
         if pairs.degenerate:
             return self.zero_losses()
+        anchors, positives = pairs.indices
         per_pair = info_nce_loss(
-            embeddings[pairs.anchors],
+            embeddings[anchors],
             ref_emb,
-            pairs.positives,
-            ids=(pairs.classes[pairs.anchors], pairs.ref_classes),
+            positives,
+            ids=(pairs.classes[anchors], pairs.ref_classes),
             temperature=self.temperature,
             normalize=_normalized(self.distance),
             reduction="none",
         )
-        return _losses(per_pair, (pairs.anchors, pairs.positives), "pos_pair")
+        return _losses(per_pair, (anchors, positives), "pos_pair")
 
 
 class SupConLoss(losses.SupConLoss):
@@ -148,30 +150,43 @@ class _Pairs:
             if value is None:
                 raise ValueError(f"{name}: expected a tensor, got None")
         self.one_set = ref_labels is labels
+        rows = len(labels), len(ref_labels)
+        # Without a positive or without a negative, the loss is 0
+        if self.one_set:
+            classes, self.sizes = labels.unique(return_inverse=True, return_counts=True)[1:]
+            self.classes = self.ref_classes = classes
+            self.degenerate = len(self.sizes) in (1, rows[0])
+            return
         both = torch.cat([labels, ref_labels.to(labels.device)])
-        self.classes, self.ref_classes = both.unique(return_inverse=True)[1].split(
-            [len(labels), len(ref_labels)]
-        )
+        self.classes, self.ref_classes = both.unique(return_inverse=True)[1].split(rows)
+        self.sizes = self.ref_classes.bincount(minlength=sum(rows))
+        counts = self.sizes[self.classes]
+        self.degenerate = bool((counts == 0).all() | (counts == rows[1]).all())
+
+    @cached_property
+    def indices(self) -> tuple[Tensor, Tensor]:
+        """Anchor and positive of each pair."""
         # The refs of a class are neighbours in `order`, from `first` on
         order = self.ref_classes.argsort(stable=True)
-        sizes = self.ref_classes.bincount(minlength=len(both))
-        first = sizes.cumsum(0) - sizes
-        counts = sizes[self.classes]
-        self.anchors = torch.arange(len(labels), device=labels.device).repeat_interleave(counts)
-        before = (counts.cumsum(0) - counts)[self.anchors]
-        nth = torch.arange(len(self.anchors), device=labels.device) - before
-        self.positives = order[first[self.classes[self.anchors]] + nth]
+        first = self.sizes.cumsum(0) - self.sizes
+        counts = self.sizes[self.classes]
+        anchors = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        positives = order[first[self.classes[anchors]] + _numbered(anchors, counts)]
         if self.one_set:
-            others = self.anchors != self.positives
-            self.anchors, self.positives = self.anchors[others], self.positives[others]
-        # Without a positive or without a negative, the loss is 0
-        self.degenerate = not len(self.anchors) or bool((counts == len(ref_labels)).all())
+            others = anchors != positives
+            anchors, positives = anchors[others], positives[others]
+        return anchors, positives
 
     def sets(self) -> Tensor:
         """Positives of each row [M, P], -1 beyond its own."""
-        counts = self.anchors.bincount(minlength=len(self.classes))
-        nth = torch.arange(len(self.anchors), device=counts.device)
-        nth -= (counts.cumsum(0) - counts)[self.anchors]
+        anchors, positives = self.indices
+        counts = anchors.bincount(minlength=len(self.classes))
         sets = torch.full((len(counts), int(counts.max())), -1, device=counts.device)
-        sets[self.anchors, nth] = self.positives
+        sets[anchors, _numbered(anchors, counts)] = positives
         return sets
+
+
+def _numbered(anchors: Tensor, counts: Tensor) -> Tensor:
+    """0, 1, ... for the pairs of each anchor, of which there are `counts`, one after another."""
+    before = (counts.cumsum(0) - counts)[anchors]
+    return torch.arange(len(anchors), device=counts.device) - before

@@ -247,6 +247,32 @@ def test_pytorch_metric_learning_step(name: str) -> None:
     assert_same_training(run, theirs, ours)
 
 
+@pytest.mark.parametrize("name", ["NTXentLoss", "SupConLoss"])
+@pytest.mark.parametrize(
+    ("labels", "ref_labels"),
+    [([0, 1, 2], None), ([4, 4, 4], None), ([1], None), ([0, 1, 0], None), ([0, 1], [2, 3]),
+     ([0, 0], [0, 0, 0]), ([0, 1], [0, 5, 5]), ([0, 1], [0, 0])],
+)  # fmt: skip
+def test_pytorch_metric_learning_with_few_pairs(name: str, labels: Any, ref_labels: Any) -> None:
+    """Rows without positives, rows without negatives, or some."""
+    theirs = pytest.importorskip("pytorch_metric_learning.losses")
+    from infonce.torch import pytorch_metric_learning as ours
+
+    torch.manual_seed(0)
+    z = torch.randn(len(labels), 5, dtype=torch.float64, requires_grad=True)
+    references = []
+    if ref_labels is not None:
+        of_references = torch.randn(len(ref_labels), 5, dtype=torch.float64)
+        references = [None, of_references, torch.tensor(ref_labels)]
+    want, got = (
+        getattr(module, name)(temperature=0.2)(z, torch.tensor(labels), *references)
+        for module in (theirs, ours)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    gradients = (torch.autograd.grad(loss, z)[0] for loss in (got, want))
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
+
+
 def test_what_pytorch_metric_learning_has_alone() -> None:
     distances = pytest.importorskip("pytorch_metric_learning.distances")
     from infonce.torch.pytorch_metric_learning import NTXentLoss, SupConLoss
