@@ -35,7 +35,11 @@ CASES: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("info_nce", 2048, 512, "float32", {}),
     ("clip", 600, 128, "float32", {"method": "naive"}),
     ("clip", 2048, 512, "bfloat16", {"metrics": True}),
-    *(("clip", n, 512, "bfloat16", {}) for n in (8192, 32768, 65536)),
+    ("nt_xent", 4096, 128, "float32", {}),
+    ("sup_con", 4096, 128, "float32", {}),
+    ("sup_con", 8192, 512, "bfloat16", {}),
+    ("gte", 2048, 512, "bfloat16", {}),
+    *(("clip", n, 512, "bfloat16", {}) for n in (4096, 8192, 32768, 65536)),
     ("clip", 16384, 512, "float32", {"precision": "fp32"}),
     ("clip", 65536, 512, "float32", {"precision": "tf32"}),
     ("lit", 65536, 512, "bfloat16", {}),
@@ -43,7 +47,8 @@ CASES: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("nt_xent", 65536, 128, "bfloat16", {}),
     ("nt_xent", 8192, 128, "bfloat16", {}),
 ]  # fmt: skip
-SMALL = 4096  # rows up to which the host's time is of interest
+CLASSES = 1000  # of sup_con
+SMALL = 8192  # rows up to which the host's time is of interest
 TURN = 0.15  # seconds of a turn
 
 
@@ -68,10 +73,12 @@ def work() -> None:
             prepared = (-1, None)
             cupy.get_default_memory_pool().free_all_blocks()
             features = []
-            for _ in range(1 if loss == "nt_xent" else 2):
+            for _ in range(1 if loss in ("nt_xent", "sup_con") else 2):
                 z = rng.standard_normal((rows, dim), np.float32)
                 z /= np.linalg.norm(z, axis=1, keepdims=True)
                 features.append(cupy.asarray(z.astype(dtype)))
+            if loss == "sup_con":
+                features.append(cupy.arange(rows) % CLASSES)
             prepared = int(line), features
         function, z = getattr(infonce, f"{loss}_loss_and_grad"), prepared[1]
         print(json.dumps(turn(lambda f=function, z=z, o=options: f(*z, scale=20.0, **o), rows)))
