@@ -204,8 +204,8 @@ def _solve_softmax(
 
 
 def _limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
-    """The problem with its limits, from [M] or [M, P] the dot products of positives."""
-    of_rows = limits(vectors.xp, problem, backend.positive_dots(problem))
+    """The problem with its limits."""
+    of_rows = vectors.limits(problem, backend.positive_dots(problem))
     both = problem.symmetric or problem.two_sided  # key i is the positive of query i
     return fast_replace(problem, limits=of_rows, key_limits=of_rows if both else None)
 
@@ -285,6 +285,9 @@ class Vectors:
             if problem.two_sided:
                 stats.column_rank = xp.zeros(n, xp.int64)
         return problem, stats
+
+    def limits(self, problem: Problem, dots: Array) -> Array:
+        return limits(self.xp, problem, dots)
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,

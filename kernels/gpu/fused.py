@@ -21,9 +21,9 @@ THREADS = 256
 TILE = 64  # rows and columns of a tile
 CHUNK_BYTES = 128  # of a row, in one step of a product
 MOST_PARTS = 16
-PAYS = 2**29  # multiply-adds up to which one launch beats several with tensor cores,
-PAYS_LOGITS = 2**21  # and logits, unless it takes several products to make one,
-PAYS_SIDE = 2048  # and rows of a side, twice as many for such products: one block meets them all
+PAYS = 2**28  # multiply-adds up to which one launch beats a graph of several with tensor cores,
+PAYS_LOGITS = 2**18  # and logits,
+PAYS_SIDE = 2048  # and rows of a side: one block meets them all
 
 # struct Fused is packed by position, in this order: names would take 2% of a small batch's time
 FIELDS = (
@@ -57,8 +57,7 @@ def fits(problem: Problem) -> bool:
 
 def pays(problem: Problem) -> bool:
     m, n, d = problem.shape
-    several = problem.compute == "fp32"
-    few = (m * n <= PAYS_LOGITS or several) and max(m, n) <= (2 if several else 1) * PAYS_SIDE
+    few = m * n <= PAYS_LOGITS and max(m, n) <= PAYS_SIDE
     return few and m * n * d <= PAYS and fits(problem)
 
 

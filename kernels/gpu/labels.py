@@ -10,21 +10,24 @@ import numpy as np
 
 from ..linear import Classes, Segments
 from ..problem import Array
-from .device.launcher import Launcher
+from . import plan
+from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
 
 SORT_THREADS, SORT_ROWS = 1024, 2048
 THREADS, SHARE_THREADS = 256, 1024
 
 
-def _launcher() -> Launcher:
-    return Launcher(cupy.cuda.Device(), "fp32", Queue())  # no kernel of labels.cu has products
+def _launcher(queue: Queue) -> Launcher:
+    return Launcher(cupy.cuda.Device(), "fp32", queue)  # no kernel of labels.cu has products
 
 
-def _sorted(labels: Array, classes: bool = False) -> tuple[Array, Array, Array | None]:
+def _sorted(
+    labels: Array, queue: Queue, classes: bool = False
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """Labels in ascending order; the rows that have them, those of one label in their order; and
     ids of `classes`, [n] int64 each."""
-    n, launcher = len(labels), _launcher()
+    n, launcher = len(labels), _launcher(queue)
     ids = cupy.empty(n, np.int64) if classes else None
     found = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
     launcher.launch(
@@ -47,29 +50,36 @@ def _sorted(labels: Array, classes: bool = False) -> tuple[Array, Array, Array |
 
 def order_of(segment: Array) -> Array:
     """[n] rows, those of one segment one after another."""
-    return _sorted(segment)[1]
+    return _sorted(segment, Queue())[1]
 
 
 def classes(labels: Array, decoupled: bool) -> tuple[Classes, Array, Array]:
     """The classes of rows, of which those of negative labels are alone; `linear.partners` of them,
     the latter as numbers."""
-    n, least = len(labels), 2 if decoupled else 3
-    labels, order, ids = _sorted(labels, True)
+    least = 2 if decoupled else 3
+    made = plan.call(_classes, device_properties(labels.device.id), labels, least, graphs=True)
+    places = Segments(made["place"], made["place"], -(-len(labels) // least), made["order"])
+    found = Classes(made["ids"], made["ids"], in_sums=places, others=made["others"])
+    return found, made["positives"], made["present"]
+
+
+def _classes(labels: Array, least: int, queue: Queue) -> dict[str, Array | None]:
+    """What `classes` is made of; classes of fewer rows than `least` have no sums."""
+    n = len(labels)
+    labels, order, ids = _sorted(labels, queue, True)
     positives, place, others = cupy.empty((3, n), np.int64)
-    present = cupy.empty(n)
-    _launcher().launch(
+    made = {"positives": positives, "present": cupy.empty(n), "place": place, "others": others}
+    _launcher(queue).launch(
         "labels.cu", "find_classes", -(-n // THREADS), THREADS,
-        {"sorted": labels, "order": order, "n": n, "least": least, "positives": positives,
-         "present": present, "place": place, "others": others},
+        {"sorted": labels, "order": order, "n": n, "least": least, **made},
     )  # fmt: skip
-    places = Segments(place, place, -(-n // least), order)
-    return Classes(ids, ids, in_sums=places, others=others), positives, present
+    return {**made, "order": order, "ids": ids}
 
 
 def shares(weights: Array) -> Array:
     """Each weight's share of their sum."""
     n, out = len(weights), cupy.empty(len(weights))
-    _launcher().launch(
+    _launcher(Queue()).launch(
         "labels.cu", "find_shares", 1, SHARE_THREADS,
         {"weights": weights, "n": n, "smallest": math.ulp(0.0), "shares": out},
     )  # fmt: skip

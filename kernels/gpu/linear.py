@@ -132,11 +132,13 @@ def term_bytes(problem: Problem, real: np.dtype[Any]) -> int:
 
 
 def in_kernels(problem: Problem) -> bool:
-    """Whether losses follow from sums by kernels alone, without operations on arrays. Label
-    smoothing with ids, for which ids are numbered, takes such operations."""
+    """Whether losses follow from sums by kernels alone, without operations on arrays. Such are
+    taken by label smoothing with ids, for which ids are numbered, and by limits or biases of pairs
+    together with linear terms or a joint loss."""
     known = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
-    return problem.plain_logits and known and not smoothed_ids
+    alone = problem.plain_logits or not (problem.linear_terms or problem.joint)
+    return known and alone and not smoothed_ids
 
 
 def conclude(

@@ -3,9 +3,9 @@
 Which kernels run, in what order, on which parts of which arrays depends on shapes, dtypes and
 options, not on what arrays hold. So a call is recorded once, with placeholders for the addresses of
 its arrays and for its numbers (device/recorder.py), and every call of the same kind replays the
-recording with its own. Nothing else is kept from call to call, above all no memory of the device.
-Where calls come at the same addresses with the same numbers again, their steps may be captured in
-CUDA graphs: a launch in the place of many.
+recording with its own. Where calls come at the same addresses with the same numbers again, as in a
+training loop, their steps may be captured in CUDA graphs: a launch in the place of many. Nothing
+else is kept from call to call: of the device's memory, that of graphs and of their products alone.
 It pays where Python would take longer than the device, for batches of some thousand rows: a call of
 many steps (recorder.MAX_STEPS) is not recorded.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import groupby
 from operator import attrgetter
@@ -31,6 +31,7 @@ from cupy.cuda import driver, runtime
 
 from ..problem import Array, Progress
 from .config import Device, precision
+from .device.cublas import workspace
 from .device.launches import Queue
 from .device.recorder import Launch, Placeholder, Pointer, Recorder, TooLong, placeholder_of
 from .device.tensor_map import SIZE, tensor_map
@@ -38,7 +39,7 @@ from .device.tensor_map import SIZE, tensor_map
 ALIGNMENT = 256  # of arrays that a call makes
 LARGE = 2**20  # bytes: such arrays have memory of their own, which pools find again
 MAX_PLANS = 128
-MAX_ARGUMENTS = 16  # of one plan: sets of addresses and numbers whose arguments it keeps
+MAX_ARGUMENTS = 32  # of one plan: sets of addresses and numbers whose arguments it keeps
 PLAIN = {bool, float, int, str, NoneType}  # types of fields that cannot hold an array
 
 # Takes what a call is about and the queue for its launches; returns the arrays that it makes
@@ -54,7 +55,8 @@ def call(build: Build, device: Device, *parts: Any, graphs: bool = False) -> dic
     key = runtime.getDevice(), device, precision.PORTABLE, build, like
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= MAX_PLANS:
+        # The end of a graph would be the end of a capture under way
+        if len(_plans) >= MAX_PLANS and not cupy.cuda.get_current_stream().is_capturing():
             _plans.clear()
         plan = _plans[key] = _recorded(build, parts, arrays, graphs)
     if isinstance(plan, Plan):
@@ -199,6 +201,8 @@ class Plan:
             for name, z in made.items()
             if z is not None
         }
+        products = recorder.of_products
+        self.of_products = None if products is None else placeholder_of(products.ptr).array
         self._place_memory(recorder.sizes, len(given))
 
         self.functions = [
@@ -221,7 +225,7 @@ class Plan:
 
     def _place_memory(self, sizes: Sequence[int], given: int) -> None:
         """Where the arrays that a call makes lie. Each result has memory of its own, so that none
-        keeps another's alive; small arrays share."""
+        keeps another's alive; small arrays share. cuBLAS's is not the call's."""
         results = {result.at.array for result in self.results.values()}
         self.alone: list[tuple[int, int]] = []  # array, bytes
         self.together: list[tuple[int, int]] = []  # array, offset in the shared memory
@@ -229,7 +233,7 @@ class Plan:
         for array, size in enumerate(sizes[given:], given):
             if array in results or size >= LARGE:
                 self.alone.append((array, size))
-            else:
+            elif array != self.of_products:
                 self.together.append((array, self.shared_bytes))
                 self.shared_bytes += -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -240,14 +244,15 @@ class Plan:
         memory = [*[array.data for array in given], shared, *alone.values()]
 
         current = cupy.cuda.get_current_stream()
-        key = current.ptr, *[at.ptr for at in memory], *numbers
+        capturing = current.is_capturing()  # by the caller, whose graph is to hold all steps
+        key = capturing, current.ptr, *[at.ptr for at in memory], *numbers
         arguments = self.known.get(key)
         if arguments is None:
-            if len(self.known) >= MAX_ARGUMENTS:
+            if len(self.known) >= MAX_ARGUMENTS and not capturing:  # as in `call`
                 self.known.clear()
             starts = self._starts(given, shared.ptr, alone)
             arguments = self.known[key] = self._arguments(starts, numbers, current.ptr)
-        elif not arguments.final and not current.is_capturing():
+        elif not arguments.final and not capturing:
             starts = self._starts(given, shared.ptr, alone)
             arguments = self._captured(starts, numbers, current.ptr, arguments)
             self.known[key] = arguments
@@ -294,7 +299,12 @@ class Plan:
     def _captured(
         self, starts: list[int], numbers: Sequence[float], stream: int, plain: _Arguments
     ) -> _Arguments:
-        """The same, with CUDA graphs of the steps between foreign ones."""
+        """The same, with CUDA graphs of the steps between foreign ones. Two threads never launch
+        one graph at once: the memory that it works in is one call's until all is queued."""
+        if self.of_products is not None:
+            starts[self.of_products] = workspace(stream)
+            if not starts[self.of_products]:
+                return replace(plain, final=True)
         aside = cupy.cuda.Stream(non_blocking=True)
         onto = self._arguments(starts, numbers, aside.ptr)
         calls: list[Call] = []
@@ -305,7 +315,10 @@ class Plan:
             if foreign or len(direct) == 1:
                 calls += direct
                 continue
-            graphs.append(_graph(captured, aside))
+            try:
+                graphs.append(_graph(captured, aside))
+            except RuntimeError:  # another thread has ended it, as the end of any graph may do
+                return replace(plain, final=True)
             calls.append((runtime.graphLaunch, (graphs[-1].graphExec, stream)))
         return _Arguments(calls, (*plain.memory, graphs), True)  # lone launches read it
 

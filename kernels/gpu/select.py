@@ -51,7 +51,7 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
     if planned(problem):
         properties = device_properties(problem.query.device.id)
         return recorded.solution_of(
-            gpu_plan.call(recorded.solution, properties, problem, gradients)
+            gpu_plan.call(recorded.solution, properties, problem, gradients, graphs=True)
         )
     if in_kernels(problem):
         _compile_kernels(problem, gradients)

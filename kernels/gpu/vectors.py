@@ -189,6 +189,15 @@ class TiledVectors(ElementwiseVectors):
             spelling=spelling, any_key_not_finite=any_key,
         )  # fmt: skip
 
+    def limits(self, problem: Problem, dots: Array) -> Array:
+        m = len(dots)
+        out = cupy.empty(m)
+        self.launcher.vectors(
+            "limits", m, dots=dots, positives=problem.positives, each=problem.set_size, m=m,
+            margin=problem.false_negative_margin, out=out,
+        )  # fmt: skip
+        return out
+
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
         backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gpu_problems import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
 from infonce.kernels.gpu import config
 from infonce.kernels.problem import few_blocks
 
@@ -364,3 +366,15 @@ def test_a_batch_that_fits_is_one_block() -> None:
     needs = config.Needs("bf16", False, False, True, True, False, False)
     cut = config.blocking((8192, 8192, 512), needs, 2**28, 128, False)
     assert (cut.rows, cut.columns, cut.key_rows) == (8192, 8192, 0)
+
+
+@given(
+    m=st.integers(0, 5000), n=st.integers(0, 10**6), d=st.integers(1, 5000),
+    precision=st.sampled_from(sorted(config.OPERAND_BYTES)), workspace=st.integers(10**4, 2**30),
+)  # fmt: skip
+def test_accumulators_fit_the_workspace(
+    m: int, n: int, d: int, precision: str, workspace: int
+) -> None:
+    copies = config.sums_at_once((m, n, d), precision, 132, workspace)
+    assert copies == 1 or copies * m * d * 4 <= workspace // 8
+    assert 1 <= copies <= max(1, -(-n // config.LONGEST_SUM.get(precision, n + 1)))

@@ -75,10 +75,10 @@ def test_numbers_and_addresses_in_their_places() -> None:
     signature = signatures.signature("vectors.cu", "per_unit")
     given = {"n": np.int64(5), "x": None, "ranges": 4096, "out": 8192}
     assert signature.arguments(given) == [0, 5, 4096, 8192]
-    signature = signatures.signature("vectors.cu", "to_products")
+    signature = signatures.signature("vectors.cu", "raise_scale")
     scale = {"factor": 2, "shift": None, "pointer": 7, "value": 0.5}
-    logits, n, packed, out = signature.arguments({"n": 3, "out": 9, "scale": scale, "logits": 8})
-    assert (logits, n, out) == (8, 3, 9)
+    packed, by, out = signature.arguments({"by": 3, "out": 9, "scale": scale})
+    assert (by, out) == (3.0, 9)
     assert packed.tobytes() == struct.pack("=dQdQ", 0.5, 7, 2.0, 0)
 
 
@@ -90,9 +90,9 @@ def test_names_that_are_missing_or_unknown(given: dict[str, int]) -> None:
     signature = signatures.signature("vectors.cu", "per_unit")
     with pytest.raises(TypeError, match=r"^per_unit: expected x, n, ranges, out; got x, n, ranges"):
         signature.arguments(given)
-    of_scale = signatures.signature("vectors.cu", "to_products")
+    of_scale = signatures.signature("vectors.cu", "raise_scale")
     with pytest.raises(TypeError, match=r"^Scale: expected value, pointer, factor, shift; got"):
-        of_scale.arguments({"n": 3, "out": 9, "scale": given, "logits": 8})
+        of_scale.arguments({"by": 3, "out": 9, "scale": given})
     with pytest.raises(TypeError, match=r"^per_unit: expected"):
         Recorder().launch(Function(), signature, 1, 128, 0, given)
 
@@ -116,14 +116,14 @@ def test_recordings_say_what_is_filled_in() -> None:
     assert words.pointers == [(1, Pointer(1, 24)), (11, Pointer(1, -8))]
     assert words.values[6:11] == [second, 2**64 - 1, 3, 1, second]
     assert not words.numbers
-    signature = signatures.signature("vectors.cu", "to_products")
+    signature = signatures.signature("vectors.cu", "raise_scale")
     scale = {"value": number, "pointer": None, "factor": 1.0, "shift": None}
     recorder.launch(
         Function(), signature, 1, 128, 0,
-        {"logits": second, "n": 4, "scale": scale, "out": second},
+        {"scale": scale, "by": 4.0, "out": second},
     )  # fmt: skip
-    assert words.numbers == [(14, 3)]
-    assert [8 * at for at in (0, *range(6, 15), 18)] == recorder.parameters
+    assert words.numbers == [(12, 3)]
+    assert [8 * at for at in (0, *range(6, 13), 16, 17)] == recorder.parameters
     recorder.gemm(0, 1, 2, 3, 4, 1234, second, 2, 8, second, 2, 8, 5678, second, 0, 8, 68, -1)
     # the first would be cuBLAS's workspace, which products in CUDA graphs have
     assert [at for at, _ in recorder.arguments.pointers] == [7, 10, 14]

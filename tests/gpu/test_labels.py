@@ -128,14 +128,18 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "clip smoothed": ("clip", SMOOTHED),
     "info_nce smoothed": ("info_nce", SMOOTHED),
     "weights": ("clip", {"weights": True, "method": "tiled"}),
+    "biases and limits": (
+        "clip",
+        {"key_bias": True, "false_negative_margin": 0.1, "method": "tiled"},
+    ),
 }
 
 
 def call(name: str, z: Any, y: Any, labels: Any, **more: Any) -> infonce.LossAndGrad:
     loss, options = CALLS[name]
     args = {"sup_con": (z, labels), "info_nce": (z, y, labels % len(y))}.get(loss, (z, y))
-    if "weights" in options:
-        options = options | {"weights": abs(z[:, 0])}
+    for name in {"weights", "key_bias"}.intersection(options):
+        options = options | {name: abs(z[:, 0])}
     found: infonce.LossAndGrad = getattr(infonce, f"{loss}_loss_and_grad")(
         *args, scale=20.0, **options, **more
     )
@@ -185,7 +189,8 @@ def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert float(planned.loss) == float(stepwise.loss)
         for one, other in zip(planned.grads, stepwise.grads, strict=True):
             assert (cupy.asnumpy(one) == cupy.asnumpy(other)).all()
-    assert sum(isinstance(found, plan.Plan) for found in plan._plans.values()) == 1
+    plans = sum(isinstance(found, plan.Plan) for found in plan._plans.values())
+    assert plans == 1 + (CALLS[name][0] == "sup_con")  # classes have one
 
 
 @pytest.mark.parametrize("name", CALLS)

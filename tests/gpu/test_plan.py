@@ -226,25 +226,93 @@ def test_graphs(
     """What is asked for again at the same addresses is one launch; new contents, same launches."""
     sets = [features(loss, 514, 513, dtype_of(dtype), i) for i in range(2)]
     options: Any = {"scale": cupy.array(14.0), "precision": precision, "method": "tiled"}
-    wants = [results(loss, z, True, **options) for z in sets]
-    make, launched, launch = gpu_plan._recorded, [0], cupy.cuda.runtime.graphLaunch
+    assert asked_again(monkeypatch, loss, sets, **options) >= 3
+    (plan,) = gpu_plan._plans.values()
+    assert len(plan.known) <= 3
+
+
+def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: Any) -> int:
+    """How many graphs are launched where calls get the contents of two sets of arrays in turn, at
+    the same addresses. Each gives the bits of a call without a plan."""
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_select, "planned", lambda *_: False)
+        wants = [results(loss, z, True, **options) for z in sets]
+    launched, launch = [0], cupy.cuda.runtime.graphLaunch
 
     def graph_launch(*of: Any) -> None:
         launched[0] += 1
         launch(*of)
 
-    monkeypatch.setattr(gpu_plan, "_recorded", lambda *of: make(*of[:-1], True))
-    monkeypatch.setattr(cupy.cuda.runtime, "graphLaunch", graph_launch)
-    gpu_plan.forget()
     given = [z.copy() for z in sets[0]]
-    for i in (0, 0, 0, 1, 1, 0):
-        for to, z in zip(given, sets[i], strict=True):
-            to[...] = z
-        for a, b in zip(results(loss, given, True, **options), wants[i], strict=True):
-            assert np.array_equal(a, b)
-    assert launched[0] >= 3
-    (plan,) = gpu_plan._plans.values()
-    assert len(plan.known) <= 3
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy.cuda.runtime, "graphLaunch", graph_launch)
+        for i in 4 * (
+            0,
+            0,
+            1,
+            1,
+            0,
+            1,
+        ):  # pools need some calls until they hand out the same memory
+            for to, z in zip(given, sets[i], strict=True):
+                to[...] = z
+            for a, b in zip(results(loss, given, True, **options), wants[i], strict=True):
+                assert np.array_equal(a, b)
+    return launched[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_of_options(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels among the contents that change, and options whose arrays do."""
+    rng = np.random.default_rng(0)
+
+    def labels(most: int, shape: Any = 514) -> list[Any]:
+        return [cupy.asarray(rng.integers(-1, most, shape)) for _ in range(2)]
+
+    numbers = {"margin": 0.1, "hardness": 2.0}
+    vectors = {"weights": cupy.asarray(rng.random(514)), "key_bias": cupy.asarray(rng.random(514))}
+    for loss, of_rows, options in (
+        ("sup_con", labels(90), {}), ("sup_con", labels(3), {"decoupled": True}),
+        ("gte", None, {}), ("info_nce", labels(514), {}), ("info_nce", labels(514, (514, 3)), {}),
+        ("clip", None, numbers), ("clip", None, vectors), ("clip", None, {"label_smoothing": 0.1}),
+        ("info_nce", None, vectors | numbers), ("nt_xent", None, {"false_negative_margin": 0.1}),
+    ):  # fmt: skip
+        kind = {"sup_con": "nt_xent", "gte": "clip"}.get(loss, loss)
+        sets = [features(kind, 514, 72, dtype_of(dtype), i) for i in range(2)]
+        for i, more in enumerate(of_rows or []):
+            sets[i].append(more)
+        known: Any = {"scale": 14.0, "method": "tiled", **options}
+        assert asked_again(monkeypatch, loss, sets, **known) >= 3, (loss, options)
+
+
+def test_a_full_device_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory for products in graphs, calls go on as before."""
+    monkeypatch.setattr(gpu_plan, "workspace", lambda stream: 0)
+    sets = [features("clip", 514, 64, BFLOAT16, i) for i in range(2)]
+    assert asked_again(monkeypatch, "clip", sets, scale=14.0, method="tiled") == 0
+
+
+def test_threads_that_share_a_stream() -> None:
+    """Graphs of one plan, captured and launched by several threads on one stream."""
+    sets = [features("clip", 514, 64, BFLOAT16, i) for i in range(4)]
+    wants = [results("clip", z, True, scale=14.0, method="tiled") for z in sets]
+    wrong: list[Any] = []
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+
+    def work(i: int) -> None:
+        with stream:
+            for _ in range(40):
+                got = results("clip", sets[i], True, scale=14.0, method="tiled")
+                if not all(map(np.array_equal, got, wants[i])):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_captured() -> None:

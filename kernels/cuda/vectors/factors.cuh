@@ -17,6 +17,7 @@ struct FactorSources {
 };
 
 constexpr int RANGE_THREADS = 1024;
+constexpr double SPREAD = 40;  // base 2, of log-sum-exps that share exponentials
 // The unit of P is at least this share of the largest factor: beyond 2^60 units float32 overflows.
 constexpr double MIN_FACTOR = 0x1p-60;
 
@@ -64,7 +65,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
   const bool usable = bound > 1e-300 && bound < INFINITY_;
   out->unit = usable ? bound / largest_element : 1.0;
   out->middle = 0.5 * (parts[0][0] + parts[2][0]);
-  out->shared = f.column_reference && parts[0][0] - parts[2][0] < 40 && parts[0][0] - parts[1][0] < 80;
+  out->shared = f.column_reference && parts[0][0] - parts[2][0] < SPREAD && parts[0][0] - parts[1][0] < 80;
 }
 
 struct FactorTargets {
@@ -106,9 +107,25 @@ extern "C" __global__ void per_unit(const double* x, i64 n, const Ranges* ranges
   if (i < n) out[i] = (Real)(x[i] / ranges->unit);
 }
 
-// Base-2 logits back to the products that they came from, bit for bit.
-extern "C" __global__ void to_products(const double* logits, i64 n,
+// Logits back to the products that they came from, bit for bit. `values` times the number in `unit` are
+// logits.
+extern "C" __global__ void to_products(const double* values, const __grid_constant__ Scale unit, i64 n,
                                        const __grid_constant__ Scale scale, Real* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < n) out[i] = (Real)(logits[i] / (scale.get() * LOG2_E));
+  if (i < n) out[i] = (Real)(values[i] * (unit.bare() * LOG2_E) / (scale.get() * LOG2_E));
+}
+
+// Where pairs are left out, `ranges` is not all: of a pair that its row leaves out, the exponential may exceed
+// the row's log-sum-exp. One block of threads.
+extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
+check_spread(const double* row_reference, const double* column_reference, i64 m, i64 n, Ranges* out) {
+  __shared__ double of_columns[RANGE_THREADS / 32], of_rows[RANGE_THREADS / 32];
+  double high = -INFINITY_, low = INFINITY_;
+  for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) high = fmax(high, column_reference[j]);
+  for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) low = fmin(low, row_reference[i]);
+  const auto larger = [](double a, double b) { return fmax(a, b); };
+  const auto smaller = [](double a, double b) { return fmin(a, b); };
+  high = block_reduce<RANGE_THREADS>(high, of_columns, larger);
+  low = block_reduce<RANGE_THREADS>(low, of_rows, smaller);
+  if (threadIdx.x == 0 && !(high - low < SPREAD)) out->shared = 0;
 }

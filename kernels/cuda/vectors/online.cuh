@@ -110,7 +110,8 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   const double c = scale.get() * LOG2_E;
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
   if (rows.moment) rows.moment[i] *= c;
-  const Direction row = options.of_one(rows.get(i), positive[i], positives[i]);
+  const i64 key = positives[i];
+  const Direction row = options.of_one(rows.get(i), positive[i], key, options.bias(key));
   const double a = upstream[i] * (row_weight * options.scale.bare());
   unit[i] = rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
   positive_gradient[i] = -(a * row.negative_probability);

@@ -153,23 +153,48 @@ struct RowOptions {
   Scale scale, exponent_scale;  // the folds take all logits in the scale of exponents
   double margin;
   i64 decoupled;
+  const double* key_bias;  // of all keys; or null
 
   __device__ __forceinline__ double to_logits() const { return scale.bare() / exponent_scale.bare(); }
   // A positive's logit, from its exponent.
   __device__ __forceinline__ double logit(double exponent) const {
     return exponent * to_logits() - scale.bare() * margin * LOG2_E;
   }
+  // Of a row's logits with this key, base 2; columns have none.
+  __device__ __forceinline__ double bias(i64 key) const {
+    return key_bias && key >= 0 ? LOG2_E * key_bias[key] : 0;
+  }
   // `negatives` are sums of exponents.
   __device__ __forceinline__ Direction conclude(Sum negatives, double logit, double mean) const {
     negatives.moment *= to_logits();
     return conclude_direction(negatives, logit, decoupled, mean);
   }
-  // The positive is key `partner` (-1: none).
-  __device__ __forceinline__ Direction of_one(Sum negatives, double positive, i64 partner) const {
+  // The positive is key `partner` (-1: none), whose logit has a bias. By log(scale), that has no part in it.
+  __device__ __forceinline__ Direction of_one(Sum negatives, double positive, i64 partner,
+                                              double bias = 0) const {
     if (partner < 0) return without_positive(negatives);
-    return conclude(negatives, logit(positive), logit(positive));
+    return conclude(negatives, logit(positive) + bias, logit(positive));
   }
 };
+
+// targets.limits: the dot product above which a row leaves out negatives. `dots` are those of its positives,
+// [m, each].
+extern "C" __global__ void limits(const double* dots, const i64* positives, i64 each, i64 m,
+                                  double margin, double* out) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i >= m) return;
+  double top = -INFINITY_;
+  bool any = false;
+  for (i64 pair = i * each; pair < (i + 1) * each; ++pair)
+    if (positives[pair] >= 0) top = dots[pair] > top || isnan(dots[pair]) ? dots[pair] : top, any = true;
+  out[i] = any ? top + margin : INFINITY_;
+}
+
+// out = x + by * bias: logits in base 2, and biases.
+extern "C" __global__ void add_bias(const double* x, const double* bias, double by, i64 n, double* out) {
+  const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+  if (i < n) out[i] = x[i] + by * bias[i];
+}
 
 // Log-sum-exps as reference exponents: of nothing, any number.
 __device__ __forceinline__ double reference_of(double lse2) { return is_nothing(lse2) ? 0 : lse2; }
@@ -220,25 +245,27 @@ __device__ void conclude_set(const Concluding& f, i64 i) {
   const i64 each = f.set_size, *keys = f.positives + i * each;
   const double* exponents = f.positive + i * each;
   double* gradient = f.positive_gradient + i * each;
-  double top = -INFINITY_, total = 0, sum = 0, weighted = 0;
+  const auto biased = [&](i64 s) { return f.options.logit(exponents[s]) + f.options.bias(keys[s]); };
+  // Sums of 2^below, of `below`, and without biases of `below` and of 2^below below
+  double top = -INFINITY_, total = 0, sum = 0, unbiased = 0, weighted = 0;
   i64 count = 0;
   for (i64 s = 0; s < each; ++s)
-    if (keys[s] >= 0) top = fmax(top, f.options.logit(exponents[s])), ++count;
+    if (keys[s] >= 0) top = fmax(top, biased(s)), ++count;
   for (i64 s = 0; s < each; ++s) {
     if (keys[s] < 0) continue;
-    const double below = f.options.logit(exponents[s]) - top, power = exp2(below);
-    total += power, sum += below, weighted += power * below;
+    const double below = biased(s) - top, power = exp2(below), of_scale = below - f.options.bias(keys[s]);
+    total += power, sum += below, unbiased += of_scale, weighted += power * of_scale;
   }
   Direction row = without_positive(f.rows.get(i));
   if (count) {
-    const double mean = sum / count, mean_of_share = weighted / total;
+    const double mean_of_share = weighted / total;
     row = f.options.conclude(f.rows.get(i), top + log2(total), top + mean_of_share);
-    row.loss += LN_2 * (log2(total) - mean);
-    row.log_scale_grad += LN_2 * (mean_of_share - mean);
+    row.loss += LN_2 * (log2(total) - sum / count);
+    row.log_scale_grad += LN_2 * (mean_of_share - unbiased / count);
   }
   const double a = f.upstream[i] * (f.row_weight * f.options.scale.bare());
   for (i64 s = 0; s < each; ++s) {
-    const double share = exp2(f.options.logit(exponents[s]) - top) / total;
+    const double share = exp2(biased(s) - top) / total;
     gradient[s] = keys[s] < 0 ? 0 : -a * (share * row.negative_probability + (1.0 / count - share));
   }
   put_row(f, i, row, a, f.row_weight * row.loss, f.row_weight * row.log_scale_grad,
@@ -259,13 +286,14 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   // A triangle met the pair once, from its lower row
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
-  const Direction row = f.options.of_one(f.rows.get(i), positive, partner);
+  const Direction row = f.options.of_one(f.rows.get(i), positive, partner, f.options.bias(partner));
   const double a = upstream * (f.row_weight * scale);
   double loss = f.row_weight * row.loss, log_scale_grad = f.row_weight * row.log_scale_grad;
   double at_positive = a * row.negative_probability, of_partner = 0;
   if (f.symmetric && partner >= 0)
     of_partner = f.upstream[partner] * (f.row_weight * scale) *
-                 f.options.of_one(f.rows.get(partner), positive, i).negative_probability;
+                 f.options.of_one(f.rows.get(partner), positive, i, f.options.bias(i))
+                     .negative_probability;
   if (f.two_sided) {
     const Direction column = f.options.of_one(f.columns.get(i), positive, partner);
     const double b = upstream * (f.column_weight * scale);

@@ -8,12 +8,32 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 
 WORKSPACE = 32 * 2**20  # what cuBLAS asks for on Hopper; less elsewhere
+MAX_STREAMS = 8  # that have memory for products in graphs
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "p": ctypes.c_void_p}
 # of the arguments of cublasGemmEx and cublasGemmStridedBatchedEx, after the handle
 ONE, BATCH = "iiiiippiipiippiiii", "iiiiippiiqpiiqppiiqiii"
+
+_workspaces: dict[tuple[int, int], Any] = {}  # by device and stream
+
+
+def workspace(stream: int) -> int:
+    """The address of `WORKSPACE` bytes of the current device, for graphs that are launched on this
+    stream, one after another. 0: too many streams have some, or no memory is left. It stays
+    reserved, as cuBLAS's own does."""
+    where = runtime.getDevice(), stream
+    if where not in _workspaces and len(_workspaces) < MAX_STREAMS:
+        try:
+            _workspaces.setdefault(where, cupy.cuda.Memory(WORKSPACE))  # one, for all threads
+        except runtime.CUDARuntimeError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+    found = _workspaces.get(where)
+    return 0 if found is None else int(found.ptr)
 
 
 @cache

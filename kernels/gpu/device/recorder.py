@@ -19,7 +19,7 @@ from cupy.cuda import runtime
 
 from ...problem import Array
 from . import compiler
-from .cublas import WORKSPACE, gemm_ex
+from .cublas import gemm_ex
 from .launches import Queue
 from .signatures import POINTER, TENSOR_MAP, Signature
 from .tensor_map import SIZE
@@ -103,13 +103,13 @@ class Words:
 
 
 class Recorder(Queue):
-    """`graphs`: products are to be captured in CUDA graphs, with memory of the call for cuBLAS."""
+    """`graphs`: products are to be captured in CUDA graphs, and get memory for cuBLAS."""
 
     def __init__(self, graphs: bool = False) -> None:
         self.graphs = graphs
         self.sizes: list[int] = []  # bytes of the call's arrays
         self.shared: Any = None  # memory of `scratch`
-        self.of_products: Any = None  # memory for cuBLAS: products come one after another
+        self.of_products: Any = None  # memory for cuBLAS, which the call does not make
         self.compiling: list[Callable[[], Any]] = []  # one kernel of each file
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
@@ -173,7 +173,7 @@ class Recorder(Queue):
 
     def gemm(self, *arguments: int) -> None:
         if self.graphs and self.of_products is None:
-            self.of_products = self.malloc(WORKSPACE)
+            self.of_products = self.malloc(0)
         workspace = self.of_products.ptr if self.graphs else 0
         self._step(_gemm, (workspace, *arguments), GEMM_POINTERS)
 

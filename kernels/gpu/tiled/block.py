@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...problem import LOG2_E, Array, Problem
+from ...problem import Array, Problem
 from .. import config
-from ..device.arguments import Fields, address
+from ..device.arguments import NATURAL, Fields, address
 from .context import Context
 from .operands import Operand, Side
 
@@ -20,19 +20,16 @@ class PairVectors:
     """
 
     def __init__(self, context: Context, problem: Problem) -> None:
-        def products(logits: Array | None) -> Array | None:
-            return None if logits is None else context.to_products(logits)
+        def products(values: Array | None, unit: Fields) -> Array | None:
+            return None if values is None else context.to_products(values, unit)
 
-        scale = problem.exponent_scale * LOG2_E
         self.row_limits, self.column_limits = (
-            products(None if dots is None else dots * scale)
-            for dots in (problem.limits, problem.key_limits)
+            products(dots, context.exponent_scale) for dots in (problem.limits, problem.key_limits)
         )
-        self.of_rows, self.of_columns = (
-            None if bias is None else bias * LOG2_E
-            for bias in (problem.query_bias, problem.key_bias)
+        self.of_rows, self.of_columns = problem.query_bias, problem.key_bias  # natural units
+        self.row_bias, self.column_bias = (
+            products(bias, NATURAL) for bias in (self.of_rows, self.of_columns)
         )
-        self.row_bias, self.column_bias = products(self.of_rows), products(self.of_columns)
 
     def defines(self, columns: int) -> dict[str, int]:
         """-D options; `columns`: whether columns have a softmax, 0 or 1."""

@@ -191,7 +191,8 @@ class Context:
     def row_options(self, problem: Problem) -> Fields:
         """struct RowOptions."""
         return {"scale": self.scale, "exponent_scale": self.exponent_scale,
-                "margin": problem.margin, "decoupled": problem.decoupled}  # fmt: skip
+                "margin": problem.margin, "decoupled": problem.decoupled,
+                "key_bias": problem.key_bias}  # fmt: skip
 
     @cached_property
     def logit_scale(self) -> Fields:
@@ -225,11 +226,20 @@ class Context:
         )  # fmt: skip
         return address(self.shifts, 2)
 
-    def to_products(self, logits: Array) -> Array:
-        """Base-2 logits as the products that kernels have of them."""
-        n = len(logits)
+    def to_products(self, values: Array, unit: Fields) -> Array:
+        """Logits as the products that kernels have of them: `values` times a number (struct Scale)
+        are logits."""
+        n = len(values)
         out = cupy.empty(n, self.real)
-        self.launcher.vectors("to_products", n, logits=logits, n=n, scale=self.logit_scale, out=out)
+        self.launcher.vectors(
+            "to_products", n, values=values, unit=unit, n=n, scale=self.logit_scale, out=out
+        )
+        return out
+
+    def add_bias(self, logits: Array, bias: Array, by: float, out: Array) -> Array:
+        """out = logits + by * bias."""
+        n = len(logits)
+        self.launcher.vectors("add_bias", n, x=logits, bias=bias, by=by, n=n, out=out)
         return out
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array, Array]:

@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from ... import problem as problems
-from ...problem import Array, Gradients, Grid, Problem, SoftmaxGradient
+from ...problem import LOG2_E, Array, Gradients, Grid, Problem, SoftmaxGradient
 from .. import config
 from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
@@ -42,12 +42,9 @@ WHOLE_BYTES = 16
 LARGE_PRODUCT = 2**30
 KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
 KEPT_COLUMNS = 8 * KEPT_THREADS
-SPREAD = (
-    40  # base 2, of log-sum-exps of columns above those of rows: vectors/factors.cuh has it, too
-)
 # struct FactorSources: vectors of the epilogue
 SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
-RANGES = structure("vectors.cu", "Ranges")
+RANGES, RANGE_THREADS = structure("vectors.cu", "Ranges"), 1024
 
 
 @cache  # kept for good: plans hold their addresses
@@ -272,7 +269,7 @@ class GradientFold(Fold):
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
         """The unit in which panels are written, and whether one exponential serves both sides."""
         self.launcher.launch(
-            "vectors.cu", "ranges", 1, 1024,
+            "vectors.cu", "ranges", 1, RANGE_THREADS,
             {
                 "f": dict.fromkeys(SOURCES) | vectors, "m": m, "n": n,
                 "set_size": self.problem.set_size, "by_factor": by_factor,
@@ -300,7 +297,9 @@ class SoftmaxFold(GradientFold):
             for name, own in (("row", pairs.of_rows), ("column", pairs.of_columns)):
                 reference = sources[f"{name}_reference"]
                 if own is not None and reference is not None:
-                    sources[f"{name}_reference"] = reference + own
+                    biased = cupy.empty(len(own))
+                    context.add_bias(reference, own, LOG2_E, biased)
+                    sources[f"{name}_reference"] = biased
         # dL/dx at a positive bounds its row's panel elements, unless it is one of several, or there
         # are linear terms
         one = not epilogue.linear and problem.set_size == 1
@@ -316,10 +315,11 @@ class SoftmaxFold(GradientFold):
             }
         columns = sources["column_reference"]
         if columns is not None and pairs is not None and pairs.row_limits is not None:
-            # Of a pair that the row leaves out, the exponential may exceed the row's log-sum-exp
-            first = RANGES.offset("shared") // 8
-            shared = self.unit.view(np.int64)[first : first + 1]
-            shared *= columns.max() - sources["row_reference"].min() < SPREAD
+            self.launcher.launch(
+                "vectors.cu", "check_spread", 1, RANGE_THREADS,
+                {"row_reference": sources["row_reference"], "column_reference": columns,
+                 "m": m, "n": n, "out": self.unit},
+            )  # fmt: skip
         self.row_reference, self.a, self.u = cupy.empty((3, m), context.real)
         self.column_reference = self.v = None
         if self.two_sided:

@@ -7,15 +7,12 @@ import cupy
 import numpy as np
 
 from ... import problem as problems
-from ...problem import LN_2, Array, Grid, Problem, RetrievalRanks, Statistics
+from ...problem import LOG2_E, Array, Grid, Problem, RetrievalRanks, Statistics
 from .. import config
-from ..device.arguments import Fields, address, sums_fields
+from ..device.arguments import BASE_2, address, sums_fields
 from .context import Context
 from .fold import Fold
 from .operands import NO_PANEL, NOTHING_KEPT
-
-# struct Scale of sums that are base-2 logits already: its product with log2 e is 1
-BASE_2: Fields = {"value": LN_2, "pointer": 0, "factor": 1.0, "shift": 0}
 
 
 class StatisticsFold(Fold):
@@ -41,10 +38,10 @@ class StatisticsFold(Fold):
         if pairs is not None and pairs.of_columns is not None and columns is not None:
             own.append((columns, pairs.of_columns))
         for sums, bias in own:  # what this fold merges into them has these biases
-            sums.max += bias
+            self.context.add_bias(sums.max, bias, LOG2_E, sums.max)
         super().run()
         for sums, bias in own:
-            sums.max -= bias
+            self.context.add_bias(sums.max, bias, -LOG2_E, sums.max)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         stats, problem, tile = self.stats, self.problem, self.tile
@@ -105,10 +102,10 @@ class RanksFold(Fold):
     ) -> None:
         super().__init__(context, problem, grid, ranks.phase)
         self.ranks, self.tile = ranks, context.tile
-        self.row_threshold = context.to_products(ranks.positive_logits)
+        self.row_threshold = context.to_products(ranks.positive_logits, BASE_2)
         self.column_threshold = None
         if ranks.column_rank is not None:
-            self.column_threshold = context.to_products(ranks.column_positive_logits)
+            self.column_threshold = context.to_products(ranks.column_positive_logits, BASE_2)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         ranks = self.ranks

@@ -84,13 +84,9 @@ class OnlineFold(GradientFold):
 
     def end_rows(self, rows: slice) -> None:
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows
-        positive = self.epilogue.positive_logits[rows]
-        pairs = self.pair_vectors
-        if pairs is not None and pairs.of_columns is not None:
-            positive = positive + pairs.of_columns[self.problem.positives[rows]]
         self.launcher.vectors(
             "end_online", n, reference=address(self.references, start),
-            rows=sums_fields(sums, start), positive=positive,
+            rows=sums_fields(sums, start), positive=address(self.epilogue.positive_logits, start),
             positives=address(self.problem.positives, start),
             upstream=address(self.problem.upstream, start),
             factor=address(self.context.query.factor, start), n=n,
