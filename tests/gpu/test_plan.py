@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,15 @@ def test_as_few_plans_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> N
         assert compare(monkeypatch, "clip", args, True, scale=5.0, method="tiled") <= 3
 
 
+def in_threads(work: Callable[[int], None]) -> None:
+    """work(0), ..., work(3) at once."""
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_threads_and_streams() -> None:
     """One plan in several threads at once, each on a stream of its own."""
     sets = [features("clip", 1000, 128, BFLOAT16, i) for i in range(4)]
@@ -209,11 +219,7 @@ def test_threads_and_streams() -> None:
                 if not all(map(np.array_equal, got, wants[i])):
                     wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not wrong
     assert len(gpu_plan._plans) == 1
 
@@ -307,11 +313,7 @@ def test_threads_that_share_a_stream() -> None:
                 if not all(map(np.array_equal, got, wants[i])):
                     wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not wrong
 
 
