@@ -250,16 +250,10 @@ def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: A
         launch(*of)
 
     given = [z.copy() for z in sets[0]]
+    turns = 4 * (0, 0, 1, 1, 0, 1)  # pools take some calls to hand out the same memory again
     with monkeypatch.context() as patch:
         patch.setattr(cupy.cuda.runtime, "graphLaunch", graph_launch)
-        for i in 4 * (
-            0,
-            0,
-            1,
-            1,
-            0,
-            1,
-        ):  # pools need some calls until they hand out the same memory
+        for i in turns:
             for to, z in zip(given, sets[i], strict=True):
                 to[...] = z
             for a, b in zip(results(loss, given, True, **options), wants[i], strict=True):
