@@ -6,6 +6,12 @@ The paper (Cheng et al.: Breaking the Memory Barrier: Near Infinite Batch Size S
 Contrastive Loss, 2024) gives the peak of training's loss for ViT-L/14, features of width 768, on
 8 A800: Table 1, and Table 2 for 448k and 4096k rows. Here: what `infonce.distributed.model` says,
 which the tests hold CPU ranks to, and recorded runs with as many rows on a GPU.
+
+A second record, paper-batches.json, has what the model gives of Table 2: memory of the loss at the
+paper's greatest batch, and the greatest batch whose loss takes no more memory than the paper's does
+there, of 8, 32 and 128 GPUs. The paper says that Inf-CL takes 78 times less than the local loss at
+256k rows on 8 GPUs, and 281 times less at 1024k on 128: beside it, local loss of the same batch by
+the paper's own bytes a logit, over what this library takes by its model.
 """
 
 from __future__ import annotations
@@ -20,6 +26,14 @@ from infonce.distributed import model
 from infonce.cli import machine
 from infonce.cli.common import to_json
 
+# GPUs, width, offload; batches of 1024 rows of CLIP, OpenCLIP, Inf-CL; GB of the last; from Table 2
+GREATEST = (
+    (8, 512, False, (68, 172, 800), 3.01), (32, 512, False, (68, 360, 3456), 3.27),
+    (8, 768, False, (64, 152, 448), 2.52), (32, 768, False, (64, 352, 2048), 2.89),
+    (8, 768, True, (64, 184, 4096), 26.12), (32, 768, True, (64, 368, 12288), 19.59),
+)  # fmt: skip
+FACTORS = ((8, 256, 78), (128, 1024, 281))  # GPUs, batch, how many times less memory than others
+LOCAL_BYTES = 33.64e9 * 8 / (128 * 1024) ** 2  # a logit of the local loss, by Table 1
 RESULTS = Path(__file__).resolve().parent / "results"
 GPUS, DIM, GB = 8, 768, 1e9
 # batch: GB of CLIP (all logits), OpenCLIP (local loss), Inf-CL, Inf-CL with data offload
@@ -54,6 +68,51 @@ def row(batch: int, measured: dict[int, float]) -> dict[str, Any]:
     }
 
 
+def loss_bytes(batch: float, gpus: int, dim: int, offload: bool) -> float:
+    """Memory of the loss on a GPU by the model: what a call takes; features and gradients, too,
+    if they are there."""
+    rows = int(1024 * batch) // gpus
+    shards = 0 if offload else 4 * rows * dim * model.ITEM
+    return float(model.memory(rows, dim, offload=offload) + shards)
+
+
+def greatest_batch(size: float, gpus: int, dim: int) -> int:
+    """The most 1024s of rows whose loss takes no more than `size` bytes."""
+    fits, exceeds = 0, 1
+    while loss_bytes(exceeds, gpus, dim, False) <= size:
+        fits, exceeds = exceeds, 2 * exceeds
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        within = loss_bytes(middle, gpus, dim, False) <= size
+        fits, exceeds = (middle, exceeds) if within else (fits, middle)
+    return fits
+
+
+def batches() -> list[dict[str, Any]]:
+    """Rows of Table 2, then the factors."""
+    rows: list[dict[str, Any]] = []
+    for gpus, dim, offload, (clip, open_clip, batch), paper in GREATEST:
+        rows.append({
+            "gpus": gpus, "batch": f"{batch}k", "dim": dim, "offload": "yes" if offload else "no",
+            "CLIP, the paper's (batch)": f"{clip}k",
+            "OpenCLIP, the paper's (batch)": f"{open_clip}k",
+            "Inf-CL, the paper's (GB)": paper,
+            "infonce, modelled (GB)": round(loss_bytes(batch, gpus, dim, offload) / GB, 2),
+            # with offload, the host's memory is what bounds a batch
+            "infonce in as much memory, modelled (batch)":
+                None if offload else f"{greatest_batch(paper * GB, gpus, dim)}k",
+        })  # fmt: skip
+    for gpus, batch, factor in FACTORS:
+        local, here = LOCAL_BYTES * (1024 * batch) ** 2 / gpus, loss_bytes(batch, gpus, DIM, False)
+        rows.append({
+            "gpus": gpus, "batch": f"{batch}k", "dim": DIM, "offload": "no",
+            "infonce, modelled (GB)": round(here / GB, 2),
+            "local loss, modelled (GB)": round(local / GB, 1),
+            "times less: the paper": factor, "times less: infonce, modelled": round(local / here),
+        })  # fmt: skip
+    return rows
+
+
 def recorded(path: Path) -> dict[int, float]:
     """Bytes of recorded runs of the ring on several GPUs, by rows on a GPU."""
     if not path.exists():
@@ -82,6 +141,10 @@ def main() -> None:
         "results": [row(batch, measured) for batch in PAPER],
     }  # fmt: skip
     arguments.output.write_text(to_json(report) + "\n")
+    report["device"] = "Inf-CL: the paper's, A800; infonce and local loss: by models"
+    report["settings"] = {"features": "bfloat16", "workspace_bytes": model.WORKSPACE}
+    report["results"] = batches()
+    (arguments.output.parent / "paper-batches.json").write_text(to_json(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,15 @@ from infonce.cli.bench import contenders_gpu, gpu, measure
 from infonce.cli.bench.contenders_cpu import torch_loss
 from infonce.cli.bench.contenders_gpu import by_autograd, of_torch
 from infonce.cli.bench.measure import TEMPERATURE, Array, Outcome, Run
+from infonce.spec import SIGLIP
 
-PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip")
+PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip", "siglip_kernel")
 PACKAGES = {
     "open_clip": "open_clip_torch",
     "cut_cross_entropy": "cut-cross-entropy",
     "inf_cl": "inf_cl",
+    "memory_efficient_clip": "memeff",
+    "siglip_kernel": "siglip-kernel",
 }
 measure.PACKAGES.update(PACKAGES)
 ROOMY = "1 GiB"  # the library with a workspace of that size
@@ -65,7 +68,7 @@ class Device(gpu.Device):
     def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
         self.release()
         if method in PEERS:
-            if case.kind.name != "clip":
+            if case.kind.name != ("siglip" if method == "siglip_kernel" else "clip"):
                 raise ValueError(f"{method} has no {case.kind.name}")
             return by_autograd(case, of_torch(inputs), peer(method, case.rows))
         if not case.gradient:
@@ -100,7 +103,9 @@ class Device(gpu.Device):
 
     def describe(self) -> dict[str, Any]:
         about = super().describe()
-        about["versions"] |= machine.versions("open_clip_torch", "cut_cross_entropy", "inf_cl")
+        about["versions"] |= machine.versions(
+            "open_clip_torch", "cut_cross_entropy", "inf_cl", "memeff", "siglip-kernel"
+        )
         return about
 
 
@@ -197,7 +202,7 @@ def bare_product(case: Case, features: Sequence[Array]) -> Outcome:
 
 
 def peer(name: str, rows: int) -> Callable[[Any, Any, Any], Any]:
-    """Another project's CLIP loss of (image, text, scale), called as its documentation has it."""
+    """Another project's loss of (image, text, scale), called as its documentation has it."""
     import torch
 
     y = torch.arange(rows, device="cuda")
@@ -223,7 +228,12 @@ def peer(name: str, rows: int) -> Callable[[Any, Any, Any], Any]:
             return (rows + cal_flash_loss(text, image, y, scale).mean()) / 2
 
         return flash
-    from clip_loss import MemoryEfficientCLIPLoss
+    if name == "siglip_kernel":
+        from siglip_kernel import fused_siglip_loss
+
+        bias = torch.tensor(SIGLIP.bias, device="cuda", requires_grad=True)
+        return lambda image, text, scale: fused_siglip_loss(image, text, scale.log(), bias)
+    from memeff import MemoryEfficientCLIPLoss
 
     fixed = MemoryEfficientCLIPLoss(temperature=TEMPERATURE, normalized_inputs=True)
     return lambda image, text, _: fixed(image, text)

@@ -12,6 +12,7 @@ columns. The end of a key is its unit: `_s` seconds, `_bytes`, `_share` of 1, `_
 | `results` | all rows; of benchmarks/gpu.py's records, a column for each contender |
 | `peers` | a few cases of benchmarks/gpu.py's record, beside the best of the other projects |
 | `goals` | the cases with a goal, and whether it was reached |
+| `ladder` | the cases that several steps of the ladder in docs/kernels.md ran |
 
 Records of benchmarks/gpu.py have plots too, drawn where matplotlib is installed: NAME.png (useful
 TFLOP/s, all contenders), NAME-peers.png (time and memory) and NAME-shapes.png (time over
@@ -31,9 +32,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
-PAGES = [HERE.parent / "README.md", DOCS / "results.md", DOCS / "migrating.md", HERE / "NOTES.md"]
+PAGES = [HERE.parent / "README.md", HERE / "NOTES.md"]
+PAGES += [DOCS / f"{name}.md" for name in ("kernels", "migrating", "results")]
 MARKED = re.compile(
-    r"(?P<begin><!-- (?P<kind>results|peers|goals):(?P<name>[\w.-]+) begin -->\n).*?"
+    r"(?P<begin><!-- (?P<kind>results|peers|goals|ladder):(?P<name>[\w.-]+) begin -->\n).*?"
     r"(?P<end><!-- (?P=kind):(?P=name) end -->)",
     re.DOTALL,
 )
@@ -96,13 +98,14 @@ def provenance(record: Mapping[str, Any]) -> list[str]:
 LIBRARY = "auto"  # the method that stands for this library as it is called
 CEILING = "products"
 OTHERS = ("panels", "torch", "torch.compile", "open_clip", "cut_cross_entropy", "inf_cl",
-          "memory_efficient_clip")  # what is not this library's  # fmt: skip
+          "memory_efficient_clip", "siglip_kernel")  # what is not this library's  # fmt: skip
 SELECTED = (  # cases of the `peers` table
     "clip bfloat16 8192 x 512", "clip bfloat16 32768 x 512", "clip bfloat16 65536 x 512",
     "clip float32 16384 x 512, fp32", "lit bfloat16 65536 x 512", "siglip bfloat16 65536 x 512",
     "nt_xent bfloat16 65536 x 128", "nt_xent float32 256 x 2048",
 )  # fmt: skip
 NAMES = {LIBRARY: "infonce", CEILING: "bare products"}
+STEPS = {"naive": "1. naive", "portable": "2. tiles", LIBRARY: "3. sweeps", CEILING: NAMES[CEILING]}
 WIDTH = 512  # of the features whose results are drawn
 Row = Mapping[str, Any]
 
@@ -148,9 +151,7 @@ def peers(record: Mapping[str, Any]) -> str:
     headings = ["loss and gradient", *NAMES.values(), "fastest other", "other of least memory"]
     lines = [_line(headings), "|---" * len(headings) + "|"]
     cases = _all_cases(record)
-    for case in SELECTED:
-        if case not in cases:
-            continue
+    for case in filter(cases.__contains__, SELECTED):
         rows = {method: row for method, row in cases[case].items() if "median_s" in row}
         others = [rows[method] for method in OTHERS if method in rows]
         best = (min(others, key=lambda row: row[of]) for of in ("median_s", "peak_bytes"))
@@ -174,6 +175,20 @@ def goals(record: Mapping[str, Any]) -> str:
             case = _case(row) + ("" if row["method"] == LIBRARY else f", {row['method']}")
             verdict = "reached" if time <= goal else "missed"
             lines.append(_line([case, _ms(goal), _ms(time), verdict]))
+    return "\n".join(lines) + "\n"
+
+
+def ladder(record: Mapping[str, Any]) -> str:
+    """Cases that an earlier step of the ladder ran too, a line for each step."""
+    headings = ["case", "step", "of the bare products", "TFLOP/s", "time, memory"]
+    lines = [*provenance(record)[:1], "", _line(headings), "|---" * len(headings) + "|"]
+    for cases in _cases(record).values():
+        for case, rows in cases.items():
+            if rows.keys() & {"naive", "portable"} and rows[CEILING]["size"] >= 4096:  # not fused
+                lines += [
+                    _line([case, STEPS[of], *_standing({LIBRARY: rows[of]}), _brief(rows[of])])
+                    for of in filter(rows.__contains__, STEPS)
+                ]
     return "\n".join(lines) + "\n"
 
 
@@ -275,9 +290,8 @@ def over_compiled(record: Mapping[str, Any], path: Path) -> None:
         value = max(lines, key=lambda of: max(map(len, lines[of].values())))
         for method, points in lines[value].items():
             style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")
-            axes.plot(
-                *zip(*sorted(points.items()), strict=True), style, label=NAMES.get(method, method)
-            )
+            line = zip(*sorted(points.items()), strict=True)
+            axes.plot(*line, style, label=NAMES.get(method, method))
         axes.axhline(1, color="gray", linestyle=":")
         axes.set(xscale="log", xlabel=label, ylim=(0, None), ylabel="time over torch.compile's")
         places = sorted({at for points in lines[value].values() for at in points})
@@ -336,7 +350,7 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-KINDS = {"results": table, "peers": peers, "goals": goals}
+KINDS = {"results": table, "peers": peers, "goals": goals, "ladder": ladder}
 
 
 def render(page: str, results: Path) -> str:
@@ -361,12 +375,11 @@ def main() -> int:
         after = render(before, arguments.results)
         if not arguments.check:
             page.write_text(after)
+            for name in {match["name"] for match in MARKED.finditer(after)}:
+                draw(arguments.results, name)
         elif before != after:
             print(f"{page} is stale: run python benchmarks/render.py", file=sys.stderr)
             stale = True
-        if not arguments.check:
-            for name in {match["name"] for match in MARKED.finditer(after)}:
-                draw(arguments.results, name)
     return int(stale)
 
 

@@ -11,7 +11,7 @@ from infonce.spec import LOSSES
 
 TORCH = ("torch", "torch.compile")
 BESIDE = ("products", "panels", *TORCH)
-BF16_PEERS, FP32_PEERS = PEERS[:2], PEERS[2:]  # the others compute in float32 whatever they get
+BF16_PEERS, FP32_PEERS = PEERS[:2], PEERS[2:4]  # the latter compute in float32 whatever they get
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ SECTIONS: dict[str, Section] = {
         HALF, (case("lit", 65536, 512),), ("auto", "products", "panels", "torch"), (14.0,)
     ),
     "siglip": Section(
-        HALF, (case("siglip", 65536, 512),), ("auto", "products", "panels", "torch"), (20.0,)
+        HALF,
+        (case("siglip", 65536, 512), case("siglip", 65536, 768)),
+        ("auto", "products", "panels", "torch", PEERS[4]),
+        (20.0, None),
     ),
     "info_nce": Section(
         HALF, (case("info_nce", 32768, 512, "float16"),), ("auto", "products", "panels", "torch")

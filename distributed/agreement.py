@@ -18,6 +18,7 @@ from infonce.kernels.problem import Array, Problem
 
 from infonce import arrays, spec
 from infonce.checks.call import Request
+from infonce.checks.rows import compared_as
 from infonce.spec import Loss
 
 from .communicators.base import Communicator, RankError
@@ -29,8 +30,8 @@ from .transports import choice as transports
 BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
 Options = Mapping[str, Any]
 Statement = tuple[bytes, bytes]  # terms, numbers
-# Options that have to be the same on all ranks and are fields of `Problem` by the same name; all
-# but the method, which over ranks is always "tiled", and two that are compared as they are resolved
+# Options that have to be the same on all ranks and are fields of `Problem` by the same name: all
+# but three that are compared as they are resolved
 SHARED = [name for name in spec.COMPILED if name not in ("method", "reduction", "precision")]
 OF_RANKS = ("gradient_scale", "transport", "exchange")  # so do these of distributed/losses.py
 MOST_TERMS = 64  # that are kept
@@ -147,17 +148,22 @@ def failed(sizes: list[int] | None, failure: Failure) -> Statement:
 
 
 def statement(
-    kind: Loss, request: Request, features: list[Array], sizes: list[int], labelled: bool,
+    kind: Loss, request: Request, features: list[Array], sizes: list[int], labels: Any,
     with_grad: bool, options: Options, rank_options: Options,
 ) -> Statement:  # fmt: skip
     """What a rank states of its checked call."""
+    labelled = "not given" if labels is None else "given"
+    compared = {
+        "labels": compared_as(labels) if kind.classes else labelled,
+        "ids": compared_as(options.get("ids")),
+    }
     problem, given = request.problem, options.get("weights")
     on_gpu, weighted = arrays.on_gpu(problem.query), problem.weights is not None
     positive = given is None or on_gpu or bool(np.any(arrays.native(given, "weights")))
     of_ranks = {name: rank_options[name] for name in OF_RANKS}
     of_ranks["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
     library = os.environ.get(transports.CUDA_AWARE)
-    key = request.static, *of_ranks.values(), library, weighted, positive
+    key = request.static, *of_ranks.values(), *compared.values(), library, weighted, positive
     terms = _terms.get(key)
     if terms is None:
         device = None
@@ -165,7 +171,7 @@ def statement(
             from .transports.gpu import device_name
 
             device = device_name()
-        facts = _facts(kind, request, features, labelled, with_grad, options) | of_ranks
+        facts = _facts(kind, request, features, compared, with_grad, options) | of_ranks
         terms = packed(Told(
             sizes, None, packed(facts), transports.offers(on_gpu), device,
             exchanges.room(problem), weighted, positive,
@@ -177,8 +183,8 @@ def statement(
 
 
 def _facts(
-    kind: Loss, request: Request, features: list[Array], labelled: bool, with_grad: bool,
-    options: Options,
+    kind: Loss, request: Request, features: list[Array], compared: dict[str, str],
+    with_grad: bool, options: Options,
 ) -> dict[str, Any]:  # fmt: skip
     """What has to be the same on all ranks, in the order in which they are compared; None for
     `_numbers`."""
@@ -192,11 +198,12 @@ def _facts(
         f"{first}: place": "a GPU" if arrays.on_gpu(features[0]) else "the host",
         "scale": None,
         "bias": None,
-        "labels": "given" if labelled else "not given",
+        **compared,
         **{
             name: "given" if options.get(name) is not None else "not given"
-            for name in ("ids", "weights", "key_bias")
+            for name in ("weights", "key_bias")
         },
+        "method": "naive" if problem.method == "naive" else "tiled",
         **{name: getattr(problem, name) for name in SHARED},
         "metrics": problem.retrieval_ranks,
         "reduction": request.reduction,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from infonce.kernels.conclude import weighted
 from infonce.kernels.linear import partners
 from infonce.kernels.problem import Array, Problem
 from infonce.kernels.solve import Solution, solve
@@ -27,6 +28,8 @@ from .folds import FoldsOverRanks, folds_over_ranks
 from .partition import Partition
 from .transports import choice as transports
 from .transports.base import Divisors, Transport, sum_over_ranks, totals
+
+UNBOUNDED = 2**62  # bytes of a workspace: more than any address
 
 
 def evaluate(
@@ -53,9 +56,11 @@ def evaluate(
     except AgreedError as agreed:
         raise agreed.error from None
     except BaseException as error:
-        if call.transport is not None:
-            call.transport.close()
-        ranks.fail(error)
+        try:
+            ranks.fail(error)  # first: the other ranks wait
+        finally:
+            if call.transport is not None:
+                call.transport.close()
         raise
     if not with_grad:
         arrays.warn_of_lost_gradients(kind, given, bias, options)
@@ -141,6 +146,11 @@ class _Call:
         """The checked call, and what this rank states."""
         options = self.options
         _require_options(options, self.rank_options)
+        naive = options.get("method") == "naive"
+        if naive and arrays.on_gpu(features[0]):
+            raise ValueError(
+                'method: expected "auto" or "tiled" over ranks with arrays on GPUs, got "naive"'
+            )
         if not queries.total or not keys.total:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
@@ -148,8 +158,10 @@ class _Call:
         rows = queries.total // (1 + self.kind.joint)
         batch = Batch(rows, keys.total, queries.starts[self.ranks.rank])
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
+        if naive:
+            request.problem.workspace = UNBOUNDED
         return request, agreement.statement(
-            self.kind, request, features, sizes, self.labels is not None, self.with_grad, options,
+            self.kind, request, features, sizes, self.labels, self.with_grad, options,
             self.rank_options,
         )  # fmt: skip
 
@@ -269,9 +281,9 @@ class _Call:
     def reduce(self, request: Request, solution: Solution, vectors: Any) -> None:
         """Sums over ranks."""
         assert self.transport is not None
-        loss, shares = solution.loss, request.problem.row_shares
+        loss = solution.loss
         if loss is None and request.reduction != "none":
-            loss = (solution.losses if shares is None else solution.losses * shares).sum()
+            loss = weighted(vectors.xp, solution.losses, request.problem.row_shares).sum()
         divisors = self.divisors(request)
         found = totals(self.transport, vectors, loss, solution, divisors, request.dtype)
         if request.metrics and solution.direction_losses is not None:
@@ -305,10 +317,10 @@ def _require_options(options: Mapping[str, Any], rank_options: Mapping[str, Any]
         ("exchange", exchanges.CHOICES),
     ):
         validation.choice(name, rank_options[name], choices)
-    if (method := options.get("method")) in ("naive", "fused"):
+    if options.get("method") == "fused":
         raise ValueError(
-            f'method: expected "auto" or "tiled" over ranks, got {method!r}: no logits of a '
-            "batch over ranks are kept"
+            'method: expected "auto", "tiled" or "naive" over ranks, got "fused": no logits are '
+            "kept from one fold to the next"
         )
 
 

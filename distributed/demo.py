@@ -14,17 +14,16 @@ from typing import Any
 
 import click
 import numpy as np
+from infonce.distributed import losses as distributed
+from infonce.distributed.communicators.base import TIMEOUT, Communicator
+from infonce.distributed.communicators.mpi import connect
+from infonce.distributed.exchanges import choice as exchanges
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 import infonce
 from infonce.cli import common
 from infonce.cli.demo import HELD_OUT, LEARNING_RATE, WEIGHT_DECAY, Adam, Encoder
-
-from . import losses as distributed
-from .communicators.base import TIMEOUT, Communicator
-from .communicators.mpi import connect
-from .exchanges import choice as exchanges
 
 Array = Any
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -150,7 +149,8 @@ def compare(
 
 
 def gathered(ranks: Communicator, values: list[Array]) -> list[list[Array]]:
-    return ranks.allgather(values)
+    everyone: list[list[Array]] = ranks.allgather(values)
+    return everyone
 
 
 def summed(ranks: Communicator, values: list[Array]) -> list[Array]:
@@ -226,7 +226,7 @@ def timing(
     seconds = []
     transfers: Any = nullcontext(lambda: (ranks.moving - moving, ranks.waited - waited))
     if on_gpu:
-        from .transports.gpu import measuring
+        from infonce.distributed.transports.gpu import measuring
 
         transfers = measuring(ranks)
     progress_bar: Any = common.progress_bar() if ranks.rank == 0 else nullcontext(None)

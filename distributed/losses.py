@@ -25,32 +25,37 @@ RANK_OPTIONS: dict[str, Any] = {
     "timeout": TIMEOUT,
     "gradient_scale": "global",
 }
+BATCH = """\
+The batch is spread over the ranks of `comm`. Each rank passes its own rows. The loss is that of the
+rows of all ranks, and gradients are for the rows of this rank."""
 DOC = """
 comm : mpi4py communicator, default MPI.COMM_WORLD
-    The ranks that share the batch; or an `infonce.distributed.Communicator`. Shards are
-    [rows of this rank, D]; they may differ in size and may be empty. `labels` are indices of the
-    keys of all ranks, in the order of the ranks, or classes; without them, query i of all ranks
+    The ranks that share the batch; or an `infonce.distributed.Communicator`. Feature arrays are
+    [rows of this rank, D]; the numbers of rows may differ, and may be 0. `labels` are indices of
+    the keys of all ranks, in the order of the ranks, or classes; without them, query i of all ranks
     belongs to key i of all ranks. `ids` and classes are compared across ranks. `weights` and
     `key_bias` are those of this rank's rows and keys.
 transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
-    How arrays are sent. "auto": MPI for NumPy arrays; for CuPy arrays NCCL where every rank has it
-    and a GPU of its own, else MPI that reports to be CUDA-aware, else pinned host memory and MPI.
+    The library that sends arrays. "auto": MPI for NumPy arrays; for CuPy arrays NCCL if every rank
+    has it and a GPU of its own, else MPI if it says that it is CUDA-aware, else pinned host memory
+    and MPI.
 exchange : {"auto", "ring", "gather", "hierarchical"}
-    How ranks get each other's keys. "ring": shard by shard, from rank to rank, while blocks are
-    computed. "gather": all at once, which is faster where ranks have few rows. "hierarchical": host
-    by host, gathered inside hosts and in a ring between them; ValueError unless all hosts have as
-    many ranks, one after another (INFONCE_LOCAL_SIZE=n makes hosts of n ranks). ValueError where
-    the buffers of these two do not fit half of the workspace (without a workspace, a 32nd of a
-    GPU's memory). "auto": on GPUs the fastest by `infonce.distributed.model` of those that fit, the
-    hierarchical one over several hosts alone; on CPUs the gather if it fits, else the ring.
+    How keys travel between ranks. "ring": a shard moves from rank to rank while blocks are
+    computed. "gather": each rank receives all keys at once, which is faster if ranks have few rows.
+    "hierarchical": a gather inside nodes and a ring between them; ValueError unless all nodes have
+    the same number of ranks, numbered node by node (INFONCE_LOCAL_SIZE=n makes nodes of n ranks).
+    "gather" and "hierarchical": ValueError if their buffers do not fit half of the workspace
+    (without a workspace, 1/32 of a GPU's memory). "auto": on GPUs the fastest by
+    `infonce.distributed.model` of those that fit, "hierarchical" only over several nodes; on CPUs
+    "gather" if it fits, else "ring".
 timeout : float or None, default 300
-    Seconds to wait for other ranks, in the first call as in any other, before `RankError` names
-    those that do not respond. None: no limit.
+    Seconds to wait for other ranks, in the first call as in later ones. Then `RankError` names the
+    ranks that do not respond. None: no limit.
 gradient_scale : {"global", "ddp"}
     "global": gradients of the mean over all rows of all ranks (sum them over ranks). "ddp": the
     feature gradients times the number of ranks, for frameworks that average parameters' gradients
-    over ranks afterwards. d scale and d bias are those of the whole batch, the same on every rank:
-    an average leaves them as they are.
+    over ranks afterwards. d scale and d bias are those of the whole batch, the same on every rank,
+    so an average does not change them.
 """
 RAISES = """
 RankError
@@ -105,9 +110,11 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         )
     head, mark, tail = doc.partition("\nReturns\n-------")
     body, raises, errors = tail.partition("\nRaises\n------")
+    first, _, rest = head.rstrip("\n").partition("\n\n")
+    rest = rest.replace("= infonce.", "= infonce.distributed.", 1)
     over_ranks.__doc__ = (
-        "Over the ranks of `comm`. "
-        + head.rstrip("\n") + DOC + mark + body + raises + errors.rstrip("\n") + RAISES
+        f"{first}\n\n{BATCH}\n\n{rest}"
+        + DOC + mark + body + raises + errors.rstrip("\n") + RAISES
     )  # fmt: skip
     return over_ranks
 

@@ -8,12 +8,7 @@ from typing import Any
 
 import click
 import numpy as np
-from infonce.kernels.problem import WORKSPACE
-from rich.table import Table
-
-from infonce.cli import common
-
-from .cost import (
+from infonce.distributed.cost import (
     DK,
     ITEM,
     NVLINK,
@@ -30,6 +25,10 @@ from .cost import (
     rows_in,
     transfer_bytes,
 )
+from infonce.kernels.problem import WORKSPACE
+from rich.table import Table
+
+from infonce.cli import common
 
 __all__ = [
     "DK",

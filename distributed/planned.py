@@ -39,7 +39,9 @@ def solution(
     start = queries.starts[ranks.rank]
     # of exchanges that are measured, nothing is in graphs
     place = ranks, transport, start, tuple(keys.rows), divisors, dtype, transport.measured
-    made = plan.call(_build, properties, problem, gradients, place, graphs=True)
+    made = plan.call(
+        _build, properties, problem, gradients, place, graphs=True, plans=transport.plans
+    )  # fmt: skip
     return recorded.solution_of(made)
 
 

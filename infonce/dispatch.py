@@ -10,6 +10,7 @@ import numpy as np
 
 from . import arrays
 from .checks.call import Request, check
+from .kernels.conclude import weighted
 from .kernels.problem import LN_2, SILENT, Array, Problem
 from .kernels.solve import Solution, solve
 from .result import LossAndGrad, Metrics, QueryKeyGrads
@@ -140,9 +141,8 @@ def _reduce(request: Request, solution: Solution) -> Array:
     """The loss by `reduction`."""
     if solution.loss is not None:
         return _zero_d(request, solution.loss)
-    losses, shares = solution.losses, request.problem.row_shares
-    if shares is not None:
-        losses = losses * shares
+    shares = request.problem.row_shares
+    losses = weighted(arrays.namespace(solution.losses), solution.losses, shares)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
     mean = request.reduction == "mean" and shares is None

@@ -6,90 +6,19 @@ the same keywords, which `infonce.spec` lists and the help of every function pri
 
 from __future__ import annotations
 
-import functools
-import inspect
-import textwrap
-from collections.abc import Callable
-from typing import Any, TypeVar, Unpack, get_type_hints
+from typing import Any, Unpack
 
 from . import dispatch, spec
+from .docstrings import documented
 from .result import Array, LossAndGrad
-from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, LossOptions
-
-ERRORS_DOC = """
-TypeError, ValueError
-    Before any work, naming the argument, what came and what was expected. Masked arrays are
-    refused; other subclasses of NumPy's arrays are taken as arrays.
-MemoryError
-    The logits of ``method="naive"`` do not fit: use "tiled"; or the workspace does not: use less.
-"""
+from .spec import GradOptions, LossOptions
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-@functools.cache
-def _paragraph(name: str) -> str:
-    """What the help says of an option."""
-    option = OPTIONS[name]
-    return f"{name} : {option.type}\n{textwrap.indent(inspect.cleandoc(option.doc), '    ')}"
-
-
-def _documented(function: _F) -> _F:
-    """Append the common keywords to the docstring, and spell them out in the signature."""
-    with_grad = function.__name__.endswith("_and_grad")
-    options = get_type_hints(GradOptions if with_grad else LossOptions)
-    sections = [("Other Parameters", "\n".join(_paragraph(name) for name in options))]
-    returns = (
-        "LossAndGrad"
-        if with_grad
-        else (
-            'array\n    0-d, or [M] with ``reduction="none"``; of the library of the features;\n'
-            "    float64 for float64 features, else float32."
-        )
-    )
-    sections += [("Returns", returns), ("Raises", ERRORS_DOC)]
-    doc = inspect.cleandoc(function.__doc__ or "")
-    for title, body in sections:
-        body = body.strip("\n")
-        doc += f"\n\n{title}\n{'-' * len(title)}\n{body}"
-    function.__doc__ = doc + "\n"
-
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    named = {p.name for p in parameters}
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default)
-        for name in options
-        if name not in named
-    ]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
-
-
-def adapted(like: Callable[..., Any], call: str) -> Callable[[_F], _F]:
-    """Document an adapter's function as the loss it stands for: that one's equation and source, and
-    how it is called, `call`, where ``{loss}`` and ``{arguments}`` are the loss's and ``{options}``
-    those of compiled programs."""
-    equation, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
-    source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
-    arguments = ", ".join(LOSSES[like.__name__.removesuffix("_loss")].arguments)
-    usage = inspect.cleandoc(call).format(
-        loss=like.__name__, arguments=arguments, options=", ".join(COMPILED)
-    )
-
-    def add(function: _F) -> _F:
-        function.__doc__ = f"{equation}\n\n{usage}\n\nReferences\n----------\n{source}\n"
-        return function
-
-    return add
-
-
-@_documented
+@documented
 def info_nce_loss(
     query: Array, key: Array, labels: Array | None = None, **options: Unpack[LossOptions]
 ) -> Array:
-    """InfoNCE: each query against all keys, one of which is its positive.
+    """InfoNCE loss of queries, each of which has a positive among all keys.
 
     With logits ``x_ij = scale * <query_i, key_j>`` and the positive key y_i of query i,
 
@@ -103,8 +32,8 @@ def info_nce_loss(
     key : array [N, D]
     labels : integer array [M] or [M, P], optional
         y_i, in [0, N). Default: query i belongs to key i, which needs N >= M. Or a set of
-        positives: then x_{i, y_i} is their mean. A negative label stands for none; a row without a
-        positive is left out of the mean, its loss and gradient are 0.
+        positives, each key once: then x_{i, y_i} is their mean. A negative label stands for none; a
+        row without a positive is left out of the mean, its loss and gradient are 0.
 
     References
     ----------
@@ -113,11 +42,11 @@ def info_nce_loss(
     return dispatch.loss(spec.INFO_NCE, (query, key), labels, None, options)
 
 
-@_documented
+@documented
 def info_nce_loss_and_grad(
     query: Array, key: Array, labels: Array | None = None, **options: Unpack[GradOptions]
 ) -> LossAndGrad:
-    """InfoNCE and its gradients.
+    """InfoNCE loss of queries and keys, with gradients for both and the scale.
 
     With P the softmax of the logits x over keys and Y the one-hot positives,
     ``dx = (P - Y) / M``, ``dquery = scale dx key``, ``dkey = scale dx' query``,
@@ -138,9 +67,9 @@ def info_nce_loss_and_grad(
     return dispatch.loss_and_grad(spec.INFO_NCE, (query, key), labels, None, options)
 
 
-@_documented
+@documented
 def nt_xent_loss(features: Array, **options: Unpack[LossOptions]) -> Array:
-    """SimCLR's NT-Xent: two views of each of B samples, each row against all others.
+    """NT-Xent loss of SimCLR, for two views of each of B samples.
 
     Rows i and i + B are the two views of sample i. With ``x_ij = scale * <z_i, z_j>``, p(i) the
     other view of row i, and i = j left out,
@@ -161,13 +90,13 @@ def nt_xent_loss(features: Array, **options: Unpack[LossOptions]) -> Array:
     return dispatch.loss(spec.NT_XENT, (features,), None, None, options)
 
 
-@_documented
+@documented
 def nt_xent_loss_and_grad(features: Array, **options: Unpack[GradOptions]) -> LossAndGrad:
-    """SimCLR's NT-Xent and its gradients.
+    """NT-Xent loss of SimCLR, with gradients for the features and the scale.
 
     With P the softmax over j != i, Y the one-hot positives and ``G = (P - Y) / 2B``,
-    ``dfeatures = scale (G + G') features``. Only one triangle of the symmetric logits is computed.
-    See `nt_xent_loss`.
+    ``dfeatures = scale (G + G') features``, ``dscale = sum_ij G_ij <z_i, z_j>``. "tiled"
+    computes one triangle of the symmetric logits. See `nt_xent_loss`.
 
     Parameters
     ----------
@@ -181,9 +110,9 @@ def nt_xent_loss_and_grad(features: Array, **options: Unpack[GradOptions]) -> Lo
     return dispatch.loss_and_grad(spec.NT_XENT, (features,), None, None, options)
 
 
-@_documented
+@documented
 def clip_loss(image: Array, text: Array, **options: Unpack[LossOptions]) -> Array:
-    """CLIP: images against texts and texts against images.
+    """CLIP loss of image-text pairs: images pick their texts, and texts their images.
 
     With ``x_ij = scale * <image_i, text_j>``,
 
@@ -201,9 +130,9 @@ def clip_loss(image: Array, text: Array, **options: Unpack[LossOptions]) -> Arra
     return dispatch.loss(spec.CLIP, (image, text), None, None, options)
 
 
-@_documented
+@documented
 def clip_loss_and_grad(image: Array, text: Array, **options: Unpack[GradOptions]) -> LossAndGrad:
-    """CLIP and its gradients, both directions from one pass over the logits.
+    """CLIP loss of image-text pairs, with gradients for both encoders and the scale.
 
     With R and C the softmax over rows and over columns, ``dx = ((R + C) / 2 - I) / N``,
     ``dimage = scale dx text``, ``dtext = scale dx' image``,
@@ -221,9 +150,9 @@ def clip_loss_and_grad(image: Array, text: Array, **options: Unpack[GradOptions]
     return dispatch.loss_and_grad(spec.CLIP, (image, text), None, None, options)
 
 
-@_documented
+@documented
 def lit_loss(text: Array, image: Array, **options: Unpack[LossOptions]) -> Array:
-    """LiT: texts against the images of a locked tower.
+    """LiT loss of image-text pairs, whose image encoder is frozen.
 
     With ``x_ij = scale * <text_i, image_j>``, ``loss = mean_i (log sum_j exp(x_ij) - x_ii)``.
 
@@ -239,12 +168,12 @@ def lit_loss(text: Array, image: Array, **options: Unpack[LossOptions]) -> Array
     return dispatch.loss(spec.LIT, (text, image), None, None, options)
 
 
-@_documented
+@documented
 def lit_loss_and_grad(text: Array, image: Array, **options: Unpack[GradOptions]) -> LossAndGrad:
-    """LiT and its gradients for text and scale; `grads.image` is None.
+    """LiT loss of image-text pairs, with gradients for the texts and the scale.
 
-    With P the softmax of the logits over images, ``dtext = scale (P - I) image / N``, from one pass
-    with an online softmax. See `lit_loss`.
+    With P the softmax of the logits over images, ``dtext = scale (P - I) image / N``,
+    ``dscale = sum_ij (P - I)_ij <text_i, image_j> / N``; `grads.image` is None. See `lit_loss`.
 
     Parameters
     ----------
@@ -258,11 +187,11 @@ def lit_loss_and_grad(text: Array, image: Array, **options: Unpack[GradOptions])
     return dispatch.loss_and_grad(spec.LIT, (text, image), None, None, options)
 
 
-@_documented
+@documented
 def siglip_loss(
     image: Array, text: Array, bias: Any = None, **options: Unpack[LossOptions]
 ) -> Array:
-    """SigLIP: every pair judged on its own by a sigmoid.
+    """SigLIP loss of images and texts: a sigmoid judges each pair on its own.
 
     With ``z_ij = scale * <image_i, text_j> + bias``, t_ij = 1 for i = j and -1 otherwise,
 
@@ -282,11 +211,11 @@ def siglip_loss(
     return dispatch.loss(spec.SIGLIP, (image, text), None, bias, options)
 
 
-@_documented
+@documented
 def siglip_loss_and_grad(
     image: Array, text: Array, bias: Any = None, **options: Unpack[GradOptions]
 ) -> LossAndGrad:
-    """SigLIP and its gradients, in one pass: there is no log-sum-exp to wait for.
+    """SigLIP loss, with gradients for both encoders, the scale and the bias.
 
     ``dz_ij = -t_ij sigmoid(-t_ij z_ij) / N``, ``dimage = scale dz text``,
     ``dtext = scale dz' image``, ``dscale = sum_ij dz_ij <image_i, text_j>``,
@@ -306,9 +235,9 @@ def siglip_loss_and_grad(
     return dispatch.loss_and_grad(spec.SIGLIP, (image, text), None, bias, options)
 
 
-@_documented
+@documented
 def sup_con_loss(features: Array, labels: Array, **options: Unpack[LossOptions]) -> Array:
-    """Supervised contrastive loss: rows of the same class are each other's positives.
+    """Supervised contrastive loss: the positives of a row are all others of its class.
 
     With ``x_ij = scale * <z_i, z_j>``, P(i) the other rows of row i's class, and i = j left out,
 
@@ -321,7 +250,7 @@ def sup_con_loss(features: Array, labels: Array, **options: Unpack[LossOptions])
     ----------
     features : array [N, D]
     labels : integer array [N]
-        Class of each row. Rows of a negative label are of no class.
+        Class of each row, of any integer dtype. Rows of a negative label are of no class.
 
     References
     ----------
@@ -330,11 +259,11 @@ def sup_con_loss(features: Array, labels: Array, **options: Unpack[LossOptions])
     return dispatch.loss(spec.SUP_CON, (features,), labels, None, options)
 
 
-@_documented
+@documented
 def sup_con_loss_and_grad(
     features: Array, labels: Array, **options: Unpack[GradOptions]
 ) -> LossAndGrad:
-    """Supervised contrastive loss and its gradients.
+    """Supervised contrastive loss, with gradients for the features and the scale.
 
     With S the softmax over j != i, ``Y_ij = 1 / |P(i)|`` for j in P(i), and ``G = (S - Y) / N``,
     over the N rows that have a positive, ``dfeatures = scale (G + G') features``. What Y
@@ -344,7 +273,7 @@ def sup_con_loss_and_grad(
     ----------
     features : array [N, D]
     labels : integer array [N]
-        Class of each row. Rows of a negative label are of no class.
+        Class of each row, of any integer dtype. Rows of a negative label are of no class.
 
     References
     ----------
@@ -353,9 +282,9 @@ def sup_con_loss_and_grad(
     return dispatch.loss_and_grad(spec.SUP_CON, (features,), labels, None, options)
 
 
-@_documented
+@documented
 def gte_loss(query: Array, key: Array, **options: Unpack[LossOptions]) -> Array:
-    """GTE's contrastive loss: queries and keys, each against all queries and all keys.
+    """GTE loss of text pairs: all other queries and keys are negatives of each pair.
 
     With ``x(a, b) = scale * <a, b>``, ``loss = mean_i ( log Z_i - x(q_i, k_i) )``, where
 
@@ -374,9 +303,9 @@ def gte_loss(query: Array, key: Array, **options: Unpack[LossOptions]) -> Array:
     return dispatch.loss(spec.GTE, (query, key), None, None, options)
 
 
-@_documented
+@documented
 def gte_loss_and_grad(query: Array, key: Array, **options: Unpack[GradOptions]) -> LossAndGrad:
-    """GTE's contrastive loss and its gradients.
+    """GTE loss of text pairs, with gradients for queries, keys and the scale.
 
     Queries and keys one below the other are 2B rows z, whose logits are those of NT-Xent; rows i
     and i + B have one softmax. With G its derivative, ``dz = scale (G + G') z``. See `gte_loss`.

@@ -31,7 +31,7 @@ class LossOptions(TypedDict, total=False):
     reduction: Reduction
     method: Method
     precision: Precision
-    workspace: int | None
+    workspace: int | str | None
     offload: bool
     check_finite: bool
     progress: Callable[[str, int, int], None] | None
@@ -62,33 +62,34 @@ class Option:
 OPTIONS: dict[str, Option] = {
     "temperature": Option(
         None,
-        "float or 0-d array",
-        """Divides the dot products: ``scale = 1 / temperature``. One of the two is given.""",
+        "float or array of one number",
+        """Divides the dot products: ``scale = 1 / temperature``. Pass one of the two.""",
     ),
     "scale": Option(
         None,
-        "float or 0-d array",
-        """Multiplies the dot products. ValueError outside of [2^-511, 2^53] where float64 computes,
-        [2^-63, 2^24] where float32 or less does (a temperature below 1.1e-16, 6e-8): there rounding
-        alone changes the logits of unit rows by 1. A 0-d array on a GPU is not looked at: its loss
-        is NaN instead.""",
+        "float or array of one number",
+        """Multiplies the dot products. ValueError outside of [2^-511, 2^53] for products in
+        float64, of [2^-63, 2^24] in float32 or less (a temperature below 1.1e-16, 6e-8): above,
+        rounding alone changes the logits of unit rows by 1. A 0-d array on a GPU is not read before
+        the launch: outside of the range the loss is NaN.""",
     ),
     "ids": Option(
         None,
         "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
-        """Pairs of equal ids that are not positives are left out: duplicates are no negatives.""",
+        """Names of the samples: pairs of equal ids that are not positives are left out, so that
+        duplicates are no negatives. Any integer dtype: 64-bit hashes are compared as they are.""",
     ),
     "weights": Option(
         None,
         "float array [M], optional",
         """Weight of each row's loss (of each pair's, in both directions), at least 0. The mean
-        divides by their sum, not by M.""",
+        divides by the sum of the weights, not by M.""",
         flag="Weight of each row's loss, .npy.",
     ),
     "margin": Option(
         0.0,
         "float, default 0",
-        """Additive margin: subtracted from the dot products of positives.""",
+        """Additive margin, subtracted from the dot products of positives.""",
         flag="Subtracted from the dot products of positives.",
         compiled=True,
     ),
@@ -96,120 +97,130 @@ OPTIONS: dict[str, Option] = {
         False,
         "bool, default False",
         """Leave the positives out of the denominator: the loss of a row is n - p, with n the
-        log-sum-exp of its negatives and p its positive logit. Without negatives it is -inf.""",
+        log-sum-exp of its negatives and p its positive logit. A row without negatives has loss
+        -inf.""",
         flag="Leave positives out of the denominator.",
         compiled=True,
     ),
     "label_smoothing": Option(
         0.0,
         "float in [0, 1), default 0",
-        """Of the targets, 1 - label_smoothing is on the positives of a row, and label_smoothing is
-        spread over all keys that take part, the positives too.""",
+        """Share of the targets that is spread over all keys that take part, positives included.
+        The rest of the targets, 1 - label_smoothing, is on the positives of a row.""",
         flag="Share of the targets that is spread over all keys.",
         compiled=True,
     ),
     "hardness": Option(
         0.0,
         "float, default 0",
-        """Negatives count ``exp(hardness <q, k>)`` times, a weight that is not differentiated: the
-        more similar, the more. Their exponents have scale + hardness in place of scale.""",
+        """Weights negatives by their similarity: each counts ``exp(hardness <q, k>)`` times. This
+        weight is not differentiated. Exponents of negatives have scale + hardness, not scale.""",
         flag="Negatives count exp(hardness * dot product) times.",
         compiled=True,
     ),
     "key_bias": Option(
         None,
         "float array [N], optional",
-        """Added to the logits of each key, positives too, in the rows' softmax: -log Q_j for keys
-        that were sampled with probability Q_j. It gets no gradient. (It has no metrics.)""",
+        """Bias of each key, added to its logits in the rows' softmax, positives included: pass
+        -log Q_j for keys that were sampled with probability Q_j. The bias gets no gradient. Not
+        with ``metrics=True``.""",
         flag="Added to the logits of each key, .npy.",
     ),
     "false_negative_margin": Option(
         math.inf,
         "float, default inf",
-        """Negatives whose dot product exceeds that of the row's positive (of several, the largest)
-        by more than this are left out: likely they are positives. In CLIP each direction goes by
-        its own positive. Gradients of another dtype than the products accumulate whole in the
-        workspace: ValueError where they have no room. (It has no metrics.)""",
+        """Leaves out likely positives: negatives whose dot product exceeds that of the row's
+        positive (of several, the largest) by more than this. In CLIP each direction compares with
+        its own positive. Gradients of another dtype than the products accumulate as a whole in the
+        workspace: ValueError if they do not fit. Not with ``metrics=True``.""",
         flag="Leave out negatives this much more similar than the positive.",
         compiled=True,
     ),
     "normalize": Option(
         False,
         "bool, default False",
-        """Divide rows by their L2 norm first, and differentiate through it. A row of zeros stays
-        zero and gets a zero gradient.""",
+        """Divide rows by their L2 norm first, and differentiate through the norm. It may be any
+        finite number. A row of zeros stays zero and gets a zero gradient.""",
         flag="Divide rows by their L2 norm first.",
         compiled=True,
     ),
     "reduction": Option(
         "mean",
         '{"mean", "sum", "none"}',
-        """Over the per-row losses; "none" returns all M of them.""",
+        """Reduction of the losses of rows; "none" returns all M of them.""",
         compiled=True,
     ),
     "method": Option(
         "auto",
         '{"auto", "naive", "fused", "tiled"}',
-        """What may be kept in memory, beyond inputs, outputs and vectors of length M or N:
+        """How many logits are kept in memory, beside inputs, outputs and vectors of length M or N:
 
-        - "naive" keeps the M x N logits, however large (``return_logits=True`` hands them out).
-        - "fused" does loss and gradient in one go, each logit computed once, within `workspace`;
-          ValueError for what does not fit. (The loss alone keeps no logits: any size fits.)
-        - "tiled" takes any size within `workspace`; logits that had no room are computed again for
-          the gradient.
-        - "auto" is "fused" where it fits, else "tiled".""",
+        - "naive" keeps the M x N logits, however large, and copies of them
+          (``return_logits=True`` returns them).
+        - "fused" computes each logit once and keeps all of them within `workspace`; ValueError if
+          they do not fit. On the CPU, the loss without gradients keeps no logits, so any size fits.
+          On a GPU, "fused" is one launch; with options of the softmax, several positives, sup_con
+          or gte it runs the array operations of "naive".
+        - "tiled" takes any size within `workspace`; logits that do not fit are computed a second
+          time for the gradients.
+        - "auto": on the CPU each logit that fits is kept, and the others are computed again; on a
+          GPU "fused" up to 2^18 logits, 2048 rows of a side and 2^28 multiply-adds, else "tiled".
+        """,
         flag="naive keeps all logits in memory, fused and tiled at most the workspace.",
         compiled=True,
     ),
     "precision": Option(
         "auto",
         '{"auto", "fp64", "fp32", "tf32", "bf16x3", "bf16", "fp16"}',
-        """Of products and exponentials. "auto" follows the inputs: fp64 for float64, else fp32
-        accuracy for float32, and float32 accumulation of exact 16-bit products. The CPU has fp64
-        and fp32.""",
-        flag="Of the products; the CPU has fp64 and fp32.",
+        """Precision of products and exponentials. "auto" follows the features: fp64 for float64,
+        the accuracy of fp32 for float32, and exact products with float32 sums for 16 bits. The CPU
+        has fp64 and fp32.""",
+        flag="Precision of the products; the CPU has fp64 and fp32.",
         compiled=True,
     ),
     "workspace": Option(
         None,
-        "int, default 256 MiB",
-        """Ceiling on temporary memory in bytes, for "fused" and "tiled". ValueError, with the least
-        that will do, where it would cut the M x N logits into more than 4 sqrt(M N) blocks. By
-        default "tiled" on a GPU takes up to a 32nd of its memory if that saves products: of wide
-        rows, exponentials of the logits are kept from fold to fold.""",
+        "int or str, default 256 MiB",
+        """Upper limit of temporary memory, in bytes or as text such as "1.5GiB", for "fused" and
+        "tiled". Vectors of length M or N, and cuBLAS's workspace for CUDA graphs on a GPU, are not
+        counted. ValueError that names the least sufficient workspace if the M x N logits would need
+        more than 4 sqrt(M N) blocks.
+        If no workspace is passed, "tiled" on Hopper GPUs takes up to 1/32 of the GPU's memory for
+        wide rows, to keep exponentials of the logits from the losses to the gradients.""",
         compiled=True,
     ),
     "offload": Option(
         False,
         "bool, default False",
-        """Features and gradients stay in host memory (NumPy, also memory-mapped or pinned), and are
-        computed on the current GPU, a panel of rows at a time: for batches larger than its memory.
-        `workspace` bounds all that panels take there: the more, the fewer times features are
-        copied. Pinned features are copied without staging.""",
+        """Keep features and gradients in host memory (NumPy, also memory-mapped or pinned), and
+        compute on the current GPU, some rows at a time: for batches larger than its memory.
+        `workspace` limits the memory of these rows on the GPU: a larger workspace copies features
+        fewer times. Pinned features are copied directly.""",
     ),
     "check_finite": Option(
         False,
         "bool, default False",
-        """Raise ValueError, naming argument and row, if a feature is NaN or infinite. Without it
+        """Raise ValueError, naming argument and row, if a feature is NaN or infinite. Otherwise
         such a feature makes the loss NaN.""",
         flag="Refuse NaN and infinity, naming the row.",
     ),
     "progress": Option(
         None,
         "callable (phase, done, total), optional",
-        """Called from the calling thread as blocks complete, and in a first call on a GPU as
-        kernels are compiled.""",
+        """Called in the calling thread as blocks complete, and in a first call on a GPU as kernels
+        are compiled. On a GPU, a call with `progress` is not recorded, so it launches its kernels
+        anew.""",
     ),
     "wrt": Option(
         None,
         "sequence of str, optional",
-        """Which gradients are wanted, by argument name ("scale", "bias" too); all by default. What
-        is not asked for costs nothing; an empty sequence computes the loss alone.""",
+        """Names of the arguments whose gradients to compute, "scale" and "bias" included; all by
+        default. An empty sequence computes only the loss.""",
     ),
     "grad_dtype": Option(
         None,
         "dtype, optional",
-        """Of the feature gradients; default that of each feature array.""",
+        """Dtype of the feature gradients; by default that of each feature array.""",
     ),
     "grad_out": Option(
         1.0,
@@ -225,7 +236,8 @@ OPTIONS: dict[str, Option] = {
     "metrics": Option(
         False,
         "bool, default False",
-        """Also count how positives rank: see `infonce.Metrics`. (On a GPU "fused" does not.)""",
+        """Also return the retrieval ranks of positives: see `infonce.Metrics`. Not with
+        ``method="fused"`` on a GPU.""",
     ),
     "return_logits": Option(
         False,
@@ -236,6 +248,9 @@ OPTIONS: dict[str, Option] = {
 DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
 VECTORS = ("weights", "key_bias")  # arguments of compiled programs; they get no gradient
+# In PyTorch and JAX gradients are computed with the loss, and wait for the upstream gradient in
+# these dtypes: what float16 has no range for, a large upstream gradient would not bring back
+WAITING = {"float16": "float32"}
 GRAD_ONLY = frozenset(GradOptions.__annotations__) - frozenset(LossOptions.__annotations__)
 FLAGS = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -61,6 +61,14 @@ def _finite(xp: Any, top: Array) -> Array:
     return xp.where(xp.isneginf(top), 0.0, top)
 
 
+def weighted(xp: Any, losses: Array, weights: Array | None) -> Array:
+    """Losses times their weights (None: 1). A weight of 0 leaves out an infinite loss, as that of
+    a decoupled row without negatives is; a NaN stays."""
+    if weights is None:
+        return losses
+    return xp.where((weights == 0) & ~xp.isnan(losses), 0.0, losses * weights)
+
+
 def softplus2(xp: Any, gap: Array) -> Array:
     """log(1 + 2^gap) in natural units: the loss, `gap` being (n - p) log2 e."""
     return LN_2 * xp.logaddexp2(0.0, gap)

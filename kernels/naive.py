@@ -16,6 +16,7 @@ import numpy as np
 from .conclude import Direction
 from .conclusion import conclusion
 from .linear import Segments, SegmentSums, sums_of
+from .norms import near_one
 from .problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
 from .solve import Solution, Vectors
 from .targets import limits
@@ -76,9 +77,9 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         return solution
     g *= scale
     if gradients.query is not None:
-        gradients.query[...] = _normalization_backward(g @ v, u, norms)
+        gradients.query[...] = _normalization_backward(xp, g @ v, u, norms)
     if gradients.key is not None:
-        gradients.key[...] = _normalization_backward(g.T @ u, v, key_norms)
+        gradients.key[...] = _normalization_backward(xp, g.T @ u, v, key_norms)
     return solution
 
 
@@ -95,21 +96,28 @@ class _Matrix:
         return _Matrix(xp, m, n, self.flat.dtype)
 
 
-def _rows(xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
+Norms = tuple[Array, Array | None] | None  # |z_i| = norms[i] 2^exponent[i]; no exponent: 0
+
+
+def _rows(xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]) -> tuple[Array, Norms]:
     """Features in the compute dtype, normalised if asked for (zero rows stay zero); their norms."""
     if not normalize:
         return z.astype(dtype, copy=False), None
-    wide = z.astype(np.float64)
+    wide, exponent = z.astype(np.float64), None
+    if z.dtype.itemsize == 8:  # whose squares may over- or underflow
+        wide, exponent = near_one(xp, wide)
     norms = xp.linalg.norm(wide, axis=1, keepdims=True)
     norms[norms == 0] = np.inf
-    return (wide / norms).astype(dtype), norms
+    return (wide / norms).astype(dtype), (norms, exponent)
 
 
-def _normalization_backward(g: Array, u: Array, norms: Array | None) -> Array:
+def _normalization_backward(xp: Any, g: Array, u: Array, norms: Norms) -> Array:
     """dL/dz = (g - u <g, u>) / |z|, where g = dL/du and u = z / |z|."""
     if norms is None:
         return g
-    return ((g - u * (g * u).sum(axis=1, keepdims=True)) / norms).astype(g.dtype)
+    length, exponent = norms
+    g = (g - u * (g * u).sum(axis=1, keepdims=True)) / length
+    return g if exponent is None else xp.ldexp(g, -exponent[:, None])
 
 
 class _Dense:
@@ -148,8 +156,8 @@ def _softmax(
 ) -> tuple[Solution, Array]:  # fmt: skip
     """Per-row losses, log-sum-exps and dL/dx.
 
-    Positives are kept out of the sums, because softplus(LSE of the negatives - positive) loses no
-    digits of a small loss. They are put back at the end.
+    Positives are kept out of the sums, because in softplus(LSE of the negatives - positive) nothing
+    cancels but logits. They are put back at the end.
     """
     xp, dtype = vectors.xp, x.flat.dtype
     positive = x.flat[index]

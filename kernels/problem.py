@@ -64,7 +64,7 @@ class Problem:
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
     workspace_given: bool = True  # by the caller, who gets no more than that
-    marks: Array = None  # [M] float64 added to losses: NaN for rows whose label is out of range
+    marks: Array = None  # [M] float64 added to losses: NaN for rows whose labels are not taken
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
     moments: bool = False  # that of the scale comes from moments (`moments_pay`)
     weights: Array = None  # [M] float64, of each row's loss, where they are not all 1

@@ -16,8 +16,8 @@ block. The order of the work, and all mathematics on vectors of length M or N, i
 
 **Positives are kept out of the sums.** With n_i the log-sum-exp of the *negatives* of row i and p_i
 its positive logit, the loss is ``softplus(n_i - p_i)`` and the gradient at the positive is
-``-sigmoid(n_i - p_i)``. Nothing cancels: a loss of 1e-30 has all its digits, it is never negative,
-and P - 1 is exact where P rounds to 1.
+``-sigmoid(n_i - p_i)``. Nothing cancels but the logits, whose rounding is a relative error of a
+loss of any size. A loss is never negative, and P - 1 is exact where P rounds to 1.
 
 **Exponents are differences of two logits, never of a logit and a log-sum-exp.** From 2^53 on, the
 spacing of float64 numbers is larger than the difference between a log-sum-exp and the largest
@@ -151,7 +151,10 @@ def fold_block(
         return
     if to_clear is not None:
         to_clear.clear()
-    backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
+    if gradients is not None and isinstance(epilogue, SoftmaxGradient | Sigmoid):
+        _gradient_fold(problem, backend, triangle, epilogue, gradients)
+    else:
+        backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
     if not_finite is not None:
         not_finite.rows += backend.not_finite_marks(problem)
 
@@ -195,7 +198,7 @@ def _solve_softmax(
             rows.reference, end.row_factor, reference, factor, end.positive_gradient,
             linear=end.linear,
         )  # fmt: skip
-        _gradient_fold(problem, backend, vectors, epilogue, gradients)
+        _gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
     loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
@@ -356,24 +359,21 @@ def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
 
 
 def _gradient_fold(
-    problem: Problem, backend: Backend, vectors: Vectors, epilogue: SoftmaxGradient | Sigmoid,
+    problem: Problem, backend: Backend, triangle: bool, epilogue: SoftmaxGradient | Sigmoid,
     gradients: Gradients,
 ) -> None:  # fmt: skip
     """One fold for dQ and dK if all of dK can be accumulated at once. Otherwise dQ first, then dK
-    by ranges of keys: that computes the logits once more, but memory stays within the workspace."""
+    by ranges of keys: logits are computed once more, but memory stays within the workspace."""
     ranges = backend.key_ranges(problem)
-    if problem.symmetric:  # a triangle needs all rows accumulated at once, else the square
-        triangle = len(ranges) == 1
-        backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
-        return
-    grid = backend.grid(problem, False)
-    if not gradients.want_key or len(ranges) == 1:
+    grid = backend.grid(problem, triangle and len(ranges) == 1)
+    if problem.symmetric or not gradients.want_key or len(ranges) == 1:
         backend.fold(problem, grid, epilogue, gradients)
         return
     if gradients.want_query:
         backend.fold(problem, grid, epilogue, replace(gradients, want_key=False))
         if isinstance(epilogue, Sigmoid):  # losses are complete: do not count them twice
-            _, epilogue = vectors.sigmoid(problem)
+            _, uncounted = backend.vectors.sigmoid(problem)
+            epilogue = replace(uncounted, row_factor=epilogue.row_factor)
     width = grid.columns[0].stop - grid.columns[0].start
     for keys in ranges:
         columns = slices(keys.stop, width, keys.start)
@@ -390,7 +390,7 @@ def _solve_sigmoid(
     if gradients is None:
         backend.fold(problem, backend.grid(problem, False), epilogue, None)
     else:
-        _gradient_fold(problem, backend, vectors, epilogue, gradients)
+        _gradient_fold(problem, backend, False, epilogue, gradients)
     losses = vectors.mark_not_finite(problem, epilogue, backend)
     bias_grad = epilogue.bias_grad if problem.scalar_grads else None
     dots = None if gradients is None else gradients.dots

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,14 +33,15 @@ class World:
 
     size: int
     values: list[Any] = field(init=False)
-    inboxes: dict[tuple[int, int], queue.Queue[tuple[Shift, list[Array]]]] = field(
-        default_factory=lambda: defaultdict(queue.Queue)
-    )  # by sender and receiver
+    # by sender and receiver; made before the threads start, which would each make their own
+    inboxes: dict[tuple[int, int], queue.Queue[tuple[Shift, list[Array]]]] = field(init=False)
     barrier: threading.Barrier = field(init=False)
     shifts: list[Shift] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.values = [None] * self.size
+        pairs = itertools.product(range(self.size), repeat=2)
+        self.inboxes = {pair: queue.Queue() for pair in pairs}
         self.barrier = threading.Barrier(self.size)
 
 

@@ -2,6 +2,9 @@
 package is not installed."""
 
 import os
+import re
+from collections import Counter
+from pathlib import Path
 
 # JAX reads this once, when it is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 3/4 of the GPU
@@ -12,6 +15,7 @@ import threadpoolctl
 from hypothesis import HealthCheck, settings
 
 try:
+    import emulation
     from infonce.kernels import problem as problems  # only an installed infonce has its kernels
 
     from infonce.checks import call
@@ -25,6 +29,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; two threads,
     # and of this one, where a plugin of pytest's may have imported NumPy already
     threadpoolctl.threadpool_limits(int(os.environ["OMP_NUM_THREADS"]))
 
+NO_GPU = re.compile(r"\bno GPU\b|cudaError|needs \d GPUs, found 0")  # in reasons of skipped tests
+
 pytest.register_assert_rewrite("command_line", "gpu_problems", "reference_problems")
 
 settings.register_profile(
@@ -35,9 +41,24 @@ settings.register_profile("thorough", settings.get_profile("default"), max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if emulation.asked_for(config):
+        config.pluginmanager.register(emulation)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The emulator's own tests are asked for by their marker alone."""
+    of_emulator = collection_path == Path(__file__).parent / "emulator"
+    return True if of_emulator and not emulation.asked_for(config) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """First those of the site, which one worker builds; then long ones: no worker is left with one
-    at the end."""
+    at the end. Those marked `slow` run where `-m` names them."""
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if item not in set(slow)]
+        config.hook.pytest_deselected(items=slow)
     long = "test_notebooks.py::test_runs", "test_ranks.py::test_equal_to_one_process"
     items.sort(
         key=lambda item: (
@@ -45,6 +66,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             not any(name in item.nodeid for name in long),
         )
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for all tests that a GPU is missing for: skips at one place are printed as one."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reports = [report for report in skipped if NO_GPU.search(report.longrepr[2])]
+    reasons = Counter(report.longrepr[2] for report in reports)
+    for report in reports:
+        report.longrepr = "tests", None, reasons.most_common(1)[0][0]
 
 
 @pytest.fixture

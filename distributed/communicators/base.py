@@ -104,6 +104,12 @@ class Communicator:
     def fail(self, error: BaseException) -> None:
         """Called when this rank leaves a call with `error`: tell the others."""
 
+    def free(self) -> None:
+        """Free what the ranks keep from call to call: transports of GPUs, with their memory. Called
+        on all ranks, after the last call."""
+        for transport in self.__dict__.pop("gpu_transports", {}).values():
+            transport.free()
+
     def until(self, done: Callable[[], bool], busy: float = BUSY) -> None:
         """Wait for `done()`; RankError if a rank fails meanwhile, or after the timeout. The first
         `busy` seconds are waited without sleep."""

@@ -54,7 +54,10 @@ def connect(comm: Any = None) -> Communicator:
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise ValueError("comm: expected an intra-communicator that this rank is part of")
     if _attribute is None:
-        _attribute = MPI.Comm.Create_keyval()
+        # MPI deletes attributes of all ranks in its end, too, when nothing is to be sent any more
+        _attribute = MPI.Comm.Create_keyval(
+            delete_fn=lambda comm, key, ranks: comm == MPI.COMM_WORLD or ranks.free()
+        )
     ranks = comm.Get_attr(_attribute)
     if ranks is None:
         ranks = MPIRanks(MPI, comm)
@@ -87,6 +90,7 @@ class MPIRanks(Communicator):
         self._active: list[_Shift] = []
         self._work = threading.Condition()
         self._worker: threading.Thread | None = None
+        self._open = True  # until `free`
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         atexit.register(self._leave)
 
@@ -101,6 +105,21 @@ class MPIRanks(Communicator):
         self._complete(request, duplicate)
         duplicate.Set_errhandler(self.MPI.ERRORS_RETURN)  # mpi4py raises them
         return duplicate
+
+    def free(self) -> None:
+        """Called when `comm` is freed, by all of its ranks."""
+        atexit.unregister(self._leave)
+        if self._data is None or self.broken:
+            return
+        super().free()
+        with self._work:
+            self._open = False
+            self._work.notify()
+        if self._worker is not None:
+            self._worker.join()
+        self._data.Free()
+        self._control.Free()
+        self._data = self._control = None
 
     # -- data
 
@@ -167,7 +186,9 @@ class MPIRanks(Communicator):
     def _advance(self) -> None:
         while True:
             with self._work:
-                self._work.wait_for(lambda: self._active)
+                self._work.wait_for(lambda: self._active or not self._open)
+                if not self._open:
+                    return
                 active = list(self._active)
             for shift in active:
                 if shift.done():

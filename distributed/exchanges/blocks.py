@@ -66,6 +66,8 @@ def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
 
 def tight(problem: Problem, queries: Partition, keys: Partition) -> bool:
     """Whether the workspace may be too small for a block of some rank: all ranks say the same."""
+    if problem.method == "naive":
+        return True  # it is not the workspace that bounds the logits
     half = problem.linear_terms or problem.joint  # which take up to the other half
     enough = _enough(queries.largest, keys.total, problem.shape[2])
     return bool(problem.workspace // (1 + half) < enough)

@@ -33,6 +33,7 @@ class Transport(Exchanger, Protocol):
     """An `Exchanger` of one call."""
 
     name: str
+    plans: dict[Any, Any]  # of calls, which hold the transport
 
     @property
     def measured(self) -> bool:
@@ -57,7 +58,8 @@ class Transport(Exchanger, Protocol):
         ...
 
     def close(self) -> None:
-        """Abandon exchanges that are not complete, after an error."""
+        """Abandon exchanges that are not complete, after an error of which the other ranks have
+        been told."""
         ...
 
 
@@ -69,6 +71,7 @@ class Host:
 
     def __init__(self, ranks: Communicator) -> None:
         self.ranks = ranks
+        self.plans: dict[Any, Any] = {}
 
     def exchange(self, shifts: Shifts) -> Pending:
         return self.ranks.exchange(shifts)

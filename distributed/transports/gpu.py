@@ -15,6 +15,7 @@ import cupy
 import cupyx
 import numpy as np
 from infonce.kernels.gpu.device.launches import Queue
+from infonce.kernels.gpu.plan import OwnedPlans
 
 from ..communicators.base import OF_DEVICE, Array, Communicator, Pending, Shifts
 from .base import Queued
@@ -27,7 +28,8 @@ def device_name() -> str:
 
 @functools.cache
 def _name(index: int) -> str:
-    return f"GPU {index} ({cupy.cuda.Device(index).pci_bus_id})"
+    # without the index: CUDA_VISIBLE_DEVICES gives one GPU another in each process
+    return f"GPU {cupy.cuda.Device(index).pci_bus_id}"
 
 
 def kept(name: str, ranks: Communicator, make: Callable[[Communicator], Any]) -> Any:
@@ -71,6 +73,7 @@ class OnDevice:
         self.ranks = ranks
         self.work: Any = None  # the stream of the call
         self.timed: list[Any] = []  # exchanges that no one has waited for
+        self.plans = OwnedPlans()  # of calls: they hold this transport
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)  # transfers are short
         # recorded again by every exchange: a wait refers to the latest record before it
         self.ready = cupy.cuda.Event(disable_timing=True)
@@ -120,6 +123,9 @@ class OnDevice:
 
     def close(self) -> None:
         """Nothing to abandon: the device never waits for another rank."""
+
+    def free(self) -> None:
+        """Free what is kept from call to call. Collective."""
 
 
 class CudaAware(OnDevice):

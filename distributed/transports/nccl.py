@@ -14,13 +14,14 @@ import cupy
 from infonce.kernels.gpu.device.launches import Queue
 
 from ..communicators.base import Array, Communicator, Pending, Shifts
-from . import gpu, peers
+from . import gpu, mailboxes, peers
 from .base import Queued
 
 Message = tuple[int, int]  # bytes, the other rank
 Link = tuple[int, bool, bool]  # distance (0: all ranks), whether it sends, whether it receives
 BYTES = 1  # NCCL's name for 8-bit unsigned integers: any dtype is sent as bytes
 LITTLE = 2**23  # bytes: what takes NCCL about as long as its launch takes the host
+COPIES_ALONE = 0.5  # seconds for copies to end, before NCCL is aborted
 
 
 @functools.cache
@@ -38,7 +39,7 @@ class NCCL(gpu.OnDevice):
     """Sends and receives of NCCL; between GPUs of a host, copies of what is large."""
 
     name = "nccl"
-    copies: peers.Copies | None = None
+    copies: mailboxes.HostCopies | None = None
 
     def __init__(self, ranks: Communicator) -> None:
         super().__init__(ranks)
@@ -52,7 +53,7 @@ class NCCL(gpu.OnDevice):
         self.communicator = self._bounded(
             lambda: nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
         )
-        self.copies = peers.connect(ranks)
+        self.copies = mailboxes.connect(ranks)
 
     def _bounded(self, function: Callable[[], Any]) -> Any:
         """Run a function of NCCL that waits for other ranks, within the timeout."""
@@ -110,11 +111,34 @@ class NCCL(gpu.OnDevice):
 
     def close(self) -> None:
         self.ranks.__dict__.pop("gpu_transports", None)
-        if self.copies is not None:
-            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # which may be why the call ends
-                left = self.work.record()  # its streams may wait for other ranks
-                self.copies.release(lambda: left.done)
-        self.communicator.abort()
+        try:
+            # first: the abort holds the interpreter's lock, and may wait for the device, whose
+            # streams wait for other ranks
+            self._release(COPIES_ALONE)
+        finally:
+            try:
+                self.communicator.abort()
+            finally:
+                self._release(peers.PATIENCE)  # of copies that came after transfers of NCCL
+                self.plans.clear()  # last: to free a graph may wait for its launches
+
+    def _release(self, patience: float) -> None:
+        """End the waits for other ranks of the work that is queued now."""
+        if self.copies is None:
+            return
+        with suppress(cupy.cuda.runtime.CUDARuntimeError):  # which may be why the call ends
+            left = [stream.record() for stream in (self.work, self.stream)]
+            self.copies.release(lambda: all(event.done for event in left), patience)
+
+    def free(self) -> None:
+        self.plans.clear()
+        copies, self.copies = self.copies, None
+        if copies is not None:
+            copies.close()
+        self.ranks.allgather(None)  # no rank has mapped the mailbox of another any more
+        if copies is not None:
+            copies.memory.free()
+        self.communicator.destroy()
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class _StaticChecks:
     scale: float | None  # None: given as an array, which is checked in every call
     bias: float | None  # as `scale`
     normalize: bool
+    wide_products: bool  # of float64 features as they are, on the host: they may overflow
     method: str
     compute: str
     workspace: int | None  # None: not given
@@ -123,6 +124,8 @@ def check(
     if static.check_finite:
         for name, z in zip(loss.arguments, arrays, strict=True):
             validation.finite(xp, name, z)
+    if static.wide_products and isinstance(scale, float):
+        rows.require_finite_logits(loss, arrays, scale)
     row_ids = column_ids = positives = marks = classes = has_positive = None
     if ids is not None:
         row_ids, column_ids = rows.ids(xp, loss, ids, len(query), len(key))
@@ -176,8 +179,11 @@ def check(
     gradients = joined = None
     want_query, want_key = static.want_query, static.want_key
     if loss.joint and static.new:
+        # through the norms, gradients may leave the range of float32
+        dtypes = {z.dtype for z in outs.values()} | {dtype for _, dtype in static.new.values()}
+        wide = static.compute == "fp64" or (static.normalize and DOUBLE in dtypes)
         of_both, joined, outs = outputs.joined(
-            xp, loss, static.new, outs, query.shape, DOUBLE if static.compute == "fp64" else SINGLE
+            xp, loss, static.new, outs, query.shape, DOUBLE if wide else SINGLE
         )
         gradients = Gradients(of_both, want_key=False)
     elif want_query or want_key:
@@ -266,6 +272,7 @@ def _check_static(
         scale=scale if all(o[name].__class__ in PLAIN for name in NUMBERS) else None,
         bias=bias if loss.sigmoid and plain_bias else None,
         normalize=bool(o["normalize"]),
+        wide_products=on_host and "float64" in dtypes and compute == "fp64" and not o["normalize"],
         method=o["method"],
         compute=compute,
         workspace=validation.workspace(o["workspace"]),

@@ -10,9 +10,35 @@ from typing import Any
 import numpy as np
 
 from ..kernels.linear import Classes, partners
+from ..kernels.norms import has_moderate_squares, log2_norms
 from ..kernels.problem import Array
 from ..spec import Loss
-from .validation import integers, numbers, what
+from .validation import integers, listed, numbers, what
+
+LARGEST_LOGIT = 2.0**1010  # sums of so large numbers stay within float64
+
+
+def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> None:
+    """ValueError where products of finite float64 features may overflow."""
+    if all(z.itemsize == 8 and has_moderate_squares(z) for z in arrays):
+        return
+    norms = [log2_norms(z).max(initial=-np.inf) for z in arrays]  # of NaN, NaN: so is the loss
+    largest = 2.0 * max(norms) if loss.joint else norms[0] + norms[-1]
+    if largest + math.log2(scale) > math.log2(LARGEST_LOGIT):
+        name = loss.arguments[int(np.argmax(norms))]
+        sizes = " and ".join(
+            f"{_power(n)} in {z}" for n, z in zip(norms, loss.arguments, strict=True)
+        )
+        raise ValueError(
+            f"{name}: expected rows whose logits, scale times products, are at most "
+            f"{LARGEST_LOGIT:.1e}; got norms up to {sizes}, and a scale of {scale!r}. With "
+            "normalize=True, rows may have any norm"
+        )
+
+
+def _power(log2: float) -> str:
+    """2^log2, however large, as a decimal number."""
+    return f"1e{log2 * math.log10(2.0):.0f}"
 
 
 def positives(
@@ -23,9 +49,15 @@ def positives(
     each has to have one."""
     labels = integers(xp, "labels", labels, m, none_or_sets)
     if xp is not np:  # to read them would wait for the device: such rows get a NaN loss instead
+        if is_uint64(labels):
+            labels = xp.minimum(labels, np.uint64(n))  # what int64 does not hold is out of range
+        labels = xp.ascontiguousarray(labels, dtype=np.int64)
         labels, marks, present = _within(xp)(labels, n, none_or_sets)
         if labels.ndim > 1:
-            labels, marks, present = _sets(labels), marks.sum(axis=1), present.max(axis=1)
+            labels, twice = _sets(labels)
+            marks, present = marks.sum(axis=1), present.max(axis=1)
+            if twice is not None:
+                marks = xp.where(twice.any(axis=1), np.nan, marks)
         return labels, marks, present if none_or_sets else None
     outside = labels >= n
     if outside.any():
@@ -35,17 +67,28 @@ def positives(
             f"labels: expected values in [0, {n}), or negative ones for none, got "
             f"{labels[tuple(first)]} at position {at}"
         )
-    labels = _sets(np.maximum(labels, -1))
+    labels = np.ascontiguousarray(labels, dtype=np.int64)
+    labels, twice = _sets(np.maximum(labels, -1))
+    if twice is not None and twice.any():
+        row, place = map(int, np.argwhere(twice)[0])
+        one_hot = ((labels == 0) | (labels == 1)).all()
+        hint = "labels.argmax(axis=1) makes labels of one-hot rows" if one_hot else (
+            "-1 fills up smaller sets"
+        )  # fmt: skip
+        raise ValueError(
+            f"labels: expected each key once in a row, got key {labels[row, place]} more than once "
+            f"in row {row}: {hint}"
+        )
     return labels, None, (labels >= 0) if labels.ndim == 1 else (labels >= 0).any(axis=1)
 
 
-def _sets(labels: Array) -> Array:
-    """What is given twice counts once. Sets of one are [M]."""
+def _sets(labels: Array) -> tuple[Array, Array | None]:
+    """Sets of positives in ascending order; and where a key is the same as the next one. Sets of
+    one are [M], and have none."""
     if labels.size == len(labels):
-        return labels.reshape(-1)
+        return labels.reshape(-1), None
     labels.sort(axis=1)
-    labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1
-    return labels
+    return labels, (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] >= 0)
 
 
 def classes(
@@ -54,11 +97,12 @@ def classes(
     """The classes of rows; and, of a `whole` batch, `linear.partners` of them. A row of a negative
     label is alone."""
     labels = integers(xp, "labels", labels, n)
+    unsigned, labels = is_uint64(labels), comparable(xp, labels)
     if whole and xp is not np:
-        found, positives, has_positive = _gpu_labels().classes(labels, decoupled)
+        found, positives, has_positive = _gpu_labels().classes(labels, decoupled, unsigned)
         return found, positives, has_positive
     own = xp.arange(first, first + n)
-    ids = xp.where(labels < 0, -1 - own, labels)
+    ids = labels if unsigned else xp.where(labels < 0, -1 - own, labels)
     found = Classes(ids, ids)
     return found, *(partners(xp, found.members(xp, own), own, decoupled) if whole else (None, None))
 
@@ -118,17 +162,48 @@ def _within(cupy: Any) -> Any:
     )  # fmt: skip
 
 
-def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
-    if ids is None:
-        return None, None
+def is_pair(ids: Any) -> bool:
+    """Whether these are ids of rows and ids of columns."""
     pair = isinstance(ids, (tuple, list)) and len(ids) == 2
-    if pair and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in ids):
-        if loss.symmetric:
-            raise ValueError(f"ids: expected one array for {loss.name}, got a pair")
-        return integers(xp, "ids[0]", ids[0], m), integers(xp, "ids[1]", ids[1], n)
-    if m != n:
-        raise ValueError(
-            f"ids: expected a pair (ids of {m} queries, ids of {n} keys), got {what(ids)}"
-        )
-    shared = integers(xp, "ids", ids, m)
-    return shared, shared
+    return pair and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in ids)
+
+
+def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
+    """Ids of rows and of columns, which are equal where those given are."""
+    if not is_pair(ids):
+        if m != n:
+            raise ValueError(
+                f"ids: expected a pair (ids of {m} queries, ids of {n} keys), got {what(ids)}"
+            )
+        shared = comparable(xp, integers(xp, "ids", ids, m))
+        return shared, shared
+    if loss.symmetric:
+        raise ValueError(f"ids: expected one array for {loss.name}, got a pair")
+    pair = integers(xp, "ids[0]", ids[0], m), integers(xp, "ids[1]", ids[1], n)
+    rows, columns = (comparable(xp, side) for side in pair)
+    if is_uint64(pair[0]) != is_uint64(pair[1]):  # below 0 are ids that the other side cannot have
+        rows, columns = xp.where(rows < 0, -1, rows), xp.where(columns < 0, -2, columns)
+    return rows, columns
+
+
+def is_uint64(values: Array) -> bool:
+    """Whether their dtype has integers that int64 has not."""
+    return bool(values.dtype.kind == "u" and values.dtype.itemsize == 8)
+
+
+def comparable(xp: Any, values: Array) -> Array:
+    """Integers of one dtype as int64, equal where they are: uint64 by its bits."""
+    if is_uint64(values):
+        return xp.ascontiguousarray(values, dtype=np.uint64).view(np.int64)
+    return xp.ascontiguousarray(values, dtype=np.int64)
+
+
+def compared_as(value: Any) -> str:
+    """How `labels` or `ids` are compared, which has to be the same on all ranks."""
+    if value is None:
+        return "not given"
+    dtypes = {
+        "uint64" if is_uint64(listed("ids", side, "integers")) else "int64": None
+        for side in (value if is_pair(value) else [value])
+    }
+    return f"given as {', '.join(dtypes)}"

@@ -7,8 +7,10 @@ for a device: values of arrays on a GPU are checked by its kernels.
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
 from typing import Any
@@ -20,6 +22,9 @@ from ..kernels.problem import SCALES, Array
 from ..spec import Loss
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {"B": 1, **BINARY, **DECIMAL}
 
 
 @lru_cache(64)  # a dtype's name takes time that small batches notice
@@ -50,8 +55,9 @@ SHORT.maxstring = SHORT.maxother = 80
 def what(value: Any) -> str:
     """A value as an error message names it, in one line."""
     type_name, shape = type(value).__name__, getattr(value, "shape", None)
-    if isinstance(shape, tuple) and hasattr(value, "dtype"):
-        return f"{type_name} of shape {tuple(shape)} and dtype {value.dtype}"
+    if isinstance(shape, tuple):
+        dtype = getattr(value, "dtype", None)  # a data frame has one for each column
+        return f"{type_name} of shape {tuple(shape)}" + f" and dtype {dtype}" * (dtype is not None)
     try:
         shown = " ".join(SHORT.repr(value).split())
     except ValueError:  # an integer of too many digits for Python
@@ -75,11 +81,32 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
+def bytes_of(text: str) -> int:
+    """A number of bytes as text: "268435456", "256MiB", "1.5GiB", "2TB"."""
+    factors = {unit.lower(): factor for unit, factor in UNITS.items()}
+    match = re.fullmatch(r"\s*(\d{1,99}(?:\.\d{1,99})?)\s*([A-Za-z]*)\s*", text)
+    factor = factors.get(match[2].lower() or "b") if match else None
+    if match is None or factor is None:
+        raise ValueError(
+            f"expected a number of bytes, or one with a unit ({', '.join(UNITS)}), as in 1.5GiB, "
+            f"got {what(text)}"
+        )
+    return int(Fraction(match[1]) * factor)
+
+
 def workspace(value: Any) -> int | None:
     if value is None:
         return None
+    if isinstance(value, str):
+        try:
+            value = bytes_of(value)
+        except ValueError as error:
+            raise ValueError(f"workspace: {error}") from None
     if not is_integer(value):
-        raise TypeError(f"workspace: expected an integer number of bytes, got {what(value)}")
+        raise TypeError(
+            f"workspace: expected an integer number of bytes, or text such as '1GiB', got "
+            f"{what(value)}"
+        )
     if value <= 0:
         raise ValueError(f"workspace: expected a positive number of bytes, got {what(value)}")
     return int(value)
@@ -105,6 +132,8 @@ def wrt(loss: Loss, given: Any) -> frozenset[str]:
 def features(name: str, z: Array, least: int) -> None:
     if not is_array(z):
         hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
+        if hasattr(z, "to_numpy"):
+            hint = ": .to_numpy() makes one"
         raise TypeError(f"{name}: expected an array, got {what(z)}{hint}")
     if not is_float(z.dtype):
         raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
@@ -128,14 +157,14 @@ def finite(xp: Any, name: str, z: Array) -> None:
 
 def number(name: str, value: Any, infinite: bool = False) -> Any:
     """A finite float, or inf where it may be `infinite`; or a 0-d array on a GPU, unread: to read
-    it would wait for the device."""
+    it would wait for the device. An array of one number is that number."""
     value = native(value, name)
-    if on_gpu(value) and value.ndim == 0:
+    if on_gpu(value) and value.size == 1:
         if not is_float(value.dtype):
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
-        return value
-    zero_d = isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0
-    if zero_d and value.dtype.kind not in "OMm":  # objects and times
+        return value.reshape(())
+    single = isinstance(value, (np.ndarray, np.generic)) and value.size == 1
+    if single and value.dtype.kind not in "OMm":  # objects and times
         value = value.item()
     if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or 0-d array, got {what(value)}")
@@ -205,14 +234,14 @@ def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
 
 
 def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Array:
-    """[n] int64; or, of `sets`, [n, P]."""
+    """[n] integers of any dtype; or, of `sets`, [n, P]."""
     value = listed(name, value, "integers")
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
     if value.shape[:1] != (n,) or value.ndim > 1 + sets or 0 in value.shape[1:]:
         expected = f"({n},) or ({n}, P)" if sets else f"({n},)"
         raise ValueError(f"{name}: expected shape {expected}, got {value.shape}")
-    return xp.ascontiguousarray(xp.asarray(value), dtype=np.int64)
+    return xp.asarray(value)
 
 
 def numbers(xp: Any, name: str, value: Any, n: int) -> Array:

@@ -51,7 +51,10 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.version_option(__version__, prog_name="infonce")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Contrastive losses (InfoNCE, NT-Xent, CLIP, LiT, SigLIP) in memory linear in the batch."""
+    """Contrastive losses in memory linear in the batch.
+
+    InfoNCE, NT-Xent, SupCon, CLIP, LiT, SigLIP and GTE.
+    """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

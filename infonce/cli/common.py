@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..checks.validation import BINARY, DECIMAL, bytes_of
+
 PIPE_WIDTH = 140  # columns, where the output is no terminal
-BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS = {"B": 1, **BINARY, **DECIMAL}
 UNITS_HELP = f"{', '.join([*BINARY])}, or {', '.join([*DECIMAL])}"
 
 
@@ -41,15 +39,10 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if isinstance(value, int):
             return value
-        factors = {unit.lower(): factor for unit, factor in UNITS.items()}
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        factor = factors.get(match[2].lower() or "b") if match else None
-        if match is None or factor is None:
-            self.fail(
-                f"expected a number of bytes, or one with a unit ({', '.join(UNITS)}), as in "
-                f"1.5GiB, got {value!r}"
-            )
-        return int(Fraction(match[1]) * factor)
+        try:
+            return bytes_of(value)
+        except ValueError as error:
+            self.fail(str(error))
 
 
 def human(size: float | None) -> str:

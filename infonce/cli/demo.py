@@ -105,15 +105,27 @@ class Run:
 @click.command()
 @click.option("--epochs", type=click.IntRange(1), default=300, help="Passes over the images.")
 @click.option(
-    "--batch", type=click.IntRange(2, IMAGES - HELD_OUT), default=479, help="Pairs a step."
+    "--batch",
+    type=click.IntRange(2, IMAGES - HELD_OUT),
+    default=479,
+    help="Pairs of each training step.",
 )
 @click.option("--dim", type=click.IntRange(1), default=64, help="Width of the embeddings.")
-@click.option("--temperature", type=float, default=0.1, help="Where the learnt one starts.")
-@click.option("--learn-scale/--fixed-scale", default=True, help="Learn the temperature too.")
+@click.option("--temperature", type=float, default=0.1, help="Temperature at the first step.")
 @click.option(
-    "--method", type=click.Choice(spec.CHOICES["method"]), default="auto", help="Of the loss."
+    "--learn-scale/--fixed-scale",
+    default=True,
+    help="Learn the temperature with the encoders, or keep it.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of all that is random.")
+@click.option(
+    "--method",
+    type=click.Choice(spec.CHOICES["method"]),
+    default="auto",
+    help="Method of the loss: what it keeps in memory.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, help="Seed of the random number generator."
+)
 @click.option(
     "--output", type=click.Path(path_type=Path), default="infonce-demo.png",
     help="Picture of the loss and the held-out similarities; overwritten.",

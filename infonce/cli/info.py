@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -38,14 +38,16 @@ MOST_AT_ONCE = 8  # calls that compile: each takes a workspace
     "--compile/--no-compile", "compiles", default=False,
     help="Compile the GPU kernels of common calls (all losses; float32, bfloat16, float16; widths "
     f"{', '.join(map(str, WIDTHS))}) into the cache, side by side, and time them: first calls then "
-    "compile nothing.",
+    "compile nothing. Without a GPU nothing is compiled, and the exit status is 1.",
 )  # fmt: skip
 def info(as_json: bool, compiles: bool) -> None:
     """Versions, processor, GPU, backends, optional libraries and caches of this machine."""
     cuda = machine.cuda()
     on_gpu = cuda.startswith("available")
     libraries = _cuda_libraries()
-    can_compile = on_gpu and libraries["NVRTC"].startswith("available")
+    needs = {"CUDA": cuda, "NVRTC": libraries["NVRTC"]}  # of kernels that are compiled here
+    missing = [f"{name} {state}" for name, state in needs.items() if not state.startswith("avail")]
+    can_compile = not missing
     report = {
         "versions": machine.versions("infonce", "numpy", "numba", "ml_dtypes"),
         "cpu": machine.cpu(),
@@ -63,7 +65,15 @@ def info(as_json: bool, compiles: bool) -> None:
     }
     if as_json:
         click.echo(to_json(report))
-        return
+    else:
+        _print(report)
+    if compiles and missing:
+        raise click.ClickException(f"--compile: no kernel was compiled: {'; '.join(missing)}")
+    if compiles and not report["compile_seconds"]:
+        click.echo("infonce: --compile: the kernels of common calls were in the cache", err=True)
+
+
+def _print(report: Mapping[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, version in report["versions"].items():
         table.add_row(name, version or "missing")

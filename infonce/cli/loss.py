@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.table import Table
 import infonce
 
 from ..checks import validation
+from ..reference import normalize
 from ..result import LossAndGrad
 from ..spec import CHOICES, DEFAULTS, LOSSES, OPTIONS, SOFTMAX, VECTORS, Loss
 from .common import (
@@ -66,7 +67,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("image")
 @click.argument("text", required=False)
 @click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip", help="Which loss.")
-@click.option("--temperature", type=float, help="Divides the dot products; or give --scale.")
+@click.option("--temperature", type=float, help="Divides the dot products. (Or pass --scale.)")
 @click.option("--scale", type=float, help="Multiplies the dot products.")
 @click.option("--bias", type=float, help="Added to the logits (siglip; -10 by default).")
 @click.option(
@@ -78,20 +79,23 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--ids",
     type=PATH,
     multiple=True,
-    help="Pairs of equal ids are no negatives, .npy; twice for ids of rows and of columns.",
+    help="Pairs of equal ids are no negatives, .npy; pass it twice for ids of rows and of columns.",
 )
 @_spec_options
 @click.option(
-    "--workspace", type=Bytes(), default="256MiB", help=f"Most temporary memory; {UNITS_HELP}."
+    "--workspace",
+    type=Bytes(),
+    default="256MiB",
+    help=f"Upper limit of temporary memory; {UNITS_HELP}.",
 )
 @click.option(
     "--metrics/--no-metrics",
     default=None,
-    help="Retrieval and loss by direction; by default where each row has one positive to rank.",
+    help="Report retrieval and the loss of each direction; by default if rows have one positive.",
 )
 @click.option("--grad-out", type=PATH, metavar="DIR", help="Write gradients into this folder.")
 @click.option(
-    "--grad-dtype", type=click.Choice(validation.FLOATS), help="Of the written gradients."
+    "--grad-dtype", type=click.Choice(validation.FLOATS), help="Dtype of the written gradients."
 )
 @click.option("--force", is_flag=True, help="Overwrite gradients of an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -178,7 +182,7 @@ def loss(
                    "dtype": str(features[name].dtype)}
             for name, source in sources.items()
         },
-        "value": {"total": float(result.loss), **_directions(result)},
+        "value": {"total": float(result.loss), "unweighted": _directions(result)},
         "retrieval": _retrieval(result),
         "lse": _lse(result),
         "memory_bytes": {
@@ -190,11 +194,9 @@ def loss(
         "seconds": seconds,
         "method": options["method"],
         "precision": options["precision"],
-        "options": {
-            **{name: options[name] for name in SOFTMAX
-               if name not in VECTORS and options[name] != DEFAULTS[name]},
-            **{name: str(path) for name, path in paths.items()},
-        },
+        "options": _record(chosen, options, paths, ids) | (
+            {"grad_dtype": grad_dtype} if grad_dtype else {}
+        ),
         "workspace_bytes": options["workspace"],
         "gradients": str(grad_out) if grad_out else None,
     }  # fmt: skip
@@ -230,6 +232,22 @@ def _ranked(kind: Loss, options: Mapping[str, Any]) -> bool:
     )
     changed = "key_bias" in options or options["false_negative_margin"] != math.inf
     return single and not changed and "metrics" not in kind.refused
+
+
+def _record(
+    kind: Loss, options: Mapping[str, Any], paths: Mapping[str, Path], ids: Sequence[Path]
+) -> dict[str, Any]:
+    """All that the loss depends on beside the inputs: `scale` as it was used, arrays by path."""
+    temperature, scale = options["temperature"], options["scale"]
+    if scale is None:
+        scale = 1 / temperature if temperature else kind.scale
+    record = {"temperature": temperature, "scale": scale}
+    if kind.sigmoid:
+        record["bias"] = options.get("bias", kind.bias)
+    names = [name for name in SOFTMAX if name not in (*VECTORS, *kind.refused)]
+    record |= {name: options[name] for name in ("normalize", *names)}
+    record |= {name: str(path) for name, path in paths.items()}
+    return record | ({"ids": [str(path) for path in ids]} if ids else {})
 
 
 def _evaluate(
@@ -269,8 +287,7 @@ def _norms(features: Mapping[str, Any], names: Mapping[str, str]) -> str | None:
     ranges = []
     for name, z in features.items():
         sample = z[:: -(-len(z) // SAMPLE)].astype(np.float64)
-        with np.errstate(over="ignore"):
-            norms = np.linalg.norm(sample, axis=1)
+        _, norms = normalize(sample)
         norms = norms[norms > 0]
         if len(norms) and not NORMS[0] <= norms.min() <= norms.max() <= NORMS[1]:
             ranges.append(f"{norms.min():.3g} to {norms.max():.3g} in {names[name]}")
@@ -318,11 +335,22 @@ def _lse(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
     }
 
 
+def _words(name: str, value: Any) -> str:
+    """An option as it is written on the command line."""
+    if value is True:
+        return _flag(name)
+    values = value if isinstance(value, list) else [value]
+    return " ".join(
+        f"{_flag(name)} {v:.6g}" if isinstance(v, float) else f"{_flag(name)} {v}" for v in values
+    )
+
+
 def _print(report: Mapping[str, Any]) -> None:
     value = report["value"]
     title = f"{report['loss']} loss {value['total']:.6g}"
     retrieval, lse = report["retrieval"] or {}, report["lse"] or {}
-    rows: list[tuple[str, str, Mapping[str, Any]]] = [("mean loss", ".6g", value)]
+    title_of_mean = "mean loss, unweighted" if "weights" in report["options"] else "mean loss"
+    rows: list[tuple[str, str, Mapping[str, Any]]] = [(title_of_mean, ".6g", value["unweighted"])]
     for k in (1, 5):
         shares = {side: values[f"top{k}"] for side, values in retrieval.items()}
         rows.append((f"retrieval top-{k}", ".2%", shares))
@@ -350,9 +378,13 @@ def _print(report: Mapping[str, Any]) -> None:
     )
     facts.add_row("time", f"{report['seconds']:.3g} s")
     facts.add_row("method", f"{report['method']}, precision {report['precision']}")
-    if report["options"]:
-        options = (f"{_flag(name)} {given}" for name, given in report["options"].items())
-        facts.add_row("options", ", ".join(options))
+    options = report["options"]
+    by_temperature = options["temperature"] is not None  # then it stands for the scale
+    changed = {
+        name: value for name, value in options.items()
+        if value != DEFAULTS.get(name) and not (by_temperature and name == "scale")
+    }  # fmt: skip
+    facts.add_row("options", ", ".join(_words(name, value) for name, value in changed.items()))
     if report["gradients"]:
         facts.add_row("gradients", report["gradients"])
     console = stdout(table)

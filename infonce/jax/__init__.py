@@ -14,16 +14,18 @@ nothing else.
 
 from typing import TYPE_CHECKING
 
-from .._names import missing
-from .functions import (
-    clip_loss,
-    gte_loss,
-    info_nce_loss,
-    lit_loss,
-    nt_xent_loss,
-    siglip_loss,
-    sup_con_loss,
-)
+from .._names import extra, missing
+
+with extra("jax"):
+    from .functions import (
+        clip_loss,
+        gte_loss,
+        info_nce_loss,
+        lit_loss,
+        nt_xent_loss,
+        siglip_loss,
+        sup_con_loss,
+    )
 
 __all__ = [
     "clip_loss",

@@ -20,7 +20,30 @@ except ImportError as error:
 
 from .. import dispatch
 from ..kernels.problem import SILENT
-from ..spec import VECTORS, Loss
+from ..spec import VECTORS, WAITING, Loss
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class Wide:
+    """Integers of 64 bits as two of 32, for programs whose arrays have no more (without x64)."""
+
+    halves: Any  # int32 [..., 2]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, value: np.ndarray) -> Wide:
+        value = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
+        return cls(jnp.asarray(value.view(np.int32).reshape(*value.shape, 2)), value.dtype)
+
+    @property
+    def value(self) -> Any:
+        """The integers, where `halves` are an array of NumPy's or CuPy's."""
+        return self.halves.view(self.dtype)[..., 0]
+
+
+def _integers(given: Any) -> Any:
+    return given.value if isinstance(given, Wide) else given
 
 
 @dataclass(frozen=True)
@@ -68,10 +91,16 @@ def _outputs(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     arguments = dict(zip(call.kind.arguments, features, strict=True))
     arguments |= {"scale": given["scale"], "bias": given["bias"]}
     of = jax.ShapeDtypeStruct
+    later = given["grad_out"] is None  # gradients wait for it
+
+    def gradient(array: Any) -> Any:
+        dtype = WAITING.get(array.dtype.name, array.dtype) if later else array.dtype
+        return of(array.shape, dtype)
+
     return {
         "loss": of(rows, jnp.float64 if double else jnp.float32),
         "metrics": {k: v and of(*v) for k, v in shapes.items()} if call.metrics else {},
-        **{name: of(arguments[name].shape, arguments[name].dtype) for name in call.wrt},
+        **{name: gradient(arguments[name]) for name in call.wrt},
     }
 
 
@@ -103,12 +132,14 @@ class _Stream:
 def _fill(call: Call, out: dict[str, Any], given: dict[str, Any]) -> None:
     """The same dispatch as for arrays; feature gradients are written to `out` directly."""
     options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
+    ids = given["ids"]
+    given["ids"] = tuple(map(_integers, ids)) if isinstance(ids, tuple) else _integers(ids)
     for name in ("ids", "grad_out", *VECTORS):
         if given[name] is not None:
             options[name] = given[name]
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     result = dispatch.loss_and_grad(
-        call.kind, given["features"], given["labels"], given["bias"],
+        call.kind, given["features"], _integers(given["labels"]), given["bias"],
         {**options, "metrics": call.metrics}, direct,
     )  # fmt: skip
     out["loss"][...] = result.loss
@@ -132,11 +163,12 @@ def loss_and_metrics(call: Call, given: dict[str, Any]) -> tuple[Any, Any]:
 
 def _forward(call: Call, given: dict[str, Any]) -> Any:
     """Loss, and gradients of what is differentiated (`perturbed`), locked towers excepted."""
-    wanted = tuple(
-        name
+    dtypes = {
+        name: value.value.dtype
         for name, value in _named(call.kind, given).items()
         if value is not None and value.perturbed and name not in call.kind.locked
-    )
+    }
+    wanted = tuple(dtypes)
     for name in VECTORS:
         if given[name] is not None and given[name].perturbed:
             raise ValueError(
@@ -148,20 +180,22 @@ def _forward(call: Call, given: dict[str, Any]) -> Any:
     later = dict(call.options).get("reduction") == "none"
     out = _evaluate(Call(call.kind, call.options, call.metrics, () if later else wanted), given)
     grads = {name: out[name] for name in wanted if not later}
-    return (out["loss"], out["metrics"]), (grads, given if later else None, _Names(wanted))
+    residuals = grads, given if later else None, _Dtypes(tuple(dtypes.items()))
+    return (out["loss"], out["metrics"]), residuals
 
 
 def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
-    grads, given, wanted = residuals
+    grads, given, dtypes = residuals
+    wanted = dict(dtypes.by_name)
     upstream = cotangents[0]
     if isinstance(upstream, SymbolicZero):
         upstream = jnp.zeros(upstream.shape, upstream.dtype)
     if given is not None:
-        again = Call(call.kind, call.options, False, wanted.names)
+        again = Call(call.kind, call.options, False, tuple(wanted))
         out = _evaluate(again, {**given, "grad_out": upstream})
-        grads = {name: out[name] for name in wanted.names}
+        grads = {name: out[name] for name in wanted}
     else:
-        grads = {name: (g * upstream).astype(g.dtype) for name, g in grads.items()}
+        grads = {name: (grads[name] * upstream).astype(dtype) for name, dtype in wanted.items()}
     return ({
         "features": tuple(grads.get(name) for name in call.kind.arguments),
         "scale": grads.get("scale"),
@@ -178,10 +212,10 @@ loss_and_metrics.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Names:
-    """Argument names, static among the residuals."""
+class _Dtypes:
+    """Dtypes of the arguments that are differentiated, static among the residuals."""
 
-    names: tuple[str, ...]
+    by_name: tuple[tuple[str, Any], ...]
 
 
 def _named(kind: Loss, given: dict[str, Any]) -> dict[str, Any]:

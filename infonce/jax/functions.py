@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import losses, spec
+from .. import docstrings, losses, spec
+from ..arrays import native
 from ..checks import validation
 from ..checks.call import check
 from ..result import Metrics
 from ..spec import Loss
-from .autodiff import Call, loss_and_metrics
+from .autodiff import Call, Wide, loss_and_metrics
 
 
 def _apply(
@@ -54,8 +55,8 @@ def _apply(
         "features": features,
         "scale": _floating(scale, dtype),
         "bias": None if bias is None else _floating(bias, dtype),
-        "labels": None if labels is None else jnp.asarray(labels),
-        "ids": _each(jnp.asarray, ids),
+        "labels": None if labels is None else _exact(labels),
+        "ids": _each(_exact, ids),
         **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
     }
@@ -83,13 +84,25 @@ def _check(
 
 def _known(value: Any, otherwise: int = 0) -> Any:
     """The values of a JAX array where they can be read without waiting for a device; else an array
-    of its shape and dtype that holds `otherwise` once. Other values unchanged."""
+    of its shape and dtype that holds `otherwise` once, but of integers [M, P] sets of one. Other
+    values unchanged."""
     if not isinstance(value, jax.Array):
         return value
     traced = isinstance(value, jax.core.Tracer)
     if traced or {device.platform for device in value.devices()} != {"cpu"}:
+        if value.ndim == 2 and jnp.issubdtype(value.dtype, jnp.integer):
+            return np.broadcast_to(-(np.arange(value.shape[1]) > 0).astype(np.int64), value.shape)
         return np.broadcast_to(np.full((), otherwise, value.dtype), value.shape)
     return np.asarray(value)
+
+
+def _exact(value: Any) -> Any:
+    """Integers that are no JAX array as one; as `Wide` those of 64 bits that JAX would cut."""
+    if isinstance(value, jax.Array):
+        return value
+    value = np.asarray(native(value))
+    cut = jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype
+    return Wide.of(value) if cut else jnp.asarray(value)
 
 
 def _each(function: Any, ids: Any) -> Any:
@@ -107,6 +120,8 @@ def _floating(value: Any, dtype: Any) -> Any:
 
 
 DOC = """
+    >>> loss = infonce.jax.{loss}({call_arguments}, scale=20.0, normalize=True)
+
     Parameters
     ----------
     {arguments} : arrays [rows, features]
@@ -137,36 +152,36 @@ DOC = """
 """
 
 
-@losses.adapted(losses.clip_loss, DOC)
+@docstrings.adapted(losses.clip_loss, DOC)
 def clip_loss(image: Any, text: Any, **options: Any) -> Any:
     return _apply(spec.CLIP, (image, text), **options)
 
 
-@losses.adapted(losses.info_nce_loss, DOC)
+@docstrings.adapted(losses.info_nce_loss, DOC)
 def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> Any:
     return _apply(spec.INFO_NCE, (query, key), labels, **options)
 
 
-@losses.adapted(losses.nt_xent_loss, DOC)
+@docstrings.adapted(losses.nt_xent_loss, DOC)
 def nt_xent_loss(features: Any, **options: Any) -> Any:
     return _apply(spec.NT_XENT, (features,), **options)
 
 
-@losses.adapted(losses.lit_loss, DOC)
+@docstrings.adapted(losses.lit_loss, DOC)
 def lit_loss(text: Any, image: Any, **options: Any) -> Any:
     return _apply(spec.LIT, (text, image), **options)
 
 
-@losses.adapted(losses.siglip_loss, DOC)
+@docstrings.adapted(losses.siglip_loss, DOC)
 def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
     return _apply(spec.SIGLIP, (image, text), None, bias, **options)
 
 
-@losses.adapted(losses.sup_con_loss, DOC)
+@docstrings.adapted(losses.sup_con_loss, DOC)
 def sup_con_loss(features: Any, labels: Any, **options: Any) -> Any:
     return _apply(spec.SUP_CON, (features,), labels, **options)
 
 
-@losses.adapted(losses.gte_loss, DOC)
+@docstrings.adapted(losses.gte_loss, DOC)
 def gte_loss(query: Any, key: Any, **options: Any) -> Any:
     return _apply(spec.GTE, (query, key), **options)

@@ -1,4 +1,4 @@
-"""In the place of optax's contrastive loss: `ntxent` of optax.losses.
+"""A drop-in replacement for optax's contrastive loss: `ntxent` of optax.losses.
 
 The signature is the same, inside and outside of `jit`. What differs: no matrix is kept, the loss is
 float32 (float64 for float64), and there are no second derivatives, as for all losses of
@@ -59,7 +59,10 @@ def ntxent(embeddings: Any, labels: Any, temperature: Any = 0.07) -> Any:
         raise ValueError(
             f"labels: expected shape {embeddings.shape[:1]}, got {jnp.shape(labels)}"
         )  # fmt: skip
-    most = int(np.unique(labels, return_counts=True)[1].max()) if known else len(embeddings)
+    most = len(embeddings)
+    if known:  # classes from 0 on, as JAX may cut integers of 64 bits
+        _, labels, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        most = int(counts.max())
     labels = jnp.asarray(labels)
     z = _unit(embeddings.astype(jnp.promote_types(embeddings.dtype, jnp.float32)))
 
@@ -90,5 +93,7 @@ def ntxent(embeddings: Any, labels: Any, temperature: Any = 0.07) -> Any:
 
 def _unit(z: Any) -> Any:
     """Rows divided by their norm; rows of zeros, and their gradients, stay zero."""
+    largest = jax.lax.stop_gradient(jnp.abs(z).max(axis=1, keepdims=True))
+    z = jnp.ldexp(z, -jnp.frexp(largest)[1])  # exact, and squares neither over- nor underflow
     squares = (z * z).sum(axis=1, keepdims=True)
     return z * jnp.where(squares > 0, jax.lax.rsqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)

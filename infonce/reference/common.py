@@ -100,10 +100,13 @@ def normalize(z: Array) -> tuple[Array, Array]:
     u : ndarray [M, D]
         ``u_i = z_i / |z_i|``. A row of zeros has no direction: it becomes NaN.
     norm : ndarray [M, 1]
-        ``|z_i|``. Its square is formed on the way, so it must lie within 1e-150 ... 1e150.
+        ``|z_i|``. Squares would over- or underflow from 1e154 and 1e-154 on, so a power of two is
+        taken out of each row first, which is exact.
     """
-    norm = np.sqrt(np.sum(z * z, axis=1, keepdims=True))
-    return z / norm, norm
+    exponent = np.frexp(np.max(np.abs(z), axis=1, keepdims=True))[1]
+    near_one = np.ldexp(z, -exponent)
+    norm = np.sqrt(np.sum(near_one * near_one, axis=1, keepdims=True))
+    return near_one / norm, np.ldexp(norm, exponent)
 
 
 @silent

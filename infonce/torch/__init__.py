@@ -4,35 +4,37 @@
 >>> loss = infonce.torch.clip_loss(image, text, scale=logit_scale.exp())
 >>> loss.backward()
 
-Without copies: kernels read the tensors' memory and run on PyTorch's current stream, and nothing
+Nothing is copied: kernels read the tensors' memory and run on PyTorch's current stream, and nothing
 waits for the device.
 
-In the place of other projects' losses: the modules `open_clip`, `sentence_transformers`, `lightly`,
-`pytorch_metric_learning`, `sup_contrast`, `inf_cl`, `memory_efficient_clip` and `infonce_cuda` of
-`infonce.torch` have the names and the calls of theirs.
+Drop-in replacements for other projects' losses, with the same names and calls: the modules
+`open_clip`, `sentence_transformers`, `lightly`, `pytorch_metric_learning`, `sup_contrast`,
+`inf_cl`, `memory_efficient_clip` and `infonce_cuda` of `infonce.torch`.
 """
 
 from typing import TYPE_CHECKING
 
-from .._names import missing
-from .functions import (
-    clip_loss,
-    gte_loss,
-    info_nce_loss,
-    lit_loss,
-    nt_xent_loss,
-    siglip_loss,
-    sup_con_loss,
-)
-from .modules import (
-    CLIPLoss,
-    GTELoss,
-    InfoNCELoss,
-    LiTLoss,
-    NTXentLoss,
-    SigLIPLoss,
-    SupConLoss,
-)
+from .._names import extra, missing
+
+with extra("torch"):
+    from .functions import (
+        clip_loss,
+        gte_loss,
+        info_nce_loss,
+        lit_loss,
+        nt_xent_loss,
+        siglip_loss,
+        sup_con_loss,
+    )
+    from .modules import (
+        CLIPLoss,
+        GTELoss,
+        InfoNCELoss,
+        LiTLoss,
+        NTXentLoss,
+        SigLIPLoss,
+        SupConLoss,
+    )
 
 __all__ = [
     "CLIPLoss",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import losses, spec
+from .. import docstrings, losses, spec
 from ..checks import validation
 from ..spec import GRAD_ONLY, VECTORS, Loss
 from .core import autograd, compiled
@@ -90,6 +90,9 @@ def _scalar(name: str, value: Any) -> Any:
 
 
 DOC = """
+    >>> loss = infonce.torch.{loss}({call_arguments}, scale=20.0, normalize=True)
+    >>> loss.backward()
+
     Parameters
     ----------
     {arguments} : tensors [rows, features], CPU or CUDA
@@ -124,36 +127,36 @@ DOC = """
 """
 
 
-@losses.adapted(losses.clip_loss, DOC)
+@docstrings.adapted(losses.clip_loss, DOC)
 def clip_loss(image: Tensor, text: Tensor, **options: Any) -> Any:
     return _apply(spec.CLIP, (image, text), **options)
 
 
-@losses.adapted(losses.info_nce_loss, DOC)
+@docstrings.adapted(losses.info_nce_loss, DOC)
 def info_nce_loss(query: Tensor, key: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
     return _apply(spec.INFO_NCE, (query, key), labels, **options)
 
 
-@losses.adapted(losses.nt_xent_loss, DOC)
+@docstrings.adapted(losses.nt_xent_loss, DOC)
 def nt_xent_loss(features: Tensor, **options: Any) -> Any:
     return _apply(spec.NT_XENT, (features,), **options)
 
 
-@losses.adapted(losses.lit_loss, DOC)
+@docstrings.adapted(losses.lit_loss, DOC)
 def lit_loss(text: Tensor, image: Tensor, **options: Any) -> Any:
     return _apply(spec.LIT, (text, image), **options)
 
 
-@losses.adapted(losses.siglip_loss, DOC)
+@docstrings.adapted(losses.siglip_loss, DOC)
 def siglip_loss(image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
     return _apply(spec.SIGLIP, (image, text), None, bias, **options)
 
 
-@losses.adapted(losses.sup_con_loss, DOC)
+@docstrings.adapted(losses.sup_con_loss, DOC)
 def sup_con_loss(features: Tensor, labels: Tensor, **options: Any) -> Any:
     return _apply(spec.SUP_CON, (features,), labels, **options)
 
 
-@losses.adapted(losses.gte_loss, DOC)
+@docstrings.adapted(losses.gte_loss, DOC)
 def gte_loss(query: Tensor, key: Tensor, **options: Any) -> Any:
     return _apply(spec.GTE, (query, key), **options)

@@ -1,4 +1,4 @@
-"""In the place of Inf-CL's inf_cl: its functions `cal_flash_loss`, `cal_ring_loss` and
+"""Drop-in replacements for Inf-CL's inf_cl: its functions `cal_flash_loss`, `cal_ring_loss` and
 `cal_inf_loss`.
 
 As theirs, the last two share rows with the other processes wherever torch.distributed is

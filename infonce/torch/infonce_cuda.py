@@ -1,20 +1,24 @@
-"""In the place of the InfoNCE CUDA report's extension: its module `InfoNCELoss`.
+"""Drop-in replacements for the InfoNCE CUDA report's extension: its module `InfoNCELoss`, its
+autograd function `InfoNCEFunction`, and the extension's `infonce_forward` and `infonce_backward`.
 
-The name is theirs: the loss is NT-Xent, on one array with two views of each sample. What differs:
-features stay on their device and keep their dtype, where theirs become float32 on a GPU, and no
-matrix of logits is kept. Other keywords are those of `infonce.torch.nt_xent_loss`.
+The names are theirs: the loss is NT-Xent, on one array with two views of each sample. What differs:
+features stay on their device and keep their dtype, where theirs become float32 on a GPU, no matrix
+of logits is kept, nothing waits for the device, and the module's loss is 0-d. Other keywords of the
+module are those of `infonce.torch.nt_xent_loss`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .. import dispatch, spec
 from .core.drop_in import DropIn
 from .functions import nt_xent_loss
 
-__all__ = ["InfoNCELoss"]
+__all__ = ["InfoNCEFunction", "InfoNCELoss", "infonce_backward", "infonce_forward"]
 
 
 class InfoNCELoss(DropIn):
@@ -43,3 +47,76 @@ class InfoNCELoss(DropIn):
 
     def forward(self, features: Tensor) -> Any:
         return nt_xent_loss(features, temperature=self.temperature, **self.options)
+
+
+class InfoNCEFunction:
+    """The loss of `InfoNCELoss` as autograd differentiates it: ``apply(features [2B, D],
+    temperature)`` returns it as a tensor of shape [1], as the report's."""
+
+    @staticmethod
+    def apply(features: Tensor, temperature: float) -> Tensor:
+        loss: Tensor = nt_xent_loss(features, temperature=temperature)
+        return loss.reshape(1)
+
+
+def infonce_forward(features: Tensor, temperature: float) -> Tensor:
+    """The loss of `InfoNCELoss` alone, which autograd does not record.
+
+    ``loss = -1/2B sum_i log softmax_{j != i}(z z' / temperature)_i,partner(i)``
+
+    Parameters
+    ----------
+    features : tensor [2B, D]
+        CPU or CUDA, of unit norm.
+    temperature : float
+
+    Returns
+    -------
+    tensor [1]
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Chen et al.: A Simple Framework for Contrastive Learning of Visual Representations, 2020.
+    """
+    with torch.no_grad():
+        return InfoNCEFunction.apply(features, temperature)
+
+
+def infonce_backward(features: Tensor, temperature: float, grad_output: Any) -> Tensor:
+    """The gradient of `infonce_forward`, times the upstream gradient.
+
+    With P the softmax over j != i, Y the one-hot partners and ``G = (P - Y) / 2B``,
+    ``dfeatures = grad_output (G + G') features / temperature``.
+
+    Parameters
+    ----------
+    features : tensor [2B, D]
+        Those of the forward pass.
+    temperature : float
+    grad_output : float or tensor of one number
+        On the features' device, where it is not read by the host, or on the host.
+
+    Returns
+    -------
+    tensor [2B, D]
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Chen et al.: A Simple Framework for Contrastive Learning of Visual Representations, 2020.
+    """
+    if isinstance(grad_output, Tensor):
+        grad_output = grad_output.detach().reshape(())
+    options = {"temperature": temperature, "grad_out": grad_output, "wrt": "features"}
+    gradient: Tensor
+    gradient = dispatch.loss_and_grad(spec.NT_XENT, (features,), None, None, options).grads.features
+    return gradient

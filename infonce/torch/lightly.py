@@ -1,10 +1,10 @@
-"""In the place of lightly's losses: `NTXentLoss` with its memory bank, `DCLLoss` and `DCLWLoss` of
-lightly.loss.
+"""Drop-in replacements for lightly's losses: `NTXentLoss` with its memory bank, `DCLLoss` and
+`DCLWLoss` of lightly.loss.
 
 The constructors, the calls and the random numbers that fill a memory bank are the same. What
-differs: the loss is float32 (float64 for float64); a temperature has to be positive; with
-`gather_distributed` nothing is gathered, the loss is that of all processes' rows, and their shards
-may differ in size. Other keywords are those of `infonce.torch.nt_xent_loss`.
+differs: the loss is float32 (float64 for float64). A temperature has to be positive. With
+`gather_distributed` the loss is that of all processes' rows, and their shards may differ in size.
+Other keywords are those of `infonce.torch.nt_xent_loss`.
 """
 
 from __future__ import annotations

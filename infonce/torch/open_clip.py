@@ -1,10 +1,10 @@
-"""In the place of open_clip's losses: `ClipLoss`, `SigLipLoss`, `CoCaLoss` and `DistillClipLoss` of
-open_clip.loss, and `create_loss`.
+"""Drop-in replacements for open_clip's losses: `ClipLoss`, `SigLipLoss`, `CoCaLoss` and
+`DistillClipLoss` of open_clip.loss, and `create_loss`.
 
 The constructors and the calls are the same. What differs: the loss is float32 (float64 for float64)
-where open_clip's has the features' dtype; over ranks the loss is that of all ranks' rows whatever
-`local_loss` and `dist_impl`, nothing is gathered but by `DistillClipLoss`, and gradients are right
-under DDP; `use_horovod` is an error. Other keywords are those of the functions of `infonce.torch`.
+where open_clip's has the features' dtype. Over ranks the loss is that of all ranks' rows whatever
+`local_loss` and `dist_impl`, and gradients are right under DDP. `use_horovod` is an error. Other
+keywords are those of the functions of `infonce.torch`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss
 
 
 class _OpenClip(DropIn):
-    """What open_clip's losses have in common: over ranks, the ring over torch.distributed."""
+    """What open_clip's losses have in common: over ranks, the group of torch.distributed."""
 
     def __init__(self, options: dict[str, Any], rank: int, world_size: int, **others: Any) -> None:
         super().__init__(options, rank=rank, world_size=world_size, **others)
@@ -64,7 +64,7 @@ class ClipLoss(_OpenClip):
         Those of torch.distributed. With ``world_size > 1`` the loss is that of all ranks' rows, and
         gradients are those that open_clip's loss has with `gather_with_grad`.
     local_loss, gather_with_grad, cache_labels : bool
-        Of no use here: nothing is gathered, and no labels are made.
+        Without effect: the loss is always that of all ranks' rows, and no labels are made.
     use_horovod : bool
         False.
     options
@@ -244,7 +244,7 @@ class SigLipLoss(_OpenClip):
     cache_labels : bool
     dist_impl : str
     chunk_size : int
-        Of no use here: ranks are a ring, and no matrix of logits is kept.
+        Without effect: `exchange` chooses how keys travel, and no matrix of logits is kept.
     options
         Of `infonce.torch.siglip_loss`.
 

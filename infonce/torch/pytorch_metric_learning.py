@@ -1,4 +1,4 @@
-"""In the place of pytorch_metric_learning's losses `NTXentLoss` and `SupConLoss`.
+"""Drop-in replacements for pytorch_metric_learning's losses `NTXentLoss` and `SupConLoss`.
 
 They are subclasses: constructors, reducers, regularizers and records are those of the
 pytorch-metric-learning that is installed, and the losses of pairs and rows are computed here,

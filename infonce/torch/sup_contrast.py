@@ -1,4 +1,4 @@
-"""In the place of SupContrast's losses.SupConLoss: `SupConLoss`.
+"""Drop-in replacements for SupContrast's losses.SupConLoss: `SupConLoss`.
 
 As there, features have unit norm already, rows without a positive count as 0 in the mean, and the
 loss is multiplied by temperature / base_temperature. What differs: no matrix is kept, the loss is

@@ -46,8 +46,8 @@ def capture(function: Callable[..., Any], *inputs: Array, **options: Any) -> Cap
 
     ``step = infonce.capture(infonce.clip_loss_and_grad, image, text, scale=scale)`` evaluates the
     loss once and records how; ``step()`` does it again on what `image`, `text` and a 0-d `scale`
-    then hold, without any of Python's work, and returns the same result object with new contents.
-    It pays for small and medium batches. Copy what must outlive the next call.
+    then hold, by one launch, and returns the same result object with new contents. This saves most
+    for small and medium batches. Copy what must outlive the next call.
 
     Parameters
     ----------
@@ -56,7 +56,8 @@ def capture(function: Callable[..., Any], *inputs: Array, **options: Any) -> Cap
         Their memory is read at every call: write new features into the same arrays.
     options
         Of `function`. Memory of the call stays reserved as long as the result lives: at most
-        `workspace`, outputs, vectors of length M or N, and 32 MiB for cuBLAS.
+        `workspace`, outputs, vectors of length M or N, and a workspace for cuBLAS: 32 MiB from
+        compute capability 9.0 on, 4 MiB before.
 
     Returns
     -------

@@ -7,13 +7,16 @@ time, twice: once for features, and once more to take each chunk's gradient back
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..checks import validation
 from ..result import LossAndGrad
+from ..spec import VECTORS
 
+EXPECTED = "loss_and_grad: expected a function X_loss_and_grad of infonce or infonce.distributed"
 Encode = Callable[[Any], Any]  # chunk of inputs -> features [rows, D], no graph kept
 Backward = Callable[[Any, Any], None]  # chunk, gradient of its features -> parameters' gradients
 
@@ -50,7 +53,10 @@ def grad_cache(
     chunk : int
         Rows that an encoder sees at once.
     **options
-        Passed on to the loss. ``gradient_scale="ddp"`` where gradients are averaged afterwards.
+        Passed on to the loss. ``gradient_scale="ddp"`` where gradients are averaged afterwards,
+        ``grad_out=scaler.get_scale()`` under a GradScaler. Tensors among them require no gradient:
+        for a scale that is learnt, pass ``scale.detach()``, and call
+        ``scale.backward(out.grads.scale)`` afterwards.
 
     Returns
     -------
@@ -62,6 +68,8 @@ def grad_cache(
     TypeError, ValueError
         For arguments that do not fit, before any work; and whatever the loss raises.
     """
+    _require_gradients(loss_and_grad)
+    _require_detached(options)
     if not validation.is_integer(chunk):
         raise TypeError(f"chunk: expected an integer, got {validation.what(chunk)}")
     if chunk < 1:
@@ -79,6 +87,8 @@ def grad_cache(
         for z, run, slices in zip(inputs, encoders, chunks, strict=True)
     ]
     out = loss_and_grad(*features, **options)
+    if not hasattr(out, "grads"):
+        raise TypeError(f"{EXPECTED}, got one that returns {validation.what(out)}")
     for z, run, slices, gradient in zip(inputs, backwards, chunks, out.grads, strict=False):
         if run is None or gradient is None:
             continue
@@ -86,6 +96,35 @@ def grad_cache(
             if len(z[rows]):
                 run(z[rows], gradient[rows])
     return out
+
+
+def _require_gradients(function: Any) -> None:
+    """TypeError for what returns no gradients, as far as that is known without a call."""
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    torch, name = sys.modules.get("torch"), getattr(inner, "__name__", type(inner).__name__)
+    is_module = torch is not None and isinstance(inner, torch.nn.Module)
+    of_infonce = str(getattr(inner, "__module__", "")).partition(".")[0] == "infonce"
+    loss_alone = of_infonce and not name.endswith("_loss_and_grad")
+    if is_module or loss_alone or not callable(function):
+        raise TypeError(f"{EXPECTED}, got {name}")
+
+
+def _require_detached(options: Mapping[str, Any]) -> None:
+    """ValueError for tensors whose gradients autograd would wait for in vain."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return
+    for name in ("scale", "temperature", "bias", *VECTORS):
+        if getattr(options.get(name), "requires_grad", False) is True:
+            hint = f"{name}.detach() makes one"
+            if name not in VECTORS:
+                result = "scale" if name == "temperature" else name
+                hint += f", and out.grads.{result} is the gradient of {result}"
+            raise ValueError(
+                f"{name}: expected a tensor that requires no gradient, got one that does: {hint}"
+            )
 
 
 def _one_each(name: str, given: Any, n: int) -> list[Any]:

@@ -30,7 +30,8 @@ from ..problem import (
 from ..solve import Vectors, one_pass
 from .context import Context
 from .fold import Fold
-from .operands import Side, dots_at, inverse_norms, not_finite
+from .naive import require_memory
+from .operands import Side, dots_at, norms_of, not_finite
 from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, thread_count
 
@@ -67,7 +68,7 @@ class CPU:
         self.tile = self._tile(problem)
 
     def _side(self, problem: Problem, features: Array) -> Side:
-        norms = inverse_norms(features) if problem.normalize else None
+        norms = norms_of(features, self.dtype) if problem.normalize else None
         return Side(features, self.dtype, norms)
 
     def not_finite_marks(self, problem: Problem) -> Array:
@@ -114,10 +115,14 @@ class CPU:
         return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
     def _tile(self, problem: Problem) -> tuple[int, int]:
-        """Rows and columns of a tile. If the workspace is too small, first tiles get smaller, then
-        threads fewer."""
+        """Rows and columns of a tile; all with method="naive", which has blocks over ranks. If the
+        workspace is too small, first tiles get smaller, then threads fewer."""
         context = self.context
         m, n, d = problem.shape
+        if problem.method == "naive":
+            context.threads = 1
+            require_memory(problem, context.worker_bytes(d, m, n))
+            return max(1, m), max(1, n)
         bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
         while (
             bm > 16 and context.threads > 1 and 2 * bm * context.threads > m

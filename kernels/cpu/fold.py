@@ -20,7 +20,7 @@ from ..problem import (
     Statistics,
 )
 from .context import Block, Context
-from .operands import Side, dots_at, normalization_backward, row_dots, subtract
+from .operands import Side, dots_at, row_dots, subtract
 from .workers import PanelOrder
 
 EXACT = 2.0**40  # logits below this have digits after the point, in float64
@@ -193,7 +193,7 @@ class Fold:
         they are there)."""
         assert self.gradients is not None
         linear = self.of_key if of_keys else self.of_query
-        if linear or need_dots or side.inverse_norms is not None:
+        if linear or need_dots or side.norms is not None:
             z = side.block(rows, buffer)
             for term in linear:
                 subtract(term, g, z, rows)
@@ -201,8 +201,9 @@ class Fold:
             row_dots(g, z, dots)
             if need_dots:
                 self.gradients.dots[rows] = dots
-            if side.inverse_norms is not None:
-                normalization_backward(g, z, dots, side.inverse_norms[rows])
+            g = side.to_features(
+                g, z, dots, rows, (g if destination is None else destination).dtype
+            )
         if destination is not None and add:
             destination[rows] += g
         elif destination is not None:

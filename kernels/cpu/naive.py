@@ -23,11 +23,16 @@ def available_memory() -> int:
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of `problem` from the full matrix of logits."""
-    needed, room = naive.matrix_bytes(problem), available_memory()
+    require_memory(problem, naive.matrix_bytes(problem))
+    return naive.solve(problem, gradients, VECTORS)
+
+
+def require_memory(problem: Problem, needed: int) -> None:
+    """MemoryError where so many bytes are not free."""
+    room = available_memory()
     if room and needed > room:
         m, n, _ = problem.shape
         raise MemoryError(
             f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes, of which {room} '
             "are free"
         )
-    return naive.solve(problem, gradients, VECTORS)

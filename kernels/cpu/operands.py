@@ -9,10 +9,22 @@ from typing import Any
 import numpy as np
 
 from ..linear import LinearGradient
+from ..norms import near_one
 from ..problem import Array, slices
 from .elementary import compiled, wide_vectors
 
+# Squared norms of rows that are taken as they are, by the bytes of the dtype that computes
+SQUARES = {4: (2.0**-100, 2.0**100), 8: (2.0**-900, 2.0**900)}
 REAL = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+@dataclass
+class Norms:
+    """Norms of rows: |z_i| = 2^exponent_i / inverse_i. A row of zeros has no direction: with an
+    inverse of 0 it stays zero, with zero gradient."""
+
+    inverse: Array  # [n] float64
+    exponent: Array | None  # [n] int32; None: 0
 
 
 @dataclass
@@ -21,7 +33,7 @@ class Side:
 
     features: Array
     dtype: np.dtype[Any]
-    inverse_norms: Array | None  # [n] float64
+    norms: Norms | None
 
     @property
     def direct(self) -> bool:
@@ -32,7 +44,7 @@ class Side:
             z.dtype == self.dtype
             and z.dtype.isnative
             and z.flags.aligned
-            and self.inverse_norms is None
+            and self.norms is None
             and (
                 (z.strides[1] == item and z.strides[0] >= item * z.shape[1])
                 or (z.strides[0] == item and z.strides[1] >= item * z.shape[0])
@@ -41,20 +53,39 @@ class Side:
 
     def take(self, index: Array) -> Array:
         """Rows `index` in the compute dtype, as a new array."""
-        out = self.features[index].astype(self.dtype)
-        if self.inverse_norms is not None:
-            normalize_rows(out, self.inverse_norms[index])
-        return out
+        return self._copied(index, np.empty((len(index), self.features.shape[1]), self.dtype))
 
     def block(self, rows: slice, buffer: Array | None) -> Array:
         """`rows` in the compute dtype, in `buffer`; without a buffer, a view of the features."""
         if buffer is None:
             return self.features[rows]
-        out = buffer[: rows.stop - rows.start]
-        np.copyto(out, self.features[rows], casting="same_kind")
-        if self.inverse_norms is not None:
-            normalize_rows(out, self.inverse_norms[rows])
+        return self._copied(rows, buffer[: rows.stop - rows.start])
+
+    def _copied(self, rows: slice | Array, out: Array) -> Array:
+        norms = self.norms
+        if norms is None or norms.exponent is None:
+            np.copyto(out, self.features[rows], casting="same_kind")
+        else:
+            shift = -norms.exponent[rows, None]
+            np.ldexp(self.features[rows], shift, out=out, casting="same_kind")
+        if norms is not None:
+            normalize_rows(out, norms.inverse[rows])
         return out
+
+    def to_features(
+        self, g: Array, z: Array, dots: Array, rows: slice, dtype: np.dtype[Any]
+    ) -> Array:
+        """dL/dz of the features from g = dL/du of `rows`, z = u and dots = <g, u>: g itself, or an
+        array of `dtype` where that has a wider range."""
+        norms = self.norms
+        if norms is None:
+            return g
+        if dtype.itemsize > g.itemsize:  # long and short rows have gradients beyond float32
+            g = g.astype(dtype)
+        normalization_backward(g, z, dots, norms.inverse[rows])
+        if norms.exponent is not None:
+            np.ldexp(g, -norms.exponent[rows, None], out=g)
+        return g
 
     def blocks(self) -> Iterator[tuple[slice, Array]]:
         """Rows in the compute dtype, some at a time."""
@@ -92,13 +123,25 @@ def not_finite(features: Array) -> Array:
     return out
 
 
-def inverse_norms(features: Array) -> Array:
-    """1 / |z_i| in float64. A row of zeros has no direction: it stays zero, with zero gradient."""
+def norms_of(features: Array, dtype: np.dtype[Any]) -> Norms:
+    """The norms of rows that are computed in `dtype`. Rows of float64 whose squares over- or
+    underflow, or which leave the range of `dtype`, are divided by a power of two first."""
     squares = np.empty(len(features))
     for rows in slices(len(features), 1024):
         block = features[rows].astype(np.float64)
         squares[rows] = np.einsum("id,id->i", block, block)
-    return np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares))
+    exponent = None
+    if features.dtype.itemsize == 8:
+        least, most = SQUARES[dtype.itemsize]
+        low, high = np.minimum.reduce(squares, initial=1.0), np.maximum.reduce(squares, initial=1.0)
+        if not least <= low <= high <= most:
+            beyond = np.flatnonzero(~((squares >= least) & (squares <= most)))
+            exponent = np.zeros(len(features), np.int32)
+            for part in slices(len(beyond), 1024):
+                index = beyond[part]
+                block, exponent[index] = near_one(np, features[index].astype(np.float64))
+                squares[index] = np.einsum("id,id->i", block, block)
+    return Norms(np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares)), exponent)
 
 
 def dots_at(query: Side, key: Side, positives: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,32 @@ from ..problem import SILENT, Array
 # --- threads --------------------------------------------------------------------------------------
 
 
-class _Blas:
+class _Guarded:
+    """What threads share, under a lock. A fork waits for the thread that holds the lock, so that
+    the child finds all in order; and the child's lock is free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=lambda: self._lock.acquire(),
+                after_in_parent=lambda: self._lock.release(),
+                after_in_child=self._in_child,
+            )
+
+    def _in_child(self) -> None:
+        """In a forked child, which has the thread that forked alone."""
+        self._lock = threading.RLock()
+
+
+class _Blas(_Guarded):
     """Makes BLAS single-threaded while any fold runs, and restores the caller's setting after."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._controller: ThreadpoolController | None = None
+        super().__init__()
+        self._users: list[int] = []  # threads that run folds
+        self._libraries: list[Any] | None = None
+        self._before: list[int] = []  # threads of each library before the first fold
         self._threads = 1
 
     def threads(self) -> int:
@@ -31,32 +50,47 @@ class _Blas:
         with self._lock:
             if self._users:
                 return self._threads
-            if self._controller is None:
-                self._controller = ThreadpoolController().select(user_api="blas")
-            return self._count()
-
-    def _count(self) -> int:
-        assert self._controller is not None
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        blas = [library["num_threads"] for library in self._controller.info()]
-        return int(max(1, min([cores or 1, *blas])))
+            if self._libraries is None:
+                self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+            cores = (
+                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            )
+            blas = [library.num_threads for library in self._libraries]
+            return int(max(1, min([cores or 1, *blas])))
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
-        threads = self.threads()
+        thread = threading.get_ident()
         with self._lock:
-            if self._users == 0:
-                assert self._controller is not None
-                self._threads = threads
-                self._limit = self._controller.limit(limits=1)
-            self._users += 1
+            if not self._users:
+                self._threads = self.threads()
+                assert self._libraries is not None
+                self._before = [library.num_threads for library in self._libraries]
+                self._set([1] * len(self._before))
+            self._users.append(thread)
         try:
             yield
         finally:
             with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._limit.restore_original_limits()
+                self._users.remove(thread)
+                if not self._users:
+                    self._set(self._before)
+
+    def _set(self, threads: list[int]) -> None:
+        for library, number in zip(self._libraries or [], threads, strict=True):
+            # From threadpoolctl 3.8 on, OpenBLAS heeds the first thread that sets a number until
+            # this is called. Folds begin and end in any thread.
+            heed_any = getattr(library, "clear_controlling_thread", lambda force: None)
+            heed_any(force=True)
+            library.set_num_threads(number)
+            heed_any(force=True)
+
+    def _in_child(self) -> None:
+        super()._in_child()
+        folds = bool(self._users)
+        self._users = [thread for thread in self._users if thread == threading.get_ident()]
+        if folds and not self._users:
+            self._set(self._before)
 
 
 BLAS = _Blas()
@@ -107,19 +141,21 @@ class PanelOrder:
             self._condition.notify_all()
 
 
-class _Pools:
+class _Pools(_Guarded):
     """Idle worker threads of earlier calls. New threads share a core until the system moves them,
-    and that takes longer than a small batch."""
+    and that takes longer than a small batch.
+
+    Nothing here ends them: at exit, a hook of concurrent.futures tells its threads to end, and
+    waits for them. They are no daemons, which could be inside BLAS when its memory goes.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._idle: dict[int, list[ThreadPoolExecutor]] = {}  # by their number of threads
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
 
-    def _forget(self) -> None:
-        """A forked child has no threads of its parent."""
-        self._lock, self._idle = threading.Lock(), {}
+    def _in_child(self) -> None:
+        super()._in_child()
+        self._idle = {}  # a child has no threads of its parent
 
     @contextmanager
     def borrow(self, threads: int) -> Iterator[ThreadPoolExecutor]:
@@ -154,8 +190,17 @@ def in_threads(
             raise
 
     with POOLS.borrow(threads) as pool:
-        futures = [pool.submit(guarded) for _ in range(threads)]
+        futures: list[Future[None]] = []
         try:
+            for _ in range(threads):
+                try:
+                    futures.append(pool.submit(guarded))
+                except RuntimeError as refusal:
+                    if "new futures" not in str(refusal):  # but a thread that cannot start
+                        raise
+                    break  # at exit, concurrent.futures takes no more work
+            if not futures:
+                guarded()
             pending = set(futures)
             while pending:
                 _, pending = wait(pending, 0.1, FIRST_EXCEPTION)
@@ -174,13 +219,13 @@ def in_threads(
 # --- memory ---------------------------------------------------------------------------------------
 
 
-class BufferPool:
+class BufferPool(_Guarded):
     """Temporary memory of earlier calls, for reuse: the system has mapped its pages already.
     (Mapping fresh pages takes as long as a tenth of the products computed in them.)"""
 
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self.limit = limit  # bytes kept at most
-        self._lock = threading.Lock()
         self._buffers: list[Array] = []
 
     def take(self, elements: int, dtype: np.dtype[Any]) -> Array:

@@ -123,6 +123,14 @@ struct Matrix {
   }
 };
 
+// The exponent of a row's largest size: rows of float64 are divided by 2^exponent, exactly, before they are
+// squared. Squares of other dtypes neither over- nor underflow in float64.
+__device__ __forceinline__ int exponent_of(double largest) {
+  int e = 0;
+  if (largest > 0 && largest < INFINITY_) frexp(largest, &e);
+  return e;
+}
+
 // --- elementary functions ------------------------------------------------------------------------------
 
 __device__ __forceinline__ Real max_(Real a, Real b) { return fmax(a, b); }  // ignores one NaN
@@ -150,6 +158,11 @@ __device__ __forceinline__ void sigmoid_parts(double e, double& share, double& l
 __device__ __forceinline__ double warp_sum(double x) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(ALL_LANES, x, lanes);
+  return x;
+}
+__device__ __forceinline__ double warp_max(double x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmax(x, __shfl_xor_sync(ALL_LANES, x, lanes));
   return x;
 }
 // Over a block of THREADS. `memory` is shared and has one number for each warp.

@@ -5,18 +5,23 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
                                      int* exponent) {
   const i64 row = lanes_row(32);
   if (row >= n) return;
+  int taken = 0, e = 0;
+  if (z.dtype == DTYPE_FLOAT64) {
+    double largest = 0;
+    for (i64 k = threadIdx.x % 32; k < d; k += 32) largest = fmax(largest, fabs(z.get(row, k)));
+    taken = exponent_of(warp_max(largest));
+  }
   double sum = 0;
   for (i64 k = threadIdx.x % 32; k < d; k += 32) {
-    const double x = z.get(row, k);
+    const double x = taken ? ldexp(z.get(row, k), -taken) : z.get(row, k);
     sum += x * x;
   }
   sum = warp_sum(sum);
   if (threadIdx.x % 32) return;
-  int e = 0;
   const bool usable = sum > 0 && sum < INFINITY_;
   const double m = usable ? frexp(sqrt(sum), &e) : 1;
   factor[row] = sum == 0 ? 0 : usable ? (Real)(1 / m) : (Real)NAN_;
-  exponent[row] = e;
+  exponent[row] = usable ? e + taken : 0;
 }
 
 // `any_key_not_finite` becomes NaN if a feature of any of n keys is not finite (all rows that write it

@@ -26,7 +26,7 @@ __device__ __forceinline__ uint4 get_16_bytes(const char* from) {
 __device__ __forceinline__ void prefetch_row(const void* row, i64 bytes, int lane, int lanes) {
   constexpr int LINE = 128;
   for (i64 at = lane * LINE; at < bytes; at += lanes * LINE)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)row + at));
+    prefetch_line((const char*)row + at);
 }
 __device__ __forceinline__ void prefetch_row(const Matrix& z, i64 row, i64 d, int lane, int lanes) {
   const int size = z.dtype == DTYPE_FLOAT64 ? 8 : z.dtype == DTYPE_FLOAT32 ? 4 : 2;

@@ -16,6 +16,7 @@ from .config import Device
 from .device import compiler
 from .device.arguments import NO_MATRIX, address, matrix_values, scalar_values, whole_strides
 from .device.signatures import structure
+from .device.streams import identity
 
 THREADS = 256
 TILE = 64  # rows and columns of a tile
@@ -40,7 +41,8 @@ _pack = _FUSED.layout.pack
 _BY_VALUE = np.dtype(f"V{_FUSED.size}")  # one parameter, to CuPy
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 NO_SCALAR = scalar_values(0.0)
-_barriers: dict[tuple[int, int], Array] = {}
+MAX_BARRIERS = 256
+_barriers: dict[tuple[int, int], Array] = {}  # by device and stream
 
 
 def logit_bytes(problem: Problem) -> int:
@@ -83,10 +85,13 @@ def _barrier(device: int) -> Array:
     stream = cupy.cuda.get_current_stream()
     if stream.is_capturing():
         return cupy.zeros(2, np.uint32)
-    key = device, stream.ptr
-    if key not in _barriers:
-        _barriers[key] = cupy.zeros(2, np.uint32)
-    return _barriers[key]
+    key = device, identity(stream.ptr)
+    barrier = _barriers.get(key)
+    if barrier is None:
+        while len(_barriers) >= MAX_BARRIERS:  # CuPy uses its memory again on its stream alone
+            _barriers.pop(next(iter(_barriers)), None)
+        barrier = _barriers[key] = cupy.zeros(2, np.uint32)
+    return barrier
 
 
 @dataclass(frozen=True)
@@ -132,13 +137,14 @@ def _launch(
         column_dot, row_sum, *of_rows, *of_columns,
     )  # fmt: skip
     on = cupy.cuda.Device(device)
-    kernel = compiler.function(
+    raw_kernel = compiler.function(
         on, "fused/fused.cu", "fused", 0,
         PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
         SYMMETRIC=int(symmetric), TWO_SIDED=int(two_sided), SIGMOID=int(sigmoid),
         NORMALIZE=int(normalize), IDS=int(ids),
     )  # fmt: skip
-    return _Launch(kernel, min(resident, work), parts, size, offsets)
+    # A launch of the RawKernel would ask for the current device first: this call knows it
+    return _Launch(raw_kernel.kernel, min(resident, work), parts, size, offsets)
 
 
 def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> Solution:

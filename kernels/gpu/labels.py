@@ -23,16 +23,16 @@ def _launcher(queue: Queue) -> Launcher:
 
 
 def _sorted(
-    labels: Array, queue: Queue, classes: bool = False
-) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """Labels in ascending order; the rows that have them, those of one label in their order; and
-    ids of `classes`, [n] int64 each."""
+    labels: Array, queue: Queue, ids: Array | None = None, negative_apart: bool = False
+) -> tuple[Array, Array]:
+    """Labels in ascending order; and the rows that have them, those of one label in their order,
+    [n] int64 each. `ids` are written: the labels, but of rows of negative labels, if those are
+    classes `negative_apart`."""
     n, launcher = len(labels), _launcher(queue)
-    ids = cupy.empty(n, np.int64) if classes else None
     found = cupy.empty(n, np.int64), cupy.empty(n, np.int64)
     launcher.launch(
         "labels.cu", "sort_labels", -(-n // SORT_ROWS), SORT_THREADS,
-        {"labels": labels, "n": n, "classes": classes, "ids": ids, "sorted": found[0],
+        {"labels": labels, "n": n, "classes": negative_apart, "ids": ids, "sorted": found[0],
          "order": found[1]},
     )  # fmt: skip
     run, other = SORT_ROWS, found
@@ -45,7 +45,7 @@ def _sorted(
              "merged_order": other[1]},
         )  # fmt: skip
         found, other, run = other, found, 2 * run
-    return *found, ids
+    return found
 
 
 def order_of(segment: Array) -> Array:
@@ -53,20 +53,23 @@ def order_of(segment: Array) -> Array:
     return _sorted(segment, Queue())[1]
 
 
-def classes(labels: Array, decoupled: bool) -> tuple[Classes, Array, Array]:
-    """The classes of rows, of which those of negative labels are alone; `linear.partners` of them,
-    the latter as numbers."""
-    least = 2 if decoupled else 3
-    made = plan.call(_classes, device_properties(labels.device.id), labels, least, graphs=True)
+def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Classes, Array, Array]:
+    """The classes of rows, of which those of negative labels are alone, unless labels are bits of
+    `unsigned` ones; `linear.partners` of them, the latter as numbers."""
+    least, device = 2 if decoupled else 3, device_properties(labels.device.id)
+    made = plan.call(_classes, device, labels, least, not unsigned, graphs=True)
     places = Segments(made["place"], made["place"], -(-len(labels) // least), made["order"])
     found = Classes(made["ids"], made["ids"], in_sums=places, others=made["others"])
     return found, made["positives"], made["present"]
 
 
-def _classes(labels: Array, least: int, queue: Queue) -> dict[str, Array | None]:
+def _classes(
+    labels: Array, least: int, negative_apart: bool, queue: Queue
+) -> dict[str, Array | None]:
     """What `classes` is made of; classes of fewer rows than `least` have no sums."""
     n = len(labels)
-    labels, order, ids = _sorted(labels, queue, True)
+    ids = cupy.empty(n, np.int64)
+    labels, order = _sorted(labels, queue, ids, negative_apart)
     positives, place, others = cupy.empty((3, n), np.int64)
     made = {"positives": positives, "present": cupy.empty(n), "place": place, "others": others}
     _launcher(queue).launch(

@@ -15,15 +15,17 @@ dtypes and on fields that cannot hold an array; a number in a field that can (a 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from itertools import groupby
-from operator import attrgetter
+from itertools import chain, count, groupby
+from operator import attrgetter, itemgetter
 from types import NoneType
 from typing import Any, get_args, get_type_hints
+from weakref import WeakValueDictionary
 
 import cupy
 import numpy as np
@@ -34,31 +36,37 @@ from .config import Device, precision
 from .device.cublas import workspace
 from .device.launches import Queue
 from .device.recorder import Launch, Placeholder, Pointer, Recorder, TooLong, placeholder_of
+from .device.streams import capture_under_way, identity, note_capture
 from .device.tensor_map import SIZE, tensor_map
 
 ALIGNMENT = 256  # of arrays that a call makes
 LARGE = 2**20  # bytes: such arrays have memory of their own, which pools find again
 MAX_PLANS = 128
 MAX_ARGUMENTS = 32  # of one plan: sets of addresses and numbers whose arguments it keeps
+MAX_GRAPH_BYTES = 64 * 2**20  # of the device's memory, for the graphs of all plans
+NODE_BYTES = 10 * 2**10  # of it, about, for one launch in a graph
 PLAIN = {bool, float, int, str, NoneType}  # types of fields that cannot hold an array
 
 # Takes what a call is about and the queue for its launches; returns the arrays that it makes
 Build = Callable[..., dict[str, "Array | None"]]
 
 
-def call(build: Build, device: Device, *parts: Any, graphs: bool = False) -> dict[str, Array]:
+def call(
+    build: Build, device: Device, *parts: Any, graphs: bool = False,
+    plans: dict[Any, Any] | None = None,
+) -> dict[str, Array]:  # fmt: skip
     """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one.
-    `graphs`: what is asked for again at the same addresses is captured in CUDA graphs."""
+    `graphs`: what is asked for again at the same addresses is captured in CUDA graphs. `plans`:
+    where they are kept, if not until `forget`."""
+    plans = _plans if plans is None else plans
     arrays: list[Array] = []
     numbers: list[float] = []
     like = tuple(_describe(part, arrays, numbers) for part in parts)
     key = runtime.getDevice(), device, precision.PORTABLE, build, like
-    plan = _plans.get(key)
+    plan = plans.get(key)
     if plan is None:
-        # The end of a graph would be the end of a capture under way
-        if len(_plans) >= MAX_PLANS and not cupy.cuda.get_current_stream().is_capturing():
-            _plans.clear()
-        plan = _plans[key] = _recorded(build, parts, arrays, graphs)
+        plan = _recorded(build, parts, arrays, graphs)
+        _keep(plans, MAX_PLANS, key, plan)
     if isinstance(plan, Plan):
         return plan.run(arrays, numbers)
     return {name: array for name, array in build(*parts, plan).items() if array is not None}
@@ -86,6 +94,20 @@ def rehearse(build: Build, *parts: Any) -> Recorder:
 
 # A queue: for calls that take too long to be recorded
 _plans: dict[tuple[Any, ...], Plan | Queue] = {}
+_captures = count()  # in the order of which graphs go
+_lock = threading.RLock()  # No thread frees a graph, and so ends a capture, while another captures
+_owned: WeakValueDictionary[int, OwnedPlans] = WeakValueDictionary()
+
+
+class OwnedPlans(dict[Any, Any]):
+    """Plans that hold an object, which has these: they end with it."""
+
+    def __init__(self) -> None:
+        _owned[id(self)] = self
+
+    def clear(self) -> None:
+        with _lock:
+            super().clear()
 
 
 def _recorded(
@@ -99,7 +121,35 @@ def _recorded(
 
 def forget() -> None:
     """All plans."""
-    _plans.clear()
+    with _lock:
+        _plans.clear()
+
+
+def _keep(kept: dict[Any, Any], most: int, key: Any, new: Any) -> None:
+    """A plan, or the arguments of one, in the place of the oldest. While a capture is under way, no
+    graph is freed: those with graphs stay, and `new` is not kept if all have some."""
+    with _lock:
+        while len(kept) >= most and key not in kept:
+            stay = capture_under_way()
+            old = (k for k, of in kept.items() if not stay or not getattr(of, "graph_bytes", None))
+            oldest = next(old, None)
+            if oldest is None:
+                return
+            del kept[oldest]
+        kept[key] = new
+
+
+def _free_graphs(size: int) -> None:
+    """The oldest of all plans, until there is room for so many bytes."""
+    everyone = chain.from_iterable(of.values() for of in (_plans, *_owned.values()))
+    plans = [plan for plan in everyone if isinstance(plan, Plan)]
+    kept = [(of.number, plan.known, key) for plan in plans for key, of in plan.known.items()]
+    size += sum(plan.graph_bytes for plan in plans)
+    for _, known, key in sorted(kept, key=itemgetter(0)):
+        if size <= MAX_GRAPH_BYTES:
+            break
+        if known[key].graph_bytes:
+            size -= known.pop(key).graph_bytes
 
 
 def _describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
@@ -178,13 +228,15 @@ class _Result:
 Call = tuple[Callable[..., None], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Arguments:
     """Of all steps, for one set of addresses and numbers on one stream. Never written again."""
 
     calls: list[Call]
     memory: tuple[Any, ...]  # that parameters of launches are in, and graphs
     final: bool  # nothing more is captured
+    graph_bytes: int = 0
+    number: int = 0  # among the captures of all plans
 
 
 class Plan:
@@ -206,7 +258,8 @@ class Plan:
         self._place_memory(recorder.sizes, len(given))
 
         self.functions = [
-            step.function().ptr if isinstance(step, Launch) else None for step in recorder.steps
+            step.function().kernel.ptr if isinstance(step, Launch) else None
+            for step in recorder.steps
         ]
         self.steps, self.arrays = recorder.steps, len(recorder.sizes)
         self.parameters = np.array(recorder.parameters, np.int64)
@@ -222,6 +275,10 @@ class Plan:
         self.maps = recorder.maps
         # A loop mostly gets the same memory again; a ring uses some buffers in turn
         self.known: dict[tuple[Any, ...], _Arguments] = {}
+
+    @property
+    def graph_bytes(self) -> int:
+        return sum(of.graph_bytes for of in self.known.values())
 
     def _place_memory(self, sizes: Sequence[int], given: int) -> None:
         """Where the arrays that a call makes lie. Each result has memory of its own, so that none
@@ -241,21 +298,27 @@ class Plan:
         malloc = cupy.cuda.alloc
         shared = malloc(self.shared_bytes)  # held until all is queued
         alone = {array: malloc(size) for array, size in self.alone}
-        memory = [*[array.data for array in given], shared, *alone.values()]
+        addresses = [array.data.ptr for array in given]
+        addresses += shared.ptr, *[memory.ptr for memory in alone.values()]
 
         current = cupy.cuda.get_current_stream()
         capturing = current.is_capturing()  # by the caller, whose graph is to hold all steps
-        key = capturing, current.ptr, *[at.ptr for at in memory], *numbers
+        if capturing:
+            note_capture(current)
+        stream = current.ptr
+        key = capturing, identity(stream), *addresses, *numbers
         arguments = self.known.get(key)
         if arguments is None:
-            if len(self.known) >= MAX_ARGUMENTS and not capturing:  # as in `call`
-                self.known.clear()
             starts = self._starts(given, shared.ptr, alone)
-            arguments = self.known[key] = self._arguments(starts, numbers, current.ptr)
-        elif not arguments.final and not capturing:
-            starts = self._starts(given, shared.ptr, alone)
-            arguments = self._captured(starts, numbers, current.ptr, arguments)
-            self.known[key] = arguments
+            arguments = self._arguments(starts, numbers, stream)
+            _keep(self.known, MAX_ARGUMENTS, key, arguments)
+        elif not (arguments.final or capturing):
+            with _lock:
+                if not capture_under_way():
+                    starts = self._starts(given, shared.ptr, alone)
+                    arguments = self._captured(starts, numbers, stream, arguments)
+                    _free_graphs(arguments.graph_bytes)
+                    _keep(self.known, MAX_ARGUMENTS, key, arguments)
         for do, values in arguments.calls:
             do(*values)
         return {
@@ -302,13 +365,13 @@ class Plan:
         """The same, with CUDA graphs of the steps between foreign ones. Two threads never launch
         one graph at once: the memory that it works in is one call's until all is queued."""
         if self.of_products is not None:
-            starts[self.of_products] = workspace(stream)
+            starts[self.of_products] = workspace(identity(stream))
             if not starts[self.of_products]:
                 return replace(plain, final=True)
         aside = cupy.cuda.Stream(non_blocking=True)
         onto = self._arguments(starts, numbers, aside.ptr)
         calls: list[Call] = []
-        graphs = []
+        graphs, nodes = [], 0
         steps = zip(self.steps, plain.calls, onto.calls, strict=True)
         for foreign, of in groupby(steps, key=lambda step: getattr(step[0], "foreign", False)):
             _, direct, captured = zip(*of, strict=True)
@@ -319,8 +382,10 @@ class Plan:
                 graphs.append(_graph(captured, aside))
             except RuntimeError:  # another thread has ended it, as the end of any graph may do
                 return replace(plain, final=True)
+            nodes += len(captured)
             calls.append((runtime.graphLaunch, (graphs[-1].graphExec, stream)))
-        return _Arguments(calls, (*plain.memory, graphs), True)  # lone launches read it
+        memory = *plain.memory, graphs  # lone launches read the former
+        return _Arguments(calls, memory, True, nodes * NODE_BYTES, next(_captures))
 
 
 def _graph(calls: Sequence[Call], stream: Any) -> Any:

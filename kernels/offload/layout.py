@@ -61,11 +61,13 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
     leaving = max((min(g.dtype.itemsize, real) for g in out if g is not None), default=0)
     if gradients is not None and gradients.add_query:
         leaving = real
-    return RowBytes(d * item, d * real, d * leaving, block_row(m, n, d, item, real))
+    of_panel = max(item, 2 if problem.compute in ("bf16", "fp16") else real)
+    return RowBytes(d * item, d * real, d * leaving, block_row(m, n, d, of_panel, real))
 
 
 def block_row(m: int, n: int, d: int, item: int, real: int) -> int:
-    """Bytes of the accumulators of a block's queries, and of a row of its gradient panel."""
+    """Bytes of the accumulators of a block's queries, and of a row of its gradient panel, whose
+    elements have `item` bytes."""
     return PIECE * d * real + min(COLUMNS, max(m, n)) * item
 
 

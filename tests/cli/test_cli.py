@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from command_line import PNG, fail, succeed
+from command_line import PNG, fail, run, succeed
 
 import infonce
 from infonce.cli import common
@@ -152,6 +152,33 @@ def test_info_without_cudas_libraries(monkeypatch, extra):
     assert set(report["cuda_libraries"].values()) == {missing}
     assert [name for name in report["optional"] if name.startswith("cupy")] == list(installed)
     assert missing in succeed("info")
+
+
+def test_compile_says_what_it_compiled(monkeypatch):
+    """Without a GPU: nothing, and why. With a GPU: the kernels, or that the cache has them all."""
+    from infonce.cli import info, machine
+
+    monkeypatch.setattr(machine, "cuda", lambda: "unavailable: no device")
+    for flags in ([], ["--json"]):
+        result = run("info", "--compile", *flags)
+        assert result.exit_code == 1
+        assert infonce.__version__ in result.stdout
+        why = "infonce: error: --compile: no kernel was compiled: CUDA unavailable: no device"
+        assert result.stderr.startswith(why)
+        assert len(result.stderr.splitlines()) == 1
+
+    monkeypatch.setattr(machine, "cuda", lambda: "available: a GPU")
+    monkeypatch.setattr(machine, "gpu", lambda: None)
+    libraries = dict.fromkeys(("NVRTC", "cuBLAS", "NCCL"), "available")
+    monkeypatch.setattr(info, "_cuda_libraries", lambda: libraries)
+    monkeypatch.setattr(info, "_transports", lambda on_gpu: {})
+    for seconds, said in (({}, "were in the cache"), ({"lse.cu": 1.5}, "")):
+        monkeypatch.setattr(info, "_compile_seconds", lambda seconds=seconds: seconds)
+        result = run("info", "--compile")
+        assert result.exit_code == 0
+        assert said in result.stderr
+        assert bool(said) == bool(result.stderr)
+        assert ("lse.cu: 1.5 s" in result.stdout) == bool(seconds)
 
 
 def test_kernels_of_common_calls(monkeypatch):

@@ -41,8 +41,8 @@ def test_directions_ranks_and_lse(pair):
     report = json.loads(succeed("loss", image, text, "--scale", 3, "--json"))
     rows = reference.info_nce(u, v, scale=3.0)
     columns = reference.info_nce(v, u, scale=3.0)
-    assert close(report["value"]["rows"], rows.loss, 1e-4)
-    assert close(report["value"]["columns"], columns.loss, 1e-4)
+    assert close(report["value"]["unweighted"]["rows"], rows.loss, 1e-4)
+    assert close(report["value"]["unweighted"]["columns"], columns.loss, 1e-4)
     logits = 3.0 * u.astype(np.float64) @ v.T.astype(np.float64)
     for side, x, lse in (("rows", logits, rows.lse), ("columns", logits.T, columns.lse)):
         rank = (x > np.diag(x)[:, None]).sum(1)
@@ -56,7 +56,7 @@ def test_directions_ranks_and_lse(pair):
 def test_no_metrics(pair):
     report = json.loads(succeed("loss", *pair[:2], "--scale", 3, "--no-metrics", "--json"))
     assert report["retrieval"] is None
-    assert report["value"]["rows"] is None
+    assert report["value"]["unweighted"]["rows"] is None
 
 
 def test_labels_and_ids(pair, tmp_path):

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 from command_line import M, close, fail, run, succeed
 
+import infonce
 from infonce import reference
 
 LABELS = np.arange(M) % 5 - 1
@@ -34,7 +36,10 @@ def test_options_are_those_of_the_functions(pair, files):
     given = {"margin": 0.2, "hardness": 1.5, "decoupled": True, "false_negative_margin": 9.0}
     expected = reference.clip(u, v, scale=3.0, weights=WEIGHTS / WEIGHTS.sum(), **given)
     assert close(said["value"]["total"], expected.loss)
-    assert said["options"] == given | {"weights": str(files["weights"])}
+    assert said["options"] == given | {
+        "temperature": None, "scale": 3.0, "normalize": False, "label_smoothing": 0.0,
+        "weights": str(files["weights"]),
+    }  # fmt: skip
     assert said["retrieval"] is None  # the logits are others
     said = report(image, text, "--label-smoothing", 0.1, "--key-bias", files["key_bias"])
     expected = reference.clip(u, v, scale=3.0, label_smoothing=0.1, key_bias=BIASES)
@@ -72,10 +77,56 @@ def test_several_positives_or_none(pair, tmp_path):
         )
 
 
+def repeated(said):
+    """The loss that the function returns for what a report says of the inputs and options."""
+    features = [np.load(given["source"]) for given in said["inputs"].values()]
+    options = {name: value for name, value in said["options"].items() if value is not None}
+    if "temperature" in options:
+        del options["scale"]
+    for name in {"weights", "key_bias", "labels"} & options.keys():
+        options[name] = np.load(options[name])
+    if "ids" in options:
+        ids = [np.load(path) for path in options["ids"]]
+        options["ids"] = ids[0] if len(ids) == 1 else tuple(ids)
+    return getattr(infonce, f"{said['loss']}_loss")(*features, **options)
+
+
+def test_json_has_all_that_the_loss_depends_on(pair, files, tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(M) // 2)
+    np.save(tmp_path / "others.npy", np.arange(M) // 3)
+    ids, others = ("--ids", tmp_path / "ids.npy"), ("--ids", tmp_path / "others.npy")
+    weights, key_bias = (f"--{name.replace('_', '-')}" for name in ("weights", "key_bias"))
+    calls = [
+        ("--temperature", 0.2, "--normalize", *ids, weights, files["weights"]),
+        ("--scale", 0.5, "--hardness", 0.5, *ids, *others, key_bias, files["key_bias"]),
+        ("--temperature", 0.7, "--label-smoothing", 0.2, "--loss", "lit"),
+        ("--loss", "siglip", "--normalize"),
+        ("--loss", "siglip", "--bias", -3, "--temperature", 0.5),
+        ("--loss", "info_nce", "--labels", files["labels"], "--scale", 2,
+         "--false-negative-margin", 0.1),
+    ]  # fmt: skip
+    for call in calls:
+        said = json.loads(succeed("loss", *pair[:2], *call, "--json"))
+        assert close(said["value"]["total"], repeated(said)), call
+    out = ("--grad-out", tmp_path / "out", "--grad-dtype", "float64")
+    assert report(*pair[:2], *out)["options"]["grad_dtype"] == "float64"
+
+
+def test_means_of_directions_say_that_they_are_unweighted(pair, files):
+    image, text, u, v = pair
+    base = (image, text, "--weights", files["weights"])
+    value = report(*base)["value"]
+    assert close(value["unweighted"]["rows"], reference.info_nce(u, v, scale=3.0).loss, 1e-4)
+    assert value["total"] != pytest.approx(sum(value["unweighted"].values()) / 2, rel=1e-3)
+    assert "mean loss, unweighted" in succeed("loss", *base, "--scale", 3)
+    assert "unweighted" not in succeed("loss", image, text, "--scale", 3)
+
+
 def test_the_table_names_the_options(pair, files):
     words = succeed("loss", *pair[:2], "--scale", 3, "--margin", 0.2, "--weights", files["weights"])
     assert f"--margin 0.2, --weights {files['weights']}" in " ".join(words.split())
-    assert "--margin" not in succeed("loss", *pair[:2], "--scale", 3)
+    plain = succeed("loss", *pair[:2], "--temperature", 0.25)
+    assert "options --temperature 0.25\n" in re.sub(" +", " ", plain).replace(" \n", "\n")
 
 
 def test_bad_options(pair, files, tmp_path):
@@ -114,3 +165,19 @@ def test_no_negatives(tmp_path):
     assert result.exit_code == 1
     assert json.loads(result.stdout)["value"]["total"] is None
     assert f"the loss is {-math.inf}: --decoupled leaves nothing" in result.stderr
+
+
+def test_labels_and_ids_of_64_bits(pair, tmp_path):
+    """Unsigned hashes are classes and ids; one-hot rows are no labels."""
+    image, text, u, v = pair
+    classes = np.arange(M) % 5
+    np.save(tmp_path / "hashes.npy", classes.astype(np.uint64) * np.uint64(2**62 - 1))
+    expected = reference.sup_con(u, labels=classes, scale=3.0)
+    said = report(image, "--loss", "sup_con", "--labels", tmp_path / "hashes.npy")
+    assert close(said["value"]["total"], expected.loss)
+    said = report(image, text, "--ids", tmp_path / "hashes.npy")
+    assert close(said["value"]["total"], reference.clip(u, v, scale=3.0, ids=classes).loss)
+    np.save(tmp_path / "eye.npy", np.eye(M, dtype=np.int64))
+    words = fail("loss", image, text, "--loss", "info_nce", "--labels", tmp_path / "eye.npy",
+                 "--scale", 3)  # fmt: skip
+    assert "got key 0 more than once in row 0: labels.argmax(axis=1) makes labels of one" in words

@@ -2,6 +2,8 @@
 
 import re
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,11 @@ def test_files_of_a_call_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compiler, "_started", started)
     both = threading.Barrier(2, timeout=30)
 
-    def cubin(file: str, defines: Any, arch: str) -> bytes:
+    def cubin(file: str, defines: Any, arch: str) -> Path:
         if file == "broken.cu":
             raise RuntimeError("broken.cu does not compile")
         both.wait()
-        return f"{file} {defines} {arch}".encode()
+        return Path(f"{file} {defines} {arch}")
 
     monkeypatch.setattr(compiler, "cubin", cubin)
     files = ["rows.cu", "finish.cu"]
@@ -32,7 +34,7 @@ def test_files_of_a_call_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPat
         True, True, False, False,
     ]  # fmt: skip
     assert [future.result() for future in started.values()] == [
-        f"{file} {{'PRECISION': 'BF16'}} sm_90a".encode() for file in files
+        Path(f"{file} {{'PRECISION': 'BF16'}} sm_90a") for file in files
     ]
     assert compiler.start(Card, "broken.cu")
     with pytest.raises(RuntimeError, match=r"broken\.cu does not compile"):
@@ -40,10 +42,103 @@ def test_files_of_a_call_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPat
     assert len(started) == len(files)  # who asks again, compiles again
 
 
+class RawModule:
+    """Stands for CuPy's: what was loaded, and 48 KiB of dynamic shared memory for each kernel."""
+
+    loaded: list[bytes]
+
+    def __init__(self, *, path: str) -> None:
+        self.loaded.append(Path(path).read_bytes())
+        self.kernels: dict[str, Any] = {}
+
+    def get_function(self, name: str) -> Any:
+        new = SimpleNamespace(name=name, max_dynamic_shared_size_bytes=48 * 1024)
+        return self.kernels.setdefault(name, new)
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """No module is loaded and no file cached; the files that are compiled from now on."""
+    cupy = pytest.importorskip("cupy")
+    compiled: list[str] = []
+
+    def compile_for(file: str, defines: Any, arch: str) -> tuple[bytes, str]:
+        compiled.append(file)
+        return f"{file} for {arch}".encode(), ""
+
+    for known in ("_modules", "_functions", "_started", "compile_seconds"):
+        monkeypatch.setattr(compiler, known, {})
+    monkeypatch.setattr(compiler, "compile_for", compile_for)
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getVersion", lambda: (13, 0))
+    monkeypatch.setenv("INFONCE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(RawModule, "loaded", [], raising=False)
+    monkeypatch.setattr(cupy, "RawModule", RawModule)
+    return compiled
+
+
+@pytest.mark.extras
+def test_raw_modules_load_what_is_in_the_cache(
+    nothing_compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each device, and a kernel may ask for more shared memory again."""
+    kernel = compiler.function(Card, "rows.cu", "stage", PRECISION="FP32")
+    assert compiler.function(Card, "rows.cu", "stage", PRECISION="FP32") is kernel
+    assert kernel.max_dynamic_shared_size_bytes == 48 * 1024
+    other = compiler.function(Card, "rows.cu", "finish", 99, PRECISION="FP32")
+    assert (kernel.name, other.name) == ("stage", "finish")
+    for shared in (1000, 160 * 1024, 80 * 1024):  # the last one must not take from the one before
+        assert compiler.function(Card, "rows.cu", "stage", shared, PRECISION="FP32") is kernel
+    assert kernel.max_dynamic_shared_size_bytes == 160 * 1024
+    assert RawModule.loaded == [b"rows.cu for sm_90a"]
+
+    class Second(Card):
+        id = 1
+
+    assert compiler.function(Second, "rows.cu", "stage", PRECISION="FP32") is not kernel
+    assert RawModule.loaded == 2 * [b"rows.cu for sm_90a"]
+    assert nothing_compiled == ["rows.cu"]
+    monkeypatch.setattr(compiler, "_modules", {})  # as another process
+    monkeypatch.setattr(compiler, "_functions", {})
+    compiler.start(Card, "rows.cu", PRECISION="FP32")
+    compiler.function(Card, "rows.cu", "stage", PRECISION="FP32")
+    assert nothing_compiled == ["rows.cu"]
+    assert len(RawModule.loaded) == 3
+
+
+@pytest.mark.extras
+def test_kernels_load_where_no_cache_can_be_written(
+    nothing_compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("INFONCE_CACHE_DIR", str(tmp_path / "file" / "no folder"))
+    assert compiler.function(Card, "rows.cu", "stage").name == "stage"
+    assert RawModule.loaded == [b"rows.cu for sm_90a"]
+
+
 def test_headers_are_part_of_the_source() -> None:
     text = compiler.flatten("tiled/lse.cu")
     assert text.count('#line 1 "ptx.cuh"') == 1
     assert not re.search(r'^\s*#\s*include\s+"', text, re.MULTILINE)
+
+
+def test_lines_after_an_include_that_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a.cuh").write_text("int a;\nint b;\n")
+    (tmp_path / "a.cu").write_text('#if X\n#include "a.cuh"\n#else\nint c;\n#endif\nint d;\n')
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    number, at, skipped, found = 0, "", False, {}
+    for line in compiler.flatten("a.cu").splitlines():  # without X
+        skipped = line == "#if X" or (skipped and line != "#else")
+        if skipped:
+            number += 1
+        elif line.startswith("#line"):
+            number, at = int(line.split()[1]), line.split()[2]
+        else:
+            found[line] = number, at
+            number += 1
+    assert found["int c;"] == (4, '"a.cu"')
+    assert found["int d;"] == (6, '"a.cu"')
 
 
 def test_architecture() -> None:

@@ -1,5 +1,7 @@
 """Plans, and CUDA graphs of what they ask for again, without a GPU."""
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,8 @@ pytest.importorskip("cupy")
 import cupy
 from cupy.cuda import driver, runtime
 from gpu_problems import DEVICES
-from infonce.kernels.gpu import plan
-from infonce.kernels.gpu.device import cublas, recorder
+from infonce.kernels.gpu import fused, plan
+from infonce.kernels.gpu.device import cublas, recorder, streams
 from infonce.kernels.gpu.device.signatures import POINTER
 
 pytestmark = pytest.mark.extras
@@ -29,21 +31,23 @@ class Streams:
         self.workspace = 7  # of products in graphs
         self.ends_captures = False  # another thread
         current = SimpleNamespace(ptr=1, is_capturing=lambda: self.user_captures)
+        self.current: Any = current
         for of, name, fake in (
             (runtime, "memsetAsync", lambda at, _, size, stream: self.ask(stream, "zeros", at)),
             (runtime, "graphLaunch", lambda graph, stream: self.ask(stream, "graph", graph)),
             (recorder, "gemm_ex", lambda *of, workspace: self.ask(None, "product", workspace)),
             (cupy.cuda.device, "get_cublas_handle", lambda: 0),
-            (cupy.cuda, "get_current_stream", lambda: current),
+            (cupy.cuda, "get_current_stream", lambda: self.current),
             (cupy.cuda, "Stream", lambda non_blocking: self),
             (cupy.cuda, "alloc", self.malloc),
             (runtime, "getDevice", lambda: 0),
-            (plan, "workspace", lambda stream: self.workspace if stream == 1 else 0),
+            (plan, "workspace", lambda stream: self.workspace if stream != self.ptr else 0),
             (plan, "_plans", {}),
+            (streams, "_captured", {}),
         ):
             patch.setattr(of, name, fake)
 
-    ptr = 2  # of the stream that is captured
+    ptr = 9  # of the stream that is captured
 
     def malloc(self, size: int) -> Any:
         memory = cupy.cuda.UnownedMemory(self.memory, size, None, 0)
@@ -52,7 +56,7 @@ class Streams:
 
     def ask(self, stream: int | None, *what: Any) -> None:
         """Steps under capture are on the stream that is captured."""
-        assert stream in (None, 2 if self.capturing is not None else 1)
+        assert stream in (None, self.current.ptr if self.capturing is None else self.ptr)
         (self.asked if self.capturing is None else self.capturing).append(what)
 
     def __enter__(self) -> None: ...
@@ -74,10 +78,10 @@ class Streams:
 
 def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured at the second sight of the same addresses, but for what others do on the stream."""
-    streams = Streams(monkeypatch)
+    cuda = Streams(monkeypatch)
 
     def exchange(stream: int, at: int) -> None:
-        streams.ask(stream, "exchange", at)
+        cuda.ask(stream, "exchange", at)
 
     def build(array: Any, queue: Any) -> dict[str, Any]:
         queue.zeros(4, np.float32)
@@ -89,15 +93,15 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         queue.zeros(4, np.float32)
         return {"made": queue.zeros(4, np.float32)}
 
-    given = cupy.ndarray(4, np.float32, streams.malloc(16))
-    other = cupy.ndarray(4, np.float32, streams.malloc(16))
-    memory = streams.memory
+    given = cupy.ndarray(4, np.float32, cuda.malloc(16))
+    other = cupy.ndarray(4, np.float32, cuda.malloc(16))
+    memory = cuda.memory
     kinds = ["zeros", "product", "product", "exchange", "zeros", "exchange", "zeros", "zeros"]
 
     def ask(array: Any, graphs: bool = True) -> list[Any]:
-        streams.asked, streams.memory = [], memory  # the same addresses
+        cuda.asked, cuda.memory = [], memory  # the same addresses
         plan.call(build, DEVICES["sm_90a"], array, graphs=graphs)
-        return streams.asked
+        return cuda.asked
 
     for array in (given, other):
         of_rank = "exchange", array.data.ptr
@@ -105,58 +109,191 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [what for what, _ in plain] == kinds
         assert plain[1:3] == [("product", 0)] * 2
         assert plain[3] == plain[5] == of_rank
-        first = [plain[0], *[("product", streams.workspace)] * 2]
+        first = [plain[0], *[("product", cuda.workspace)] * 2]
         for _ in range(3):
-            streams.user_captures = True  # a capture of one's own gets no graph
+            cuda.user_captures = True  # a capture of one's own gets no graph
             assert ask(array) == plain
-            streams.user_captures = False
-            count = len(streams.graphs)
+            cuda.user_captures = False
+            count = len(cuda.graphs)
             again = ask(array)
             graphs = [number for what, number in again if what == "graph"]
             assert again == [("graph", graphs[0]), *plain[3:6], ("graph", graphs[1])]
-            assert [streams.graphs[number] for number in graphs] == [first, plain[6:]]
-        assert count == len(streams.graphs)
-    assert len(streams.graphs) == 4
+            assert [cuda.graphs[number] for number in graphs] == [first, plain[6:]]
+        assert count == len(cuda.graphs)
+    assert len(cuda.graphs) == 4
     for graphs, workspace, ends in ((False, 7, False), (True, 0, False), (True, 7, True)):
         plan.forget()
-        streams.workspace, streams.ends_captures = workspace, ends
+        cuda.workspace, cuda.ends_captures = workspace, ends
         for _ in range(3):
             assert [what for what, _ in ask(given, graphs)] == kinds
-    assert len(streams.graphs) == 4
+    assert len(cuda.graphs) == 4
 
 
-def test_no_graph_ends_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA ends a capture with an error if a graph is freed meanwhile."""
-    streams = Streams(monkeypatch)
-    monkeypatch.setattr(plan, "MAX_ARGUMENTS", 2)
-    monkeypatch.setattr(plan, "MAX_PLANS", 2)
+def kept() -> set[Any]:
+    """By all plans: arguments, with or without graphs."""
+    return {of for p in plan._plans.values() for of in getattr(p, "known", {}).values()}
+
+
+@pytest.fixture
+def ask(cuda: Streams) -> Callable[[int], "plan._Arguments"]:
+    """Calls the same function twice, for so many elements at addresses of their own; what the plan
+    keeps of the call."""
 
     def build(array: Any, queue: Any) -> dict[str, Any]:
         queue.zeros(2, np.float32)
         return {"made": queue.zeros(len(array), np.float32)}
 
-    def ask(n: int) -> None:
-        memory = streams.memory
-        given = cupy.ndarray(n, np.float32, streams.malloc(4 * n))
+    def asking(n: int) -> Any:
+        before, memory = kept(), cuda.memory
+        given = cupy.ndarray(n, np.float32, cuda.malloc(4 * n))
         for _ in range(2):
-            streams.memory = memory + 4 * n
+            cuda.memory = memory + 4 * n
             plan.call(build, DEVICES["sm_90a"], given, graphs=True)
+        return max(kept() - before, key=lambda of: of.number, default=None)
 
-    ask(4)
+    return asking
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_no_graph_ends_during_a_capture(
+    cuda: Streams, ask: Any, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA ends a capture with an error if a graph is freed meanwhile. What has no graph goes, so
+    that no more is kept than otherwise. `elsewhere`: later calls are on another stream."""
+    monkeypatch.setattr(plan, "MAX_ARGUMENTS", 2)
+    monkeypatch.setattr(plan, "MAX_PLANS", 2)
+    with_graph = ask(4)
     (first,) = plan._plans.values()
-    of_graph = next(iter(first.known.values()))
-    assert len(streams.graphs) == 1
-    streams.user_captures = True
+    assert isinstance(first, plan.Plan)
+    assert with_graph.graph_bytes == 2 * plan.NODE_BYTES == first.graph_bytes
+    cuda.user_captures = True
+    ask(4)
+    if elsewhere:
+        cuda.current = SimpleNamespace(ptr=5, is_capturing=lambda: False)
     for n in (4, 4, 4, 5, 6, 7):
         ask(n)
-    assert len(streams.graphs) == 1
-    assert of_graph in first.known.values()
-    assert first in plan._plans.values()
-    streams.user_captures = False
+        assert len(first.known) <= 2
+        assert len(plan._plans) <= 2
+        assert with_graph in kept()
+    assert len(cuda.graphs) == 1
+    cuda.user_captures = False
     ask(4)
-    assert of_graph not in first.known.values()
+    assert with_graph not in kept()
+    assert first in plan._plans.values()
     ask(8)
     assert first not in plan._plans.values()
+
+
+def test_all_that_is_kept_has_graphs(
+    cuda: Streams, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a capture leaves nothing behind."""
+    monkeypatch.setattr(plan, "MAX_ARGUMENTS", 1)
+    monkeypatch.setattr(plan, "MAX_PLANS", 1)
+    only = ask(4)
+    cuda.user_captures = True
+    for n in (4, 5):
+        asked = len(cuda.asked)
+        ask(n)
+        assert len(cuda.asked) == asked + 4
+        assert kept() == {only}
+
+
+def test_graphs_of_all_plans_are_bounded(
+    cuda: Streams, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their bytes: the oldest of any plan goes for a new one."""
+    monkeypatch.setattr(plan, "MAX_GRAPH_BYTES", 7 * plan.NODE_BYTES)
+    graphs = [ask(n) for n in (4, 5, 4)]
+    for n in (6, 5, 4, 7):
+        assert kept() == set(graphs)
+        assert sum(of.graph_bytes for of in kept()) == 6 * plan.NODE_BYTES
+        graphs = [*graphs[1:], ask(n)]
+
+
+def in_threads(number: int, function: Callable[[], Any]) -> list[Any]:
+    """What it returns in each of so many threads, all of which are alive at once."""
+    found: list[Any] = []
+    together = threading.Barrier(number, timeout=30)
+
+    def run() -> None:
+        found.append(function())
+        together.wait()
+
+    threads = [threading.Thread(target=run) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_default_streams_of_threads(
+    cuda: Streams, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA has one address for all of them: what a stream's work shares is one thread's."""
+    monkeypatch.setattr(fused, "_barriers", {})
+    monkeypatch.setattr(fused.cupy, "zeros", lambda *_: object())
+    cuda.current = SimpleNamespace(ptr=streams.PER_THREAD, is_capturing=lambda: False)
+    barriers = [fused._barrier(0) for _ in range(2)]
+    assert barriers[0] is barriers[1]
+    for _ in range(2):  # the second three may have the numbers that the first had for Python
+        barriers += in_threads(3, lambda: fused._barrier(0))
+    assert len(set(barriers)) == 1 + 6
+    asked = []
+
+    def workspace(stream: int) -> int:
+        asked.append(stream)
+        return 7
+
+    monkeypatch.setattr(plan, "workspace", workspace)
+
+    def build(array: Any, queue: Any) -> dict[str, Any]:
+        queue.gemm(*[0] * 18)
+        queue.gemm(*[0] * 18)
+        return {}
+
+    given = cupy.ndarray(4, np.float32, cuda.malloc(16))
+    memory = cuda.memory
+
+    def call() -> None:
+        for _ in range(3):
+            cuda.memory = memory
+            plan.call(build, DEVICES["sm_90a"], given, graphs=True)
+
+    for _ in range(3):
+        in_threads(1, call)
+    assert len(set(asked)) == len(asked) == len(cuda.graphs) == 3
+    for ptr in (0, 1, 5):  # other streams are what they are to all threads
+        cuda.current = SimpleNamespace(ptr=ptr, is_capturing=lambda: False)
+        assert len({fused._barrier(0), *in_threads(2, lambda: fused._barrier(0))}) == 1
+    monkeypatch.setattr(fused, "MAX_BARRIERS", 4)
+    for ptr in range(10, 20):
+        cuda.current = SimpleNamespace(ptr=ptr, is_capturing=lambda: False)
+        assert fused._barrier(0) is fused._barrier(0)
+        assert len(fused._barriers) <= 4
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "mib"),
+    [("75", "", 4), ("80", "", 4), ("89", "", 4), ("90", "", 32), ("100", "", 32), ("120", "", 32),
+     ("90", ":4096:8", 4), ("80", ":16:8:8192:2", 8), ("80", ":16:8", 1 / 64),
+     ("80", ":0:0", 4), ("80", ":0:1", 1 / 64), ("90", "anything", 32)],
+)  # fmt: skip
+def test_products_in_graphs_have_what_cublas_has(
+    capability: str, config: str, mib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cublas.workspace_bytes.cache_clear()
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda _: device)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    assert cublas.workspace_bytes(0) == mib * 2**20
+    cublas.workspace_bytes.cache_clear()
 
 
 def test_memory_of_products_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,13 +309,14 @@ def test_memory_of_products_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cupy.cuda, "Memory", memory)
     monkeypatch.setattr(cublas, "_workspaces", {})
+    monkeypatch.setattr(cublas, "workspace_bytes", lambda device: 100 + device)
     device = [0]
     monkeypatch.setattr(runtime, "getDevice", lambda: device[0])
     assert [cublas.workspace(stream) for stream in (5, 6, 5)] == [1, 2, 1]
     device[0] = 1
-    streams = range(cublas.MAX_STREAMS)
-    assert [cublas.workspace(stream) for stream in streams] == [*range(3, len(streams) + 1), 0, 0]
-    assert made == [cublas.WORKSPACE] * cublas.MAX_STREAMS
+    numbers = range(cublas.MAX_STREAMS)
+    assert [cublas.workspace(stream) for stream in numbers] == [*range(3, len(numbers) + 1), 0, 0]
+    assert made == [100, 100] + [101] * (cublas.MAX_STREAMS - 2)
     monkeypatch.setattr(cublas, "_workspaces", {})
     most[0] = len(made)
     assert cublas.workspace(0) == 0
@@ -186,10 +324,10 @@ def test_memory_of_products_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch between two foreign steps is no graph: its parameters stay where it reads them."""
-    streams = Streams(monkeypatch)
+    cuda = Streams(monkeypatch)
     looked: list[int] = []
     monkeypatch.setattr(driver, "launchKernel", lambda *of: looked.append(of[-2]))
-    kernel: Any = SimpleNamespace(ptr=7)
+    kernel: Any = SimpleNamespace(kernel=SimpleNamespace(ptr=7))
 
     def build(array: Any, queue: Any) -> dict[str, Any]:
         at = array.data.ptr
@@ -199,10 +337,10 @@ def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -
         queue.do(lambda stream: None)
         return {}
 
-    given = cupy.ndarray(4, np.float32, streams.malloc(16))
-    memory = streams.memory
+    given = cupy.ndarray(4, np.float32, cuda.malloc(16))
+    memory = cuda.memory
     for _ in range(4):
-        streams.memory = memory
+        cuda.memory = memory
         plan.call(build, DEVICES["sm_90a"], given, graphs=True)
         ((arguments,),) = (of.known.values() for of in plan._plans.values())
         words, parameters, *_ = arguments.memory

@@ -257,9 +257,13 @@ def test_arguments_of_cublas(
     monkeypatch.setitem(vars(cupy.cuda), "cublas", Library())  # which need not be there
     monkeypatch.setattr(cupy.cuda, "get_current_stream", Stream)
     monkeypatch.setattr(cublas, "_library", Library)
+    monkeypatch.setattr(cublas, "workspace_bytes", lambda _: 4 * 2**20)
+    monkeypatch.setattr(runtime, "getDevice", lambda: 0)
     with cupy.cuda.using_allocator(HostQueue(np.zeros((1, 1)), "fp32").malloc):
         cublas.gemm_ex(55, *values.values(), *batch)
     name = "gemmStridedBatchedEx" if batch else "gemmEx"
     name = f"cublasG{name[1:]}" if captured else name
     given = [getattr(argument, "value", argument) for argument in called[name]]
     assert given == [55, *wanted]
+    if captured:
+        assert called["cublasSetWorkspace_v2"][2].value == 4 * 2**20

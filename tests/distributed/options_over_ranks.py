@@ -1,5 +1,5 @@
 """What ranks do in test_ranks.py (`ranks.main`): options of the softmax, sets of positives, sup_con
-and gte, against their definition."""
+and gte, against their definition; gradients of parameters; numbers at the ends of their range."""
 
 import itertools
 from typing import Any
@@ -8,8 +8,8 @@ import numpy as np
 from host_device import room
 from infonce.distributed import cost
 from infonce.kernels import problem as problems
-from ranks import COMM, RANK, SIZE, compute_on, follow, shards
-from reference_problems import FEATURES, Problem, call_of, softmax_options
+from ranks import COMM, RANK, SIZE, close, compute_on, follow, shards
+from reference_problems import FEATURES, Problem, call_of, each_once, softmax_options
 
 import infonce
 from infonce import distributed
@@ -35,6 +35,8 @@ def problem_of(
         if rng.random() < 0.8:
             shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
             labels = rng.integers(-1, columns, shape)
+            if len(shape) > 1:
+                labels = each_once(labels)
     if name == "sup_con":
         labels = rng.integers(-2, rows // 2 + 1, rows)
     features = [rng.normal(size=(rows, width))]
@@ -227,6 +229,25 @@ def cases() -> None:
         assert np.array_equal(hard.row_rank, plain.row_rank)
         near(hard.hardest_negative, plain.hardest_negative, "hardest negative")
 
+    # hashes of 64 bits as classes and ids, those of rows and of columns in two dtypes
+    hashes = (np.arange(20) % 7).astype(np.uint64) * np.uint64(2**61 + 1)
+    want = infonce.sup_con_loss_and_grad(x, np.arange(20) % 7, scale=2.0)
+    got = distributed.sup_con_loss_and_grad(x[rows], hashes[rows], scale=2.0)
+    near(got.loss, want.loss, "loss of hashed classes")
+    near(got.grads.features, want.grads.features[rows], "d features of hashed classes")
+    ids = hashes, hashes.astype(np.int64)  # the last have negative ones, which are no hashes
+    want = infonce.info_nce_loss(
+        x,
+        y,
+        np.arange(20),
+        scale=2.0,
+        ids=(np.arange(20) % 7, np.arange(20) % 7 + 9 * (ids[1] < 0)),
+    )
+    got = distributed.info_nce_loss(
+        x[rows], y[rows], np.arange(20)[rows], scale=2.0, ids=tuple(side[rows] for side in ids)
+    )
+    near(got, want, "loss of ids in two dtypes")
+
     # a feature that is not finite, in sums over all keys
     x[17, 1] = np.nan
     for name in ("clip", "gte"):
@@ -259,3 +280,73 @@ def limits(place: str) -> None:
         assert len(np.unique(lse.round(2))) > 20  # rows have different numbers of keys
         total = sum(sum(g.sum(axis=0) for g in COMM.allgather(grad)) for grad in got.grads[:-1])
         assert np.abs(total).max() < 1e-3, (name, exchange, workspace)
+
+
+def parameters() -> None:
+    """Averaged by a framework, gradient_scale="ddp" gives the gradients of one process."""
+    rng = np.random.default_rng(0)
+    n, d = 24, 5
+    x, y, weights = rng.standard_normal((n, 7)), rng.standard_normal((n, d)), rng.random((7, d))
+    mine = shards(n, 3)[RANK]
+    want = infonce.clip_loss_and_grad(x @ weights, y, scale=2.0)
+    for how, combine in (("ddp", lambda g: sum(COMM.allgather(g)) / SIZE),
+                         ("global", lambda g: sum(COMM.allgather(g)))):  # fmt: skip
+        got = distributed.clip_loss_and_grad(
+            x[mine] @ weights, y[mine], scale=2.0, gradient_scale=how
+        )
+        close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
+        close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
+        close(got.loss, want.loss, 1e-13, "loss")
+
+
+def not_finite() -> None:
+    """A feature that is not finite spoils the rows that it does in one process, also where all it
+    makes is logits of -inf, which look like excluded pairs."""
+    n, d = 24, 6
+    rows = shards(n, 7)[RANK]
+
+    def check(case: tuple[str, int]) -> None:
+        loss, at = case
+        rng = np.random.default_rng(at)
+        whole = [rng.standard_normal((n, d)) for _ in range(1 if loss == "nt_xent" else 2)]
+        for z in whole:
+            z[:, 2] = -1.0
+        whole[-1][at, 2] = np.inf
+        own: dict[str, Any] = {"scale": 2.0, "reduction": "none"}
+        want = getattr(infonce, f"{loss}_loss")(*whole, **own)
+        if loss == "nt_xent":
+            own["labels"] = ((np.arange(n) + n // 2) % n)[rows]
+        got = getattr(distributed, f"{loss}_loss")(*(z[rows] for z in whole), **own)
+        assert np.isnan(want).any()
+        assert np.array_equal(np.isnan(got), np.isnan(want[rows])), case
+
+    losses = ("info_nce", "nt_xent", "clip", "lit", "siglip")
+    for case in itertools.product(losses, range(0, n, 5)):
+        troubles = follow(check, case)
+        assert not any(troubles), troubles
+
+
+def ends() -> None:
+    """Logits and upstream gradients at the ends of their range: as one process has it, silently."""
+    rows = shards(12, 5)[RANK]
+    for dtype in ("float32", "float64"):
+        one = (np.eye(4)[np.arange(12) % 4]).astype(dtype)  # products are exact, many are ties
+        for loss in ("info_nce", "clip", "lit", "siglip"):
+            for size in (2.0**-10, 1.0, 2.0**20, 2.0**60):
+                z = [one * np.asarray(size, dtype), one[::-1] * np.asarray(size, dtype)]
+                local = [a[rows] for a in z]
+                for scale in (1e-9, 1.0, 1.5e7):
+                    want = getattr(infonce, f"{loss}_loss_and_grad")(*z, scale=scale)
+                    got = getattr(distributed, f"{loss}_loss_and_grad")(
+                        *local, scale=scale, timeout=60
+                    )
+                    where = f"{loss} {dtype} {size} {scale}"
+                    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6, err_msg=where)
+                    for g, w in zip(got.grads[:2], want.grads[:2], strict=True):
+                        if w is not None:
+                            largest = np.abs(w).max()
+                            error = np.abs(g / largest - w[rows] / largest).max(initial=0)
+                            assert error <= 1e-5, where
+                    getattr(distributed, f"{loss}_loss_and_grad")(
+                        *local, scale=scale, grad_out=1e300, grad_dtype=np.float16, timeout=60
+                    )

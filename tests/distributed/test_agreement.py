@@ -91,7 +91,7 @@ def test_terms_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         {"loss": "clip"}, {"loss": "info_nce"}, {"rows": 8}, {"wrt": ["image"]},
         {"workspace": 2**27}, {"normalize": True}, {"reduction": "sum"}, {"exchange": "ring"},
         {"transport": "mpi"}, {"gradient_scale": "ddp"}, {"ids": np.arange(6)},
-        {"weights": np.ones(6)}, {"weights": zeros},
+        {"weights": np.ones(6)}, {"weights": zeros}, {"ids": np.arange(6, dtype=np.uint64)},
     ]  # fmt: skip
     for given in options:
         ranks = Mirror()
@@ -136,6 +136,28 @@ def test_ranks_that_differ(known: bool, values: dict[str, Any], named: str) -> N
     assert ranks.agreed is before
     ranks.other = lambda value: value
     ranks.statement(scale=3.0)
+
+
+def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
+    """-1 and 2^64 - 1 have the same bits."""
+    ids, z = np.arange(6), np.random.default_rng(0).standard_normal((6, 5))
+
+    def alike(other: str, **given: Any) -> None:
+        ranks = Mirror(changed(**{name: other for name in given}))
+        name = next(iter(given))
+        if name == "labels":
+            distributed.sup_con_loss(z, given[name], scale=1.0, comm=ranks)
+        else:
+            distributed.info_nce_loss(z, z, ids, scale=1.0, comm=ranks, ids=given[name])
+
+    for name, given in (("labels", ids.astype(np.uint64)), ("ids", ids.astype(np.uint64)),
+                        ("ids", (ids, ids.astype(np.uint64)))):  # fmt: skip
+        with pytest.raises(
+            ValueError, match=f"^{name}: expected the same on .*, got 'given as .*uint"
+        ):
+            alike("given as int64", **{name: given})
+    alike("given as int64", ids=(ids, ids.astype(np.uint32)))
+    alike("given as int64", ids=ids.astype(np.int8))
 
 
 def test_numbers_that_are_not_numbers() -> None:

@@ -1,6 +1,8 @@
 """The scaling model against recorded runs, and against what must hold."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,15 @@ RUNS = [
 def test_recorded_runs(run: dict[str, float]) -> None:
     predicted = model.predict(run["batch"] / run["gpus"], int(run["dim"]), int(run["gpus"]))
     assert abs(predicted.seconds / run["step_s"] - 1) < 0.06
+
+
+@pytest.mark.parametrize("program", ["demo", "model"])
+def test_programs_run_by_their_path(program: str) -> None:
+    """Not as parts of a package alone."""
+    path = Path(__file__).parents[2] / "distributed" / f"{program}.py"
+    done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--dim" in done.stdout
 
 
 def test_recorded_gathers() -> None:

@@ -2,6 +2,7 @@
 as tests say."""
 
 import random
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("cupy")
 from gpu_problems import MISSING
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.distributed.transports import peers
+from infonce.distributed.transports import mailboxes, nccl, peers
 from infonce.distributed.transports.peers import Copies, Swap, pieces
 
 pytestmark = pytest.mark.extras
@@ -20,13 +21,49 @@ SPACE = 2**32  # addresses of a rank; its arrays begin in the middle
 
 
 class Host:
-    """All ranks: their memory, and what each of their streams has still to do."""
+    """All ranks: their memory, and what each of their streams has still to do. NCCL's transfers
+    between them, of which each waits for both of its ranks."""
 
     def __init__(self, ranks: int, mailbox: int) -> None:
         size = 2**10 + mailbox + 2 * peers.SMALL + 2 * peers.LINE
         self.mailboxes = [np.zeros(size, np.uint8) for _ in range(ranks)]
         self.arrays: list[list[np.ndarray]] = [[] for _ in range(ranks)]
         self.queues: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks)]
+        # by (source, receiver), what either has begun: (its group, address, bytes)
+        self.sends: dict[Any, list[Any]] = defaultdict(list)
+        self.receives: dict[Any, list[Any]] = defaultdict(list)
+
+    def library(self, rank: int) -> Any:
+        """NCCL as one rank has it: its module and a communicator."""
+        groups = self.queues[rank]
+
+        def send(at: int, size: int, kind: int, to: int, stream: int) -> None:
+            groups[-1][2].append((self.sends, (rank, to), at, size))
+
+        def receive(at: int, size: int, kind: int, source: int, stream: int) -> None:
+            groups[-1][2].append((self.receives, (source, rank), at, size))
+
+        return SimpleNamespace(
+            groupStart=lambda: groups.append(("group", [], [])), groupEnd=lambda: None,
+            send=send, recv=receive,
+        )  # fmt: skip
+
+    def can_transfer(self, left: list[int], transfers: list[Any]) -> bool:
+        """Begin the transfers of a group; whether all are complete. `left`: how many are not."""
+        if not left:
+            left.append(len(transfers))
+            for side, link, at, size in transfers:
+                side[link].append((left, at, size))
+        for _, link, _, _ in transfers:
+            while self.sends[link] and self.receives[link]:
+                (of_sender, source, size), (of_receiver, to, room) = (
+                    side[link].pop(0) for side in (self.sends, self.receives)
+                )
+                assert size == room
+                self.at(to, size)[:] = self.at(source, size)
+                of_sender[0] -= 1
+                of_receiver[0] -= 1
+        return not left[0]
 
     def device(self, rank: int) -> Any:
         class Device:
@@ -87,6 +124,8 @@ class Host:
             _, at, number, how = queue[0]
             word = self.at(at, 4).view(np.int32)[0]
             return bool(word == number if how == peers.EQUAL else word >= number)
+        if queue and queue[0][0] == "group":
+            return self.can_transfer(*queue[0][1:])
         if queue and queue[0][0] == "swap":
             _, sent, _, other, mine, begun = queue[0]
             if not begun:  # the first half
@@ -142,6 +181,76 @@ def test_what_is_sent_arrives(ranks: int, lines: int, rounds: int, small: int, s
         np.testing.assert_array_equal(found, want)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=2, max_size=4), rounds=st.integers(1, 3),
+    least=st.sampled_from([1, 1000]), small=st.sampled_from([0, 2048]),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_exchanges_over_hosts(
+    sizes: list[int], rounds: int, least: int, small: int, seed: int
+) -> None:
+    """Of one, two and three GPUs, whose ranks follow each other or not: to and from any rank, by
+    copies or by NCCL."""
+    choose = random.Random(seed)
+    ranks = list(range(sum(sizes)))
+    order = choose.choice([ranks, choose.sample(ranks, len(ranks))])
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    hosts = [sorted(order[at : at + n]) for at, n in zip(starts, sizes, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("MAILBOX", 2**14), ("SMALL", small), ("LEAST", least)):
+            patch.setattr(peers, name, value)
+        for name in ("eventRecord", "streamWaitEvent"):
+            patch.setattr(nccl.cupy.cuda.runtime, name, lambda *of: None)
+        fabric = Host(len(ranks), peers.MAILBOX)
+        into: Any = SimpleNamespace(do=lambda function, *pointers, foreign: function(0, *pointers))
+        queued = []
+        for rank in ranks:
+            host = next(of for of in hosts if rank in of)
+            transport: Any = object.__new__(nccl.NCCL)
+            transport.ranks = SimpleNamespace(rank=rank, size=len(ranks))
+            transport.nccl = transport.communicator = fabric.library(rank)
+            transport.stream = transport.ready = transport.done = SimpleNamespace(ptr=0)
+            transport.linked = {(d, *of) for d in ranks for of in np.ndindex(2, 2)}
+            transport.timed = []
+            if len(host) > 1:
+                mailboxes_of_host = {other: other * SPACE for other in host}
+                transport.copies = Copies(rank, mailboxes_of_host, fabric.device(rank))
+            queued.append(nccl._Queued(transport, into))
+        expected = []
+        for _ in range(rounds):
+            distances = choose.sample(ranks[1:], choose.randrange(1, len(ranks)))
+            messages = {
+                (rank, distance): [
+                    choose.choice([0, 8, choose.randrange(1, 5000)])
+                    for _ in range(choose.randrange(1, 4))
+                ]
+                for rank in ranks for distance in distances
+            }  # fmt: skip
+            for rank in ranks:
+                shifts: dict[int, Any] = {}
+                for distance in distances:
+                    out, back = [], []
+                    for i, size in enumerate(messages[rank, distance]):
+                        sent = message(rank, distance, i, size)
+                        out.append(array_at(fabric.array(rank, sent), size))
+                    source = (rank - distance) % len(ranks)
+                    for i, size in enumerate(messages[source, distance]):
+                        received = np.zeros(size, np.uint8)
+                        back.append(array_at(fabric.array(rank, received), size))
+                        expected.append((received, message(source, distance, i, size)))
+                    shifts[distance] = out, back
+                queued[rank].exchange(shifts).wait()
+        fabric.run(choose)
+    assert fabric.queues == [[] for _ in ranks]
+    for found, want in expected:
+        np.testing.assert_array_equal(found, want)
+
+
+def array_at(address: int, size: int) -> Any:
+    return SimpleNamespace(nbytes=size, data=SimpleNamespace(ptr=address))
+
+
 def message(source: int, to: int, i: int, size: int) -> np.ndarray:
     rng = np.random.default_rng([source, to, i, size])
     return rng.integers(0, 256, size, np.uint8)
@@ -191,7 +300,7 @@ def test_swap_with_itself() -> None:
     import cupy
 
     mailbox = cupy.zeros(2**20 + peers.MAILBOX + 3 * peers.SMALL, np.uint8)
-    copies = Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), peers.Device())
+    copies = Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), mailboxes.Device())
     stream, rng = cupy.cuda.Stream(non_blocking=True), np.random.default_rng(0)
     for sizes in ((1,), (8, 24, 8), (64, 17, 3, 4096), (2**20,), (2**19 - 16, 8, 2**18 + 8), (5,)):
         shifts = [int(shift) for shift in rng.integers(0, 3, len(sizes)) * 8]
@@ -208,51 +317,3 @@ def test_swap_with_itself() -> None:
             want = np.zeros(size + 16, np.uint8)
             want[16 - shift :][:size] = array.get()[shift:][:size]
             np.testing.assert_array_equal(found.get(), want)
-
-
-def test_all_ranks_copy_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a rank lacks, the others know it, and what nobody has mapped is freed."""
-    told: list[Any] = []
-    freed: list[int] = []
-    others: dict[str, Any] = {"hosts": [[0, 1]], "answers": {}}
-
-    class Ranks:
-        rank, size = 0, 2
-
-        @property
-        def peers(self) -> Any:
-            return SimpleNamespace(hosts=others["hosts"])
-
-        def allgather(self, value: Any) -> list[Any]:
-            told.append(value)
-            return [value, others["answers"].get(len(told), value)]
-
-    def connect(**changes: Any) -> Any:
-        others.update({"hosts": [[0, 1]], "answers": {}} | changes)
-        told.clear()
-        freed.clear()
-        return peers.connect(Ranks())  # type: ignore[arg-type]
-
-    mailbox = SimpleNamespace(at=4096, handle=b"a handle")
-    monkeypatch.setattr(peers, "_Mailbox", lambda: mailbox)
-    monkeypatch.setattr(peers, "Device", lambda: None)
-    monkeypatch.setattr(peers, "_try", lambda copies: True)
-    monkeypatch.setattr(peers.runtime, "free", freed.append)
-    monkeypatch.setattr(peers.runtime, "ipcOpenMemHandle", lambda handle: 2**20)
-    made = connect()
-    assert made.mailboxes == {0: 4096, 1: 2**20}
-    assert told == [b"a handle", True, True]
-    assert connect(hosts=[[0], [1]]) is None
-    assert not told
-    assert connect(answers={1: b""}) is None
-    assert freed == [4096]
-    for answer in (2, 3):
-        assert connect(answers={answer: False}) is None
-        assert len(told) == 3
-        assert not freed
-    monkeypatch.setattr(peers, "_try", lambda copies: False)
-    assert connect() is None
-    assert told[-1] is False
-    monkeypatch.setenv(peers.SWITCH, "0")
-    assert connect() is None
-    assert told == [b""]

@@ -186,7 +186,7 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned.plan, "call", lambda *_, **__: {})
     transport: Any = object.__new__(transports.NCCL)
     ranks: Any = SimpleNamespace(rank=0, size=2)
-    transport.ranks = ranks
+    transport.ranks, transport.plans = ranks, {}
     into, asked = recorder.Recorder(), []
     monkeypatch.setattr(shard, "Queue", lambda: into)  # of launches that would need the device
     with cupy.cuda.using_allocator(into.malloc):

@@ -1,8 +1,10 @@
 """The losses over ranks, in processes that mpiexec starts (tests/support/ranks*.py,
 options_over_ranks.py)."""
 
+import functools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -91,26 +93,30 @@ EQUAL = [
     *(f"options_over_ranks:{of}" for of in ("equal:6:host", "in_turn:40", "cases", "limits:host")),
 ]
 CHECKS = {
-    1: [*EQUAL, "ranks_trouble:ends"],
+    1: [*EQUAL, "options_over_ranks:ends"],
     2: [
-        *EQUAL, "ranks_trouble:parameters", "ranks:accuracy:host:mpi:ring",
+        *EQUAL, "options_over_ranks:parameters", "ranks:accuracy:host:mpi:ring",
         "ranks:offload:host:ring", "options_over_ranks:equal:6:offload to host",
     ],
     3: [
-        "ranks_trouble:memory", *EQUAL, "ranks_trouble:parameters", "ranks:accuracy:host:mpi:ring",
+        "ranks_trouble:memory", *EQUAL, "options_over_ranks:parameters",
+        "ranks:accuracy:host:mpi:ring",
         "ranks:accuracy:host:mpi:gather", "ranks:offload:host:ring", "ranks:offload:host:gather",
-        "ranks_trouble:not_finite", "ranks_trouble:ends", "ranks_trouble:mismatch",
+        "options_over_ranks:not_finite", "options_over_ranks:ends", "ranks_trouble:mismatch",
+        "ranks_trouble:freed",
     ],
     4: [
         "ranks:equal:40", "options_over_ranks:equal:12:host", *EQUAL[2:],
-        "ranks_trouble:not_finite",
+        "options_over_ranks:not_finite",
     ],
     5: EQUAL,
     6: ["ranks:equal:9"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", CHECKS)
+@pytest.mark.parametrize(
+    "ranks", [n if n in (2, 3) else pytest.param(n, marks=pytest.mark.slow) for n in CHECKS]
+)
 def test_equal_to_one_process(ranks: int) -> None:
     all_pass(ranks, *CHECKS[ranks], limit=300)
 
@@ -144,6 +150,29 @@ def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
         assert error is not None, said
         assert float(error[1]) < 10, said
         assert f"rank {rank} then: this communicator is out of step" in said
+
+
+TROUBLES = ("killed", "exits", "hangs", "raises")
+
+
+@pytest.mark.parametrize("seed", range(30 if THOROUGH else 4))
+def test_rank_in_trouble_at_any_point(seed: int) -> None:
+    """Of a call: the others name it before the time is out."""
+    choose, timeout = random.Random(seed), 5.0
+    what, exchange = TROUBLES[seed % 4], choose.choice(["ring", "gather", "hierarchical"])
+    ranks = 4 if exchange == "hierarchical" else 3
+    culprit = choose.randrange(ranks)
+    check = f"ranks_trouble:at_any_point:{what}:{culprit}:{seed}:{exchange}:{timeout:g}"
+    status, said = run(ranks, check, shell=SHELL)
+    assert status != 0
+    assert len(re.findall(rf"^rank {culprit} {what} at line", said, re.MULTILINE)) == 1, said
+    for rank in {*range(ranks)} - {culprit}:
+        error = re.search(rf"rank {rank} after ([\d.]+) s: RankError: (.*)", said)
+        assert error is not None, said
+        # one that hangs is named by ranks that have waited for it, or have been told so
+        named = re.sub(r"^rank \d+ waited 5 s for ", "", error[2])
+        assert re.findall(r"rank (\d+)", named) == [str(culprit)], said
+        assert float(error[1]) < timeout + 1, said
 
 
 @pytest.mark.parametrize("where", ["world", "another", "demo"])
@@ -191,6 +220,7 @@ def test_ctrl_c_ends_all_ranks() -> None:
     no_orphans(said + rest)
 
 
+@functools.cache
 def gpu_missing() -> str | None:
     """Why nothing can run on a GPU here."""
     code = "import cupy; assert cupy.cuda.runtime.getDeviceCount()"
@@ -198,6 +228,7 @@ def gpu_missing() -> str | None:
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
+@functools.cache
 def gpus() -> int:
     code = "import cupy; print(cupy.cuda.runtime.getDeviceCount())"
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True).stdout)
@@ -290,6 +321,26 @@ def test_demo() -> None:
     assert done.returncode == 0, done.stderr
     assert "3 ranks" in done.stdout
     assert "against one process" in done.stdout
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "local loss", "tiles over ranks"])
+def test_ablation(variant: str, tmp_path: Path) -> None:
+    """A rank has the logits that are its variant's, and the gradients are right."""
+    path = HERE.parents[1] / "benchmarks" / "ranks" / "ablation.py"
+    output, batch = tmp_path / "row.json", 2048
+    options = ["--variant", variant, "--ranks", "2", "--batch", str(batch), "--dim", "8"]
+    done = subprocess.run(
+        command(2, str(path), *options, "--steps", "1", "--output", str(output)),
+        capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = json.loads(output.read_text())
+    assert row["gradient_error"] < 5e-6
+    # those of the first fold are kept while there are those of the second
+    blocks = {"vanilla": 1.1, "local loss": 4, "tiles over ranks": 2}[variant]
+    logits = row["logits_modelled_bytes"]
+    assert logits == {"vanilla": 16, "local loss": 1, "tiles over ranks": 1}[variant] * batch**2
+    assert logits < row["peak_measured_bytes"] < blocks * logits + 2**20
 
 
 def test_demo_times_random_features(tmp_path: Path) -> None:

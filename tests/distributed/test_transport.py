@@ -1,6 +1,5 @@
 """Ranks and transports without mpiexec: choices, messages, and a communicator of one's own."""
 
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -163,6 +162,32 @@ def test_errors_of_one_rank_are_those_of_one_process() -> None:
         distributed.clip_loss(x, x[:2], scale=1.0, comm=Alone())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_ranks_are_told_first(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To abandon transfers takes time, and telling may fail."""
+    steps: list[str] = []
+
+    class Told(Alone):
+        size = 2
+
+        def allgather(self, value: Any) -> list[Any]:
+            return [value, value]
+
+        def fail(self, error: BaseException) -> None:
+            steps.append(f"told of {error}")
+            if fails:
+                raise OSError("nobody hears")
+
+    def solve(self: Any, *of: Any) -> Any:
+        self.transport = types.SimpleNamespace(close=lambda: steps.append("closed"))
+        raise ArithmeticError("no more of this")
+
+    monkeypatch.setattr(call._Call, "solve", solve)
+    with pytest.raises(OSError if fails else ArithmeticError):
+        distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, comm=Told())
+    assert steps == ["told of no more of this", "closed"]
+
+
 def test_mpi4py_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match=r"mpi4py cannot be imported.*infonce\[mpi\]"):
@@ -189,68 +214,6 @@ def test_what_a_library_does_is_bounded() -> None:
         ranks.bounded(threading.Event().wait, "gloo")
     with pytest.raises(distributed.RankError, match="rank 0: gloo says '1'"):
         ranks.bounded(lambda: {}["1"], "gloo")
-
-
-@pytest.mark.extras
-def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It connects two ranks in their first exchange, which waits for the other rank."""
-    module = pytest.importorskip("infonce.distributed.transports.nccl")
-    into = types.SimpleNamespace(do=lambda function, *pointers, foreign: function(0, *pointers))
-    monkeypatch.setattr(module, "Queue", lambda: into)
-    for name in ("eventRecord", "streamWaitEvent"):
-        monkeypatch.setattr(module.cupy.cuda.runtime, name, lambda *of: None)
-    connected, threads = threading.Event(), []
-
-    def connect() -> None:
-        threads.append(threading.get_ident())
-        connected.wait(5)
-
-    nccl: Any = object.__new__(module.NCCL)
-    nccl.__dict__.update(
-        ranks=Alone(), linked=set(), device=contextlib.nullcontext(), timers=None, timed=[],
-        **dict.fromkeys(("stream", "ready", "done"), types.SimpleNamespace(ptr=0)),
-        nccl=types.SimpleNamespace(groupStart=lambda: None, groupEnd=connect),
-        communicator=types.SimpleNamespace(
-            send=lambda *of: None, recv=lambda *of: None,
-            allGather=lambda *of: threads.append(threading.get_ident()),
-        ),
-    )  # fmt: skip
-    array: Any = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=0))
-    nccl.ranks.timeout = 0.05
-    with pytest.raises(distributed.RankError, match=r"rank 0 waited 0\.05 s"):
-        nccl.exchange({1: ([array], [array])})
-    connected.set()
-    nccl.ranks.timeout = 10.0
-    for distances in ((1,), (1,), (2,), (1,), (1, 2), (1, 3)):
-        nccl.exchange({distance: ([array], [array]) for distance in distances})
-    gathered = module._AllGather(8)
-    for _ in range(2):
-        nccl.transfer(gathered, 0, 0, 0)
-    here = threading.get_ident()
-    known = [thread == here for thread in threads]
-    assert known == [False, False, True, False, True, True, False, False, True]
-
-
-@pytest.mark.extras
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_nccl_is_late_in_plans_alone(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step by step, the host takes long to launch what is to hide an exchange."""
-    module = pytest.importorskip("infonce.distributed.transports.nccl")
-    asked: list[str] = []
-    for step in ("mark", "transfer", "join"):
-        monkeypatch.setattr(module.NCCL, step, lambda *_, step=step: asked.append(step))
-    stream = types.SimpleNamespace(ptr=3)
-    monkeypatch.setattr(module.cupy.cuda, "get_current_stream", lambda: stream)
-    nccl: Any = object.__new__(module.NCCL)
-    nccl.ranks = types.SimpleNamespace(rank=0, size=ranks)
-    array = types.SimpleNamespace(nbytes=8, data=types.SimpleNamespace(ptr=64))
-    shifts = {distance: ([array], [array]) for distance in range(1, ranks)}
-    for exchanger, late in ((nccl, False), (nccl.queued(module.Queue()), ranks == 2)):
-        asked.clear()
-        pending = exchanger.exchange(shifts)
-        assert asked == ["mark", "transfer"][: 2 - late]
-        pending.wait()
-        assert asked == ["mark", "transfer", "join"]
 
 
 def test_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

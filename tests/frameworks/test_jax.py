@@ -207,6 +207,50 @@ def test_labels_ids_and_temperature() -> None:
     close(got, want, 1e-5)
 
 
+HASHES = [np.arange(12) % 5 << 32, (np.arange(12) % 5).astype(np.uint64) << 61]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("hashes", HASHES, ids=["int64", "uint64"])
+def test_integers_of_64_bits_are_not_cut(hashes: np.ndarray, jitted: bool) -> None:
+    """Without x64, JAX would cut them to their lower 32 bits: here the same, but of other rows."""
+    assert not jax.config.jax_enable_x64
+
+    def close_to(want: Any, function: Any, *z: Any) -> None:
+        for reduction in ("mean", "none"):
+
+            def loss(*z: Any, reduction: str = reduction) -> Any:
+                return function(*z, scale=4.0, reduction=reduction).mean()
+
+            run = jax.value_and_grad(loss)
+            got = (jax.jit(run) if jitted else run)(*z)
+            close(got, (want.loss, want.grads[0]), 1e-5)
+
+    query, key = features("info_nce")
+    z, other = np.asarray(query), np.asarray(key)
+    want = infonce.clip_loss_and_grad(z, other, scale=4.0, ids=np.arange(12) % 5)
+    close_to(want, functools.partial(ij.clip_loss, ids=hashes), query, key)
+    pair = hashes, hashes[::-1]
+    want = infonce.info_nce_loss_and_grad(z, other, scale=4.0, ids=pair)
+    close_to(want, functools.partial(ij.info_nce_loss, ids=pair), query, key)
+    mixed = (np.arange(12) % 5, jnp.arange(12) % 7)
+    want = infonce.info_nce_loss_and_grad(z, other, scale=4.0, ids=tuple(map(np.asarray, mixed)))
+    close_to(want, functools.partial(ij.info_nce_loss, ids=mixed), query, key)
+    sets = np.stack([np.arange(12), np.where(np.arange(12) % 2, -(2**40), 11 - np.arange(12))], 1)
+    want = infonce.info_nce_loss_and_grad(z, other, sets, scale=4.0)
+    close_to(want, lambda q, k, **o: ij.info_nce_loss(q, k, sets, **o), query, key)
+    if jitted:
+        return
+    wide = infonce.sup_con_loss_and_grad(z, hashes, scale=4.0)
+    assert wide.loss == infonce.sup_con_loss(z, np.arange(12) % 5, scale=4.0)
+    got = jax.value_and_grad(lambda z: ij.sup_con_loss(z, hashes, scale=4.0))(query)
+    close(got, (wide.loss, wide.grads.features), 1e-5)
+    with pytest.raises(
+        ValueError, match=r"labels: expected values in \[0, 12\), .* got 4294967296"
+    ):
+        ij.info_nce_loss(query, key, np.arange(12) << 32, scale=4.0)
+
+
 def test_vmap() -> None:
     image, text = (jnp.stack([z, z[::-1] ** 2, 2 * z]) for z in features("clip"))
     got = jax.vmap(jax.grad(lambda a, b: call("clip", (a, b), 3.0)))(image, text)

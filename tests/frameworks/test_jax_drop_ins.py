@@ -60,3 +60,24 @@ def test_ntxent_refuses() -> None:
     with pytest.raises(TypeError, match=r"embeddings: expected floats \[B, D\], got "):
         ij.ntxent(z.astype(int), np.zeros(4, int))
     assert np.isnan(ij.ntxent(z, np.arange(4)))
+
+
+def test_hashes_of_64_bits() -> None:
+    """Classes that are the same in their lower 32 bits."""
+    embeddings = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), jnp.float32)
+    classes = np.arange(8) % 4
+    want = ij.ntxent(embeddings, classes)
+    for labels in (classes << 32, classes.astype(np.uint64) << 62):
+        assert ij.ntxent(embeddings, labels) == want
+        assert jax.jit(lambda z, labels=labels: ij.ntxent(z, labels))(embeddings) == pytest.approx(
+            float(want), rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("size", [2.0**-80, 2.0**80])
+def test_rows_whose_squares_leave_float32(size: float) -> None:
+    z = np.random.default_rng(0).standard_normal((8, 5)).astype(np.float32)
+    labels, of = np.arange(8) // 2, jax.value_and_grad(ij.ntxent)
+    (want, slope), (got, scaled) = of(z, labels, 0.4), of(z * np.float32(size), labels, 0.4)
+    assert got == want
+    np.testing.assert_allclose(scaled * np.float32(size), slope, rtol=2e-5, atol=2e-6)

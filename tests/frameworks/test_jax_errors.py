@@ -44,7 +44,11 @@ def test_bad_calls_are_those_of_arrays(
                 mixed[i] = z
             return function(*mixed)
 
-        if options.keys() & {"workspace"} and error is ValueError and options["workspace"]:
+        if (
+            options.keys() & {"workspace"}
+            and error is ValueError
+            and options["workspace"] in (8, 400)
+        ):
             traced, error = jax.grad(traced), jax.errors.JaxRuntimeError
         with pytest.raises(error) as caught:
             jax.block_until_ready((jax.jit(traced) if jitted else traced)(

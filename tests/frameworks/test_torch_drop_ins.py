@@ -257,6 +257,38 @@ def test_infonce_cuda() -> None:
     torch.testing.assert_close(loss(z[0]), formula("nt_xent", z, 10.0))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [64, 300, 2048])
+@pytest.mark.parametrize("pairs", [4, 7, 32, 128])
+def test_infonce_cuda_functions(pairs: int, width: int, device: str) -> None:
+    """Over the report's ranges, within its bounds: 1e-5 of the loss, 1e-4 of gradients."""
+    from infonce.torch.infonce_cuda import InfoNCEFunction, infonce_backward, infonce_forward
+
+    (z,) = features("nt_xent", 2 * pairs, width, device, dtype=torch.float32)
+    for temperature in (0.5, 0.1):
+        wide = z.detach().double().requires_grad_()
+        want = formula("nt_xent", [wide], 1 / temperature)
+        (wanted,) = torch.autograd.grad(3 * want, wide)
+        loss = infonce_forward(z, temperature)
+        applied = InfoNCEFunction.apply(z, temperature)
+        for value, recorded in ((loss, False), (applied, True)):
+            assert (value.shape, value.dtype, value.device) == ((1,), torch.float32, z.device)
+            assert value.requires_grad == recorded
+            assert abs(value.item() - want.item()) < 1e-5
+        upstream = torch.full((1,), 3.0, device=device)
+        for gradient in (
+            infonce_backward(z, temperature, upstream),
+            infonce_backward(z, temperature, upstream[0]),
+            infonce_backward(z, temperature, 3.0),
+            torch.autograd.grad(applied, z, upstream)[0],
+        ):
+            assert (gradient.shape, gradient.dtype) == (z.shape, torch.float32)
+            assert not gradient.requires_grad
+            assert (gradient - wanted).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="features: expected an even number of rows"):
+        infonce_forward(z[1:], 0.5)
+
+
 def views(device: str) -> tuple[Any, Any]:
     """Two views of 8 samples, of any norm, and unit rows of the same."""
     out = [3 * z.detach() for z in features("clip", 8, device=device)]

@@ -1,13 +1,19 @@
-"""The modules of infonce.torch, and both adapters with numbers at the ends of their range."""
+"""The modules of infonce.torch, both adapters with numbers at the ends of their range and upstream
+gradients of a GradScaler, and arguments that change in place between passes."""
+
+import re
+from typing import Any
 
 import numpy as np
 import pytest
-from judge import pairs
+from judge import judged, pairs
 
 torch = pytest.importorskip("torch")
 from torch_problems import LOSSES, MODULES, arguments, call, features  # noqa: E402
 
+import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
+from infonce.spec import LOSSES as LOSS_OF  # noqa: E402
 
 pytestmark = pytest.mark.extras
 
@@ -40,6 +46,21 @@ def test_a_module_is_its_function(loss: str) -> None:
         assert torch.equal(module(scale=2.0)(*z, labels), it.info_nce_loss(*z, labels, scale=2.0))
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_example_of_a_module_shows_that_module(loss: str) -> None:
+    """And runs."""
+    module = MODULES[loss]
+    (example,) = re.findall(r"``(\w+\(normalize=True\)\(.*\))``", module.__doc__ or "")
+    assert example.startswith(f"{module.__name__}(")
+    names = dict(zip(LOSS_OF[loss].arguments, features(loss, 16), strict=True))
+    names |= {
+        module.__name__: module,
+        "labels": torch.arange(16) // 2,
+        "logit_scale": torch.ones(()),
+    }
+    assert torch.isfinite(eval(example, {}, names))
+
+
 def test_numbers_at_the_ends_are_silent() -> None:
     jnp = pytest.importorskip("jax.numpy")
     import jax
@@ -56,3 +77,205 @@ def test_numbers_at_the_ends_are_silent() -> None:
         it.clip_loss(tensor, tensor, temperature=1e-9)
     with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
         it.clip_loss(tensor, tensor, temperature=0)
+
+
+# --- float16 features under a GradScaler ----------------------------------------------------------
+
+SCALER = 65536.0  # what it multiplies the loss by at first
+
+
+def fitted(loss: str) -> tuple[list[np.ndarray], float]:
+    """256 float16 rows beside their positives, and the scale of a loss of about 1e-5."""
+    image, text = pairs("aligned", 256, 256, 64, np.float16, 0)
+    z = [np.concatenate([image, text])] if loss == "nt_xent" else [image, text]
+    return z, {"gte": 22.0, "nt_xent": 21.0}.get(loss, 20.0)
+
+
+def assert_rounded_once(got: Any, want: Any) -> None:
+    """Within float16's rounding of the numbers that it is to be: 2^-12 of most, and of the smallest
+    half of their distance, 2^-25."""
+    got, want = np.asarray(got, np.float64), SCALER * np.asarray(want, np.float64)
+    error = np.linalg.norm(got - want)
+    assert error < 4e-4 * np.linalg.norm(want) + 2.0**-25 * np.sqrt(want.size)
+    assert ((got == 0) & (abs(want) > 2.0**-25)).mean() < 1e-3
+
+
+@pytest.mark.parametrize("way", ["eager", "again", "rows", "compiled", "func", "jax", "jit"])
+@pytest.mark.parametrize("loss", ["clip", "gte", "info_nce", "lit", "nt_xent"])
+def test_a_large_upstream_gradient_of_float16_features(loss: str, way: str) -> None:
+    z, scale = fitted(loss)
+    want = judged(loss, tuple(z), scale=scale)
+    assert 3e-6 < want.loss < 3e-5
+    wanted = [g for name, g in want.grads.items() if name != "scale" and g is not None]
+    reduction = "none" if way == "rows" else "mean"
+    if way in ("jax", "jit"):
+        jax = pytest.importorskip("jax")
+        import infonce.jax as ij
+
+        def upscaled(*z: Any) -> Any:
+            return SCALER * getattr(ij, f"{loss}_loss")(*z, scale=scale)
+
+        run = jax.grad(upscaled, tuple(range(len(wanted))))
+        grads = (jax.jit(run) if way == "jit" else run)(*map(jax.numpy.asarray, z))
+    else:
+
+        def step(*z: Any) -> Any:
+            return SCALER * call(loss, z, scale=scale, reduction=reduction).mean()
+
+        leaves = [torch.tensor(side, requires_grad=True) for side in z]
+        if way == "compiled":
+            torch.compiler.reset()
+            step = torch.compile(step, fullgraph=True, backend="aot_eager")
+        if way == "func":
+            grads = torch.func.grad(step, tuple(range(len(wanted))))(*map(torch.tensor, z))
+        else:
+            value = step(*leaves)
+            if way == "again":
+                torch.autograd.grad(value, leaves[: len(wanted)], retain_graph=True)
+            grads = torch.autograd.grad(value, leaves[: len(wanted)])
+    for got, expected in zip(grads, wanted, strict=True):
+        assert str(got.dtype).endswith("float16")
+        assert_rounded_once(got, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gradient_of_a_scale_is_rounded_once(dtype: Any, compiled: bool) -> None:
+    z, number = fitted("clip")
+    want = SCALER * judged("clip", tuple(z), scale=number).grads["scale"]
+    scale = torch.tensor(number, dtype=dtype, requires_grad=True)
+    tensors = [torch.tensor(side) for side in z]
+
+    def step(scale: Any) -> Any:
+        return SCALER * call("clip", tensors, scale=scale)
+
+    if compiled:
+        torch.compiler.reset()
+        step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    step(scale).backward()
+    assert scale.grad.dtype == dtype
+    assert scale.grad.item() == pytest.approx(want, rel=torch.finfo(dtype).eps / 2 + 1e-4)
+
+
+def test_what_other_dtypes_wait_in() -> None:
+    """Only float16 takes more memory; the loss of others does no more work."""
+    for dtype, held in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16),
+                        (torch.float32, torch.float32)):  # fmt: skip
+        z = [side.detach().to(dtype).requires_grad_() for side in features("clip")]
+        loss = call("clip", z, scale=2.0)
+        waiting = [g for g in loss.grad_fn.call.grads if g is not None]
+        assert [g.dtype for g in waiting] == [held, held]
+        loss.backward()
+        assert [side.grad.dtype for side in z] == [dtype, dtype]
+
+
+# --- arguments that change in place before another backward pass ----------------------------------
+
+VECTORS = {
+    "labels": lambda: torch.arange(11, -1, -1),
+    "ids": lambda: torch.arange(12) // 2,
+    "weights": lambda: torch.linspace(0.5, 2.0, 12),
+    "key_bias": lambda: torch.linspace(-1.0, 1.0, 12),
+}
+
+
+def backward_passes(way: str, given: dict[str, Any], change: Any) -> tuple[Any, Any]:
+    """Gradients of a pass that computes them again, and of one after `change`."""
+    query, key = features("info_nce")
+    if way == "func":
+
+        def step(query: Any) -> Any:
+            return it.info_nce_loss(query, key.detach(), scale=3.0, **given)
+
+        want = torch.func.vjp(step, query.detach())[1](torch.ones((), dtype=torch.float64))
+        _, vjp = torch.func.vjp(step, query.detach())
+        change()
+        return want[0], lambda: vjp(torch.ones((), dtype=torch.float64))[0]
+    reduction = "none" if way == "rows" else "mean"
+    loss = it.info_nce_loss(query, key, scale=3.0, reduction=reduction, **given).sum()
+    (want,) = torch.autograd.grad(loss, query, retain_graph=True)
+    change()
+    return want, lambda: torch.autograd.grad(loss, query, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("way", ["rows", "again"])
+@pytest.mark.parametrize("name", [*VECTORS, "row ids", "column ids"])
+def test_a_change_in_place_is_seen(name: str, way: str) -> None:
+    """Of tensors autograd raises its own error, as for features."""
+    vector: Any = VECTORS[name.split()[-1]]()
+    given: dict[str, Any] = {name: vector}
+    if name not in VECTORS:
+        other = VECTORS["ids"]()
+        given = {"ids": (vector, other) if name == "row ids" else (other, vector)}
+    _, again = backward_passes(way, given, lambda: vector.copy_(vector.flip(0)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        again()
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_change_in_place_inside_of_torch_func_changes_nothing(name: str) -> None:
+    """There autograd sees no change: the losses keep copies."""
+    vector = VECTORS[name]()
+    want, again = backward_passes("func", {name: vector}, lambda: vector.copy_(vector.flip(0)))
+    assert torch.equal(again(), want)
+
+
+@pytest.mark.parametrize("way", ["rows", "again", "func"])
+@pytest.mark.parametrize("name", [*VECTORS, "pair", "list", "inference"])
+def test_a_change_in_place_of_what_is_no_tensor_changes_nothing(name: str, way: str) -> None:
+    """Of arrays and lists there are copies, and of tensors of inference mode, which autograd does
+    not take."""
+    if name == "inference":
+        with torch.inference_mode():
+            vector: Any = VECTORS["labels"]()
+    else:
+        vector = VECTORS.get(name, VECTORS["ids"])().numpy()
+    pair = {"ids": (vector, VECTORS["ids"]())}
+    given = {"inference": {"labels": vector}, "pair": pair}.get(name, {name: vector})
+    if name == "list":
+        vector = vector.tolist()
+        given = {"labels": vector}
+
+    def change() -> None:
+        if name == "inference":
+            with torch.inference_mode():
+                vector.copy_(vector.flip(0))
+        else:
+            vector[:] = vector[::-1] if name == "list" else vector[::-1].copy()
+
+    want, again = backward_passes(way, given, change)
+    assert torch.equal(again(), want)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "jax", "jit"])
+def test_a_scale_of_one_number_and_a_workspace_as_text(way: str) -> None:
+    """As the functions of arrays take them. The gradient has the scale's shape."""
+    z = [side.detach().float() for side in features("clip")]
+    want = infonce.clip_loss_and_grad(*z, scale=2.0, workspace="1 MiB")
+
+    def step(scale: Any, *z: Any) -> Any:
+        return it.clip_loss(*z, scale=scale, workspace="1 MiB")
+
+    if way in ("jax", "jit"):
+        jax = pytest.importorskip("jax")
+        import infonce.jax as ij
+
+        def loss(scale: Any, *z: Any) -> Any:
+            return ij.clip_loss(*z, scale=scale, workspace="1 MiB")
+
+        given = jax.numpy.full(1, 2.0), *map(jax.numpy.asarray, z)
+        run = jax.value_and_grad(loss)
+        value, gradient = (jax.jit(run) if way == "jit" else run)(*given)
+        with pytest.raises(ValueError, match=r"^workspace: expected a number of bytes, or"):
+            ij.clip_loss(*given[1:], scale=1.0, workspace="1 Gig")
+    else:
+        scale = torch.full((1,), 2.0, requires_grad=True)
+        if way == "compiled":
+            torch.compiler.reset()
+            step = torch.compile(step, fullgraph=True, backend="aot_eager")
+        value = step(scale, *z)
+        (gradient,) = torch.autograd.grad(value, scale)
+        value = value.detach()
+    assert gradient.shape == (1,)
+    assert float(value) == pytest.approx(float(want.loss), rel=1e-6)
+    assert float(gradient[0]) == pytest.approx(float(want.grads.scale), rel=1e-6)

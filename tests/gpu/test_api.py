@@ -1,11 +1,13 @@
 """The public functions on arrays of a GPU: same answers, same kind of array, same errors."""
 
+import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import MISSING, dtype_of
+from gpu_problems import MISSING, dtype_of, fewer, smaller
 from infonce.kernels.problem import SCALES
 from judge import (
     LOSSES,
@@ -66,7 +68,8 @@ def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
     """A number out of range is refused; of an array, which is not looked at, the loss is NaN.
     Within, results are right to the rounding of the logits, and probabilities sum to 1."""
     least, most = SCALES["fp64" if dtype == "float64" else "fp32"]
-    host = arguments(loss, *pairs("random", 150, 150, 64, dtype_of(dtype), 3))
+    n = smaller(150, 70)
+    host = arguments(loss, *pairs("random", n, n, 64, dtype_of(dtype), 3))
     args = [cupy.asarray(z) for z in host]
     function = getattr(infonce, f"{loss}_loss")
     for scale in (0.0, -1.0, 0.99 * least, 1.01 * most, np.inf, np.nan):
@@ -77,13 +80,13 @@ def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
             temperature = cupy.array(1.0 / np.float64(scale))
         out = call(loss, *args, temperature=temperature, method=method)
         assert bool(cupy.isnan(out.loss))
-    for scale in (least, 1e-3, 1e3, 0.01 * most, most):
+    for scale in fewer((least, 1e-3, 1e3, 0.01 * most, most), 3):
         ref = judged(loss, host, scale=scale)
         for given in (scale, cupy.array(scale)):
             out = call(loss, *args, scale=given, method=method, grad_dtype=np.float64)
             logit = largest_logit(scale, host[0], host[-1])
             assert_loss(float(out.loss), ref.loss, dtype, logit)
-            pairs_each = 150 if loss == "siglip" else 1
+            pairs_each = n if loss == "siglip" else 1
             for name, want in ref.grads.items():
                 if isinstance(want, np.ndarray):
                     got = getattr(out.grads, name).get()
@@ -93,7 +96,8 @@ def test_scales_at_the_ends(loss: str, method: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_least_workspace(loss: str) -> None:
-    args = arguments(loss, *pairs("partly aligned", 700, 700, 40, np.float32, 0))
+    n = smaller(700, 90)
+    args = arguments(loss, *pairs("partly aligned", n, n, 40, np.float32, 0))
     given = [cupy.asarray(z) for z in args]
     with pytest.raises(ValueError, match="workspace: expected at least") as refused:
         call(loss, *given, scale=5.0, method="tiled", workspace=1)
@@ -214,11 +218,12 @@ def test_naive_that_does_not_fit() -> None:
 def test_no_memory_left(method: str) -> None:
     """An allocation that fails half-way leaves the device usable and nothing behind. Where the
     gradients themselves have no room, nothing that the caller could set would help."""
-    z = [cupy.asarray(a) for a in pairs("random", 600, 600, 64, np.float32, 1)]
+    n, most = smaller((600, 2**23), (150, 2**20))
+    z = [cupy.asarray(a) for a in pairs("random", n, n, 64, np.float32, 1)]
     want = call("clip", *z, scale=5.0, method=method)
     pool = cupy.cuda.MemoryPool()
     failed: list[tuple[int, str]] = []
-    for limit in range(2**14, 2**23, 2**15):
+    for limit in range(2**14, most, smaller(2**15, 2**16)):
         pool.set_limit(size=limit)
         with cupy.cuda.using_allocator(pool.malloc):
             try:
@@ -228,7 +233,7 @@ def test_no_memory_left(method: str) -> None:
         assert pool.used_bytes() == 0
     assert len(failed) > 3
     advice = 'method="tiled"' if method == "naive" else "a workspace below"
-    gradients = 2 * 600 * 64 * 4
+    gradients = 2 * n * 64 * 4
     within_the_backend = [told for limit, told in failed if limit > gradients]
     assert within_the_backend or method in ("auto", "fused")
     assert all(f"; use {advice}" in told for told in within_the_backend)
@@ -323,7 +328,44 @@ def test_capture(loss: str, method: str) -> None:
     assert float(alone()) == pytest.approx(float(got.loss), rel=1e-6)
 
 
+def test_kernels_by_themselves() -> None:
+    """As docs/api/kernels.md launches them."""
+    page = Path(__file__).parents[2] / "docs" / "api" / "kernels.md"
+    example, raw = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    found: dict[str, Any] = {}
+    exec(example, found)
+    query, key = found["query"].get(), found["key"].get()
+    want = infonce.info_nce_loss(query.astype(np.float64), key.astype(np.float64), scale=0.1)
+    assert_loss(found["side"]["loss"].mean(), want, "float32", largest_logit(0.1, query, key))
+    exec(raw, {})
+
+
 def test_capture_of_what_is_not_on_the_gpu() -> None:
     z = np.zeros((4, 2), np.float32)
     with pytest.raises(TypeError, match=r"inputs\[0\]: expected a CuPy array, got ndarray"):
         infonce.capture(infonce.clip_loss, z, z, scale=1.0)
+
+
+def test_many_calls_leak_nothing() -> None:
+    args = [cupy.asarray(z) for z in pairs("random", 64, 64, 32, np.float32, 0)]
+    for method in METHODS:
+        call("clip", *args, scale=10.0, method=method)
+    pool = cupy.get_default_memory_pool()
+    used, total = pool.used_bytes(), pool.total_bytes()
+    for i in range(smaller(1000, 30)):
+        call("clip", *args, scale=10.0, method=METHODS[i % 4])
+        with pytest.raises(ValueError, match="workspace"):
+            call("clip", *args, scale=10.0, method="tiled", workspace=10)
+    assert pool.used_bytes() <= used + 4096
+    assert pool.total_bytes() <= total + 2**20
+
+
+def test_options_that_are_refused() -> None:
+    z = cupy.ones((4, 2))
+    with pytest.raises(ValueError, match=r'"fused" keeps the 4 x 4 logits within workspace = 100 '):
+        infonce.clip_loss(z, z, scale=1.0, margin=0.1, method="fused", workspace=100)
+    labels = cupy.zeros((4, 2), int)
+    with pytest.raises(ValueError, match="metrics: expected one positive a row"):
+        infonce.info_nce_loss_and_grad(z, z, labels, scale=1.0, metrics=True)
+    with pytest.raises(ValueError, match="metrics: expected False with key_bias, got True"):
+        infonce.clip_loss_and_grad(z, z, scale=1.0, key_bias=cupy.zeros(4), metrics=True)

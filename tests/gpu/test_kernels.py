@@ -3,6 +3,7 @@
 These tests drive the backend itself, from a `Problem`; what dispatch adds is tested beside the CPU.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from gpu_problems import (
     check,
     dtype_of,
     evaluate,
+    fewer,
     gpu_only,
     host,
     run,
+    smaller,
 )
 from judge import KINDS, LOSSES, VIEWS, arguments, judged, pairs
 
@@ -42,23 +45,24 @@ if not MISSING:
 def test_against_reference(loss: str, method: str, dtype: str, precision: str) -> None:
     """Sizes around tile boundaries, odd widths, all temperatures and kinds of pairs, strides, and
     workspaces that cut into many blocks."""
-    for i, (m, n, d) in enumerate(SHAPES):
-        for j, kind in enumerate(KINDS):
-            temperature = TEMPERATURES[(i + j) % 4]
-            if kind == "long" and precision == "tf32":
-                continue
-            args = arguments(loss, *pairs(kind, m, n, d, dtype_of(dtype), i + j))
-            ref = judged(loss, args, scale=1 / temperature)
-            spaces = [2**28, 2**23] + [150_000 + 3000 * d] * (method == "tiled")
-            out = run(
-                loss, args, precision, 1 / temperature, view=VIEWS[(i + j) % len(VIEWS)],
-                workspace=spaces[(i + 2 * j) % len(spaces)],
-                method=method,
-            )  # fmt: skip
-            try:
-                check(out, ref, args, precision, 1 / temperature)
-            except AssertionError as error:
-                raise AssertionError(f"{m, n, d} {kind} at {temperature}: {error}") from None
+    shapes, kinds = range(len(SHAPES)), range(len(KINDS))
+    for i, j in fewer(itertools.product(shapes, kinds), 5):
+        (m, n, d), kind = SHAPES[i], KINDS[j]
+        temperature = TEMPERATURES[(i + j) % 4]
+        if kind == "long" and precision == "tf32":
+            continue
+        args = arguments(loss, *pairs(kind, m, n, d, dtype_of(dtype), i + j))
+        ref = judged(loss, args, scale=1 / temperature)
+        spaces = [2**28, 2**23] + [150_000 + 3000 * d] * (method == "tiled")
+        out = run(
+            loss, args, precision, 1 / temperature, view=VIEWS[(i + j) % len(VIEWS)],
+            workspace=spaces[(i + 2 * j) % len(spaces)],
+            method=method,
+        )  # fmt: skip
+        try:
+            check(out, ref, args, precision, 1 / temperature)
+        except AssertionError as error:
+            raise AssertionError(f"{m, n, d} {kind} at {temperature}: {error}") from None
 
 
 @pytest.mark.parametrize("kind", ["random", "aligned", "partly aligned", "opposed"])
@@ -66,8 +70,9 @@ def test_against_reference(loss: str, method: str, dtype: str, precision: str) -
 @pytest.mark.parametrize("loss", LOSSES)
 def test_accuracy_of_a_batch(loss: str, dtype: str, precision: str, kind: str) -> None:
     """The accuracy that the precisions promise, at a size where rounding averages out."""
-    for temperature in TEMPERATURES:
-        args = arguments(loss, *pairs(kind, 1500, 1500, 128, dtype_of(dtype), 3))
+    rows = smaller(1500, 500)
+    for temperature in fewer(TEMPERATURES, 2):
+        args = arguments(loss, *pairs(kind, rows, rows, 128, dtype_of(dtype), 3))
         ref = judged(loss, args, scale=1 / temperature)
         # gradients of a loss near 0 are themselves differences of rounded numbers
         averaged = ref.loss > 0.05
@@ -99,7 +104,7 @@ def test_accuracy_where_rows_share_a_direction(loss: str, cosine: float) -> None
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_normalize(loss: str, method: str, dtype: str, precision: str) -> None:
-    for m, n, d, seed in ((3, 4, 5, 0), (140, 140, 33, 1), (300, 300, 64, 2)):
+    for m, n, d, seed in fewer(((3, 4, 5, 0), (140, 140, 33, 1), (300, 300, 64, 2)), 2):
         rng = np.random.default_rng(seed)
         args = [
             (z.astype(np.float64) * np.exp(2 * rng.standard_normal((len(z), 1)))).astype(z.dtype)
@@ -148,7 +153,7 @@ def test_length_of_rows_does_not_matter(dtype: str, precision: str, size: float)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_ids(loss: str, method: str, dtype: str, precision: str) -> None:
-    for n, seed in ((1, 0), (6, 1), (60, 2), (200, 3)):
+    for n, seed in fewer(((1, 0), (6, 1), (60, 2), (200, 3)), 3):
         args = arguments(loss, *pairs("partly aligned", n, n, 8, dtype_of(dtype), seed))
         rng = np.random.default_rng(seed)
         ids: Any = rng.integers(0, max(1, n // 2), len(args[0]))
@@ -189,7 +194,8 @@ def test_scale_and_bias_on_the_device() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_reproducible(loss: str, method: str, dtype: str, precision: str) -> None:
-    args = arguments(loss, *pairs("random", 700, 700, 40, dtype_of(dtype), 5))
+    n = smaller(700, 300)
+    args = arguments(loss, *pairs("random", n, n, 40, dtype_of(dtype), 5))
     size = 2**21 if method == "tiled" else 2**28
     first = run(loss, args, precision, 30.0, workspace=size, method=method)
     for _ in range(2):
@@ -222,7 +228,7 @@ def test_outputs_of_any_strides_and_guards() -> None:
             z = arguments(loss, *pairs("random", 130, 130, 24, dtype_of(dtype), 2))
             plain = run(loss, z, precision, 15.0)
             names = ("features",) if loss == "nt_xent" else ("image", "text")
-            for step in (1, 2):
+            for step in fewer((1, 2), 1 + (loss == "clip")):
                 wholes, outs = {}, {}
                 for name, a in zip(names, z, strict=True):
                     rows, d = a.shape
@@ -384,17 +390,3 @@ def test_work_is_ordered_on_the_current_stream() -> None:
         late = [z + busy[0, 0] * 0 for z in args]
         out = run("clip", late, "fp32", 10.0)
     assert out.loss == want.loss
-
-
-def test_many_calls_leak_nothing() -> None:
-    args = [cupy.asarray(z) for z in pairs("random", 64, 64, 32, np.float32, 0)]
-    for method in METHODS:
-        run("clip", args, "fp32", 10.0, method=method)
-    pool = cupy.get_default_memory_pool()
-    used, total = pool.used_bytes(), pool.total_bytes()
-    for i in range(1000):
-        run("clip", args, "fp32", 10.0, method=METHODS[i % 3])
-        with pytest.raises(ValueError, match="workspace"):
-            run("clip", args, "fp32", 10.0, workspace=10)
-    assert pool.used_bytes() <= used + 4096
-    assert pool.total_bytes() <= total + 2**20

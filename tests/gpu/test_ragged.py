@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_problems import CASES, MISSING, check, dtype_of, gpu_only, run
+from gpu_problems import CASES, MISSING, check, dtype_of, fewer, gpu_only, run
 from judge import LOSSES, VIEWS, arguments, judged, pairs
 
 pytestmark = gpu_only
@@ -55,7 +55,7 @@ def test_keys_that_remain(
     sizes = [(5, 1), (5, 3), (9, 7), (9, 8), (8, 9), (20, 15), (17, 17), (130, 127), (120, 129),
              (260, 250), (600, 521)]  # fmt: skip
     widths = (1, 7, 8, 9, 63, 64, 65, 100, 127, 129, 260)
-    for i, ((m, n), d) in enumerate(zip(sizes, widths, strict=True)):
+    for i, ((m, n), d) in fewer(enumerate(zip(sizes, widths, strict=True)), 5):
         m = m if loss == "info_nce" else n
         args = arguments(loss, *pairs("partly aligned", m, n, d, dtype_of(dtype), i))
         options: dict[str, Any] = {}

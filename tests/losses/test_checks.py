@@ -154,3 +154,95 @@ def test_a_workspace_that_is_given_is_told_from_the_default(
         infonce.clip_loss(z, z, scale=1.0, **options)
     assert [p.workspace for p in problems] == [2**28, 2**28, 2**28, 2**20]
     assert [p.workspace_given for p in problems] == [False, False, True, True]
+
+
+BIG = 2**63
+INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_labels_and_ids_of_any_integer_dtype(dtype: Any) -> None:
+    values = np.array([0, 1, 2, 2, 1, 0])
+    z, given = np.concatenate([Q, K])[:6], values.astype(dtype)
+    top = np.iinfo(dtype).max  # as hashes are
+    hashed = np.where(values == 2, top, given).astype(dtype)
+    for labels in (given, hashed, hashed.astype(hashed.dtype.newbyteorder())):
+        assert infonce.sup_con_loss(z, labels, scale=2.0) == infonce.sup_con_loss(
+            z, values, scale=2.0
+        )
+        assert infonce.clip_loss(Q, K, scale=2.0, ids=labels) == infonce.clip_loss(
+            Q, K, scale=2.0, ids=values
+        )
+    assert infonce.info_nce_loss(Q, K, given, scale=2.0) == infonce.info_nce_loss(
+        Q, K, values, scale=2.0
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"decoupled": True}, {"label_smoothing": 0.1}])
+def test_hashes_of_64_bits_are_classes(options: Any) -> None:
+    """Those from 2^63 on are no negative labels, which stand for no class."""
+    hashes = np.array([2**64 - 1, BIG, 7, BIG, 2**64 - 1, 7], np.uint64)
+    want = infonce.sup_con_loss_and_grad(Q, np.array([1, 0, 2, 0, 1, 2]), scale=2.0, **options)
+    got = infonce.sup_con_loss_and_grad(Q, hashes, scale=2.0, **options)
+    assert got.loss == want.loss
+    np.testing.assert_array_equal(got.grads.features, want.grads.features)
+
+
+def test_ids_of_two_dtypes_are_compared_by_value() -> None:
+    """2^64 - 1 is not -1, of which it has the bits; nor is any other such pair."""
+    unsigned = np.array([2**64 - 1, BIG, 5, 6, BIG, 2**64 - 2], np.uint64)
+    signed = np.array([6, -1, -BIG, 5, -2, -1])
+    equal = np.array([[int(a) == int(b) for b in signed] for a in unsigned])
+    labels = np.arange(6)
+    for ids, same in (((unsigned, signed), equal), ((signed, unsigned), equal.T)):
+        x = np.where(same & ~np.eye(6, dtype=bool), -np.inf, 2.0 * Q @ K.T)
+        want = (np.log(np.exp(x).sum(axis=1)) - np.diag(x)).mean()
+        got = infonce.info_nce_loss(Q, K, labels, scale=2.0, ids=ids)
+        assert float(got) == pytest.approx(want, rel=1e-13)
+
+
+def test_sets_of_positives_may_be_in_any_order() -> None:
+    sets = np.array([[2, -1, 0], [1, 2, 0], [-5, -1, -1], [3, -1, -1], [5, 4, -1], [0, 5, 1]])
+    want = infonce.info_nce_loss(Q, K, sets, scale=2.0)
+    assert infonce.info_nce_loss(Q, K, sets[:, ::-1], scale=2.0) == want
+
+
+@pytest.mark.parametrize("number", [np.full(1, 2.0), np.full((1, 1), 2, np.float32), np.ones(1)])
+def test_an_array_of_one_number_is_that_number(number: np.ndarray) -> None:
+    value = float(number.item())
+    got = infonce.siglip_loss_and_grad(Q, K, -number, scale=number)
+    want = infonce.siglip_loss_and_grad(Q, K, -value, scale=value)
+    assert (got.loss, got.grads.scale, got.grads.bias) == (
+        want.loss, want.grads.scale, want.grads.bias,
+    )  # fmt: skip
+    assert got.grads.scale.shape == ()
+    assert infonce.clip_loss(Q, K, temperature=number) == infonce.clip_loss(Q, K, temperature=value)
+
+
+@pytest.mark.parametrize("text", ["268435456", "256MiB", " 0.25 gib ", "256 MiB", "268.435456MB"])
+def test_workspace_as_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[Any] = []
+    solved = dispatch._solve
+    monkeypatch.setattr(
+        dispatch, "_solve", lambda request: problems.append(request.problem) or solved(request)
+    )
+    infonce.clip_loss(Q, K, scale=1.0, workspace=text)
+    assert (problems[0].workspace, problems[0].workspace_given) == (2**28, True)
+
+
+class Frame:
+    """What pandas and polars have in common."""
+
+    shape = (6, 4)
+
+    def __repr__(self) -> str:
+        return "          0         1\n0  0.125730 -0.132105"
+
+    def to_numpy(self) -> np.ndarray:
+        return Q
+
+
+def test_data_frames_say_how_to_make_an_array() -> None:
+    match = r"^image: expected an array, got Frame of shape \(6, 4\): \.to_numpy\(\) makes one$"
+    with pytest.raises(TypeError, match=match):
+        infonce.clip_loss(Frame(), K, scale=1.0)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,14 @@ def test_torch_modules() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
+        ({"loss_and_grad": infonce.clip_loss}, TypeError, "loss_and_grad: expected a function X_l"),
+        (
+            {"loss_and_grad": partial(infonce.clip_loss, scale=1.0)},
+            TypeError,
+            "loss_and_grad: expected a function X_loss_and_grad of infonce or infonce.distributed, "
+            "got clip_loss",
+        ),
+        ({"loss_and_grad": 3}, TypeError, "loss_and_grad: expected a function X_loss_and_grad"),
         ({"chunk": 0}, ValueError, "chunk: expected at least 1, got 0"),
         ({"chunk": 2.0}, TypeError, "chunk: expected an integer, got float 2.0"),
         ({"inputs": np.ones((2, 3))}, TypeError, "inputs: expected a list or tuple"),
@@ -113,10 +122,55 @@ def test_torch_modules() -> None:
 )
 def test_bad_arguments(change: dict[str, Any], error: type[Exception], words: str) -> None:
     x = np.ones((4, 7))
-    arguments = {"inputs": (x, x), "encode": lambda z: z, "backward": lambda z, g: None, "chunk": 2}
+    arguments = {"loss_and_grad": infonce.clip_loss_and_grad, "inputs": (x, x),
+                 "encode": no_encoder, "backward": lambda z, g: None, "chunk": 2}  # fmt: skip
     with pytest.raises(error, match=words.split(":")[0]) as caught:
-        infonce.grad_cache(infonce.clip_loss_and_grad, **{**arguments, **change}, scale=1.0)
+        infonce.grad_cache(**{**arguments, **change}, scale=1.0)
     assert words in str(caught.value)
+
+
+def no_encoder(*_: Any) -> Any:
+    raise AssertionError("an error comes before any work")
+
+
+def test_a_function_without_gradients() -> None:
+    x = np.eye(4)
+    with pytest.raises(
+        TypeError, match=r"loss_and_grad: .*, got one that returns ndarray of shape"
+    ):
+        infonce.grad_cache(
+            lambda *z, **o: infonce.clip_loss(*z, **o), (x, x), lambda z: z, no_encoder, 2, scale=1
+        )
+
+
+@pytest.mark.extras
+def test_torch_arguments_that_get_no_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    import infonce.torch as it
+
+    z = torch.eye(4)
+    for loss in (it.CLIPLoss(scale=1.0), it.clip_loss, partial(it.clip_loss, scale=1.0)):
+        with pytest.raises(TypeError, match=r"^loss_and_grad: expected a function X_loss_and_grad"):
+            infonce.grad_cache(loss, (z, z), no_encoder, no_encoder, 2)
+    learnt = torch.tensor(2.0, requires_grad=True)
+    for function, name, words in (
+        (infonce.clip_loss_and_grad, "scale", r"scale\.detach\(\).*out\.grads\.scale is"),
+        (infonce.clip_loss_and_grad, "temperature", r"temperature\.detach.*out\.grads\.scale is"),
+        (infonce.siglip_loss_and_grad, "bias", r"bias\.detach\(\).*out\.grads\.bias is"),
+        (infonce.clip_loss_and_grad, "weights", r"weights\.detach\(\) makes one$"),
+    ):
+        value = learnt * torch.ones(4) if name == "weights" else learnt
+        with pytest.raises(
+            ValueError, match=f"^{name}: expected a tensor that requires no .*{words}"
+        ):
+            infonce.grad_cache(function, (z, z), no_encoder, no_encoder, 2, **{name: value})
+    out = infonce.grad_cache(
+        infonce.clip_loss_and_grad, (z, z), lambda z: z, lambda z, g: None, 2,
+        scale=learnt.detach(),
+    )  # fmt: skip
+    learnt.backward(out.grads.scale)
+    want = torch.autograd.grad(it.clip_loss(z, z, scale=learnt), learnt)[0]
+    torch.testing.assert_close(learnt.grad, want)
 
 
 @pytest.mark.extras

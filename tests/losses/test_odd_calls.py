@@ -199,3 +199,25 @@ def test_gradients_with_gaps_are_not(out: np.ndarray) -> None:
         np.testing.assert_array_equal(order, want)
     row = {"text": strided(0, 8)[:1]}
     assert infonce.clip_loss_and_grad(Z[0][:1], Z[1][:1], scale=1.0, out=row).loss == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("loss", ["info_nce", "clip", "lit"])
+def test_a_weight_of_zero_leaves_out_an_infinite_loss(
+    loss: str, reduction: Any, method: Any
+) -> None:
+    """A decoupled row without negatives has a loss of -inf. A NaN is not left out."""
+    args = [z.copy() for z in Z]
+    function = getattr(infonce, f"{loss}_loss")
+    ids = np.array([7, 7, 0, 0, 1, 2]), np.full(6, 7)
+    options: dict[str, Any] = {"scale": 2.0, "decoupled": True, "method": method, "ids": ids}
+    losses = function(*args, reduction="none", **options)
+    assert np.isneginf(losses).tolist() == [True, True, False, False, False, False]
+    weights = np.array([0.0, 0.0, 1.0, 0.5, 0.0, 2.0])
+    want = np.append([0.0, 0.0], weights[2:] * losses[2:])
+    want = {"none": want, "sum": want.sum(), "mean": want.sum() / weights.sum()}[reduction]
+    got = function(*args, weights=weights, reduction=reduction, **options)
+    np.testing.assert_allclose(got, want, rtol=1e-14)
+    args[0][0, 0] = np.nan
+    assert np.isnan(function(*args, weights=weights, **options))

@@ -3,6 +3,7 @@ and its examples run; how records become its tables."""
 
 import ast
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -11,9 +12,12 @@ import zlib
 from pathlib import Path
 
 import pytest
-from command_line import PNG
+from command_line import PNG, succeed
+from infonce.kernels import problem
+from infonce.kernels.offload import layout
 
 from infonce import arrays
+from infonce.spec import LOSSES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -165,6 +169,59 @@ def test_index_of_the_code() -> None:
             assert not missing, f"{question}: not in {path}"
 
 
+def test_names_of_the_code_are_there() -> None:
+    """In backticks: constants in all pages, and all names in CONTRIBUTING.md."""
+    folders = ("infonce", "kernels", "distributed", "tests", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    sources = [path.read_text() for path in files if path.suffix in (".py", ".cu", ".cuh")]
+    words = set(re.findall(r"\w+", " ".join(sources)))
+    for page in PAGES:
+        named = re.findall(r"`([A-Z]+_?[A-Z_0-9]{3,})(?:=\w+)?`", page.read_text())
+        assert not [name for name in named if name not in words], page.name
+    named = re.findall(r"`([A-Za-z_][\w.]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 20
+    parts = {part for name in named if "/" not in name for part in name.split(".")}
+    assert not parts - words - {"py", "cu", "cuh", "kernels", "distributed"}
+
+
+@pytest.mark.extras
+def test_page_of_methods_has_the_limits_of_the_code() -> None:
+    page = " ".join((DOCS / "methods.md").read_text().split())
+    assert f"The default is {problem.WORKSPACE // 2**20} MiB" in page
+    assert f"chunks of {layout.WAVE} rows" in page
+    pytest.importorskip("cupy")
+    from infonce.kernels.gpu import fused
+
+    logits, rows, multiply_adds = fused.PAYS_LOGITS, fused.PAYS_SIDE, fused.PAYS
+    limits = (
+        f"up to 2^{math.log2(logits):.0f} logits, {rows} rows on each side and "
+        f"2^{math.log2(multiply_adds):.0f} multiply-adds"
+    )
+    assert limits in page
+
+
+NAMES = {"info_nce": "InfoNCE", "nt_xent": "NT-Xent", "sup_con": "SupCon", "clip": "CLIP",
+         "lit": "LiT", "siglip": "SigLIP", "gte": "GTE"}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [
+    "README.md", "docs/index.md", "docs/losses.md", "docs/api/index.md", "docs/migrating.md",
+    "setup.cfg description", "setup.cfg keywords", "infonce --help",
+])  # fmt: skip
+def test_every_loss_is_named(place: str) -> None:
+    """By its name or by its function."""
+    assert NAMES.keys() == LOSSES.keys()
+    file, _, part = place.partition(" ")
+    if file == "infonce":
+        text = succeed(part)
+    else:
+        text = (ROOT / file).read_text()
+        if part:
+            (text,) = re.findall(rf"^{part} = (.*)$", text, re.MULTILINE)
+    missing = [n for loss, n in NAMES.items() if n not in text and f"{loss}_loss" not in text]
+    assert not missing
+
+
 # --- examples -------------------------------------------------------------------------------------
 
 
@@ -234,7 +291,7 @@ def test_render(tmp_path: Path) -> None:
 def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     readme = tmp_path / "README.md"
-    kinds = ("results", "peers", "goals")
+    kinds = ("results", "peers", "goals", "ladder")
     marks = (f"<!-- {kind}:gpu begin -->\n<!-- {kind}:gpu end -->\n" for kind in kinds)
     readme.write_text("".join(marks))
 
@@ -272,6 +329,15 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
                 median_s=1e-3, wall_s=2e-3, gflops=9e5, peak_bytes=0),
             row(256, "auto", "Labels", loss="info_nce", dim=128, keys=4096, wrt=[],
                 median_s=2e-3, gflops=9e5, peak_bytes=0),
+            row(4096, "portable", "Every card", median_s=2e-3, gflops=4e5, peak_bytes=2**21,
+                of_products_share=2.0),
+            row(4096, "auto", "Every card", median_s=1e-3, gflops=8e5, peak_bytes=2**20,
+                of_products_share=1.0),
+            row(4096, "products", "Every card", median_s=1e-3, gflops=8e5, peak_bytes=2**23,
+                of_products_share=1.0),
+            # too small for a sweep
+            row(1024, "naive", "Every card", median_s=2e-3, gflops=1e5, peak_bytes=2**20),
+            row(1024, "products", "Every card", median_s=1e-3, gflops=2e5, peak_bytes=2**20),
         ],
     }  # fmt: skip
     (tmp_path / "gpu.json").write_text(json.dumps(record))
@@ -295,6 +361,13 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
     assert f"| {query_alone} | - | 900 | 1 (2), 0 MiB |" in lines
     assert "| info_nce bfloat16 256 of 4096 x 128 | - | 900 | 2, 0 MiB |" in lines
     assert "| clip bfloat16 8192 x 768, 1 GiB | 5 | 6 | missed |" in lines
+    steps = lines[lines.index("| case | step | of the bare products | TFLOP/s | time, memory |") :]
+    assert steps[2:6] == [
+        "| clip bfloat16 4096 x 512 | 2. tiles | 2.00 | 400 | 2 ms, 2 MiB |",
+        "| clip bfloat16 4096 x 512 | 3. sweeps | 1.00 | 800 | 1 ms, 1 MiB |",
+        "| clip bfloat16 4096 x 512 | bare products | 1.00 | 800 | 1 ms, 8 MiB |",
+        "<!-- ladder:gpu end -->",
+    ]
     for plot in ("gpu.png", "gpu-peers.png", "gpu-shapes.png"):
         assert (tmp_path / plot).read_bytes().startswith(PNG)
     subprocess.run([*command, "--check"], check=True)

@@ -52,6 +52,7 @@ def test_committed_with_its_plots(path: Path) -> None:
 
 
 @named
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of the kernel's own machinery
 def test_runs(path: Path) -> None:
     pytest.importorskip("ipykernel")

@@ -1,5 +1,6 @@
 """What is installed, and what importing it costs."""
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -17,6 +18,7 @@ from packaging.requirements import Requirement
 from threadpoolctl import threadpool_info
 
 import infonce
+from infonce._names import extra as extra_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +84,33 @@ def test_adapters_are_attributes(module: str) -> None:
     assert "clip_loss?)" in said
 
 
+@pytest.mark.parametrize("library", ["jax", "torch"])
+def test_a_framework_that_is_missing_is_named_with_its_extra(library: str) -> None:
+    """By the import of the adapter and of a module in it. `hasattr` is False and does not raise."""
+    inner = {"jax": "optax", "torch": "open_clip"}[library]
+    said = run(
+        f"import sys; sys.modules[{library!r}] = None\n"
+        "import importlib, infonce\n"
+        f"print(hasattr(infonce, {library!r}))\n"
+        f"try: infonce.{library}\n"
+        "except AttributeError as error: print(error)\n"
+        f"for name in ('infonce.{library}', 'infonce.{library}.{inner}'):\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
+    ).splitlines()
+    assert said[0] == "False"
+    assert len(said) == 4
+    for line in said[1:]:
+        assert f"needs {library}, which is not installed" in line
+        assert line.endswith(f"pip install 'infonce[{library}]'")
+
+
+def test_another_module_that_is_missing_keeps_its_own_error() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught, extra_of("torch"):
+        importlib.import_module("torch_needs_this")
+    assert str(caught.value) == "No module named 'torch_needs_this'"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: other workers may build at the same time."""
@@ -114,6 +143,34 @@ def test_wheel(wheel: Path) -> None:
         if source.suffix in (".py", ".cu", ".cuh"):
             assert f"infonce/{source.relative_to(ROOT)}" in names
     assert any(name.endswith("licenses/LICENSE") or name.endswith("/LICENSE") for name in names)
+
+
+def metadata(wheel: Path) -> importlib.metadata.PackageMetadata:
+    folder = f"infonce-{infonce.__version__}.dist-info"
+    path = zipfile.Path(wheel) / folder
+    return importlib.metadata.PathDistribution(path).metadata  # type: ignore[arg-type]
+
+
+def test_description_stands_without_the_repository(wheel: Path) -> None:
+    """A package index has no files beside the README: no pictures, no links but to the web."""
+    about = metadata(wheel)
+    assert about["Description-Content-Type"] == "text/markdown"
+    text = about.get_payload() or about["Description"]  # type: ignore[attr-defined]
+    readme = (ROOT / "README.md").read_text()
+    headings = re.findall(r"^#+ .*", readme, re.MULTILINE)
+    assert len(headings) > 5
+    assert re.findall(r"^#+ .*", text, re.MULTILINE) == headings
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    assert code.findall(text) == code.findall(readme)
+    text, readme = code.sub("", text), code.sub("", readme)
+    targets = re.findall(r"\]\(([^)]*)\)", readme)
+    assert any(not target.startswith("http") for target in targets)
+    for target in re.findall(r"\]\(([^)]*)\)|<img", text):
+        assert target.startswith(("https://", "http://"))
+    for target in targets:  # files are named, and in the source distribution's folders
+        if target.startswith("docs/"):
+            assert f"`{target}`" in text
+            assert (ROOT / target).exists()
 
 
 def extra(wheel: Path, name: str) -> dict[str, Requirement]:
@@ -168,3 +225,28 @@ def test_plugin_that_warns_of_workers(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_skips_for_want_of_a_gpu_are_one_line(tmp_path: Path) -> None:
+    """Beside the other reasons, which stay, by place."""
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_skips.py").write_text(
+        "import pytest\n"
+        "skip = pytest.mark.skip\n"
+        "@skip(reason='no GPU: no device')\n@pytest.mark.parametrize('i', range(9))\n"
+        "def test_kernel(i): pass\n"
+        "@skip(reason='this torch sees no GPU')\ndef test_tensor(): pass\n"
+        "@skip(reason='needs another library')\ndef test_other(): pass\n"
+        "def test_at_once(): pytest.skip('needs 2 GPUs, found 0')\n"
+        "def test_few(): pytest.skip('needs 2 GPUs, found 1')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "-n", "1", "-c", os.devnull, "--rootdir", tmp_path,
+         "-o", f"pythonpath={ROOT / 'tests' / 'emulator'}", "-p", "no:cacheprovider", tmp_path],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert len(lines) == 3, done.stdout
+    assert "SKIPPED [11] tests: no GPU: no device" in lines
+    for reason in ("needs another library", "needs 2 GPUs, found 1"):
+        assert any(line.endswith(reason) for line in lines)

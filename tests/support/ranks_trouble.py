@@ -1,93 +1,30 @@
-"""What ranks do in tests/distributed/test_ranks.py (`ranks.main`): numbers at the ends of their
-range, memory, gradients of parameters, calls that are bad or differ, ranks that end."""
+"""What ranks do in tests/distributed/test_ranks.py (`ranks.main`): memory, communicators that are
+freed, calls that are bad or differ, ranks that end."""
 
+import functools
+import gc
 import importlib
-import itertools
 import os
+import random
 import signal
 import sys
+import threading
 import time
 import tracemalloc
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from infonce.distributed import cost, model
 from infonce.distributed.communicators.mpi import connect
-from ranks import COMM, RANK, SIZE, accuracy, close, compare, follow, say, shards
+from ranks import COMM, RANK, SIZE, accuracy, compare, say
 
-import infonce
 from infonce import distributed
 
-
-def parameters() -> None:
-    """Averaged by a framework, gradient_scale="ddp" gives the gradients of one process."""
-    rng = np.random.default_rng(0)
-    n, d = 24, 5
-    x, y, weights = rng.standard_normal((n, 7)), rng.standard_normal((n, d)), rng.random((7, d))
-    mine = shards(n, 3)[RANK]
-    want = infonce.clip_loss_and_grad(x @ weights, y, scale=2.0)
-    for how, combine in (("ddp", lambda g: sum(COMM.allgather(g)) / SIZE),
-                         ("global", lambda g: sum(COMM.allgather(g)))):  # fmt: skip
-        got = distributed.clip_loss_and_grad(
-            x[mine] @ weights, y[mine], scale=2.0, gradient_scale=how
-        )
-        close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
-        close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
-        close(got.loss, want.loss, 1e-13, "loss")
-
-
-def not_finite() -> None:
-    """A feature that is not finite spoils the rows that it does in one process, also where all it
-    makes is logits of -inf, which look like excluded pairs."""
-    n, d = 24, 6
-    rows = shards(n, 7)[RANK]
-
-    def check(case: tuple[str, int]) -> None:
-        loss, at = case
-        rng = np.random.default_rng(at)
-        whole = [rng.standard_normal((n, d)) for _ in range(1 if loss == "nt_xent" else 2)]
-        for z in whole:
-            z[:, 2] = -1.0
-        whole[-1][at, 2] = np.inf
-        own: dict[str, Any] = {"scale": 2.0, "reduction": "none"}
-        want = getattr(infonce, f"{loss}_loss")(*whole, **own)
-        if loss == "nt_xent":
-            own["labels"] = ((np.arange(n) + n // 2) % n)[rows]
-        got = getattr(distributed, f"{loss}_loss")(*(z[rows] for z in whole), **own)
-        assert np.isnan(want).any()
-        assert np.array_equal(np.isnan(got), np.isnan(want[rows])), case
-
-    losses = ("info_nce", "nt_xent", "clip", "lit", "siglip")
-    for case in itertools.product(losses, range(0, n, 5)):
-        troubles = follow(check, case)
-        assert not any(troubles), troubles
-
-
-def ends() -> None:
-    """Logits and upstream gradients at the ends of their range: as one process has it, silently."""
-    rows = shards(12, 5)[RANK]
-    for dtype in ("float32", "float64"):
-        one = (np.eye(4)[np.arange(12) % 4]).astype(dtype)  # products are exact, many are ties
-        for loss in ("info_nce", "clip", "lit", "siglip"):
-            for size in (2.0**-10, 1.0, 2.0**20, 2.0**60):
-                z = [one * np.asarray(size, dtype), one[::-1] * np.asarray(size, dtype)]
-                local = [a[rows] for a in z]
-                for scale in (1e-9, 1.0, 1.5e7):
-                    want = getattr(infonce, f"{loss}_loss_and_grad")(*z, scale=scale)
-                    got = getattr(distributed, f"{loss}_loss_and_grad")(
-                        *local, scale=scale, timeout=60
-                    )
-                    where = f"{loss} {dtype} {size} {scale}"
-                    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6, err_msg=where)
-                    for g, w in zip(got.grads[:2], want.grads[:2], strict=True):
-                        if w is not None:
-                            largest = np.abs(w).max()
-                            error = np.abs(g / largest - w[rows] / largest).max(initial=0)
-                            assert error <= 1e-5, where
-                    getattr(distributed, f"{loss}_loss_and_grad")(
-                        *local, scale=scale, grad_out=1e300, grad_dtype=np.float16, timeout=60
-                    )
+SWITCH = "INFONCE_COPY_ENGINES"
 
 
 def memory() -> None:
@@ -114,6 +51,26 @@ def memory() -> None:
     # the workspace, buffers, dQ and a block's share of it, vectors
     most = 3 * buffers + 2 * rows * d * model.DK + model.VECTORS * rows * SIZE
     assert buffers < gather < most, (gather, buffers, most)
+
+
+def freed() -> None:
+    """A communicator that its owner frees keeps nothing alive; the others go on."""
+    x, before = np.ones((4, 3)), threading.active_count()
+    for _ in range(3):
+        comm = COMM.Dup()
+        distributed.clip_loss(x, x, scale=1.0, timeout=60, comm=comm, exchange="ring")
+        ranks, transports = connect(comm), []
+        ranks.__dict__["gpu_transports"] = {
+            "": SimpleNamespace(free=functools.partial(transports.append, "freed"))
+        }
+        kept = weakref.ref(ranks)
+        del ranks
+        comm.Free()
+        gc.collect()
+        assert transports == ["freed"]
+        assert kept() is None
+        assert threading.active_count() <= before + 1  # that of all ranks' communicator
+    distributed.clip_loss(x, x, scale=1.0, timeout=60)
 
 
 def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
@@ -143,6 +100,12 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
                 os.environ["INFONCE_LOCAL_SIZE"] = local_size
             return clip(exchange="hierarchical")
 
+    def crowded() -> Any:
+        """Rank 1 has no memory for the logits of a block."""
+        room = 100 if odd else 0  # 0: unknown
+        with patch("infonce.kernels.cpu.naive.available_memory", return_value=room):
+            return clip(method="naive", exchange="ring", workspace=10)
+
     wide, tall, single = np.ones((4, 5)), np.ones((400, 3)), x.astype(np.float32)
     return [
         ("image: width 3 on rank 0 and 5 on rank 1", "ValueError",
@@ -157,7 +120,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
         ("wrt on rank 1", "ValueError", lambda: clip(wrt=["image"] if odd else None)),
         ("gradient_scale 'global' 'ddp' on rank 1", "ValueError",
          lambda: clip(gradient_scale="ddp" if odd else "global")),
-        ("ids 'not given' on rank 0 and 'given' on rank 1", "ValueError",
+        ("ids 'not given' on rank 0 and 'given as int64' on rank 1", "ValueError",
          lambda: clip(ids=np.arange(4) if odd else None)),
         ("function 'clip_loss_and_grad' on rank 0 and 'lit_loss_and_grad' on rank 1", "ValueError",
          lambda: (distributed.lit_loss_and_grad if odd else distributed.clip_loss_and_grad)(
@@ -171,7 +134,12 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
         ("rank 1: temperature: expected a number in [1.1102230246251565e-16, got 1e-39",
          "ValueError", lambda: clip(scale=None, temperature=1e-39 if odd else 1.0)),
         ("unexpected keyword argument 'tempreature'", "TypeError", lambda: clip(tempreature=1.0)),
-        ("method \"tiled\" over ranks 'naive'", "ValueError", lambda: clip(method="naive")),
+        ("method \"tiled\" \"naive\" over ranks \"fused\"", "ValueError",
+         lambda: clip(method="fused")),
+        ("method 'tiled' on rank 0 and 'naive' on rank 1", "ValueError",
+         lambda: clip(method="naive" if odd else "auto")),
+        ("rank 1: method: \"naive\" keeps the 4 x 4 logits of which 100 are free", "MemoryError",
+         crowded),
         ("metrics True on rank 1", "ValueError", lambda: clip(metrics=odd)),
         ("gradient_scale \"global\", \"ddp\" 'mean'", "ValueError",
          lambda: clip(gradient_scale="mean")),
@@ -233,7 +201,7 @@ def mismatch() -> None:
         try:
             call()
             said = "nothing"
-        except (TypeError, ValueError) as error:
+        except (MemoryError, TypeError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
         everyone = COMM.allgather(said)
         assert len(set(everyone)) == 1, everyone
@@ -273,14 +241,11 @@ def first(where: str, timeout: str) -> None:
 def transfers(how: str, exchange: str) -> None:
     """Accuracy where all goes by copies in small pieces, or by NCCL."""
     if how == "nccl":
-        os.environ[peers().SWITCH] = "0"
+        os.environ[SWITCH] = "0"
     else:
-        peers().SMALL, peers().MAILBOX = 0, 2**16
+        peers = importlib.import_module("infonce.distributed.transports.peers")
+        peers.SMALL, peers.MAILBOX = 0, 2**16
     accuracy("gpu", "auto", exchange)
-
-
-def peers() -> Any:
-    return importlib.import_module("infonce.distributed.transports.peers")
 
 
 def trouble(
@@ -288,7 +253,7 @@ def trouble(
 ) -> None:  # fmt: skip
     """Rank 1 gets into trouble before the third call, or in its middle; what do the others say?"""
     if how == "nccl":
-        os.environ[peers().SWITCH] = "0"
+        os.environ[SWITCH] = "0"
     say("process", os.getpid())
     x = np.random.default_rng(RANK).standard_normal((200, 16))
     if place == "gpu":
@@ -361,3 +326,67 @@ def trouble(
                 say(f"rank {RANK} then: {second}")
             raise
         say("rank", RANK, "call", calls)
+
+
+def at_any_point(what: str, culprit: str, seed: str, exchange: str, timeout: str) -> None:
+    """One rank is killed, exits, hangs or raises at a line of a call that `seed` chooses, among all
+    lines that it runs; what do the others say?"""
+    say("process", os.getpid())
+    choose = random.Random(int(seed))
+    loss = choose.choice(["clip", "info_nce", "nt_xent", "siglip"])
+    function, share = getattr(distributed, f"{loss}_loss_and_grad"), choose.random()
+    x = np.random.default_rng(RANK).standard_normal((120, 16))
+    features = [x] if loss == "nt_xent" else [x, x]
+    options: dict[str, Any] = {"scale": 1.0, "exchange": exchange}
+    for _ in range(2):  # compiles, and agrees
+        function(*features, **options, timeout=120.0)
+
+    package = str(Path(distributed.__file__).parents[1])
+    lines, fatal = 0, -1
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        lines += event == "line"
+        if event == "line" and lines == fatal:
+            sys.settrace(None)
+            name = Path(frame.f_code.co_filename).name
+            say(f"rank {RANK} {what} at line {lines}, {name}:{frame.f_lineno}")
+            do[what]()
+        return trace
+
+    def fails() -> None:
+        raise OSError("no more of this")
+
+    do = {
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL), "exits": lambda: os._exit(3),
+        "hangs": lambda: time.sleep(100), "raises": fails,
+    }  # fmt: skip
+
+    def call() -> None:
+        function(*features, **options, timeout=float(timeout))
+
+    def traced() -> None:
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(None)
+
+    step = call
+    if int(culprit) == RANK:
+        step = traced
+        traced()  # counts
+        fatal, lines = 1 + int(share * lines), 0
+    else:
+        call()
+    began = time.monotonic()
+    try:
+        for _ in range(3):  # who has done its part completes the call
+            began = time.monotonic()
+            step()
+    except BaseException as error:
+        passed = time.monotonic() - began
+        say(f"rank {RANK} after {passed:.2f} s: {type(error).__name__}: {error}")
+        raise

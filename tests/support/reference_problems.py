@@ -101,6 +101,13 @@ def gte_by_definition(q, k, ids, **options):
     return np.array(losses), np.array(lse)
 
 
+def each_once(labels: np.ndarray) -> np.ndarray:
+    """Sets of positives [M, P], with -1 for a key that is there already."""
+    labels = np.sort(labels, axis=1)
+    labels[:, 1:][labels[:, 1:] == labels[:, :-1]] = -1
+    return labels
+
+
 class Problem(NamedTuple):
     """One call of one loss."""
 
@@ -260,7 +267,7 @@ def problems(
         columns = draw(st.integers(1, 7))  # fewer keys than queries, and shared positives
         labels = rng.integers(0, columns, rows)
         if draw(several) and rng.random() < 0.7:
-            labels = rng.integers(-1, columns, (rows, draw(st.integers(1, 3))))
+            labels = each_once(rng.integers(-1, columns, (rows, draw(st.integers(1, 3)))))
     if name == "sup_con":
         labels = rng.integers(-1, 3, rows)
     features = (rng.normal(size=(rows, width)),)

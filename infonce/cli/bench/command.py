@@ -63,20 +63,39 @@ def _size(text: str) -> int:
 
 
 @click.command()
-@click.option("--gpu", is_flag=True, help="On the current GPU instead of the CPU.")
-@click.option("--sizes", type=_List(_size), default=SIZES, help="Rows, a list.")
+@click.option("--gpu", is_flag=True, help="Measure on the current GPU instead of the CPU.")
+@click.option(
+    "--sizes", type=_List(_size), default=SIZES, help="Numbers of rows, separated by commas."
+)
 @click.option("--dim", type=click.IntRange(1), default=256, help="Width of the features.")
-@click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip", help="Which loss.")
 @click.option(
-    "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Of the features."
+    "--loss", "kind", type=click.Choice(list(LOSSES)), default="clip", help="Loss to measure."
 )
 @click.option(
-    "--workspace", type=Bytes(), default="256MiB", help=f"Of fused and tiled; {UNITS_HELP}."
+    "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Dtype of the features."
 )
-@click.option("--repeat", type=click.IntRange(1), default=5, help="Rounds that are timed.")
-@click.option("--methods", type=_List(str), help="A list; by default all there are.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write JSON; overwrites.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Write a PNG; overwrites.")
+@click.option(
+    "--workspace",
+    type=Bytes(),
+    default="256MiB",
+    help=f"Upper limit of temporary memory of fused and tiled; {UNITS_HELP}.",
+)
+@click.option("--repeat", type=click.IntRange(1), default=5, help="Number of timed rounds.")
+@click.option(
+    "--methods",
+    type=_List(str),
+    help="Names separated by commas; by default all that are available.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write the measurements to this JSON file, or overwrite it.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    help="Write a plot to this PNG file, or overwrite it.",
+)
 def bench(
     gpu: bool,
     sizes: list[int],
@@ -91,13 +110,15 @@ def bench(
 ) -> None:
     """Time and memory of loss and gradient, methods side by side.
 
-    products are the matrix products alone that loss and gradient need, a yardstick. numpy and
-    torch keep the full matrix of logits, as people write it, torch.compile the same compiled;
-    panels are a simple loop over panels of it; naive, fused and tiled are this library's, and
-    captured is a call of it in a CUDA graph.
-    Contenders take turns, after a warm-up each, so that a slow minute hits all of them. GFLOP/s
-    counts the useful work of loss and gradient, 8 N N D for clip, whatever is executed, and is
-    compared with a large matrix product in the same rounds. Errors are against float64.
+    products: only the matrix products of loss and gradient, as a yardstick. numpy and torch:
+    textbook code with the full matrix of logits. torch.compile: the same code compiled. panels: a
+    loop over some rows of the matrix at a time. naive, fused and tiled: the methods of infonce.
+    captured: a call of infonce as a CUDA graph.
+
+    All methods run once in each round, after a warm-up, so that a slow minute hits all of them.
+    GFLOP/s counts the operations of the matrix products, 8 N N D for clip, even if more or fewer
+    are executed. "of gemm" compares it with a large matrix product of the same rounds. Errors are
+    relative to float64.
     """
     known = contenders_gpu.METHODS if gpu else contenders_cpu.METHODS
     for method in methods or ():

@@ -1,7 +1,9 @@
 """The losses as nodes of autograd's graph.
 
 Gradients are computed together with the loss where any are needed, in the pass that the loss takes
-anyway, and scaled by the upstream gradient when it comes.
+anyway, and multiplied by the upstream gradient when it comes. Those of float16 features wait for it
+in float32 (`WAITING`), in twice the memory: the other way, a forward pass without gradients and the
+logits again in the backward pass, would double the time.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
+from ...checks.rows import is_pair
 from ...result import LossAndGrad, Metrics
-from ...spec import VECTORS, Loss
+from ...spec import VECTORS, WAITING, Loss
 
 NOTHING: frozenset[str] = frozenset()
-UNTRACKED = ("labels", "ids", *VECTORS)
+KEPT = frozenset({"ids", "temperature", *VECTORS})
+UNTRACKED = ("labels", "row ids", "column ids", *VECTORS)
+WAITING_DTYPES = {getattr(torch, name): getattr(torch, other) for name, other in WAITING.items()}
 AGAIN = "gradients of the losses of infonce cannot be differentiated again"
 FORWARD = (
     "forward mode (torch.func.jvp, jacfwd, hessian) is not supported by the losses of infonce: use "
@@ -46,12 +51,16 @@ def evaluate(
     wrt: frozenset[str],
     **more: Any,
 ) -> LossAndGrad:
-    """Loss and the gradients named in `wrt`, as tensors; torch allocates those of features."""
+    """Loss and the gradients named in `wrt`, as tensors; torch allocates those of features, which
+    without `grad_out` wait for it."""
     given = {**options, **more, "scale": scale, "wrt": wrt}
     grad_buffers = {}
     for name, z in zip(kind.arguments, features, strict=True):
         if name in wrt:
-            grad_buffers[name] = torch.empty_like(z, memory_format=torch.contiguous_format)
+            dtype = z.dtype if "grad_out" in more else WAITING_DTYPES.get(z.dtype)
+            grad_buffers[name] = torch.empty_like(
+                z, dtype=dtype, memory_format=torch.contiguous_format
+            )
     group = given.pop("group", None)
     if group is None:
         return dispatch.loss_and_grad(kind, features, labels, bias, given, grad_buffers)
@@ -93,16 +102,45 @@ class Call:
     grads: list[Tensor | None] | None = None  # until a backward pass takes them
 
     @property
+    def _own(self) -> tuple[Any, ...]:
+        """By `UNTRACKED`; ids that are no pair are those of rows."""
+        get = self.options.get
+        ids = get("ids")
+        pair: Any = ids if is_pair(ids) else (ids, None)
+        return (self.labels, *pair, *[get(name) for name in VECTORS])
+
+    @property
     def untracked(self) -> tuple[Tensor | None, ...]:
         """Labels, ids and vectors where they are tensors: inputs that get no gradient."""
-        given = {"labels": self.labels, **self.options}
-        return tuple(x if isinstance(x := given.get(name), Tensor) else None for name in UNTRACKED)
+        return tuple([x if isinstance(x, Tensor) else None for x in self._own])
 
     def with_untracked(self, tensors: Sequence[Tensor | None]) -> Call:
         """The same call, with `tensors` in the place of its own."""
-        given = {n: x for n, x in zip(UNTRACKED, tensors, strict=True) if x is not None}
-        labels = given.pop("labels", self.labels)
-        return replace(self, labels=labels, options={**self.options, **given})
+        given = [
+            x if tensor is None else tensor for x, tensor in zip(self._own, tensors, strict=True)
+        ]
+        labels, rows, columns, *vectors = given
+        options = {**self.options, **dict(zip(VECTORS, vectors, strict=True))}
+        options["ids"] = rows if columns is None else (rows, columns)
+        return replace(self, labels=labels, options=options)
+
+    def keep(self) -> None:
+        """For another pass, keep copies of what may change in place unseen. (Of tensors autograd
+        sees it.)"""
+        options = self.options
+        self.labels, self.scale, self.bias = map(_kept, (self.labels, self.scale, self.bias))
+        for name in KEPT.intersection(options):
+            options[name] = _kept(options[name])
+
+
+def _kept(value: Any) -> Any:
+    if value is None or isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Tensor):  # of inference tensors autograd saves none
+        return value.clone() if value.is_inference() else value
+    if isinstance(value, (list, tuple)):
+        return [_kept(item) for item in value]
+    return value.copy() if hasattr(value, "copy") else value
 
 
 def apply(call: Call, features: Sequence[Tensor]) -> Tensor:
@@ -150,8 +188,9 @@ class _Function(_ReverseModeOnly):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, call: Call, scale: Tensor | None, bias: Tensor | None, *features: Tensor
+        ctx: Any, call: Call, *inputs: Any
     ) -> Tensor:
+        scale, bias, *features = inputs
         wanted = wanted_of(call.kind, ctx.needs_input_grad[1:])
         # Per-row losses have no single upstream gradient: theirs are computed when it is known
         now = NOTHING if call.options.get("reduction") == "none" else wanted
@@ -160,8 +199,9 @@ class _Function(_ReverseModeOnly):
         if now:
             call.grads = _of_inputs(call.kind, result.grads, now)
         if wanted:
-            ctx.call = call
-            ctx.save_for_backward(scale, bias, *features)
+            call.keep()
+            ctx.call, ctx.dtypes = call, [None if x is None else x.dtype for x in inputs]
+            ctx.save_for_backward(*call.untracked, *inputs)
         return result.loss
 
     @staticmethod
@@ -175,25 +215,34 @@ class _Function(_ReverseModeOnly):
         if grads is not None:
             # The first backward pass takes the gradients that the forward pass has left, in place;
             # another one (retain_graph) computes them again
-            for grad in grads:
-                if grad is not None:
-                    grad.mul_(upstream)
+            grads = [
+                None if grad is None else _times(grad, upstream, dtype)
+                for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+            ]
         else:
-            scale, bias, *features = ctx.saved_tensors
+            untracked, (scale, bias, *features) = _split(ctx.saved_tensors)
+            call = call.with_untracked(untracked)
             result = _computed(call, scale, bias, features, call.wanted, grad_out=upstream)
             grads = _of_inputs(call.kind, result.grads, call.wanted)
         return None, *grads
+
+
+def _times(grad: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product, rounded once: in place where that is its dtype."""
+    if grad.dtype == dtype:
+        return grad.mul_(upstream)
+    return torch.mul(grad, upstream, out=grad.new_empty(grad.shape, dtype=dtype))
+
+
+def _split(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The untracked inputs, and the others."""
+    return inputs[: len(UNTRACKED)], inputs[len(UNTRACKED) :]
 
 
 # --- torch.func -----------------------------------------------------------------------------------
 # Its transforms need functions with `setup_context`, and a backward pass that is such a function
 # itself. These take time that small batches notice: they serve the transforms alone. `forward` does
 # not know which inputs need a gradient, so gradients are computed in the backward pass.
-
-
-def _split(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The untracked inputs, and the others."""
-    return inputs[: len(UNTRACKED)], inputs[len(UNTRACKED) :]
 
 
 class _Transformed(_ReverseModeOnly):
@@ -210,7 +259,11 @@ class _Transformed(_ReverseModeOnly):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.call = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
+        ctx.call.keep()
+        untracked, others = _split(inputs[1:])
+        # Here autograd does not see a change in place
+        copies = [None if x is None else x.clone() for x in untracked]
+        ctx.save_for_backward(*copies, *others)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...checks import validation
 from ...spec import COMPILED, DEFAULTS, LOSSES, VECTORS, Loss
-from .autograd import evaluate, transformed, wanted_of
+from .autograd import WAITING_DTYPES, evaluate, transformed, wanted_of
 
 WIDEST = "fp64"  # range of scales, until the call itself knows its precision
 # Python's, in an operator's schema; the default None is that of a number of bytes
@@ -37,7 +37,9 @@ def operator(
     needs: list[bool],
     *settings: bool | str | float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, gradients of scale, bias, query and key): empty where not needed."""
+    """(loss, gradients of scale, bias, query and key): empty where not needed. They wait for the
+    upstream gradient: those of scalars in the dtype of the loss, the others as `evaluate` has them.
+    """
     loss = LOSSES[kind]
     features = [query] if key is None else [query, key]
     options = dict(zip(COMPILED, settings, strict=True), weights=weights, key_bias=key_bias)
@@ -46,7 +48,7 @@ def operator(
     grads = {name: getattr(result.grads, name) for name in wanted}
     for name, value in (("scale", scale), ("bias", bias)):
         if name in grads and value is not None:
-            grads[name] = grads[name].to(value.dtype, copy=True).reshape(value.shape)
+            grads[name] = grads[name].reshape(value.shape).clone()
     names = ["scale", "bias", *loss.arguments, *["key"] * (2 - len(features))]
     empties = (query.new_empty(0) for _ in names)
     of_scale, of_bias, of_query, of_key = (
@@ -62,26 +64,31 @@ def _shapes(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wanted = wanted_of(LOSSES[kind], tuple(needs[: 3 if key is None else 4]))
     double = torch.float64 in {query.dtype, query.dtype if key is None else key.dtype}
-    values = {"scale": scale, "bias": bias}
+    dtype = torch.float64 if double else torch.float32  # of the loss
     arguments = LOSSES[kind].arguments
-    values.update(zip(arguments, (query, key), strict=False))
+    values = dict(zip(arguments, (query, key), strict=False))
+    waiting = {n: (z, WAITING_DTYPES.get(z.dtype, z.dtype)) for n, z in values.items()}
+    waiting |= {"scale": (scale, dtype), "bias": (bias, dtype)}
     names = ["scale", "bias", *arguments, *["key"] * (2 - len(arguments))]
     grads = [
-        torch.empty_like(values[n], memory_format=torch.contiguous_format)
+        query.new_empty(waiting[n][0].shape, dtype=waiting[n][1])
         if n in wanted
         else query.new_empty(0)
         for n in names
     ]
-    return query.new_empty((), dtype=torch.float64 if double else torch.float32), *grads
+    return query.new_empty((), dtype=dtype), *grads
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    _kind, query, key, _labels, scale, bias, *_rest = inputs
+    ctx.dtypes = [None if x is None else x.dtype for x in (scale, bias, query, key)]
     ctx.save_for_backward(*output[1:])
 
 
 def _scaled(ctx: Any, upstream: Tensor, *_unused: Any) -> Any:
     scale, bias, query, key = (
-        saved * upstream if saved.numel() else None for saved in ctx.saved_tensors
+        (saved * upstream).to(dtype) if saved.numel() else None
+        for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     )
     return None, query, key, None, scale, bias, *[None] * (len(VECTORS) + 1 + len(COMPILED))
 
@@ -101,6 +108,7 @@ def apply(
 ) -> Tensor:
     """The loss as a call of the operator."""
     settings = {**DEFAULTS, **options}
+    settings["workspace"] = validation.workspace(settings["workspace"])
     vectors = [settings[name] for name in VECTORS]
     others = options.keys() - {*COMPILED, *VECTORS}
     fits = (

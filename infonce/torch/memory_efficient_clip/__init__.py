@@ -1,5 +1,5 @@
-"""In the place of MemoryEfficientCLIP's losses (its package memeff): CLIP, LiT, the losses of Qwen3
-Embedding, `MatryoshkaLoss`, and the Distributed, Matryoshka and Stable variants of these.
+"""Drop-in replacements for MemoryEfficientCLIP's losses (its package memeff): CLIP, LiT, the losses
+of Qwen3 Embedding, `MatryoshkaLoss`, and the Distributed, Matryoshka and Stable variants of these.
 
 Rows are normalised unless `normalized_inputs` says that they are, the temperature is 0.07 and
 gradients are multiplied by ``sqrt(N temperature)`` by default, as theirs. What differs: the maximum

@@ -1,11 +1,11 @@
-"""In the place of sentence_transformers' losses `MultipleNegativesRankingLoss` and
+"""Drop-in replacements for sentence_transformers' losses `MultipleNegativesRankingLoss` and
 `CachedMultipleNegativesRankingLoss`.
 
 They are subclasses: constructors, settings, encoding and gradient caching are those of the
 sentence-transformers that is installed, and the loss of the embeddings is computed here, in memory
 linear in the batch. What differs: it is float32 (float64 for float64); `similarity_fct` is cos_sim
-or dot_score; with `gather_across_devices` nothing is gathered, the loss is that of all processes'
-rows, and their shards may differ in size.
+or dot_score; with `gather_across_devices` the loss is that of all processes' rows, and their
+shards may differ in size.
 """
 
 from .cached import CachedMultipleNegativesRankingLoss

@@ -112,7 +112,9 @@ fused(const __grid_constant__ Fused f) {
   u32 target = 0;
   const auto inspect_all = [&] {
     inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad, memory);
-    if (!SYMMETRIC) inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
+    if (SYMMETRIC) return;
+    __syncthreads();  // teams of other sizes share barriers and memory: none begins before all of those end
+    inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
   };
   if (NORMALIZE) {
     inspect_all();

@@ -8,10 +8,18 @@ __device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, doubl
                         double* memory) {
   const Team team(rows, memory);
   for (i64 row = team.row; row < rows; row += team.step) {
+    int exponent = 0;
+    if (NORMALIZE && DTYPE == DTYPE_FLOAT64) {
+      double largest = 0;
+      for (i64 k = team.lane; k < d; k += team.lanes)
+        largest = fmax(largest, fabs((double)*address(z, row, k)));
+      exponent = exponent_of(team.max(largest));
+    }
     double squares = 0, nothing = 0;
 #pragma unroll 8
     for (i64 k = team.lane; k < d; k += team.lanes) {
-      const double x = number(*address(z, row, k));
+      double x = number(*address(z, row, k));
+      if (NORMALIZE && DTYPE == DTYPE_FLOAT64) x = ldexp(x, -exponent);
       squares += x * x;
       nothing += x * 0.0;
     }
@@ -19,6 +27,7 @@ __device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, doubl
     nothing = team.sum(nothing);
     if (team.lane == 0) {
       inverse[row] = squares == 0 ? 0 : 1 / sqrt(squares);
+      if (NORMALIZE && DTYPE == DTYPE_FLOAT64) inverse[row] = ldexp(inverse[row], -exponent);
       bad[row] = nothing;
     }
   }

@@ -69,7 +69,8 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       for (i64 i = warp; i < f.m; i += FUSED_WARPS)
         if (j != positive_of(f, i) && !excluded(f, i, j)) sum += exp2_(c * (f.x[i * f.n + j] - shift));
     sums[warp][lane] = sum;
-    // The writes of sums[] come before their reads, and the reads of tops[] before the next writes
+    // The writes of sums[] come before their reads, and the reads of tops[] before the next writes. (The reads
+    // of sums[] come before the next writes by the first barrier.)
     __syncthreads();
     if (warp == 0 && j < f.n) {
       sum = 0;
@@ -78,7 +79,6 @@ __device__ void column_log_sum_exp(const Fused& f, double scale) {
       conclude(c2, top, sum, f.x + j * f.n + j, upstream_of(f, j) * f.column_weight * scale,
                f.column_gap + j, f.column_lse + j, f.column_reference + j, f.column_factor + j);
     }
-    __syncthreads();  // the reads of sums[] come before the next columns' writes
   }
 }
 

@@ -11,7 +11,7 @@
 //
 // A row has a block, whose threads walk along it side by side; sums are taken in one fixed order.
 // Positives are kept out of the sums: with n the log-sum-exp of the negatives and p the positive's
-// logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). No digit of a small loss is lost.
+// logit, loss = softplus(n - p), and dloss/dp = -sigmoid(n - p). Nothing cancels but the logits.
 // Logits are natural here. They are multiplied by log2(e) where conclude.cuh, in base 2, takes them.
 //
 // This is the first of three steps. Here the whole logit matrix is in memory, and products are plain
@@ -54,16 +54,22 @@ extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 unit_rows(const __grid_constant__ Matrix z, i64 d, i64 normalize, Real* u, double* inverse,
           double* bad) {
   const i64 row = blockIdx.x;
+  int exponent = 0;
+  if (normalize && z.dtype == DTYPE_FLOAT64) {
+    double largest = 0;
+    for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) largest = fmax(largest, fabs(z.get(row, k)));
+    exponent = exponent_of(block_max(largest));
+  }
   double squares = 0, nothing = 0;
   for (i64 k = threadIdx.x; k < d; k += NAIVE_THREADS) {
-    const double x = z.get(row, k);
+    const double x = ldexp(z.get(row, k), -exponent);
     squares += x * x;
     nothing += x * 0.0;
   }
   squares = block_sum(squares);
   nothing = block_sum(nothing);
   double factor = 1;
-  if (normalize) factor = squares == 0 ? 0 : 1 / sqrt(squares);  // zeros have no direction
+  if (normalize) factor = squares == 0 ? 0 : ldexp(1 / sqrt(squares), -exponent);  // zeros have no direction
   if (threadIdx.x == 0) {
     inverse[row] = factor;
     bad[row] = nothing;

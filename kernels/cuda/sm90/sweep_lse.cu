@@ -1,12 +1,10 @@
 // Log-sum-exp fold as a sweep (sweep/sweep.cuh): what tiled/lse.cu computes, at the speed of the tensor cores.
 //
-// A row keeps a running (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference
-// exponent r. It leaves one such pair a segment and consumer. A tile's columns are summed over the
-// warpgroup's 64 rows, in strips of 16 rows a warp. They are merged into a pair in memory that this
-// block keeps for the column and the strip of 64 rows: whatever the number of rows, there are two
-// pairs a column and block. Each lane keeps a bitmask of the tiles whose pairs the block has written,
-// for the kernel that merges them.
-//
+// A row keeps a running (r, sum 2^(c x - r)) in registers, with c = scale log2 e and a reference exponent r.
+// It leaves one such pair a segment and consumer. A tile's columns are summed over the warpgroup's 64 rows, in
+// strips of 16 rows a warp. They are merged into a pair in memory that this block keeps for the column and the
+// strip of 64 rows: whatever the number of rows, there are two pairs a column and block. Each lane keeps a
+// bitmask of the tiles whose pairs the block has written, for the kernel that merges them.
 // One exponential a logit serves both directions: e_ij = 2^(c x_ij - r) is added to the row's sum and
 // to the column's, since all 16 rows of a strip share r. It need not be the maximum of anything. As
 // long as each sum is far from float32's ends, only terms are lost that are nothing beside it, and
@@ -27,12 +25,11 @@
 //
 // MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
 //
-// KEEP: the exponentials are kept in the memory of the gradient panel, with the reference exponent of
-// each strip and tile. The gradient fold then needs no products for them (kept_gradient.cu). They are
-// rounded to bfloat16. Where panels have two parts they are float32: the first part's words hold the even
-// columns, the second's the odd ones.
-// Where a tile's logits lie too far apart for one reference exponent, its query panel is marked: it will be
-// computed anew.
+// KEEP: the exponentials are kept in the memory of the gradient panel, with the reference exponent of each
+// strip and tile. The gradient fold then needs no products for them (kept_gradient.cu). They are rounded to
+// bfloat16. Where panels have two parts they are float32: the first part's words hold the even columns, the
+// second's the odd ones. Where a tile's logits lie too far apart for one reference exponent, its query
+// panel is marked: it will be computed anew.
 #include "sm90/sweep/columns.cuh"
 #include "sm90/sweep/panel.cuh"
 
@@ -52,8 +49,8 @@
 #define MARKS 1024  // tiles in a warp's bitmask: up to 32 a lane
 #endif
 
-// Rows of a kept tile have reference exponents this close to the strip's at least. What is lost of a row is
-// below 2^-126 of the strip's exponent then, nothing beside its largest term.
+// Rows of a kept tile have reference exponents this close to the strip's. What is lost of a row is below 2^-126
+// of the strip's exponent then, nothing beside its largest term.
 constexpr float MAX_KEPT_DISTANCE = 64;
 
 // Where the exponentials go, and what they are relative to.
@@ -287,7 +284,9 @@ struct Lse {
       if (of_columns.sum > MAX_TILE_SUM || (MOMENTS && fabsf(of_columns.moment) > MAX_TILE_MOMENT)) good = false;
       small[s] = of_columns.sum < MIN_EXACT_SUM;
 #else
-      if (of_columns.sum < MIN_EXACT_SUM) good = false;
+      // A column beyond the matrix has nothing to lose
+      const bool beyond = KEEP && t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) >= (int)b.k.rows;
+      if (of_columns.sum < MIN_EXACT_SUM && !beyond) good = false;
       if (OWN && __any_sync(ALL_LANES, of_columns.sum < MIN_EXACT_SUM)) of_columns = of_tile_columns.own_sums(s);
 #endif
       if (KEEPS_OWN_STRIP && s == lane.warp) of_strip = of_columns;

@@ -87,7 +87,7 @@ struct SigmoidLoss {
         const float z = fmaf(c, x[i], bias);
         float product = 0;
         // P takes the place of x: without a copy, the accumulators of wgmma do not stay where they are
-        if (MOMENTS) asm volatile("mov.f32 %0, %1;" : "=f"(product) : "f"(x[i]));
+        if (MOMENTS) product = copied(x[i]);
         if (RANGE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
           const float e = exp2_(z), ea = e * a[h];
           of_tile[h].loss = fmaf(fmaf(e, -0.5f, 1.0f), e, of_tile[h].loss);

@@ -311,13 +311,18 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
 
 constexpr int TOTALS_THREADS = 1024;
 
+// x times its weight. A weight of 0 leaves out an infinite x; a NaN stays.
+__device__ __forceinline__ double weighted(double x, double weight) {
+  return weight == 0 && !isnan(x) ? 0 : weight * x;
+}
+
 // The sum of x (null: 0), each times its weight (null: 1), by all threads of the only block; the first has it.
 __device__ __forceinline__ double add_up(const double* x, i64 n, const double* weights = nullptr) {
   __shared__ double memory[TOTALS_THREADS / 32];
   double sum = 0;
   if (x)
 #pragma unroll 8  // one multiprocessor needs many loads in flight
-    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += weights ? weights[i] * x[i] : x[i];
+    for (i64 i = threadIdx.x; i < n; i += TOTALS_THREADS) sum += weights ? weighted(x[i], weights[i]) : x[i];
   return block_reduce<TOTALS_THREADS>(sum, memory, [](double a, double b) { return a + b; });
 }
 

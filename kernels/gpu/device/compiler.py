@@ -1,21 +1,25 @@
-"""From `.cu` files to functions on a device, compiled at run time by NVRTC.
+"""From `.cu` files to CuPy's raw kernels, compiled at run time by NVRTC.
 
 Sources are real files, named by their path in `kernels/cuda`: "tiled/lse.cu". So are headers:
 `#include "tiled/tile.cuh"` is replaced by that file's text, with `#line` directives, so that one
 string is all there is to compile: its digest is the key of the cache on disk, which therefore sees
-headers too, and an error still names the file and line it is in.
+headers too, and an error still names the file and line it is in. `cupy.RawModule` loads what has
+been compiled by its path in that cache.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +28,26 @@ OPTIONS = ("--std=c++17", "-default-device", "-ftz=true", "-prec-div=true", "-pr
 Defines = Mapping[str, int | str]
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
+_BEGIN = re.compile(r"^\s*#\s*if")
+_END = re.compile(r"^\s*#\s*endif\b")
+_OTHER = re.compile(r"^\s*#\s*(else|elif|endif)\b")
 
 
 def flatten(file: str, seen: set[str] | None = None) -> str:
     """The text of `file` with its own headers, each once, in place of their includes."""
     seen = set() if seen is None else seen
     seen.add(file)
-    lines = [f'#line 1 "{file}"']
+    lines, depth, skippable = [f'#line 1 "{file}"'], 0, False
     for number, line in enumerate((SOURCES / file).read_text(encoding="utf-8").splitlines(), 1):
         include = _INCLUDE.match(line)
         if include is None:
             lines.append(line)
+            depth += bool(_BEGIN.match(line)) - bool(_END.match(line))
+            if skippable and _OTHER.match(line):  # the `#line` after an include may be skipped
+                lines.append(f'#line {number + 1} "{file}"')
+                skippable = depth > 0
             continue
+        skippable = depth > 0
         if include[1] not in seen:
             lines.append(flatten(include[1], seen).rstrip("\n"))
         lines.append(f'#line {number + 1} "{file}"')
@@ -88,36 +100,46 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infonce"
 
 
-def cubin(file: str, defines: Defines, arch: str) -> bytes:
-    """Machine code from the cache, or compiled and put there."""
+def cubin(file: str, defines: Defines, arch: str) -> Path:
+    """Machine code in the cache, or compiled and put there."""
     from cupy.cuda import nvrtc
 
     recipe = (flatten(file), options(defines, arch), nvrtc.getVersion())
-    path = cache_directory() / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    name = f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:32]}.cubin"
+    path = cache_directory() / name
+    if os.access(path, os.R_OK):
+        return path
     start = time.perf_counter()
     code, _ = compile_for(file, defines, arch)
     compile_seconds[file, *sorted(defines.items())] = time.perf_counter() - start
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Many processes may start at once: each writes a file of its own and renames it
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-            part.write(code)
-        os.replace(part.name, path)
+        return _written(path, code)
     except OSError:  # no place to write: this process compiles for itself
-        pass
-    return code
+        return _written(_own_directory() / name, code)
+
+
+def _written(path: Path, code: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Many processes may start at once: each writes a file of its own and renames it
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        part.write(code)
+    os.replace(part.name, path)
+    return path
+
+
+@cache
+def _own_directory() -> Path:
+    """Of this process, and gone with it."""
+    path = tempfile.mkdtemp(prefix="infonce-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
 
 
 # --- functions on a device ------------------------------------------------------------------------
 
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_modules: dict[tuple[Any, ...], Any] = {}
-_functions: dict[tuple[Any, ...], Any] = {}
-_started: dict[tuple[Any, ...], Future[bytes]] = {}  # modules that are compiled ahead
+_modules: dict[tuple[Any, ...], Any] = {}  # cupy.RawModule
+_functions: dict[tuple[Any, ...], Any] = {}  # cupy.RawKernel
+_started: dict[tuple[Any, ...], Future[Path]] = {}  # modules that are compiled ahead
 _lock = threading.Lock()
 
 
@@ -126,7 +148,7 @@ def start(device: Any, file: str, **defines: int | str) -> bool:
     has it already. So all that a call needs is compiled side by side: NVRTC lets go of Python's
     lock."""
     key = _module_key(device, file, defines)
-    future: Future[bytes] = Future()
+    future: Future[Path] = Future()
     if key in _modules or _started.setdefault(key, future) is not future:
         return False
 
@@ -147,7 +169,8 @@ def _module_key(device: Any, file: str, defines: Defines) -> tuple[Any, ...]:
 
 
 def function(device: Any, file: str, name: str, shared: int = 0, **defines: int | str) -> Any:
-    """Kernel `name` of `file` on the current device, compiled once a process.
+    """Kernel `name` of `file` on the current device, a `cupy.RawKernel` that is compiled once a
+    process.
 
     `shared` is the dynamic shared memory of its launches in bytes.
     """
@@ -162,19 +185,17 @@ def function(device: Any, file: str, name: str, shared: int = 0, **defines: int 
 
 
 def _load(device: Any, file: str, name: str, shared: int, defines: Defines) -> Any:
-    from cupy.cuda import driver
-    from cupy.cuda.function import Module
+    import cupy
 
     key = _module_key(device, file, defines)
     if key not in _modules:
-        module, started = Module(), _started.pop(key, None)
+        started = _started.pop(key, None)
         if started is None:
-            code = cubin(file, defines, architecture(device.compute_capability))
+            path = cubin(file, defines, architecture(device.compute_capability))
         else:
-            code = started.result()
-        module.load(code)
-        _modules[key] = module
+            path = started.result()
+        _modules[key] = cupy.RawModule(path=str(path))
     kernel = _modules[key].get_function(name)
-    if shared > 48 * 1024:  # beyond this a kernel has to ask
-        driver.funcSetAttribute(kernel.ptr, _MAX_DYNAMIC_SHARED, shared)
+    if shared > kernel.max_dynamic_shared_size_bytes:  # 48 KiB, unless a kernel asks for more
+        kernel.max_dynamic_shared_size_bytes = shared
     return kernel

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 from functools import cache
 from typing import Any
 
@@ -10,7 +12,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-WORKSPACE = 32 * 2**20  # what cuBLAS asks for on Hopper; less elsewhere
+LEAST_WORKSPACE = 16 * 2**10  # with less, cuBLAS may fail
 MAX_STREAMS = 8  # that have memory for products in graphs
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
@@ -21,14 +23,28 @@ ONE, BATCH = "iiiiippiipiippiiii", "iiiiippiiqpiiqppiiqiii"
 _workspaces: dict[tuple[int, int], Any] = {}  # by device and stream
 
 
+@cache
+def workspace_bytes(device: int) -> int:
+    """The size of cuBLAS's own workspace on this device. Products in graphs have as much: with more
+    or less, cuBLAS may choose another algorithm, and other last bits."""
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")  # ":KiB of a buffer:buffers", repeated
+    sizes = [int(size) for size, number in re.findall(r":(\d+):(\d+)", config) if int(number)]
+    if sizes:
+        return max(max(sizes) * 2**10, LEAST_WORKSPACE)
+    # The table of cublasSetWorkspace: 32 MiB for Hopper and Blackwell, 4 MiB for others
+    return (32 if int(cupy.cuda.Device(device).compute_capability) >= 90 else 4) * 2**20
+
+
 def workspace(stream: int) -> int:
-    """The address of `WORKSPACE` bytes of the current device, for graphs that are launched on this
-    stream, one after another. 0: too many streams have some, or no memory is left. It stays
-    reserved, as cuBLAS's own does."""
-    where = runtime.getDevice(), stream
+    """The address of `workspace_bytes` of the current device, for graphs that are launched on this
+    stream (`streams.identity`), one after another. 0: too many streams have some, or no memory is
+    left. It stays reserved, as cuBLAS's own does."""
+    device = runtime.getDevice()
+    where = device, stream
     if where not in _workspaces and len(_workspaces) < MAX_STREAMS:
         try:
-            _workspaces.setdefault(where, cupy.cuda.Memory(WORKSPACE))  # one, for all threads
+            memory = cupy.cuda.Memory(workspace_bytes(device))
+            _workspaces.setdefault(where, memory)  # one, for all threads
         except runtime.CUDARuntimeError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
@@ -50,7 +66,7 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
     """cublasGemmEx on CuPy's current stream, with the arguments of CuPy's `cublas.gemmEx`. Four
     more make it cublasGemmStridedBatchedEx: the elements from product to product of A, of B and of
     C, and how many products there are. On a stream that is being captured, cuBLAS works in
-    `WORKSPACE` bytes at the address `workspace`, which live as long as the graph is launched; 0: in
+    `workspace_bytes` at the address `workspace`, which live as long as the graph is launched; 0: in
     new memory."""
     name, types = "gemmEx", ONE
     if len(arguments) > len(ONE):
@@ -62,13 +78,12 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
         getattr(cupy.cuda.cublas, name)(handle, *arguments)
         return
     library = _library()
-    made = cupy.empty(0 if workspace else WORKSPACE, np.uint8)
+    size = workspace_bytes(runtime.getDevice())
+    made = cupy.empty(0 if workspace else size, np.uint8)
     workspace = workspace or made.data.ptr  # cuBLAS's own must not be part of a graph
     where = ctypes.c_void_p(handle)
     _check(library.cublasSetStream_v2(where, ctypes.c_void_p(stream.ptr)))
-    _check(
-        library.cublasSetWorkspace_v2(where, ctypes.c_void_p(workspace), ctypes.c_size_t(WORKSPACE))
-    )
+    _check(library.cublasSetWorkspace_v2(where, ctypes.c_void_p(workspace), ctypes.c_size_t(size)))
     converted = [TYPES[letter](a) for letter, a in zip(types, arguments, strict=True)]
     _check(getattr(library, f"cublasG{name[1:]}")(where, *converted))
 

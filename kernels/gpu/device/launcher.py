@@ -9,8 +9,10 @@ from typing import Any
 import cupy
 
 from .. import config
+from . import compiler
+from .arguments import matrix, scalar, whole_strides
 from .launches import Queue
-from .signatures import given_options, signature
+from .signatures import Structure, given_options, kernel_files, signature
 
 HALF_WARP_ROW = 128  # features of rows that take half a warp: rows.cuh
 PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
@@ -60,3 +62,31 @@ class Launcher:
     def vectors(self, kernel: str, elements: int, /, threads: int = 1, **arguments: Any) -> None:
         """A kernel of vectors.cu: so many threads an element."""
         self.launch("vectors.cu", kernel, -(-elements * threads // 128), 128, arguments)
+
+
+class Kernel:
+    """What `infonce.kernels.kernel` returns."""
+
+    def __init__(self, name: str, defines: Mapping[str, int | str]) -> None:
+        files = kernel_files()
+        if name not in files:
+            raise ValueError(f"name: expected one of {', '.join(sorted(files))}; got {name!r}")
+        self.file, self.name, self.defines = files[name], name, dict(defines)
+        self.signature = signature(self.file, name, given_options(defines))
+
+    def __call__(self, blocks: int, threads: int, shared: int = 0, **arguments: Any) -> None:
+        kept: list[Any] = []  # until the kernel is launched
+        for parameter, kind in self.signature.fields:
+            value = arguments.get(parameter)
+            if not isinstance(kind, Structure) or value is None or isinstance(value, Mapping):
+                continue
+            if kind.name == "Matrix":
+                kept.append(whole_strides(value))
+                arguments[parameter] = matrix(kept[-1])
+            else:
+                arguments[parameter], array = scalar(value)
+                kept.append(array)
+        packed = tuple(self.signature.arguments(arguments))
+        device = cupy.cuda.Device()
+        function = compiler.function(device, self.file, self.name, shared, **self.defines)
+        function((blocks,), (threads,), packed, shared_mem=shared)

@@ -106,7 +106,7 @@ struct OfLogits {
   // Of a pair that is above a limit, the exponential may be anything that is finite: its factor is 0. NaN stays.
   __device__ __forceinline__ static float finite(float exponent) {
 #if LIMITS == 2
-    asm("min.NaN.f32 %0, %0, %1;" : "+f"(exponent) : "f"(126.0f));
+    exponent = min_or_nan(exponent, 126.0f);
 #endif
     return exponent;
   }

@@ -137,7 +137,7 @@ struct Lane {
     thread = threadIdx.x % 128;
     lane = threadIdx.x % 32;
     // Reading threadIdx takes long: the compiler must not read it again
-    asm volatile("" : "+r"(thread), "+r"(lane));
+    keep(thread, lane);
     warp = thread / 32;
     g = lane / 4;
     t = lane % 4;

@@ -135,12 +135,6 @@ __device__ __forceinline__ float biased(float x, int i, const Rows& rows, const 
 #endif
 }
 
-// sum += e, unless x is above the limit.
-__device__ __forceinline__ void add_up_to(float& sum, float e, float x, float limit) {
-  // One instruction after the comparison. The compiler would choose e or 0, and add that
-  asm("{ .reg .pred in; setp.leu.ftz.f32 in, %2, %3; @in add.ftz.f32 %0, %0, %1; }"
-      : "+f"(sum) : "f"(e), "f"(x), "f"(limit));
-}
 // sum += e, if the softmax of the row has x[i].
 __device__ __forceinline__ void add_to_row(float& sum, float e, float x, int i, const Rows& rows) {
 #if LIMITS == 2

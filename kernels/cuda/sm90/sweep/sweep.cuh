@@ -173,8 +173,12 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       const bool last = t + 2 >= w.last;
       if (!mine) {
         pipe.skip_tile();
-        if (last && t == w.first && t + 1 == w.last && lane.lane == 0)
-          barrier_arrive(s.panel_empty);
+        if (last && t == w.first && t + 1 == w.last) {
+          // The waits of all lanes for panel_full come before the loads of the next panel, whose phase
+          // a lane would mistake for the one before
+          __syncwarp();
+          if (lane.lane == 0) barrier_arrive(s.panel_empty);
+        }
         continue;
       }
       const int tile = t < tiles ? t : t - tiles;

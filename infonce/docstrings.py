@@ -1,0 +1,95 @@
+"""Docstrings of the losses: an example, and the keywords that all losses take."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
+
+from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, LossOptions
+
+ERRORS = """
+TypeError, ValueError
+    Before any work, naming the argument, what came and what was expected. Masked arrays are
+    refused; other subclasses of NumPy's arrays are taken as arrays.
+MemoryError
+    The logits of ``method="naive"`` do not fit: use "tiled"; or the workspace does not: use less.
+"""
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@functools.cache
+def _paragraph(name: str) -> str:
+    """What the help says of an option."""
+    option = OPTIONS[name]
+    return f"{name} : {option.type}\n{textwrap.indent(inspect.cleandoc(option.doc), '    ')}"
+
+
+def _example(function: str, with_grad: bool) -> str:
+    loss = LOSSES[function.removesuffix("_and_grad").removesuffix("_loss")]
+    arguments = [*loss.arguments, *(["labels"] if loss.classes else [])]
+    arguments += [*(["temperature=0.07"] if loss.scale is None else []), "normalize=True"]
+    example = f"{'out' if with_grad else 'loss'} = infonce.{function}({', '.join(arguments)})"
+    fields = [name for name in loss.grads.__annotations__ if name not in loss.locked]
+    shown = ", ".join(["out.loss", *(f"out.grads.{name}" for name in fields)])
+    return f">>> {example}" + with_grad * f"\n>>> {shown}"
+
+
+def documented(function: _F) -> _F:
+    """Append the common keywords to the docstring, and spell them out in the signature."""
+    with_grad = function.__name__.endswith("_and_grad")
+    options = get_type_hints(GradOptions if with_grad else LossOptions)
+    sections = [("Other Parameters", "\n".join(_paragraph(name) for name in options))]
+    returns = (
+        "LossAndGrad"
+        if with_grad
+        else (
+            'array\n    0-d, or [M] with ``reduction="none"``; of the library of the features;\n'
+            "    float64 for float64 features, else float32."
+        )
+    )
+    sections += [("Returns", returns), ("Raises", ERRORS)]
+    first, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+    doc = f"{first}\n\n{_example(function.__name__, with_grad)}\n\n{rest}"
+    for title, body in sections:
+        body = body.strip("\n")
+        doc += f"\n\n{title}\n{'-' * len(title)}\n{body}"
+    function.__doc__ = doc + "\n"
+
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named = {p.name for p in parameters}
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default)
+        for name in options
+        if name not in named
+    ]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def adapted(like: Callable[..., Any], call: str) -> Callable[[_F], _F]:
+    """Document an adapter's function as the loss it stands for: that one's equation and source, and
+    how it is called: `call`, an example and a description, where ``{loss}`` and ``{arguments}`` are
+    the loss's, ``{name}`` is the adapter's, and ``{options}`` are those of compiled programs."""
+    text, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
+    first, _, equation = text.split("\n\n", 2)
+    source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
+    loss = LOSSES[like.__name__.removesuffix("_loss")]
+    call_arguments = ", ".join([*loss.arguments, *(["labels"] if loss.classes else [])])
+
+    def add(function: _F) -> _F:
+        usage = inspect.cleandoc(call).format(
+            loss=like.__name__, arguments=", ".join(loss.arguments), options=", ".join(COMPILED),
+            name=function.__name__, call_arguments=call_arguments,
+        )  # fmt: skip
+        example, _, usage = usage.partition("\n\n")
+        parts = first, example, equation, usage, f"References\n----------\n{source}\n"
+        function.__doc__ = "\n\n".join(parts)
+        return function
+
+    return add

@@ -1,0 +1,33 @@
+"""Rows of float64 of any finite norm: their squares and products may over- or underflow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .problem import SILENT, Array, slices
+
+
+def near_one(xp: Any, z: Array) -> tuple[Array, Array]:
+    """(2^-e z, e [M] int32), e being the exponent of a row's largest size: an exact division. Rows
+    of zeros, and rows with a NaN or an infinity, have e = 0."""
+    largest = xp.abs(z).max(axis=1)
+    exponent = xp.frexp(xp.where(xp.isfinite(largest), largest, 0.0))[1]
+    return xp.ldexp(z, -exponent[:, None]), exponent
+
+
+def log2_norms(z: Array) -> Array:
+    """[M] log2 of the norms of NumPy rows; NaN where a feature is NaN or infinite."""
+    norms = np.empty(len(z))
+    for rows in slices(len(z), 1024):
+        block, exponent = near_one(np, z[rows].astype(np.float64))
+        with np.errstate(**SILENT):
+            norms[rows] = 0.5 * np.log2(np.einsum("ij,ij->i", block, block)) + exponent
+    return np.where(norms == np.inf, np.nan, norms)
+
+
+def has_moderate_squares(z: Array) -> bool:
+    """Whether all norms of float64 rows are well within the root of the range. Quick; False where
+    that is not certain."""
+    return bool(np.einsum("ij,ij->", z, z) < 2.0**900)

@@ -1,0 +1,210 @@
+"""Random calls: every one follows from a seed and its number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from brute_force import Call, positives_of
+from infonce.kernels.cpu import backend as cpu
+
+from infonce import spec
+
+DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
+          "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
+POWERS = {"float64": 300, "float32": 30, "float16": 2, "bfloat16": 30}  # of 10, of norms
+METHODS = ["naive", "fused", "tiled", "auto"]
+KINDS = ["random", "aligned", "partly aligned", "opposed", "identical", "nearly identical"]
+
+
+def features_of(
+    kind: str, m: int, n: int, d: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Unit rows."""
+    query, key = rng.standard_normal((m, d)), rng.standard_normal((n, d))
+    both = min(m, n)
+    if kind == "aligned":
+        key[:both] = query[:both] + 10 ** rng.uniform(-6, -1) * key[:both]
+    elif kind == "partly aligned":
+        key[:both] = query[:both] + rng.uniform(0.1, 2) * key[:both]
+    elif kind == "opposed":
+        key[:both] = -query[:both]
+    elif kind == "identical":
+        query[:] = key[:] = query[0]
+    elif kind == "nearly identical":
+        query, key = (query[0] + 1e-3 * z for z in (query, key))
+    return tuple(z / np.linalg.norm(z, axis=1, keepdims=True) for z in (query, key))
+
+
+def with_norms(
+    units: list[np.ndarray], name: str, normalize: bool, pairs: bool, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Rows of any norm; without `normalize`, norms of queries times norms of keys are about 1."""
+    most = POWERS[name]
+    if normalize:
+        how = rng.integers(3)
+        powers = [rng.uniform(-most, most, len(z) if how else 1) * (how < 2) for z in units]
+    elif pairs and rng.random() < 0.5:  # no products of queries with queries
+        power = rng.uniform(-most, most)
+        powers = [np.full(1, power), np.full(1, -power)]
+    else:
+        powers = [np.zeros(1) for _ in units]
+    sizes = [np.longdouble(10) ** power[:, None] for power in powers]
+    return [(z * size).astype(np.float64) for z, size in zip(units, sizes, strict=True)]
+
+
+def viewed(z: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The same values behind other strides, or in the other order of bytes."""
+    how = rng.integers(7)
+    if how == 0:
+        return np.asfortranarray(z)
+    if how == 1:
+        wide = np.full((2 * len(z), 3 * z.shape[1]), np.nan, z.dtype)
+        wide[::2, 1::3] = z
+        return wide[::2, 1::3]
+    if how == 2:
+        return np.ascontiguousarray(z[::-1, ::-1])[::-1, ::-1]
+    if how == 3 and z.dtype.kind == "f":
+        return z.astype(z.dtype.newbyteorder())
+    return z
+
+
+def softmax_options(
+    loss: spec.Loss, columns: int, scale: float, rng: np.random.Generator
+) -> dict[str, Any]:
+    drawn = {
+        "margin": rng.uniform(-0.5, 0.5), "hardness": scale * rng.uniform(0, 1),
+        "false_negative_margin": rng.uniform(-0.5, 1), "key_bias": 3 * rng.standard_normal(columns),
+    }  # fmt: skip
+    drawn = {name: value for name, value in drawn.items() if rng.random() < 0.25}
+    form = rng.integers(5)
+    if form == 0:
+        drawn["decoupled"] = True
+    elif form == 1:
+        drawn["label_smoothing"] = rng.uniform(0, 0.99)
+    for name, other in spec.EXCLUSIVE:
+        if name in drawn:
+            drawn.pop(other, None)
+    return {name: value for name, value in drawn.items() if name not in loss.refused}
+
+
+def labels_of(loss: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
+    if loss == "sup_con":
+        return rng.integers(-1, max(1, rows // int(rng.integers(1, 5))), rows)
+    if loss != "info_nce" or (rng.random() < 0.4 and columns >= rows):
+        return None
+    if rng.random() < 0.5:
+        return rng.integers(-1, columns, rows)
+    most = int(rng.integers(1, min(columns, 4) + 1))
+    sets = np.stack([rng.permutation(columns)[:most] for _ in range(rows)])
+    return np.where(rng.random(sets.shape) < 0.3, -1, sets)
+
+
+def ids_of(loss: spec.Loss, rows: int, columns: int, rng: np.random.Generator) -> Any:
+    if "ids" in loss.refused or rng.random() < 0.6:
+        return None
+    values = int(rng.integers(2, 2 + max(rows, columns)))
+    if loss.symmetric or (rows == columns and rng.random() < 0.5):
+        return rng.integers(-5, values, rows)
+    return rng.integers(-5, values, rows), rng.integers(-5, values, columns)
+
+
+def is_ambiguous(call: Call, sides: list[np.ndarray]) -> bool:
+    """Whether rounding decides which negatives are above the limit."""
+    margin = call.softmax.get("false_negative_margin")
+    if margin is None:
+        return False
+    units = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in sides]
+    if call.loss == "gte":
+        units = [np.concatenate(units)]
+    dots = units[0] @ units[-1].T
+    positive = positives_of(call, *dots.shape)
+    if call.loss == "gte":
+        dots, positive = (np.concatenate(np.split(x, 2), axis=1) for x in (dots, positive))
+    both = [(dots, positive)] + ([(dots.T, positive.T)] if call.loss == "clip" else [])
+    for x, at in both:
+        limit = np.where(at, x, -np.inf).max(axis=1, keepdims=True) + margin
+        if (np.abs(np.where(at, np.inf, x) - limit) < 1e-4).any():
+            return True
+    return False
+
+
+@dataclass
+class Drawn:
+    """A call, and what does not change its result."""
+
+    call: Call
+    dtype: str
+    compute: str
+    options: dict[str, Any]
+    patches: dict[str, Any]
+    norms: tuple[float, float]
+
+
+def draw(seed: int, number: int) -> Drawn:
+    rng = np.random.default_rng([seed, number])
+    loss = list(spec.LOSSES.values())[number % len(spec.LOSSES)]
+    name = list(DTYPES)[rng.integers(4)]
+    rows = int(rng.integers(1, 13)) if rng.random() < 0.6 else int(rng.integers(13, 140))
+    rows *= 2 if loss.name == "nt_xent" else 1
+    columns = int(rng.integers(1, 150)) if loss.name == "info_nce" else rows
+    d = int(rng.choice([1, 2, 3, 5, 8, 17, 33, 64, 70]))
+    kind = KINDS[rng.integers(len(KINDS))]
+    units = list(features_of(kind, rows, columns, d, rng))
+    if len(loss.arguments) == 1:
+        half = rows // 2 if loss.name == "nt_xent" else rows
+        units = [np.concatenate([units[0][:half], units[1][:half]])[:rows]]
+    normalize = bool(rng.random() < 0.6)
+    pairs = len(units) == 2 and not loss.joint
+    scaled = with_norms(units, name, normalize, pairs, rng)
+    if rng.random() < 0.03:
+        scaled[0][rng.integers(rows)] = 0.0
+    sides = [viewed(z.astype(DTYPES[name]), rng) for z in scaled]
+    if len(sides) == 2 and name in ("float16", "bfloat16") and rng.random() < 0.1:
+        sides[1] = sides[1].astype(np.float32)
+    compute = "float64" if name == "float64" else "float32"
+    precision = "auto"
+    if rng.random() < 0.15:
+        compute = str(rng.choice(["float64", "float32"]))
+        precision = {"float64": "fp64", "float32": "fp32"}[compute]
+    if name == "float64" and not normalize:
+        compute, precision = "float64", "auto"
+    scale = float(10 ** rng.uniform(-1.5, 2.3))
+    call = Call(loss.name, tuple(sides), scale, float(rng.uniform(-12, 3)), normalize)
+    call.reduction = ["mean", "sum", "none"][rng.integers(3)]
+    call.labels = labels_of(loss.name, rows, columns, rng)
+    if loss.name == "info_nce" and call.labels is None:
+        call.features = (call.features[0][:columns], call.features[1])
+        rows = len(call.features[0])
+    call.ids = ids_of(loss, rows, columns, rng)
+    if rng.random() < 0.3:
+        call.weights = rng.uniform(0, 2, rows) * (rng.random(rows) < 0.8)
+        call.weights[rng.integers(rows)] = 1.0
+    call.softmax = softmax_options(loss, columns, scale, rng)
+    if is_ambiguous(call, [z for z in units]) or (scaled[0] == 0).all(axis=1).any():
+        call.softmax = {k: v for k, v in call.softmax.items() if k != "false_negative_margin"}
+    if call.reduction == "none":
+        call.grad_out = rng.standard_normal(rows)
+    elif rng.random() < 0.5:
+        call.grad_out = float(10 ** rng.uniform(-3, 3) * rng.choice([-1, 1]))
+    options: dict[str, Any] = {"method": METHODS[rng.integers(4)], "precision": precision}
+    if rng.random() < 0.3:
+        options["grad_dtype"] = list(DTYPES.values())[rng.integers(2)]
+    possible = [z for z in loss.arguments if z not in loss.locked] + ["scale"]
+    possible += ["bias"] * loss.sigmoid
+    if rng.random() < 0.3:
+        options["wrt"] = [z for z in possible if rng.random() < 0.5]
+    single = call.labels is None or (call.labels.ndim == 1 and (call.labels >= 0).all())
+    plain = not {"key_bias", "false_negative_margin"} & call.softmax.keys()
+    if "metrics" not in loss.refused and single and plain and rng.random() < 0.3:
+        options["metrics"] = True
+    if options["method"] in ("tiled", "auto") and rng.random() < 0.3:
+        options["workspace"] = int(rng.integers(2**17, 2**21))
+    tiles = [(16, 24), (64, 96), (40, 8), cpu.TILE][rng.integers(4)]
+    patches = {"TILE": tiles, "TRIANGLE_SIDE": int(rng.choice([16, 50, 896])),
+               "THREADING_PAYS": int(rng.choice([0, cpu.THREADING_PAYS]))}  # fmt: skip
+    with np.errstate(divide="ignore"):
+        norms = [float(np.sqrt((z.astype(np.longdouble) ** 2).sum(axis=1)).max()) for z in scaled]
+    return Drawn(call, name, compute, options, patches, (min(norms), max(norms)))

@@ -1,0 +1,298 @@
+"""Kernels launched by themselves: sums of exponentials, a gradient panel, swaps between two ranks.
+
+python tests/emulator/direct.py MAILBOXES RANK SEED SOURCES     one of two ranks: see `swapped`
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import engine
+import ml_dtypes
+import numpy as np
+from infonce.kernels.gpu import config
+from infonce.kernels.gpu.device import compiler, signatures
+
+H200 = config.Device("90", 4, 232448, 233472, 150 << 30)
+SCALE, LOG2_E = 8.0, 1 / np.log(2)
+SCALAR = {"value": SCALE, "pointer": 0, "factor": 1.0, "shift": 0}
+NO_PANEL = {"data": 0, "stride": 0, "part": 0}
+Edit = Callable[[str], str]  # of a flattened source
+
+
+class Features:
+    """Queries [m, d] and keys [n, d] of length 1, in bfloat16, and the logits in float64."""
+
+    def __init__(self, m: int, n: int, d: int) -> None:
+        rng = np.random.default_rng(m * 7919 + n)
+        self.arrays = [rng.standard_normal((rows, d)) for rows in (m, n)]
+        for z in self.arrays:
+            z /= np.linalg.norm(z, axis=1, keepdims=True)
+        q, k = (z.astype(ml_dtypes.bfloat16) for z in self.arrays)
+        self.m, self.n, self.d = m, n, d
+        self.padded = -(-d // 8) * 8  # rows begin at multiples of 16 bytes
+        self.q, self.k = on_device(pad(q, self.padded)), on_device(pad(k, self.padded))
+        self.logits = SCALE * q.astype(np.float64) @ k.astype(np.float64).T
+        self.positives = on_device(np.arange(m) * 7 % n)
+
+    def block(self, panel_rows: int, block_n: int) -> dict[str, Any]:
+        """struct Block."""
+        width = 2 * self.padded
+        sides = {
+            name: {"data": memory.ptr, "stride": width, "part": 0, "rows": rows, "factor": 0}
+            for name, memory, rows in (("q", self.q, self.m), ("k", self.k, self.n))
+        }
+        return {
+            **sides, "width": width, "first_row": 0, "first_column": 0,
+            "row_tiles": -(-self.m // panel_rows), "column_tiles": -(-self.n // block_n),
+            "positives": self.positives.ptr, "set_size": 1, "query_ids": 0, "key_ids": 0,
+            "symmetric": False, "triangle": False, "scale": SCALAR,
+        }  # fmt: skip
+
+    def negative_sums(self, axis: int) -> Any:
+        """Sums of the exponentials of all logits but the positives'."""
+        e = np.exp(self.logits)
+        e[np.arange(self.m), self.positives.view(np.int64)] = 0
+        return e.sum(axis)
+
+
+def pad(z: Any, d: int) -> Any:
+    return np.pad(z, ((0, 0), (0, d - z.shape[1])))
+
+
+def on_device(values: Any) -> engine.Memory:
+    memory = engine.Memory(values.nbytes)
+    memory.view()[:] = np.frombuffer(values.tobytes(), np.uint8)
+    return memory
+
+
+def compiled(file: str, name: str, defines: Mapping[str, Any], edit: Edit | None) -> engine.Kernel:
+    source = compiler.flatten(file)
+    if edit is not None:
+        source = edit(source)
+    return engine.Kernel(engine.compile_source(source, compiler.options(defines, "sm_90a")), name)
+
+
+def launch(
+    file: str, name: str, grid: int, block: int, shared: int, arguments: Mapping[str, Any],
+    defines: Mapping[str, Any], edit: Edit | None, seed: int,
+) -> None:  # fmt: skip
+    """A kernel of kernels/cuda with `arguments` by the names of its parameters."""
+    values = signatures.signature(file, name).arguments(arguments)
+    dtypes = {"Q": np.uint64, "q": np.int64, "d": np.float64}
+    kinds = [kind for _, kind in signatures.signature(file, name).fields]
+    packed = [
+        value if isinstance(value, np.ndarray) else np.array(value, dtypes[kind])
+        for value, kind in zip(values, kinds, strict=True)
+    ]
+    kernel = compiled(file, name, defines, edit)
+    kernel.launch(grid, block, shared, packed, seed=seed)
+
+
+def tensor_map(data: int, rows: int, width: int, box_rows: int, stride: int = 0) -> Any:
+    return np.frombuffer(engine.tensor_map(data, rows, width, stride or width, box_rows), "V128")
+
+
+def merged(pairs: Any, factor: float) -> Any:
+    """Natural sums of exponentials from pairs (reference, sum) [slots, n] in base 2."""
+    reference, sums = pairs[..., 0].astype(np.float64), pairs[..., 1].astype(np.float64)
+    return (np.exp2(factor * np.where(sums == 0, 0, reference)) * sums).sum(axis=0)
+
+
+def tiled_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[Any, Any]:
+    """Sums of rows and columns by tiled/lse.cu."""
+    tile = config.tile_for("bf16", z.d, H200)
+    rows = engine.Memory(8 * z.m * tile.row_slots(z.m, z.n))
+    columns = engine.Memory(8 * z.n * tile.column_slots(z.m, z.n))
+    defines = {
+        "PRECISION": "BF16", "BLOCK_N": tile.block_n, "WARP_N": tile.warp_n, "STAGES": tile.stages,
+        "LEVELS": tile.levels, "MIN_BLOCKS": tile.min_blocks, "IDS": 0, "FACTORS": 0, "COLUMNS": 1,
+    }  # fmt: skip
+    arguments = {
+        "block": z.block(config.BLOCK_M, tile.block_n), "positive": engine.Memory(8 * z.m).ptr,
+        "row_pairs": rows.ptr, "row_stride": z.m, "column_pairs": columns.ptr,
+        "column_stride": z.n, "row_moments": 0, "column_moments": 0,
+    }  # fmt: skip
+    positive = engine.Memory(8 * z.m)
+    arguments["positive"] = positive.ptr
+    blocks = tile.blocks(z.m, z.n, 2)  # each has several tiles
+    launch("tiled/lse.cu", "lse", blocks, tile.threads, tile.shared, arguments, defines, edit, seed)
+    factor = SCALE * LOG2_E
+    return (
+        merged(rows.view(np.float32).reshape(-1, z.m, 2), factor),
+        merged(columns.view(np.float32).reshape(-1, z.n, 2), factor),
+    )
+
+
+def sweep_of(z: Features) -> config.Sweep:
+    sweep = config.sweep_for("bf16", 2 * z.padded, H200, False)
+    assert sweep is not None
+    return sweep
+
+
+def sweep_arguments(z: Features, sweep: config.Sweep) -> dict[str, Any]:
+    width = 2 * z.padded
+    return {
+        "q": tensor_map(z.q.ptr, z.m, width, sweep.query_box),
+        "k": tensor_map(z.k.ptr, z.n, width, config.BLOCK_M),
+        "block": z.block(sweep.panel_rows, sweep.block_n), "segments": sweep.segments(z.m, z.n),
+    }  # fmt: skip
+
+
+def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[Any, Any]:
+    """Sums of rows and columns by sm90/sweep_lse.cu."""
+    sweep = sweep_of(z)
+    slots, blocks = sweep.row_slots(z.m, z.n), sweep.blocks(z.m, z.n)
+    rows = engine.Memory(8 * z.m * slots)
+    columns = engine.Memory(8 * z.n * 2 * blocks)
+    marks, positive = engine.Memory(4 * 32 * blocks), engine.Memory(8 * z.m)
+    defines = {
+        "PRECISION": "BF16", **config.defines(sweep, False, True), "IDS": 0, "FACTORS": 0,
+        "COLUMNS": 1, "MAXIMA": 0, "KEEP": 0,
+    }  # fmt: skip
+    arguments = sweep_arguments(z, sweep) | {
+        "positive": positive.ptr, "row_pairs": rows.ptr, "row_stride": z.m,
+        "column_pairs": columns.ptr, "column_stride": z.n, "marks": marks.ptr,
+        "kept": {"references": 0, "stride": 0, "anew": 0}, "panel": NO_PANEL,
+        "panel_map": np.zeros(1, "V128"), "row_moments": 0, "column_moments": 0,
+    }  # fmt: skip
+    shared = sweep.shared(False, True)
+    launch(
+        "sm90/sweep_lse.cu", "sweep_lse", blocks, sweep.threads, shared, arguments, defines, edit,
+        seed,
+    )  # fmt: skip
+    pairs = columns.view(np.float32).reshape(blocks, 2, z.n, 2).copy()
+    marked = marks.view(np.uint32).reshape(blocks, 32)
+    for tile in range(-(-z.n // config.BLOCK_M)):  # a block has pairs of the tiles that it marks
+        absent = marked[:, tile // 32] >> tile % 32 & 1 == 0
+        pairs[absent, :, tile * config.BLOCK_M : (tile + 1) * config.BLOCK_M] = 0
+    return (
+        merged(rows.view(np.float32).reshape(slots, z.m, 2), 1),
+        merged(pairs.reshape(-1, z.n, 2), 1),
+    )
+
+
+def sweep_panel(z: Features, seed: int = 0, edit: Edit | None = None) -> Any:
+    """Softmax probabilities [m, n] by sm90/sweep_gradient.cu, 0 for positives."""
+    sweep = sweep_of(z)
+    stride = -(-z.n // config.BLOCK_M) * config.BLOCK_M
+    panel = engine.Memory(2 * z.m * stride)
+    top = z.logits.max(1) * LOG2_E
+    share = 1 / np.exp2(z.logits * LOG2_E - top[:, None]).sum(1)
+    reference, a = (on_device(v.astype(np.float32)) for v in (top, share))
+    u = on_device(np.zeros(z.m, np.float32))
+    shared_factor = on_device(np.ones(1, np.int64))
+    defines = {
+        "PRECISION": "BF16", **config.defines(sweep, True, False), "IDS": 0, "FACTORS": 0,
+        "COLUMNS": 0,
+    }  # fmt: skip
+    arguments = sweep_arguments(z, sweep) | {
+        "factors": {"row_reference": reference.ptr, "a": a.ptr, "u": u.ptr, "column_reference": 0,
+                    "v": 0, "shared": shared_factor.ptr},
+        "panel": {"data": panel.ptr, "stride": stride, "part": 0},
+        "panel_map": tensor_map(panel.ptr, z.m, 2 * stride, 16), "wanted": 0,
+    }  # fmt: skip
+    grid, shared = sweep.blocks(z.m, z.n), sweep.shared(True, False)
+    launch(
+        "sm90/sweep_gradient.cu", "sweep_gradient", grid, sweep.threads, shared, arguments, defines,
+        edit, seed,
+    )  # fmt: skip
+    return panel.view(ml_dtypes.bfloat16).reshape(z.m, stride)[:, : z.n]
+
+
+# --- two ranks: a process each, with memory that both map -----------------------------------------
+
+SWAP_BLOCKS, SWAP_THREADS, ROOM, LINE = 4, 256, 2**14, 256
+MAILBOX = 2 * ROOM + 2 * LINE  # two buffers, numbers of the other rank's pieces, own counters
+# Bytes of up to four arrays that each rank sends; rank 1 sends the next
+SWAP_SIZES = [
+    (4096, 80),
+    (7,),
+    (16, 3, 24, 1000),
+    (12000,),
+    (8,),
+    (48, 48),
+    (1, 1, 1, 1),
+    (9000, 16),
+]
+SWAP_SECONDS = 300
+
+
+def swapped(seed: int) -> bytes:
+    """What both ranks have got in all swaps."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(2 * MAILBOX))
+        file.flush()
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, file.name, str(rank), str(seed), str(compiler.SOURCES)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+        try:
+            said = [rank.communicate(timeout=SWAP_SECONDS) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        if rank.returncode:
+            raise engine.KernelError(errors.decode().strip())
+    return b"".join(out for out, _ in said)
+
+
+def swap_content(rank: int, step: int) -> list[Any]:
+    """The arrays that a rank sends in a step."""
+    rng = np.random.default_rng(100 * step + rank)
+    sizes = SWAP_SIZES[(step + rank) % len(SWAP_SIZES)]
+    return [rng.integers(0, 256, size, np.uint8) for size in sizes]
+
+
+def arrays_fields(memories: list[Any]) -> dict[str, int]:
+    """struct Arrays."""
+    names = "first", "second", "third", "fourth"
+    found = dict.fromkeys(names, 0) | {f"{name}_bytes": 0 for name in names}
+    for name, memory in zip(names, memories, strict=False):
+        found |= {name: memory.ptr, f"{name}_bytes": memory.size}
+    return found
+
+
+def one_rank(path: str, rank: int, seed: int) -> None:
+    with open(path, "r+b") as file:
+        mailboxes = mmap.mmap(file.fileno(), 2 * MAILBOX)
+    start = np.frombuffer(mailboxes, np.uint8).ctypes.data
+    mine, other = (start + r * MAILBOX for r in (rank, 1 - rank))
+    late = random.Random(10 * seed + rank)
+    for step in range(2 * len(SWAP_SIZES)):
+        sent = [on_device(x) for x in swap_content(rank, step)]
+        received = [engine.Memory(x.size) for x in swap_content(1 - rank, step)]
+        time.sleep(late.choice([0, 0, 0.02]))
+        arguments = {
+            "sent": arrays_fields(sent), "received": arrays_fields(received), "room": ROOM,
+            "counters": mine + 2 * ROOM + LINE,
+            "other": {"buffers": other, "arrived": other + 2 * ROOM},
+            "mine": {"buffers": mine, "arrived": mine + 2 * ROOM},
+        }  # fmt: skip
+        launch(
+            "ranks/swap.cu", "swap", SWAP_BLOCKS, SWAP_THREADS, 0, arguments, {"PRECISION": "FP32"},
+            None, seed and seed + step,
+        )  # fmt: skip
+        for memory in received:
+            sys.stdout.buffer.write(memory.view().tobytes())
+
+
+if __name__ == "__main__":
+    path, rank, seed, folder = sys.argv[1:]
+    compiler.SOURCES = signatures.SOURCES = Path(folder)
+    try:
+        one_rank(path, int(rank), int(seed))
+    except engine.KernelError as error:
+        sys.exit(f"rank {rank}: {error}")

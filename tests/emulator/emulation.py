@@ -1,0 +1,122 @@
+"""`pytest -m emulated`, as a plugin: CuPy's stand-in in the place of CuPy, and those tests of
+tests/gpu that run on it, each in a schedule of its own.
+
+The emulator takes a thousand times as long as a GPU: of tests with many parameters, it runs every
+nth.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import engine
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+# Tests of tests/gpu that want the device itself, by what they want
+LEFT_OUT = {
+    "time that passes on the device": (
+        "test_nothing_waits_for_the_device", "test_work_is_ordered_on_the_current_stream",
+    ),
+    "PyTorch's or JAX's own memory on the device": ("test_torch", "test_jax"),
+    "batches of a size that only a device has time for": (
+        "test_no_memory_left_for_exponentials", "test_more_tiles_than_lanes_remember",
+        "test_large_products_are_of_whole_16_bytes", "test_memory_stays_within_the_workspace",
+        "test_workspace_is_a_ceiling", "test_destinations_lend_memory",
+        "test_workspace_of_one_pass_with_keys",
+        "test_what_tensor_cores_cut_off", "test_accuracy_where_rows_share_a_direction",
+    ),
+}  # fmt: skip
+# Every nth of the parameters of a test, where it is not every one
+EVERY: dict[str, int] = {
+    # test_api.py
+    "test_cupy": 7, "test_scales_at_the_ends": 11, "test_capture": 5,
+    # test_kernels.py
+    "test_against_reference": 7, "test_accuracy_of_a_batch": 17, "test_normalize": 7,
+    "test_ids": 4, "test_labels_and_extra_negatives": 2, "test_reproducible": 17,
+    "test_features_that_are_not_finite": 7,
+    "test_graph_capture": 2,
+    # test_labels.py
+    "test_classes": 5, "test_sums": 13, "test_a_plan_for_other_labels": 2,
+    # test_offload.py
+    "test_on_the_gpu": 3,
+    # test_one_pass.py
+    "test_one_pass_where_heights_are_no_good": 7,
+    # test_options.py
+    "test_specification": 97, "test_a_margin_beside_feature_gradients": 17,
+    "test_normalised_ids_and_little_workspace": 11, "test_all_logits_in_memory": 17,
+    "test_offload": 19, "test_rows_without_a_positive": 7, "test_a_plan_for_other_arrays": 7,
+    "test_same_bits_from_run_to_run": 13, "test_weights_by_every_method": 3,
+    "test_both_folds_leave_out_the_same_pairs": 23, "test_limits_far_apart": 2,
+    "test_limits_and_biases_with_offload": 7,
+    # test_plan.py
+    "test_as_without_a_plan": 11, "test_graphs": 7,
+    # test_ragged.py
+    "test_keys_that_remain": 7, "test_features_are_staged_once_where_they_fit": 11,
+    # test_sweeps.py
+    "test_widths": 4, "test_features_of_any_size": 3, "test_few_multiprocessors": 9,
+    "test_hardest_negatives": 3, "test_logits_far_apart": 4, "test_portable_kernels": 3,
+    "test_kept_exponentials": 5,
+}  # fmt: skip
+
+
+SCHEDULES = 4  # of tests: threads in their order, or in one of so many random ones
+
+
+def asked_for(config: pytest.Config) -> bool:
+    """Whether tests are selected by the marker `emulated`."""
+    return re.search(r"(?<!not )\bemulated\b", config.option.markexpr or "") is not None
+
+
+def begin() -> None:
+    """From now on, `import cupy` imports the stand-in, whether there is a GPU or not."""
+    sys.path.insert(0, str(HERE / "stand_in"))
+    os.environ["INFONCE_CACHE_DIR"] = str(ROOT / "build" / "emulated")
+    import foreign
+
+    foreign.install()
+
+
+def pytest_configure() -> None:
+    if "cupy" in sys.modules:
+        raise pytest.UsageError("-m emulated: a plugin of pytest's has imported CuPy already")
+    begin()
+
+
+def pytest_report_header() -> str:
+    wants = "; ".join(f"{want} ({len(names)})" for want, names in LEFT_OUT.items())
+    return f"emulated, without tests that want {wants}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those without the marker are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is to run of tests/gpu."""
+    left_out = {name for names in LEFT_OUT.values() for name in names}
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = getattr(item, "originalname", "")
+        if item.get_closest_marker("gpu") is None or name in left_out:
+            continue
+        if item.path.parent == ROOT / "tests" / "gpu":
+            if seen[name] % EVERY.get(name, 1) == 0:
+                item.add_marker("emulated")
+            seen[name] += 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    seed = zlib.crc32(item.nodeid.encode()) % (SCHEDULES + 1)
+    item.add_report_section("call", "schedule", f"engine.schedule({seed})")
+    from cupy.cuda import stream
+
+    stream.chance.seed(seed)
+    with engine.schedule(seed):
+        return (yield)

@@ -1,0 +1,313 @@
+"""CUDA kernels as functions of the host, by a C++ compiler and the runtime of this folder.
+
+    kernel = engine.kernel("tiled/lse.cu", "lse", PRECISION="BF16", ...)    # of kernels/cuda
+    kernel.launch(grid, block, shared, parameters, seed=7)
+
+- `parameters` are the bytes of each parameter: `bytes`, NumPy arrays or numbers; or, as an int, the
+  address of pointers to them, as the driver takes it.
+- `seed` is a schedule. With 0, threads run in their order, and what is asynchronous is done at
+  once. With another seed, threads run in a random order, and copies and products are done as early
+  or as late as they may be, at random. The default is `SEED`.
+- `cooperative`: all blocks run side by side. The blocks of a cluster always do.
+
+A thread that uses memory beyond an array of `Memory`, waits for ever, or breaks a rule of a
+barrier, a copy or a product ends the launch: a `KernelError` names the kernel, the block, the
+thread and the line.
+
+`compile_source` and `Kernel` are the two steps of `kernel`. `missing()` says why there is no
+emulator on this machine. The environment's CXX is the compiler, or g++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from infonce.kernels.gpu.device import compiler
+
+HERE = Path(__file__).parent
+CXX = os.environ.get("CXX", "g++")
+SEED = 0  # of launches without one
+OPTIONS = (
+    "-std=c++17",
+    "-fPIC",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fno-gnu-unique",
+    "-w",
+    "-g1",
+)
+# The runtime has the functions that checks of bounds and of alignment call: no library does
+KERNEL_OPTIONS = (
+    "-O1",
+    "-fvisibility=hidden",
+    "-fsanitize=bounds,alignment",
+    "-nodefaultlibs",
+)
+MORE_OPTIONS = tuple(os.environ.get("EMULATOR_CXXFLAGS", "").split())  # "-O0 -g": for a debugger
+KERNEL_LIBRARIES = ("-lm", "-lc", "-lgcc")
+RUNTIME_OPTIONS = ("-O3", "-g")
+TIME_LIMIT = 600  # seconds for one compilation
+
+_LINE = re.compile(r'#line (\d+) "([^"]+)"')
+_KERNEL = re.compile(r'extern "C" __global__ void\b[^{]*?\b(\w+)\s*\((?:[^(){}]*)\)\s*\{', re.S)
+_CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?char (\w+)\[\];")
+_launching = threading.Lock()
+
+
+class CompileError(RuntimeError):
+    """What the compiler says, with files and lines of kernels/cuda."""
+
+
+class KernelError(RuntimeError):
+    """What stopped a launch: kernel, block, thread, line."""
+
+
+@cache
+def missing() -> str:
+    """Why kernels cannot run here; empty if they can."""
+    if os.name != "posix" or platform.system() != "Linux":
+        return f"the emulator needs Linux, not {platform.system()}"
+    if platform.machine() not in ("x86_64", "aarch64"):
+        return f"the emulator needs x86-64 or aarch64, not {platform.machine()}"
+    if shutil.which(CXX) is None:
+        return f"no C++ compiler: {CXX} is not installed"
+    return ""
+
+
+# --- compilation ----------------------------------------------------------------------------------
+
+
+@cache
+def _machine_options() -> tuple[str, ...]:
+    """Instructions that the compiler may use: with them fma is not a call."""
+    try:
+        flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+    except OSError:
+        return ()
+    return ("-mavx2", "-mfma") if {"avx2", "fma"} <= flags else ()
+
+
+@cache
+def _version() -> str:
+    return subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _built(
+    text: str, suffix: str, options: Sequence[str], files: Sequence[str] = ("-x", "c++", "-")
+) -> Path:
+    """A shared library of `text` and `files`, compiled once: its name is a digest of them."""
+    headers = "".join(path.read_text() for path in sorted((HERE / "headers").iterdir()))
+    recipe = repr((text, headers, options, files, _version()))
+    directory = compiler.cache_directory() / "emulated"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}{suffix}.so"
+    if path.exists():
+        return path
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that want the same wait for the first of them
+        if not path.exists():
+            part = path.with_suffix(f".{os.getpid()}")
+            command = [
+                CXX,
+                *OPTIONS,
+                *_machine_options(),
+                *options,
+                "-shared",
+                "-o",
+                str(part),
+                *files,
+            ]
+            done = subprocess.run(
+                command,
+                input=text,
+                text=True,
+                capture_output=True,
+                timeout=TIME_LIMIT,
+                cwd=directory,
+            )
+            if done.returncode:
+                # as NVRTC: file(line)
+                raise CompileError(
+                    re.sub(r"^([^:\s]+):(\d+)(?::\d+)?: ", r"\1(\2): ", done.stderr, flags=re.M)
+                )
+            os.replace(part, path)
+    path.with_suffix(".lock").unlink(missing_ok=True)
+    return path
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """The functions that kernels call."""
+    files = sorted(map(str, (HERE / "runtime").glob("*.cpp")))
+    text = "".join(path.read_text() for path in sorted((HERE / "runtime").iterdir()))
+    library = ctypes.CDLL(
+        str(_built(text, "-runtime", RUNTIME_OPTIONS, files)), mode=ctypes.RTLD_GLOBAL
+    )
+    library.emulator_error.restype = library.emulator_fault.restype = ctypes.c_char_p
+    library.emulator_allocate.restype = ctypes.c_void_p
+    library.emulator_allocate.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+    library.emulator_free.argtypes = [ctypes.c_void_p]
+    return library
+
+
+def host_source(source: str) -> str:
+    """A flattened source of kernels/cuda as C++ for the host, with headers/ptx.h for ptx.cuh."""
+    lines: list[str] = []
+    kernels: dict[str, str] = {}  # and the blocks of their clusters
+    file, number, replaced = "", 0, False
+    text = source.splitlines()
+    for i, line in enumerate(text):
+        if marker := _LINE.match(line):
+            number, file = int(marker[1]) - 1, marker[2]
+        else:
+            number += 1
+        if file == "ptx.cuh" or file.startswith("ptx/"):
+            if not replaced:
+                lines.append('#line 1 "headers/ptx.h"\n}\n#include "ptx.h"\nnamespace {')
+            replaced = True
+            continue
+        if line.startswith('extern "C" __global__'):
+            head = "\n".join(text[i : i + 40])
+            if kernel := _KERNEL.match(head):
+                cluster = _CLUSTER.search(kernel[0])
+                kernels[kernel[1]] = cluster[1] if cluster else "1"
+                lines.append(f'#define EMULATES_{kernel[1]}\n#line {number} "{file}"')
+            line = line.replace('extern "C" __global__', "__global__", 1)
+        lines.append(_DYNAMIC.sub(r"char* const \1 = device::current->shared;", line))
+    ends = [
+        f"#ifdef EMULATES_{name}\nEMULATED_KERNEL({name}, {blocks})\n#endif"
+        for name, blocks in kernels.items()
+    ]
+    return "\n".join(['#include "cuda.h"\nnamespace {', *lines, '\n#line 1 "ends"\n}', *ends, ""])
+
+
+def compile_source(source: str, options: Sequence[str]) -> str:
+    """The path of a shared library of a flattened source. `options` are NVRTC's: -D and -arch."""
+    arch = next(o.removeprefix("-arch=sm_") for o in options if o.startswith("-arch="))
+    macros = [o for o in options if o.startswith("-D")]
+    macros.append(f"-D__CUDA_ARCH__={arch.rstrip('a')}0")
+    if arch == "90a":
+        macros.append("-D__CUDA_ARCH_FEAT_SM90_ALL=1")
+    files = ("-I", str(HERE / "headers"), "-x", "c++", "-", "-x", "none", *KERNEL_LIBRARIES)
+    return str(_built(host_source(source), "", (*KERNEL_OPTIONS, *MORE_OPTIONS, *macros), files))
+
+
+def kernel(file: str, name: str, arch: str = "sm_90a", **defines: int | str) -> Kernel:
+    """Kernel `name` of `file` in kernels/cuda."""
+    path = compile_source(compiler.flatten(file), compiler.options(defines, arch))
+    return Kernel(path, name)
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """Kernel `name` of a library that `compile_source` has made."""
+
+    def __init__(self, path: str, name: str) -> None:
+        _runtime()
+        library = ctypes.CDLL(path)
+        self.name, self._run = name, getattr(library, f"emulate_{name}")
+        sizes = getattr(library, f"sizes_{name}")
+        sizes.restype = ctypes.POINTER(ctypes.c_size_t)
+        self.sizes: list[int] = []  # bytes of each parameter
+        while size := sizes()[len(self.sizes)]:
+            self.sizes.append(size)
+        self.cluster = int(getattr(library, f"cluster_{name}")())  # blocks of a cluster
+
+    def launch(
+        self, grid: int, block: int, shared: int, parameters: int | Sequence[Any], *,
+        cooperative: bool = False, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """`grid` blocks of `block` threads with `shared` bytes of dynamic shared memory."""
+        if isinstance(parameters, int):
+            address, kept = parameters, None
+        else:
+            address, kept = self._packed(parameters)
+        beside = grid if cooperative else self.cluster
+        if grid % beside:
+            raise ValueError(f"{self.name}: expected a multiple of {beside} blocks, got {grid}")
+        with _launching:
+            failed = self._run(
+                grid, block, ctypes.c_size_t(shared), ctypes.c_void_p(address), beside,
+                ctypes.c_uint64(SEED if seed is None else seed),
+            )  # fmt: skip
+            if failed:
+                raise KernelError(_error())
+        del kept
+
+    def _packed(self, parameters: Sequence[Any]) -> tuple[int, Any]:
+        values = [p if isinstance(p, bytes) else np.asarray(p).tobytes() for p in parameters]
+        if [len(v) for v in values] != self.sizes:
+            raise TypeError(
+                f"{self.name}: expected parameters of {self.sizes} bytes, got {[*map(len, values)]}"
+            )
+        buffers = [ctypes.create_string_buffer(v, len(v)) for v in values]
+        pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        return ctypes.addressof(pointers), (buffers, pointers)
+
+
+def _error() -> str:
+    """What stopped the last launch, with the line of a fault where binutils can tell."""
+    text: str = _runtime().emulator_error().decode()
+    offset = ctypes.c_uint64()
+    library = _runtime().emulator_fault(ctypes.byref(offset)).decode()
+    if library and shutil.which("addr2line"):
+        command = ["addr2line", "-e", library, hex(offset.value)]
+        line = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        if "?" not in line:  # relative to where it was compiled
+            text += f", at {line.removeprefix(f'{Path(library).parent}/')}"
+    return text
+
+
+@contextmanager
+def schedule(seed: int) -> Iterator[None]:
+    """Launches in this block run in that schedule."""
+    global SEED
+    before, SEED = SEED, seed
+    try:
+        yield
+    finally:
+        SEED = before
+
+
+class Memory:
+    """`size` bytes of 0xff (as floating point numbers: NaN), before a page that cannot be used.
+
+    Where `size` is no multiple of `alignment`, bytes lie in between. A launch that has written to
+    them fails when it ends.
+    """
+
+    def __init__(self, size: int, alignment: int = 16) -> None:
+        self.size = size
+        self.ptr: int = _runtime().emulator_allocate(size, alignment)
+        if not self.ptr:
+            raise MemoryError(f"no memory is left for {size} bytes")
+        weakref.finalize(self, _runtime().emulator_free, self.ptr).atexit = False
+
+    def view(self, dtype: Any = np.uint8) -> Any:
+        """As a NumPy array, which keeps this memory."""
+        raw = (ctypes.c_uint8 * self.size).from_address(self.ptr)
+        raw._memory = self
+        return np.frombuffer(raw, np.uint8).view(dtype)
+
+
+def tensor_map(data: int, rows: int, width: int, stride: int, box_rows: int) -> bytes:
+    """A `TensorMap` of headers/device.h: see kernels/gpu/device/tensor_map.py."""
+    return np.array([data, rows, width, stride, box_rows, 2, *[0] * 10], np.int64).tobytes()

@@ -1,0 +1,63 @@
+"""What the library calls in libcublas and libcuda by `ctypes`, for arrays of the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import engine
+from cupy.cuda import cublas, stream
+from cupy.cuda.memory import POISON
+from infonce.kernels.gpu.device import cublas as product
+from infonce.kernels.gpu.device import tensor_map
+
+WORKSPACE = 4096  # bytes of cuBLAS's workspace that are written to
+
+
+def install() -> None:
+    product._library = CuBLAS
+    tensor_map._encode = lambda: encode_tensor_map
+
+
+class CuBLAS:
+    """libcublas: its products on a stream under capture."""
+
+    stream = workspace = 0
+
+    @classmethod
+    def cublasSetStream_v2(cls, handle: Any, address: Any) -> int:
+        cls.stream = address.value or 0
+        return 0
+
+    @classmethod
+    def cublasSetWorkspace_v2(cls, handle: Any, address: Any, size: Any) -> int:
+        cls.workspace = address.value
+        return 0
+
+    @classmethod
+    def cublasGemmEx(cls, *given: Any) -> int:
+        return cls._product(cublas.gemmEx, given)
+
+    @classmethod
+    def cublasGemmStridedBatchedEx(cls, *given: Any) -> int:
+        return cls._product(cublas.gemmStridedBatchedEx, given)
+
+    @classmethod
+    def _product(cls, function: Any, given: tuple[Any, ...]) -> int:
+        to = cls.workspace
+        stream.submit(cls.stream, lambda: ctypes.memset(to, POISON, WORKSPACE))
+        assert stream.get_current_stream().ptr == cls.stream
+        function(*(argument.value for argument in given))
+        return 0
+
+
+def encode_tensor_map(
+    described: int, dtype: int, rank: int, data: int, sizes: int, strides: int, box: int, *_: int
+) -> int:
+    """cuTensorMapEncodeTiled, for the engine."""
+    columns, rows = (ctypes.c_uint64 * 2).from_address(sizes)
+    _, box_rows = (ctypes.c_uint32 * 2).from_address(box)
+    stride = ctypes.c_uint64.from_address(strides).value
+    made = engine.tensor_map(data, rows, columns * tensor_map.ITEM, stride, box_rows)
+    ctypes.memmove(described, made, tensor_map.SIZE)
+    return 0

@@ -1,0 +1,400 @@
+"""Which synchronisations of the CUDA kernels can be taken away without any test noticing.
+
+    python tests/emulator/mutants.py [FILE ...] [--seeds 32] [--record]
+
+Each barrier, wait, release and fence in kernels/cuda (or in FILE) is taken away, one at a time.
+Calls that come to it run in one schedule after the other, until results have other bits or a launch
+ends with an error. A synchronisation that no call misses is superfluous, or has its reason in
+`REASONS`, or needs another call in `CALLS`. `--record` writes benchmarks/results/mutants.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SOURCES = ROOT / "kernels" / "cuda"
+RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
+SECONDS = 600  # for the calls of one mutant
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+
+# Public functions: loss, dtype, rows, features, options. Device 2 has the portable kernels alone
+TILED: dict[str, Any] = {"method": "tiled"}
+PORTABLE = TILED | {"device": 2}
+CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
+    "naive": ("clip", "float32", 70, 40, {"method": "naive", "normalize": True}),
+    "naive sigmoid": ("siglip", "float64", 40, 20, {"method": "naive"}),
+    "fused": ("clip", "float32", 130, 72, {"method": "fused", "normalize": True}),
+    "fused fp64": ("nt_xent", "float64", 70, 300, {"method": "fused"}),
+    "fused, few rows": ("clip", "float32", 6, 72, {"method": "fused", "normalize": True}),
+    "fused, two rows": ("clip", "float64", 2, 40, {"method": "fused"}),
+    "fused, many rows": ("clip", "float32", 400, 20, {"method": "fused"}),
+    "fused, one side": ("info_nce", "float32", 200, 40, {"method": "fused"}),
+    "fused, few queries": ("info_nce", "float32", 6, 72, {"method": "fused", "keys": 40}),
+    "fused, few keys": ("info_nce", "float32", 14, 72, {"method": "fused", "keys": 6, "labels": 6}),
+    "fused, fewer queries": ("info_nce", "float32", 6, 72, {"method": "fused", "keys": 14}),
+    "fused sigmoid, few rows": ("siglip", "float32", 6, 72, {"method": "fused"}),
+    "fused sigmoid": ("siglip", "bfloat16", 130, 40, {"method": "fused"}),
+    "tiled": ("clip", "bfloat16", 700, 200, PORTABLE),
+    "tiled fp64": ("nt_xent", "float64", 300, 72, PORTABLE | {"normalize": True, "ids": True}),
+    "tiled parts": ("clip", "float32", 300, 129, PORTABLE | {"precision": "bf16x3"}),
+    "tiled sigmoid": ("siglip", "bfloat16", 700, 72, PORTABLE),
+    "tiled, one slice": ("clip", "bfloat16", 300, 40, PORTABLE | {"normalize": True, "ids": True}),
+    "tiled limits": ("clip", "float32", 300, 72, PORTABLE | {"false_negative_margin": 0.1}),
+    "tiled, logits far apart": ("clip", "bfloat16", 300, 72, PORTABLE | {"scale": 3000.0}),
+    "ranks": ("clip", "bfloat16", 300, 72, PORTABLE | {"metrics": True}),
+    "sweep": ("clip", "bfloat16", 700, 512, TILED),
+    "sweep of all options": ("nt_xent", "bfloat16", 700, 256, TILED | {
+        "normalize": True, "ids": True, "key_bias": True, "false_negative_margin": 0.1}),
+    "sweep, logits far apart": ("clip", "bfloat16", 400, 256, TILED | {"scale": 3000.0}),
+    "sweep, odd tiles": ("clip", "bfloat16", 1152, 256, TILED),
+    "sweep, one tile of keys": ("info_nce", "bfloat16", 1100, 256, TILED | {
+        "keys": 100, "labels": 100}),
+    "sweep, one side": ("info_nce", "bfloat16", 400, 256, TILED | {"metrics": True}),
+    "sweep with ranks": ("clip", "bfloat16", 400, 256, TILED | {"metrics": True}),
+    "one pass": ("info_nce", "bfloat16", 700, 384, TILED),
+    "one pass, logits far apart": ("info_nce", "bfloat16", 400, 384, TILED | {"scale": 3000.0}),
+    "one pass, rising logits": ("info_nce", "bfloat16", 300, 40, TILED | {
+        "keys": 700, "wrt": ("query",), "workspace": 216_000, "scale": 200.0, "rising": True}),
+    "parts": ("clip", "float32", 300, 200, TILED | {"precision": "bf16x3"}),
+    "streamed": ("clip", "float32", 300, 200, TILED),
+    "wide": ("clip", "bfloat16", 600, 1152, TILED),
+    "wide parts": ("clip", "float32", 600, 1152, TILED | {"precision": "bf16x3"}),
+    "wide, logits far apart": ("clip", "bfloat16", 300, 1152, TILED | {"scale": 3000.0}),
+    "kept": ("clip", "bfloat16", 512, 1152, TILED),
+    "kept, logits far apart": ("clip", "bfloat16", 512, 1152, TILED | {"scale": 400.0}),
+    "kept, all logits high": ("clip", "bfloat16", 512, 1152, TILED | {"scale": 25.0, "shift": 2}),
+    "kept parts": ("clip", "float32", 512, 1152, TILED | {"scale": 60.0}),
+    "wide one pass": ("info_nce", "bfloat16", 600, 1152, TILED),
+    "narrow": ("clip", "bfloat16", 700, 128, TILED),
+    "narrow triangle": ("nt_xent", "bfloat16", 900, 60, TILED),
+    "narrow, two slices": ("nt_xent", "bfloat16", 900, 128, TILED),
+    "sigmoid": ("siglip", "bfloat16", 700, 256, TILED),
+    "wide sigmoid": ("siglip", "bfloat16", 300, 1152, TILED),
+    "classes": ("sup_con", "float32", 1500, 20, {"classes": 90}),
+    "smoothing": ("clip", "float32", 300, 40, TILED | {"label_smoothing": 0.1}),
+}  # fmt: skip
+SWAP, ONE_TILE = "swap of two ranks", "a rank's block of one tile of keys"
+
+# Why a synchronisation that no call notices stays: by file and a part of its line
+REASONS: dict[tuple[str, str], str] = {
+    ("ranks/swap.cu", "__threadfence_system();"):
+        "orders writes to another GPU's memory; one thread runs at a time here",
+    ("fused/fused.cu", "else team.sync();"):
+        "orders memory within a warp; team.sum brings the threads together in any case",
+    ("fused/logits.cuh", "team.sync();"):
+        "orders memory within a warp; team.max and team.sum bring the threads together in any case",
+    ("fused/fused.cuh", "if (lanes == 32) __syncwarp();"):
+        "orders memory within a warp, whose lanes shuffles bring together in any case",
+    ("sm90/sweep_narrow.cu", "__syncwarp();"):
+        "bar.sync and bar.arrive count warps, whose lanes have to be together; the emulator counts "
+        "threads",
+    ("sm90/sweep/panel.cuh", "__syncwarp();"):
+        "after `written`, lane 0 starts the next stores itself; it keeps the lanes together",
+    ("tiled/lse.cu", "__syncwarp();  // the writes of sum_strip"):
+        "orders memory within a warp; __all_sync before it brings the lanes together",
+    ("tiled/gradient.cu", "if (LIMITS) __syncwarp();"):
+        "no synchronisation: it keeps the compiler from using more registers",
+    ("sm90/sweep_lse.cu", "__syncwarp();  // else the compiler"):
+        "no synchronisation: it keeps the compiler from using more registers",
+}  # fmt: skip
+
+# --- synchronisations in sources ------------------------------------------------------------------
+
+NAMES = re.compile(
+    r"(?:lane\.|out->|out\.|team\.)?\b(?:sync|grid_barrier|barrier_(?:wait|arrive|arrive_at|expect)|named_barrier_(?:sync|arrive)"
+    r"|__sync(?:threads|threads_or|warp)|sync_(?:warpgroup|consumer|all)|release_stages?(?:_of_tile)?"
+    r"|warpgroup_(?:arrive|commit|wait)(?:<\d>)?|cp_async_(?:commit|wait)(?:<[^>]*>)?|cluster_sync"
+    r"|tma_stores_(?:wait|written)|piece_read|written|fence_barrier_init|fence_before_tma_store"
+    r"|add_release|store_release_system|__threadfence_system)\("
+)
+LOOP = re.compile(r"\bwhile \((.*load_acquire.*)\)( \{| __nanosleep\(20\);)$")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    line: int  # from 1
+    code: str
+    without: str  # the line without its synchronisation
+    noted: str  # the line, which notes that it is reached as number `@`
+
+
+def synchronisations(file: str, text: str) -> Iterator[Mutant]:
+    for number, line in enumerate(text.splitlines(), 1):
+        code = line.partition("//")[0]
+        if "__device__" in code or "__global__" in code:
+            continue
+        if loop := LOOP.search(code.rstrip()):
+            condition, rest = loop.groups()
+            before = line[: loop.start()]
+            yield Mutant(
+                file, number, line.strip(), f"{before}while (false){rest}",
+                f"{before}while (device::reach(@), {condition}){rest}",
+            )  # fmt: skip
+        elif call := NAMES.search(code):
+            end = closing(code, call.end())
+            before, argument, after = code[: call.start()], code[call.end() : end], code[end + 1 :]
+            if "__syncthreads_or" in call[0]:
+                without, noted = (
+                    f"{before}({argument}){after}",
+                    f"(device::reach(@), {call[0]}{argument}))",
+                )
+                yield Mutant(file, number, line.strip(), without, f"{before}{noted}{after}")
+            elif after.startswith(";"):
+                noted = f"{{ device::reach(@); {call[0]}{argument}); }}"
+                yield Mutant(
+                    file,
+                    number,
+                    line.strip(),
+                    f"{before};{after[1:]}",
+                    f"{before}{noted}{after[1:]}",
+                )
+
+
+def closing(code: str, start: int) -> int:
+    """Where the parenthesis is closed that was opened before `start`."""
+    depth = 1
+    for i in range(start, len(code)):
+        depth += (code[i] == "(") - (code[i] == ")")
+        if depth == 0:
+            return i
+    raise ValueError(f"expected a call on one line, got {code!r}")
+
+
+def all_mutants() -> list[Mutant]:
+    paths = sorted(p for p in SOURCES.rglob("*.cu*") if p.relative_to(SOURCES).parts[0] != "ptx")
+    files = [p.relative_to(SOURCES).as_posix() for p in paths if p.name != "ptx.cuh"]
+    return [m for file in files for m in synchronisations(file, (SOURCES / file).read_text())]
+
+
+@contextlib.contextmanager
+def sources_with(changed: dict[tuple[str, int], str]) -> Iterator[Path]:
+    """A copy of kernels/cuda with other lines, by file and number."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "cuda"
+        shutil.copytree(SOURCES, copy)
+        for file in {file for file, _ in changed}:
+            lines = (copy / file).read_text().splitlines()
+            for (of, number), line in changed.items():
+                if of == file:
+                    lines[number - 1] = line
+            (copy / file).write_text("\n".join(lines) + "\n")
+        yield copy
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def run(name: str, seed: int) -> list[bytes]:
+    """The bytes of a call's results."""
+    import cupy
+    import direct
+    import engine
+    import ml_dtypes  # noqa: F401  names bfloat16 for NumPy
+    import numpy as np
+
+    import infonce
+
+    if name == SWAP:
+        return [direct.swapped(seed)]
+    if name == ONE_TILE:
+        return [x.tobytes() for x in direct.sweep_sums(direct.Features(1100, 100, 256), seed)]
+    loss, dtype, rows, d, given = CALLS[name]
+    rng, options = np.random.default_rng(0), {"scale": 10.0, **given}
+    with cupy.cuda.Device(options.pop("device", 0)), engine.schedule(seed):
+        sides = 1 if loss in ("nt_xent", "sup_con") else 2
+        shift = options.pop("shift", 0)  # of all features: the length of what rows have in common
+        sizes = [rows, options.pop("keys", rows)][:sides]
+        z = [(rng.standard_normal((n, d)) + shift) / d**0.5 for n in sizes]
+        if options.pop("rising", False):  # from key to key, for every other row
+            along, common = np.linspace(-1, 5, len(z[1]))[:, None], z[0][0].copy()
+            z = [0.3 * z[0] + common, 0.1 * z[1] + along * common]
+            z[0][::2] *= 0.01
+        z = [cupy.asarray(x.astype(dtype)) for x in z]
+        if options.pop("ids", False):
+            options["ids"] = cupy.asarray(rng.integers(0, rows, rows))
+        if keys := options.pop("labels", None):
+            options["labels"] = cupy.asarray(rng.integers(0, keys, rows))
+        if classes := options.pop("classes", None):
+            options["labels"] = cupy.asarray(rng.integers(0, classes, rows))
+        if options.pop("key_bias", False):
+            options["key_bias"] = cupy.asarray(rng.standard_normal(rows))
+        out = getattr(infonce, f"{loss}_loss_and_grad")(*z, **options)
+        found = [out.loss, *(g for g in out.grads if g is not None)]
+        if out.metrics is not None:
+            found += [x for x in vars(out.metrics).values() if x is not None]
+        return [cupy.asnumpy(cupy.asarray(x)).tobytes() for x in found]
+
+
+def in_child(sources: Path, function: Callable[[], Any]) -> Any:
+    """What `function` returns in a process of its own, whose kernels are compiled from `sources`. A
+    string: why it did not end well."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        signal.alarm(SECONDS)
+        try:
+            from infonce.kernels.gpu.device import compiler, signatures
+
+            compiler.SOURCES = signatures.SOURCES = sources
+            result = function()
+        except BaseException as error:
+            result = f"{type(error).__name__}: {error}"
+        with os.fdopen(write, "wb") as pipe:
+            pickle.dump(result, pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        answer = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    return pickle.loads(answer) if answer else f"the process ended by signal {status & 0x7F}"
+
+
+def reached_by(names: list[str], mutants: list[Mutant]) -> dict[str, tuple[set[int], float, Any]]:
+    """For each call: the mutants that it comes to, its seconds, and its results."""
+    noted = {(m.file, m.line): m.noted.replace("@", str(i)) for i, m in enumerate(mutants)}
+    found = {}
+    with sources_with(noted) as copy:
+        for name in names:
+
+            def measure(name: str = name) -> Any:
+                import ctypes
+
+                import engine
+
+                start = time.perf_counter()
+                result = run(name, 0)
+                seconds = time.perf_counter() - start
+                reached = engine._runtime().emulator_reached
+                reached.restype = ctypes.POINTER(ctypes.c_ubyte)
+                found = {i for i in range(len(mutants)) if reached()[i]}
+                if name == SWAP:  # in other processes
+                    found = {i for i, m in enumerate(mutants) if m.file == "ranks/swap.cu"}
+                return found, seconds, result
+
+            answer = in_child(copy, measure)
+            if isinstance(answer, str):
+                raise SystemExit(f"{name}: {answer}")
+            found[name] = answer
+            print(f"{name}: {len(answer[0])} synchronisations, {answer[1]:.1f} s", flush=True)
+    return found
+
+
+def judge(mutant: Mutant, calls: list[tuple[str, Any]], seeds: int) -> dict[str, Any]:
+    """How, and by which call in which schedule, it is noticed."""
+
+    def search() -> Any:
+        import engine
+
+        for seed in range(seeds):
+            for name, want in calls:
+                try:
+                    got = run(name, seed)
+                except engine.KernelError as error:
+                    return name, seed, str(error).splitlines()[0][:200]
+                except Exception as error:  # of the host, which checks results too
+                    return name, seed, f"{type(error).__name__}: {str(error)[:200]}"
+                if got != want:
+                    return name, seed, "results have other bits"
+        return None
+
+    with sources_with({(mutant.file, mutant.line): mutant.without}) as copy:
+        answer = in_child(copy, search)
+    if isinstance(answer, str):  # it took the process with it
+        return {"noticed": answer}
+    if answer is None:
+        return {}
+    return dict(zip(("call", "seed", "noticed"), answer, strict=True))
+
+
+def reason(mutant: Mutant) -> str:
+    found = [
+        why for (file, part), why in REASONS.items() if file == mutant.file and part in mutant.code
+    ]
+    return found[0] if found else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="*", help="of kernels/cuda; default: all")
+    parser.add_argument("--seeds", type=int, default=32, help="schedules of each call (default 32)")
+    parser.add_argument("--calls", default="", metavar="REGEX", help="only calls that match")
+    parser.add_argument("--lines", type=int, nargs="+", help="only synchronisations on these lines")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
+    arguments = parser.parse_args()
+    sys.path[:0] = [str(HERE / "stand_in"), str(HERE)]
+    import foreign
+
+    foreign.install()
+    mutants = all_mutants()
+    names = [name for name in [*CALLS, ONE_TILE, SWAP] if re.search(arguments.calls, name)]
+    results = []
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["INFONCE_CACHE_DIR"] = cache
+        calls = reached_by(names, mutants)
+        for i, mutant in enumerate(mutants):
+            if arguments.files and mutant.file not in arguments.files:
+                continue
+            if arguments.lines and mutant.line not in arguments.lines:
+                continue
+            mine = sorted(
+                (name for name in names if i in calls[name][0]), key=lambda n: calls[n][1]
+            )
+            found = judge(mutant, [(name, calls[name][2]) for name in mine], arguments.seeds)
+            entry = {
+                "file": mutant.file,
+                "line": mutant.line,
+                "code": mutant.code,
+                "calls": len(mine),
+                **found,
+            }
+            if not found:
+                entry["reason"] = reason(mutant)
+            results.append(entry)
+            said = found.get("noticed") or f"MISSED by {len(mine)} calls: {entry['reason']}"
+            print(f"{mutant.file}:{mutant.line}: {mutant.code[:60]}: {said}", flush=True)
+    noticed = sum("noticed" in entry for entry in results)
+    explained = sum(bool(entry.get("reason")) for entry in results)
+    print(f"{noticed} of {len(results)} are noticed; {explained} more have their reason")
+    if arguments.record:
+        write(results, arguments.seeds)
+    return int(noticed + explained < len(results))
+
+
+def write(results: list[dict[str, Any]], seeds: int) -> None:
+    """The record of a run. Results of other files that the record has stay there."""
+    from infonce.cli import machine
+
+    files = {entry["file"] for entry in results}
+    earlier = json.loads(RECORD.read_text())["results"] if RECORD.exists() else []
+    results = results + [entry for entry in earlier if entry["file"] not in files]
+    results.sort(key=lambda entry: (entry["file"], entry["line"]))
+    record = {
+        "commit": machine.commit(), "date": machine.now(), "schedules": seeds,
+        "synchronisations": len(results), "noticed": sum("noticed" in entry for entry in results),
+        "results": results,
+    }  # fmt: skip
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+// Barriers of a block, of a cluster, and mbarriers.
+#include "state.h"
+
+namespace device {
+
+namespace {
+
+void complete(Meeting& meeting) {
+  meeting.arrived.clear();
+  meeting.expected = 0;
+  ++meeting.generation;
+}
+
+// Whether all have arrived
+bool arrive_at_meeting(Meeting& meeting, int expected) {
+  meeting.arrived.push_back(&me());
+  meeting.expected = expected;
+  if ((int)meeting.arrived.size() < expected) return false;
+  complete(meeting);
+  return true;
+}
+
+int cluster_alive() {
+  int alive = 0;
+  for (const Block& block : state.group) alive += block.alive;
+  return alive;
+}
+
+void complete_votes(Barrier& barrier) {
+  barrier.result = barrier.votes != 0;
+  barrier.votes = 0;
+}
+
+Barrier& named(int barrier, int threads, Place at) {
+  if (barrier < 0 || barrier > 15) fail(at, "named barrier %d: expected 0 to 15", barrier);
+  Barrier& b = my_block().named[barrier];
+  if (!b.arrived.empty() && b.expected != threads)
+    fail(at, "named barrier %d: %d threads, where others of this phase say %d", barrier, threads, b.expected);
+  for (const Fiber* fiber : b.arrived)
+    if (fiber == &me()) fail(at, "named barrier %d: this thread has arrived already in this phase", barrier);
+  return b;
+}
+
+int64_t offset_of(const void* shared) { return (const char*)shared - current->shared; }
+
+Mbarrier& mbarrier_at(Block& block, int64_t offset, Place at) {
+  if (block.ended) fail(at, "an mbarrier of block %u, which has ended", block.index.x);
+  Mbarrier* mbarrier = find_mbarrier(block, offset);
+  if (!mbarrier) fail(at, "no mbarrier has been initialised at shared memory + %ld", (long)offset);
+  const uint64_t* word = (const uint64_t*)(block.shared + offset);
+  if (*word != (uint64_t)mbarrier) fail(at, "the mbarrier at shared memory + %ld has been overwritten", (long)offset);
+  return *mbarrier;
+}
+
+void complete_if_all_are_here(Mbarrier& mbarrier) {
+  if ((int)mbarrier.arrived.size() != mbarrier.expected || mbarrier.bytes != 0) return;
+  mbarrier.arrived.clear();
+  ++mbarrier.generation;
+}
+
+void arrive_in(Block& block, int64_t offset, unsigned bytes, Place at) {
+  Mbarrier& mbarrier = mbarrier_at(block, offset, at);
+  if (&block != &my_block() && !mbarrier.fenced)
+    fail(at, "an mbarrier of another block is used without a fence after its initialisation");
+  if ((int)mbarrier.arrived.size() == mbarrier.expected)
+    fail(at, "more than %d arrivals at the mbarrier at shared memory + %ld in one phase", mbarrier.expected,
+         (long)offset);
+  mbarrier.arrived.push_back(&me());
+  mbarrier.bytes += bytes;
+  complete_if_all_are_here(mbarrier);
+}
+
+}  // namespace
+
+int sync_block(int vote, Place at) {
+  let_others_go_first(at);
+  Barrier& barrier = named(0, my_block().alive, at);
+  barrier.votes |= vote;
+  if ((int)barrier.arrived.size() + 1 == my_block().alive) complete_votes(barrier);
+  const Wait wait{&barrier.generation, ~0u, barrier.generation, &barrier, "__syncthreads"};
+  arrive_at_meeting(barrier, my_block().alive);
+  wait_for(wait, at);
+  return barrier.result;
+}
+
+void sync_named(int barrier, int threads, Place at) {
+  let_others_go_first(at);
+  Barrier& b = named(barrier, threads, at);
+  const Wait wait{&b.generation, ~0u, b.generation, &b, "a named barrier"};
+  arrive_at_meeting(b, threads);
+  wait_for(wait, at);
+}
+
+void arrive_named(int barrier, int threads, Place at) {
+  let_others_go_first(at);
+  arrive_at_meeting(named(barrier, threads, at), threads);
+}
+
+void sync_cluster(Place at) {
+  let_others_go_first(at);
+  const Wait wait{&state.cluster.generation, ~0u, state.cluster.generation, &state.cluster, "the cluster"};
+  arrive_at_meeting(state.cluster, cluster_alive());
+  wait_for(wait, at);
+}
+
+// Barriers of a block or a cluster wait for the threads that are left.
+bool thread_ended(Fiber& fiber) {
+  Barrier& block = fiber.home->named[0];
+  const int left = fiber.home->alive - 1;
+  if (!block.arrived.empty() && block.expected == fiber.home->alive) {
+    block.expected = left;
+    if ((int)block.arrived.size() == left) complete_votes(block), complete(block);
+  }
+  Barrier& cluster = state.cluster;
+  if (!cluster.arrived.empty()) {
+    cluster.expected = cluster_alive() - 1;
+    if ((int)cluster.arrived.size() == cluster.expected) complete(cluster);
+  }
+  return left == 0;
+}
+
+// --- mbarriers ------------------------------------------------------------------------------------------
+
+Mbarrier* find_mbarrier(Block& block, int64_t offset) {
+  return offset >= 0 && offset % 8 == 0 && (size_t)offset + 8 <= state.launch.shared
+             ? block.mbarriers[(size_t)offset / 8] : nullptr;
+}
+
+void complete_bytes(Mbarrier& mbarrier, int64_t bytes) {
+  mbarrier.bytes -= bytes;
+  complete_if_all_are_here(mbarrier);
+}
+
+void init(uint64_t& word, unsigned arrivals, Place at) {
+  let_others_go_first(at);
+  const int64_t offset = offset_of(&word);
+  shared_range(my_block(), offset, 8, at);
+  if (offset % 8) fail(at, "an mbarrier at shared memory + %ld: expected a multiple of 8", (long)offset);
+  Mbarrier*& mbarrier = my_block().mbarriers[(size_t)offset / 8];
+  delete mbarrier;
+  mbarrier = new Mbarrier;
+  mbarrier->expected = (int)arrivals, mbarrier->offset = (long)offset, mbarrier->initialised = at;
+  word = (uint64_t)mbarrier;
+  me().unfenced.push_back(mbarrier);
+}
+
+void fence_inits(Place at) {
+  let_others_go_first(at);
+  for (Mbarrier* mbarrier : me().unfenced) mbarrier->fenced = true;
+  me().unfenced.clear();
+}
+
+void wait(uint64_t& word, unsigned parity, Place at) {
+  let_others_go_first(at);
+  Mbarrier& mbarrier = mbarrier_at(my_block(), offset_of(&word), at);
+  wait_for({&mbarrier.generation, 1, parity & 1, &mbarrier, "an mbarrier"}, at);
+}
+
+void arrive(uint64_t& word, unsigned bytes, Place at) {
+  let_others_go_first(at);
+  arrive_in(my_block(), offset_of(&word), bytes, at);
+}
+
+void arrive_at(uint64_t& word, unsigned block, Place at) {
+  let_others_go_first(at);
+  if (block >= state.group.size()) fail(at, "block %u of a cluster of %zu", block, state.group.size());
+  arrive_in(state.group[block], offset_of(&word), 0, at);
+}
+
+// --- reports --------------------------------------------------------------------------------------------
+
+std::string threads_of(const std::vector<const Fiber*>& fibers) {
+  std::string text = fibers.size() == 1 ? "thread" : "threads";
+  for (size_t i = 0, ranges = 0; i < fibers.size(); ++ranges) {
+    size_t j = i + 1;
+    while (j < fibers.size() && fibers[j]->thread.x == fibers[j - 1]->thread.x + 1) ++j;
+    if (ranges == 12) return text + " ...";
+    text += (ranges ? ", " : " ") + std::to_string(fibers[i]->thread.x);
+    if (j - i > 1) text += "-" + std::to_string(fibers[j - 1]->thread.x);
+    i = j;
+  }
+  return text;
+}
+
+std::string describe(const Wait& wait, Place at) {
+  const std::string line = std::string(at.file ? at.file : "?") + ":" + std::to_string(at.line);
+  if (!wait.word) return "can go on from " + line;
+  std::string text = std::string(wait.what) + " at " + line;
+  const Meeting* meeting = wait.meeting;
+  if (!meeting) return text;
+  if (const std::string what = wait.what; what == "an mbarrier") {
+    const Mbarrier& mbarrier = *(const Mbarrier*)meeting;
+    text += " (shared memory + " + std::to_string(mbarrier.offset) + ", initialised at " +
+            mbarrier.initialised.file + ":" + std::to_string(mbarrier.initialised.line) + ", phase " +
+            std::to_string(mbarrier.generation) + ", waits for parity " + std::to_string(wait.value) + ", " +
+            std::to_string(mbarrier.bytes) + " bytes to come)";
+  }
+  text += ", " + std::to_string(meeting->arrived.size()) + " of " + std::to_string(meeting->expected) + " arrived";
+  const std::vector<const Fiber*> arrived(meeting->arrived.begin(), meeting->arrived.end());
+  return arrived.empty() ? text : text + ": " + threads_of(arrived);
+}
+
+}  // namespace device

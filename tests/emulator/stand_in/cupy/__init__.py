@@ -1,0 +1,139 @@
+"""A stand-in for the part of CuPy that the library and its tests use, without a GPU.
+
+NumPy computes on its arrays, in memory of the host; kernels run on the emulator. It is as strict as
+CuPy is: arrays of the host are no operands, and what waits for the device cannot be captured. A
+function that is missing here is to be added if CuPy has it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from . import cuda, testing
+from ._array import apply, ndarray, on_device
+from ._kernel import ElementwiseKernel, RawKernel, RawModule
+from .cuda.memory import default_pool
+
+__version__ = "0.emulated"
+__all__ = [
+    "ElementwiseKernel", "RawKernel", "RawModule", "cuda", "ndarray", "testing"
+]  # fmt: skip
+
+# Functions that compute what NumPy's do, and types and numbers that are NumPy's
+FUNCTIONS = (
+    "abs all any argmax argsort bincount broadcast_to concatenate diag equal exp exp2 expand_dims "
+    "fill_diagonal flatnonzero frexp isfinite isnan isneginf ldexp log log1p log2 logaddexp "
+    "logaddexp2 matmul maximum minimum searchsorted sqrt stack sum take_along_axis tile unique "
+    "where"
+)
+NAMES = (
+    "bool_ dtype float16 float32 float64 inf int32 int64 nan newaxis pi result_type uint32 uint8 "
+    "promote_types can_cast integer floating"
+)
+
+
+def _function(name: str) -> Any:
+    function = getattr(np, name)
+    return lambda *given, **options: apply(function, *given, **options)
+
+
+globals().update({name: _function(name) for name in FUNCTIONS.split()})
+globals().update({name: getattr(np, name) for name in NAMES.split()})
+linalg = SimpleNamespace(norm=lambda *given, **options: apply(np.linalg.norm, *given, **options))
+lib = SimpleNamespace(
+    stride_tricks=SimpleNamespace(
+        as_strided=lambda z, shape, strides: ndarray(shape, z.dtype, z.data, strides)
+    )
+)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"cupy.{name}: the emulator's stand-in has none; CuPy may")
+
+
+def get_default_memory_pool() -> Any:
+    return default_pool
+
+
+# -- new arrays
+
+
+def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return ndarray(shape, dtype, order=order)
+
+
+def full(shape: Any, value: Any, dtype: Any = None, order: str = "C") -> ndarray:
+    made = ndarray(shape, np.asarray(value).dtype if dtype is None else dtype, order=order)
+    made[...] = value
+    return made
+
+
+def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return full(shape, 0, dtype, order)
+
+
+def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return full(shape, 1, dtype, order)
+
+
+def empty_like(like: ndarray, dtype: Any = None) -> ndarray:
+    return empty(like.shape, like.dtype if dtype is None else dtype)
+
+
+def zeros_like(like: ndarray, dtype: Any = None) -> ndarray:
+    return zeros(like.shape, like.dtype if dtype is None else dtype)
+
+
+def ones_like(like: ndarray, dtype: Any = None) -> ndarray:
+    return ones(like.shape, like.dtype if dtype is None else dtype)
+
+
+def arange(*given: Any, **options: Any) -> ndarray:
+    return on_device(np.arange(*given, **options))
+
+
+def linspace(*given: Any, **options: Any) -> ndarray:
+    return on_device(np.linspace(*given, **options))
+
+
+# -- to and from the host
+
+
+def array(values: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> ndarray:
+    if isinstance(values, ndarray):
+        dtype = values.dtype if dtype is None else np.dtype(dtype)
+        layout = values.flags
+        fits = order in "KA" or getattr(layout, f"{order.lower()}_contiguous")
+        if not copy and dtype == values.dtype and fits:
+            return values
+        return values.astype(dtype, order=order)
+    if isinstance(values, list | tuple) and any(isinstance(z, ndarray) for z in values):
+        return apply(lambda *z: np.array(z, dtype), *values)
+    return on_device(np.array(values, dtype, order=order))
+
+
+def asarray(values: Any, dtype: Any = None, order: str = "K") -> ndarray:
+    return array(values, dtype, False, order)
+
+
+def ascontiguousarray(values: Any, dtype: Any = None) -> ndarray:
+    return array(values, dtype, False, "C")
+
+
+def asfortranarray(values: Any, dtype: Any = None) -> ndarray:
+    return array(values, dtype, False, "F")
+
+
+def asnumpy(values: Any) -> np.ndarray:
+    return values.get() if isinstance(values, ndarray) else np.asarray(values)
+
+
+def may_share_memory(a: ndarray, b: ndarray) -> bool:
+    return np.may_share_memory(a._host, b._host)
+
+
+def from_dlpack(values: Any) -> ndarray:
+    raise BufferError("the emulated GPU has no arrays of other libraries")

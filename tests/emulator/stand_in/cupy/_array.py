@@ -1,0 +1,323 @@
+"""`ndarray`: memory of an emulated device that NumPy computes on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from .cuda import memory, runtime
+from .cuda import stream as streams
+from .cuda.device import Device
+
+
+class ndarray:
+    """An array on a device. `data` is where its first element is."""
+
+    __array_priority__ = 100
+
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None,
+        order: str = "C",
+    ) -> None:  # fmt: skip
+        shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+        dtype = np.dtype(dtype)
+        if strides is None:
+            strides = _strides(shape, dtype.itemsize, order)
+        if memptr is None:
+            memptr = memory.alloc(int(np.prod(shape, dtype=object)) * dtype.itemsize)
+        self.data = memptr
+        self._host = _at(memptr.ptr, shape, dtype, tuple(strides))
+
+    @classmethod
+    def _of(cls, host: np.ndarray, data: Any) -> ndarray:
+        array = cls.__new__(cls)
+        array._host, array.data = host, data
+        return array
+
+    # -- what NumPy knows of it
+
+    shape = property(lambda self: self._host.shape)
+    strides = property(lambda self: self._host.strides)
+    dtype = property(lambda self: self._host.dtype)
+    ndim = property(lambda self: self._host.ndim)
+    size = property(lambda self: self._host.size)
+    nbytes = property(lambda self: self._host.nbytes)
+    itemsize = property(lambda self: self._host.itemsize)
+    device = property(lambda self: Device(self.data.device_id))
+    T = property(lambda self: self.transpose())
+
+    @property
+    def flags(self) -> Any:
+        known = self._host.flags
+        return SimpleNamespace(c_contiguous=known.c_contiguous, f_contiguous=known.f_contiguous)
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    # -- to and from the host
+
+    def get(self, stream: Any = None) -> np.ndarray:
+        (stream or streams.get_current_stream()).synchronize()
+        return self._host.copy(order="K")
+
+    def set(self, values: np.ndarray, stream: Any = None) -> None:
+        if not isinstance(values, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        values = values.copy()
+        streams.get_current_stream().submit(lambda: np.copyto(self._host, values))
+
+    def item(self) -> Any:
+        return self.get().item()
+
+    def tolist(self) -> Any:
+        return self.get().tolist()
+
+    def __float__(self) -> float:
+        return float(self.get())
+
+    def __int__(self) -> int:
+        return int(self.get())
+
+    def __bool__(self) -> bool:
+        return bool(self.get())
+
+    def __index__(self) -> int:
+        return operator.index(self.get())
+
+    def __complex__(self) -> complex:
+        return complex(self.get())
+
+    def __repr__(self) -> str:
+        return repr(self.get())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.get(), spec)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct "
+            "a NumPy array explicitly."
+        )
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise BufferError("arrays of an emulated GPU are for CuPy alone")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.data.device_id
+
+    # -- operations of NumPy's
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return apply(getattr(ufunc, method) if method != "__call__" else ufunc, *inputs, **options)
+
+    def __array_function__(self, function: Any, _: Any, inputs: Any, options: Any) -> Any:
+        return apply(function, *inputs, **options)
+
+    def __getitem__(self, index: Any) -> Any:
+        if _has_arrays(index):
+            return apply(operator.getitem, self, _index(index))
+        parts = index if isinstance(index, tuple) else (index,)
+        view = self._host[index] if Ellipsis in parts else self._host[(*parts, ...)]
+        return viewed(self, view)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise ValueError("Non-scalar numpy.ndarray cannot be used for fill")
+        run(lambda to, at, of: operator.setitem(to, at, of), self, _index(index), value)
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def sort(self, axis: int = -1) -> None:
+        run(lambda z: z.sort(axis=axis), self)
+
+    def fill(self, value: Any) -> None:
+        self[...] = value
+
+    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
+        if not copy and self.dtype == np.dtype(dtype):
+            return self
+        made: ndarray = apply(lambda z: z.astype(dtype, order=order), self)
+        return made
+
+    def copy(self, order: str = "C") -> ndarray:
+        made: ndarray = apply(lambda z: z.copy(order=order), self)
+        return made
+
+    def view(self, dtype: Any = None) -> ndarray:
+        return viewed(self, self._host.view(dtype))
+
+    def reshape(self, *shape: Any, order: str = "C") -> ndarray:
+        made: ndarray = apply(lambda z: z.reshape(*shape, order=order), self)
+        return made
+
+    def ravel(self, order: str = "C") -> ndarray:
+        return self.reshape(-1, order=order)
+
+    def transpose(self, *axes: Any) -> ndarray:
+        return viewed(self, self._host.transpose(*axes))
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda self, *given, **options: apply(
+        lambda z, *more: getattr(z, name)(*more, **options), self, *given
+    )
+
+
+for _name in ("sum", "max", "min", "mean", "any", "all", "argmax", "argmin", "argsort", "dot"):
+    setattr(ndarray, _name, _method(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_",
+              "xor", "lshift", "rshift"):  # fmt: skip
+    _function = getattr(operator, _name)
+    _plain = _name.rstrip("_")
+    setattr(ndarray, f"__{_plain}__", lambda self, other, of=_function: apply(of, self, other))
+    setattr(ndarray, f"__r{_plain}__", lambda self, other, of=_function: apply(of, other, self))
+
+    def _in_place(self: ndarray, other: Any, of: Any = _function) -> ndarray:
+        run(lambda to, more: np.copyto(to, of(to, more), casting="same_kind"), self, other)
+        return self
+
+    setattr(ndarray, f"__i{_plain}__", _in_place)
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _function = getattr(operator, _name)
+    setattr(ndarray, f"__{_name}__", lambda self, other, of=_function: apply(of, self, other))
+for _name in ("neg", "pos", "abs", "invert"):
+    _function = getattr(operator, _name)
+    setattr(ndarray, f"__{_name}__", lambda self, of=_function: apply(of, self))
+ndarray.__hash__ = None  # type: ignore[assignment]
+
+
+class _Described:
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: Any) -> np.ndarray:
+    """The memory there as NumPy's array. Nothing is read: there may be none."""
+    described = {"data": (address, False), "shape": shape, "typestr": f"|V{dtype.itemsize}",
+                 "strides": tuple(map(int, strides)), "version": 3}  # fmt: skip
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    return np.asarray(_Described(described)).view(dtype)
+
+
+def _strides(shape: tuple[int, ...], item: int, order: str) -> tuple[int, ...]:
+    steps, step = [], item
+    for n in shape if order == "F" else shape[::-1]:
+        steps.append(step)
+        step *= int(n)
+    return tuple(steps if order == "F" else steps[::-1])
+
+
+def _has_arrays(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, ndarray | np.ndarray | list) for part in parts)
+
+
+def _index(index: Any) -> Any:
+    """Arrays of the host may be indices."""
+    given = index if isinstance(index, tuple) else (index,)
+    parts = tuple(
+        on_device(np.asarray(p)) if isinstance(p, np.ndarray | list) else p for p in given
+    )
+    return parts if isinstance(index, tuple) else parts[0]
+
+
+def viewed(of: ndarray, host: Any) -> Any:
+    """An array on the same memory."""
+    offset = host.__array_interface__["data"][0] - of.data.ptr if host.size else 0
+    return ndarray._of(host, of.data + offset)
+
+
+def on_device(values: np.ndarray, order: str = "K") -> ndarray:
+    """A copy of an array of the host, in new memory."""
+    values = np.asarray(values)
+    if order == "K":
+        order = "F" if values.flags.f_contiguous and not values.flags.c_contiguous else "C"
+    made = ndarray(values.shape, values.dtype, order=order)
+    made.set(values)
+    return made
+
+
+def host_values(part: Any) -> Any:
+    """The arrays of an operation as NumPy's."""
+    if isinstance(part, ndarray):
+        if part.data.device_id != runtime.getDevice() and part.size:
+            raise ValueError(
+                f"Array device must be same as the current device: array device = "
+                f"{part.data.device_id} while current = {runtime.getDevice()}"
+            )
+        return part._host
+    if isinstance(part, np.ndarray):
+        raise TypeError(f"Unsupported type {type(part)}")
+    if isinstance(part, tuple | list):
+        return type(part)(map(host_values, part))
+    return part
+
+
+def run(function: Callable[..., Any], *given: Any) -> None:
+    """What writes to arrays that are there, on the current stream."""
+    values = host_values(given)
+
+    def work() -> None:
+        with np.errstate(all="ignore"):
+            function(*values)
+
+    streams.get_current_stream().submit(work)
+
+
+def apply(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """An operation on the current stream, and its result on the device. Shapes and dtypes must not
+    depend on what arrays hold if the stream is being captured."""
+    out = options.pop("out", None)
+    out = out[0] if isinstance(out, tuple) else out
+    values, options = host_values(given), {k: host_values(v) for k, v in options.items()}
+    stream = streams.get_current_stream()
+    stream.finish()
+
+    def computed() -> Any:
+        with np.errstate(all="ignore"):
+            return function(*values, **options)
+
+    made = computed()  # of a stream under capture: for its shape and dtype
+    arrays = [z for z in _flat(given) if isinstance(z, ndarray)]
+    if out is not None:
+        run(lambda to: np.copyto(to, computed(), casting="same_kind"), out)
+        return out
+    if isinstance(made, tuple | list):
+        parts = range(len(made))
+        return type(made)(
+            _result(z, arrays, lambda i=i: computed()[i]) for i, z in zip(parts, made, strict=True)
+        )
+    return _result(made, arrays, computed)
+
+
+def _flat(part: Any) -> list[Any]:
+    if isinstance(part, tuple | list):
+        return [z for inner in part for z in _flat(inner)]
+    return [part]
+
+
+def _result(made: Any, given: list[ndarray], computed: Callable[[], Any]) -> Any:
+    """A view where NumPy has made one."""
+    if not isinstance(made, np.ndarray | np.generic):
+        return made
+    made = np.asarray(made)
+    if made.size:
+        start = made.__array_interface__["data"][0]
+        for array in given:
+            memory_of = array.data.mem
+            if memory_of.ptr <= start < memory_of.ptr + memory_of.size:
+                return viewed(array, made)
+    order = "F" if made.flags.f_contiguous and not made.flags.c_contiguous else "C"
+    new = ndarray(made.shape, made.dtype, order=order)
+    stream = streams.get_current_stream()
+    if stream.is_capturing():
+        stream.submit(lambda: np.copyto(new._host, computed()))
+    else:
+        np.copyto(new._host, made)
+    return new

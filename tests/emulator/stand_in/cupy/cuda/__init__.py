@@ -1,0 +1,22 @@
+"""The part of `cupy.cuda` that the library and its tests use."""
+
+from . import cublas, device, driver, function, memory, nvrtc, runtime, stream
+from .device import Device
+from .memory import (
+    BaseMemory,
+    Memory,
+    MemoryHook,
+    MemoryPointer,
+    MemoryPool,
+    UnownedMemory,
+    alloc,
+    using_allocator,
+)
+from .stream import Event, Graph, Stream, get_current_stream, get_elapsed_time
+
+__all__ = [
+    "BaseMemory", "Device", "Event", "Graph", "Memory", "MemoryHook",
+    "MemoryPointer", "MemoryPool", "Stream", "UnownedMemory", "alloc", "cublas", "device",
+    "driver", "function", "get_current_stream", "get_elapsed_time", "memory", "nvrtc", "runtime",
+    "stream", "using_allocator",
+]  # fmt: skip

@@ -1,0 +1,50 @@
+"""NVRTC's functions: the compiler is that of the emulator."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import engine
+
+_programs: dict[int, dict[str, Any]] = {}
+_numbers = itertools.count(1)
+
+
+class NVRTCError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__("NVRTC_ERROR_COMPILATION (6)")
+        self.status = status
+
+
+def getVersion() -> tuple[Any, ...]:
+    return "emulated", 1
+
+
+def createProgram(source: str, name: str, headers: Any, include_names: Any) -> int:
+    number = next(_numbers)
+    _programs[number] = {"source": source, "name": name, "log": ""}
+    return number
+
+
+def compileProgram(program: int, options: tuple[str, ...]) -> None:
+    of = _programs[program]
+    try:
+        of["code"] = engine.compile_source(of["source"], options).encode()
+    except engine.CompileError as error:
+        of["log"] = str(error)
+        raise NVRTCError(6) from None
+
+
+def getCUBIN(program: int) -> bytes:
+    code: bytes = _programs[program]["code"]
+    return code
+
+
+def getProgramLog(program: int) -> str:
+    log: str = _programs[program]["log"]
+    return log
+
+
+def destroyProgram(program: int) -> None:
+    del _programs[program]

@@ -1,0 +1,324 @@
+"""The emulated device, by small kernels: what threads do together, what stops a launch."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import engine
+import numpy as np
+import pytest
+from engine import KernelError, Memory
+
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
+]
+OPTIONS = ("-arch=sm_90a",)
+SEEDS = range(6)
+
+
+def launch(
+    body: str, memory: Sequence[Memory] = (), grid: int = 1, block: int = 64, shared: int = 0,
+    cooperative: bool = False, seed: int = 0, before: str = "",
+) -> None:  # fmt: skip
+    """A kernel with pointers a, b, c to `memory`, and `shared` bytes in `s`."""
+    names = "abc"[: len(memory)]
+    source = f"""#line 1 "ptx.cuh"
+#line 1 "small.cu"
+{before}
+extern "C" __global__ void small({", ".join(f"int* {name}" for name in names)}) {{
+  extern __shared__ __align__(1024) char s[];
+  const int t = threadIdx.x;
+#line 1 "body"
+{body}
+}}
+"""
+    kernel = engine.Kernel(engine.compile_source(source, OPTIONS), "small")
+    pointers = [np.uint64(m.ptr) for m in memory]
+    kernel.launch(grid, block, shared, pointers, cooperative=cooperative, seed=seed)
+
+
+def ints(n: int) -> Memory:
+    memory = Memory(4 * n)
+    memory.view(np.int32)[:] = 0
+    return memory
+
+
+def read(memory: Memory) -> Any:
+    return memory.view(np.int32).tolist()
+
+
+# --- what threads do together ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lanes_and_blocks(seed: int) -> None:
+    out = ints(2 * 64)
+    body = """
+      __shared__ int sums[2];
+      int x = t + 1;
+      for (int by = 16; by > 0; by /= 2) x += __shfl_xor_sync(0xffffffff, x, by);
+      if (t % 32 == 0) sums[t / 32] = x;
+      __syncthreads();
+      a[blockIdx.x * 64 + t] = sums[0] + sums[1] + __shfl_up_sync(~0u, t, 1) * 10000
+          + 1000000 * __syncthreads_or(t == 40) + 10000000 * __popc(__ballot_sync(~0u, t % 3 == 0));
+    """
+    launch(body, [out], grid=2, seed=seed)
+    above = [0, *range(31), 32, *range(32, 63)]
+    votes = [11] * 64  # of 0, 3, .. 30 and of 33, 36, .. 63
+    want = [2080 + 10000 * u + 1000000 + 10000000 * v for u, v in zip(above, votes, strict=True)]
+    assert read(out) == want * 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_half_a_warp(seed: int) -> None:
+    """A shuffle waits for the lanes of its mask alone."""
+    out = ints(32)
+    body = """
+      if (t < 16) a[t] = __shfl_xor_sync(0xffff, t, 1);
+      else a[t] = __shfl_sync(0xffff0000, t, 20);
+    """
+    launch(body, [out], block=32, seed=seed)
+    assert read(out) == [t ^ 1 for t in range(16)] + [20] * 16
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_that_wait_for_each_other(seed: int) -> None:
+    out = ints(5)
+    body = """
+      __shared__ int own;
+      own = blockIdx.x;
+      __syncthreads();
+      if (t == 0) {
+        add_release((u32*)a + 4, 1);
+        while (load_acquire((u32*)a + 4) < 4) {}
+      }
+      __syncthreads();
+      if (t == 1) a[blockIdx.x] = 10 + own;
+    """
+    launch(body, [out], grid=4, cooperative=True, seed=seed)
+    assert read(out) == [10, 11, 12, 13, 4]
+
+
+def test_shared_memory_holds_nothing_at_first() -> None:
+    out = ints(3)
+    body = "__shared__ float f; a[0] = f != f; a[1] = ((float*)s)[5] != ((float*)s)[5]; a[2] = 1;"
+    launch(body, [out], block=1, shared=64)
+    assert read(out) == [1, 1, 1]
+
+
+def test_copies_are_late_or_early() -> None:
+    """What a copy brings is there after the wait; before, it may be there or not."""
+    body = """
+      int* x = (int*)s;
+      x[t] = -1;
+      cp_async_number(x + t, a + t, true);
+      cp_async_commit();
+      b[t] = x[t];
+      cp_async_wait<0>();
+      c[t] = x[t];
+    """
+    early = set()
+    for seed in SEEDS:
+        source, before, after = ints(64), ints(64), ints(64)
+        source.view(np.int32)[:] = np.arange(64)
+        launch(body, [source, before, after], shared=256, seed=seed)
+        assert read(after) == list(range(64))
+        early |= {x == t for t, x in enumerate(read(before))}
+    assert early == {True, False}
+
+
+BARRIER = "u64& ready = *(u64*)s;"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_boxes_arrive_whole(seed: int) -> None:
+    """Of a matrix of 3 rows and 72 columns, a box of 4 rows from column 64 on: zeros elsewhere."""
+    matrix, out = Memory(3 * 144), Memory(512)
+    matrix.view(np.uint16)[:] = np.arange(3 * 72)
+    body = """
+      u64& ready = *(u64*)(s + 512);
+      if (t == 0) { barrier_init(ready, 1); fence_barrier_init(); }
+      __syncthreads();
+      if (t == 0) { barrier_expect(ready, 512); tma_load(s, *(const TensorMap*)b, ready, 64, 0); }
+      barrier_wait(ready, 0);
+      for (int i = t; i < 128; i += 32) a[i] = ((int*)s)[i];
+    """
+    map_ = Memory(128, 128)
+    map_.view()[:] = np.frombuffer(engine.tensor_map(matrix.ptr, 3, 144, 144, 4), np.uint8)
+    launch(body, [out, map_], block=32, shared=1024, seed=seed)
+    got = out.view(np.uint16).reshape(4, 8, 8)  # chunks of 16 bytes, swizzled by the row
+    for row in range(4):
+        for chunk in range(8):
+            want = [row * 72 + 64 + i for i in range(8)] if row < 3 and chunk == 0 else [0] * 8
+            assert got[row, chunk ^ row].tolist() == want
+
+
+# --- what stops a launch --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("element", [16, -1])
+@pytest.mark.parametrize("access", ["b[0] = a[{}];", "a[{}] = 1;"])
+def test_one_element_beyond_an_array(access: str, element: int) -> None:
+    a, b = ints(16), ints(16)
+    if element < 0:  # arrays begin where their size leaves them: pages are full
+        a = ints(1024)
+    where = "4 bytes before" if element < 0 else "0 bytes beyond the end of"
+    message = f"^small: an access {where} array of .*\n  block 0, thread 3"
+    with pytest.raises(KernelError, match=message):
+        launch("if (t == 3) {" + access.format(element) + "}", [a, b])
+    launch("a[t % 16] = t;", [a, b])  # the process lives, and can launch
+
+
+def test_the_line_of_a_fault() -> None:
+    with pytest.raises(KernelError, match=r"after body:2.*, at body:4"):
+        launch("\n__syncthreads();\n\na[0] = a[64 + t];", [ints(64)])
+
+
+def test_bytes_beyond_an_array_that_end_no_page() -> None:
+    with pytest.raises(KernelError, match=r"^small: a thread has written .* array of 20 bytes"):
+        launch("a[5] = 1;", [ints(5)])
+
+
+def test_arrays_of_shared_memory() -> None:
+    with pytest.raises(KernelError, match=r"^small: index 8 of an array of type 'int \[8\]'"):
+        launch("__shared__ int x[8]; x[t] = t;", [])
+    with pytest.raises(KernelError, match="0 bytes beyond the end of shared memory of 1024 bytes"):
+        launch("s[1024] = 1;", [], shared=1024)
+    with pytest.raises(KernelError, match="written just before or beyond its shared memory"):
+        launch("s[1000] = 1;", [], shared=1000)
+
+
+def test_addresses_that_are_no_multiples() -> None:
+    with pytest.raises(KernelError, match=r"an access to '.*float4' .* a multiple of 16 bytes"):
+        launch("*(float4*)(a + 1) = make_float4(0, 0, 0, 0);", [ints(16)])
+
+
+def test_a_stack_that_is_too_small() -> None:
+    deep = """
+      int deep(int n) {
+        volatile char x[1000];
+        x[n % 7] = 1;
+        return n ? deep(n - 1) + x[3] : 0;
+      }
+    """
+    with pytest.raises(KernelError, match=r"^small: an access beyond the end of its stack"):
+        launch("a[0] = deep(1000);", [ints(1)], block=1, before=deep)
+
+
+def test_barriers_that_never_complete() -> None:
+    body = """if (t != 5 && t < 60)
+      named_barrier_sync(3, 64);
+    else while (!*(volatile int*)a)
+      load_acquire((u32*)a);"""
+    with pytest.raises(KernelError) as error:
+        launch(body, [ints(1)])
+    assert str(error.value).splitlines() == [
+        "small: threads wait for ever",
+        "  block 0, threads 0-4, 6-59: a named barrier at body:2, 59 of 64 arrived: "
+        "threads 0-4, 6-59",
+        "  block 0, threads 5, 60-63: can go on from body:4",
+    ]
+
+
+def test_lanes_that_come_apart() -> None:
+    with pytest.raises(KernelError, match=r"come together here and at body:\d"):
+        launch("if (t == 3)\n __syncwarp();\n else\n __shfl_sync(~0u, t, 0);", [], block=32)
+    with pytest.raises(KernelError, match="a shuffle from lane 9, which is not in the mask"):
+        launch("if (t < 8) __shfl_sync(0xff, t, 9);", [], block=32)
+
+
+# Of one thread; mbarrier `ready` is at the beginning of shared memory
+MBARRIER_FAULTS = {
+    "no mbarrier has been initialised": "barrier_arrive(ready);",
+    "more than 2 arrivals": """
+      barrier_init(ready, 2);
+      barrier_expect(ready, 16);
+      barrier_arrive(ready);
+      barrier_arrive(ready);
+    """,
+    "overwritten": "barrier_init(ready, 2); s[3] = 1; barrier_arrive(ready);",
+    "an mbarrier at body:.* parity 0, 16 bytes to come.*, 1 of 1 arrived: thread 0": """
+      barrier_init(ready, 1);
+      barrier_expect(ready, 16);
+      barrier_wait(ready, 0);
+    """,
+    "an mbarrier at body:.* phase 1, waits for parity 1": """
+      barrier_init(ready, 1);
+      barrier_arrive(ready);
+      barrier_wait(ready, 0);
+      barrier_wait(ready, 1);
+    """,
+    "block 1 of a cluster of 1": "barrier_init(ready, 1); barrier_arrive_at(ready, 1);",
+}
+
+
+@pytest.mark.parametrize("message", MBARRIER_FAULTS)
+def test_mbarriers(message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        launch(BARRIER + MBARRIER_FAULTS[message], [], block=1, shared=64)
+
+
+def test_products_without_their_fence() -> None:
+    body = "float x[64]; wgmma_bf16(x, shared_descriptor(0), shared_descriptor(0), 0);"
+    with pytest.raises(KernelError, match="no warpgroup_arrive"):
+        launch(body, [], block=128, shared=1 << 15)
+
+
+TMA = """
+  const TensorMap& map = *(const TensorMap*)a;
+  u64& ready = *(u64*)(s + 4096);
+  if (t == 0) { barrier_init(ready, 1); fence_barrier_init(); }
+  __syncwarp();
+"""
+TMA_FAULTS = {
+    "block 0 ends while this copy to it": """
+      if (t == 0) {
+        barrier_expect(ready, 128);
+        tma_load(s, map, ready, 0, 0);
+      }
+    """,
+    "without a fence after its init": """
+      if (t == 0) {
+        barrier_init(ready, 1);
+        barrier_expect(ready, 128);
+        tma_load(s, map, ready, 0, 0);
+        barrier_wait(ready, 0);
+      }
+    """,
+    "a multiple of 128": "if (t == 0) tma_load(s + 16, map, ready, 0, 0);",
+    "lanes 0xfffffffe have written without": """
+      stmatrix_x4(s + t * 16, 1, 2, 3, 4);
+      if (t == 0) {
+        fence_before_tma_store();
+        tma_store(map, s, 0, 0);
+        tma_stores_written();
+      }
+    """,
+    "before this store has read": "if (t == 0) tma_store(map, s, 0, 0);",
+}
+
+
+@pytest.mark.parametrize("message", TMA_FAULTS)
+def test_tma(message: str) -> None:
+    matrix, map_ = Memory(128), Memory(128, 128)
+    map_.view()[:] = np.frombuffer(engine.tensor_map(matrix.ptr, 1, 128, 128, 1), np.uint8)
+
+    def in_some_schedule() -> None:
+        for seed in range(1, 20):
+            launch(TMA + TMA_FAULTS[message], [map_], block=32, shared=8192, seed=seed)
+
+    with pytest.raises(KernelError, match=message):
+        in_some_schedule()
+
+
+def test_errors_of_the_compiler_name_file_and_line() -> None:
+    with pytest.raises(engine.CompileError, match=re.escape("body(2)")):
+        launch("\nmissing();")
+
+
+def test_parameters_of_another_size() -> None:
+    source = 'extern "C" __global__ void small(int* a) {}'
+    kernel = engine.Kernel(engine.compile_source(source, OPTIONS), "small")
+    with pytest.raises(TypeError, match=r"small: expected parameters of \[8\] bytes, got \[4\]"):
+        kernel.launch(1, 32, 0, [np.int32(0)])

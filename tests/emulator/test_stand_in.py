@@ -1,0 +1,281 @@
+"""The stand-in for CuPy: public calls on both kinds of device, and what it refuses as CuPy does."""
+
+import gc
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import emulation
+import engine
+import numpy as np
+import pytest
+from gpu_problems import dtype_of
+from judge import LOSSES, arguments, assert_grad, assert_loss, judged, pairs
+
+import infonce
+
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
+]
+HOPPER, PORTABLE = 0, 2  # devices
+
+
+@pytest.fixture
+def cupy() -> Any:
+    import cupy
+
+    assert "emulated" in cupy.__version__
+    return cupy
+
+
+@pytest.fixture
+def device(cupy: Any, request: pytest.FixtureRequest) -> Iterator[None]:
+    with cupy.cuda.Device(request.param):
+        yield
+
+
+# --- public calls ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("device", [HOPPER, PORTABLE], indirect=True, ids=["sm_90", "sm_80"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_devices(cupy: Any, loss: str, dtype: str) -> None:
+    args = arguments(loss, *pairs("partly aligned", 140, 140, 72, dtype_of(dtype), 0))
+    want = judged(loss, args, scale=9.0)
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    got = function(*map(cupy.asarray, args), scale=9.0, method="tiled")
+    assert_loss(got.loss, want.loss, dtype, 9.0)
+    for name, gradient in want.grads.items():
+        if isinstance(gradient, np.ndarray):
+            assert_grad(getattr(got.grads, name).get(), gradient, dtype, 9.0, terms=9 * 140**-0.5)
+
+
+def test_both_devices_have_kernels_of_their_own(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    launch = engine.Kernel.launch
+
+    def told(self: Any, *given: Any, **options: Any) -> None:
+        launched.append(self.name)
+        launch(self, *given, **options)
+
+    monkeypatch.setattr(engine.Kernel, "launch", told)
+    for device, kernel in ((HOPPER, "sweep_lse"), (PORTABLE, "lse")):
+        launched.clear()
+        with cupy.cuda.Device(device):
+            z = [cupy.asarray(z) for z in pairs("random", 140, 140, 72, dtype_of("bfloat16"), 0)]
+            infonce.clip_loss(*z, scale=9.0, method="tiled")
+        assert kernel in launched
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
+def test_the_same_bits_in_every_schedule(cupy: Any, method: str, seed: int) -> None:
+    z = [cupy.asarray(z) for z in pairs("partly aligned", 140, 140, 40, np.float32, 0)]
+
+    def call() -> list[bytes]:
+        out = infonce.clip_loss_and_grad(*z, scale=9.0, method=method)
+        return [part.get().tobytes() for part in (out.loss, *out.grads)]
+
+    with engine.schedule(0):
+        want = call()
+    with engine.schedule(seed):
+        assert call() == want
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_teams_of_two_sizes(cupy: Any, seed: int) -> None:
+    """More queries than blocks and fewer keys: a team without a query goes on to the keys, in a
+    team of another size, while the other team of its block still has a query."""
+    query, key = pairs("random", 5, 3, 24, np.float32, 1)
+    labels = np.arange(5) % 3
+    want = judged("info_nce", (query, key), scale=9.0, labels=labels)
+    with engine.schedule(seed):
+        got = infonce.info_nce_loss(
+            *map(cupy.asarray, (query, key, labels)), scale=9.0, method="fused"
+        )
+    assert_loss(got, want.loss, "float32", 9.0)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_memory_is_nan_before_and_after(cupy: Any) -> None:
+    array = cupy.empty(1000)
+    assert np.isnan(array.get()).all()
+    array[...] = 1.0
+    late = cupy.ndarray(
+        1000, float, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(array.data.ptr, 8000, None), 0)
+    )
+    assert (late.get() == 1.0).all()
+    del array
+    gc.collect()
+    assert np.isnan(late.get()).all()
+
+
+WRITES = """
+extern "C" __global__ void writes(float* out, long long n) {
+  if (threadIdx.x < n) out[threadIdx.x] = 1;
+}
+"""
+
+
+def test_a_write_beyond_an_array_names_the_kernel(cupy: Any) -> None:
+    writes, out = cupy.RawKernel(WRITES, "writes"), cupy.empty(64, np.float32)
+    writes((1,), (96,), (out, np.int64(64)))
+    assert (out.get() == 1).all()
+    with pytest.raises(
+        engine.KernelError, match=r"^writes: .*beyond the end of array of 256 bytes"
+    ):
+        writes((1,), (96,), (out, np.int64(65)))
+    with pytest.raises(TypeError, match=r"writes: expected parameters of \[8, 8\] bytes"):
+        writes((1,), (96,), (out, np.int32(64)))
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="bytes of shared memory"):
+        writes((1,), (96,), (out, np.int64(64)), shared_mem=50_000)
+
+
+def test_pools(cupy: Any) -> None:
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        a = cupy.empty(100, np.uint8)
+        at = a.data.ptr
+        assert (pool.used_bytes(), pool.total_bytes()) == (512, 512)
+        del a
+        assert (pool.used_bytes(), pool.free_bytes()) == (0, 512)
+        assert cupy.empty(100, np.uint8).data.ptr == at
+        pool.set_limit(size=1024)
+        with pytest.raises(MemoryError, match="limit set to: 1,024 bytes"):
+            cupy.empty(1025, np.uint8)
+
+
+# --- as CuPy --------------------------------------------------------------------------------------
+
+
+def test_arrays_of_the_host_are_no_operands(cupy: Any) -> None:
+    array, host = cupy.ones(3), np.ones(3)
+    for refused in (lambda: array + host, lambda: host + array, lambda: np.asarray(array),
+                    lambda: np.maximum(array, host)):  # fmt: skip
+        with pytest.raises(TypeError):
+            refused()
+    with pytest.raises(ValueError, match="Non-scalar"):
+        array[...] = host
+    with cupy.cuda.Device(1), pytest.raises(ValueError, match="Array device must be same"):
+        array + 1
+
+
+def test_views_share_memory_and_results_do_not(cupy: Any) -> None:
+    array = cupy.zeros((4, 6))
+    for view in (array[1:], array[2, 3], array.T, array.reshape(24), array[:, ::-2], array[None]):
+        array[...] = 0
+        view[...] = 7.0
+        assert (array.get() == 7).sum() == view.size
+        assert view.data.ptr == array.data.ptr + (view.data.ptr - array.data.ptr)
+        assert cupy.may_share_memory(view, array)
+    array[...] = 0
+    for copy in (
+        array + 0,
+        array.copy(),
+        array[[1, 2]],
+        array[array == 0],
+        cupy.where(array, 1, 2),
+    ):
+        copy[...] = 7.0
+        assert (array.get() == 0).all()
+    array += 1
+    array[1] *= 3
+    assert array.get().sum() == 24 + 12
+
+
+def test_graphs(cupy: Any) -> None:
+    """What waits for the device cannot be captured; the rest runs when the graph is launched."""
+    add_one = cupy.ElementwiseKernel("float64 x", "float64 y", "y = x + 1", "add_one")
+    writes = cupy.RawKernel(WRITES, "writes")
+    x, out = cupy.zeros(3), cupy.zeros(3, np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    add_one(x)  # compiles
+    with stream:
+        stream.begin_capture()
+        y = add_one(x) * 2
+        z = y.sum()
+        z += 1
+        size = np.int64(3)
+        writes((1,), (32,), (out, size))
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="waits for a stream"):
+            float(z)
+        graph = stream.end_capture()
+        assert np.isnan(y.get()).all()
+        for value in (1.0, 5.0):
+            x[...] = value
+            out[...] = 0
+            graph.launch()
+            assert (y.get() == 2 * (value + 1)).all()
+            assert float(z) == 6 * (value + 1) + 1
+            assert (out.get() == 1).all()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_missing_wait_for_another_stream_shows(cupy: Any, waits: bool) -> None:
+    wrong = 0
+    for _ in range(30):
+        with engine.schedule(1):
+            x, stream = cupy.zeros(3), cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                x += 1
+                event = stream.record()
+            if waits:
+                cupy.cuda.get_current_stream().wait_event(event)
+            wrong += not (x.get() == 1).all()
+            stream.synchronize()
+            assert (x.get() == 1).all()
+    assert (wrong == 0) == waits
+
+
+def test_memory_that_is_freed_before_a_copy_shows(cupy: Any) -> None:
+    """A stream that copies late reads what others have written since."""
+    wrong = 0
+    for _ in range(30):
+        with engine.schedule(1):
+            stream, to = cupy.cuda.Stream(non_blocking=True), cupy.zeros(3)
+            given = cupy.ones(3)
+            to.data.copy_from_device_async(given.data, to.nbytes, stream)
+            del given
+            stream.synchronize()
+            wrong += not (to.get() == 1).all()
+    assert wrong > 10
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("float32", 0), ("float64", 1), ("float16", 2)])
+@pytest.mark.parametrize("turned", [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_products(cupy: Any, dtype: str, number: int, turned: tuple[int, int]) -> None:
+    """C = 2 op(A) op(B) + 3 C, column by column, of two matrices each."""
+    m, n, k, count = 5, 4, 3, 2
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.integers(-4, 5, (count, *shape)).astype(dtype)
+               for shape in ((k, m), (n, k), (n, m)))  # fmt: skip
+    want = 2 * (b.astype(float) @ a) + 3.0 * c
+    if turned[0]:
+        a = np.ascontiguousarray(a.transpose(0, 2, 1))
+    if turned[1]:
+        b = np.ascontiguousarray(b.transpose(0, 2, 1))
+    scalars = np.array([2.0, 3.0], np.float64 if number == 1 else np.float32)
+    alpha, beta = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
+    on = [cupy.asarray(z) for z in (a, b, c)]
+    ones = [z.data.ptr for z in on]
+    cupy.cuda.cublas.gemmStridedBatchedEx(
+        cupy.cuda.device.get_cublas_handle(), *turned, m, n, k, alpha,
+        ones[0], number, a.shape[2], m * k, ones[1], number, b.shape[2], n * k, beta,
+        ones[2], number, m, m * n, count, 70 if number == 1 else 68, -1,
+    )  # fmt: skip
+    np.testing.assert_array_equal(on[2].get(), want.astype(dtype))
+
+
+def test_the_tables_name_tests() -> None:
+    """Of what is left out, and of what every nth parameter of is run."""
+    files = (emulation.ROOT / "tests" / "gpu").glob("test_*.py")
+    text = "".join(file.read_text() for file in files)
+    known = set(re.findall(r"^def (test_\w+)", text, re.M))
+    left_out = {name for names in emulation.LEFT_OUT.values() for name in names}
+    assert left_out | emulation.EVERY.keys() <= known
+    assert not left_out & emulation.EVERY.keys()
