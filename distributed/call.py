@@ -214,17 +214,17 @@ class _Call:
         assert self.transport is not None
         problem.key = vectors.xp.ascontiguousarray(problem.key)
         if not labelled:
-            m, own = len(problem.query), vectors.xp.arange(len(problem.query))
-            own = (own + m // 2) % max(m, 1) if problem.symmetric else own
-            problem.positives = own + self.first_row
+            problem.positives = own_positives(vectors.xp, problem, self.first_row)
         folds = folds_over_ranks(
             agreed.exchange, problem, gradients, agreed.keys, self.ranks, self.transport,
             folding.fold_block, labelled, vectors,
         )  # fmt: skip
         if self.kind.classes:
-            self.find_classes(folds, request)
+            find_classes(folds, problem, self.first_row)
+            self.weigh(request)
         elif self.kind.symmetric and labelled:
-            self.check_pairs(folds, problem)
+            wrong = unpaired(folds, problem, self.first_row)
+            agree(self.ranks, lambda: require_pairs(problem, *wrong))
         solution = solve(problem, folds, gradients)
         self.reduce(request, solution, vectors)
         return solution
@@ -233,15 +233,6 @@ class _Call:
     def first_row(self) -> int:
         """Index of this rank's first query in the batch."""
         return self.agreed.queries.starts[self.ranks.rank]
-
-    def find_classes(self, folds: FoldsOverRanks, request: Request) -> None:
-        """The positives of rows, which are on any rank, and the weights of those that have none."""
-        xp, problem = folds.xp, request.problem
-        own = xp.arange(len(problem.query)) + self.first_row
-        members = folds.members(problem.classes)
-        problem.positives, has_positive = partners(xp, members, own, problem.decoupled)
-        problem.weights = row_weights(xp, problem.weights, has_positive)
-        self.weigh(request)
 
     def weigh(self, request: Request) -> None:
         """Weights of losses, whose mean is divided by the sum over ranks."""
@@ -254,26 +245,6 @@ class _Call:
         self.total = _sum(self.ranks.allgather(mine)) or 1.0  # no row has a positive: the loss is 0
         if request.reduction == "mean":
             problem.upstream = problem.upstream * (rows / self.total)
-
-    def check_pairs(self, folds: FoldsOverRanks, problem: Problem) -> None:
-        """Views come in pairs: the positive of a row's positive is that row."""
-        xp = folds.xp
-        mine = xp.arange(len(problem.positives)) + self.first_row
-        back = folds.take_at_positives(problem, problem.positives)
-        wrong = (back != mine) | (problem.positives == mine) | (problem.positives < 0)
-        if problem.marks is not None:
-            wrong |= xp.isnan(problem.marks)
-
-        def require_pairs() -> tuple[None, None]:
-            if bool(wrong.any()):
-                i = int(wrong.argmax())
-                raise ValueError(
-                    f"labels: expected two rows that are each other's label, got "
-                    f"{int(problem.positives[i])} at position {i}, whose own is {int(back[i])}"
-                )
-            return None, None
-
-        agree(self.ranks, require_pairs)
 
     def divisors(self, request: Request) -> Divisors:
         return self.total if request.reduction == "mean" else 1.0, self.ddp
@@ -297,6 +268,42 @@ class _Call:
             solution.mean_losses = means["rows"], means.get("columns")
         for name, value in found.items():
             setattr(solution, name, value)
+
+
+def own_positives(xp: Any, problem: Problem, first: int) -> Array:
+    """The positives of a shard that has no labels, whose first row is row `first` of the batch."""
+    m, own = len(problem.query), xp.arange(len(problem.query))
+    return first + ((own + m // 2) % max(m, 1) if problem.symmetric else own)
+
+
+def find_classes(folds: FoldsOverRanks, problem: Problem, first: int) -> None:
+    """The positives of rows, which are on any rank, and the weights of those that have none."""
+    own = folds.xp.arange(len(problem.query)) + first
+    members = folds.members(problem.classes)
+    problem.positives, has_positive = partners(folds.xp, members, own, problem.decoupled)
+    problem.weights = row_weights(folds.xp, problem.weights, has_positive)
+
+
+def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array, Array]:
+    """Of views, whose labels are each other: whether a row is not the label of its label; and the
+    label of its label."""
+    xp, mine = folds.xp, folds.xp.arange(len(problem.positives)) + first
+    back = folds.take_at_positives(problem, problem.positives)
+    wrong = (back != mine) | (problem.positives == mine) | (problem.positives < 0)
+    if problem.marks is not None:
+        wrong |= xp.isnan(problem.marks)
+    return wrong, back
+
+
+def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, None]:
+    """ValueError where there are `unpaired` rows. Nothing to state to other ranks."""
+    if bool(wrong.any()):
+        i = int(wrong.argmax())
+        raise ValueError(
+            f"labels: expected two rows that are each other's label, got "
+            f"{int(problem.positives[i])} at position {i}, whose own is {int(back[i])}"
+        )
+    return None, None
 
 
 @cache

@@ -41,7 +41,7 @@ from infonce.kernels.solve import Question, Vectors, mirror_positive_logits, ret
 from .communicators.base import Communicator
 from .exchanges import choice
 from .exchanges.arrays import names, of_gradient, of_keys, with_arrays
-from .exchanges.base import Exchange, Keys, RowType
+from .exchanges.base import Keys, RowType
 from .partition import Partition
 from .transports.base import Exchanger
 
@@ -49,6 +49,8 @@ from .transports.base import Exchanger
 FoldBlock = Callable[
     [Problem, bool, Epilogue | Question, Gradients | None, NotFinite | None, Sums | None], None
 ]
+# `Exchange.run` after the arrays that the visits of a round fill, beside its sums
+Round = Callable[..., None]
 
 
 class FoldsOverRanks:
@@ -59,11 +61,11 @@ class FoldsOverRanks:
     """
 
     def __init__(
-        self, problem: Problem, start: int, keys: Partition, exchange: Exchange,
+        self, problem: Problem, start: int, keys: Partition, round: Round,
         fold_block: FoldBlock, labelled: bool, vectors: Vectors, real: np.dtype[Any],
     ) -> None:  # fmt: skip
         self.start, self.keys, self.real = start, keys, real
-        self.exchange, self.fold_block = exchange.run, fold_block
+        self.round, self.fold_block = round, fold_block
         self.vectors, self.xp = vectors, vectors.xp
         # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
@@ -100,7 +102,7 @@ class FoldsOverRanks:
                 local = self._local(positives, keys)
                 out[:] = xp.where(local < 0, out, arrays[0][xp.maximum(local, 0)])
 
-        self.exchange([xp.ascontiguousarray(per_key)], visit)
+        self.round([out], [xp.ascontiguousarray(per_key)], visit)
         return out
 
     def positive_dots(self, problem: Problem) -> Array:
@@ -118,7 +120,7 @@ class FoldsOverRanks:
             whole = slice(self.start, self.start + len(problem.key))
             visit(Keys(True, whole, True, 0, 1), own, [])
         else:
-            self.exchange(own, visit)
+            self.round([out], own, visit)
         return out
 
     def segment_sums(
@@ -148,8 +150,8 @@ class FoldsOverRanks:
             for own, arrived in zip(of_columns.arrays, sums, strict=True):
                 own[mine] = arrived
 
-        kinds: list[RowType] = [((), np.dtype(np.float64))] * (3 if columns else 0)
-        self.exchange([*of_keys(problem), segments.columns], visit, kinds, self._add, keep)
+        own, kinds = [*of_keys(problem), segments.columns], [((), np.float64)] * (3 * columns)
+        self.round(rows.arrays, own, visit, kinds, self._add, keep)
         return rows, of_columns if columns else None
 
     def members(self, segments: Segments) -> tuple[Array, Array]:
@@ -163,7 +165,7 @@ class FoldsOverRanks:
                 found = replace(segments, columns=arrays[0]).members(xp, index)
                 self._add([number, indices], found)
 
-        self.exchange([segments.columns], visit)
+        self.round([number, indices], [segments.columns], visit)
         return number, indices
 
     def fold(
@@ -179,7 +181,7 @@ class FoldsOverRanks:
             def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
                 self._block(problem, keys, arrays, epilogue, None)
 
-            self.exchange(of_keys(problem), visit)
+            self.round([], of_keys(problem), visit)
         else:
             assert not isinstance(epilogue, OnlineSoftmax)
             self._gradients(problem, epilogue, gradients)
@@ -200,10 +202,8 @@ class FoldsOverRanks:
                 columns = stats.rows  # one triangle of this block
             part = fast_replace(stats, columns=columns, row_rank=None, column_rank=None)
             to_clear = columns if sums else None
-            if (
-                not self._block(problem, keys, arrays, part, None, to_clear)
-                and to_clear is not None
-            ):
+            folded = self._block(problem, keys, arrays, part, None, to_clear)
+            if to_clear is not None and not folded:
                 to_clear.clear()
             if half and columns is not None and sums:
                 # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
@@ -228,10 +228,10 @@ class FoldsOverRanks:
             for own, arrived in zip(to, sums, strict=True):
                 self.vectors.assign(own, arrived)
 
-        wide = np.dtype(np.float64)
         travelling = of_sums * (problem.two_sided or half) + half
-        kinds: list[RowType] = [((), wide)] * travelling
-        self.exchange(of_keys(problem), visit, kinds, combine, keep, half)
+        kinds: list[RowType] = [((), np.float64)] * travelling
+        results = [*stats.rows.arrays[:of_sums], stats.positive_logits, self.all_marks]
+        self.round(results, of_keys(problem), visit, kinds, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
         """A vector over this rank's rows, as one over these keys: row i's value at i's positive;
@@ -259,7 +259,7 @@ class FoldsOverRanks:
             self._add(sums, *others)
             ranks.column_rank[mine] = sums[0]
 
-        self.exchange(own, visit, [((), np.dtype(np.int64))] * by_columns, self._add, keep)
+        self.round([ranks.row_rank], own, visit, [((), np.int64)] * by_columns, self._add, keep)
 
     def _gradients(
         self, problem: Problem, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
@@ -306,7 +306,7 @@ class FoldsOverRanks:
                 self._add([dq[mine]], sums, *others)
 
         kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
-        self.exchange(own, visit, kinds, self._add, keep, half)
+        self.round([], own, visit, kinds, self._add, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             vectors.assign(gradients.query, dq)
 
@@ -393,8 +393,8 @@ def folds_over_ranks(
             len(problem.query) if gradients.want_query else keys.total
         )  # fmt: skip
     own = of_keys(problem)
+    run = choice.make(exchange, vectors.xp, problem, own, keys, ranks, transport).run
     return FoldsOverRanks(
-        problem, keys.starts[ranks.rank], keys,
-        choice.make(exchange, vectors.xp, problem, own, keys, ranks, transport), fold_block,
+        problem, keys.starts[ranks.rank], keys, lambda results, *round: run(*round), fold_block,
         labelled, vectors, choice.real_of(problem),
     )  # fmt: skip
