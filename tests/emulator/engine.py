@@ -8,6 +8,8 @@
 - `seed` is a schedule. With 0, threads run in their order, and what is asynchronous is done at
   once. With another seed, threads run in a random order, and copies and products are done as early
   or as late as they may be, at random. The default is `SEED`.
+- With `WATCHES_ORDER`, two lanes of a warp that use the same bytes, one of them to write, with no
+  synchronisation in between stop the launch too. Launches take some three times as long.
 - `cooperative`: all blocks run side by side. The blocks of a cluster always do.
 
 A thread that uses memory beyond an array of `Memory`, waits for ever, or breaks a rule of a
@@ -42,6 +44,7 @@ from infonce.kernels.gpu.device import compiler
 HERE = Path(__file__).parent
 CXX = os.environ.get("CXX", "g++")
 SEED = 0  # of launches without one
+WATCHES_ORDER = False  # of a warp's accesses to memory, in kernels compiled from now on
 OPTIONS = (
     "-std=c++17",
     "-fPIC",
@@ -59,6 +62,7 @@ KERNEL_OPTIONS = (
     "-nodefaultlibs",
 )
 MORE_OPTIONS = tuple(os.environ.get("EMULATOR_CXXFLAGS", "").split())  # "-O0 -g": for a debugger
+ORDER_OPTIONS = ("-fsanitize=thread",)  # tells runtime/order.cpp of each access
 KERNEL_LIBRARIES = ("-lm", "-lc", "-lgcc")
 RUNTIME_OPTIONS = ("-O3", "-g")
 TIME_LIMIT = 600  # seconds for one compilation
@@ -205,7 +209,8 @@ def compile_source(source: str, options: Sequence[str]) -> str:
     if arch == "90a":
         macros.append("-D__CUDA_ARCH_FEAT_SM90_ALL=1")
     files = ("-I", str(HERE / "headers"), "-x", "c++", "-", "-x", "none", *KERNEL_LIBRARIES)
-    return str(_built(host_source(source), "", (*KERNEL_OPTIONS, *MORE_OPTIONS, *macros), files))
+    kernel_options = (*KERNEL_OPTIONS, *(ORDER_OPTIONS if WATCHES_ORDER else ()), *MORE_OPTIONS)
+    return str(_built(host_source(source), "", (*kernel_options, *macros), files))
 
 
 def kernel(file: str, name: str, arch: str = "sm_90a", **defines: int | str) -> Kernel:

@@ -228,6 +228,51 @@ def test_lanes_that_come_apart() -> None:
         launch("if (t < 8) __shfl_sync(0xff, t, 9);", [], block=32)
 
 
+# Between each thread's write of x[t] and another lane's read: what orders the two
+ORDERS = {
+    "nothing": ("", False),
+    "a shuffle": ("__shfl_sync(~0u, t, 0);", False),
+    "a vote": ("__all_sync(~0u, 1);", False),
+    "half of the warp": ("if (t % 32 < 16) __syncwarp(0xffff);", False),
+    "the warp": ("__syncwarp();", True),
+    "the block": ("__syncthreads();", True),
+    "a named barrier": ("named_barrier_sync(1, 64);", True),
+    "an mbarrier": ("barrier_arrive(ready); barrier_wait(ready, 0);", True),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_of_the_accesses_of_a_warp(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "WATCHES_ORDER", True)
+    synchronisation, is_ordered = ORDERS[order]
+    body = f"""{BARRIER} __shared__ short x[64];
+      if (t == 0) barrier_init(ready, 64);
+      __syncthreads();
+      x[t] = t;
+      {synchronisation}
+      a[t] = x[t ^ 1];
+      atomicAdd(a + 64, 1);"""
+    out = ints(65)
+    if is_ordered:
+        for seed in SEEDS:
+            launch(body, [out], shared=64, seed=seed)
+        assert read(out) == [t ^ 1 for t in range(64)] + [64 * len(SEEDS)]
+        return
+    with pytest.raises(
+        KernelError, match=r"^small: a (read of|write to) byte \d+ of static shared"
+    ) as e:
+        launch(body, [out], shared=64, seed=1)
+    assert re.search(r"has no order with the (read|write) by lane \d+ of this warp", str(e.value))
+
+
+def test_a_write_after_a_read_has_to_be_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "WATCHES_ORDER", True)
+    with pytest.raises(
+        KernelError, match=r"a write to byte \d+ of array of 256 bytes has no order"
+    ):
+        launch("b[t] = a[t ^ 1]; __shfl_sync(~0u, t, 0); a[t] = t;", [ints(64), ints(64)])
+
+
 # Of one thread; mbarrier `ready` is at the beginning of shared memory
 MBARRIER_FAULTS = {
     "no mbarrier has been initialised": "barrier_arrive(ready);",

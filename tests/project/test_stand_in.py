@@ -17,30 +17,31 @@ MODULES = [
 # What its modules have for each other
 OWN = {
     "cupy.apply", "cupy.on_device", "cupy.cuda.Graph.run", "cupy.cuda.Memory.spoil",
-    "cupy.cuda.Stream.require_no_capture", "cupy.cuda.Stream.submit", "cupy.cuda.driver.launch_at",
+    "cupy.cuda.Stream.finish", "cupy.cuda.Stream.require_no_capture", "cupy.cuda.Stream.submit",
+    "cupy.cuda.driver.launch_at",
 }  # fmt: skip
 NAMES = """
 import importlib, json, sys
-found = []
+names = []
 for module in sys.argv[1:]:
     for name, value in vars(importlib.import_module(module)).items():
-        of_module = getattr(value, "__module__", "")
-        if name.startswith("_") or not callable(value) or not of_module.startswith("cupy"):
+        home = getattr(value, "__module__", "")
+        if name.startswith("_") or not callable(value) or not home.startswith("cupy"):
             continue
-        found.append(f"{module}.{name}")
+        names.append(f"{module}.{name}")
         if isinstance(value, type):
-            found += [f"{module}.{name}.{of}" for of in vars(value) if not of.startswith("_")]
-print(json.dumps(found))
+            names += [f"{module}.{name}.{key}" for key in vars(value) if not key.startswith("_")]
+print(json.dumps(names))
 """
 
 
 def exists(path: str) -> bool:
     top, *names = path.split(".")
-    found = importlib.import_module(top)
+    value = importlib.import_module(top)
     for name in names:
-        if not hasattr(found, name):
+        if not hasattr(value, name):
             return False
-        found = getattr(found, name)
+        value = getattr(value, name)
     return True
 
 

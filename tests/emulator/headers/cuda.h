@@ -5,6 +5,15 @@
 #include "device.h"
 #include "numbers.h"
 
+// Kernels compiled with -fsanitize=thread have the order of their accesses watched, but for atomic ones.
+#ifdef __SANITIZE_THREAD__
+#define WATCHES_ORDER true
+#define NOT_WATCHED __attribute__((no_sanitize_thread, noinline))
+#else
+#define WATCHES_ORDER false
+#define NOT_WATCHED
+#endif
+
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -92,11 +101,11 @@ inline int __any_sync(unsigned mask, int vote, AT) { return device::ballot(mask,
 
 // Threads of a block take turns between synchronisations alone: plain reads and writes are atomic.
 template <class T, class U>
-inline T atomicAdd(T* p, U x) { const T old = *p; *p = old + (T)x; return old; }
+NOT_WATCHED inline T atomicAdd(T* p, U x) { const T old = *p; *p = old + (T)x; return old; }
 template <class T, class U>
-inline T atomicMax(T* p, U x) { const T old = *p; if ((T)x > old) *p = (T)x; return old; }
+NOT_WATCHED inline T atomicMax(T* p, U x) { const T old = *p; if ((T)x > old) *p = (T)x; return old; }
 template <class T, class U>
-inline T atomicMin(T* p, U x) { const T old = *p; if ((T)x < old) *p = (T)x; return old; }
+NOT_WATCHED inline T atomicMin(T* p, U x) { const T old = *p; if ((T)x < old) *p = (T)x; return old; }
 template <class T>
 inline T __ldg(const T* p) { return *p; }
 template <class T>
@@ -155,7 +164,7 @@ extern char __stop_shared_memory[] __attribute__((weak, visibility("hidden")));
   extern "C" EXPORTED int emulate_##name(unsigned blocks, unsigned threads, size_t shared,                    \
                                 void* const* parameters, unsigned side_by_side, uint64_t seed) {     \
     return device::launch(name, parameters, {#name, blocks, threads, shared, side_by_side, seed,     \
-                                             __start_shared_memory, __stop_shared_memory});          \
+                                             __start_shared_memory, __stop_shared_memory, WATCHES_ORDER}); \
   }                                                                                                  \
   extern "C" EXPORTED const size_t* sizes_##name() { return device::sizes(name); }                    \
   extern "C" EXPORTED int cluster_##name() { return cluster; }

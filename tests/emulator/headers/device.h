@@ -31,7 +31,7 @@ extern Index grid, block_size;
 // Stops the launch with a message that names kernel, block, thread and line.
 [[noreturn]] void fail(Place at, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
-// Notes that a launch has come to a place, one of 1024: mutants.py numbers them.
+// Notes that a launch has come to a place, one of 1024: synchronisation/mutants.py numbers them.
 void reach(unsigned place);
 
 // --- warps: warps.cpp -----------------------------------------------------------------------------------
@@ -102,6 +102,7 @@ struct Launch {
   unsigned side_by_side;  // blocks: those of a cluster, or the whole grid
   uint64_t seed;          // 0: threads in their order, everything asynchronous at once
   char *statics, *statics_end;  // static shared memory
+  bool watches_order;     // of accesses to memory: order.cpp
 };
 // Runs `body(data)` as each thread. 0, or 1: `emulator_error` has the message.
 int run(const Launch& launch, void (*body)(const void*), const void* data);

@@ -14,6 +14,7 @@ void complete(Meeting& meeting) {
 // Whether all have arrived
 bool arrive_at_meeting(Meeting& meeting, int expected) {
   meeting.arrived.push_back(&me());
+  release(meeting);
   meeting.expected = expected;
   if ((int)meeting.arrived.size() < expected) return false;
   complete(meeting);
@@ -66,6 +67,7 @@ void arrive_in(Block& block, int64_t offset, unsigned bytes, Place at) {
     fail(at, "more than %d arrivals at the mbarrier at shared memory + %ld in one phase", mbarrier.expected,
          (long)offset);
   mbarrier.arrived.push_back(&me());
+  release(mbarrier);
   mbarrier.bytes += bytes;
   complete_if_all_are_here(mbarrier);
 }
@@ -80,6 +82,7 @@ int sync_block(int vote, Place at) {
   const Wait wait{&barrier.generation, ~0u, barrier.generation, &barrier, "__syncthreads"};
   arrive_at_meeting(barrier, my_block().alive);
   wait_for(wait, at);
+  acquire(barrier);
   return barrier.result;
 }
 
@@ -89,6 +92,7 @@ void sync_named(int barrier, int threads, Place at) {
   const Wait wait{&b.generation, ~0u, b.generation, &b, "a named barrier"};
   arrive_at_meeting(b, threads);
   wait_for(wait, at);
+  acquire(b);
 }
 
 void arrive_named(int barrier, int threads, Place at) {
@@ -101,6 +105,7 @@ void sync_cluster(Place at) {
   const Wait wait{&state.cluster.generation, ~0u, state.cluster.generation, &state.cluster, "the cluster"};
   arrive_at_meeting(state.cluster, cluster_alive());
   wait_for(wait, at);
+  acquire(state.cluster);
 }
 
 // Barriers of a block or a cluster wait for the threads that are left.
@@ -154,6 +159,7 @@ void wait(uint64_t& word, unsigned parity, Place at) {
   let_others_go_first(at);
   Mbarrier& mbarrier = mbarrier_at(my_block(), offset_of(&word), at);
   wait_for({&mbarrier.generation, 1, parity & 1, &mbarrier, "an mbarrier"}, at);
+  acquire(mbarrier);
 }
 
 void arrive(uint64_t& word, unsigned bytes, Place at) {

@@ -101,8 +101,9 @@ struct Stacks {
   Stacks(const Stacks&) = delete;
   // What emulator_switch goes on at, to begin `entry` on stack i
   void* begin(size_t i, void (*entry)()) const { return first_frame((void**)(memory + (i + 1) * SIZE), entry); }
+  bool holds(const char* at) const { return at >= memory && at < memory + bytes; }
   bool overflown(const char* at) const {
-    return at >= memory && at < memory + bytes && (size_t)(at - memory) % SIZE < (size_t)sysconf(_SC_PAGESIZE);
+    return holds(at) && (size_t)(at - memory) % SIZE < (size_t)sysconf(_SC_PAGESIZE);
   }
 };
 

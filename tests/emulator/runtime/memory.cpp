@@ -96,7 +96,7 @@ FaultHandler::~FaultHandler() {
 }
 
 // The nearest array to an address
-std::string describe_address(const void* address) {
+std::string describe_address(const void* address, const char* inside) {
   const char* at = (const char*)address;
   char text[200];
   const std::unique_lock<std::mutex> guard(arrays_lock, std::try_to_lock);  // held, if this thread has it
@@ -113,7 +113,8 @@ std::string describe_address(const void* address) {
   } else if (at < nearest->start) {
     snprintf(text, sizeof text, "%zu bytes before %s of %zu bytes", least, what, nearest->bytes);
   } else if (at < nearest->start + nearest->bytes) {
-    snprintf(text, sizeof text, "to byte %zu of %s of %zu bytes, which has ended", (size_t)(at - nearest->start), what, nearest->bytes);
+    snprintf(text, sizeof text, "to byte %zu of %s of %zu bytes%s", (size_t)(at - nearest->start), what, nearest->bytes,
+             inside);
   } else {
     snprintf(text, sizeof text, "%zu bytes beyond the end of %s of %zu bytes", least, what, nearest->bytes);
   }

@@ -225,6 +225,7 @@ void run_group(unsigned first) {
   state.group = std::vector<Block>(blocks);
   state.cluster = Barrier();
   state.loads.clear();
+  if (state.launch.watches_order) forget_accesses();
   state.resident = nullptr;
   size_t stack = 0;
   for (unsigned rank = 0; rank < blocks; ++rank) prepare(state.group[rank], first + rank, rank, stack);
@@ -319,16 +320,32 @@ int run(const Launch& launch, void (*body)(const void*), const void* data) {
   return 1;
 }
 
+static void note_instruction(const void* instruction) {
+  Dl_info library{};
+  dladdr(instruction, &library);
+  state.fault_library = library.dli_fname ? library.dli_fname : "";
+  state.fault_offset = (uint64_t)instruction - (uint64_t)library.dli_fbase;
+}
+
 // A fault of a thread, or of the scheduler on its behalf: memory.cpp
 void fault(const char* what, const void* address, const void* instruction) {
   std::string where;
   if (address)
     where = " " + (stacks->overflown((const char*)address) ? "beyond the end of its stack" : describe_address(address));
-  Dl_info library{};
-  dladdr(instruction, &library);
-  state.fault_library = library.dli_fname ? library.dli_fname : "";
-  state.fault_offset = (uint64_t)instruction - (uint64_t)library.dli_fbase;
+  note_instruction(instruction);
   fail(current ? me().at : Place{}, "%s%s", what, where.c_str());
+}
+bool is_on_a_stack(const void* address) { return stacks->holds((const char*)address); }
+void unordered_access(const void* address, bool writes, const Fiber& other, bool other_writes,
+                      const void* instruction) {
+  note_instruction(instruction);
+  const char* shared = (const char*)address;
+  const std::string where = shared >= state.launch.statics && shared < state.launch.statics_end
+                                ? "byte " + std::to_string(shared - state.launch.statics) + " of static shared memory"
+                                : describe_address(address, "").substr(strlen("to "));
+  fail(me().at, "a %s %s has no order with the %s by lane %u of this warp after %s:%d", writes ? "write to" : "read of",
+       where.c_str(), other_writes ? "write" : "read", other.lane(), other.at.file ? other.at.file : "its start",
+       other.at.line);
 }
 // Whether this thread of the host runs a thread of the device
 bool is_running() { return current != nullptr && pthread_equal(host_thread, pthread_self()); }

@@ -2,6 +2,8 @@
 #pragma once
 #include <string.h>
 
+#include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -13,11 +15,18 @@ struct Block;
 struct Warp;
 struct Fiber;
 
+// The last release that a lane has seen of each lane of its warp: order.cpp
+struct Seen {
+  uint32_t releases[32] = {};
+  void join(const Seen& other);
+};
+
 // Threads that arrived somewhere, and how often all were complete
 struct Meeting {
   uint32_t generation = 0;
   int expected = 0;
   std::vector<Fiber*> arrived;
+  std::map<const Warp*, Seen> released;  // by all arrivals so far
 };
 struct Barrier : Meeting {
   int votes = 0, result = 0;  // of __syncthreads_or
@@ -67,6 +76,7 @@ struct Fiber : Thread {
   bool done = false, polls = false, polls_others = false;
   Wait wait;
   Place at{};  // of the last synchronisation
+  Seen seen;
   std::vector<std::vector<AsyncCopy>> copies;  // groups, oldest first
   std::vector<AsyncCopy> open_copies;
   std::vector<BoxStore> stores;
@@ -152,6 +162,13 @@ inline Block& my_block() { return *me().home; }
 void wait_until_complete(const Meeting& meeting, const char* what, Place at);
 void wait_for(Wait wait, Place at);
 void let_others_go_first(Place at);  // at random
+bool is_on_a_stack(const void* address);
+[[noreturn]] void unordered_access(const void* address, bool writes, const Fiber& other, bool other_writes,
+                                   const void* instruction);
+// order.cpp
+void forget_accesses();
+void release(Meeting& meeting);        // this thread's accesses so far
+void acquire(const Meeting& meeting);  // those that others have released
 // barriers.cpp
 bool thread_ended(Fiber& fiber);
 Mbarrier* find_mbarrier(Block& block, int64_t offset);
@@ -166,7 +183,8 @@ char* shared_range(Block& block, int64_t offset, size_t bytes, Place at);
 // products.cpp
 bool move_products(Warp& warp);
 // memory.cpp
-std::string describe_address(const void* address);
+// `inside`: what to add where the address is inside an array
+std::string describe_address(const void* address, const char* inside = ", which has ended");
 char* new_shared(size_t bytes);
 void free_shared(char* memory, size_t bytes);
 void end_shared(char* memory, size_t bytes);

@@ -54,7 +54,7 @@ class Memory(BaseMemory):
             self.stream.submit(lambda: ctypes.memset(memory.ptr, POISON, memory.size))
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        if sys is not None and not sys.is_finalizing():  # module globals end before the last arrays
             streams.synchronize_all()  # as cudaFree
 
 
