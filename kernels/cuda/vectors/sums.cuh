@@ -145,7 +145,7 @@ extern "C" __global__ void begin(const __grid_constant__ Sums rows,
 
 // The scale of exponents, for `hardness`.
 extern "C" __global__ void raise_scale(const __grid_constant__ Scale scale, double by, double* out) {
-  *out = scale.bare() + by;
+  if (threadIdx.x == 0) *out = scale.bare() + by;
 }
 
 // Options of the softmax that change numbers of a row alone: see spec.OPTIONS.

@@ -72,6 +72,13 @@ CALLS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "narrow, two slices": ("nt_xent", "bfloat16", 900, 128, TILED),
     "sigmoid": ("siglip", "bfloat16", 700, 256, TILED),
     "wide sigmoid": ("siglip", "bfloat16", 300, 1152, TILED),
+    "hardness": ("clip", "float32", 70, 40, TILED | {"hardness": 0.5, "metrics": True}),
+    "gte": ("gte", "float32", 70, 40, TILED | {"ids": True}),
+    "sets": ("info_nce", "float32", 300, 40, TILED | {"keys": 200, "labels": 200, "sets": 3}),
+    "offload": ("info_nce", "float32", 300, 64, {
+        "keys": 200, "labels": 200, "offload": True, "workspace": 2**19}),
+    "offload sigmoid": ("siglip", "bfloat16", 200, 64, {"offload": True, "workspace": 2**19}),
+    "decoupled": ("nt_xent", "bfloat16", 300, 40, TILED | {"decoupled": True, "margin": 0.1}),
     "classes": ("sup_con", "float32", 1500, 20, {"classes": 90}),
     "smoothing": ("clip", "float32", 300, 40, TILED | {"label_smoothing": 0.1}),
 }  # fmt: skip
@@ -92,8 +99,8 @@ def run(name: str, seed: int) -> list[bytes]:
         return [direct.swapped(seed)]
     if name == ONE_TILE:
         return [x.tobytes() for x in direct.sweep_sums(direct.Features(1100, 100, 256), seed)]
-    loss, dtype, rows, d, given = CALLS[name]
-    rng, options = np.random.default_rng(0), {"scale": 10.0, **given}
+    loss, dtype, rows, d, call_options = CALLS[name]
+    rng, options = np.random.default_rng(0), {"scale": 10.0, **call_options}
     with cupy.cuda.Device(options.pop("device", 0)), engine.schedule(seed):
         sides = 1 if loss in ("nt_xent", "sup_con") else 2
         shift = options.pop("shift", 0)  # of all features: the length of what rows have in common
@@ -103,20 +110,25 @@ def run(name: str, seed: int) -> list[bytes]:
             along, common = np.linspace(-1, 5, len(z[1]))[:, None], z[0][0].copy()
             z = [0.3 * z[0] + common, 0.1 * z[1] + along * common]
             z[0][::2] *= 0.01
-        z = [cupy.asarray(x.astype(dtype)) for x in z]
+        asarray = np.asarray if options.get("offload") else cupy.asarray
+        z = [asarray(x.astype(dtype)) for x in z]
         if options.pop("ids", False):
-            options["ids"] = cupy.asarray(rng.integers(0, rows, rows))
+            options["ids"] = asarray(rng.integers(0, rows, rows))
         if keys := options.pop("labels", None):
-            options["labels"] = cupy.asarray(rng.integers(0, keys, rows))
+            options["labels"] = asarray(rng.integers(0, keys, rows))
+        if size := options.pop("sets", None):
+            options["labels"] = asarray(
+                rng.integers(0, keys // size, (rows, 1)) * size + np.arange(size)
+            )
         if classes := options.pop("classes", None):
-            options["labels"] = cupy.asarray(rng.integers(0, classes, rows))
+            options["labels"] = asarray(rng.integers(0, classes, rows))
         if options.pop("key_bias", False):
-            options["key_bias"] = cupy.asarray(rng.standard_normal(rows))
+            options["key_bias"] = asarray(rng.standard_normal(rows))
         out = getattr(infonce, f"{loss}_loss_and_grad")(*z, **options)
-        found = [out.loss, *(g for g in out.grads if g is not None)]
+        results = [out.loss, *(g for g in out.grads if g is not None)]
         if out.metrics is not None:
-            found += [x for x in vars(out.metrics).values() if x is not None]
-        return [cupy.asnumpy(cupy.asarray(x)).tobytes() for x in found]
+            results += [x for x in vars(out.metrics).values() if x is not None]
+        return [cupy.asnumpy(cupy.asarray(x)).tobytes() for x in results]
 
 
 def use_emulator() -> None:

@@ -18,7 +18,8 @@ class NVRTCError(RuntimeError):
 
 
 def getVersion() -> tuple[Any, ...]:
-    return "emulated", 1
+    """Part of what names a compiled kernel, so it tells what the engine compiles."""
+    return "emulated", engine.WATCHES_ORDER
 
 
 def createProgram(source: str, name: str, headers: Any, include_names: Any) -> int:
@@ -28,11 +29,11 @@ def createProgram(source: str, name: str, headers: Any, include_names: Any) -> i
 
 
 def compileProgram(program: int, options: tuple[str, ...]) -> None:
-    of = _programs[program]
+    entry = _programs[program]
     try:
-        of["code"] = engine.compile_source(of["source"], options).encode()
+        entry["code"] = engine.compile_source(entry["source"], options).encode()
     except engine.CompileError as error:
-        of["log"] = str(error)
+        entry["log"] = str(error)
         raise NVRTCError(6) from None
 
 
