@@ -66,7 +66,7 @@ def run(name: str, section: Section, place: Device, rounds: int) -> Iterator[lis
         for row in compared:
             row["calls"] = len(row.pop("seconds", ()))
             if bare and "median_s" in row:
-                row["of_products_share"] = row["median_s"] / bare
+                row["products_share"] = row["median_s"] / bare
             if (goal := section.goal(row["method"], i)) is not None:
                 row["goal_s"] = goal
                 row["timed"] = "wall_s" if section.by_wall else "median_s"
@@ -88,7 +88,7 @@ def line(row: dict[str, Any]) -> str:
         return f"{about}skipped: {row['skipped']}"
     parts = [f"{1e3 * row['median_s']:.4g} ms", f"{row['gflops'] / 1e3:.3g} TFLOP/s"]
     parts += [f"wall {1e3 * row['wall_s']:.4g} ms"] if "wall_s" in row else []
-    parts += [f"{row['of_products_share']:.2f} of products"] if "of_products_share" in row else []
+    parts += [f"{row['products_share']:.2f} of products"] if "products_share" in row else []
     parts += [f"goal {1e3 * row['goal_s']:.4g}"] if "goal_s" in row else []
     parts += [] if row["peak_bytes"] is None else [f"{row['peak_bytes'] / 2**20:.0f} MiB"]
     errors = ("loss_error", "lse_error", "gradient_error")

@@ -16,7 +16,7 @@ import infonce
 from infonce.cli import machine
 from infonce.cli.bench import contenders_gpu, gpu, measure
 from infonce.cli.bench.contenders_cpu import torch_loss
-from infonce.cli.bench.contenders_gpu import by_autograd, of_torch
+from infonce.cli.bench.contenders_gpu import by_autograd, torch_inputs
 from infonce.cli.bench.measure import TEMPERATURE, Array, Outcome, Run
 from infonce.spec import SIGLIP
 
@@ -70,7 +70,7 @@ class Device(gpu.Device):
         if method in PEERS:
             if case.kind.name != ("siglip" if method == "siglip_kernel" else "clip"):
                 raise ValueError(f"{method} has no {case.kind.name}")
-            return by_autograd(case, of_torch(inputs), peer(method, case.rows))
+            return by_autograd(case, torch_inputs(inputs), peer(method, case.rows))
         if not case.gradient:
             return loss_alone(method, case, inputs)
         if method == "products":
@@ -178,7 +178,7 @@ def loss_alone(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Ru
         raise ValueError(f"{method} has no loss alone")
     import torch
 
-    turns = itertools.cycle(of_torch(inputs))
+    turns = itertools.cycle(torch_inputs(inputs))
     y = torch.as_tensor(case.positives, device="cuda")
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     scale = torch.tensor(case.scale, dtype=dtype, device="cuda")

@@ -211,7 +211,7 @@ def _standing(rows: Mapping[str, Row]) -> tuple[str, str]:
     row = rows.get(LIBRARY, {})
     if "median_s" not in row:
         return "-", "-"
-    share = f"{row['of_products_share']:.2f}" if "of_products_share" in row else "-"
+    share = f"{row['products_share']:.2f}" if "products_share" in row else "-"
     return share, f"{row['gflops'] / 1e3:.3g}"
 
 
@@ -285,8 +285,8 @@ def over_compiled(record: Mapping[str, Any], path: Path) -> None:
     ):
         lines: dict[Any, dict[str, dict[int, float]]] = {}  # of a fixed value, by method
         for row, ratio in _ratios(record):
-            of_method = lines.setdefault(row[fixed], {}).setdefault(row["method"], {})
-            of_method.setdefault(row[along], ratio)  # of two sections, the first counts
+            method_line = lines.setdefault(row[fixed], {}).setdefault(row["method"], {})
+            method_line.setdefault(row[along], ratio)  # of two sections, the first counts
         value = max(lines, key=lambda of: max(map(len, lines[of].values())))
         for method, points in lines[value].items():
             style = {LIBRARY: "ko-", CEILING: "k--"}.get(method, "o-")

@@ -160,10 +160,10 @@ def statement(
     problem, given = request.problem, options.get("weights")
     on_gpu, weighted = arrays.on_gpu(problem.query), problem.weights is not None
     positive = given is None or on_gpu or bool(np.any(arrays.native(given, "weights")))
-    of_ranks = {name: rank_options[name] for name in OF_RANKS}
-    of_ranks["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
+    rank_settings = {name: rank_options[name] for name in OF_RANKS}
+    rank_settings["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
     library = os.environ.get(transports.CUDA_AWARE)
-    key = request.static, *of_ranks.values(), *compared.values(), library, weighted, positive
+    key = request.static, *rank_settings.values(), *compared.values(), library, weighted, positive
     terms = _terms.get(key)
     if terms is None:
         device = None
@@ -171,7 +171,7 @@ def statement(
             from .transports.gpu import device_name
 
             device = device_name()
-        facts = _facts(kind, request, features, compared, with_grad, options) | of_ranks
+        facts = _facts(kind, request, features, compared, with_grad, options) | rank_settings
         terms = packed(Told(
             sizes, None, packed(facts), transports.offers(on_gpu), device,
             exchanges.room(problem), weighted, positive,

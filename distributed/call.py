@@ -44,8 +44,8 @@ def evaluate(
         raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
     ranks = connect(rank_options["comm"])
     ranks.timeout = timeout
-    of_views = kind.symmetric and not kind.classes  # whose labels are no argument of one process
-    if ranks.size == 1 and not (of_views and labels is not None):
+    pairs_views = kind.symmetric and not kind.classes  # whose labels are no argument of one process
+    if ranks.size == 1 and not (pairs_views and labels is not None):
         _require_options(options, rank_options)
         function = dispatch.loss_and_grad if with_grad else dispatch.loss
         return function(kind, given, labels, bias, options)

@@ -146,11 +146,11 @@ def predict_hierarchical(
     machine = machine or Machine()
     _require(rows, dim, ranks)
     hosts = -(-ranks // machine.gpus)
-    of_host = ranks / hosts
+    host_ranks = ranks / hosts
 
     def inside(bytes_of_row: float) -> float:
         """Seconds to exchange an array of a row a key with every other rank of the host."""
-        others, link = of_host - 1, machine.inside
+        others, link = host_ranks - 1, machine.inside
         latency = link.latency + others * machine.message if others else 0.0
         return latency + others * rows * bytes_of_row / link.bandwidth
 
@@ -166,8 +166,8 @@ def predict_hierarchical(
         keys = dim * ITEM + vectors
         block = share * rows * rows * dim / machine.rate
         tick = max(inside(keys + sums), across(keys + sums))
-        seconds += max(block, inside(keys) + across(keys)) + max((of_host - 1) * block, tick)
-        seconds += (hosts - 1) * max(of_host * block, tick)
+        seconds += max(block, inside(keys) + across(keys)) + max((host_ranks - 1) * block, tick)
+        seconds += (hosts - 1) * max(host_ranks * block, tick)
         seconds += inside(sums) + across(sums)  # of the last host: overlap with nothing
         computing += ranks * block
     return Step(seconds, computing, seconds - computing - starts)

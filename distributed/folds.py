@@ -40,7 +40,7 @@ from infonce.kernels.solve import Question, Vectors, mirror_positive_logits, ret
 
 from .communicators.base import Communicator
 from .exchanges import choice
-from .exchanges.arrays import names, of_gradient, of_keys, with_arrays
+from .exchanges.arrays import gradient_arrays, key_arrays, names, with_arrays
 from .exchanges.base import Keys, RowType
 from .partition import Partition
 from .transports.base import Exchanger
@@ -115,7 +115,7 @@ class FoldsOverRanks:
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             self._block(problem, keys, arrays, add, None)
 
-        own = of_keys(problem)
+        own = key_arrays(problem)
         if self.own_positives:
             whole = slice(self.start, self.start + len(problem.key))
             visit(Keys(True, whole, True, 0, 1), own, [])
@@ -129,13 +129,13 @@ class FoldsOverRanks:
         """See `infonce.kernels.linear.Summing`; segments are ids that mean the same on all
         ranks."""
         zeros = self.vectors.zeros
-        rows, of_columns = (SegmentSums(zeros(n), zeros(n), zeros(n)) for n in problem.shape[:2])
+        rows, column_sums = (SegmentSums(zeros(n), zeros(n), zeros(n)) for n in problem.shape[:2])
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            of_block = replace(segments, columns=arrays[-1])
+            block_segments = replace(segments, columns=arrays[-1])
 
             def add(backend: Any, block: Problem) -> None:
-                found, to_keys = backend.segment_sums(block, of_block, bool(sums))
+                found, to_keys = backend.segment_sums(block, block_segments, bool(sums))
                 self._add(rows.arrays, found.arrays)
                 if to_keys is not None:
                     for total, part in zip(sums, to_keys.arrays, strict=True):
@@ -147,12 +147,12 @@ class FoldsOverRanks:
 
         def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
             self._add(sums, *others)
-            for own, arrived in zip(of_columns.arrays, sums, strict=True):
+            for own, arrived in zip(column_sums.arrays, sums, strict=True):
                 own[mine] = arrived
 
-        own, kinds = [*of_keys(problem), segments.columns], [((), np.float64)] * (3 * columns)
+        own, kinds = [*key_arrays(problem), segments.columns], [((), np.float64)] * (3 * columns)
         self.round(rows.arrays, own, visit, kinds, self._add, keep)
-        return rows, of_columns if columns else None
+        return rows, column_sums if columns else None
 
     def members(self, segments: Segments) -> tuple[Array, Array]:
         """`Segments.members` over all ranks, by the keys' indices."""
@@ -181,7 +181,7 @@ class FoldsOverRanks:
             def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
                 self._block(problem, keys, arrays, epilogue, None)
 
-            self.round([], of_keys(problem), visit)
+            self.round([], key_arrays(problem), visit)
         else:
             assert not isinstance(epilogue, OnlineSoftmax)
             self._gradients(problem, epilogue, gradients)
@@ -192,12 +192,12 @@ class FoldsOverRanks:
         """Rows' sums stay, columns' sums go to their keys."""
         xp = self.xp
         half = problem.symmetric and stats.columns is stats.rows
-        of_sums = 2 + problem.moments  # vectors: max, sum, moment
+        sum_count = 2 + problem.moments  # vectors: max, sum, moment
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             columns = None
             if sums:
-                columns = Sums(*sums[:of_sums])
+                columns = Sums(*sums[:sum_count])
             elif half and keys.mine:
                 columns = stats.rows  # one triangle of this block
             part = fast_replace(stats, columns=columns, row_rank=None, column_rank=None)
@@ -214,13 +214,13 @@ class FoldsOverRanks:
 
         def combine(sums: list[Array], *others: list[Array]) -> None:
             for arrived in others:
-                self.vectors.merge(Sums(*sums[:of_sums]), Sums(*arrived[:of_sums]))
-                for mine, theirs in zip(sums[of_sums:], arrived[of_sums:], strict=True):
+                self.vectors.merge(Sums(*sums[:sum_count]), Sums(*arrived[:sum_count]))
+                for mine, theirs in zip(sums[sum_count:], arrived[sum_count:], strict=True):
                     mine[:] = xp.where(xp.isnan(mine), theirs, mine)
 
         def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
             assert stats.columns is not None
-            to = list(stats.columns.part(mine).arrays[:of_sums])
+            to = list(stats.columns.part(mine).arrays[:sum_count])
             if half:
                 combine([*to, stats.positive_logits[mine]], sums, *others)
                 return
@@ -228,25 +228,25 @@ class FoldsOverRanks:
             for own, arrived in zip(to, sums, strict=True):
                 self.vectors.assign(own, arrived)
 
-        travelling = of_sums * (problem.two_sided or half) + half
+        travelling = sum_count * (problem.two_sided or half) + half
         kinds: list[RowType] = [((), np.float64)] * travelling
-        results = [*stats.rows.arrays[:of_sums], stats.positive_logits, self.all_marks]
-        self.round(results, of_keys(problem), visit, kinds, combine, keep, half)
+        results = [*stats.rows.arrays[:sum_count], stats.positive_logits, self.all_marks]
+        self.round(results, key_arrays(problem), visit, kinds, combine, keep, half)
 
-    def _by_keys(self, problem: Problem, keys: Keys, of_rows: Array) -> Array:
+    def _by_keys(self, problem: Problem, keys: Keys, row_values: Array) -> Array:
         """A vector over this rank's rows, as one over these keys: row i's value at i's positive;
         NaN at keys that are no row's positive."""
         xp, n = self.xp, len(keys)
         local = self._local(problem.positives, keys)
         out = xp.full(n + 1, xp.nan)
-        out[xp.where(local < 0, n, local)] = of_rows
+        out[xp.where(local < 0, n, local)] = row_values
         return out[:n]
 
     def _ranks(self, problem: Problem, ranks: RetrievalRanks) -> None:
         """Retrieval ranks: another round, with the positives' logits; counts of columns go to their
         keys."""
         by_columns = ranks.column_rank is not None
-        own = [*of_keys(problem), *([ranks.column_positive_logits] if by_columns else [])]
+        own = [*key_arrays(problem), *([ranks.column_positive_logits] if by_columns else [])]
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = ranks
@@ -266,10 +266,10 @@ class FoldsOverRanks:
     ) -> None:
         """dQ stays, dK goes to its keys."""
         xp, vectors, d = self.xp, self.vectors, problem.shape[2]
-        own = of_keys(problem)
-        of_problem = len(own)
+        own = key_arrays(problem)
+        key_array_count = len(own)
         if isinstance(epilogue, SoftmaxGradient):
-            own += of_gradient(xp, problem, epilogue)
+            own += gradient_arrays(xp, problem, epilogue)
         dq = gradients.query
         if dq is not None:
             if dq.dtype != self.real:
@@ -281,8 +281,8 @@ class FoldsOverRanks:
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             part = epilogue
-            if isinstance(part, SoftmaxGradient) and len(arrays) > of_problem:
-                part = with_arrays(problem, part, arrays[of_problem:])
+            if isinstance(part, SoftmaxGradient) and len(arrays) > key_array_count:
+                part = with_arrays(problem, part, arrays[key_array_count:])
             key = sums[0] if sums else None
             mine = fast_replace(
                 gradients, query=dq, key=key, want_key=key is not None, dots=dots,
@@ -392,7 +392,7 @@ def folds_over_ranks(
         gradients.dots = vectors.zeros(
             len(problem.query) if gradients.want_query else keys.total
         )  # fmt: skip
-    own = of_keys(problem)
+    own = key_arrays(problem)
     run = choice.make(exchange, vectors.xp, problem, own, keys, ranks, transport).run
     return FoldsOverRanks(
         problem, keys.starts[ranks.rank], keys, lambda results, *round: run(*round), fold_block,

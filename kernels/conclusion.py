@@ -46,8 +46,8 @@ def conclusion(
     if problem.joint:
         logits, sums = logits[: len(logits) // 2], _joined_sums(vectors, sums)
         smooth = None if smooth is None else _joined_smoothing(problem, smooth, logits)
-    of_rows = targets(xp, problem, logits, None if smooth is None else smooth.rows, bias)
-    rows = _direction(vectors, problem, sums, of_rows)
+    row_targets = targets(xp, problem, logits, None if smooth is None else smooth.rows, bias)
+    rows = _direction(vectors, problem, sums, row_targets)
     a = problem.upstream * (problem.row_weight * scale)
     linear = []
     if problem.classes is not None:
@@ -55,33 +55,35 @@ def conclusion(
     losses, log_scale_grad = problem.row_weight * rows.loss, rows.log_scale_grad
     if log_scale_grad is not None:
         log_scale_grad = problem.row_weight * log_scale_grad
-    at_positive = _times(a, of_rows.pull(rows.negative_probability))
+    at_positive = _times(a, row_targets.pull(rows.negative_probability))
     row_factor = a * rows.reference_probability
     columns = b = column_factor = None
     if problem.two_sided and stats.columns is not None:  # key i is the positive of query i
-        of_columns = of_rows
+        column_targets = row_targets
         if smooth is not None or bias is not None:
-            of_columns = targets(xp, problem, logits, None if smooth is None else smooth.columns)
-        columns = _direction(vectors, problem, stats.columns, of_columns)
+            column_targets = targets(
+                xp, problem, logits, None if smooth is None else smooth.columns
+            )
+        columns = _direction(vectors, problem, stats.columns, column_targets)
         losses = losses + problem.column_weight * columns.loss
         if log_scale_grad is not None:
             log_scale_grad += problem.column_weight * columns.log_scale_grad
         b = problem.upstream * (problem.column_weight * scale)
-        at_positive = at_positive + b * of_columns.pull(columns.negative_probability)
+        at_positive = at_positive + b * column_targets.pull(columns.negative_probability)
         column_factor = b * columns.reference_probability
     losses = losses + backend.not_finite_marks(problem)[: len(losses)]
     if log_scale_grad is not None:  # NaN by itself where a feature is not finite
         log_scale_grad = problem.upstream * log_scale_grad
     pull = at_positive  # -dL/dx there, linear terms included
     if smooth is not None:
-        of_each = problem.label_smoothing * a / smooth.rows.keys
+        key_share = problem.label_smoothing * a / smooth.rows.keys
         if b is not None and smooth.columns is not None:
-            of_each = of_each + problem.label_smoothing * b / smooth.columns.keys
-        pull = at_positive + _times(of_each, xp.ones_like(at_positive))
+            key_share = key_share + problem.label_smoothing * b / smooth.columns.keys
+        pull = at_positive + _times(key_share, xp.ones_like(at_positive))
         # Where linear terms leave out the positive, or a joint loss counts it twice
         same = smooth.same[: len(a)].reshape(at_positive.shape)
         counted = 2.0 * same - 1.0 if problem.joint else 1.0 * same
-        at_positive = at_positive + _times(of_each, counted)
+        at_positive = at_positive + _times(key_share, counted)
         linear += smooth.terms(xp, problem.label_smoothing, a, b, problem.joint)
     if problem.dots_lack_margin:
         present = problem.positives[: len(pull)] >= 0
@@ -156,13 +158,13 @@ def _class_means(
     others, _ = backend.segment_sums(problem, problem.classes, False)
     count = xp.maximum(others.number, 1.0)
     mean, mean_bias = problem.scale * others.products / count, others.biases / count
-    of_scale, of_bias = -mean, -mean_bias
+    scale_term, bias_term = -mean, -mean_bias
     if smooth is not None:
-        of_scale = of_scale + e * (mean - smooth.rows.mean)
-        of_bias = of_bias + e * (mean_bias - smooth.rows.bias)
+        scale_term = scale_term + e * (mean - smooth.rows.mean)
+        bias_term = bias_term + e * (mean_bias - smooth.rows.bias)
     in_sums = (problem.positives < 0) & (others.number > 0)
-    rows.loss = xp.where(in_sums, rows.lse + of_scale + of_bias, rows.loss)
+    rows.loss = xp.where(in_sums, rows.lse + scale_term + bias_term, rows.loss)
     if sums.moment is not None:
-        of_all = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
-        rows.log_scale_grad = xp.where(in_sums, of_all + of_scale, rows.log_scale_grad)
+        all_keys = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
+        rows.log_scale_grad = xp.where(in_sums, all_keys + scale_term, rows.log_scale_grad)
     return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * a / count, 0.0))

@@ -124,24 +124,24 @@ class LinearGradient:
     """
 
     def __init__(
-        self, xp: Any, query: Rows, key: Rows, term: LinearTerm, of_keys: bool, symmetric: bool
+        self, xp: Any, query: Rows, key: Rows, term: LinearTerm, is_key_side: bool, symmetric: bool
     ) -> None:
         segments = term.segments.numbered(xp)
         assert segments.count is not None
         mine, others, rows, known = segments.rows, segments.columns, key, term.key_sums
         factor, their_factor = term.row_factor, term.column_factor
-        if of_keys:
+        if is_key_side:
             mine, others, rows, known = others, mine, query, term.query_sums
             factor, their_factor = their_factor, factor
         elif symmetric:
             their_factor = factor
         self.segment, self.itself, self.factor = mine, 2.0 * symmetric, factor
-        of = others, segments.count
+        grouping = others, segments.count
         self.sums = self.weighted = None
         if factor is not None:
-            self.sums = rows.sums(*of, order=segments.order) if known is None else known
+            self.sums = rows.sums(*grouping, order=segments.order) if known is None else known
         if their_factor is not None:
-            self.weighted = rows.sums(*of, their_factor, segments.order)
+            self.weighted = rows.sums(*grouping, their_factor, segments.order)
 
     def part(self, rows: slice) -> LinearGradient:
         """That of some rows."""
@@ -172,12 +172,12 @@ def segment_sums(
     """See `Summing`."""
     segments = segments.numbered(xp)
     assert segments.count is not None
-    of_keys = key.sums(segments.columns, segments.count)
-    rows, of_columns = query.products(segments.rows, of_keys, float(problem.symmetric)), None
+    key_sums = key.sums(segments.columns, segments.count)
+    rows, column_products = query.products(segments.rows, key_sums, float(problem.symmetric)), None
     if columns:
-        of_queries = query.sums(segments.rows, segments.count)
-        of_columns = key.products(segments.columns, of_queries, 0.0)
-    return sums_of(xp, problem, segments, rows, of_columns)
+        query_sums = query.sums(segments.rows, segments.count)
+        column_products = key.products(segments.columns, query_sums, 0.0)
+    return sums_of(xp, problem, segments, rows, column_products)
 
 
 def sums_of(
@@ -185,19 +185,19 @@ def sums_of(
 ) -> tuple[SegmentSums, SegmentSums | None]:
     """`Summing.segment_sums` of numbered segments, from the products."""
 
-    def over(of: Array, to: Array, products: Array, bias: Array | None) -> SegmentSums:
-        number = xp.bincount(of, minlength=segments.count)[to] - float(problem.symmetric)
-        biases = xp.zeros(len(to))
+    def sums_over(others: Array, mine: Array, products: Array, bias: Array | None) -> SegmentSums:
+        number = xp.bincount(others, minlength=segments.count)[mine] - float(problem.symmetric)
+        biases = xp.zeros(len(mine))
         if bias is not None:
-            biases += xp.bincount(of, bias, segments.count)[to]
+            biases += xp.bincount(others, bias, segments.count)[mine]
             if problem.symmetric:
                 biases -= bias
         return SegmentSums(products, number, biases)
 
-    of_rows = over(segments.columns, segments.rows, rows, problem.key_bias)
+    row_sums = sums_over(segments.columns, segments.rows, rows, problem.key_bias)
     if columns is None:
-        return of_rows, None
-    return of_rows, over(segments.rows, segments.columns, columns, problem.query_bias)
+        return row_sums, None
+    return row_sums, sums_over(segments.rows, segments.columns, columns, problem.query_bias)
 
 
 @dataclass
@@ -214,14 +214,18 @@ class Smoothed:
     ) -> list[LinearTerm]:
         """The gradient; the factors are those of the loss of each row and column. `joint`: rows i
         and i + B have the same."""
-        of_rows = e * row_factor / self.rows.keys
+        row_factors = e * row_factor / self.rows.keys
         if joint:
-            of_rows = xp.tile(of_rows, 2)
-        of_columns = None
+            row_factors = xp.tile(row_factors, 2)
+        column_factors = None
         if self.columns is not None and column_factor is not None:
-            of_columns = e * column_factor / self.columns.keys
+            column_factors = e * column_factor / self.columns.keys
         return [
-            LinearTerm(segments, sign * of_rows, None if of_columns is None else sign * of_columns)
+            LinearTerm(
+                segments,
+                sign * row_factors,
+                None if column_factors is None else sign * column_factors,
+            )
             for sign, segments in self.parts
         ]
 
@@ -236,8 +240,8 @@ def smoothed(
     same = xp.zeros(sets.shape, bool)
     if problem.query_ids is not None:
         parts.append((-1.0, Segments(problem.query_ids, problem.key_ids)))
-        of_positives = as_sets(backend.take_at_positives(problem, problem.key_ids))
-        same = (sets >= 0) & (of_positives == problem.query_ids[:, None])
+        positive_ids = as_sets(backend.take_at_positives(problem, problem.key_ids))
+        same = (sets >= 0) & (positive_ids == problem.query_ids[:, None])
 
     def at_positives(values: Array) -> Array:
         return xp.where(same, as_sets(values), 0.0).sum(axis=1)
@@ -248,14 +252,14 @@ def smoothed(
     row_bias: Any = 0.0 if bias is None else at_positives(bias)
     column_sum, column_keys = row_sum, row_keys  # key i is the positive of query i
     for sign, segments in parts:
-        rows, columns = backend.segment_sums(problem, segments, problem.two_sided)
-        row_sum = row_sum + sign * problem.scale * rows.products
-        row_keys, row_bias = row_keys + sign * rows.number, row_bias + sign * rows.biases
-        if columns is not None:
-            column_sum = column_sum + sign * problem.scale * columns.products
-            column_keys = column_keys + sign * columns.number
+        row_sums, column_sums = backend.segment_sums(problem, segments, problem.two_sided)
+        row_sum = row_sum + sign * problem.scale * row_sums.products
+        row_keys = row_keys + sign * row_sums.number
+        row_bias = row_bias + sign * row_sums.biases
+        if column_sums is not None:
+            column_sum = column_sum + sign * problem.scale * column_sums.products
+            column_keys = column_keys + sign * column_sums.number
     row_keys, column_keys = xp.maximum(row_keys, 1.0), xp.maximum(column_keys, 1.0)
-    of_columns = Smoothing(column_sum / column_keys, column_keys) if problem.two_sided else None
-    return Smoothed(
-        Smoothing(row_sum / row_keys, row_keys, row_bias / row_keys), of_columns, parts, same
-    )
+    rows = Smoothing(row_sum / row_keys, row_keys, row_bias / row_keys)
+    columns = Smoothing(column_sum / column_keys, column_keys) if problem.two_sided else None
+    return Smoothed(rows, columns, parts, same)

@@ -138,8 +138,8 @@ class _Dense:
         xp = self.xp
         dots = self.query.astype(np.float64) @ self.key.astype(np.float64).T
         dots *= _same(xp, problem, segments)
-        of_columns = dots.sum(axis=0) if columns else None
-        return sums_of(xp, problem, segments.numbered(xp), dots.sum(axis=1), of_columns)
+        column_sums = dots.sum(axis=0) if columns else None
+        return sums_of(xp, problem, segments.numbered(xp), dots.sum(axis=1), column_sums)
 
 
 def _same(xp: Any, problem: Problem, segments: Segments) -> Array:
@@ -165,8 +165,8 @@ def _softmax(
     exponents = x.all
     if problem.hardness:
         exponents = x.all * xp.asarray(problem.exponent_scale / problem.scale, dtype)
-    of_rows = x.like(xp)  # exponentials, then dL/dx
-    g = of_rows.all
+    gradient = x.like(xp)  # exponentials, then dL/dx
+    g = gradient.all
     sums = _sums(xp, exponents, 1, problem.moments, problem.key_bias, left_out[0], g)
     column_sums = None
     if problem.two_sided:
@@ -178,12 +178,14 @@ def _softmax(
     upstream = problem.upstream
     if problem.joint:
         upstream = xp.tile(upstream, 2)
-    g *= _of_sums(xp, sums, rows)[:, None].astype(dtype)
+    g *= _sum_factors(xp, sums, rows)[:, None].astype(dtype)
     g *= (problem.row_weight * upstream)[:, None].astype(dtype)
     if columns is not None and column_sums is not None:
-        p *= _of_sums(xp, column_sums, columns)[None, :].astype(dtype)
+        p *= _sum_factors(xp, column_sums, columns)[None, :].astype(dtype)
         g += p * (problem.column_weight * upstream)[None, :].astype(dtype)
-    of_rows.flat[index] = end.positive_gradient / (2 if problem.joint else 1)  # in each of two rows
+    gradient.flat[index] = end.positive_gradient / (
+        2 if problem.joint else 1
+    )  # in each of two rows
     solution = Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss),
@@ -199,8 +201,8 @@ def _softmax(
             stats.column_rank = None
     x.flat[index] = positive
     for term in end.linear:
-        of_columns = 0.0 if term.column_factor is None else term.column_factor
-        factor = term.row_factor[:, None] + of_columns
+        column_factor = 0.0 if term.column_factor is None else term.column_factor
+        factor = term.row_factor[:, None] + column_factor
         g -= (_same(xp, problem, term.segments) * factor).astype(dtype)
     return solution, g + g.T if problem.symmetric else g
 
@@ -228,7 +230,7 @@ def _sums(
     return sums
 
 
-def _of_sums(xp: Any, sums: Sums, end: Direction) -> Array:
+def _sum_factors(xp: Any, sums: Sums, end: Direction) -> Array:
     """What makes probabilities of exponentials."""
     return xp.exp2(sums.max - end.reference) * end.reference_probability
 

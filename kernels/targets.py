@@ -72,10 +72,10 @@ def targets(
         biased, mean = (logits, None) if bias is None else (logits + bias, logits)
         if smoothing is None:
             return Targets(biased, mean)
-        excess = of_scale = e * (LN_2 * logits - smoothing.mean)
+        excess = scale_term = e * (LN_2 * logits - smoothing.mean)
         if bias is not None:
-            excess = of_scale + e * (LN_2 * bias - smoothing.bias)
-        return Targets(biased, mean, excess, of_scale, offset=-e)
+            excess = scale_term + e * (LN_2 * bias - smoothing.bias)
+        return Targets(biased, mean, excess, scale_term, offset=-e)
     if bias is None:
         bias = xp.zeros_like(logits)
     logits = logits + bias
@@ -90,12 +90,12 @@ def targets(
     mean_bias = xp.where(present, bias, 0.0).sum(axis=1) / count
     mean_below, share_below = unbiased.sum(axis=1) / count, (share * unbiased).sum(axis=1)
     excess = LN_2 * (xp.log2(total) - (mean_below + mean_bias))
-    of_scale = LN_2 * (share_below - mean_below)
+    scale_term = LN_2 * (share_below - mean_below)
     if smoothing is not None:
         smooth = e * (LN_2 * (top + mean_below) - smoothing.mean)
-        of_scale = of_scale + smooth
+        scale_term = scale_term + smooth
         excess = excess + smooth + e * (LN_2 * mean_bias - smoothing.bias)
     offset = (1.0 - e) / count[:, None] - share
     return Targets(
-        top + xp.log2(total), top + share_below, excess, of_scale, share, offset
+        top + xp.log2(total), top + share_below, excess, scale_term, share, offset
     )  # fmt: skip

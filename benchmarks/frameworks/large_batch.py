@@ -37,11 +37,13 @@ class Views:
         return self.rows
 
     def __getitem__(self, part: slice) -> Tensor:
-        of_row = torch.Generator(self.device).manual_seed(part.start)
-        of_view = torch.Generator(self.device).manual_seed(self.rows * (1 + self.seed) + part.start)
+        row_generator = torch.Generator(self.device).manual_seed(part.start)
+        view_generator = torch.Generator(self.device).manual_seed(
+            self.rows * (1 + self.seed) + part.start
+        )
         size = (min(part.stop, self.rows) - part.start, LATENT)
-        latent = torch.randn(size, generator=of_row, device=self.device)
-        return latent + NOISE * torch.randn(size, generator=of_view, device=self.device)
+        latent = torch.randn(size, generator=row_generator, device=self.device)
+        return latent + NOISE * torch.randn(size, generator=view_generator, device=self.device)
 
 
 def train(rows: int, dim: int, steps: int, device: str) -> dict[str, Any]:

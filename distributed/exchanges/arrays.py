@@ -16,12 +16,12 @@ def names(problem: Problem) -> list[str]:
     return [name for name in PER_KEY if getattr(problem, name) is not None]
 
 
-def of_keys(problem: Problem) -> list[Array]:
+def key_arrays(problem: Problem) -> list[Array]:
     """This rank's arrays of keys that all folds send."""
     return [getattr(problem, name) for name in names(problem)]
 
 
-def of_gradient(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:
+def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:
     """This rank's arrays of keys that the gradient fold sends besides."""
     own = []
     if epilogue.column_reference is not None:
@@ -39,7 +39,7 @@ def of_gradient(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Ar
 def with_arrays(
     problem: Problem, epilogue: SoftmaxGradient, arrays: list[Array]
 ) -> SoftmaxGradient:
-    """The epilogue of a block, whose keys have these arrays of `of_gradient`."""
+    """The epilogue of a block, whose keys have these arrays of `gradient_arrays`."""
     rest = iter(arrays)
     changes: dict[str, Any] = {}
     if epilogue.column_reference is not None:

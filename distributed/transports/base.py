@@ -101,9 +101,9 @@ def sum_over_ranks(
     given = {name: number for name, (number, _) in numbers.items() if number is not None}
     if not given:
         return {}
-    of_ranks = through.allgather(list(given.values()))
+    rank_values = through.allgather(list(given.values()))
     divisors = [numbers[name][1] for name in given]
-    return dict(zip(given, vectors.sum_over_ranks(of_ranks, divisors, dtype), strict=True))
+    return dict(zip(given, vectors.sum_over_ranks(rank_values, divisors, dtype), strict=True))
 
 
 def totals(
@@ -111,9 +111,9 @@ def totals(
     divisors: Divisors, dtype: Any,
 ) -> dict[str, Array]:  # fmt: skip
     """Over ranks: the loss and the gradients of scale and bias, by their names in `Solution`."""
-    of_loss, of_gradients = divisors
+    loss_divisor, gradient_divisor = divisors
     numbers = {
-        "loss": (loss, of_loss), "scale_grad": (solution.scale_grad, of_gradients),
-        "bias_grad": (solution.bias_grad, of_gradients),
+        "loss": (loss, loss_divisor), "scale_grad": (solution.scale_grad, gradient_divisor),
+        "bias_grad": (solution.bias_grad, gradient_divisor),
     }  # fmt: skip
     return sum_over_ranks(through, vectors, numbers, dtype)

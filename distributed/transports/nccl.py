@@ -156,9 +156,9 @@ class _Form:
         stream, sends = nccl.stream.ptr, len(self.sends)
         if self.copies:
             assert nccl.copies is not None
-            of_nccl = sends + len(self.receives)
-            nccl.copies.run(self.copies, addresses[of_nccl:], nccl.stream)
-            addresses = addresses[:of_nccl]
+            nccl_count = sends + len(self.receives)
+            nccl.copies.run(self.copies, addresses[nccl_count:], nccl.stream)
+            addresses = addresses[:nccl_count]
         if not self.links:
             return
         nccl.nccl.groupStart()
@@ -233,18 +233,18 @@ class _Queued:
 
     def allgather(self, numbers: Sequence[Array]) -> Array:
         ranks, k = self.transport.ranks, len(numbers)
-        of_ranks = cupy.empty((ranks.size, k))
-        mine = of_ranks[ranks.rank]
+        rank_vectors = cupy.empty((ranks.size, k))
+        mine = rank_vectors[ranks.rank]
         for i, number in enumerate(numbers):
             self.queue.copy(mine[i:].data, number.data, number.nbytes)
         if self.transport.all_copied:
-            self.exchange({1: ([mine], [of_ranks[1 - ranks.rank]])}).wait()
-            return of_ranks
+            self.exchange({1: ([mine], [rank_vectors[1 - ranks.rank]])}).wait()
+            return rank_vectors
         self.do(self.transport.mark)
         transfer = partial(self.transport.transfer, _AllGather(mine.nbytes))
-        self.do(transfer, mine.data.ptr, of_ranks.data.ptr)
+        self.do(transfer, mine.data.ptr, rank_vectors.data.ptr)
         self.wait()
-        return of_ranks
+        return rank_vectors
 
 
 class _Late:

@@ -162,8 +162,8 @@ class Copies:
 
     def _slot(self, owner: int, source: int, slot: int) -> int:
         place = self.ranks.index(source) - self.ranks.index(owner)
-        of_source = (place - 1) % len(self.ranks)
-        return self.mailboxes[owner] + 2 * self.words + self.room * (SLOTS * of_source + slot)
+        source_index = (place - 1) % len(self.ranks)
+        return self.mailboxes[owner] + 2 * self.words + self.room * (SLOTS * source_index + slot)
 
 
 def padded_bytes(sizes: tuple[int, ...]) -> int:

@@ -148,15 +148,15 @@ def check(
         shares = rows.shares(xp, weights, reduction)
     row_share = static.row_share if shares is None else shares
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
-    of_row = None  # beside `row_shares`
+    loss_share = None  # of a row, beside `row_shares`
     if reduction != "none":
-        of_row = static.row_share if shares is None else 1.0
+        loss_share = static.row_share if shares is None else 1.0
     # by position: keyword arguments take time that small batches notice
     if loss.joint:
         query = key = xp.concatenate([query, key])
         row_ids = column_ids = None if row_ids is None else xp.concatenate([row_ids, row_ids])
     problem = Problem(
-        query, key, scale, upstream, positives, of_row,
+        query, key, scale, upstream, positives, loss_share,
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
         row_ids, column_ids, static.normalize, static.compute, static.method,
         static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
@@ -182,13 +182,15 @@ def check(
         # through the norms, gradients may leave the range of float32
         dtypes = {z.dtype for z in outs.values()} | {dtype for _, dtype in static.new.values()}
         wide = static.compute == "fp64" or (static.normalize and DOUBLE in dtypes)
-        of_both, joined, outs = outputs.joined(
+        joint_gradient, joined, outs = outputs.joined(
             xp, loss, static.new, outs, query.shape, DOUBLE if wide else SINGLE
         )
-        gradients = Gradients(of_both, want_key=False)
+        gradients = Gradients(joint_gradient, want_key=False)
     elif want_query or want_key:
-        of_query, of_key = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
-        gradients = Gradients(of_query, of_key if want_key else None, None, want_query, want_key)
+        query_gradient, key_gradient = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
+        gradients = Gradients(
+            query_gradient, key_gradient if want_key else None, None, want_query, want_key
+        )
     if loss.joint and not static.offload:
         problem.copied = query.nbytes + (0 if joined is None else joined.nbytes)
     return Request(
@@ -215,20 +217,21 @@ def _cache_key(
             plain["wrt"] = frozenset(wrt)
         if not PLAIN.issuperset(map(type, plain.values())):
             return None
-    of_bias = type(bias)
-    if of_bias not in PLAIN:
+    bias_type = type(bias)
+    if bias_type not in PLAIN:
         bias = None
-    of_arrays = []
+    array_kinds = []
     for z in arrays:
         if type(z) is np.ndarray:
-            of_arrays.append((z.shape, z.dtype, None))
+            array_kinds.append((z.shape, z.dtype, None))
         elif on_gpu(z):
-            of_arrays.append((z.shape, z.dtype, z.device.id))
+            array_kinds.append((z.shape, z.dtype, z.device.id))
         else:
             return None
     names = (*options,)
     return (
-        loss, with_grad, labelled, batch, bias, of_bias, names, classes, *of_arrays, *plain.items(),
+        loss, with_grad, labelled, batch, bias, bias_type, names, classes, *array_kinds,
+        *plain.items(),
     )  # fmt: skip
 
 
@@ -259,7 +262,7 @@ def _check_static(
             f'return_logits: expected method="naive", the one that keeps them, got '
             f'method="{o["method"]}"'
         )
-    of_softmax = softmax.options(loss, o)
+    softmax_options = softmax.options(loss, o)
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
     want_key = not loss.symmetric and loss.arguments[-1] in wrt
@@ -294,7 +297,7 @@ def _check_static(
         metrics=bool(o["metrics"]),
         return_logits=bool(o["return_logits"]),
         offload=bool(o["offload"]),
-        softmax=of_softmax,
+        softmax=softmax_options,
     )
 
 

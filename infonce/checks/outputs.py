@@ -55,14 +55,14 @@ def features(
     else:
         raise TypeError(f"out: expected a mapping or a sequence of arrays, got {what(out)}")
     given = {name: array for name, array in given.items() if array is not None}
-    of_name = dict(zip(loss.arguments, arrays, strict=True))
+    inputs = dict(zip(loss.arguments, arrays, strict=True))
     buffers = {}
     for name, array in given.items():
         if name not in new:
             raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
         shown = f"out[{name!r}]"
         buffers[name] = native(array, shown)
-        _check(shown, buffers[name], of_name[name], grad_dtype)
+        _check(shown, buffers[name], inputs[name], grad_dtype)
     grad_buffers = {
         name: buffers[name] if name in buffers else xp.ndarray(*like) for name, like in new.items()
     }

@@ -105,8 +105,8 @@ def _require_gradients(function: Any) -> None:
         inner = inner.func
     torch, name = sys.modules.get("torch"), getattr(inner, "__name__", type(inner).__name__)
     is_module = torch is not None and isinstance(inner, torch.nn.Module)
-    of_infonce = str(getattr(inner, "__module__", "")).partition(".")[0] == "infonce"
-    loss_alone = of_infonce and not name.endswith("_loss_and_grad")
+    is_ours = str(getattr(inner, "__module__", "")).partition(".")[0] == "infonce"
+    loss_alone = is_ours and not name.endswith("_loss_and_grad")
     if is_module or loss_alone or not callable(function):
         raise TypeError(f"{EXPECTED}, got {name}")
 

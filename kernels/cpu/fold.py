@@ -86,16 +86,16 @@ class Fold:
                 self.column_accumulator(keys)[...] = 0
 
         # Linear terms of dQ and dK, added to them before they are stored
-        self.of_query: list[LinearGradient] = []
-        self.of_key: list[LinearGradient] = []
+        self.query_linear: list[LinearGradient] = []
+        self.key_linear: list[LinearGradient] = []
         if isinstance(epilogue, SoftmaxGradient) and gradients is not None:
             made = functools.partial(
                 LinearGradient, np, context.query, context.key, symmetric=problem.symmetric
             )
             if gradients.want_query:
-                self.of_query = [made(term=term, of_keys=False) for term in epilogue.linear]
+                self.query_linear = [made(term=term, is_key_side=False) for term in epilogue.linear]
             if self.column_gradients and not problem.symmetric:
-                self.of_key = [made(term=term, of_keys=True) for term in epilogue.linear]
+                self.key_linear = [made(term=term, is_key_side=True) for term in epilogue.linear]
 
         self.kept_logits: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
@@ -123,8 +123,8 @@ class Fold:
         if self.shared:
             middle = 0.5 * (high + least)
             self.u = np.exp2(rounded - middle).astype(dtype)
-            of_columns = np.exp2(middle - epilogue.column_reference)
-            self.v = (epilogue.column_factor * of_columns).astype(dtype)
+            column_exponentials = np.exp2(middle - epilogue.column_reference)
+            self.v = (epilogue.column_factor * column_exponentials).astype(dtype)
         else:
             self.column_reference, self.b, _ = self._reference(
                 epilogue.column_reference, epilogue.column_factor
@@ -172,7 +172,7 @@ class Fold:
                 buffer = np.empty((rows, d), context.dtype)
             g = self.column_accumulator(columns)
             destination = None if self.in_place else gradients.key
-            self.store(g, context.key, columns, buffer, destination, need_dots, of_keys=True)
+            self.store(g, context.key, columns, buffer, destination, need_dots, is_key_side=True)
 
     def column_accumulator(self, columns: slice) -> Array:
         """Where dK of these keys accumulates."""
@@ -187,12 +187,12 @@ class Fold:
         destination: Array | None,
         need_dots: bool,
         add: bool = False,
-        of_keys: bool = False,
+        is_key_side: bool = False,
     ) -> None:
         """Complete gradients g of `rows`, through the normalisation, to their destination (None:
         they are there)."""
         assert self.gradients is not None
-        linear = self.of_key if of_keys else self.of_query
+        linear = self.key_linear if is_key_side else self.query_linear
         if linear or need_dots or side.norms is not None:
             z = side.block(rows, buffer)
             for term in linear:

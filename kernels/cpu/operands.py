@@ -149,8 +149,8 @@ def dots_at(query: Side, key: Side, positives: Array) -> Array:
     out = np.empty(positives.shape[::-1])
     for rows in slices(len(positives), 256):
         q = query.take(np.arange(rows.start, rows.stop))
-        for of_set, dots in zip(np.atleast_2d(positives.T), np.atleast_2d(out), strict=True):
-            row_dots(q, key.take(of_set[rows]), dots[rows])
+        for set_positives, dots in zip(np.atleast_2d(positives.T), np.atleast_2d(out), strict=True):
+            row_dots(q, key.take(set_positives[rows]), dots[rows])
     return out.T
 
 
@@ -225,10 +225,10 @@ def _products(z, segment, sums, itself, out):  # type: ignore[no-untyped-def]
     """out_i = z_i . (sums[segment_i] - itself z_i)."""
     wide_vectors()
     for i in range(z.shape[0]):
-        zi, of_segment = z[i], sums[segment[i]]
+        zi, segment_sum = z[i], sums[segment[i]]
         total = 0.0
         for d in range(zi.size):
-            total += np.float64(zi[d]) * (of_segment[d] - itself * np.float64(zi[d]))
+            total += np.float64(zi[d]) * (segment_sum[d] - itself * np.float64(zi[d]))
         out[i] = total
 
 
@@ -238,7 +238,7 @@ def _subtract(g, z, segment, factor, sums, share, weighted, itself):  # type: ig
     wide_vectors()
     for i in range(g.shape[0]):
         gi, zi, f = g[i], z[i], factor[i]
-        of_segment, of_weighted = sums[segment[i]], weighted[segment[i]]
+        segment_sum, weighted_sum = sums[segment[i]], weighted[segment[i]]
         for d in range(gi.size):
-            term = f * (of_segment[d] - itself * np.float64(zi[d])) + share * of_weighted[d]
+            term = f * (segment_sum[d] - itself * np.float64(zi[d])) + share * weighted_sum[d]
             gi[d] = np.float64(gi[d]) - term

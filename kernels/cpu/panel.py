@@ -53,9 +53,9 @@ class Worker:
             self.product = buffer(max(bm, bn), d)
             self.dq = None if context.query_in_place else buffer(bm, d)
         # Sums of a tile; of its columns, once more in the compute dtype
-        of_columns = 2 if fold.problem.moments else 1
-        self.of_rows, self.of_columns = (Sums(*np.empty((1 + of_columns, n))) for n in (bm, bn))
-        self.partial = np.empty((of_columns, bn), context.dtype)
+        sums = 2 if fold.problem.moments else 1
+        self.tile_rows, self.tile_columns = (Sums(*np.empty((1 + sums, n))) for n in (bm, bn))
+        self.partial = np.empty((sums, bn), context.dtype)
 
     def panel(self, a: int, report: Callable[[], None]) -> None:
         """Fold one row panel, from left to right."""
@@ -164,7 +164,7 @@ class Worker:
             )  # fmt: skip
             return None
         if isinstance(epilogue, OnlineSoftmax):
-            self.rescale = self.of_rows.max[: len(x)]
+            self.rescale = self.tile_rows.max[: len(x)]
             tile.online_softmax(x, fold.c, *epilogue.rows.part(rows).arrays, self.rescale)
             return None
         if isinstance(epilogue, RetrievalRanks):
@@ -181,28 +181,28 @@ class Worker:
     ) -> Callable[[], None] | None:
         fold = self.fold
         m, n = x.shape
-        of_rows, of_columns = self.of_rows.part(slice(m)), self.of_columns.part(slice(n))
+        tile_rows, tile_columns = self.tile_rows.part(slice(m)), self.tile_columns.part(slice(n))
         both = stats.columns is not None and not diagonal
         by_row, by_column = fold.directions(rows, columns)
         if both and fold.alike:
             partial = self.partial[:, :n]
             tile.row_and_column_statistics(
-                x, fold.c, *of_rows.arrays, *of_columns.arrays, partial[0], partial[-1]
+                x, fold.c, *tile_rows.arrays, *tile_columns.arrays, partial[0], partial[-1]
             )
         else:
-            tile.row_statistics(x, fold.c, *of_rows.arrays, *by_row)
+            tile.row_statistics(x, fold.c, *tile_rows.arrays, *by_row)
             if both:
-                tile.column_statistics(x, fold.c, *of_columns.arrays, *by_column)
+                tile.column_statistics(x, fold.c, *tile_columns.arrays, *by_column)
 
         def merge() -> None:
             # Rows too: in the symmetric case, columns of earlier panels are these rows
-            tile.merge(*stats.rows.part(rows).arrays, *of_rows.arrays)
+            tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
                 threshold = fold.rank_threshold[rows]
                 tile.count_above(x, fold.positive_c, threshold, stats.row_rank[rows])
             if both:
                 assert stats.columns is not None
-                tile.merge(*stats.columns.part(columns).arrays, *of_columns.arrays)
+                tile.merge(*stats.columns.part(columns).arrays, *tile_columns.arrays)
                 if stats.column_rank is not None:
                     threshold = fold.rank_threshold[columns]
                     ranks = stats.column_rank[columns]
@@ -259,8 +259,8 @@ class Worker:
             sums.moment *= self.fold.c
         end = conclude(np, sums, positive)
         a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
-        of_sum = a * end.reference_probability * np.exp2(maximum - end.reference)
-        np.multiply(g, of_sum[:, None], out=g, casting="same_kind")
+        sum_factor = a * end.reference_probability * np.exp2(maximum - end.reference)
+        np.multiply(g, sum_factor[:, None], out=g, casting="same_kind")
         positives = context.key.take(problem.positives[rows])
         positive_gradient = -a * end.negative_probability
         g += np.multiply(positives, positive_gradient[:, None], out=positives, casting="same_kind")

@@ -88,8 +88,8 @@ def excluded_of(call: Call, positive: Array) -> Array:
     if call.loss == "gte":
         ids = np.tile(np.arange(rows // 2) if ids is None else ids, 2)
     if ids is not None:
-        of_rows, of_columns = ids if isinstance(ids, tuple) else (ids, ids)
-        excluded = of_rows[:, None] == of_columns
+        row_ids, column_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        excluded = row_ids[:, None] == column_ids
     if call.loss in ("nt_xent", "sup_con"):
         excluded = excluded | np.eye(rows, dtype=bool)
     return excluded & ~positive
@@ -242,20 +242,20 @@ def judge(call: Call, compute: str) -> Judgement:
             join = torch.cat if isinstance(x, torch.Tensor) else np.concatenate
             return join([x[:half], x[half:]], 1)
 
-        of_rows = softmax(
+        row_direction = softmax(
             call, beside(dot), scale, beside(positive), beside(excluded), beside(sizes), unit,
             width, None,
         )  # fmt: skip
-        directions = [(of_rows, 1.0, False)]
+        directions = [(row_direction, 1.0, False)]
     else:
         share = 0.5 if call.loss == "clip" else 1.0
-        of_rows = softmax(call, dot, scale, positive, excluded, *common, key_bias)
-        directions = [(of_rows, share, False)]
+        row_direction = softmax(call, dot, scale, positive, excluded, *common, key_bias)
+        directions = [(row_direction, share, False)]
         if call.loss == "clip":
-            of_columns = softmax(
+            column_direction = softmax(
                 call, dot.T, scale, positive.T, excluded.T, sizes.T, unit, width, None
             )
-            directions.append((of_columns, share, True))
+            directions.append((column_direction, share, True))
     losses = sum(share * d.losses for d, share, _ in directions)
     bounds = sum(share * d.loss_bounds for d, share, _ in directions)
     assert isinstance(losses, torch.Tensor)
@@ -288,15 +288,15 @@ def judge(call: Call, compute: str) -> Judgement:
     limits: dict[str, Any] = {"scale": 2 * (wrong * (sizes + margin * positive)).sum()}
     limits["bias"] = 2 * wrong.sum()
 
-    def of_features(of_logits: Array) -> list[Array]:
+    def feature_sizes(logit_terms: Array) -> list[Array]:
         """Norms of rows of gradients, from sizes of dL/dx."""
-        of_logits = of_logits.astype(np.longdouble) * call.scale
-        of_query, of_key = of_logits @ lengths[-1], of_logits.T @ lengths[0]
-        return [of_query + of_key] if call.loss in SYMMETRIC else [of_query, of_key]
+        logit_terms = logit_terms.astype(np.longdouble) * call.scale
+        query_terms, key_terms = logit_terms @ lengths[-1], logit_terms.T @ lengths[0]
+        return [query_terms + key_terms] if call.loss in SYMMETRIC else [query_terms, key_terms]
 
     feature_grads, feature_bounds, feature_terms = [], [], []
     for z, leaf, error, size in zip(
-        given, leaves, of_features(wrong), of_features(dx), strict=True
+        given, leaves, feature_sizes(wrong), feature_sizes(dx), strict=True
     ):
         assert leaf.grad is not None
         g, length = leaf.grad.numpy().astype(np.longdouble), norms_of(z)
@@ -308,7 +308,7 @@ def judge(call: Call, compute: str) -> Judgement:
         feature_terms.append(size)
     if call.loss == "gte":
         feature_grads, feature_bounds, feature_terms = (
-            np.split(of_both[0], 2) for of_both in (feature_grads, feature_bounds, feature_terms)
+            np.split(both[0], 2) for both in (feature_grads, feature_bounds, feature_terms)
         )
     grads |= dict(enumerate(feature_grads))
     limits |= dict(enumerate(feature_bounds))
@@ -316,9 +316,9 @@ def judge(call: Call, compute: str) -> Judgement:
     if call.reduction != "none":
         loss, bound = loss.sum(), bound.sum()
     lse = [] if call.loss == "siglip" else [d.lse.detach().numpy() for d, *_ in directions]
-    of_directions = [d.off for d, *_ in directions[: len(lse)]]
+    offsets = [d.off for d, *_ in directions[: len(lse)]]
     lse_bounds = [
-        2 * off + 24 * unit * (1 + np.abs(x)) for off, x in zip(of_directions, lse, strict=True)
+        2 * off + 24 * unit * (1 + np.abs(x)) for off, x in zip(offsets, lse, strict=True)
     ]
     return Judgement(
         losses.detach().numpy(), loss, bound, grads, limits, feature_terms, lse, lse_bounds,

@@ -70,8 +70,8 @@ def shares(drawn: Drawn, want: Judgement) -> Iterator[tuple[str, float]]:
         bound = want.loss_bound + 2 * rounding * np.abs(want.loss) + 1e-43
         yield name, share(got, want.loss, bound)
     if want.lse:
-        of_each = out.lse if isinstance(out.lse, tuple) else (out.lse,)
-        for got, right, bound in zip(of_each, want.lse, want.lse_bounds, strict=True):
+        lses = out.lse if isinstance(out.lse, tuple) else (out.lse,)
+        for got, right, bound in zip(lses, want.lse, want.lse_bounds, strict=True):
             yield "lse", share(got, right, bound + 2 * rounding * np.abs(right) + 1e-300)
     for place, name in enumerate(spec.LOSSES[call.loss].arguments):
         got = getattr(out.grads, name)

@@ -62,7 +62,7 @@ def calls(loss: spec.Loss, name: str, rng: np.random.Generator) -> Any:
 @pytest.mark.parametrize("kind", spec.LOSSES)
 def test_readme(kind: str, name: str) -> None:
     loss = spec.LOSSES[kind]
-    of_loss, of_gradient, rounding, element = table("README.md")[name]
+    loss_factor, gradient_factor, rounding, element = table("README.md")[name]
     rng = np.random.default_rng(list(DTYPES).index(name))
     decades = set()
     for call in calls(loss, name, rng):
@@ -78,14 +78,14 @@ def test_readme(kind: str, name: str) -> None:
         for method in ("naive", "fused", "tiled"):
             out = getattr(infonce, f"{kind}_loss_and_grad")(*args, scale=call.scale, method=method)
             error = abs(float(out.loss) - want.loss)
-            assert error <= of_loss * (1 + x) * want.loss + LEAST * (name != "float64")
+            assert error <= loss_factor * (1 + x) * want.loss + LEAST * (name != "float64")
             for place, argument in enumerate(loss.arguments):
                 got = getattr(out.grads, argument)
                 if got is None:
                     continue
                 right = want.grads[place].astype(float)
                 size, terms = np.linalg.norm(right), float(np.linalg.norm(want.terms[place]))
-                limit = of_gradient * (1 + x) * terms + rounding * size
+                limit = gradient_factor * (1 + x) * terms + rounding * size
                 limit += element * np.sqrt(right.size)
                 limit += (0.0 if name == "float64" else LEAST) * np.sqrt(right.size)
                 error = np.linalg.norm(got.astype(float) - right)

@@ -38,14 +38,14 @@ def test_what_is_missing_says_what_to_install(peers):
 def test_other_projects_are_contenders_of_the_benchmark_alone(peers, monkeypatch):
     assert not set(peers.PEERS) & set(contenders_gpu.METHODS)
     assert peers.Device.methods == (*contenders_gpu.METHODS, *peers.WAYS, *peers.PEERS)
-    for name in ("release", "of_torch", "by_autograd", "peer"):
+    for name in ("release", "torch_inputs", "by_autograd", "peer"):
         where = bench_gpu.Device if name == "release" else peers
         monkeypatch.setattr(where, name, lambda *given, name=name: (name, *given[-2:]))
     monkeypatch.setattr(contenders_gpu, "contender", lambda *given: given)
     place = object.__new__(peers.Device)  # its constructor wants a GPU
     clip, lit = (peers.Case(KINDS[name], 4, 3) for name in ("clip", "lit"))
     assert place.contender("torch", lit, []) == ("torch", lit, [])
-    want = ("by_autograd", ("of_torch", []), ("peer", "open_clip", 4))
+    want = ("by_autograd", ("torch_inputs", []), ("peer", "open_clip", 4))
     assert place.contender("open_clip", clip, []) == want
     with pytest.raises(ValueError, match="open_clip has no lit"):
         place.contender("open_clip", lit, [])

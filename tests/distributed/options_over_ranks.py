@@ -147,8 +147,8 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
         near(g, gradient if field == "scale" else gradient[mine[i]], f"d {field}")
         assert np.asarray(g).tobytes() == np.asarray(getattr(again.grads, field)).tobytes(), field
     lse = want.lse if isinstance(want.lse, tuple) else (want.lse,)
-    for of_side, own, have in zip(lse, mine, np.atleast_2d(got.lse), strict=False):
-        near(have, of_side[own], "lse")
+    for side_lse, own, have in zip(lse, mine, np.atleast_2d(got.lse), strict=False):
+        near(have, side_lse[own], "lse")
 
 
 def equal(examples: str, place: str) -> None:

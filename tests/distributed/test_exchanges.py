@@ -77,7 +77,7 @@ class Wire:
         return SimpleNamespace(wait=wait)
 
 
-def of_name(
+def exchange_by_name(
     name: str, xp: Any, rank: int, wire: Wire, keys: Partition, local_size: int, own: Any,
     symmetric: bool, alike: bool,
 ) -> Any:  # fmt: skip
@@ -111,7 +111,9 @@ def test_every_key_meets_every_rank(
         start, stop = keys.starts[rank : rank + 2]
         own = [np.arange(start, stop), np.arange(start, stop)[:, None] * [1.0, 2.0]]
         wire = Wire(wires, rank)
-        exchange = of_name(name, memories[rank], rank, wire, keys, local_size, own, half, alike)
+        exchange = exchange_by_name(
+            name, memories[rank], rank, wire, keys, local_size, own, half, alike
+        )
         for _ in range(2):
             found: list[tuple[int, bool]] = []
             sums_of_own = np.zeros((stop - start, 4), np.int64)
@@ -123,9 +125,9 @@ def test_every_key_meets_every_rank(
                 assert not len(of) or of.mine == bool(set(index) & set(range(start, stop)))
                 assert 0 <= of.step < of.steps
                 found += [(int(i), bool(sums)) for i in index]
-                for of_type in sums:
-                    of_type[:] = 0
-                    of_type[: len(index)] = 8**rank * (1 + index[:, None] % 3)
+                for part in sums:
+                    part[:] = 0
+                    part[: len(index)] = 8**rank * (1 + index[:, None] % 3)
 
             def combine(sums: Any, others: Any) -> None:
                 for mine, theirs in zip(sums, others, strict=True):
@@ -145,23 +147,25 @@ def test_every_key_meets_every_rank(
     for error in sorted(filter(None, errors), key=lambda error: isinstance(error, TimeoutError)):
         raise error  # one that others did not wait for
 
-    for of_round in range(2):
+    for round_index in range(2):
         for key in range(keys.total):
             owner = next(r for r in range(n) if key < keys.starts[r + 1])
-            of_key = [dict(met[r][of_round]).get(key) for r in range(n)]
+            key_sums = [dict(met[r][round_index]).get(key) for r in range(n)]
             for r in range(n):
-                assert [i for i, _ in met[r][of_round]].count(key) <= 1
-            assert of_key[owner] is not None
-            want = sum(8**r for r in range(n) if of_key[r]) * (1 + key % 3)
-            assert (complete[owner][of_round][key - keys.starts[owner]] == want).all()
+                assert [i for i, _ in met[r][round_index]].count(key) <= 1
+            assert key_sums[owner] is not None
+            want = sum(8**r for r in range(n) if key_sums[r]) * (1 + key % 3)
+            assert (complete[owner][round_index][key - keys.starts[owner]] == want).all()
             if half:
                 continue
-            assert of_key == [with_sums] * n
+            assert key_sums == [with_sums] * n
     if half:
-        for of_round, (a, b) in itertools.product(range(2), itertools.combinations(range(n), 2)):
+        for round_index, (a, b) in itertools.product(range(2), itertools.combinations(range(n), 2)):
             if not (keys.rows[a] and keys.rows[b]):
                 continue
-            one, other = (dict(met[r][of_round]).get(keys.starts[s]) for r, s in ((a, b), (b, a)))
+            one, other = (
+                dict(met[r][round_index]).get(keys.starts[s]) for r, s in ((a, b), (b, a))
+            )
             if with_sums and alike:
                 assert {one, other} == {True, None}
             elif with_sums:

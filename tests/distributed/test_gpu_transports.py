@@ -111,8 +111,8 @@ HOSTS = [[0], [1, 2], [3, 4, 5]]
 
 def test_ranks_without_another_on_their_host_stop_nobody(runtime: Runtime) -> None:
     """All others copy."""
-    of_threads = Threads(HOSTS)
-    made = of_threads.each(lambda rank: mailboxes.connect(of_threads.rank(rank)))
+    rank_threads = Threads(HOSTS)
+    made = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
     assert made[0] is None
     for rank, copies in enumerate(made[1:], 1):
         host = next(of for of in HOSTS if rank in of)
@@ -149,9 +149,9 @@ def test_all_ranks_copy_or_none(
         monkeypatch.setattr(mailboxes, "_try", lambda copies: copies.rank != last)
     else:
         runtime.refuses.add(lacks)
-    of_threads = Threads(hosts)
-    made = of_threads.each(lambda rank: mailboxes.connect(of_threads.rank(rank)))
-    assert made == [None] * of_threads.size
+    rank_threads = Threads(hosts)
+    made = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
+    assert made == [None] * rank_threads.size
     assert not runtime.mapped
     assert not runtime.allocated
 
@@ -176,18 +176,18 @@ def test_graphs_over_ranks_count_as_others() -> None:
 
 def test_freed_together(runtime: Runtime) -> None:
     """Each rank's mailbox after all have unmapped it."""
-    of_threads, destroyed = Threads(HOSTS), []
+    rank_threads, destroyed = Threads(HOSTS), []
 
     def use(rank: int) -> None:
         transport: Any = object.__new__(nccl.NCCL)
-        transport.ranks = of_threads.rank(rank)
+        transport.ranks = rank_threads.rank(rank)
         transport.plans = {"a plan": transport}
         transport.communicator = SimpleNamespace(destroy=lambda: destroyed.append(rank))
         transport.copies = mailboxes.connect(transport.ranks)
         transport.free()
         assert not transport.plans
 
-    of_threads.each(use)
+    rank_threads.each(use)
     assert sorted(destroyed) == list(range(6))
     assert not runtime.mapped
     assert not runtime.allocated
@@ -200,11 +200,11 @@ def test_last_writes_come_before_the_end(runtime: Runtime, monkeypatch: pytest.M
     device: Any = SimpleNamespace(read=lambda at, size: np.array([words[0]], np.uint8))
     monkeypatch.setattr(mailboxes, "Device", lambda: device)
     monkeypatch.setattr(mailboxes.time, "sleep", lambda _: words.pop(0))
-    of_threads = Threads([[0, 1]])
+    rank_threads = Threads([[0, 1]])
     for left, waits in ([1, 1, 0], 2), ([1] * 9, 9):
         words[:] = left
         monkeypatch.setattr(mailboxes, "LAST_WRITES", 10.0 if waits == 2 else 0.0)
-        made = of_threads.each(lambda rank: mailboxes.connect(of_threads.rank(rank)))
+        made = rank_threads.each(lambda rank: mailboxes.connect(rank_threads.rank(rank)))
         made[0].close()
         assert len(words) == len(left) - (waits if waits == 2 else 0)
         assert len(runtime.mapped) == 1

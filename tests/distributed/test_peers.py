@@ -56,13 +56,13 @@ class Host:
                 side[link].append((left, at, size))
         for _, link, _, _ in transfers:
             while self.sends[link] and self.receives[link]:
-                (of_sender, source, size), (of_receiver, to, room) = (
+                (sends_left, source, size), (receives_left, to, room) = (
                     side[link].pop(0) for side in (self.sends, self.receives)
                 )
                 assert size == room
                 self.at(to, size)[:] = self.at(source, size)
-                of_sender[0] -= 1
-                of_receiver[0] -= 1
+                sends_left[0] -= 1
+                receives_left[0] -= 1
         return not left[0]
 
     def device(self, rank: int) -> Any:

@@ -57,14 +57,14 @@ def test_blocks_of_many_ranks(
         def fold(gradient: bool, order: Any = (problem, symmetric, before, gathered, rows, columns),
                  ) -> list[Any]:  # fmt: skip
             problem, symmetric, before, gathered, rows, columns = order
-            of_rows = problems.Sums(*(z.copy() for z in before[:3]))
-            of_columns = of_rows
+            row_sums = problems.Sums(*(z.copy() for z in before[:3]))
+            column_sums = row_sums
             if not symmetric:
-                of_columns = problems.Sums(*(z.copy() for z in before[3:6]))
+                column_sums = problems.Sums(*(z.copy() for z in before[3:6]))
             dq, dk = (z.astype(real) for z in gathered)
             vectors = [cupy.zeros(m) for _ in range(5)]  # of the sigmoid's fold, and dots
             epilogue: Any = problems.Statistics(
-                of_rows, of_columns if columns is not None else None, before[6].copy()
+                row_sums, column_sums if columns is not None else None, before[6].copy()
             )
             if sigmoid:
                 epilogue = problems.Sigmoid(rows, *vectors[:4])
@@ -80,11 +80,11 @@ def test_blocks_of_many_ranks(
             statistics = isinstance(epilogue, problems.Statistics)
             to_clear = None
             if statistics and columns is not None and not symmetric:
-                to_clear = of_columns
+                to_clear = column_sums
             bad = cupy.zeros(m + 1)
             marks = problems.NotFinite(bad[:m], bad[m:]) if statistics or sigmoid else None
             gpu_ranks.fold_block(problem, triangle, epilogue, gradients, marks, to_clear)
-            made = [*vectors, dq, dk, *of_rows.arrays, *of_columns.arrays, bad]
+            made = [*vectors, dq, dk, *row_sums.arrays, *column_sums.arrays, bad]
             return [z.get() for z in made]
 
         for gradient in (False, True):
@@ -200,10 +200,10 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
                 made += [end.log_scale_grad]
                 for of in (end.rows, end.columns):
                     made += [] if of is None else [of.loss, of.lse, of.reference]
-            loss_sum, *of_scalars = steps.totals(given, losses, log_scale_grad, dots, bias_grad)
+            loss_sum, *scalar_totals = steps.totals(given, losses, log_scale_grad, dots, bias_grad)
             if isinstance(steps, gpu_ranks.VectorsOverRanks):
                 assert abs(float(loss_sum) - float(losses.sum())) < 1e-11
-            made += of_scalars
+            made += scalar_totals
         found.append([z.get() for z in made if z is not None])
     assert gpu_plan._plans
     lse = 1e-13 if precision == "fp64" or dtype == "float64" else 1e-6

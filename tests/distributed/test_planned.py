@@ -82,8 +82,10 @@ def recording(
             column_weight, -10.0 if loss == "siglip" else None, query_ids=ids, key_ids=ids,
             compute=precision, **options,
         )  # fmt: skip
-        of_key = loss != "lit"
-        gradients = Gradients(dq, dk if of_key else None, None, True, of_key) if gradient else None
+        wants_key = loss != "lit"
+        gradients = (
+            Gradients(dq, dk if wants_key else None, None, True, wants_key) if gradient else None
+        )
         place = ranks, transport, 7, tuple(rows), (sum(rows), 1.0), query.dtype, False
         made = planned._build(problem, gradients, place, into)
     for array in made.values():
@@ -116,8 +118,8 @@ def test_any_gather(
             scalar_grads=scalars != "none", moments=scalars == "moments" or not gradient,
             reduced=reduced,
         )  # fmt: skip
-    of_bias = loss == "siglip" and scalars != "none"
-    numbers = reduced + (scalars != "none" or not gradient) + of_bias
+    wants_bias = loss == "siglip" and scalars != "none"
+    numbers = reduced + (scalars != "none" or not gradient) + wants_bias
     assert found["sum_over_ranks"] == numbers
     exchanges = {"clip": 1 + 1 + 2 * gradient, "lit": 1}.get(loss, 1 + gradient)
     assert found["transfer"] == exchanges + (numbers > 0)

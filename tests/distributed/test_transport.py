@@ -116,8 +116,8 @@ def test_reduction_over_ranks(
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(work, range(2)))
     for got, rows in zip(found, (slice(0, 5), slice(5, 12)), strict=True):
-        of_rank = want.loss[rows] if reduction == "none" else want.loss
-        np.testing.assert_allclose(got.loss, of_rank, rtol=1e-13)
+        rank_loss = want.loss[rows] if reduction == "none" else want.loss
+        np.testing.assert_allclose(got.loss, rank_loss, rtol=1e-13)
         np.testing.assert_allclose(got.grads.scale, want.grads.scale, rtol=1e-12)
 
 

@@ -262,8 +262,8 @@ def test_pytorch_metric_learning_with_few_pairs(name: str, labels: Any, ref_labe
     z = torch.randn(len(labels), 5, dtype=torch.float64, requires_grad=True)
     references = []
     if ref_labels is not None:
-        of_references = torch.randn(len(ref_labels), 5, dtype=torch.float64)
-        references = [None, of_references, torch.tensor(ref_labels)]
+        reference_features = torch.randn(len(ref_labels), 5, dtype=torch.float64)
+        references = [None, reference_features, torch.tensor(ref_labels)]
     want, got = (
         getattr(module, name)(temperature=0.2)(z, torch.tensor(labels), *references)
         for module in (theirs, ours)

@@ -371,12 +371,12 @@ def test_sup_contrast(n_views: int, mode: str, device: str) -> None:
     for classes in (labels, None) if n_views > 1 else (labels,):
         rows = torch.cat([z[:, view].flatten(1) for view in range(n_views)])
         sample = torch.arange(6 * n_views, device=device) % 6
-        of_row = sample if classes is None else labels[sample]
+        row_labels = sample if classes is None else labels[sample]
         losses = []
         for i in range(6 * (n_views if mode == "all" else 1)):
             others = torch.arange(len(rows), device=device) != i
             x = rows[i] @ rows.T / 0.2
-            positives = others & (of_row == of_row[i])
+            positives = others & (row_labels == row_labels[i])
             if positives.any():
                 losses.append(x[others].logsumexp(dim=0) - x[positives].mean())
             else:

@@ -195,10 +195,10 @@ def compare(problem: Problem, options: dict[str, Any], method: str) -> None:
         assert_near(have, expected)
     alone = getattr(infonce, f"{problem.name}_loss")(*problem.features, method=method, **options)
     assert_near(alone, want.loss)
-    of_scale = getattr(infonce, f"{problem.name}_loss_and_grad")(
+    scale_only = getattr(infonce, f"{problem.name}_loss_and_grad")(
         *problem.features, method=method, wrt="scale", **options
     )
-    assert_near(of_scale.grads.scale, want.grads["scale"])
+    assert_near(scale_only.grads.scale, want.grads["scale"])
 
 
 def assert_near(got: Any, want: Any) -> None:

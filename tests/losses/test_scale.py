@@ -109,10 +109,10 @@ def test_tiny_batches(loss: str, dtype: Any, precision: str, place: str) -> None
                 want = judged(loss, args, scale=scale).grads["scale"]
                 limit = bound(loss, args, scale, precision)
                 for method in ("tiled", "fused", "naive"):
-                    of_method = precision
+                    method_precision = precision
                     if method != "tiled" and precision != "fp64":
-                        of_method = "fp32"
-                    got = evaluate(place, loss, args, of_method, scale=scale, method=method)
+                        method_precision = "fp32"
+                    got = evaluate(place, loss, args, method_precision, scale=scale, method=method)
                     error = abs(got - want)
                     assert error <= limit, (kind, n, scale, method, got, want, error / limit)
 

@@ -84,14 +84,14 @@ def test_losses_say_equation_shapes_errors_and_source(site: Path, module: str) -
     name = module.removeprefix("infonce.").partition(".")[0]
     page = (site / "api" / f"{name}.html").read_text()
     parts = re.split(r'<dt class="sig sig-object py" id="([\w.]+)">', page)
-    of_name = dict(zip(parts[1::2], parts[2::2], strict=True))
+    entries = dict(zip(parts[1::2], parts[2::2], strict=True))
     names = public({**MODULES, **IN_PLACE_OF}[module])
     losses = [n for n in names if n.endswith(("_loss", "_loss_and_grad", "Loss"))]
     if module == "infonce.reference":
         losses = ["clip", "gte", "info_nce", "lit", "nt_xent", "siglip", "sup_con"]
     assert losses
     for name in losses:
-        text = re.sub(r"<[^>]+>", "", of_name[f"{module}.{name}"])
+        text = re.sub(r"<[^>]+>", "", entries[f"{module}.{name}"])
         wanted = ["=", "[", "Parameters", "References"]
         if module != "infonce.reference":  # which validates nothing, as it says
             wanted.append("Raises")
@@ -307,8 +307,8 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
         "gemm": {"size": 16, "gflops": [700e3, 800e3, 790e3]},
         "results": [
             row(8, "auto", median_s=2e-3, wall_s=3e-3, gflops=5e5, peak_bytes=2**21, goal_s=2.5e-3,
-                timed="wall_s", of_products_share=0.5, loss_error=1e-7, gradient_error=2e-3),
-            row(8, "products", median_s=4e-3, gflops=2.5e5, peak_bytes=0, of_products_share=1.0),
+                timed="wall_s", products_share=0.5, loss_error=1e-7, gradient_error=2e-3),
+            row(8, "products", median_s=4e-3, gflops=2.5e5, peak_bytes=0, products_share=1.0),
             row(8, "torch", skipped="no memory"),
             row(16, "auto", median_s=8e-3, gflops=5e5, peak_bytes=2**22, goal_s=9e-3,
                 timed="median_s"),
@@ -330,11 +330,11 @@ def test_render_of_contenders_side_by_side(tmp_path: Path) -> None:
             row(256, "auto", "Labels", loss="info_nce", dim=128, keys=4096, wrt=[],
                 median_s=2e-3, gflops=9e5, peak_bytes=0),
             row(4096, "portable", "Every card", median_s=2e-3, gflops=4e5, peak_bytes=2**21,
-                of_products_share=2.0),
+                products_share=2.0),
             row(4096, "auto", "Every card", median_s=1e-3, gflops=8e5, peak_bytes=2**20,
-                of_products_share=1.0),
+                products_share=1.0),
             row(4096, "products", "Every card", median_s=1e-3, gflops=8e5, peak_bytes=2**23,
-                of_products_share=1.0),
+                products_share=1.0),
             # too small for a sweep
             row(1024, "naive", "Every card", median_s=2e-3, gflops=1e5, peak_bytes=2**20),
             row(1024, "products", "Every card", median_s=1e-3, gflops=2e5, peak_bytes=2**20),

@@ -260,7 +260,7 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
     key /= np.linalg.norm(key, axis=1, keepdims=True)
     query = key[:m] + 0.1 * rng.standard_normal((m, d))
     labels, ids = rng.integers(0, n, m), rng.integers(0, 600, n)
-    of_one_process = {"float64": (1e-12, 2e-12), "float32": (2e-6, 1e-5)}  # loss, gradients
+    one_process_bounds = {"float64": (1e-12, 2e-12), "float32": (2e-6, 1e-5)}  # loss, gradients
     wrong: list[str] = []
 
     def check(what: str, holds: Any, *arguments: Any) -> None:
@@ -319,9 +319,9 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
                 check(f"{what}: d {field}", judge.assert_grad, host(getattr(got.grads, field)), w,
                       dtype, logit, size, cancels)  # fmt: skip
 
-            if dtype not in of_one_process:
+            if dtype not in one_process_bounds:
                 continue
-            loss_bound, bound = of_one_process[dtype]
+            loss_bound, bound = one_process_bounds[dtype]
             want = getattr(infonce, function)(*map(xp.asarray, whole), scale=scale, **options)
             check(what, close, host(got.loss), host(want.loss), loss_bound, "one process's loss")
             for field, size in sizes.items():
@@ -333,8 +333,8 @@ def accuracy(place: str, transport: str, exchange: str, dtypes: str = DTYPES) ->
     if by_nccl and exchange == "gather":
         transports = connect().__dict__["gpu_transports"].values()
         plans = [plan for transport in transports for plan in transport.plans.values()]
-        of_plans = [plan.known.values() for plan in plans if getattr(plan, "graphs", False)]
-        assert any(of.final for of in itertools.chain(*of_plans))
+        known_plans = [plan.known.values() for plan in plans if getattr(plan, "graphs", False)]
+        assert any(of.final for of in itertools.chain(*known_plans))
 
 
 def compute_on(place: str) -> None:
@@ -375,12 +375,12 @@ def offload(place: str, exchange: str) -> None:
         want = getattr(infonce, f"{loss}_loss_and_grad")(*whole, **options)
         got = getattr(distributed, f"{loss}_loss_and_grad")(*(z[part] for z in whole), **own)
 
-        def of_rank(z: Any, part: Any = part) -> Any:
+        def rank_part(z: Any, part: Any = part) -> Any:
             return z if z is None or not np.ndim(z) else z[part]
 
         lse = want.lse
-        lse = tuple(map(of_rank, lse)) if isinstance(lse, tuple) else of_rank(lse)
-        grads = type(want.grads)(*map(of_rank, want.grads))
+        lse = tuple(map(rank_part, lse)) if isinstance(lse, tuple) else rank_part(lse)
+        grads = type(want.grads)(*map(rank_part, want.grads))
         close(got, infonce.LossAndGrad(want.loss, grads, lse))
 
 

@@ -77,10 +77,10 @@ def rows_by_definition(dot, positives, query_ids, key_ids, itself_too=True, **op
     """Row by row."""
     rows = [
         row_by_definition(
-            dot[i], of_row, kept_keys(i, of_row, len(dot[i]), query_ids, key_ids, itself_too),
-            **options,
+            dot[i], positive_keys,
+            kept_keys(i, positive_keys, len(dot[i]), query_ids, key_ids, itself_too), **options,
         )
-        for i, of_row in enumerate(positives)
+        for i, positive_keys in enumerate(positives)
     ]  # fmt: skip
     losses, lse = zip(*rows, strict=True)
     return np.array(losses), np.array(lse)
@@ -179,7 +179,7 @@ class Problem(NamedTuple):
             losses, lse = rows_by_definition(dot, positives, *paired, itself_too, **options)
         weights = self.weights
         if weights is None:
-            with_loss = np.array([bool(of_row) for of_row in positives])
+            with_loss = np.array([bool(positive_keys) for positive_keys in positives])
             weights = with_loss / max(1, with_loss.sum())
         return losses, (weights * losses).sum(), lse
 

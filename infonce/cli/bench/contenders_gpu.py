@@ -34,7 +34,7 @@ def contender(method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run
         return library(method, case, inputs)
     if method == "products":
         return products(case, inputs, PRECISION[case.dtype])
-    tensors = of_torch(inputs)
+    tensors = torch_inputs(inputs)
     import torch
 
     if method == "panels":
@@ -130,7 +130,7 @@ def product(
     )  # fmt: skip
 
 
-def of_torch(inputs: Sequence[Sequence[Array]]) -> list[list[Any]]:
+def torch_inputs(inputs: Sequence[Sequence[Array]]) -> list[list[Any]]:
     """The inputs as tensors; torch's float32 products are in full precision."""
     import torch
 
@@ -178,7 +178,7 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
     gradients = [torch.zeros(z.shape, dtype=wide, device=device) for z in features[:-1]]
     key_gradient = torch.zeros(key.shape, dtype=wide, device=device)
     gradients = list(key_gradient.split(n)) if kind.joint else [*gradients, key_gradient]
-    of_key = kind.arguments[-1] in case.gradients_of(kind.arguments)
+    wants_key = kind.arguments[-1] in case.gradients_of(kind.arguments)
     loss = torch.zeros((), dtype=wide, device=device)
 
     def logits(panel: slice) -> tuple[Any, Any, Any]:
@@ -199,7 +199,7 @@ def by_panels(case: Case, features: Sequence[Any], wide: Any) -> Outcome:
         parts = g.to(key.dtype).split(len(key), 1)
         for query, gradient, part in zip(queries, gradients, parts, strict=False):
             gradient[panel] += part @ key
-            if of_key:
+            if wants_key:
                 key_gradient.add_(part.T @ query[panel])
 
     if kind.sigmoid:
