@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from . import schedules
 from ._names import missing
+from .explanation import Explanation, explain
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
@@ -34,12 +35,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Captured",
+    "Explanation",
     "LossAndGrad",
     "Metrics",
     "__version__",
     "capture",
     "clip_loss",
     "clip_loss_and_grad",
+    "explain",
     "grad_cache",
     "gte_loss",
     "gte_loss_and_grad",

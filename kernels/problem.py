@@ -211,6 +211,12 @@ class Grid:
         """Column blocks of row panel `a`, in the order of the fold."""
         return range(a if self.triangle else 0, len(self.columns))
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Rows and columns that any block has at most."""
+        rows = max(part.stop - part.start for part in self.rows)
+        return rows, max(part.stop - part.start for part in self.columns)
+
     def __len__(self) -> int:
         return sum(len(self.visits(a)) for a in range(len(self.rows)))
 

@@ -1,4 +1,4 @@
-"""The command line: `infonce demo | loss | bench | info`, a module or a package each."""
+"""The command line: `infonce demo | loss | bench | info | explain`, a module or a package each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
-from . import bench, demo, info, loss
+from . import bench, demo, explain, info, loss
 from .common import message_of
 
 FAILED = 1  # at run time; 2 is for what cannot be worked with
@@ -59,5 +59,5 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for command in (demo.demo, loss.loss, bench.bench, info.info):
+for command in (demo.demo, loss.loss, bench.bench, info.info, explain.explain):
     main.add_command(command)

@@ -1,14 +1,14 @@
-"""What calls ask of a GPU, before and after a change: launches, products and copies. Needs no GPU.
+"""What calls ask of a GPU, before and after a change: launches, products and copies.
 
     python tests/schedule/launches.py record before.json     in the checkout before the change
     python tests/schedule/launches.py record after.json      in the checkout after the change
     python tests/schedule/launches.py compare before.json after.json
 
-`record` draws 2600 calls and blocks of calls over ranks, and lets the library run them where nothing
-is compiled and nothing runs. Of each it writes a digest of all steps in their order: kernel, -D
-options, blocks, threads, shared memory and arguments; products, copies and zeros. Addresses become
-buffers, in the order of their first use, and offsets. Beside it is the memory that a call makes.
-`--show NUMBER` prints the steps of one call.
+`record` draws 2600 calls and blocks of calls over ranks, and lets the library run them where
+nothing is compiled and nothing runs: it needs CuPy, and no GPU. Of each it writes a digest of all
+steps in their order: kernel, -D options, blocks, threads, shared memory and arguments; products,
+copies and zeros. Addresses become buffers, in the order of their first use, and offsets. Beside it
+is the memory that a call makes. `--show NUMBER` prints the steps of one call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Step = tuple[Any, ...]
 
 
 class Direct:
-    """A kernel that is launched without a queue: the method naive, and small batches' one launch."""
+    """A kernel that is launched without a queue: of the method naive, or of a small batch."""
 
     def __init__(self, into: Recording, file: str, name: str, defines: Any) -> None:
         self.into, self.what, self.kernel = into, (file, name, tuple(sorted(defines.items()))), self
@@ -150,13 +150,13 @@ def nothing_runs() -> Iterator[SimpleNamespace]:
 
     now = SimpleNamespace(into=None, device=None)
     modules = [m for name, m in sys.modules.items() if name.startswith("infonce.kernels.gpu")]
-    queue = {
-        name: (lambda name: lambda self, *given, **options: getattr(now.into, name)(
-            *given, **options
-        ))(name)
-        for name in ("function", "launch", "tensor_map", "gemm", "copy", "zeros", "clear",
-                     "scratch", "do")
-    }  # fmt: skip
+
+    def to_recording(name: str) -> Any:
+        return lambda _, *given, **options: getattr(now.into, name)(*given, **options)
+
+    methods = (
+        "function", "launch", "tensor_map", "gemm", "copy", "zeros", "clear", "scratch", "do",
+    )  # fmt: skip
 
     def function(device: Any, file: str, name: str, shared: int = 0, **defines: Any) -> Direct:
         return Direct(now.into, file, name, defines)
@@ -178,7 +178,7 @@ def nothing_runs() -> Iterator[SimpleNamespace]:
         patch.object(plan, "compile_kernels", lambda *_: None),
         patch.object(recorder, "MAX_STEPS", MOST_STEPS),
         patch.object(fused, "_barrier", lambda _: cupy.empty(2, np.uint32)),
-        *(patch.object(Queue, name, method) for name, method in queue.items()),
+        *(patch.object(Queue, name, to_recording(name)) for name in methods),
         *(patch.object(m, "device_properties", lambda _: now.device)
           for m in modules if hasattr(m, "device_properties")),
         *(patch.object(m, "_host_number", cache(host_number))

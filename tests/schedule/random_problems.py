@@ -190,7 +190,7 @@ class Drawing:
     def block_of_ranks(self) -> Drawn:
         """The block of a rank's rows and some keys: see distributed/folds.py."""
         drawn = self.call()
-        problem, rng = drawn.problem, self.rng
+        problem = drawn.problem
         m, n, d = problem.shape
         problem.method, problem.positives = "auto", self.vector(m, dtype=np.int64)
         problem.retrieval_ranks, problem.joint, problem.classes = False, False, None

@@ -7,6 +7,7 @@ from .precision import (
     LONGEST_SUM,
     OPERAND_BYTES,
     OPERAND_PARTS,
+    READ_IN_PLACE,
     Device,
     element_bytes,
     operands,
@@ -19,6 +20,7 @@ from .precision import (
 from .sweep import STRIP, SWEEP_PRECISIONS, Schedule, Sweep, defines, in_registers, sweep_for
 from .tile import BLOCK_M, Tile, tile_for
 from .workspace import (
+    PIECE_ROWS,
     Blocking,
     Needs,
     all_keys_blocking,
@@ -29,6 +31,7 @@ from .workspace import (
     panel_stride,
     staged_once,
     sums_at_once,
+    term_bytes,
 )
 
 __all__ = [
@@ -39,6 +42,8 @@ __all__ = [
     "LONGEST_SUM",
     "OPERAND_BYTES",
     "OPERAND_PARTS",
+    "PIECE_ROWS",
+    "READ_IN_PLACE",
     "STRIP",
     "SWEEP_PRECISIONS",
     "Blocking",
@@ -64,6 +69,7 @@ __all__ = [
     "supported",
     "sweep_for",
     "sweep_truncation_bias",
+    "term_bytes",
     "tile_for",
     "truncation_bias",
 ]

@@ -16,6 +16,9 @@ OPERAND_BYTES = {
 ACCUMULATOR_BYTES = {precision: 8 if precision == "fp64" else 4 for precision in OPERAND_BYTES}
 OPERAND_PARTS = {"bf16x3": 2, "fp16x3": 2}  # an operand is a sum of so many 16-bit numbers
 FLOAT16 = ("fp16", "fp16x3")  # elements of operands
+# dtypes of features that kernels read as they are
+READ_IN_PLACE = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
+                 "fp16": "float16"}  # fmt: skip
 # Tensor cores truncate when they add. Where float32's accuracy is asked for, sums of the products
 # that make gradients have this many terms at most
 LONGEST_SUM = {"fp16x3": 512}

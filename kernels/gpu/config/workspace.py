@@ -30,6 +30,7 @@ LEAST_KEPT = 8192
 ADDING_COST, LAUNCH_COST = 0.012, 2
 # Least rows of blocks of all keys. With 900, adding to dK costs as much as computing logits again
 ALL_KEYS_ROWS = 1024
+PIECE_ROWS = 64  # of linear.cu: rows that are summed before segments are joined
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,16 @@ class Needs:
         they are relative to."""
         references = -(-rows // STRIP) * -(-columns // BLOCK_M) * 4
         return self.panel(rows, columns, d) + references
+
+
+def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
+    """Bytes that linear terms and their gradients take in kernels: sums of segments, and those of
+    pieces of rows, from which they are joined; for label smoothing of so many sides, and sums of so
+    many classes, of `real` bytes an element."""
+    m, n, d = shape
+    pieces = 2 * d * 8 * -(-max(m, n) // PIECE_ROWS)
+    found = 2 * smoothed * pieces  # plain, and weighted by factors
+    return found + (2 * (pieces + classes * d * real) if classes else 0)
 
 
 def left_to_folds(workspace: int, beside: int) -> int:

@@ -1,0 +1,95 @@
+"""`infonce explain`: how a call would run on a GPU, on a machine that needs none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.table import Table
+
+from .. import explanation, spec
+from ..explanation.devices import GPUS
+from .common import Bytes, human, one_line_errors, stdout, to_json
+
+
+@click.command()
+@click.argument("loss", type=click.Choice([*spec.LOSSES]))
+@click.argument("rows", type=int)
+@click.argument("features", type=int)
+@click.option("--keys", type=int, help="Rows of the second array; as many as ROWS by default.")
+@click.option("--dtype", type=click.Choice(explanation.DTYPES), default="float32")
+@click.option("--device", type=click.Choice([*GPUS]), default="h200")
+@click.option("--precision", type=click.Choice(spec.CHOICES["precision"]), default="auto")
+@click.option("--method", type=click.Choice(spec.CHOICES["method"]), default="auto")
+@click.option("--workspace", type=Bytes(), help="Upper limit of temporary memory.")
+@click.option("--wrt", multiple=True, help="An argument whose gradient is wanted; all by default.")
+@click.option("--loss-alone", is_flag=True, help="Without gradients.")
+@click.option("--normalize", is_flag=True, help="Divide rows by their L2 norm first.")
+@click.option("--ids", is_flag=True, help="The call has ids.")
+@click.option("--metrics", is_flag=True, help="The call counts retrieval ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def explain(
+    loss: str, rows: int, features: int, wrt: tuple[str, ...], loss_alone: bool, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """How a call of LOSS on ROWS x FEATURES would run on a GPU.
+
+    Kernels and matrix products in their order, memory, work, and the time that the device's peaks
+    allow, beside the time that benchmarks have recorded. It needs no GPU.
+    """
+    names = () if loss_alone else wrt or None
+    with one_line_errors():
+        found = explanation.explain(loss, rows, features, wrt=names, **options)
+    if as_json:
+        click.echo(to_json(found.as_dict()))
+    else:
+        _print(found)
+
+
+def _print(found: explanation.Explanation) -> None:
+    about = Table.grid(padding=(0, 2))
+    about.add_row("call", found.call)
+    about.add_row("device", found.device)
+    about.add_row("method", f"{found.method}, operands in {found.precision}")
+    for note in found.notes:
+        about.add_row("", note)
+    console = stdout()
+    console.print(about)
+    if found.work:
+        work = _work_table(found)
+        stdout(work).print(work)
+        console.print(_memory_table(found))
+
+
+def _work_table(found: explanation.Explanation) -> Table:
+    table = Table("pass", "kernel", "tile", "largest block", box=None, padding=(0, 2, 0, 0))
+    for name in ("blocks", "launches", "TFLOP", "GB", "at least ms"):
+        table.add_column(name, justify="right")
+    before = ""
+    for work in found.work:
+        sizes = ("" if of is None else f"{of[0]} x {of[1]}" for of in (work.tile, work.block))
+        table.add_row(
+            work.name * (work.name != before), work.kernel, *sizes, str(work.blocks or ""),
+            str(work.launches), f"{work.flops / 1e12:.3g}", f"{work.bytes / 1e9:.3g}",
+            f"{1e3 * work.seconds:.3f}",
+        )  # fmt: skip
+        before = work.name
+    recorded = "" if found.recorded is None else f"recorded {1e3 * found.recorded:.3f} ms"
+    table.add_row("together", recorded, *[""] * 6, f"{1e3 * found.seconds:.3f}")
+    return table
+
+
+def _memory_table(found: explanation.Explanation) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for i, (name, parts) in enumerate(found.memory.items()):
+        table.add_row("memory" if i == 0 else "", name, _sizes(parts))
+    table.add_row("", "together", f"at most {human(found.workspace)}")
+    return table
+
+
+def _sizes(parts: dict[str, int]) -> str:
+    """Parts by name; the smallest together."""
+    small = [size for size in parts.values() if 100 * size < max(parts.values())]
+    shown = [f"{name} {human(size)}" for name, size in parts.items() if size not in small]
+    rest = [f"{len(small)} vectors {human(sum(small))}"] if small else []
+    return ", ".join(shown + rest) or "none"

@@ -1,0 +1,226 @@
+"""How a call runs on a GPU, before anything runs: kernels, memory, work and the least time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import spec
+from ..checks import validation
+from ..kernels.gpu.schedule import Call, Loss, Matrix, Schedule, schedule
+from ..kernels.problem import WORKSPACE, moments_pay
+from .devices import GPU, GPUS
+from .work import Work, work_of
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call runs on a GPU."""
+
+    call: str  # its logits and what it sums
+    device: str
+    method: str
+    precision: str  # of operands
+    work: tuple[Work, ...]  # kernels and products in their order
+    memory: dict[str, dict[str, int]]  # bytes of the workspace: pass -> part -> bytes
+    workspace: int  # bytes that serve each pass in turn
+    seconds: float  # at least, at the peaks of the device
+    recorded: float | None  # seconds that benchmarks have measured; None: nothing is recorded
+    notes: tuple[str, ...] = ()
+    schedule: Schedule | None = field(default=None, repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as the command prints them with ``--json``."""
+        values = {k: v for k, v in vars(self).items() if k != "schedule"}
+        return {**values, "work": [asdict(work) for work in self.work]}
+
+
+def explain(
+    loss: str,
+    rows: int,
+    features: int,
+    *,
+    keys: int | None = None,
+    dtype: str = "float32",
+    device: str = "h200",
+    precision: str = "auto",
+    method: str = "auto",
+    workspace: int | str | None = None,
+    wrt: Sequence[str] | None = None,
+    normalize: bool = False,
+    ids: bool = False,
+    metrics: bool = False,
+) -> Explanation:
+    """How a call of a loss with gradients would run on a GPU.
+
+    >>> plan = infonce.explain("clip", 65536, 512, dtype="bfloat16", device="h200")
+    >>> plan.workspace, plan.seconds, [work.kernel for work in plan.work]
+
+    It needs neither a GPU nor CuPy. The seconds are a bound, no prediction: they follow from the
+    peaks that the vendor states. Kernels that work on vectors of length M or N are left out.
+
+    Parameters
+    ----------
+    loss : str
+        "clip", "lit", "siglip", "info_nce", "nt_xent", "sup_con" or "gte".
+    rows : int
+        Rows of the first array of features, M.
+    features : int
+        Features of a row, D.
+    keys : int, optional
+        Rows of the second array, N; as many as `rows` by default.
+    dtype : str, default "float32"
+        Of features and of their gradients: "float64", "float32", "bfloat16" or "float16".
+    device : str, default "h200"
+        "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
+    precision, method, workspace, wrt, normalize, metrics
+        As in the functions of the losses. An empty `wrt` explains the loss alone.
+    ids : bool, default False
+        Whether the call has ids.
+
+    Returns
+    -------
+    Explanation
+        Kernels and matrix products in their order, memory by name in bytes, operations, bytes and
+        seconds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in the functions of the losses; and for a name that is not known.
+    """
+    validation.choice("loss", loss, (*spec.LOSSES,))
+    validation.choice("dtype", dtype, DTYPES)
+    validation.choice("device", device, (*GPUS,))
+    validation.choice("precision", precision, spec.CHOICES["precision"])
+    validation.choice("method", method, spec.CHOICES["method"])
+    kind, gpu = spec.LOSSES[loss], GPUS[device]
+    sizes = {"rows": rows, "features": features, "keys": rows if keys is None else keys}
+    for name, value in sizes.items():
+        if not validation.is_integer(value) or value < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
+    for name, value in (("normalize", normalize), ("ids", ids), ("metrics", metrics)):
+        validation.flag(name, value)
+        if value and name in kind.refused:
+            raise ValueError(f"{name}: {loss} does not take it")
+    columns = sizes["keys"]
+    if columns != rows and (kind.square or kind.symmetric):
+        raise ValueError(f"keys: expected {rows} for {loss}, got {columns}")
+    if kind.symmetric and not (kind.classes or kind.joint) and rows % 2:
+        raise ValueError(f"rows: expected an even number, two views of each sample, got {rows}")
+    given = validation.workspace(workspace)
+    wanted = validation.wrt(kind, wrt)
+    call = replace(
+        _call(kind, (rows, columns, features), dtype, precision, wanted), method=method,
+        workspace=given or WORKSPACE, workspace_given=given is not None, normalize=normalize,
+        ids=ids, retrieval_ranks=metrics,
+    )  # fmt: skip
+    made = schedule(call, gpu.properties)
+    lines = tuple(work_of(made, gpu))
+    asked = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
+             "method": method, "gradient": bool(wanted)}  # fmt: skip
+    usual = columns == rows and wrt in (None, ()) and not (normalize or ids or metrics or given)
+    return Explanation(
+        _title(made.call), gpu.model, made.method,
+        made.operands.precision if made.operands is not None else call.compute,
+        lines, _memory(made), _workspace(made), sum(line.seconds for line in lines),
+        _recorded(asked, gpu) if usual else None, tuple(_notes(made)), made,
+    )  # fmt: skip
+
+
+def _call(
+    kind: spec.Loss, shape: tuple[int, int, int], dtype: str, precision: str, wanted: frozenset[str]
+) -> Call:  # fmt: skip
+    """The description of the call, as `checks` would have it."""
+    (m, n, d), of_features = shape, wanted & set(kind.arguments)
+    copied, gradient_dtype = 0, dtype
+    if kind.joint:  # one softmax over the rows of both arrays, which are copied
+        m = n = 2 * m
+        gradient_dtype = "float64" if dtype == "float64" else "float32"
+        copies = (dtype, gradient_dtype) if of_features else (dtype,)
+        copied = sum(m * Matrix.packed(m, d, z).row_bytes for z in copies)
+    query, key = (Matrix.packed(rows, d, dtype) for rows in (m, n))
+    dq, dk = (Matrix.packed(rows, d, gradient_dtype) for rows in (m, n))
+    wants_query = bool(of_features) if kind.joint else kind.arguments[0] in wanted
+    wants_key = not kind.symmetric and kind.arguments[-1] in wanted
+    return Call(
+        _sums_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
+        validation.precision(precision, {dtype}, False),
+        moments=bool(wanted & {"scale", "bias"}) and moments_pay(m * n, bool(of_features), False),
+        classes=kind.classes, class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
+        copied=copied,
+    )  # fmt: skip
+
+
+def _sums_of(kind: spec.Loss) -> Loss:
+    if kind.sigmoid:
+        return Loss.PAIRS
+    if kind.symmetric:
+        return Loss.VIEWS
+    return Loss.BOTH if kind.column_weight else Loss.ROWS
+
+
+def _title(call: Call) -> str:
+    m, n, d = call.shape
+    return f"{m} x {n} logits of {d} features, {call.loss.value}"
+
+
+def _memory(made: Schedule) -> dict[str, dict[str, int]]:
+    if made.one_launch is not None:
+        return {"loss and gradient": {p.name: p.bytes for p in made.one_launch.memory}}
+    found: dict[str, dict[str, int]] = {}
+    for fold in made.folds:  # of folds of one purpose, the largest
+        parts = {part.name: part.bytes for part in fold.workspace}
+        before = found.get(fold.purpose.value, {})
+        if sum(parts.values()) >= sum(before.values()):
+            found[fold.purpose.value] = parts
+    if made.kept:
+        found["kept from pass to pass"] = {part.name: part.bytes for part in made.kept}
+    return found
+
+
+def _workspace(made: Schedule) -> int:
+    size: int = made.workspace if made.one_launch is None else made.one_launch.bytes
+    return size
+
+
+def _notes(made: Schedule) -> list[str]:
+    call, operands = made.call, made.operands
+    if made.method == "naive":
+        return ["the logits are kept in memory; the kernels of kernels/cuda/naive run in turn"]
+    if operands is None:
+        return []
+    names = ("queries", operands.query), ("keys", operands.key)
+    found = [f"{name} are read {rows.reading.value}" for name, rows in names]
+    found = found[:1] if call.symmetric else found
+    if operands.precision != call.compute:
+        found.append(f"{call.compute} is computed with operands in {operands.precision}")
+    if made.kept_columns:
+        found.append(f"the exponentials of {made.kept_columns} columns are kept between passes")
+    for fold in made.folds:
+        dk = fold.dk_accumulator
+        if dk is not None and dk.overlaid:
+            found.append(f"{dk.overlaid} rows of the accumulator lie in the gradient's own memory")
+            break
+    return found
+
+
+def _recorded(asked: dict[str, Any], gpu: GPU) -> float | None:
+    """What the repository's benchmarks have measured, where they are at hand."""
+    try:
+        record = json.loads(RESULTS.read_text())
+    except OSError:
+        return None
+    if record["device"] != gpu.model:
+        return None
+    for row in record["results"]:
+        same = asked.items() <= row.items() and not row.keys() & {"keys", "wrt"}
+        if same and "median_s" in row:
+            return float(row["median_s"])
+    return None

@@ -1,0 +1,47 @@
+"""GPUs by name: what decides how a call runs on them, and how fast they are at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kernels.gpu.config import Device
+
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A device and its peaks, as the vendor states them for dense products."""
+
+    model: str  # as results name it
+    properties: Device
+    flops: dict[str, float]  # a second, by the type of operands
+    bandwidth: float  # bytes a second
+
+
+def _gpu(
+    model: str, capability: str, multiprocessors: int, shared: tuple[int, int], memory: int,
+    teraflops: tuple[float, float, float, float], bandwidth: float,
+) -> GPU:  # fmt: skip
+    """`shared`: KiB of a block, and of a multiprocessor. `memory`: MiB. `teraflops`: with operands
+    of 16 bits, and in tf32, fp32 and fp64."""
+    block, whole = (KIB * size for size in shared)
+    properties = Device(capability, multiprocessors, block, whole, memory * MIB)
+    kinds = ("16 bits", "tf32", "fp32", "fp64")
+    flops = {kind: 1e12 * rate for kind, rate in zip(kinds, teraflops, strict=True)}
+    return GPU(model, properties, flops, bandwidth)
+
+
+HOPPER = (989.0, 494.0, 67.0, 67.0)
+GPUS = {
+    "b200": _gpu("NVIDIA B200", "100", 148, (227, 228), 183359, (2250, 1125, 75, 37), 7.7e12),
+    "h200": _gpu("NVIDIA H200", "90", 132, (227, 228), 143155, HOPPER, 4.8e12),
+    "h100": _gpu("NVIDIA H100", "90", 132, (227, 228), 81079, HOPPER, 3.35e12),
+    "a100": _gpu("NVIDIA A100", "80", 108, (163, 164), 81079, (312, 156, 19.5, 19.5), 2.0e12),
+    "l40s": _gpu("NVIDIA L40S", "89", 142, (99, 100), 45469, (362, 183, 91.6, 1.4), 0.86e12),
+    "l4": _gpu("NVIDIA L4", "89", 58, (99, 100), 22563, (121, 60, 30, 0.47), 0.3e12),
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090", "89", 128, (99, 100), 24078, (165, 83, 83, 1.3), 1.0e12
+    ),
+    "t4": _gpu("Tesla T4", "75", 40, (64, 64), 14914, (65, 8.1, 8.1, 0.25), 0.32e12),
+}

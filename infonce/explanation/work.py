@@ -1,0 +1,121 @@
+"""What the steps of a schedule compute and move, and the time that this takes at least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..kernels.gpu import config
+from ..kernels.gpu.schedule import (
+    Fold,
+    Operands,
+    Purpose,
+    Schedule,
+    key_ranges_of_products,
+    products,
+)
+from .devices import GPU
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kernel over all blocks of a pass, or the matrix products after it."""
+
+    name: str  # of the pass
+    kernel: str
+    tile: tuple[int, int] | None  # rows and columns that a thread block has at a time
+    block: tuple[int, int] | None  # rows and columns of the largest block of logits
+    blocks: int
+    launches: int
+    flops: float  # multiplications and additions
+    bytes: float  # read and written, each operand of a launch once
+    seconds: float  # at the peaks of the device
+
+
+def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
+    """All lines of a schedule."""
+    if schedule.one_launch is not None:
+        yield _work_of_one_launch(schedule, gpu)
+    operands = schedule.operands
+    if operands is None:
+        return
+    for fold in schedule.folds:
+        name = fold.purpose.value.partition(" and ")[0]
+        kind = operands.precision if operands.precision in gpu.flops else "16 bits"
+        for made in _kernel_and_products(name, fold, schedule, operands):
+            kernel, blocks, launches, flops, moved = made
+            seconds = max(flops / gpu.flops[kind], moved / gpu.bandwidth)
+            tile = (fold.shape.panel_rows, fold.shape.block_n) if blocks else None
+            block = fold.grid.largest if blocks else None
+            yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
+
+
+def _kernel_and_products(
+    name: str, fold: Fold, schedule: Schedule, operands: Operands
+) -> Iterator[tuple[str, int, int, float, float]]:
+    """Kernel, blocks, launches, operations and bytes."""
+    item = config.OPERAND_BYTES[operands.precision]
+    per_product = {1: 1, 2: 3}[operands.parts]
+    pairs, read, kept, launches = 0.0, 0, 0, 0
+    multiplied = _Products(operands)
+    for a, rows in enumerate(fold.grid.rows):
+        for b in fold.grid.visits(a):
+            columns = fold.grid.columns[b]
+            m, n = rows.stop - rows.start, columns.stop - columns.start
+            is_half = fold.grid.triangle and rows == columns and fold.column_sums
+            is_kept = fold.purpose is Purpose.GRADIENT and columns.stop <= schedule.kept_columns
+            pairs += 0 if is_kept else m * n / (2 if is_half and fold.shape.square else 1)
+            kept += m * n * item * is_kept
+            read += (m + n) * operands.width * operands.parts
+            launches += 1 + (fold.purpose is Purpose.ONE_PASS)
+            if fold.dq_accumulator is not None and not fold.in_registers:
+                multiplied.add(m, n, 0, False, fold.dq_accumulator.copies)
+            same = schedule.call.symmetric and rows == columns
+            if fold.dk_accumulator is not None and not fold.in_registers and not same:
+                multiplied.add(m, n, fold.dk_accumulator.first_row - columns.start, True)
+    written = pairs * item if fold.gradients and not fold.in_registers else 0
+    written += schedule.kept[0].bytes if fold.keeping_kernel else 0
+    features = operands.width / operands.item
+    flops = 2.0 * pairs * features * per_product * (1 + fold.in_registers)
+    kernel = fold.kernel.file.removesuffix(".cu")
+    blocks = len(fold.grid)
+    yield kernel, blocks, launches, flops, read + written + 2 * kept
+    if multiplied.number:
+        sides = ("dQ", fold.dq_accumulator), ("dK", fold.dk_accumulator)
+        made = " and ".join(side for side, wanted in sides if wanted is not None)
+        yield f"cuBLAS: {made}", 0, multiplied.number, multiplied.flops, multiplied.bytes
+
+
+class _Products:
+    """Adds up the products of cuBLAS."""
+
+    def __init__(self, operands: Operands) -> None:
+        self.operands, self.number, self.flops, self.bytes = operands, 0, 0.0, 0.0
+
+    def add(self, m: int, n: int, border: int, of_keys: bool, copies: int = 1) -> None:
+        """Those of a block of m x n logits: of its keys' gradients, or of its queries'."""
+        precision, width = self.operands.precision, self.operands.gradient_width
+        real, item = config.ACCUMULATOR_BYTES[precision], self.operands.item
+        for keys in key_ranges_of_products(m, n, width, precision, border):
+            rows, terms = m, keys.stop - keys.start
+            if of_keys:
+                rows, terms = terms, rows
+            for product in products(precision, terms, copies, False):
+                self.number += 1
+                self.flops += 2.0 * rows * width * product.terms * product.batch
+                moved = item * (rows + width) * product.terms + 2 * real * rows * width
+                self.bytes += product.batch * moved
+
+
+def _work_of_one_launch(schedule: Schedule, gpu: GPU) -> Work:
+    launch, call = schedule.one_launch, schedule.call
+    assert launch is not None
+    m, n, d = call.shape
+    outs = [out for out in (call.query_gradient, call.key_gradient) if out is not None]
+    logits = m * n / (2 if call.symmetric else 1)
+    features = [call.query] if call.symmetric else [call.query, call.key]
+    flops = 2.0 * d * (logits + m * n * len(outs))
+    moved = sum(z.rows * z.row_bytes for z in (*features, *outs))
+    kind = "fp64" if call.compute == "fp64" else "fp32"
+    seconds = max(flops / gpu.flops[kind], moved / gpu.bandwidth)
+    return Work("loss and gradient", "fused/fused", (64, 64), (m, n), 1, 1, flops, moved, seconds)

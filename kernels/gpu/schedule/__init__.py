@@ -1,0 +1,40 @@
+"""How a call runs on a GPU, decided before anything runs. Nothing here needs a GPU or CuPy."""
+
+from .call import Block, Call, Loss, Matrix, Purpose
+from .decisions import ALIGNMENT, Schedule, schedule
+from .folds import (
+    KEPT_COLUMNS,
+    Accumulator,
+    Fold,
+    Kernel,
+    OperandRows,
+    Operands,
+    Part,
+    Reading,
+)
+from .one_launch import OneLaunch, choose_method, one_launch
+from .products import key_ranges_of_products, products
+
+__all__ = [
+    "ALIGNMENT",
+    "KEPT_COLUMNS",
+    "Accumulator",
+    "Block",
+    "Call",
+    "Fold",
+    "Kernel",
+    "Loss",
+    "Matrix",
+    "OneLaunch",
+    "OperandRows",
+    "Operands",
+    "Part",
+    "Purpose",
+    "Reading",
+    "Schedule",
+    "choose_method",
+    "key_ranges_of_products",
+    "one_launch",
+    "products",
+    "schedule",
+]

@@ -1,0 +1,187 @@
+"""What is asked for: all on which the schedule of a call depends. It holds no arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ...problem import WORKSPACE, Array, Gradients, Problem
+
+ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
+
+
+class Loss(Enum):
+    """Which sums over logits a loss has."""
+
+    ROWS = "a softmax over the keys of each query"  # info_nce, lit
+    BOTH = "a softmax over the keys of each query, and one over the queries of each key"  # clip
+    VIEWS = "a softmax over all other views: queries are keys"  # nt_xent, sup_con, gte
+    PAIRS = "a sigmoid of each pair"  # siglip
+
+
+class Purpose(Enum):
+    """What a fold is for."""
+
+    STATISTICS = "log-sum-exp"
+    RANKS = "ranks"
+    GRADIENT = "gradient"
+    ONE_PASS = "log-sum-exp and gradient"
+    SIGMOID = "sigmoid loss"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of features or of their gradients, as far as a schedule depends on them."""
+
+    rows: int
+    columns: int
+    dtype: str
+    row_stride: int  # bytes
+    column_stride: int
+    offset: int = 0  # bytes from a multiple of 16
+
+    @staticmethod
+    def packed(rows: int, columns: int, dtype: str) -> Matrix:
+        """A matrix without gaps."""
+        return Matrix(rows, columns, dtype, columns * ITEM[dtype], ITEM[dtype])
+
+    @staticmethod
+    def of(array: Array) -> Matrix:
+        """The description of an array on a GPU."""
+        (rows, columns), (row_stride, column_stride) = array.shape, array.strides
+        offset = array.data.ptr % 16
+        return Matrix(rows, columns, array.dtype.name, row_stride, column_stride, offset)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * ITEM[self.dtype]
+
+    @property
+    def has_vector_rows(self) -> bool:
+        """Whether each row begins at a multiple of 16 bytes, after the end of the row before."""
+        aligned = self.row_stride % 16 == 0 and self.offset == 0
+        return aligned and self.row_stride >= self.row_bytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        rows_follow = self.rows == 1 or self.row_stride == self.row_bytes
+        return rows_follow and (self.columns == 1 or self.column_stride == ITEM[self.dtype])
+
+
+@dataclass(frozen=True)
+class Block:
+    """The one fold of a block, in a call over ranks: this rank's queries and some keys."""
+
+    purpose: Purpose | None  # None: no fold, but questions about features
+    triangle: bool = False  # each pair of views is visited once
+    column_sums: bool = False  # columns have a softmax
+    accumulates: bool = False  # gradients; they may be those of a later fold
+
+
+@dataclass(frozen=True)
+class Call:
+    """One loss, with or without gradients. Fields are named as those of `Problem`."""
+
+    loss: Loss
+    query: Matrix
+    key: Matrix
+    query_gradient: Matrix | None = None  # where it is to be written; None: not wanted
+    key_gradient: Matrix | None = None
+    compute: str = "fp32"  # precision of products and exponentials
+    method: str = "auto"
+    workspace: int = WORKSPACE
+    workspace_given: bool = False
+    normalize: bool = False
+    ids: bool = False
+    set_size: int = 1  # positives of each query
+    key_bias: bool = False
+    query_bias: bool = False  # of queries that are keys of the columns' softmax
+    leaves_out: bool = False  # negatives above a limit
+    limits: bool = False  # which are known: those of a block over ranks
+    row_numbers: bool = False  # margin, decoupled or hardness: numbers in the loss of a row
+    weights: bool = False  # of rows, which kernels do not find in the upstream gradient
+    smoothing: bool = False
+    classes: bool = False  # the positives of a row are all others of its class
+    class_sums: int = 0  # classes whose features are summed
+    joint: bool = False  # rows i and i + B of 2B have one softmax
+    retrieval_ranks: bool = False
+    moments: bool = False  # sums have first moments, from which the gradient of the scale follows
+    copied: int = 0  # bytes of the workspace for copies of a joint loss
+    adds_query: bool = False  # dQ is added to what is there
+    block: Block | None = None  # None: all folds of a whole call
+
+    @staticmethod
+    def of(problem: Problem, gradients: Gradients | None, block: Block | None = None) -> Call:
+        """The description of a problem on a GPU."""
+        dq = dk = None
+        if gradients is not None:
+            dq, dk = map(_destination, (gradients.query, gradients.key))
+            if dq is None and gradients.want_query:  # of a later fold: it adds to dQ in float32
+                m, _, d = problem.shape
+                dq = Matrix.packed(m, d, "float32")
+        classes = problem.classes
+        sums = None if classes is None else classes.in_sums
+        return Call(
+            _loss_of(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
+            problem.compute, problem.method, problem.workspace, problem.workspace_given,
+            problem.normalize, problem.query_ids is not None, problem.set_size,
+            problem.key_bias is not None, problem.query_bias is not None, problem.leaves_out,
+            problem.limits is not None,
+            bool(problem.margin or problem.decoupled or problem.hardness),
+            problem.weights is not None, problem.label_smoothing != 0.0, classes is not None,
+            0 if sums is None else sums.count, problem.joint, problem.retrieval_ranks,
+            problem.moments, problem.copied, gradients is not None and gradients.add_query, block,
+        )  # fmt: skip
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, N, D)."""
+        return self.query.rows, self.key.rows, self.query.columns
+
+    @property
+    def symmetric(self) -> bool:
+        return self.loss is Loss.VIEWS
+
+    @property
+    def two_sided(self) -> bool:
+        return self.loss is Loss.BOTH
+
+    @property
+    def gradient(self) -> bool:
+        """Whether gradients of features are wanted."""
+        return self.query_gradient is not None or self.key_gradient is not None
+
+    @property
+    def pair_options(self) -> int:
+        """How many of limits and biases pairs have."""
+        return self.leaves_out + self.key_bias
+
+    @property
+    def linear_terms(self) -> bool:
+        return self.smoothing or self.classes
+
+    @property
+    def plain(self) -> bool:
+        """Whether each row has one positive, and a softmax of the logits as they are."""
+        numbers = self.pair_options or self.row_numbers or self.weights
+        return not (numbers or self.set_size > 1 or self.linear_terms or self.joint)
+
+    @property
+    def one_softmax(self) -> bool:
+        """Whether rows alone have sums, from which all that is wanted follows."""
+        options = self.linear_terms or self.joint or (self.row_numbers and self.pair_options)
+        return (
+            self.loss is Loss.ROWS and self.set_size == 1 and not (self.retrieval_ranks or options)
+        )
+
+
+def _destination(out: Array | None) -> Matrix | None:
+    return None if out is None else Matrix.of(out)
+
+
+def _loss_of(problem: Problem) -> Loss:
+    if problem.bias is not None:
+        return Loss.PAIRS
+    if problem.symmetric:
+        return Loss.VIEWS
+    return Loss.BOTH if problem.two_sided else Loss.ROWS

@@ -1,0 +1,82 @@
+"""The products of cuBLAS that make dQ and dK of gradient panels: which rows, terms and parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from .. import config
+
+# cuBLAS has fast kernels where sizes along contiguous memory are multiples of 16 bytes: of a row of
+# the panel too. From so many multiplications on, it pays to multiply the keys that remain apart
+WHOLE_BYTES = 16
+LARGE_PRODUCT = 2**30
+# Which parts of the two operands are multiplied, small terms first. The product of both low parts
+# is below float32's rounding
+PART_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
+LOW_UNITS = {"fp16x3": 2048.0}  # in which low parts are written: LOW_UNITS of common.cuh
+# Sums of config.LONGEST_SUM terms of the high parts are corrected by their mean truncation bias. A
+# sum of 512 terms loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed.
+# It gets back 27, about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the
+# ratio of the two.
+LONG_SUM_FACTOR = 1.4
+
+
+class Product(NamedTuple):
+    """A product of some terms, or a batch of them, each with an accumulator of its own."""
+
+    panel_part: int
+    feature_part: int
+    start: int  # the first term
+    terms: int
+    batch: int
+    copy: int  # the accumulator of the first
+    factor: float
+    is_first: bool  # nothing is in these accumulators
+
+
+def key_ranges_of_products(
+    rows: int, keys: int, width: int, precision: str, border: int = 0
+) -> list[slice]:
+    """A block's keys as products take them: those before the `border` between two accumulators, a
+    multiple of `WHOLE_BYTES`, and the rest."""
+    rest = 0
+    border = min(max(border, 0), keys)
+    if rows * keys * width >= LARGE_PRODUCT:
+        rest = (keys - border) % (WHOLE_BYTES // config.element_bytes(precision))
+    return [slice(i, j) for i, j in pairwise((0, border, keys - rest, keys)) if i < j]
+
+
+def products(precision: str, k: int, copies: int, is_first: bool) -> Iterator[Product]:
+    """Those of a panel and features that have `k` terms: of each pair of parts, in sums of as many
+    terms as keep float32's accuracy, `copies` of them at once."""
+    item, limit = config.element_bytes(precision), config.LONGEST_SUM.get(precision, k)
+    for panel_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
+        high = panel_part == feature_part == 0
+        factor = 1 / LOW_UNITS.get(precision, 1.0) if panel_part else 1.0
+        longest = limit if high or copies > 1 else k
+        for start, terms, batch in _sums(k, longest, copies):
+            if high and precision in config.LONGEST_SUM:
+                factor = 1 + LONG_SUM_FACTOR * config.truncation_bias(precision, terms * item)
+            new = is_first and start < copies * longest
+            yield Product(panel_part, feature_part, start, terms, batch,
+                          start // longest % copies, factor, new)  # fmt: skip
+        is_first = False
+
+
+def _sums(k: int, longest: int, at_once: int) -> Iterator[tuple[int, int, int]]:
+    """Sums over k in pieces of at most `longest` terms: where each product starts, its terms, and
+    how many such sums follow one another in it."""
+    whole = k // longest
+    for i in range(0, whole, at_once):
+        yield i * longest, longest, min(at_once, whole - i)
+    if k % longest:
+        yield whole * longest, k % longest, 1
+
+
+def sums_of_first_block(precision: str, first: int, columns: int) -> int:
+    """Sums that the first block's `first` keys are cut into, without those that are multiplied
+    apart. It is the block that begins all copies of an accumulator."""
+    first -= first % (WHOLE_BYTES // config.element_bytes(precision))
+    return max(1, -(-first // config.LONGEST_SUM.get(precision, columns)))

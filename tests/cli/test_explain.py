@@ -1,0 +1,141 @@
+"""`infonce.explain` and the command `infonce explain`, without a GPU."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import infonce
+from infonce import explanation
+from infonce.cli import main
+from infonce.explanation.devices import GPUS
+
+CLIP = ["explain", "clip", "65536", "512", "--dtype", "bfloat16", "--device", "h200"]
+
+
+def output(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_table() -> None:
+    lines = output(*CLIP).splitlines()
+    text = "\n".join(lines)
+    names = "sm90/sweep_lse", "sm90/sweep_gradient", "cuBLAS: dQ and dK"
+    kernels = [next(i for i, line in enumerate(lines) if name in line) for name in names]
+    assert kernels == sorted(kernels)
+    assert "65536 x 65536 logits of 512 features" in text
+    assert "NVIDIA H200" in text
+    for part in ("row_partials", "column_partials", "gradient_panel", "dk_accumulator"):
+        assert part in text
+
+
+def test_json_is_what_the_function_returns() -> None:
+    found = infonce.explain("clip", 65536, 512, dtype="bfloat16", device="h200")
+    assert json.loads(output(*CLIP, "--json")) == json.loads(json.dumps(found.as_dict()))
+    assert found.method == "tiled"
+    assert [work.kernel for work in found.work] == [
+        "sm90/sweep_lse", "sm90/sweep_gradient", "cuBLAS: dQ and dK"
+    ]  # fmt: skip
+    flops = 2 * 65536**2 * 512
+    assert [work.flops / flops for work in found.work] == [1, 1, 2]
+    assert found.seconds == pytest.approx(4 * flops / 989e12)
+    assert sum(found.memory["gradient"].values()) <= found.workspace <= 2**28
+
+
+def test_recorded_seconds_stand_beside_the_bound() -> None:
+    """Those of the same call on the same device alone, and none where results are not at hand."""
+    asked: dict[str, Any] = {"dtype": "bfloat16", "device": "h200"}
+    found = infonce.explain("clip", 65536, 512, **asked)
+    rows = json.loads(explanation.RESULTS.read_text())["results"]
+    times = [row.get("median_s") for row in rows if (row["loss"], row["size"]) == ("clip", 65536)]
+    assert found.recorded in times
+    assert found.recorded > found.seconds
+    assert f"recorded {1e3 * found.recorded:.3f} ms" in output(*CLIP)
+    assert infonce.explain("clip", 65536, 512, **{**asked, "device": "h100"}).recorded is None
+    assert infonce.explain("clip", 65536, 512, normalize=True, **asked).recorded is None
+    assert infonce.explain("clip", 65536, 520, **asked).recorded is None
+
+
+def test_without_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(explanation, "RESULTS", tmp_path / "none.json")
+    assert infonce.explain("clip", 65536, 512, dtype="bfloat16").recorded is None
+
+
+@pytest.mark.parametrize("loss", ["clip", "lit", "siglip", "info_nce", "nt_xent", "sup_con", "gte"])
+@pytest.mark.parametrize("rows", [64, 8192])
+def test_every_loss_on_every_device(loss: str, rows: int) -> None:
+    for device in GPUS:
+        for wrt in (None, ()):
+            found = infonce.explain(loss, rows, 256, device=device, wrt=wrt)
+            names = [work.kernel for work in found.work]
+            assert names
+            assert found.seconds > 0
+            assert any("cuBLAS" in name for name in names) == (wrt is None and names[0][0] != "f")
+
+
+def test_less_memory_takes_more_launches() -> None:
+    much, little = (
+        infonce.explain("clip", 16384, 512, dtype="bfloat16", workspace=of)
+        for of in ("1GiB", "64MiB")
+    )
+    assert sum(work.launches for work in little.work) > sum(work.launches for work in much.work)
+    assert little.workspace <= 64 * 2**20 + 4096
+
+
+def test_queries_and_keys_of_other_numbers() -> None:
+    found = infonce.explain("info_nce", 1000, 384, keys=5000, dtype="bfloat16", wrt=["query"])
+    assert found.call.startswith("1000 x 5000 logits")
+    assert found.work[-1].kernel == "cuBLAS: dQ"
+
+
+def test_naive_and_fused() -> None:
+    assert infonce.explain("clip", 512, 512, method="naive").work == ()
+    small = infonce.explain("clip", 512, 512)
+    assert (small.method, [work.kernel for work in small.work]) == ("fused", ["fused/fused"])
+    assert "13 vectors" in output("explain", "clip", "512", "512")
+    assert "naive" in output("explain", "clip", "512", "512", "--method", "naive")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (("clap", 64, 64), {}, "loss: expected one of"),
+        (("clip", 0, 64), {}, "rows: expected a positive integer, got int 0"),
+        (("clip", 64, 6.5), {}, "features: expected a positive integer, got float 6.5"),
+        (("clip", 64, 64), {"device": "h300"}, 'device: expected one of "b200"'),
+        (("clip", 64, 64), {"dtype": "int8"}, "dtype: expected one of"),
+        (("clip", 64, 64), {"keys": 128}, "keys: expected 64 for clip, got 128"),
+        (("nt_xent", 65, 64), {}, "rows: expected an even number"),
+        (("siglip", 64, 64), {"metrics": True}, "metrics: siglip does not take it"),
+        (("clip", 64, 64), {"wrt": ["query"]}, "wrt: expected names among image, text, scale"),
+        (("clip", 64, 64), {"dtype": "bfloat16", "device": "t4", "method": "tiled"},
+         "precision: expected"),
+        (("clip", 9000, 64), {"method": "fused"}, 'method: "fused" keeps the 9000 x 9000'),
+        (("clip", 9000, 64), {"workspace": "1KiB"}, "workspace: expected at least"),
+    ],
+)  # fmt: skip
+def test_bad_input(given: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        infonce.explain(*given, **options)
+
+
+def test_errors_of_the_command_are_one_line() -> None:
+    done = CliRunner().invoke(main, ["explain", "clip", "64", "64", "--keys", "9"])
+    assert done.exit_code == 2
+    assert done.output.splitlines() == ["infonce: error: keys: expected 64 for clip, got 9"]
+    assert "--device" in output("explain", "--help")
+
+
+def test_it_needs_no_cupy() -> None:
+    """Nor a GPU: a machine without either explains."""
+    code = (
+        "import sys; sys.modules['cupy'] = None; import infonce\n"
+        "print(infonce.explain('clip', 65536, 512, dtype='bfloat16').method)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "tiled\n"), done.stderr

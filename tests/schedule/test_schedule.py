@@ -1,0 +1,196 @@
+"""Schedules: pure values that say what the library asks of a GPU."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from infonce.kernels.gpu import config
+from infonce.kernels.gpu.schedule import (
+    ALIGNMENT,
+    Call,
+    Loss,
+    Matrix,
+    Purpose,
+    Reading,
+    Schedule,
+    schedule,
+)
+
+from infonce.explanation.devices import GPUS
+from infonce.explanation.work import work_of
+
+DEVICES = {name: gpu.properties for name, gpu in GPUS.items()}
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16x3": "float32", "bf16": "bfloat16",
+          "fp16": "float16"}  # fmt: skip
+
+
+def a_call(
+    loss: Loss, m: int, n: int, d: int, compute: str = "bf16", wrt: str = "qk", **options: Any
+) -> Call:
+    dtype = DTYPES[compute]
+    n = n if loss is Loss.ROWS else m
+    query, key = Matrix.packed(m, d, dtype), Matrix.packed(n, d, dtype)
+    dq = query if "q" in wrt else None
+    dk = key if "k" in wrt and loss is not Loss.VIEWS else None
+    return Call(loss, query, key, dq, dk, compute, "tiled", **options)
+
+
+def aligned(made: Schedule, parts: Any) -> int:
+    return sum(-(-part.bytes // ALIGNMENT) * ALIGNMENT for part in (*made.kept, *parts))
+
+
+@settings(max_examples=300)
+@given(
+    loss=st.sampled_from(Loss), m=st.integers(1, 5000).map(lambda k: 2 * k),
+    n=st.integers(1, 80000), d=st.integers(1, 1300), compute=st.sampled_from(sorted(DTYPES)),
+    wrt=st.sampled_from(["", "q", "k", "qk"]), device=st.sampled_from(["h200", "a100", "b200"]),
+    workspace=st.sampled_from([None, 2**24, 2**28, 2**31]), normalize=st.booleans(),
+)  # fmt: skip
+def test_folds_fit_their_workspace_and_visit_all_blocks(
+    loss: Loss, m: int, n: int, d: int, compute: str, wrt: str, device: str,
+    workspace: int | None, normalize: bool,
+) -> None:  # fmt: skip
+    room = {} if workspace is None else {"workspace": workspace, "workspace_given": True}
+    call = a_call(loss, m, n, d, compute, wrt, normalize=normalize, **room)
+    try:
+        made = schedule(call, DEVICES[device])
+    except ValueError:
+        with pytest.raises(ValueError, match="workspace: expected at least"):
+            schedule(call, DEVICES[device])
+        return
+    allowed = max(call.workspace, 0 if workspace else DEVICES[device].share)
+    assert made.workspace <= allowed + 16 * ALIGNMENT
+    dk_folds = [fold for fold in made.folds if fold.dk_accumulator is not None]
+    for fold in made.folds:
+        assert aligned(made, fold.workspace) <= made.workspace
+        names = [part.name for part in fold.workspace]
+        assert len(set(names)) == len(names)
+        edges = [0, *(rows.stop for rows in fold.grid.rows)]
+        assert [rows.start for rows in fold.grid.rows] == edges[:-1]
+        assert edges[-1] == call.shape[0]
+        columns = fold.grid.columns
+        assert all(a.stop == b.start for a, b in pairwise(columns))
+        if fold not in dk_folds:
+            assert (columns[0].start, columns[-1].stop) == (0, call.shape[1])
+    if call.key_gradient is not None:  # ranges of keys follow one another
+        ranges = [(fold.grid.columns[0].start, fold.grid.columns[-1].stop) for fold in dk_folds]
+        assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
+        assert ranges[-1][1] == call.shape[1]
+    wanted = call.query_gradient is not None
+    assert sum(fold.dq_accumulator is not None for fold in made.folds) == wanted
+
+
+def test_the_decisions_of_one_call() -> None:
+    """Those that docs/methods.md tells about."""
+    made = schedule(a_call(Loss.BOTH, 65536, 65536, 512), DEVICES["h200"])
+    assert [fold.purpose for fold in made.folds] == [Purpose.STATISTICS, Purpose.GRADIENT]
+    assert [fold.kernel.name for fold in made.folds] == ["sweep_lse", "sweep_gradient"]
+    assert len(made.folds[0].grid) == 1
+    assert made.operands is not None
+    assert made.operands.query.reading is Reading.IN_PLACE
+    one = schedule(a_call(Loss.ROWS, 4096, 65536, 512), DEVICES["h200"])
+    assert [fold.purpose for fold in one.folds] == [Purpose.ONE_PASS]
+    views = schedule(a_call(Loss.VIEWS, 65536, 0, 128), DEVICES["h200"])
+    assert [fold.kernel.name for fold in views.folds] == ["sweep_lse", "sweep_narrow"]
+    assert not [part for part in views.folds[1].workspace if part.name == "gradient_panel"]
+    assert made.kept_columns == 0  # products of eight K-slices are no longer than what is saved
+    wide = schedule(a_call(Loss.BOTH, 16384, 16384, 576), DEVICES["h200"])
+    assert wide.kept_columns == 16384
+    assert wide.folds[0].keeping_kernel is not None
+    a100 = schedule(a_call(Loss.BOTH, 65536, 65536, 512), DEVICES["a100"])
+    assert [fold.kernel.file for fold in a100.folds] == ["tiled/lse.cu", "tiled/gradient.cu"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "method"),
+    [(512, {}, "fused"), (512, {"key_bias": True}, "tiled"), (512, {"set_size": 2}, "tiled"),
+     (512, {"retrieval_ranks": True}, "tiled"), (514, {}, "tiled"),
+     (512, {"workspace": 2**20}, "tiled")],
+)  # fmt: skip
+def test_one_launch_is_for_small_plain_batches(
+    rows: int, options: dict[str, Any], method: str
+) -> None:
+    """2^18 logits at most, of 2^28 multiply-adds, that fit the workspace."""
+    call = replace(a_call(Loss.ROWS, rows, 512, 512, "fp32"), method="auto", **options)
+    made = schedule(call, DEVICES["h200"])
+    assert made.method == method
+    assert (made.one_launch is not None) == (method == "fused")
+
+
+def test_precisions_that_a_device_lacks() -> None:
+    with pytest.raises(ValueError, match=r"precision: .* capability 75, which lacks the tensor"):
+        schedule(a_call(Loss.BOTH, 1024, 1024, 64), DEVICES["t4"])
+
+
+@pytest.mark.extras
+def test_launches_are_those_that_calls_ask_for() -> None:
+    """Kernels over blocks with their options, and how many products, of 400 random calls."""
+    cupy = pytest.importorskip("cupy")
+    import launches
+    from random_problems import Drawing
+
+    seen: Counter[str] = Counter()
+    with launches.nothing_runs() as now:
+        for index in range(400):
+            now.into = into = launches.Recording()
+            with cupy.cuda.using_allocator(into.malloc):
+                drawn = Drawing(index, into.malloc).call()
+                if drawn.problem.weights is not None:  # which kernels find in `upstream`
+                    drawn.problem.weights = None
+                now.device, call = drawn.device, Call.of(drawn.problem, drawn.gradients)
+                outcome = launches.run(drawn)
+            if outcome.startswith("refused"):
+                with pytest.raises(ValueError, match=r"^(precision|workspace|method): ") as error:
+                    schedule(call, drawn.device)
+                assert outcome == f"refused: {error.value}"
+                continue
+            made = schedule(call, drawn.device)
+            if outcome != "done" or made.folds == ():
+                continue
+            into.finish()
+            taken = [step[:5] for step in into.steps_taken() if step[0].startswith(("ti", "sm"))]
+            assert [(*k[:3], k[3], k[4]) for k in of_folds(made)] == [
+                (file, name, defines, threads, blocks)
+                for file, name, defines, blocks, threads in taken
+            ]
+            gpu = replace(GPUS["h200"], properties=drawn.device)
+            multiplied = sum(w.launches for w in work_of(made, gpu) if w.kernel.startswith("cu"))
+            assert multiplied == sum(step[0] == "_gemm" for step in into.steps_taken())
+            seen.update(fold.purpose.name for fold in made.folds)
+    assert seen.keys() == Purpose.__members__.keys()
+    assert min(seen.values()) > 5
+
+
+def of_folds(made: Schedule) -> list[tuple[Any, ...]]:
+    """File, kernel, -D options, threads and blocks of each launch over a block of logits."""
+    found: list[tuple[Any, ...]] = []
+
+    def add(kernel: Any, blocks: int) -> None:
+        options = tuple(sorted(kernel.options))
+        found.append((kernel.file, kernel.name, options, kernel.threads, blocks))
+
+    for fold in made.folds:
+        for a, rows in enumerate(fold.grid.rows):
+            for b in fold.grid.visits(a):
+                columns = fold.grid.columns[b]
+                m, n = rows.stop - rows.start, columns.stop - columns.start
+                diagonal = made.call.symmetric and rows == columns
+                kept = columns.stop <= made.kept_columns
+                kernel = fold.diagonal_kernel if diagonal else None
+                kernel = (fold.keeping_kernel if kept else None) or kernel or fold.kernel
+                if fold.kept_kernel is not None and kept:
+                    strips = -(-m // config.STRIP) * -(-n // 1024)
+                    add(fold.kept_kernel, strips)
+                half = diagonal and fold.column_sums and fold.shape.square
+                half = half and fold.purpose is Purpose.STATISTICS
+                if isinstance(fold.shape, config.Sweep):
+                    blocks = fold.shape.blocks(m, n, half)
+                else:
+                    blocks = fold.shape.blocks(m, n, made.device.multiprocessors)
+                for _ in range(1 + (fold.purpose is Purpose.ONE_PASS)):
+                    add(kernel, blocks)
+    return found
