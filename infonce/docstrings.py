@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
-from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, LossOptions
+from .keywords import Keywords, signature
+from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
 ERRORS = """
 TypeError, ValueError
@@ -60,22 +61,19 @@ def documented(function: _F) -> _F:
         doc += f"\n\n{title}\n{'-' * len(title)}\n{body}"
     function.__doc__ = doc + "\n"
 
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    named = {p.name for p in parameters}
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default)
-        for name in options
-        if name not in named
-    ]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__signature__ = signature(  # type: ignore[attr-defined]
+        function, {name: ("", OPTIONS[name].default) for name in options}
+    )
     return function
 
 
-def adapted(like: Callable[..., Any], call: str) -> Callable[[_F], _F]:
+def adapted(
+    like: Callable[..., Any], call: str, keywords_of: Callable[[Loss], Keywords] | None = None
+) -> Callable[[_F], _F]:
     """Document an adapter's function as the loss it stands for: that one's equation and source, and
     how it is called: `call`, an example and a description, where ``{loss}`` and ``{arguments}`` are
-    the loss's, ``{name}`` is the adapter's, and ``{options}`` are those of compiled programs."""
+    the loss's, ``{name}`` is the adapter's, and ``{options}`` are those of compiled programs. Its
+    signature spells out `keywords_of` the loss."""
     text, _, rest = inspect.cleandoc(like.__doc__ or "").partition("\n\nParameters\n")
     first, _, equation = text.split("\n\n", 2)
     source = rest.partition("\nReferences\n----------\n")[2].partition("\n\n")[0]
@@ -90,6 +88,8 @@ def adapted(like: Callable[..., Any], call: str) -> Callable[[_F], _F]:
         example, _, usage = usage.partition("\n\n")
         parts = first, example, equation, usage, f"References\n----------\n{source}\n"
         function.__doc__ = "\n\n".join(parts)
+        if keywords_of is not None:
+            function.__signature__ = signature(function, keywords_of(loss))  # type: ignore[attr-defined]
         return function
 
     return add

@@ -5,7 +5,6 @@ The checks of single arguments are in `validation`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import numpy as np
 
 from ..arrays import gpu_missing, namespace, native, on_gpu
 from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
+from ..keywords import unexpected
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import outputs, rows, softmax, validation
 
@@ -322,12 +322,12 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
     for name in options:
         if name not in allowed:
             function = f"{loss.name}_loss{'_and_grad' * with_grad}()"
-            near = difflib.get_close_matches(name, allowed, 1)
-            known = ", ".join(name for name in DEFAULTS if name in allowed)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {known}"
             if name in GRAD_ONLY:
-                hint = f"it is one of {loss.name}_loss_and_grad()"
-            raise TypeError(f"{function}: unexpected keyword argument {name!r} ({hint})")
+                raise TypeError(
+                    f"{function}: unexpected keyword argument {name!r} "
+                    f"(it is one of {loss.name}_loss_and_grad())"
+                )
+            raise unexpected(function, name, [name for name in DEFAULTS if name in allowed])
     o = {**DEFAULTS, **options}
     for name, choices in CHOICES.items():
         validation.choice(name, o[name], choices)

@@ -6,49 +6,47 @@ One path for all: `_apply` -> a node of autograd's graph (or, in a compiled grap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import docstrings, losses, spec
+from .. import docstrings, keywords, losses, spec
 from ..checks import validation
-from ..spec import GRAD_ONLY, VECTORS, Loss
+from ..spec import GRAD_ONLY, VECTORS, Loss, LossOptions
 from .core import autograd, compiled
 
+PLAIN = frozenset({*LossOptions.__annotations__, "metrics"})  # what losses take without a group
 DTYPES = {getattr(torch, name) for name in validation.FLOATS}
 
 
 def _apply(
     kind: Loss,
     features: Sequence[Tensor],
+    options: dict[str, Any],
     labels: Tensor | None = None,
     bias: Any = None,
-    *,
-    scale: Any = None,
-    temperature: Any = None,
-    metrics: bool = False,
-    **options: Any,
 ) -> Any:
+    if not PLAIN.issuperset(options):
+        function = f"infonce.torch.{kind.name}_loss()"
+        require_known(function, options, keywords.of_torch(kind))
+        if options.get("group") is None and (of_group := options.keys() - PLAIN - {"group"}):
+            raise TypeError(f"{function}: expected group with {min(of_group)}, got None")
+        labels = options.pop("labels", labels)
     for name, z in zip(kind.arguments, features, strict=True):
         if not isinstance(z, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
         _check(kind, name, z, features[0])
-    if not GRAD_ONLY.isdisjoint(options):
-        name = min(GRAD_ONLY.intersection(options))
-        raise TypeError(
-            f"infonce.torch.{kind.name}_loss(): unexpected keyword argument {name!r}: "
-            "gradients are autograd's"
-        )
     for name in VECTORS:
         if getattr(options.get(name), "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: expected a tensor that requires no gradient, as it gets none, got one "
                 "that does: .detach() makes one"
             )
-    scale, bias = _scalar("scale", scale), _scalar("bias", bias)
-    temperature = _scalar("temperature", temperature)
+    metrics = options.pop("metrics", False)
+    scale, bias = _scalar("scale", options.pop("scale", None)), _scalar("bias", bias)
+    temperature: Any = _scalar("temperature", options.pop("temperature", None))
     if isinstance(temperature, Tensor):
         if scale is not None:
             raise ValueError("temperature, scale: expected one of them, got both")
@@ -62,6 +60,17 @@ def _apply(
     call = autograd.Call(kind, labels, scale, bias, options, metrics)
     loss = autograd.apply(call, features)
     return (loss, call.metrics) if metrics else loss
+
+
+def require_known(function: str, options: Collection[str], known: Collection[str]) -> None:
+    """TypeError for a keyword that is not known, by the name of what was called."""
+    if refused := (GRAD_ONLY - PLAIN).intersection(options):
+        raise TypeError(
+            f"{function}: unexpected keyword argument {min(refused)!r}: gradients are autograd's"
+        )
+    for name in options:
+        if name not in known and name not in PLAIN:  # what a loss refuses has an error of its own
+            raise keywords.unexpected(function, name, known)
 
 
 def _check(kind: Loss, name: str, z: Tensor, first: Tensor) -> None:
@@ -86,6 +95,8 @@ def _scalar(name: str, value: Any) -> Any:
         return value
     if value.numel() != 1:
         raise TypeError(f"{name}: expected a number or 0-d tensor, got {validation.what(value)}")
+    if hasattr(value, "full_tensor"):  # a DTensor, as fully_shard makes them
+        value = value.full_tensor()
     return value.reshape(())
 
 
@@ -127,36 +138,36 @@ DOC = """
 """
 
 
-@docstrings.adapted(losses.clip_loss, DOC)
+@docstrings.adapted(losses.clip_loss, DOC, keywords.of_torch)
 def clip_loss(image: Tensor, text: Tensor, **options: Any) -> Any:
-    return _apply(spec.CLIP, (image, text), **options)
+    return _apply(spec.CLIP, (image, text), options)
 
 
-@docstrings.adapted(losses.info_nce_loss, DOC)
+@docstrings.adapted(losses.info_nce_loss, DOC, keywords.of_torch)
 def info_nce_loss(query: Tensor, key: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
-    return _apply(spec.INFO_NCE, (query, key), labels, **options)
+    return _apply(spec.INFO_NCE, (query, key), options, labels)
 
 
-@docstrings.adapted(losses.nt_xent_loss, DOC)
+@docstrings.adapted(losses.nt_xent_loss, DOC, keywords.of_torch)
 def nt_xent_loss(features: Tensor, **options: Any) -> Any:
-    return _apply(spec.NT_XENT, (features,), **options)
+    return _apply(spec.NT_XENT, (features,), options)
 
 
-@docstrings.adapted(losses.lit_loss, DOC)
+@docstrings.adapted(losses.lit_loss, DOC, keywords.of_torch)
 def lit_loss(text: Tensor, image: Tensor, **options: Any) -> Any:
-    return _apply(spec.LIT, (text, image), **options)
+    return _apply(spec.LIT, (text, image), options)
 
 
-@docstrings.adapted(losses.siglip_loss, DOC)
+@docstrings.adapted(losses.siglip_loss, DOC, keywords.of_torch)
 def siglip_loss(image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
-    return _apply(spec.SIGLIP, (image, text), None, bias, **options)
+    return _apply(spec.SIGLIP, (image, text), options, None, bias)
 
 
-@docstrings.adapted(losses.sup_con_loss, DOC)
+@docstrings.adapted(losses.sup_con_loss, DOC, keywords.of_torch)
 def sup_con_loss(features: Tensor, labels: Tensor, **options: Any) -> Any:
-    return _apply(spec.SUP_CON, (features,), labels, **options)
+    return _apply(spec.SUP_CON, (features,), options, labels)
 
 
-@docstrings.adapted(losses.gte_loss, DOC)
+@docstrings.adapted(losses.gte_loss, DOC, keywords.of_torch)
 def gte_loss(query: Tensor, key: Tensor, **options: Any) -> Any:
-    return _apply(spec.GTE, (query, key), **options)
+    return _apply(spec.GTE, (query, key), options)

@@ -1,12 +1,16 @@
-"""The losses as modules: a function of `infonce.torch`, and some of its keywords."""
+"""The losses as modules: a function of `infonce.torch`, some of its keywords, learned numbers."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .. import docstrings, losses
+from .. import docstrings, keywords, losses, spec
+from ..checks import validation
+from ..spec import Loss
 from . import functions
 
 DOC = """
@@ -14,12 +18,21 @@ DOC = """
     >>> loss = criterion({call_arguments}, scale=20.0)
 
     The function `infonce.torch.{loss}` as a module: it is called with the same arguments,
-    ``forward({call_arguments}, **options)``.
+    ``forward({call_arguments}, **options)``. With ``learnable=True`` it learns the scale: give the
+    optimizer its ``parameters()`` too.
 
     Parameters
     ----------
     {arguments} : tensors [rows, features]
         At the call, with `labels` and `bias` if the function has them.
+    learnable : bool, default False
+        Make a parameter of the logarithm of the scale, ``log_scale`` [1], which begins at the given
+        `temperature` or `scale`; and in SigLIP of the bias, ``bias`` [1].
+    max_scale : float, default 100
+        With `learnable`, the largest scale: each call first clamps ``log_scale`` to its logarithm.
+        ``math.inf``: no limit.
+    temperature, scale, bias
+        An `nn.Parameter` given at construction becomes a parameter of the module.
     options
         Keywords of the function, with its defaults, at construction or at the call; those of the
         call take precedence:
@@ -32,60 +45,129 @@ DOC = """
     Raises
     ------
     TypeError, ValueError
-        At the call, those of the function.
+        At construction, for a keyword that the function does not have, and for numbers that are no
+        beginning of a learnable scale. At the call, those of the function.
 """
+NUMBERS = ("temperature", "scale", "bias")  # that may be parameters
+LEARNED = ("log_scale", *NUMBERS)
 
 
-class _Keywords(nn.Module):
-    """A module that keeps keywords of a function."""
+class _LossModule(nn.Module):
+    """A loss with keywords that are kept, and numbers that are learned."""
 
-    def __init__(self, **options: Any) -> None:
+    kind: Loss
+
+    def __init_subclass__(cls, kind: Loss | None = None, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if kind is None:  # a user's subclass
+            return
+
+        # A function for each class, whose signature is not that of an instance
+        def __init__(self: _LossModule, **options: Any) -> None:
+            _LossModule.__init__(self, **options)
+
+        of_init = keywords.signature(__init__, keywords.of_module(kind))
+        __init__.__signature__ = of_init  # type: ignore[attr-defined]
+        cls.kind, cls.__init__ = kind, __init__  # type: ignore[method-assign]
+        cls.forward.__signature__ = keywords.signature(cls.forward, keywords.of_torch(kind))
+
+    def __init__(
+        self, *, learnable: bool = False, max_scale: float = keywords.MAX_SCALE, **options: Any
+    ) -> None:
         super().__init__()
-        self.options = options
+        self._require_known(options)
+        validation.flag("learnable", learnable)
+        self.learnable, self.max_scale, self.options = learnable, max_scale, options
+        for name in NUMBERS:
+            if isinstance(options.get(name), nn.Parameter):
+                self.register_parameter(name, options.pop(name))
+        if learnable:
+            self._learn()
+        elif max_scale != keywords.MAX_SCALE:
+            raise ValueError("max_scale: expected learnable=True with it, got False")
+
+    def _learn(self) -> None:
+        """Parameters of the scale, by its logarithm, and of a bias."""
+        if self._parameters:
+            raise ValueError(
+                f"learnable: expected False with a Parameter as {min(self._parameters)}, got True"
+            )
+        temperature, scale, bias = (self.options.pop(name, None) for name in NUMBERS)
+        scale = float(validation.scale(self.kind, temperature, scale, "fp32"))
+        limit = validation.number("max_scale", self.max_scale, infinite=True)
+        if limit < scale:
+            raise ValueError(f"max_scale: expected at least the scale, {scale!r}, got {limit!r}")
+        # Vectors of one number: fully_shard takes no 0-d parameter
+        self.log_scale = nn.Parameter(torch.tensor([math.log(scale)]))
+        if self.kind.sigmoid:
+            bias = validation.number("bias", self.kind.bias if bias is None else bias)
+            self.bias = nn.Parameter(torch.tensor([float(bias)]))
+
+    def _given(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a call: the module's, and in their place those of the call."""
+        if not functions.PLAIN.issuperset(options):
+            self._require_known(options)
+        learned = {name: self._parameters[name] for name in LEARNED if name in self._parameters}
+        given = {**self.options, **learned}
+        if not options.keys().isdisjoint(("temperature", "scale")):
+            for name in ("log_scale", "temperature", "scale"):
+                given.pop(name, None)
+        if "log_scale" in given:
+            log_scale = given.pop("log_scale")
+            with torch.no_grad():  # in place: beyond the limit, a clamped value has no gradient
+                log_scale.clamp_(max=math.log(self.max_scale))
+            given["scale"] = log_scale.exp()
+        return {**given, **options}
+
+    def _require_known(self, options: dict[str, Any]) -> None:
+        function = f"infonce.torch.{type(self).__name__}()"
+        functions.require_known(function, options, keywords.of_module(self.kind))
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        learned = {"learnable": True, "max_scale": self.max_scale} if self.learnable else {}
+        return ", ".join(f"{name}={value!r}" for name, value in {**learned, **self.options}.items())
 
 
 @docstrings.adapted(losses.info_nce_loss, DOC)
-class InfoNCELoss(_Keywords):
+class InfoNCELoss(_LossModule, kind=spec.INFO_NCE):
     def forward(
         self, query: Tensor, key: Tensor, labels: Tensor | None = None, **options: Any
     ) -> Any:
-        return functions.info_nce_loss(query, key, labels, **{**self.options, **options})
+        return functions.info_nce_loss(query, key, labels, **self._given(options))
 
 
 @docstrings.adapted(losses.nt_xent_loss, DOC)
-class NTXentLoss(_Keywords):
+class NTXentLoss(_LossModule, kind=spec.NT_XENT):
     def forward(self, features: Tensor, **options: Any) -> Any:
-        return functions.nt_xent_loss(features, **{**self.options, **options})
+        return functions.nt_xent_loss(features, **self._given(options))
 
 
 @docstrings.adapted(losses.clip_loss, DOC)
-class CLIPLoss(_Keywords):
+class CLIPLoss(_LossModule, kind=spec.CLIP):
     def forward(self, image: Tensor, text: Tensor, **options: Any) -> Any:
-        return functions.clip_loss(image, text, **{**self.options, **options})
+        return functions.clip_loss(image, text, **self._given(options))
 
 
 @docstrings.adapted(losses.lit_loss, DOC)
-class LiTLoss(_Keywords):
+class LiTLoss(_LossModule, kind=spec.LIT):
     def forward(self, text: Tensor, image: Tensor, **options: Any) -> Any:
-        return functions.lit_loss(text, image, **{**self.options, **options})
+        return functions.lit_loss(text, image, **self._given(options))
 
 
 @docstrings.adapted(losses.siglip_loss, DOC)
-class SigLIPLoss(_Keywords):
+class SigLIPLoss(_LossModule, kind=spec.SIGLIP):
     def forward(self, image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
-        return functions.siglip_loss(image, text, bias, **{**self.options, **options})
+        given = self._given(options if bias is None else {**options, "bias": bias})
+        return functions.siglip_loss(image, text, **given)
 
 
 @docstrings.adapted(losses.sup_con_loss, DOC)
-class SupConLoss(_Keywords):
+class SupConLoss(_LossModule, kind=spec.SUP_CON):
     def forward(self, features: Tensor, labels: Tensor, **options: Any) -> Any:
-        return functions.sup_con_loss(features, labels, **{**self.options, **options})
+        return functions.sup_con_loss(features, labels, **self._given(options))
 
 
 @docstrings.adapted(losses.gte_loss, DOC)
-class GTELoss(_Keywords):
+class GTELoss(_LossModule, kind=spec.GTE):
     def forward(self, query: Tensor, key: Tensor, **options: Any) -> Any:
-        return functions.gte_loss(query, key, **{**self.options, **options})
+        return functions.gte_loss(query, key, **self._given(options))

@@ -1,6 +1,5 @@
 """What infonce.torch does not take: bad calls, and derivatives that there are none of."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -29,10 +28,14 @@ def test_bad_calls_are_those_of_arrays(
     for z in given:
         if isinstance(z, torch.Tensor) and z.is_floating_point():
             z.requires_grad_()
-    function = getattr(it, f"{loss}_loss")
-    function = MODULES[loss](**options) if as_module else functools.partial(function, **options)
+
+    def call() -> Any:
+        if as_module:
+            return MODULES[loss](**options)(*given)
+        return getattr(it, f"{loss}_loss")(*given, **options)
+
     with pytest.raises(error) as caught:
-        function(*given)
+        call()
     for word in words:
         assert word.replace("an array", "a tensor") in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -75,10 +78,30 @@ def test_errors() -> None:
     for one in (1.0, torch.tensor(1.0)):
         with pytest.raises(ValueError, match="temperature, scale: expected one of them, got both"):
             it.clip_loss(image, text, scale=1.0, temperature=one)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'normalise'"):
-        it.clip_loss(image, text, scale=1.0, normalise=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'wrt': gradients are autogr"):
         it.clip_loss(image, text, scale=1.0, wrt=["image"])
+
+
+def test_an_unknown_keyword_is_named_with_the_nearest() -> None:
+    """By the name of what was called; a module refuses it at construction."""
+    image, text = features("clip")
+    function, module = r"^infonce\.torch\.clip_loss\(\)", r"^infonce\.torch\.CLIPLoss\(\)"
+    words = r": unexpected keyword argument 'normalise' \(did you mean 'normalize'\?\)$"
+    with pytest.raises(TypeError, match=function + words):
+        it.clip_loss(image, text, scale=1.0, normalise=True)
+    with pytest.raises(TypeError, match=module + words):
+        it.CLIPLoss(scale=1.0, normalise=True)
+    with pytest.raises(TypeError, match=module + words):
+        it.CLIPLoss(scale=1.0)(image, text, normalise=True)
+    with pytest.raises(TypeError, match=function + r".*'labels' \(expected one of temperature, sc"):
+        it.clip_loss(image, text, scale=1.0, labels=torch.arange(12))
+    with pytest.raises(TypeError, match=module + r".*'bias'"):
+        it.CLIPLoss(scale=1.0, bias=-10.0)
+    for name, value in (("timeout", 3.0), ("gradient_scale", "ddp")):
+        with pytest.raises(TypeError, match=rf"{function}: expected group with {name}, got None$"):
+            it.clip_loss(image, text, scale=1.0, **{name: value})
+    with pytest.raises(TypeError, match="expected group with labels, got None"):
+        it.nt_xent_loss(image, scale=1.0, labels=torch.arange(12))
 
 
 def test_double_backward_says_no() -> None:

@@ -1,6 +1,8 @@
 """The modules of infonce.torch, both adapters with numbers at the ends of their range and upstream
 gradients of a GradScaler, and arguments that change in place between passes."""
 
+import copy
+import math
 import re
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from judge import judged, pairs
 
 torch = pytest.importorskip("torch")
-from torch_problems import LOSSES, MODULES, arguments, call, features  # noqa: E402
+from torch_problems import LOSSES, MODULES, STEPS, arguments, call, features  # noqa: E402
 
 import infonce  # noqa: E402
 import infonce.torch as it  # noqa: E402
@@ -77,6 +79,106 @@ def test_numbers_at_the_ends_are_silent() -> None:
         it.clip_loss(tensor, tensor, temperature=1e-9)
     with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
         it.clip_loss(tensor, tensor, temperature=0)
+
+
+# --- learned numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_learnable_module_trains_its_scale(loss: str) -> None:
+    """Its parameters are trained as those of a model whose scale is a parameter, and are saved."""
+    z = features(loss, 16)
+    given = arguments(loss, [side.detach() for side in z])
+    module = MODULES[loss](learnable=True, scale=4.0, normalize=True).double()
+    names = ["log_scale", "bias"] if loss == "siglip" else ["log_scale"]
+    assert list(dict(module.named_parameters())) == names == list(module.state_dict())
+    log_scale = torch.tensor(4.0).log().double().requires_grad_()
+    bias = torch.tensor(-10.0, dtype=torch.float64, requires_grad=True)
+    leaves = [log_scale, bias][: len(names)]
+    optimizers = [torch.optim.SGD(of, lr=0.1, momentum=0.9) for of in (module.parameters(), leaves)]
+    for _ in range(STEPS):
+        options = {"bias": bias} if loss == "siglip" else {}
+        want = call(loss, given[:1] if loss == "sup_con" else given, scale=log_scale.exp(),
+                    normalize=True, **options)  # fmt: skip
+        for value, optimizer in zip((module(*given), want), optimizers, strict=True):
+            torch.testing.assert_close(value, want)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    assert abs(log_scale.detach() - math.log(4.0)) > 1e-3
+    for name, leaf in zip(names, leaves, strict=True):
+        torch.testing.assert_close(module.state_dict()[name], leaf.detach().reshape(1))
+    loaded = MODULES[loss](learnable=True, temperature=0.07, normalize=True).double()
+    loaded.load_state_dict(module.state_dict())
+    assert torch.equal(loaded(*given), module(*given))
+
+
+def test_a_learned_scale_stays_within_its_limit() -> None:
+    """And comes back from there."""
+    module = it.CLIPLoss(learnable=True, temperature=0.07, max_scale=20.0)
+    assert "learnable=True, max_scale=20.0" in repr(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    image = torch.eye(8)
+    module.log_scale.data.fill_(5.0)
+    loss = module(image, image.roll(1, 0))
+    torch.testing.assert_close(loss, it.clip_loss(image, image.roll(1, 0), scale=20.0))
+    loss.backward()
+    optimizer.step()
+    assert 10.0 < module.log_scale.exp().item() < 19.0
+    free = it.CLIPLoss(learnable=True, scale=200.0, max_scale=math.inf)
+    free(image, image)
+    assert free.log_scale.exp().item() == pytest.approx(200.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["temperature", "scale", "bias"])
+def test_a_parameter_given_to_a_module_is_its_own(name: str) -> None:
+    """It moves and is replaced with the module: a copy does not train the original."""
+    z = [side.detach() for side in features("siglip")]
+    numbers = {"scale": 3.0, "temperature": 0.5, "bias": -2.0}
+    others = {} if name != "bias" else {"scale": 3.0}
+    given = torch.nn.Parameter(torch.tensor(numbers[name]))
+    module = it.SigLIPLoss(**{name: given}, **others)
+    assert dict(module.named_parameters()) == {name: given}
+    copied = copy.deepcopy(module).double()
+    (parameter,) = copied.parameters()
+    leaf = parameter.detach().clone().requires_grad_()
+    copied(*z).backward()
+    want = it.siglip_loss(*z, **{name: leaf}, **others)
+    want.backward()
+    torch.testing.assert_close(parameter.grad, leaf.grad, rtol=0, atol=0)
+    assert given.grad is None
+    assert leaf.grad.abs() > 1e-6
+
+
+def test_keywords_of_a_call_take_the_place_of_learned_numbers() -> None:
+    z = features("siglip")
+    module = it.SigLIPLoss(learnable=True, temperature=0.1, bias=-3.0)
+    want = it.siglip_loss(*z, -1.0, temperature=0.5)
+    assert torch.equal(module(*z, -1.0, temperature=0.5), want)
+    assert torch.equal(module(*z, bias=-1.0, scale=2.0), want)
+    kept = it.SigLIPLoss(temperature=0.1, bias=-1.0)
+    assert torch.equal(kept(*z, scale=2.0), want)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, ValueError, "temperature, scale: expected one of them, got neither"),
+        ({"scale": 1.0, "temperature": 1.0}, ValueError, "temperature, scale: expected one of th"),
+        ({"scale": -1.0}, ValueError, "scale: expected a positive number, got -1.0"),
+        ({"scale": 200.0}, ValueError, "max_scale: expected at least the scale, 200.0, got 100.0"),
+        ({"scale": 1.0, "max_scale": "9"}, TypeError, "max_scale: expected a number or 0-d array"),
+        ({"scale": torch.nn.Parameter(torch.ones(()))}, ValueError,
+         "learnable: expected False with a Parameter as scale, got True"),
+        ({"scale": 1.0, "learnable": 1}, TypeError, "learnable: expected True or False, got int 1"),
+        ({"learnable": False, "max_scale": 50.0}, ValueError, "max_scale: expected learnable=True"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_learned(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=f"^{words}"):
+        it.CLIPLoss(**{"learnable": True, **options})
 
 
 # --- float16 features under a GradScaler ----------------------------------------------------------

@@ -1,0 +1,78 @@
+"""The keywords of the losses of `infonce.torch` and `infonce.jax`: types, defaults, a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+from .spec import COMPILED, OPTIONS, GradOptions, Loss, LossOptions
+
+Keywords = dict[str, tuple[str, Any]]  # name -> type as it is written, default
+
+# Arrays of PyTorch and JAX in the place of `Any`
+TENSORS = {
+    "temperature": "float | Tensor | None",
+    "scale": "float | Tensor | None",
+    "weights": "Tensor | None",
+    "key_bias": "Tensor | None",
+}
+# Of the process group that shares a batch: those of infonce.distributed, `group` being its `comm`
+GROUP: Keywords = {
+    "group": ("ProcessGroup | None", None),
+    "transport": ('Literal["auto", "mpi", "nccl", "cuda-aware", "staged"]', "auto"),
+    "exchange": ('Literal["auto", "ring", "gather", "hierarchical"]', "auto"),
+    "timeout": ("float | None", 300.0),
+    "gradient_scale": ('Literal["global", "ddp"]', "ddp"),
+}
+VIEWS: Keywords = {"labels": ("Tensor | None", None)}  # of losses of views: the other view's row
+MAX_SCALE = 100.0
+
+
+def of_torch(loss: Loss) -> Keywords:
+    """The keywords of a function of `infonce.torch`, which has this loss."""
+    of_views = loss.symmetric and not (loss.classes or loss.joint)
+    names = [*LossOptions.__annotations__, "metrics"]
+    return _table(names, TENSORS, loss) | (VIEWS if of_views else {}) | GROUP
+
+
+def of_module(loss: Loss) -> Keywords:
+    """The keywords of a module of `infonce.torch` at construction."""
+    learnable: Keywords = {"learnable": ("bool", False), "max_scale": ("float", MAX_SCALE)}
+    bias: Keywords = {"bias": (TENSORS["scale"], None)} if loss.sigmoid else {}
+    return learnable | bias | of_torch(loss)
+
+
+def of_jax(loss: Loss) -> Keywords:
+    """The keywords of a function of `infonce.jax`, which has this loss."""
+    names = ["temperature", "scale", "ids", "weights", "key_bias", *COMPILED, "metrics"]
+    types = {name: type_.replace("Tensor", "Array") for name, type_ in TENSORS.items()}
+    return _table(names, types, loss)
+
+
+def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:
+    written = {name: type_.__forward_arg__ for name, type_ in GradOptions.__annotations__.items()}
+    return {
+        name: (types.get(name, written[name]), OPTIONS[name].default)
+        for name in names
+        if name not in loss.refused
+    }
+
+
+def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signature:
+    """The signature of a function, with these keywords in the place of its ``**options``."""
+    written = inspect.signature(function)
+    parameters = [p for p in written.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, (_, default) in keywords.items()
+    ]
+    return written.replace(parameters=parameters)
+
+
+def unexpected(function: str, name: str, known: Collection[str]) -> TypeError:
+    """The error for a keyword that a function does not have, with the nearest that it has."""
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+    return TypeError(f"{function}: unexpected keyword argument {name!r} ({hint})")
