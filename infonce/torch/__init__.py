@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from .._names import extra, missing
 
 with extra("torch"):
+    from .caching import grad_cache
     from .functions import (
         clip_loss,
         gte_loss,
@@ -45,6 +46,7 @@ __all__ = [
     "SigLIPLoss",
     "SupConLoss",
     "clip_loss",
+    "grad_cache",
     "gte_loss",
     "info_nce_loss",
     "lit_loss",

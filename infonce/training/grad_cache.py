@@ -55,8 +55,8 @@ def grad_cache(
     **options
         Passed on to the loss. ``gradient_scale="ddp"`` where gradients are averaged afterwards,
         ``grad_out=scaler.get_scale()`` under a GradScaler. Tensors among them require no gradient:
-        for a scale that is learnt, pass ``scale.detach()``, and call
-        ``scale.backward(out.grads.scale)`` afterwards.
+        for a scale that is learned, pass ``scale.detach()``, and call
+        ``scale.backward(out.grads.scale)`` afterwards, as `infonce.torch.grad_cache` does.
 
     Returns
     -------
@@ -70,18 +70,10 @@ def grad_cache(
     """
     _require_gradients(loss_and_grad)
     _require_detached(options)
-    if not validation.is_integer(chunk):
-        raise TypeError(f"chunk: expected an integer, got {validation.what(chunk)}")
-    if chunk < 1:
-        raise ValueError(f"chunk: expected at least 1, got {chunk}")
-    if isinstance(inputs, Mapping) or not isinstance(inputs, (list, tuple)) or not inputs:
-        raise TypeError(
-            "inputs: expected a list or tuple with one entry for each feature array of the loss, "
-            f"got {type(inputs).__name__}"
-        )
-    encoders = _one_each("encode", encode, len(inputs))
-    backwards = _one_each("backward", backward, len(inputs))
-    chunks = [[slice(i, i + chunk) for i in range(0, max(len(z), 1), chunk)] for z in inputs]
+    require_batch(inputs, chunk)
+    encoders = one_each("encode", encode, len(inputs))
+    backwards = one_each("backward", backward, len(inputs))
+    chunks = [chunks_of(len(z), chunk) for z in inputs]
     features = [
         _concatenated([run(z[rows]) for rows in slices])
         for z, run, slices in zip(inputs, encoders, chunks, strict=True)
@@ -108,7 +100,10 @@ def _require_gradients(function: Any) -> None:
     is_ours = str(getattr(inner, "__module__", "")).partition(".")[0] == "infonce"
     loss_alone = is_ours and not name.endswith("_loss_and_grad")
     if is_module or loss_alone or not callable(function):
-        raise TypeError(f"{EXPECTED}, got {name}")
+        instead = (
+            "" if torch is None else "; infonce.torch.grad_cache takes losses of infonce.torch"
+        )
+        raise TypeError(f"{EXPECTED}, got {name}{instead}")
 
 
 def _require_detached(options: Mapping[str, Any]) -> None:
@@ -127,7 +122,25 @@ def _require_detached(options: Mapping[str, Any]) -> None:
             )
 
 
-def _one_each(name: str, given: Any, n: int) -> list[Any]:
+def require_batch(inputs: Any, chunk: Any) -> None:
+    """TypeError or ValueError for what is no batch, or cannot be cut into chunks."""
+    if not validation.is_integer(chunk):
+        raise TypeError(f"chunk: expected an integer, got {validation.what(chunk)}")
+    if chunk < 1:
+        raise ValueError(f"chunk: expected at least 1, got {chunk}")
+    if not isinstance(inputs, (list, tuple)) or not inputs:
+        raise TypeError(
+            "inputs: expected a list or tuple with one entry for each feature array of the loss, "
+            f"got {type(inputs).__name__}"
+        )
+
+
+def chunks_of(rows: int, chunk: int) -> list[slice]:
+    """Slices of at most `chunk` rows; of no rows, an empty one."""
+    return [slice(i, min(i + chunk, rows)) for i in range(0, max(rows, 1), chunk)]
+
+
+def one_each(name: str, given: Any, n: int) -> list[Any]:
     """One callable for all inputs, or one for each."""
     each = list(given) if isinstance(given, (list, tuple)) else [given] * n
     if len(each) != n:

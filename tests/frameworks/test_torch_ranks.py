@@ -55,7 +55,9 @@ def saved(folder: Path, case: str) -> list[Any]:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Processes take seconds to start: they do several cases."""
     folder = tmp_path_factory.mktemp("two")
-    start(["clip", "siglip", "failures"], 2, folder)  # after the last one there is one rank left
+    start(
+        ["clip", "siglip", "cached", "failures"], 2, folder
+    )  # after the last one there is one rank left
     return folder
 
 
@@ -182,6 +184,28 @@ def test_drop_ins_share_rows_by_themselves(size: int, ranks_of: Any) -> None:
             f"rows: expected as many on all processes that gather them, got {sizes}"
         )
         torch.testing.assert_close(rank["bank"][: 2 * size], unit)
+
+
+@pytest.mark.parametrize(("kind", "way"), torch_ranks.CACHED)
+def test_gradient_caching_is_one_pass_over_all_rows(kind: str, way: str, two_ranks: Path) -> None:
+    """Of encoders with dropout and a learned scale and bias, under DDP and fully_shard."""
+    want = torch_ranks.cached_alone(kind, 2)
+    assert all(value.abs().max() > 1e-4 for value in want)
+    ranks = saved(two_ranks, "cached")
+    assert len(ranks) == 2
+    for rank in ranks:
+        reductions, values = rank[f"{kind} {way}"]
+        assert reductions == torch_ranks.CACHED[kind, way]
+        for got, value in zip(values, want, strict=True):
+            torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_caching_needs_as_many_chunks_on_all_ranks(two_ranks: Path) -> None:
+    for chunks, rank in zip((2, 3), saved(two_ranks, "cached"), strict=True):
+        assert rank["refused"] == (
+            "chunk: expected as many chunks on all processes with fully_shard, got "
+            f"{chunks} here, and from 2 to 3 on all"
+        )
 
 
 def test_ranks_that_disagree_or_die(two_ranks: Path) -> None:

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from infonce.distributed import RankError
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infonce.torch as it
 from infonce.torch import inf_cl, lightly, memory_efficient_clip, open_clip
@@ -108,6 +112,123 @@ def functions(rank: int, size: int, device: str) -> dict[str, Any]:
     return out
 
 
+# --- gradient caching -----------------------------------------------------------------------------
+
+
+CHUNKS = [2, 3]  # rows of a chunk of each rank: three chunks of 5 rows, three of 9
+CACHED = {  # loss and way -> reductions of gradients: one for each encoder, or sharded layer
+    ("clip", "ddp"): 2,
+    ("clip", "fully_shard"): 4,
+    ("clip", "functions"): 6,
+    ("siglip", "ddp"): 2,
+    ("siglip", "fully_shard"): 4,
+    ("joint", "ddp"): 1,
+    ("joint", "fully_shard"): 3,
+}
+
+
+def tower() -> Any:
+    layers = (nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 4))
+    return nn.Sequential(*layers).double()
+
+
+class JointModel(nn.Module):
+    """Two encoders and a scale in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = tower(), tower()
+        self.log_scale = nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
+
+    def forward(self, image: Any, text: Any) -> Any:
+        return self.image(image), self.text(text), self.log_scale.exp()
+
+
+def problem(kind: str) -> tuple[Any, list[Any]]:
+    """A loss and its encoders: two, or one joint model; with the same parameters every time."""
+    torch.manual_seed(0)
+    if kind == "joint":
+        return lambda image, text, scale, **more: it.clip_loss(
+            image, text, scale=scale, normalize=True, **more
+        ), [JointModel()]
+    criterion = {"clip": it.CLIPLoss, "siglip": it.SigLIPLoss}[kind](
+        learnable=True, scale=4.0, normalize=True
+    ).double()
+    return criterion, [tower(), tower()]
+
+
+def gradients(*modules: Any) -> list[Any]:
+    """Of all parameters."""
+    grads = [p.grad for module in modules if isinstance(module, nn.Module)
+             for p in module.parameters()]  # fmt: skip
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+
+
+class Reductions(TorchDispatchMode):
+    """Counts reductions of gradients over ranks."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.name, self.count = {"fully_shard": "_reduce_scatter"}.get(way, "allreduce"), 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.name in str(call)
+        return call(*args, **(kwargs or {}))
+
+
+def parallel(way: str, module: Any, size: int) -> Any:
+    """The module over ranks."""
+    if way != "fully_shard":
+        return DistributedDataParallel(module)
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in module.children():
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def cached(rank: int, size: int, device: str) -> dict[str, Any]:
+    """Reductions, loss and gradients of each kind and way, from this rank's chunks."""
+    out: dict[str, Any] = {}
+    batch = [side.split(SIZES[:size])[rank] for side in batches(size, 1)[0]]
+    group = dist.group.WORLD
+    for kind, way in CACHED:
+        criterion, modules = problem(kind)
+        modules = [parallel(way, module, size) for module in modules]
+        encoders: Any = modules[0] if kind == "joint" else modules
+        if way == "functions":  # which hide their modules
+            encoders = [lambda z, run=module: run(z) for module in modules]
+        if way == "fully_shard" and kind == "clip":
+            try:
+                it.grad_cache(encoders, batch, criterion, 3, group=group)
+            except ValueError as error:
+                out["refused"] = str(error)
+        torch.manual_seed(10 + rank)  # of dropout
+        with Reductions(way) as reductions:
+            loss = it.grad_cache(encoders, batch, criterion, CHUNKS[rank], group=group)
+        out[f"{kind} {way}"] = reductions.count, [loss, *gradients(*modules, criterion)]
+    return out
+
+
+def cached_alone(kind: str, size: int) -> list[Any]:
+    """Loss and gradients of all rows in one graph, the chunks encoded as the ranks do."""
+    criterion, encoders = problem(kind)
+    chunks: list[Any] = []
+    sides = [side.split(SIZES[:size]) for side in batches(size, 1)[0]]
+    for rank in range(size):
+        torch.manual_seed(10 + rank)
+        mine = [side[rank].split(CHUNKS[rank]) for side in sides]
+        if kind == "joint":
+            chunks += [encoders[0](*chunk) for chunk in zip(*mine, strict=True)]
+        else:
+            chunks += zip(*[[encoder(z) for z in side] for encoder, side in
+                            zip(encoders, mine, strict=True)], strict=True)  # fmt: skip
+    image, text, *scales = zip(*chunks, strict=True)
+    loss = criterion(torch.cat(image), torch.cat(text), *(scale[0] for scale in scales))
+    loss.backward()
+    return [loss.detach(), *gradients(*encoders, criterion)]
+
+
 def memory_efficient(prefix: str) -> dict[str, Any]:
     """MemoryEfficientCLIP's losses, over processes with the prefix "Distributed"."""
     qwen3 = getattr(memory_efficient_clip, f"{prefix}MemoryEfficientQwen3Loss")(
@@ -199,7 +320,8 @@ def main(cases: str, rank: int, size: int, folder: Path, device: str = "cpu") ->
         if case in ("clip", "siglip"):
             out = train(case, rank, size, size, device)
         else:
-            cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures}
+            cases_of = {"functions": functions, "drop_ins": drop_ins, "failures": failures,
+                        "cached": cached}  # fmt: skip
             out = {**cases_of, "late": late}[case](rank, size, device)
         torch.save(out, folder / f"{case}-{rank}.pt")
     if case in ("failures", "late"):

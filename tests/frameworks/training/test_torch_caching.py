@@ -1,0 +1,231 @@
+"""infonce.torch.grad_cache in one process, beside one graph of the whole batch."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+import infonce  # noqa: E402
+import infonce.torch as it  # noqa: E402
+
+pytestmark = pytest.mark.extras
+ROWS, WIDTH = 10, 6
+
+
+class Tower(nn.Sequential):
+    """Features by rows, with dropout; counts calls, and the rows of the largest."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        layers = (nn.Linear(WIDTH, 16), nn.Dropout(dropout), nn.GELU(), nn.Linear(16, 4))
+        super().__init__(*layers)
+        self.calls = self.largest = 0
+
+    def forward(self, z: Any) -> Any:
+        self.calls, self.largest = self.calls + 1, max(self.largest, len(z))
+        return super().forward(z)
+
+
+def pairs(dtype: Any = torch.float64) -> list[Any]:
+    return list(torch.randn(2, ROWS, WIDTH, dtype=dtype))
+
+
+def gradients(*modules: Any) -> list[Any]:
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+def in_one_graph(encoders: Any, inputs: Any, loss: Any, chunk: int, **options: Any) -> Any:
+    """The loss of the whole batch, whose encoders draw random numbers chunk by chunk."""
+    features = [
+        torch.cat([encoder(z) for z in side.split(chunk)])
+        for encoder, side in zip(encoders, inputs, strict=True)
+    ]
+    value = loss(*features, **options)
+    value.backward()
+    return value.detach()
+
+
+@pytest.fixture
+def towers() -> Any:
+    torch.manual_seed(0)
+    return Tower().double(), Tower().double()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10, 64])
+@pytest.mark.parametrize("module", [it.CLIPLoss, it.SigLIPLoss, it.InfoNCELoss, it.GTELoss])
+def test_gradients_are_those_of_one_graph(towers: Any, module: Any, chunk: int) -> None:
+    """Those of a learned scale and bias too; then random numbers go on as after the first pass."""
+    results = []
+    batch = pairs()
+    for run in (it.grad_cache, in_one_graph):
+        encoders = copy.deepcopy(towers)
+        criterion = module(learnable=True, scale=4.0, normalize=True).double()
+        torch.manual_seed(1)
+        loss = run(encoders, batch, criterion, chunk)
+        assert not loss.requires_grad
+        results.append([loss, torch.rand(1), *gradients(*encoders, criterion)])
+        if run is it.grad_cache:
+            assert {encoder.largest for encoder in encoders} == {min(chunk, ROWS)}
+    for got, want in zip(*results, strict=True):
+        assert want.abs().max() > 1e-6
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+def test_options_of_a_function_get_their_gradients(towers: Any) -> None:
+    results = []
+    batch = pairs()
+    for run in (it.grad_cache, in_one_graph):
+        encoders = copy.deepcopy(towers)
+        scale = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        torch.manual_seed(1)
+        loss = run(encoders, batch, it.clip_loss, 4, scale=scale.exp(), normalize=True)
+        results.append([loss, scale.grad, *gradients(*encoders)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+def test_one_encoder_for_two_inputs_and_gradients_that_are_there(towers: Any) -> None:
+    """They are added, as those of backward()."""
+    results = []
+    batch = pairs()
+    for run in (it.grad_cache, in_one_graph):
+        encoder, _ = copy.deepcopy(towers)
+        torch.manual_seed(1)
+        for _ in range(2):
+            run([encoder, encoder], batch, it.gte_loss, 4, scale=2.0)
+        results.append(gradients(encoder))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+def test_a_model_of_both_towers_with_mappings_and_metrics(towers: Any) -> None:
+    image, text = (Tower(0.0).double() for _ in range(2))
+    log_scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+    def model(images: Any, texts: Any) -> Any:
+        return image(images), text(texts["embeddings"]), log_scale.exp()
+
+    def loss(image: Any, text: Any, scale: Any) -> Any:
+        return it.clip_loss(image, text, scale=scale, metrics=True)
+
+    images, texts = pairs()
+    value, metrics = it.grad_cache(model, (images, {"embeddings": texts}), loss, 4)
+    got = [*gradients(image, text), log_scale.grad]
+    image.zero_grad()
+    text.zero_grad()
+    log_scale.grad = None
+    want, both = loss(image(images), text(texts), log_scale.exp())
+    want.backward()
+    torch.testing.assert_close(value, want.detach())
+    assert torch.equal(metrics.row_rank, both.row_rank)
+    for a, b in zip(got, [*gradients(image, text), log_scale.grad], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("loss", [it.clip_loss, it.lit_loss])
+def test_a_frozen_encoder_runs_once(towers: Any, loss: Any) -> None:
+    """One whose parameters are frozen, or one that the loss locks."""
+    text, image = towers
+    if loss is it.clip_loss:
+        image.requires_grad_(False)
+    it.grad_cache((text, image), pairs(), loss, 4, scale=2.0)
+    assert (text.calls, image.calls) == (6, 3)
+    assert all(p.grad is None for p in image.parameters())
+    assert all(p.grad is not None for p in text.parameters())
+
+
+def test_autocast(towers: Any) -> None:
+    """It keeps converted weights: those of the first pass have no graph."""
+    results = []
+    batch = pairs(torch.float32)
+    for run in (it.grad_cache, in_one_graph):
+        encoders = [encoder.float() for encoder in copy.deepcopy(towers)]
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            run(encoders, batch, it.clip_loss, 5, scale=4.0, normalize=True)
+        results.append(gradients(*encoders))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
+
+
+def test_a_loss_that_a_scaler_multiplies(towers: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    criterion, batch = it.CLIPLoss(scale=4.0), pairs()
+    losses = []
+    for loss in (criterion, lambda *z: scaler.scale(criterion(*z))):
+        encoders = copy.deepcopy(towers)
+        torch.manual_seed(1)
+        losses.append([it.grad_cache(encoders, batch, loss, 4), *gradients(*encoders)])
+    for one, times in zip(*losses, strict=True):
+        torch.testing.assert_close(times, 1024.0 * one)
+
+
+class Normalised(nn.Sequential):
+    """One row fewer than it is given."""
+
+    def forward(self, z: Any) -> Any:
+        return z[1:]
+
+
+def no_loss(*_: Any) -> Any:
+    raise AssertionError("an error comes before any work")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"chunk": 0}, ValueError, "chunk: expected at least 1, got 0"),
+        ({"chunk": True}, TypeError, "chunk: expected an integer, got bool True"),
+        ({"inputs": torch.ones(2, 3)}, TypeError, "inputs: expected a list or tuple with one "),
+        ({"encoders": [nn.Identity()]}, ValueError, "encoders: expected one callable or 2 of them"),
+        ({"encoders": [nn.Identity(), 3]}, TypeError, "encoders: expected a callable, got int 3"),
+        ({"encoders": 3}, TypeError, "encoders: expected a callable, got int 3"),
+        ({"loss": 3}, TypeError, "loss: expected a callable, got int 3"),
+        (
+            {"encoders": nn.Identity(), "inputs": [torch.ones(4, 3), torch.ones(5, 3)]},
+            ValueError,
+            r"inputs: expected as many rows in each of encoders, got \[4, 5\]",
+        ),
+        (
+            {"encoders": [Normalised(), nn.Identity()]},
+            ValueError,
+            r"encoders\[0\]: expected features of 3 rows, or a tensor of one number, got shape "
+            r"\(2, 3\)",
+        ),
+        (
+            {"encoders": [lambda z: {"features": z}, nn.Identity()]},
+            TypeError,
+            r"encoders\[0\]: expected a function that returns a tensor, or a tuple of them, got",
+        ),
+        (
+            {"encoders": lambda a, b: (a, b, torch.ones(7))},
+            ValueError,
+            r"encoders: expected features of 3 rows, or a tensor of one number, got shape \(7,\)",
+        ),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    arguments = {"encoders": [nn.Identity()] * 2, "inputs": [torch.ones(4, 3)] * 2,
+                 "loss": no_loss, "chunk": 3, **change}  # fmt: skip
+    with pytest.raises(error, match=f"^{words}"):
+        it.grad_cache(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:clip_loss. no gradient will reach")
+@pytest.mark.parametrize(
+    "loss",
+    [infonce.clip_loss, infonce.clip_loss_and_grad,
+     lambda *z, scale: it.clip_loss(*z, scale=scale).item(),
+     lambda *z, scale: it.clip_loss(*z, scale=scale).detach()],
+)  # fmt: skip
+def test_a_loss_without_a_gradient(towers: Any, loss: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"^loss: expected a function of tensors with a gradient"):
+        it.grad_cache(towers, pairs(), loss, 4, scale=2.0)
+
+
+def test_disabled_gradients(towers: Any) -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match="expected enabled gradients, got tor"):
+        it.grad_cache(towers, pairs(), no_loss, 4)
