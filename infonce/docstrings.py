@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
-from .keywords import Keywords, signature
+from .checks.keywords import Keywords, signature
 from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
 ERRORS = """

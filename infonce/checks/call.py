@@ -13,9 +13,9 @@ import numpy as np
 
 from ..arrays import gpu_missing, namespace, native, on_gpu
 from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
-from ..keywords import unexpected
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import outputs, rows, softmax, validation
+from .keywords import unexpected
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SCALARS = frozenset({"scale", "bias"})  # arguments that are no features

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import docstrings, keywords, losses, spec
-from ..checks import validation
+from .. import docstrings, losses, spec
+from ..checks import keywords, validation
 from ..spec import GRAD_ONLY, VECTORS, Loss, LossOptions
 from .core import autograd, compiled
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import docstrings, keywords, losses, spec
-from ..checks import validation
+from .. import docstrings, losses, spec
+from ..checks import keywords, validation
 from ..spec import Loss
 from . import functions
 

@@ -11,6 +11,7 @@ from torch_problems import MODULES, features  # noqa: E402
 
 import infonce.torch as it  # noqa: E402
 from infonce import spec  # noqa: E402
+from infonce.torch.open_clip import ClipLoss  # noqa: E402
 
 pytestmark = pytest.mark.extras
 
@@ -93,6 +94,8 @@ def test_an_unknown_keyword_is_named_with_the_nearest() -> None:
         it.CLIPLoss(scale=1.0, normalise=True)
     with pytest.raises(TypeError, match=module + words):
         it.CLIPLoss(scale=1.0)(image, text, normalise=True)
+    with pytest.raises(TypeError, match=r"^infonce\.torch\.open_clip\.ClipLoss\(\)" + words):
+        ClipLoss(normalise=True)
     with pytest.raises(TypeError, match=function + r".*'labels' \(expected one of temperature, sc"):
         it.clip_loss(image, text, scale=1.0, labels=torch.arange(12))
     with pytest.raises(TypeError, match=module + r".*'bias'"):

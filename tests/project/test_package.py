@@ -135,7 +135,8 @@ def test_wheel(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"infonce"}
     for wanted in (
-        "infonce/py.typed", "infonce/kernels/solve.py", "infonce/distributed/__init__.py",
+        "infonce/py.typed", "infonce/torch/__init__.pyi", "infonce/jax/__init__.pyi",
+        "infonce/kernels/solve.py", "infonce/distributed/__init__.py",
         "infonce/reference/clip.py", "infonce/cli.py",
     ):  # fmt: skip
         assert wanted in names or wanted.replace(".py", "/__init__.py") in names

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ...checks import validation
+from ...checks.keywords import of_torch
+from ...spec import CLIP
+from ..functions import require_known
 
 
 class DropIn(nn.Module):
@@ -19,6 +22,8 @@ class DropIn(nn.Module):
 
     def __init__(self, options: dict[str, Any], **settings: Any) -> None:
         super().__init__()
+        module = ".".join(type(self).__module__.split(".")[:3])  # as users import it
+        require_known(f"{module}.{type(self).__name__}()", options, of_torch(CLIP))
         self.options = options
         self._settings: tuple[str, ...] = tuple(settings)
         for name, value in settings.items():

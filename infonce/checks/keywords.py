@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-from .spec import COMPILED, OPTIONS, GradOptions, Loss, LossOptions
+from ..spec import COMPILED, OPTIONS, GradOptions, Loss, LossOptions
 
 Keywords = dict[str, tuple[str, Any]]  # name -> type as it is written, default
 
@@ -47,8 +47,7 @@ def of_module(loss: Loss) -> Keywords:
 def of_jax(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.jax`, which has this loss."""
     names = ["temperature", "scale", "ids", "weights", "key_bias", *COMPILED, "metrics"]
-    types = {name: type_.replace("Tensor", "Array") for name, type_ in TENSORS.items()}
-    return _table(names, types, loss)
+    return _table(names, dict.fromkeys(TENSORS, "ArrayLike | None"), loss)
 
 
 def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:
