@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import PNG, succeed
@@ -125,7 +126,11 @@ def test_readme_examples_run(needed: str) -> None:
     pytest.importorskip(needed)
     if needed == "cupy" and arrays.gpu_missing():
         pytest.skip("no GPU")
-    exec(code, {})
+    names: dict[str, Any] = {}
+    exec(code, names)
+    if needed == "torch":  # its encoders and its scale have been trained
+        assert names["loss"] < 0.1
+        assert names["criterion"].log_scale.exp() > 16
 
 
 # --- what pages say of the code -------------------------------------------------------------------

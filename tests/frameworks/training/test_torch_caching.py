@@ -1,6 +1,7 @@
 """infonce.torch.grad_cache in one process, beside one graph of the whole batch."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,19 @@ def test_gradients_are_those_of_one_graph(towers: Any, module: Any, chunk: int) 
     for got, want in zip(*results, strict=True):
         assert want.abs().max() > 1e-6
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+def test_example_of_the_docstring(towers: Any) -> None:
+    encoder, _ = towers
+    image, text = pairs()
+    criterion = it.CLIPLoss(learnable=True, temperature=0.07)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *criterion.parameters()], lr=0.1)
+    before = copy.deepcopy(criterion.log_scale)
+    names = {"infonce": infonce, **locals()}
+    for line in re.findall(r"^ *>>> (.*)", it.grad_cache.__doc__ or "", re.MULTILINE):
+        exec(line, names)
+    assert encoder.largest == 4
+    assert criterion.log_scale != before
 
 
 def test_options_of_a_function_get_their_gradients(towers: Any) -> None:
