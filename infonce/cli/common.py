@@ -45,6 +45,30 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
             self.fail(str(error))
 
 
+class List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """Values separated by commas, each once."""
+
+    name = "list"
+
+    def __init__(self, item: Callable[[str], Any]) -> None:
+        self.item = item
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[Any]:
+        try:
+            items = [self.item(part.strip()) for part in value.split(",")]
+        except ValueError as error:
+            self.fail(str(error))
+        for item in items:
+            if items.count(item) > 1:
+                self.fail(f"expected each once, got {item} more than once")
+        return items
+
+
+def flag(name: str) -> str:
+    """An argument as an option of a command."""
+    return f"--{name.replace('_', '-')}"
+
+
 def human(size: float | None) -> str:
     """Bytes as a table shows them."""
     if size is None:

@@ -1,11 +1,12 @@
-"""Embeddings from files: .npy, .npz, .safetensors, or a folder of .npy shards.
+"""Embeddings from files: .npy, .npz, .safetensors, .pt, .parquet, or a folder of .npy shards.
 
-Nothing that needs pickle is read.
+Nothing that runs code of a pickle is read.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import zipfile
 import zlib
@@ -18,7 +19,8 @@ import numpy as np
 
 from .common import Misuse, one_line_errors, optional
 
-KNOWN = "a .npy, .npz or .safetensors file, or a folder of .npy shards"
+KEYED = (".npz", ".safetensors", ".pt", ".parquet")  # files of several arrays
+KNOWN = f"a .npy, {', '.join(KEYED[:-1])} or {KEYED[-1]} file, or a folder of .npy shards"
 MAGIC = b"\x93NUMPY"
 SHOWN = 5  # names in a message
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -33,7 +35,7 @@ SAFETENSORS: dict[str, np.dtype[Any]] = {
 def open_embeddings(source: str) -> Any:
     """The array in `source`, memory-mapped where the format allows.
 
-    `source` is a path, or PATH:KEY for one array out of a .npz or .safetensors file. Raises
+    `source` is a path, or PATH:KEY for one array out of a file of several. Raises
     click.ClickException, naming the file, for anything that is not there or not what it should be.
     """
     path, key = split(source)
@@ -43,10 +45,9 @@ def open_embeddings(source: str) -> Any:
         if path.is_dir():
             return _shards(path)
         _existing(path)
-        if path.suffix == ".npz":
-            return _npz(path, key)
-        if path.suffix == ".safetensors":
-            return _safetensors(path, key)
+        if path.suffix in KEYED:
+            readers = (_npz, _safetensors, _pt, _parquet)
+            return dict(zip(KEYED, readers, strict=True))[path.suffix](path, key)
         if path.suffix != ".npy" and not _begins(path, MAGIC):
             raise ValueError(f"{source}: expected {KNOWN}")
         return open_npy(path)
@@ -66,7 +67,7 @@ def open_npy(path: Path) -> Any:
 def split(source: str) -> tuple[Path, str | None]:
     """The path, and the array's name if one follows a colon."""
     path, colon, key = source.rpartition(":")
-    if colon and path.endswith((".npz", ".safetensors")) and not Path(source).exists():
+    if colon and path.endswith(KEYED) and not Path(source).exists():
         return Path(path), key
     return Path(source), None
 
@@ -124,6 +125,41 @@ def _safetensors(path: Path, key: str | None) -> Any:
     shape = tuple(entry["shape"])
     offset = 8 + length + entry["data_offsets"][0]
     return np.memmap(path, SAFETENSORS[code], mode="r", offset=offset, shape=shape)
+
+
+def _pt(path: Path, key: str | None) -> Any:
+    """A tensor of `torch.save`, or one of a dictionary of them, mapped into memory."""
+    torch = optional("torch", "torch")
+    try:
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: not a whole .pt file of tensors: {reason}") from error
+    if key is not None or not isinstance(saved, torch.Tensor):
+        tensors = saved if isinstance(saved, dict) else {}
+        tensors = {str(k): z for k, z in tensors.items() if isinstance(z, torch.Tensor)}
+        saved = tensors[_pick(path, list(tensors), key)]
+    z = saved.detach()
+    return z.view(torch.int16).numpy().view(BFLOAT16) if z.dtype == torch.bfloat16 else z.numpy()
+
+
+def _parquet(path: Path, key: str | None) -> Any:
+    """A column of lists of numbers, one a row and all of one length."""
+    arrow, parquet = optional("pyarrow", "parquet"), optional("pyarrow.parquet", "parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            lists = [field.name for field in schema if hasattr(field.type, "value_type")]
+            column = file.read([name := _pick(path, lists, key)])[name].combine_chunks()
+    except arrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a whole .parquet file: {error}") from error
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        raise ValueError(f"{path}: expected numbers in all rows of {name!r}, got nulls")
+    widths = column.value_lengths().unique().to_pylist()
+    if len(widths) > 1:
+        raise ValueError(f"{path}: expected rows of one length in {name!r}, got {some(widths)}")
+    return values.to_numpy(zero_copy_only=False).reshape(len(column), -1)
 
 
 def _shards(folder: Path) -> Any:

@@ -22,6 +22,7 @@ OPTIONAL = {  # library -> the extra that brings it
     "matplotlib": "plot",
     "scikit-learn": "demo",
     "safetensors": "safetensors",
+    "pyarrow": "parquet",
     "mpi4py": "mpi",
     "torch": "torch",
     "jax": "jax",

@@ -11,38 +11,36 @@ from typing import Any
 import click
 import numpy as np
 from click.core import ParameterSource
-from rich.table import Table
 
 import infonce
 
 from ..checks import validation
 from ..reference import normalize
 from ..result import LossAndGrad
-from ..spec import CHOICES, DEFAULTS, LOSSES, OPTIONS, SOFTMAX, VECTORS, Loss
+from ..spec import CHOICES, LOSSES, OPTIONS, SOFTMAX, VECTORS, Loss
+from . import loss_report, machine
 from .common import (
     UNITS_HELP,
     Bytes,
-    human,
+    List,
+    check_destination,
+    flag,
     one_line_errors,
+    optional,
     peak_resident,
     progress_bar,
     reset_peak,
     resident,
-    stdout,
     to_json,
+    written_whole,
 )
 from .embeddings import open_embeddings, open_npy, some, split
 from .gradient_files import GradientFiles, check_gradient_files
 
 PATH = click.Path(path_type=Path)
 LABELLED = ("info_nce", "sup_con")
-SIDES = ("rows", "columns")
 NORMS = 0.95, 1.05  # of rows that count as normalized, in whatever precision
 SAMPLE = 256  # rows whose norm is looked at
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,15 +48,15 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, option in reversed(OPTIONS.items()):
         if not option.flag:
             continue
-        flag = _flag(name)
+        switch = flag(name)
         type_: Any = None
         if isinstance(option.default, bool):
-            flag = f"{flag}/{_flag(f'no_{name}')}"
+            switch += f"/{flag(f'no_{name}')}"
         elif name in CHOICES:
             type_ = click.Choice(CHOICES[name])
         elif name in VECTORS:
             type_ = PATH
-        decorate = click.option(flag, type=type_, default=option.default, help=option.flag)
+        decorate = click.option(switch, type=type_, default=option.default, help=option.flag)
         command = decorate(command)
     return command
 
@@ -67,7 +65,12 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("image")
 @click.argument("text", required=False)
 @click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip", help="Which loss.")
-@click.option("--temperature", type=float, help="Divides the dot products. (Or pass --scale.)")
+@click.option(
+    "--temperature",
+    "temperatures",
+    type=List(float),
+    help="Divides the dot products; several values, as in 0.01,0.07,0.2. (Or pass --scale.)",
+)
 @click.option("--scale", type=float, help="Multiplies the dot products.")
 @click.option("--bias", type=float, help="Added to the logits (siglip; -10 by default).")
 @click.option(
@@ -97,6 +100,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--grad-dtype", type=click.Choice(validation.FLOATS), help="Dtype of the written gradients."
 )
+@click.option("--plot", type=PATH, help="Write a PNG file: the loss against the temperature.")
 @click.option("--force", is_flag=True, help="Overwrite gradients of an earlier run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def loss(
@@ -110,6 +114,8 @@ def loss(
     grad_out: Path | None,
     grad_dtype: str | None,
     force: bool,
+    temperatures: list[float] | None,
+    plot: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -117,13 +123,13 @@ def loss(
 
     IMAGE and TEXT hold one embedding a row: for info_nce and gte the queries and the keys. nt_xent
     takes one argument, the two views of sample i in rows i and i + B, and sup_con one argument and
-    --labels. Each is a .npy file, a .npz or .safetensors file (FILE:KEY if it holds several
-    arrays), or a folder of .npy shards, taken in the order of the numbers in their names. bfloat16
-    is read from .safetensors, and from .npy as ml_dtypes saves it.
+    --labels. Each is a .npy file; a .npz, .safetensors, .pt or .parquet file (FILE:KEY if it holds
+    several arrays); or a folder of .npy shards, taken in the order of the numbers in their names.
+    bfloat16 is read from .safetensors and .pt, and from .npy as ml_dtypes saves it.
 
-    .npy and .safetensors files stay on disk and are mapped into memory; .npz arrays are read, and
-    shards are joined in memory, in one array of their dtype. --grad-out DIR gets one .npy for each
-    argument that has a gradient, and scalars.json.
+    .npy, .safetensors and .pt files stay on disk and are mapped into memory; arrays of .npz and
+    .parquet are read, and shards are joined in memory, in one array of their dtype. --grad-out DIR
+    gets one .npy for each argument that has a gradient, and scalars.json.
     """
     chosen = LOSSES[kind]
     sources = _sources(chosen, image, text)
@@ -137,6 +143,14 @@ def loss(
         raise click.UsageError(f"--ids: expected one file or two, got {len(ids)}")
     if grad_out is None and (force or grad_dtype):
         raise click.UsageError("--force and --grad-dtype need --grad-out")
+    several = temperatures is not None and len(temperatures) > 1
+    if several and grad_out is not None:
+        raise click.UsageError("--grad-out: expected one --temperature, got several")
+    if plot is not None and not several:
+        raise click.UsageError("--plot: expected several values of --temperature, as in 0.01,0.07")
+    figures = optional("matplotlib.figure", "plot") if plot else None
+    if plot is not None:
+        check_destination(plot)
 
     paths = {"labels": labels, **{name: options.pop(name) for name in VECTORS}}
     paths = {name: path for name, path in paths.items() if path is not None}
@@ -160,21 +174,26 @@ def loss(
     options["metrics"] = _ranked(chosen, options) if metrics is None else metrics
 
     names = {name: f"{name} ({source})" for name, source in sources.items()}
-    names |= {name: f"{_flag(name)} ({path})" for name, path in paths.items()}
+    names |= {name: f"{flag(name)} ({path})" for name, path in paths.items()}
     names |= {f"ids{f'[{i}]' * (len(ids) > 1)}": f"--ids ({path})" for i, path in enumerate(ids)}
     start = time.perf_counter()
-    if grad_out is None:
-        result = _evaluate(chosen, features, names, wrt=(), **options)
-    else:
+    results = []
+    values: Sequence[float | None] = temperatures or [None]
+    for temperature in values:
+        options["temperature"] = temperature
+        if grad_out is None:
+            results.append(_evaluate(chosen, features, names, wrt=(), **options))
+            continue
         with GradientFiles(
             grad_out, {name: features[name] for name in with_grad}, grad_dtype
         ) as gradients:
-            result = _evaluate(chosen, features, names, out=gradients.arrays, **options)
-            gradients.commit(_scalars(result))
+            results.append(_evaluate(chosen, features, names, out=gradients.arrays, **options))
+            gradients.commit(_scalars(results[0]))
     seconds = time.perf_counter() - start
 
     size = sum(z.nbytes for z in features.values())
     peak = peak_resident()
+    record = _record(chosen, options, temperatures, paths, ids)
     report = {
         "loss": kind,
         "inputs": {
@@ -182,9 +201,8 @@ def loss(
                    "dtype": str(features[name].dtype)}
             for name, source in sources.items()
         },
-        "value": {"total": float(result.loss), "unweighted": _directions(result)},
-        "retrieval": _retrieval(result),
-        "lse": _lse(result),
+        **(_by_temperature(record, results) if several else loss_report.numbers(results[0])),
+        "retrieval": loss_report.retrieval(results[0]),
         "memory_bytes": {
             "inputs": size,
             "peak_rss": peak,
@@ -194,19 +212,22 @@ def loss(
         "seconds": seconds,
         "method": options["method"],
         "precision": options["precision"],
-        "options": _record(chosen, options, paths, ids) | (
-            {"grad_dtype": grad_dtype} if grad_dtype else {}
-        ),
+        "options": record | ({"grad_dtype": grad_dtype} if grad_dtype else {}),
         "workspace_bytes": options["workspace"],
         "gradients": str(grad_out) if grad_out else None,
+        "versions": machine.versions("infonce", "numpy", "numba"),
     }  # fmt: skip
+    if plot is not None:
+        with written_whole(plot) as temporary:
+            loss_report.figure(figures, report).savefig(temporary, format="png", dpi=120)
     if as_json:
         click.echo(to_json(report))
     else:
-        _print(report)
+        loss_report.tables(report)
     given = click.get_current_context().get_parameter_source("normalize")
-    if not math.isfinite(result.loss):
-        raise click.ClickException(_why_not_finite(result.loss, features, names))
+    for result in results:
+        if not math.isfinite(result.loss):
+            raise click.ClickException(_why_not_finite(result.loss, features, names))
     if given is ParameterSource.DEFAULT and (hint := _norms(features, names)):
         click.echo(f"infonce: {hint}", err=True)
 
@@ -235,13 +256,16 @@ def _ranked(kind: Loss, options: Mapping[str, Any]) -> bool:
 
 
 def _record(
-    kind: Loss, options: Mapping[str, Any], paths: Mapping[str, Path], ids: Sequence[Path]
-) -> dict[str, Any]:
+    kind: Loss, options: Mapping[str, Any], temperatures: Sequence[float] | None,
+    paths: Mapping[str, Path], ids: Sequence[Path],
+) -> dict[str, Any]:  # fmt: skip
     """All that the loss depends on beside the inputs: `scale` as it was used, arrays by path."""
-    temperature, scale = options["temperature"], options["scale"]
-    if scale is None:
-        scale = 1 / temperature if temperature else kind.scale
-    record = {"temperature": temperature, "scale": scale}
+    scale = kind.scale if options["scale"] is None else options["scale"]
+    record: dict[str, Any] = {"temperature": None, "scale": scale}
+    if temperatures is not None:
+        record = {"temperature": temperatures, "scale": [1 / t for t in temperatures]}
+        if len(temperatures) == 1:
+            record = {name: values[0] for name, values in record.items()}
     if kind.sigmoid:
         record["bias"] = options.get("bias", kind.bias)
     names = [name for name in SOFTMAX if name not in (*VECTORS, *kind.refused)]
@@ -250,12 +274,25 @@ def _record(
     return record | ({"ids": [str(path) for path in ids]} if ids else {})
 
 
+def _by_temperature(
+    record: Mapping[str, Any], results: Sequence[LossAndGrad]
+) -> dict[str, list[dict[str, Any]]]:
+    """What is reported for each of several temperatures."""
+    runs = zip(record["temperature"], record["scale"], results, strict=True)
+    return {
+        "by_temperature": [
+            {"temperature": temperature, "scale": scale, **loss_report.numbers(result)}
+            for temperature, scale, result in runs
+        ]
+    }
+
+
 def _evaluate(
     kind: Loss, features: Mapping[str, Any], names: Mapping[str, str], **options: Any
 ) -> LossAndGrad:
     """The loss and its gradients; `names` replace those of arguments in errors."""
     function = getattr(infonce, f"{kind.name}_loss_and_grad")
-    names = {**{name: _flag(name) for name in options}, **names}
+    names = {**{name: flag(name) for name in options}, **names}
     # the command reports a loss that is not finite itself, without NumPy's warnings
     quiet = np.errstate(over="ignore", invalid="ignore")
     with one_line_errors(names=names), progress_bar() as progress, quiet:
@@ -300,98 +337,3 @@ def _scalars(result: LossAndGrad) -> dict[str, float]:
     """Gradients that are single numbers."""
     grads = result.grads._asdict()
     return {name: float(grads[name]) for name in ("scale", "bias") if name in grads}
-
-
-def _directions(result: LossAndGrad) -> dict[str, float | None]:
-    """Mean loss over rows and over columns; None for those that the loss does not have."""
-    if result.metrics is None:
-        return {"rows": None, "columns": None}
-    columns = result.metrics.column_loss
-    return {
-        "rows": float(result.metrics.row_loss),
-        "columns": None if columns is None else float(columns),
-    }
-
-
-def _retrieval(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
-    """Share of positives that are ranked first, and among the first five; NaN ranks nothing."""
-    if result.metrics is None or not math.isfinite(result.loss):
-        return None
-    top1, top5 = result.metrics.top(1), result.metrics.top(5)
-    return {
-        side: {"top1": first, "top5": fifth}
-        for side, first, fifth in zip(SIDES, top1, top5, strict=True)
-        if first is not None and fifth is not None
-    }
-
-
-def _lse(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
-    if result.lse is None:
-        return None
-    sides = result.lse if isinstance(result.lse, tuple) else (result.lse,)
-    return {
-        side: {"min": float(lse.min()), "mean": float(lse.mean()), "max": float(lse.max())}
-        for side, lse in zip(SIDES, sides, strict=False)
-    }
-
-
-def _words(name: str, value: Any) -> str:
-    """An option as it is written on the command line."""
-    if value is True:
-        return _flag(name)
-    values = value if isinstance(value, list) else [value]
-    return " ".join(
-        f"{_flag(name)} {v:.6g}" if isinstance(v, float) else f"{_flag(name)} {v}" for v in values
-    )
-
-
-def _print(report: Mapping[str, Any]) -> None:
-    value = report["value"]
-    title = f"{report['loss']} loss {value['total']:.6g}"
-    retrieval, lse = report["retrieval"] or {}, report["lse"] or {}
-    title_of_mean = "mean loss, unweighted" if "weights" in report["options"] else "mean loss"
-    rows: list[tuple[str, str, Mapping[str, Any]]] = [(title_of_mean, ".6g", value["unweighted"])]
-    for k in (1, 5):
-        shares = {side: values[f"top{k}"] for side, values in retrieval.items()}
-        rows.append((f"retrieval top-{k}", ".2%", shares))
-    for key in ("min", "mean", "max"):
-        rows.append((f"log-sum-exp {key}", ".6g", {side: lse[side][key] for side in lse}))
-    # columns and rows without values are left out
-    sides = [side for side in SIDES if any(cells.get(side) is not None for *_, cells in rows)]
-    table = Table(title=title, title_justify="left")
-    for heading in ("", *sides):
-        numbers = bool(heading)
-        table.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers)
-    for name, form, cells in rows:
-        if any(cells.get(side) is not None for side in sides):
-            shown = (cells.get(side) for side in sides)
-            table.add_row(name, *("-" if cell is None else format(cell, form) for cell in shown))
-    facts = Table.grid(padding=(0, 2))
-    for name, given in report["inputs"].items():
-        shape = " x ".join(map(str, given["shape"]))
-        facts.add_row(name, f"{shape} {given['dtype']}, {given['source']}")
-    memory = report["memory_bytes"]
-    facts.add_row(
-        "memory",
-        f"peak {human(memory['peak_rss'])}, of it inputs {human(memory['inputs'])}, growth over "
-        f"inputs {human(memory['growth_over_inputs'])}",
-    )
-    facts.add_row("time", f"{report['seconds']:.3g} s")
-    facts.add_row("method", f"{report['method']}, precision {report['precision']}")
-    options = report["options"]
-    by_temperature = options["temperature"] is not None  # then it stands for the scale
-    changed = {
-        name: value for name, value in options.items()
-        if value != DEFAULTS.get(name) and not (by_temperature and name == "scale")
-    }  # fmt: skip
-    facts.add_row("options", ", ".join(_words(name, value) for name, value in changed.items()))
-    if report["gradients"]:
-        facts.add_row("gradients", report["gradients"])
-    console = stdout(table)
-    console.print(table if sides else title)
-    if LOSSES[report["loss"]].sigmoid:
-        console.print(
-            "A sigmoid loss judges each pair by itself: it has no softmax over rows or columns, so "
-            "no loss by direction, no log-sum-exp and no ranking."
-        )
-    console.print(facts)

@@ -260,7 +260,7 @@ def bad_inputs(folder, u):
     np.savez(path("pickle.npz"), np.array([{}], object), allow_pickle=True)
     np.savez(path("many.npz"), **{f"a{i}": u for i in range(9)})
     path("array.npz").write_bytes(data)
-    for name in ("table.csv", "tensor.pt", "array"):
+    for name in ("table.csv", "array"):
         path(name).write_bytes(b"1,2\n3,4\n")
     shards = {
         "width": {"s_0.npy": u, "s_1.npy": u[:, 1:]},
@@ -289,9 +289,8 @@ def bad_inputs(folder, u):
         "pickle.npz": "pickle.npz: not a whole .npz file of numbers",
         "many.npz": "got the arrays a0, a1, a2, a3, a4, ...",
         "array.npz": "not a whole .npz",
-        "table.csv": "table.csv: expected a .npy, .npz or .safetensors file, or a folder",
-        "tensor.pt": "tensor.pt: expected a .npy, .npz or .safetensors file, or a folder",
-        "array": "array: expected a .npy, .npz or .safetensors file, or a folder",
+        "table.csv": "table.csv: expected a .npy, .npz, .safetensors, .pt or .parquet file",
+        "array": "array: expected a .npy, .npz, .safetensors, .pt or .parquet file, or a folder",
         "bad.safetensors": "not a whole .safetensors",
         "missing.npy": "no such file",
         "width": "expected width 12 and dtype float32",

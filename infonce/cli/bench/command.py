@@ -17,6 +17,7 @@ from .. import machine
 from ..common import (
     UNITS_HELP,
     Bytes,
+    List,
     check_destination,
     human,
     one_line_errors,
@@ -34,25 +35,6 @@ from .measure import DTYPES, TEMPERATURE, Bench, Case
 SIZES = "1024,4096,8192"
 
 
-class _List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """Values separated by commas, each once."""
-
-    name = "list"
-
-    def __init__(self, item: Callable[[str], Any]) -> None:
-        self.item = item
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> list[Any]:
-        try:
-            items = [self.item(part.strip()) for part in value.split(",")]
-        except ValueError as error:
-            self.fail(str(error))
-        for item in items:
-            if items.count(item) > 1:
-                self.fail(f"expected each once, got {item} more than once")
-        return items
-
-
 def _size(text: str) -> int:
     size = int(text) if text.isdecimal() else 0
     if size < 2 or size % 2:
@@ -65,7 +47,7 @@ def _size(text: str) -> int:
 @click.command()
 @click.option("--gpu", is_flag=True, help="Measure on the current GPU instead of the CPU.")
 @click.option(
-    "--sizes", type=_List(_size), default=SIZES, help="Numbers of rows, separated by commas."
+    "--sizes", type=List(_size), default=SIZES, help="Numbers of rows, separated by commas."
 )
 @click.option("--dim", type=click.IntRange(1), default=256, help="Width of the features.")
 @click.option(
@@ -83,7 +65,7 @@ def _size(text: str) -> int:
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Number of timed rounds.")
 @click.option(
     "--methods",
-    type=_List(str),
+    type=List(str),
     help="Names separated by commas; by default all that are available.",
 )
 @click.option(

@@ -1,0 +1,180 @@
+"""The report of `infonce loss`: its numbers, its tables, its plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from ..result import LossAndGrad
+from ..spec import DEFAULTS, LOSSES
+from .common import flag, human, stdout
+
+SIDES = ("rows", "columns")
+
+
+def numbers(result: LossAndGrad) -> dict[str, Any]:
+    """The loss and the log-sum-exps of a result."""
+    value = {"total": float(result.loss), "unweighted": _directions(result)}
+    return {"value": value, "lse": _lse(result)}
+
+
+def _directions(result: LossAndGrad) -> dict[str, float | None]:
+    """Mean loss over rows and over columns; None for those that the loss does not have."""
+    if result.metrics is None:
+        return {"rows": None, "columns": None}
+    columns = result.metrics.column_loss
+    return {
+        "rows": float(result.metrics.row_loss),
+        "columns": None if columns is None else float(columns),
+    }
+
+
+def retrieval(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
+    """Share of positives that are ranked first, and among the first five; NaN ranks nothing."""
+    if result.metrics is None or not math.isfinite(result.loss):
+        return None
+    top1, top5 = result.metrics.top(1), result.metrics.top(5)
+    return {
+        side: {"top1": first, "top5": fifth}
+        for side, first, fifth in zip(SIDES, top1, top5, strict=True)
+        if first is not None and fifth is not None
+    }
+
+
+def _lse(result: LossAndGrad) -> dict[str, dict[str, float]] | None:
+    if result.lse is None:
+        return None
+    sides = result.lse if isinstance(result.lse, tuple) else (result.lse,)
+    return {
+        side: {"min": float(lse.min()), "mean": float(lse.mean()), "max": float(lse.max())}
+        for side, lse in zip(SIDES, sides, strict=False)
+    }
+
+
+def _words(name: str, value: Any) -> str:
+    """An option as it is written on the command line."""
+    if value is True:
+        return flag(name)
+    values = value if isinstance(value, list) else [value]
+    if name == "temperature":
+        return f"{flag(name)} {','.join(f'{v:.6g}' for v in values)}"
+    return " ".join(
+        f"{flag(name)} {v:.6g}" if isinstance(v, float) else f"{flag(name)} {v}" for v in values
+    )
+
+
+def tables(report: Mapping[str, Any]) -> None:
+    """Prints the report."""
+    several = "by_temperature" in report
+    title = f"{report['loss']} loss"
+    table = _of_temperatures(report) if several else _of_directions(report)
+    if not several:
+        title += f" {report['value']['total']:.6g}"
+    table.title, table.title_justify = title, "left"
+    console = stdout(table)
+    console.print(table if len(table.columns) > 1 else title)
+    if LOSSES[report["loss"]].sigmoid:
+        console.print(
+            "A sigmoid loss judges each pair by itself: it has no softmax over rows or columns, so "
+            "no loss by direction, no log-sum-exp and no ranking."
+        )
+    console.print(_facts(report))
+
+
+def _of_directions(report: Mapping[str, Any]) -> Table:
+    """The means over rows and over columns; columns and lines without values are left out."""
+    retrieval, lse = report["retrieval"] or {}, report["lse"] or {}
+    rows: list[tuple[str, str, Mapping[str, Any]]] = [
+        (_mean(report), ".6g", report["value"]["unweighted"])
+    ]
+    for k in (1, 5):
+        shares = {side: values[f"top{k}"] for side, values in retrieval.items()}
+        rows.append((f"retrieval top-{k}", ".2%", shares))
+    for key in ("min", "mean", "max"):
+        rows.append((f"log-sum-exp {key}", ".6g", {side: lse[side][key] for side in lse}))
+    sides = [side for side in SIDES if any(cells.get(side) is not None for *_, cells in rows)]
+    table = _table(["", *sides])
+    for name, form, cells in rows:
+        if any(cells.get(side) is not None for side in sides):
+            shown = (cells.get(side) for side in sides)
+            table.add_row(name, *("-" if cell is None else format(cell, form) for cell in shown))
+    return table
+
+
+def _of_temperatures(report: Mapping[str, Any]) -> Table:
+    """The loss at each temperature, and its means over rows and over columns."""
+    runs = report["by_temperature"]
+    sides = [side for side in SIDES if runs[0]["value"]["unweighted"][side] is not None]
+    table = _table(["temperature", "loss", *(f"{_mean(report)}, {side}" for side in sides)])
+    for run in runs:
+        value = run["value"]
+        cells = [run["temperature"], value["total"], *(value["unweighted"][side] for side in sides)]
+        table.add_row(*(f"{cell:.6g}" for cell in cells))
+    return table
+
+
+def _mean(report: Mapping[str, Any]) -> str:
+    return "mean loss, unweighted" if "weights" in report["options"] else "mean loss"
+
+
+def _table(headings: Sequence[str]) -> Table:
+    table = Table()
+    for heading in headings:
+        numeric = bool(heading)
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
+    return table
+
+
+def _facts(report: Mapping[str, Any]) -> Table:
+    """Inputs, memory, time and options."""
+    facts = Table.grid(padding=(0, 2))
+    for name, given in report["inputs"].items():
+        shape = " x ".join(map(str, given["shape"]))
+        facts.add_row(name, f"{shape} {given['dtype']}, {given['source']}")
+    if "by_temperature" in report and report["retrieval"]:  # which the temperature does not change
+        for side, shares in report["retrieval"].items():
+            facts.add_row(
+                f"retrieval, {side}", f"top-1 {shares['top1']:.2%}, top-5 {shares['top5']:.2%}"
+            )
+    memory = report["memory_bytes"]
+    facts.add_row(
+        "memory",
+        f"peak {human(memory['peak_rss'])}, of it inputs {human(memory['inputs'])}, growth over "
+        f"inputs {human(memory['growth_over_inputs'])}",
+    )
+    facts.add_row("time", f"{report['seconds']:.3g} s")
+    facts.add_row("method", f"{report['method']}, precision {report['precision']}")
+    options = report["options"]
+    by_temperature = options["temperature"] is not None  # then it stands for the scale
+    changed = {
+        name: value for name, value in options.items()
+        if value != DEFAULTS.get(name) and not (by_temperature and name == "scale")
+    }  # fmt: skip
+    facts.add_row("options", ", ".join(_words(name, value) for name, value in changed.items()))
+    if report["gradients"]:
+        facts.add_row("gradients", report["gradients"])
+    return facts
+
+
+def figure(figures: Any, report: Mapping[str, Any]) -> Any:
+    """The loss against the temperature; `figures` is matplotlib.figure."""
+    runs = sorted(report["by_temperature"], key=lambda run: run["temperature"])
+    temperatures = [run["temperature"] for run in runs]
+    drawing = figures.Figure(figsize=(6, 4), layout="constrained")
+    axes = drawing.subplots()
+    axes.plot(temperatures, [run["value"]["total"] for run in runs], "o-", label="loss")
+    for side in SIDES:
+        losses = [run["value"]["unweighted"][side] for run in runs]
+        if None not in losses:
+            axes.plot(temperatures, losses, ".--", label=f"{_mean(report)}, {side}")
+    inputs = ", ".join(given["source"] for given in report["inputs"].values())
+    axes.set_title(f"{report['loss']} loss of {inputs}", fontsize=9)
+    axes.set(xlabel="temperature", ylabel="loss", xscale="log")
+    axes.set_xticks(temperatures, [f"{t:g}" for t in temperatures])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return drawing

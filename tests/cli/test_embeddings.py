@@ -1,0 +1,94 @@
+"""Embeddings in files of PyTorch and in Parquet."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import close, fail, succeed
+
+from infonce import reference
+from infonce.cli.embeddings import open_embeddings
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_a_tensor_of_torch(tmp_path, dtype):
+    """Alone or in a dictionary; it stays on disk."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.randn(6, 4).to(getattr(torch, dtype))
+    torch.save(tensor, tmp_path / "one.pt")
+    torch.save({"image": tensor, "text": tensor + 1, "step": 3}, tmp_path / "two.pt")
+    for source in ("one.pt", "two.pt:image"):
+        array = open_embeddings(str(tmp_path / source))
+        assert array.dtype.name == dtype
+        np.testing.assert_array_equal(array.astype(np.float64), tensor.double().numpy())
+
+
+@pytest.mark.extras
+def test_loss_of_tensors_of_torch(pair, tmp_path):
+    torch = pytest.importorskip("torch")
+    _, _, u, v = pair
+    layer = torch.nn.Parameter(torch.from_numpy(v))
+    torch.save({"u": torch.from_numpy(u), "v": layer}, tmp_path / "z.pt")
+    files = (tmp_path / "z.pt:u", tmp_path / "z.pt:v")
+    report = json.loads(succeed("loss", *files, "--scale", 3, "--json"))
+    assert close(report["value"]["total"], reference.clip(u, v, scale=3.0).loss)
+
+
+@pytest.mark.extras
+def test_files_of_torch_that_are_no_embeddings(pair, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"u": torch.ones(2, 3), "v": torch.ones(2, 3)}, tmp_path / "two.pt")
+    torch.save([torch.ones(2, 3)], tmp_path / "list.pt")
+    (tmp_path / "broken.pt").write_bytes(b"PK")
+    torch.save(Path("code"), tmp_path / "code.pt")
+    for source, words in {
+        "two.pt": "two.pt:KEY, got the arrays u, v",
+        "two.pt:w": "no array 'w'; it has u, v",
+        "list.pt": "list.pt:KEY, got the arrays none",
+        "broken.pt": "broken.pt: not a whole .pt file of tensors",
+        "code.pt": "code.pt: not a whole .pt file of tensors",
+        "none.pt": "none.pt: no such file",
+    }.items():
+        assert words in fail("loss", tmp_path / source, pair[1], "--scale", 1)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_column_of_parquet(pair, tmp_path, fixed):
+    """Lists of one length, in several row groups, beside columns of other types."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    _, _, u, v = pair
+    kind = arrow.list_(arrow.float32(), u.shape[1] if fixed else -1)
+    names = [f"sample {i}" for i in range(len(u))]
+    table = arrow.table({"name": names, "u": arrow.array(list(u), kind)})
+    parquet.write_table(table, tmp_path / "u.parquet", row_group_size=7)
+    parquet.write_table(table.append_column("v", arrow.array(list(v), kind)),
+                        tmp_path / "both.parquet")  # fmt: skip
+    files = (tmp_path / "u.parquet", tmp_path / "both.parquet:v")
+    report = json.loads(succeed("loss", *files, "--scale", 3, "--json"))
+    assert close(report["value"]["total"], reference.clip(u, v, scale=3.0).loss)
+    np.testing.assert_array_equal(open_embeddings(str(files[0])), u)
+    assert "both.parquet:KEY, got the arrays u, v" in fail("loss", files[1].with_name(
+        "both.parquet"), pair[1], "--scale", 1)  # fmt: skip
+
+
+def test_parquet_that_is_no_embeddings(pair, tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, column in {
+        "numbers": [1.0, 2.0], "ragged": [[1.0], [1.0, 2.0]], "null": [[1.0], None],
+        "inner": [[1.0, None], [1.0, 2.0]],
+    }.items():  # fmt: skip
+        parquet.write_table(arrow.table({"z": column}), tmp_path / f"{name}.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    for name, words in {
+        "numbers": "got the arrays none",
+        "ragged": "expected rows of one length in 'z', got 1, 2",
+        "null": "expected numbers in all rows of 'z', got nulls",
+        "inner": "expected numbers in all rows of 'z', got nulls",
+        "broken": "broken.parquet: not a whole .parquet file",
+    }.items():
+        said = fail("loss", tmp_path / f"{name}.parquet", pair[1], "--scale", 1)
+        assert words in said
