@@ -324,6 +324,11 @@ def _require_options(options: Mapping[str, Any], rank_options: Mapping[str, Any]
         ("exchange", exchanges.CHOICES),
     ):
         validation.choice(name, rank_options[name], choices)
+    require_method(options)
+
+
+def require_method(options: Mapping[str, Any]) -> None:
+    """ValueError where the method is none that a call over ranks takes."""
     if options.get("method") == "fused":
         raise ValueError(
             'method: expected "auto", "tiled" or "naive" over ranks, got "fused": no logits are '

@@ -3,65 +3,25 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-try:
-    from jax.experimental.buffer_callback import buffer_callback
-except ImportError as error:
-    raise ImportError(
-        f"jax {jax.__version__} has no jax.experimental.buffer_callback: pip install 'infonce[jax]'"
-    ) from error
-
 from .. import dispatch
-from ..kernels.problem import SILENT
-from ..spec import VECTORS, WAITING, Loss
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
-@dataclass(frozen=True)
-class Wide:
-    """Integers of 64 bits as two of 32, for programs whose arrays have no more (without x64)."""
-
-    halves: Any  # int32 [..., 2]
-    dtype: np.dtype[Any]
-
-    @classmethod
-    def of(cls, value: np.ndarray) -> Wide:
-        value = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
-        return cls(jnp.asarray(value.view(np.int32).reshape(*value.shape, 2)), value.dtype)
-
-    @property
-    def value(self) -> Any:
-        """The integers, where `halves` are an array of NumPy's or CuPy's."""
-        return self.halves.view(self.dtype)[..., 0]
-
-
-def _integers(given: Any) -> Any:
-    return given.value if isinstance(given, Wide) else given
-
-
-@dataclass(frozen=True)
-class Call:
-    """The static part of a call, known when it is traced."""
-
-    kind: Loss
-    options: tuple[tuple[str, Any], ...]
-    metrics: bool
-    wrt: tuple[str, ...] = ()
+from ..spec import VECTORS, Loss
+from . import axis
+from .callback import Call, call_out, deliver, integers, options_of, outputs
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
-    """{"loss": ..., "metrics": {...}, and the gradients in `call.wrt` by name}."""
-    run = functools.partial(_run, call)
-    out: dict[str, Any]
-    out = buffer_callback(run, _outputs(call, given), vmap_method="sequential")(given)
+    """See `callback.outputs`."""
+    if call.axis is not None:
+        return axis.evaluate(call, given)
+    out: dict[str, Any] = call_out(functools.partial(_fill, call), outputs(call, given), given)
     return out
 
 
@@ -72,93 +32,25 @@ def _not_again(call: Call, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _outputs(call: Call, given: dict[str, Any]) -> dict[str, Any]:
-    """Shapes and dtypes of what `_evaluate` returns."""
-    features = given["features"]
-    m, n = len(features[0]), len(features[-1])
-    double = any(z.dtype == jnp.float64 for z in features)
-    rows = (m,) if dict(call.options).get("reduction") == "none" else ()
-    wide, whole = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))
-    both = call.kind.column_weight != 0
-    shapes = {
-        "row_loss": ((), wide),
-        "column_loss": ((), wide) if both else None,
-        "row_rank": ((m,), whole),
-        "column_rank": ((n,), whole) if both else None,
-        "positive": ((m,), wide),
-        "hardest_negative": ((m,), wide),
-    }
-    arguments = dict(zip(call.kind.arguments, features, strict=True))
-    arguments |= {"scale": given["scale"], "bias": given["bias"]}
-    of = jax.ShapeDtypeStruct
-    later = given["grad_out"] is None  # gradients wait for it
-
-    def gradient(array: Any) -> Any:
-        dtype = WAITING.get(array.dtype.name, array.dtype) if later else array.dtype
-        return of(array.shape, dtype)
-
-    return {
-        "loss": of(rows, jnp.float64 if double else jnp.float32),
-        "metrics": {k: v and of(*v) for k, v in shapes.items()} if call.metrics else {},
-        **{name: gradient(arguments[name]) for name in call.wrt},
-    }
-
-
-def _run(call: Call, context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
-    """The callback: buffers `given` hold the arguments, results are written to buffers `out`."""
-    if given["features"][0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
-        _fill(call, jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, given))
-        return
-    from ..arrays import _cupy
-
-    cupy = _cupy()
-    given = jax.tree.map(cupy.from_dlpack, given)
-    out = jax.tree.map(cupy.from_dlpack, out)
-    stream = cupy.cuda.Stream.from_external(_Stream(context.stream))
-    with given["features"][0].device, stream:
-        _fill(call, out, given)
-
-
-class _Stream:
-    """A CUDA stream by the protocol `__cuda_stream__`."""
-
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.pointer
-
-
 def _fill(call: Call, out: dict[str, Any], given: dict[str, Any]) -> None:
     """The same dispatch as for arrays; feature gradients are written to `out` directly."""
-    options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
-    ids = given["ids"]
-    given["ids"] = tuple(map(_integers, ids)) if isinstance(ids, tuple) else _integers(ids)
-    for name in ("ids", "grad_out", *VECTORS):
-        if given[name] is not None:
-            options[name] = given[name]
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     result = dispatch.loss_and_grad(
-        call.kind, given["features"], _integers(given["labels"]), given["bias"],
-        {**options, "metrics": call.metrics}, direct,
+        call.kind, given["features"], integers(given["labels"]), given["bias"],
+        options_of(call, given), direct,
     )  # fmt: skip
-    out["loss"][...] = result.loss
-    with np.errstate(**SILENT):
-        for name in call.wrt:
-            if name not in direct:
-                out[name][...] = getattr(result.grads, name)
-    for name, array in out["metrics"].items():
-        if array is not None:
-            array[...] = getattr(result.metrics, name)
+    deliver(call, result, out, direct)
 
 
 # --- differentiation ------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def loss_and_metrics(call: Call, given: dict[str, Any]) -> tuple[Any, Any]:
+def parts(call: Call, given: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The loss and metrics. Over an axis, this device's parts of them, and of the sum of weights if
+    a mean is to be divided by it."""
     out = _evaluate(call, given)
-    return out["loss"], out["metrics"]
+    return out["loss"], out["metrics"], out.get("weight")
 
 
 def _forward(call: Call, given: dict[str, Any]) -> Any:
@@ -177,11 +69,11 @@ def _forward(call: Call, given: dict[str, Any]) -> Any:
             )
     given = jax.tree.map(lambda leaf: leaf.value, given)
     # Per-row losses have no single upstream gradient: theirs are computed when it is known
-    later = dict(call.options).get("reduction") == "none"
-    out = _evaluate(Call(call.kind, call.options, call.metrics, () if later else wanted), given)
+    later = call.reduction == "none"
+    out = _evaluate(replace(call, wrt=() if later else wanted), given)
     grads = {name: out[name] for name in wanted if not later}
     residuals = grads, given if later else None, _Dtypes(tuple(dtypes.items()))
-    return (out["loss"], out["metrics"]), residuals
+    return (out["loss"], out["metrics"], out.get("weight")), residuals
 
 
 def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
@@ -191,7 +83,7 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
     if isinstance(upstream, SymbolicZero):
         upstream = jnp.zeros(upstream.shape, upstream.dtype)
     if given is not None:
-        again = Call(call.kind, call.options, False, tuple(wanted))
+        again = replace(call, metrics=False, wrt=tuple(wanted))
         out = _evaluate(again, {**given, "grad_out": upstream})
         grads = {name: out[name] for name in wanted}
     else:
@@ -207,7 +99,7 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
     },)  # fmt: skip
 
 
-loss_and_metrics.defvjp(_forward, _backward, symbolic_zeros=True)
+parts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @jax.tree_util.register_static

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infonce.distributed.call import require_method
+
 from .. import docstrings, losses, spec
 from ..arrays import native
 from ..checks import validation
-from ..checks.call import check
+from ..checks.call import Batch, check
 from ..result import Metrics
 from ..spec import Loss
-from .autodiff import Call, Wide, loss_and_metrics
+from . import axis
+from .autodiff import parts
+from .callback import Axis, Call, Wide, stand_in
 
 
 def _apply(
@@ -30,6 +34,7 @@ def _apply(
     weights: Any = None,
     key_bias: Any = None,
     metrics: bool = False,
+    axis_name: Any = None,
     **options: Any,
 ) -> Any:
     for name, z in zip(kind.arguments, features, strict=True):
@@ -38,13 +43,21 @@ def _apply(
     vectors = {"weights": weights, "key_bias": key_bias}
     for name in options:
         if name in spec.DEFAULTS and name not in spec.COMPILED:
-            known = ", ".join(("scale", "temperature", "ids", "metrics", *vectors, *spec.COMPILED))
+            first = "scale", "temperature", "ids", "metrics", "axis_name"
+            known = ", ".join((*first, *vectors, *spec.COMPILED))
             raise TypeError(
                 f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; expected "
                 f"one of {known}"
             )
     others = {"scale": scale, "temperature": temperature, "ids": ids, "metrics": metrics}
-    _check(kind, features, labels, bias, {**options, **vectors, **others})
+    over = None
+    if axis_name is not None:
+        arrays = [labels, bias, scale, temperature, ids, *vectors.values()]
+        over = axis.axis_of(axis_name, kind, features, arrays)
+        require_method(options)
+    elif labels is not None and kind.symmetric and not kind.classes:
+        raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
+    _check(kind, features, labels, bias, {**options, **vectors, **others}, over)
     if temperature is not None:
         scale = 1.0 / temperature
     scale = kind.scale if scale is None else scale
@@ -60,14 +73,19 @@ def _apply(
         **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
     }
-    call = Call(kind, tuple(sorted(options.items())), metrics)
-    loss, values = loss_and_metrics(call, given)
+    call = Call(kind, tuple(sorted(options.items())), metrics, axis=over)
+    if over is None:
+        loss, values, _ = parts(call, given)
+    else:
+        found = parts(call, axis.vary(given, over.varying))
+        loss, values = axis.total(call, len(features[0]), found)
     return (loss, Metrics(**values)) if metrics else loss
 
 
 def _check(
-    kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any]
-) -> None:
+    kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
+    over: Axis | None,
+) -> None:  # fmt: skip
     """The checks that are possible while the call is traced: shapes, dtypes, options, and values
     that are known already."""
     options = {
@@ -79,26 +97,31 @@ def _check(
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
         del options["precision"]  # a GPU has more precisions than the CPU, as which this is checked
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
-    check(kind, stand_ins, _known(labels), _known(bias), options, True)
+    batch = None
+    if over is not None:
+        for name, z in zip(kind.arguments, stand_ins, strict=True):
+            validation.features(name, z, 1)
+        columns = len(stand_ins[-1]) * (1 + kind.joint)
+        batch = Batch(len(stand_ins[0]) * over.size, columns * over.size)
+    check(kind, stand_ins, _known(labels), _known(bias), options, True, batch)
 
 
 def _known(value: Any, otherwise: int = 0) -> Any:
-    """The values of a JAX array where they can be read without waiting for a device; else an array
-    of its shape and dtype that holds `otherwise` once, but of integers [M, P] sets of one. Other
-    values unchanged."""
+    """The values of a JAX array where they can be read without waiting for a device; else those of
+    `stand_in`. Other values unchanged."""
+    if isinstance(value, Wide):
+        return stand_in(value, otherwise)
     if not isinstance(value, jax.Array):
         return value
     traced = isinstance(value, jax.core.Tracer)
     if traced or {device.platform for device in value.devices()} != {"cpu"}:
-        if value.ndim == 2 and jnp.issubdtype(value.dtype, jnp.integer):
-            return np.broadcast_to(-(np.arange(value.shape[1]) > 0).astype(np.int64), value.shape)
-        return np.broadcast_to(np.full((), otherwise, value.dtype), value.shape)
+        return stand_in(value, otherwise)
     return np.asarray(value)
 
 
 def _exact(value: Any) -> Any:
     """Integers that are no JAX array as one; as `Wide` those of 64 bits that JAX would cut."""
-    if isinstance(value, jax.Array):
+    if isinstance(value, (jax.Array, Wide)):
         return value
     value = np.asarray(native(value))
     cut = jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype
@@ -163,8 +186,8 @@ def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> A
 
 
 @docstrings.adapted(losses.nt_xent_loss, DOC)
-def nt_xent_loss(features: Any, **options: Any) -> Any:
-    return _apply(spec.NT_XENT, (features,), **options)
+def nt_xent_loss(features: Any, labels: Any = None, **options: Any) -> Any:
+    return _apply(spec.NT_XENT, (features,), labels, **options)
 
 
 @docstrings.adapted(losses.lit_loss, DOC)

@@ -1,0 +1,167 @@
+"""Calls out of a compiled program: their static part, and the callback on the program's buffers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+try:
+    from jax.experimental.buffer_callback import buffer_callback
+except ImportError as error:
+    raise ImportError(
+        f"jax {jax.__version__} has no jax.experimental.buffer_callback: pip install 'infonce[jax]'"
+    ) from error
+
+from ..kernels.problem import SILENT
+from ..result import LossAndGrad
+from ..spec import VECTORS, WAITING, Loss
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class Wide:
+    """Integers of 64 bits as two of 32, for programs whose arrays have no more (without x64)."""
+
+    halves: Any  # int32 [..., 2]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, value: np.ndarray) -> Wide:
+        value = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
+        return cls(jnp.asarray(value.view(np.int32).reshape(*value.shape, 2)), value.dtype)
+
+    @property
+    def value(self) -> Any:
+        """The integers, where `halves` are an array of NumPy's or CuPy's."""
+        return self.halves.view(self.dtype)[..., 0]
+
+
+def integers(given: Any) -> Any:
+    return given.value if isinstance(given, Wide) else given
+
+
+def stand_in(value: Any, number: int = 0) -> np.ndarray:
+    """An array of the shape and dtype of `value` that holds `number`; but of integers [M, P] sets
+    of one."""
+    shape = value.halves.shape[:-1] if isinstance(value, Wide) else value.shape
+    dtype = value.dtype
+    if len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer):
+        return np.broadcast_to(-(np.arange(shape[1]) > 0).astype(np.int64), shape)
+    return np.broadcast_to(np.full((), number, dtype), shape)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The devices over which the rows of a batch are spread."""
+
+    names: tuple[Any, ...]  # of axes of `jax.shard_map` or `jax.pmap`
+    size: int  # number of devices
+    varying: frozenset[Any]  # axes over which arguments differ; none where JAX does not check
+    on_cpu: bool  # by JAX's default backend
+
+
+@dataclass(frozen=True)
+class Call:
+    """The static part of a call, known when it is traced."""
+
+    kind: Loss
+    options: tuple[tuple[str, Any], ...]
+    metrics: bool
+    wrt: tuple[str, ...] = ()
+    axis: Axis | None = None
+
+    @property
+    def reduction(self) -> str:
+        return str(dict(self.options).get("reduction", "mean"))
+
+
+def options_of(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of `checks.call.check`, from the arrays of a callback."""
+    options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
+    ids = given["ids"]
+    arrays = {name: given[name] for name in ("grad_out", *VECTORS)}
+    arrays["ids"] = tuple(map(integers, ids)) if isinstance(ids, tuple) else integers(ids)
+    options |= {name: array for name, array in arrays.items() if array is not None}
+    return {**options, "metrics": call.metrics}
+
+
+def outputs(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+    """Shapes and dtypes of what a call returns: {"loss": ..., "metrics": {...}, and the gradients
+    in `call.wrt` by name}."""
+    features = given["features"]
+    m, n = len(features[0]), len(features[-1])
+    double = any(z.dtype == jnp.float64 for z in features)
+    rows = (m,) if call.reduction == "none" else ()
+    wide, whole = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))
+    both = call.kind.column_weight != 0
+    shapes = {
+        "row_loss": ((), wide),
+        "column_loss": ((), wide) if both else None,
+        "row_rank": ((m,), whole),
+        "column_rank": ((n,), whole) if both else None,
+        "positive": ((m,), wide),
+        "hardest_negative": ((m,), wide),
+    }
+    arguments = dict(zip(call.kind.arguments, features, strict=True))
+    arguments |= {"scale": given["scale"], "bias": given["bias"]}
+    of = jax.ShapeDtypeStruct
+    later = given["grad_out"] is None  # gradients wait for it
+
+    def gradient(array: Any) -> Any:
+        dtype = WAITING.get(array.dtype.name, array.dtype) if later else array.dtype
+        return of(array.shape, dtype)
+
+    return {
+        "loss": of(rows, jnp.float64 if double else jnp.float32),
+        "metrics": {k: v and of(*v) for k, v in shapes.items()} if call.metrics else {},
+        **{name: gradient(arguments[name]) for name in call.wrt},
+    }
+
+
+def deliver(call: Call, result: LossAndGrad, out: dict[str, Any], direct: Any) -> None:
+    """Write a result to the buffers `out`, but for the gradients `direct`, which are there."""
+    out["loss"][...] = result.loss
+    with np.errstate(**SILENT):
+        for name in call.wrt:
+            if name not in direct:
+                out[name][...] = getattr(result.grads, name)
+    for name, array in out["metrics"].items():
+        if array is not None:
+            array[...] = getattr(result.metrics, name)
+
+
+def call_out(fill: Callable[[Any, Any], None], shapes: Any, given: Any) -> Any:
+    """Arrays of these shapes and dtypes, which `fill(out, given)` writes when the program runs: on
+    NumPy's arrays, or on CuPy's."""
+    run = functools.partial(_run, fill)
+    return buffer_callback(run, shapes, vmap_method="sequential")(given)
+
+
+def _run(fill: Callable[[Any, Any], None], context: Any, out: Any, given: Any) -> None:
+    if jax.tree.leaves(given)[0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
+        fill(jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, given))
+        return
+    from ..arrays import _cupy
+
+    cupy = _cupy()
+    given = jax.tree.map(cupy.from_dlpack, given)
+    out = jax.tree.map(cupy.from_dlpack, out)
+    stream = cupy.cuda.Stream.from_external(_Stream(context.stream))
+    with jax.tree.leaves(given)[0].device, stream:
+        fill(out, given)
+
+
+class _Stream:
+    """A CUDA stream by the protocol `__cuda_stream__`."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer

@@ -1,0 +1,349 @@
+"""One device's part of a loss over devices, as callbacks between XLA's collectives.
+
+A device computes what a rank of `infonce.distributed` does: `solve` with `FoldsOverRanks`. Data
+travels by XLA's collectives, which stand between callbacks. So a callback is given what earlier
+callbacks left and what arrived from other devices. It takes the call from its beginning, restores
+the results of the rounds that earlier callbacks have visited, and stops where data has to travel.
+Repeated is mathematics on vectors, and no matrix product.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from infonce.distributed.call import (
+    UNBOUNDED,
+    find_classes,
+    own_positives,
+    require_pairs,
+    unpaired,
+)
+from infonce.distributed.exchanges import blocks, choice
+from infonce.distributed.exchanges.base import Combine, Keep, Keys, RowType, Visit, none_of
+from infonce.distributed.exchanges.gather import added
+from infonce.distributed.folds import FoldsOverRanks
+from infonce.distributed.partition import Partition
+
+from .. import arrays, dispatch
+from ..checks.call import Batch, Request, check
+from ..kernels.conclude import weighted
+from ..kernels.problem import SILENT, Array, Problem, moments_pay
+from ..kernels.solve import Solution, solve
+from .callback import Call, deliver, integers, options_of, stand_in
+
+LOG = logging.getLogger("infonce.jax")
+BITS = np.dtype(np.int64)  # numbers that travel, or are left for later callbacks, have 8 bytes
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What a callback leaves for the next one: numbers of 8 bytes."""
+
+    home: (
+        bool  # sums, which travel to the device of their keys; else vectors, which all devices get
+    )
+    vectors: int  # that travel, with one number a key
+    left: int  # numbers for later callbacks of this device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The callbacks of a call: one before each of `travels`, and one that ends the call."""
+
+    travels: tuple[Travel, ...]
+    real: np.dtype[Any]  # of feature gradients that are sums over devices
+    key_sums: bool  # whether the last callback has gradients of the keys of all devices
+
+
+class _Stop(BaseException):
+    """Data has to travel. (No handler of errors takes it for one.)"""
+
+    def __init__(self, travel: Travel, payload: Array) -> None:
+        self.travel, self.payload = travel, payload
+
+
+@dataclass
+class Rounds:
+    """The rounds of one callback: a `distributed.folds.Round`."""
+
+    xp: Any  # numpy or cupy
+    rank: int  # of this device
+    devices: int
+    keys: Array  # [N, D], of all devices
+    alike: bool  # see `distributed.exchanges.base.Exchange`
+    left: Array  # by earlier callbacks
+    arrived: Iterator[Array]  # [devices, vectors, keys of a device], of each travel until now
+    key_sums: Array = None  # [N, D] output
+    has_key_sums: bool = False
+    restored: int = 0  # of `left`
+    fresh: list[Array] = field(default_factory=list)  # results of rounds that this callback visits
+    complete: bool = False  # there is a round without results: no later one travels
+    of_all: dict[int, tuple[Array, Array]] = field(default_factory=dict)  # by id: own, gathered
+
+    def run(
+        self, results: Sequence[Array], own: list[Array], visit: Visit,
+        types: Sequence[RowType] = (), combine: Combine | None = None, keep: Keep | None = None,
+        half: bool = False,
+    ) -> None:  # fmt: skip
+        """See `Exchange.run`. `results` are what the visits fill, but for their sums. Sums that are
+        features stay in `key_sums`."""
+        n, k, xp = self.devices, len(self.keys) // self.devices, self.xp
+        reach = n // 2 if half else n - 1  # as in `Gather`: distance of the farthest shard
+        summed = ((n - 1 + self.alike) // 2 if half else n - 1) if types else 0
+        mine = 0 if half else 1
+        sums: list[Array] = []
+        if types and mine + summed:
+            self.has_key_sums = any(tail for tail, _ in types)
+            sums = [self.key_sums]
+            if not self.has_key_sums:
+                sums = [xp.empty(n * k, dtype) for _, dtype in types]
+        gathered = self._gather(own)
+        if not self._restore(results):
+            span = slice(self.rank * k, (self.rank + 1) * k)
+            visit(Keys(True, span, True, 0, 1), own, [part[span] for part in sums if mine])
+            for shards, absent, with_sums in self._others(reach, summed, half):
+                keys = slice(shards.start * k, shards.stop * k)
+                others = [array[keys] for array in gathered]
+                to_keys = [part[keys] for part in sums if with_sums]
+                if absent:
+                    visit(*none_of(others), to_keys)
+                else:
+                    visit(Keys(False, keys, True, 0, 1), others, to_keys)
+            self.fresh += results
+            self.complete = not results
+        if not sums or self.has_key_sums:
+            return
+        payload = xp.stack([part.view(BITS).reshape(n, k) for part in sums], axis=1)
+        found = self._travel(True, payload)
+        order = [(self.rank + d) % n for d in range(1 - mine, summed + 1)]
+        parts = [
+            xp.ascontiguousarray(found[order, i]).view(dtype) for i, (_, dtype) in enumerate(types)
+        ]
+        assert combine is not None
+        assert keep is not None
+        keep(slice(0, k), *added(parts, combine, 2))
+
+    def _others(
+        self, reach: int, summed: int, half: bool
+    ) -> Iterator[tuple[slice, bool, bool]]:  # fmt: skip
+        """The visits of other devices' keys, which are consecutive: a range of devices, whether
+        their keys are left to another device, and whether there are sums for them."""
+        n, r = self.devices, self.rank
+        distances = [(reach, summed + 1), (summed, 1)]
+        if half and self.alike and 2 * reach == n:  # the farthest visits one of two devices
+            distances = [(reach, reach), (reach - 1, 1)]
+        for far, near in distances:
+            first, count = (r - far) % n, far - near + 1
+            absent = half and self.alike and r < far == n / 2
+            for shards in (slice(first, min(first + count, n)), slice(0, first + count - n)):
+                if shards.start < shards.stop:
+                    yield shards, absent, far <= summed
+
+    def _gather(self, own: list[Array]) -> list[Array]:
+        """These arrays of all devices. Features are there."""
+        new = [array for array in own if array.ndim == 1 and id(array) not in self.of_all]
+        if new:
+            payload = self.xp.stack([array.view(BITS) for array in new])
+            found = self._travel(False, payload)
+            for i, array in enumerate(new):
+                whole = self.xp.ascontiguousarray(found[:, i]).view(array.dtype)
+                self.of_all[id(array)] = array, whole.reshape(-1)
+        return [self.keys if array.ndim > 1 else self.of_all[id(array)][1] for array in own]
+
+    def _restore(self, results: Sequence[Array]) -> bool:
+        """Whether an earlier callback has visited this round, and left these results."""
+        if self.restored == len(self.left):
+            return False
+        for array in results:
+            end = self.restored + array.size
+            array[...] = self.left[self.restored : end].view(array.dtype).reshape(array.shape)
+            self.restored = end
+        return True
+
+    def _travel(self, home: bool, payload: Array) -> Array:
+        """What other devices send; or stop, as this is not there yet."""
+        found = next(self.arrived, None)
+        if found is None:
+            self.stop(Travel(home, payload.shape[-2], sum(a.size for a in self.fresh)), payload)
+        return found
+
+    def stop(self, travel: Travel, payload: Array) -> NoReturn:
+        raise _Stop(travel, payload)
+
+
+@dataclass
+class _Rehearsal(Rounds):
+    """Rounds of zeros, while JAX traces: to know what is to travel."""
+
+    travels: list[Travel] = field(default_factory=list)
+
+    def _travel(self, home: bool, payload: Array) -> Array:
+        assert not self.complete
+        left = sum(array.size for array in self.fresh)
+        self.travels.append(Travel(home, payload.shape[-2], left))
+        self.fresh = []
+        return np.zeros((self.devices, *payload.shape[-2:]), BITS)
+
+
+# --- the call, as each callback begins it ---------------------------------------------------------
+
+
+def plan(call: Call, given: dict[str, Any]) -> Plan:
+    """The callbacks of a call with arguments of these shapes and dtypes, `keys` [N, D] among them.
+    ValueError where the workspace has no room for a block."""
+    assert (axis := call.axis) is not None
+    of_one = {"scale", "weights"}
+    given = {name: _stand_in(value, int(name in of_one)) for name, value in given.items()}
+    with np.errstate(**SILENT):
+        request = _checked(call, given, 0)
+        problem, gradients = request.problem, request.gradients
+        real = np.dtype(jax.dtypes.canonicalize_dtype(choice.real_of(problem)))
+        if gradients is not None and gradients.want_query:
+            gradients.query = np.empty(problem.query.shape, real)
+        rounds = _Rehearsal(
+            np, 0, axis.size, given["keys"], problem.leaves_out, np.empty(0, BITS), iter(()),
+            np.broadcast_to(np.zeros((), real), given["keys"].shape),
+        )  # fmt: skip
+        how = blocks.folding(request)
+
+        def rehearse(
+            block: Problem, triangle: bool, epilogue: Any, gradients: Any, *_: Any
+        ) -> None:
+            if axis.on_cpu and not callable(epilogue):
+                how.require_room(block, gradients)
+
+        _solve(call, given, request, 0, replace(how, fold_block=rehearse), rounds, real)
+    return Plan(tuple(rounds.travels), real, rounds.has_key_sums)
+
+
+def _stand_in(value: Any, number: int) -> Any:
+    """Arrays of the shapes and dtypes of a tree, all of one number; sets of labels have one key."""
+    if isinstance(value, tuple):
+        return tuple(_stand_in(each, number) for each in value)
+    return None if value is None else stand_in(value, number)
+
+
+def run(call: Call, plan: Plan, out: dict[str, Any], given: dict[str, Any]) -> None:
+    """One callback. After an error, the outputs are NaN, for the other devices would wait for a
+    device that stops."""
+    past = given["past"]
+    try:
+        with dispatch.compute_context(given["keys"]):
+            _run(call, plan, out, given, past)
+    except Exception as error:
+        if not any(isinstance(of["left"], np.ndarray) and of["left"][0].any() for of in past):
+            LOG.error(
+                "%s_loss: the loss is NaN: %s: %s", call.kind.name, type(error).__name__, error
+            )
+        for array in jax.tree.leaves(out):
+            array[...] = np.asarray(-1).astype(array.dtype) if array.dtype.kind in "iu" else np.nan
+
+
+def _run(
+    call: Call, plan: Plan, out: dict[str, Any], given: dict[str, Any], past: list[dict[str, Any]]
+) -> None:
+    assert call.axis is not None
+    rank = int(given["rank"])
+    request = _checked(call, given, rank)
+    how, ends = blocks.folding(request), "loss" in out
+    xp = how.vectors.xp
+    left = [xp.empty(0, BITS), *(of["left"].view(BITS)[1:, 0] for of in past)]
+    arrived = (of["arrived"].view(BITS)[..., 0] for of in past)
+    rounds = Rounds(
+        xp, rank, call.axis.size, given["keys"], request.problem.leaves_out, xp.concatenate(left),
+        arrived, out.get("key_sums"),
+    )  # fmt: skip
+    if ends and plan.key_sums and call.kind.symmetric:  # sums for half of the other devices
+        rounds.key_sums[...] = 0
+    if request.gradients is not None:
+        request.gradients.query = out.get("dq")
+    try:
+        solution = _solve(call, given, request, rank, how, rounds, plan.real)
+    except _Stop as stop:
+        out["left"][...] = 0
+        if rounds.fresh:
+            flat = xp.concatenate([array.view(BITS).reshape(-1) for array in rounds.fresh])
+            out["left"].view(BITS)[1:, 0] = flat
+        out["travelling"].view(BITS)[..., 0] = stop.payload
+        return
+    result = dispatch._result(call.kind, request, solution, lambda array: array)
+    deliver(call, result, out, call.kind.arguments)
+    if out["weight"] is not None:
+        shares = request.problem.row_shares
+        out["weight"][...] = len(solution.losses) if shares is None else shares.sum()
+
+
+def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
+    """The call of this device as that of a rank."""
+    assert call.axis is not None
+    kind, features, n = call.kind, given["features"], len(given["keys"])
+    m = len(features[0])
+    batch = Batch(m * call.axis.size, n, rank * m * (1 + kind.joint))
+    request = check(
+        kind, features, integers(given["labels"]), given["bias"], options_of(call, given), True,
+        batch, {},
+    )  # fmt: skip
+    request.joined, request.feature_grads = None, {}  # gradients of both are in `dq`
+    problem = request.problem
+    if arrays.on_gpu(problem.query):
+        from ..kernels.gpu import select
+
+        problem = request.problem = select.plain(problem)
+    problem.key = arrays.namespace(problem.key).ascontiguousarray(problem.key)
+    if problem.method == "naive":
+        problem.workspace = UNBOUNDED
+    # what travels is known before the program runs, wherever it does
+    pays = moments_pay(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
+    problem.moments = problem.scalar_grads and pays
+    return request
+
+
+def _solve(
+    call: Call, given: dict[str, Any], request: Request, rank: int, how: blocks.Folding,
+    rounds: Rounds, real: np.dtype[Any],
+) -> Solution:  # fmt: skip
+    """This device's part of the loss, and of its gradients."""
+    assert call.axis is not None
+    problem, gradients, labelled = request.problem, request.gradients, given["labels"] is not None
+    devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
+    if not labelled:
+        problem.positives = own_positives(how.vectors.xp, problem, first)
+    if gradients is not None and problem.dots:
+        rows = len(problem.query) if gradients.want_query else total
+        gradients.dots = how.vectors.zeros(rows)
+    folds = FoldsOverRanks(
+        problem, rank * len(problem.key), Partition([len(problem.key)] * devices), rounds.run,
+        how.fold_block, labelled, how.vectors, real,
+    )  # fmt: skip
+    if call.kind.classes:
+        find_classes(folds, problem, first)
+    elif problem.symmetric and labelled:
+        wrong = unpaired(folds, problem, first)
+        if not isinstance(rounds, _Rehearsal):
+            require_pairs(problem, *wrong)
+    if problem.weights is not None:
+        problem.row_shares = problem.weights
+        problem.upstream = problem.upstream * problem.weights
+    if arrays.on_gpu(problem.query) and not call.kind.classes:
+        from ..kernels.gpu import select
+
+        problem = select.without_weights(problem, problem.by_row)
+    solution = solve(problem, folds, gradients)
+    if request.reduction != "none":
+        xp, loss = how.vectors.xp, solution.loss
+        if loss is None:
+            loss = weighted(xp, solution.losses, problem.row_shares).sum()
+        solution.loss = loss / (request.static.batch.rows if request.reduction == "mean" else 1)
+    if request.metrics and solution.direction_losses is not None:
+        rows_loss, columns_loss = solution.direction_losses
+        solution.mean_losses = (
+            rows_loss.sum() / (devices * len(problem.query)),
+            None if columns_loss is None else columns_loss.sum() / total,
+        )
+    return solution
