@@ -26,6 +26,7 @@ with extra("jax"):
         siglip_loss,
         sup_con_loss,
     )
+    from .sharded import sharded
 
 __all__ = [
     "clip_loss",
@@ -33,6 +34,7 @@ __all__ = [
     "info_nce_loss",
     "lit_loss",
     "nt_xent_loss",
+    "sharded",
     "siglip_loss",
     "sup_con_loss",
 ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from . import rounds
 from .callback import Axis, Call, call_out, outputs
 
 
-def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any], others: Any) -> Axis:
+def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any]) -> Axis:
     """The axis of a call. ValueError where there is none of that name, or where features are known
     to be the same on all of its devices."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -43,8 +44,14 @@ def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any], others: Any) ->
                 f"{name}: expected rows of each device of axis {axis_name!r}, got the same array "
                 "on all devices"
             )
-    varying = own.union(*map(_varying, jax.tree.leaves((features, others))))
-    return Axis(names, size, varying, jax.default_backend() == "cpu")
+    return Axis(names, size, own, jax.default_backend() == "cpu")
+
+
+def spread(axis: Axis, given: dict[str, Any]) -> tuple[Axis, dict[str, Any]]:
+    """The arguments as arrays that may be different on each device, and the axis with all axes
+    over which they vary."""
+    axis = replace(axis, varying=axis.varying.union(*map(_varying, jax.tree.leaves(given))))
+    return axis, _vary(given, axis.varying)
 
 
 def _varying(x: Any) -> frozenset[Any]:
@@ -54,9 +61,7 @@ def _varying(x: Any) -> frozenset[Any]:
     return frozenset(found)
 
 
-def vary(tree: Any, names: frozenset[Any]) -> Any:
-    """The same arrays, that may be different on each device."""
-
+def _vary(tree: Any, names: frozenset[Any]) -> Any:
     def one(x: Any) -> Any:
         missing = tuple(sorted(names - _varying(x)))
         if missing and hasattr(jax.lax, "pcast"):
@@ -81,8 +86,9 @@ def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     run = functools.partial(rounds.run, call, plan)
 
     def callback(shapes: dict[str, Any]) -> dict[str, Any]:
-        out: dict[str, Any] = call_out(run, shapes, {**known, "past": past})
-        return out if not axis.varying else vary(out, axis.varying)
+        out = call_out(run, shapes, {**known, "past": past})
+        varying: dict[str, Any] = _vary(out, axis.varying)  # JAX takes them for the same on all
+        return varying
 
     past: list[dict[str, Any]] = []
     for travel in plan.travels:

@@ -37,6 +37,14 @@ class Wide:
         return cls(jnp.asarray(value.view(np.int32).reshape(*value.shape, 2)), value.dtype)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.halves.shape[:-1])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
     def value(self) -> Any:
         """The integers, where `halves` are an array of NumPy's or CuPy's."""
         return self.halves.view(self.dtype)[..., 0]
@@ -49,8 +57,7 @@ def integers(given: Any) -> Any:
 def stand_in(value: Any, number: int = 0) -> np.ndarray:
     """An array of the shape and dtype of `value` that holds `number`; but of integers [M, P] sets
     of one."""
-    shape = value.halves.shape[:-1] if isinstance(value, Wide) else value.shape
-    dtype = value.dtype
+    shape, dtype = value.shape, value.dtype
     if len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer):
         return np.broadcast_to(-(np.arange(shape[1]) > 0).astype(np.int64), shape)
     return np.broadcast_to(np.full((), number, dtype), shape)

@@ -15,11 +15,14 @@ from .. import docstrings, losses, spec
 from ..arrays import native
 from ..checks import validation
 from ..checks.call import Batch, check
+from ..checks.rows import is_pair
 from ..result import Metrics
 from ..spec import Loss
 from . import axis
 from .autodiff import parts
 from .callback import Axis, Call, Wide, stand_in
+
+ARGUMENTS = ("scale", "temperature", "ids", "metrics", *spec.VECTORS)
 
 
 def _apply(
@@ -37,27 +40,16 @@ def _apply(
     axis_name: Any = None,
     **options: Any,
 ) -> Any:
-    for name, z in zip(kind.arguments, features, strict=True):
-        if not isinstance(z, (jax.Array, np.ndarray)):
-            raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
     vectors = {"weights": weights, "key_bias": key_bias}
-    for name in options:
-        if name in spec.DEFAULTS and name not in spec.COMPILED:
-            first = "scale", "temperature", "ids", "metrics", "axis_name"
-            known = ", ".join((*first, *vectors, *spec.COMPILED))
-            raise TypeError(
-                f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; expected "
-                f"one of {known}"
-            )
     others = {"scale": scale, "temperature": temperature, "ids": ids, "metrics": metrics}
+    require_known(kind, features, options)
     over = None
     if axis_name is not None:
-        arrays = [labels, bias, scale, temperature, ids, *vectors.values()]
-        over = axis.axis_of(axis_name, kind, features, arrays)
+        over = axis.axis_of(axis_name, kind, features)
         require_method(options)
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
-    _check(kind, features, labels, bias, {**options, **vectors, **others}, over)
+    check_traced(kind, features, labels, bias, {**options, **vectors, **others}, over)
     if temperature is not None:
         scale = 1.0 / temperature
     scale = kind.scale if scale is None else scale
@@ -68,21 +60,37 @@ def _apply(
         "features": features,
         "scale": _floating(scale, dtype),
         "bias": None if bias is None else _floating(bias, dtype),
-        "labels": None if labels is None else _exact(labels),
-        "ids": _each(_exact, ids),
+        "labels": None if labels is None else exact(labels),
+        "ids": each(exact, ids),
         **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
     }
-    call = Call(kind, tuple(sorted(options.items())), metrics, axis=over)
     if over is None:
-        loss, values, _ = parts(call, given)
+        loss, values, _ = parts(Call(kind, tuple(sorted(options.items())), metrics), given)
     else:
-        found = parts(call, axis.vary(given, over.varying))
-        loss, values = axis.total(call, len(features[0]), found)
+        over, given = axis.spread(over, given)
+        call = Call(kind, tuple(sorted(options.items())), metrics, axis=over)
+        loss, values = axis.total(
+            call, len(features[0]), jax.jit(parts, static_argnums=0)(call, given)
+        )
     return (loss, Metrics(**values)) if metrics else loss
 
 
-def _check(
+def require_known(kind: Loss, features: Sequence[Any], options: dict[str, Any]) -> None:
+    """TypeError for features that are no arrays, and for options that no compiled program takes."""
+    for name, z in zip(kind.arguments, features, strict=True):
+        if not isinstance(z, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
+    for name in options:
+        if name in spec.DEFAULTS and name not in spec.COMPILED:
+            known = ", ".join((*ARGUMENTS, "axis_name", *spec.COMPILED))
+            raise TypeError(
+                f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; expected "
+                f"one of {known}"
+            )
+
+
+def check_traced(
     kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
     over: Axis | None,
 ) -> None:  # fmt: skip
@@ -91,8 +99,8 @@ def _check(
     options = {
         **options,
         "wrt": (),
-        "ids": _each(_known, options["ids"]),
-        **{name: _known(options[name], 1) for name in ("scale", "temperature", *spec.VECTORS)},
+        "ids": each(_known, options.get("ids")),
+        **{name: _known(options.get(name), 1) for name in ("scale", "temperature", *spec.VECTORS)},
     }
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
         del options["precision"]  # a GPU has more precisions than the CPU, as which this is checked
@@ -119,7 +127,7 @@ def _known(value: Any, otherwise: int = 0) -> Any:
     return np.asarray(value)
 
 
-def _exact(value: Any) -> Any:
+def exact(value: Any) -> Any:
     """Integers that are no JAX array as one; as `Wide` those of 64 bits that JAX would cut."""
     if isinstance(value, (jax.Array, Wide)):
         return value
@@ -128,9 +136,9 @@ def _exact(value: Any) -> Any:
     return Wide.of(value) if cut else jnp.asarray(value)
 
 
-def _each(function: Any, ids: Any) -> Any:
+def each(function: Any, ids: Any) -> Any:
     """`function` of ids, which may be one array, a pair of them, or None."""
-    if isinstance(ids, (tuple, list)):
+    if is_pair(ids):
         return tuple(map(function, ids))
     return None if ids is None else function(ids)
 

@@ -197,7 +197,8 @@ class _Rehearsal(Rounds):
 def plan(call: Call, given: dict[str, Any]) -> Plan:
     """The callbacks of a call with arguments of these shapes and dtypes, `keys` [N, D] among them.
     ValueError where the workspace has no room for a block."""
-    assert (axis := call.axis) is not None
+    axis = call.axis
+    assert axis is not None
     of_one = {"scale", "weights"}
     given = {name: _stand_in(value, int(name in of_one)) for name, value in given.items()}
     with np.errstate(**SILENT):

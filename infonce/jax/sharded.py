@@ -1,0 +1,138 @@
+"""Losses of global arrays whose rows are spread over the devices of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .. import spec
+from ..checks import validation
+from ..result import Metrics
+from ..spec import Loss
+from . import functions
+
+BY_ROW = ("labels", "ids", *spec.VECTORS)  # arguments with one number a row, beside features
+NUMBERS = ("scale", "temperature", "bias")
+
+
+def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..., Any]:
+    """Make a loss of global arrays whose rows are split over a mesh of devices.
+
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> clip_loss = infonce.jax.sharded(infonce.jax.clip_loss, mesh, "data")
+    >>> step = jax.jit(jax.value_and_grad(lambda z: clip_loss(z, text, scale=20.0)))
+    >>> value, gradient = step(image)
+
+    The loss is called inside and outside of `jax.jit`, by no `jax.shard_map` of the caller's. It
+    has the arguments and the result of `loss` on one device: ``labels`` are rows of the whole
+    batch, and the views of `nt_xent_loss` are rows i and i + B of 2B. Each device computes the
+    logits of its rows (see ``axis_name`` of `loss`), and gets the gradients of its rows.
+
+    Parameters
+    ----------
+    loss : function
+        A loss of `infonce.jax`.
+    mesh : jax.sharding.Mesh
+    axis_name : str or tuple of str
+        The axis of the mesh, or several, over which rows are split: features, labels, ids, weights
+        and key_bias.
+
+    Returns
+    -------
+    function
+        The loss of global arrays; TypeError and ValueError as `loss`, and ValueError if the devices
+        do not divide the rows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `loss` is none of infonce.jax, `mesh` is no mesh, or it has no axis of that name.
+    """
+    kinds = {getattr(functions, f"{name}_loss"): kind for name, kind in spec.LOSSES.items()}
+    if not callable(loss) or loss not in kinds:
+        raise TypeError(
+            f"loss: expected a loss of infonce.jax, as infonce.jax.clip_loss, got {loss!r}"
+        )
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {validation.what(mesh)}")
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not set(names) <= set(mesh.axis_names):
+        raise ValueError(
+            f"axis_name: expected one of the mesh's axes {mesh.axis_names}, or a tuple of them, "
+            f"got {axis_name!r}"
+        )
+    kind, signature = kinds[loss], inspect.signature(loss)
+
+    @functools.wraps(loss)
+    def over_devices(*args: Any, **options: Any) -> Any:
+        given = dict(signature.bind(*args, **options).arguments)
+        given |= given.pop("options", {})
+        _require(kind, given, mesh, names)
+        if kind is spec.NT_XENT and given.get("labels") is None:  # views may be on two devices
+            rows = len(given["features"])
+            given["labels"] = (jnp.arange(rows) + rows // 2) % rows
+        return _run(loss, kind, given, mesh, names)
+
+    return over_devices
+
+
+def _require(kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]) -> None:
+    """The checks of the call on one device, and that devices divide the rows."""
+    features = [given[name] for name in kind.arguments]
+    options = {name: value for name, value in given.items() if name not in kind.arguments}
+    if "axis_name" in options:
+        raise TypeError("axis_name: expected as an argument of infonce.jax.sharded")
+    labels, bias = options.pop("labels", None), options.pop("bias", None)
+    plain = {name: value for name, value in options.items() if name not in functions.ARGUMENTS}
+    functions.require_known(kind, features, plain)
+    functions.check_traced(kind, features, labels, bias, options, None)
+    devices = math.prod(mesh.shape[name] for name in names)
+    for name, z in zip(kind.arguments, features, strict=True):
+        if len(z) % devices:
+            raise ValueError(
+                f"{name}: expected a number of rows that the {devices} devices of axis "
+                f"{', '.join(map(repr, names))} divide, got shape {tuple(z.shape)}"
+            )
+
+
+def _run(
+    loss: Callable[..., Any], kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]
+) -> Any:
+    """The loss in a `jax.shard_map`, of checked arguments."""
+    rows, same = PartitionSpec(names), PartitionSpec()
+    by_row = {name: given.pop(name) for name in kind.arguments}
+    for name in BY_ROW:
+        if (value := given.pop(name, None)) is not None:
+            integers = name not in spec.VECTORS
+            by_row[name] = functions.each(functions.exact if integers else jnp.asarray, value)
+    numbers = {name: given.pop(name) for name in NUMBERS if given.get(name) is not None}
+    if AxisType.Explicit in mesh.axis_types:
+        reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
+        by_row = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, rows)), by_row)
+    metrics = given.get("metrics", False)
+
+    def local(by_row: dict[str, Any], numbers: dict[str, Any]) -> Any:
+        out = loss(**by_row, **numbers, **given, axis_name=names)
+        if not metrics:
+            return out
+        return out[0], {name: v for name, v in vars(out[1]).items() if v is not None}
+
+    of_loss = rows if given.get("reduction") == "none" else same
+    of_metrics = {
+        f.name: same if f.name.endswith("loss") else rows
+        for f in dataclasses.fields(Metrics)
+        if kind.column_weight or not f.name.startswith("column")
+    }
+    specs = (of_loss, of_metrics) if metrics else of_loss
+    out = jax.shard_map(local, mesh=mesh, in_specs=(rows, same), out_specs=specs)(by_row, numbers)
+    if not metrics:
+        return out
+    return out[0], Metrics(**dict.fromkeys(("column_loss", "column_rank")) | out[1])
