@@ -30,6 +30,8 @@ def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any]) -> Axis:
     to be the same on all of its devices."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
+        if not names or len(set(names)) < len(names):
+            raise NameError("expected different names")
         size, index = jax.lax.axis_size(names), jax.lax.axis_index(names)
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(

@@ -209,7 +209,7 @@ def plan(call: Call, given: dict[str, Any]) -> Plan:
             gradients.query = np.empty(problem.query.shape, real)
         rounds = _Rehearsal(
             np, 0, axis.size, given["keys"], problem.leaves_out, np.empty(0, BITS), iter(()),
-            np.broadcast_to(np.zeros((), real), given["keys"].shape),
+            np.empty(given["keys"].shape, real),
         )  # fmt: skip
         how = blocks.folding(request)
 

@@ -9,7 +9,7 @@ from host_device import room
 from infonce.distributed import cost
 from infonce.kernels import problem as problems
 from ranks import COMM, RANK, SIZE, close, compute_on, follow, shards
-from reference_problems import FEATURES, Problem, call_of, each_once, softmax_options
+from reference_problems import FEATURES, Problem, call_of, drawn_problem
 
 import infonce
 from infonce import distributed
@@ -29,34 +29,10 @@ def problem_of(
     """Some of the options, drawn one by one; few rows, so that some ranks have none."""
     rows, width = sizes or (int(rng.integers(1, 18)), int(rng.integers(1, 5)))
     rows *= 1 + (name == "nt_xent" and sizes is None)
-    columns, labels = rows, None
-    if name == "info_nce":
-        columns += int(rng.integers(0, 9)) if sizes is None else 0
-        if rng.random() < 0.8:
-            shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
-            labels = rng.integers(-1, columns, shape)
-            if len(shape) > 1:
-                labels = each_once(labels)
-    if name == "sup_con":
-        labels = rng.integers(-2, rows // 2 + 1, rows)
-    features = [rng.normal(size=(rows, width))]
-    if len(FEATURES[name]) == 2:
-        features.append(rng.normal(size=(columns, width)))
-    ids: Any = None
-    if rng.random() < 0.5 and name != "sup_con":
-        ids = rng.integers(0, 6, rows)
-        if name not in ("nt_xent", "gte"):
-            ids = ids, rng.integers(0, 6, columns)
-    softmax = softmax_options(name, columns, rng)
-    problem = Problem(
-        name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
-        normalize=bool(rng.random() < 0.5), softmax=softmax,
-        weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
-    )  # fmt: skip
-    with np.errstate(invalid="ignore"):
-        if softmax.get("decoupled") and not np.isfinite(problem.definition()[1]):
-            del softmax["decoupled"]  # a row without negatives has loss -inf
-    return problem
+    columns = rows
+    if name == "info_nce" and sizes is None:
+        columns += int(rng.integers(0, 9))
+    return drawn_problem(name, rng, rows, columns, width)
 
 
 def placed(features: Any, place: str) -> Any:

@@ -246,6 +246,36 @@ def softmax_options(name, columns, rng):
     return options
 
 
+def drawn_problem(name, rng, rows, columns, width):
+    """A problem of so many queries and keys, with some of the options, drawn one by one."""
+    labels = None
+    if name == "info_nce" and (columns < rows or rng.random() < 0.8):
+        shape = [(rows,), (rows, 1), (rows, 3)][rng.integers(3)]
+        labels = rng.integers(-1, columns, shape)
+        if len(shape) > 1:
+            labels = each_once(labels)
+    if name == "sup_con":
+        labels = rng.integers(-2, rows // 2 + 1, rows)
+    features = [rng.normal(size=(rows, width))]
+    if len(FEATURES[name]) == 2:
+        features.append(rng.normal(size=(columns, width)))
+    ids = None
+    if rng.random() < 0.5 and name != "sup_con":
+        ids = rng.integers(0, 6, rows)
+        if name not in ("nt_xent", "gte"):
+            ids = ids, rng.integers(0, 6, columns)
+    softmax = softmax_options(name, columns, rng) if name != "siglip" else {}
+    problem = Problem(
+        name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
+        normalize=bool(rng.random() < 0.5), softmax=softmax,
+        weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
+    )  # fmt: skip
+    with np.errstate(invalid="ignore"):
+        if softmax.get("decoupled") and not np.isfinite(problem.definition()[1]):
+            del softmax["decoupled"]  # a row without negatives has loss -inf
+    return problem
+
+
 @st.composite
 def problems(
     draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER, several=EITHER,
