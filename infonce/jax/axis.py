@@ -144,5 +144,6 @@ def total(call: Call, rows: int, out: tuple[Any, dict[str, Any], Any]) -> tuple[
         weight = jax.lax.psum(weight, axis.names)
         share = rows * axis.size / jnp.where(weight == 0, 1, weight)  # of no row: the loss is 0
         loss = loss * share.astype(loss.dtype)
+    metrics = jax.lax.stop_gradient(metrics)
     sums = {name: metrics[name] for name in ("row_loss", "column_loss") if name in metrics}
     return loss, {**metrics, **jax.lax.psum(sums, axis.names)}

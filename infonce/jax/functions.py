@@ -70,9 +70,7 @@ def _apply(
     else:
         over, given = axis.spread(over, given)
         call = Call(kind, tuple(sorted(options.items())), metrics, axis=over)
-        loss, values = axis.total(
-            call, len(features[0]), jax.jit(parts, static_argnums=0)(call, given)
-        )
+        loss, values = axis.total(call, len(features[0]), parts(call, given))
     return (loss, Metrics(**values)) if metrics else loss
 
 

@@ -106,8 +106,8 @@ def _require(kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ..
 def _run(
     loss: Callable[..., Any], kind: Loss, given: dict[str, Any], mesh: Mesh, names: tuple[Any, ...]
 ) -> Any:
-    """The loss in a `jax.shard_map`, of checked arguments."""
-    rows, same = PartitionSpec(names), PartitionSpec()
+    """The loss of checked arguments."""
+    rows = PartitionSpec(names)
     by_row = {name: given.pop(name) for name in kind.arguments}
     for name in BY_ROW:
         if (value := given.pop(name, None)) is not None:
@@ -117,6 +117,20 @@ def _run(
     if AxisType.Explicit in mesh.axis_types:
         reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
         by_row = jax.tree.map(lambda z: reshard(z, NamedSharding(mesh, rows)), by_row)
+    given = {name: value for name, value in given.items() if value is not None}
+    out = _mapped(loss, kind, tuple(sorted(given.items())), mesh, names)(by_row, numbers)
+    if not given.get("metrics"):
+        return out
+    return out[0], Metrics(**dict.fromkeys(("column_loss", "column_rank")) | out[1])
+
+
+@functools.lru_cache(256)
+def _mapped(
+    loss: Callable[..., Any], kind: Loss, options: tuple[tuple[str, Any], ...], mesh: Mesh,
+    names: tuple[Any, ...],
+) -> Callable[..., Any]:  # fmt: skip
+    """The compiled function (arrays by rows, numbers) -> loss, or loss and metrics."""
+    rows, same, given = PartitionSpec(names), PartitionSpec(), dict(options)
     metrics = given.get("metrics", False)
 
     def local(by_row: dict[str, Any], numbers: dict[str, Any]) -> Any:
@@ -125,14 +139,12 @@ def _run(
             return out
         return out[0], {name: v for name, v in vars(out[1]).items() if v is not None}
 
-    of_loss = rows if given.get("reduction") == "none" else same
-    of_metrics = {
-        f.name: same if f.name.endswith("loss") else rows
-        for f in dataclasses.fields(Metrics)
-        if kind.column_weight or not f.name.startswith("column")
-    }
-    specs = (of_loss, of_metrics) if metrics else of_loss
-    out = jax.shard_map(local, mesh=mesh, in_specs=(rows, same), out_specs=specs)(by_row, numbers)
-    if not metrics:
-        return out
-    return out[0], Metrics(**dict.fromkeys(("column_loss", "column_rank")) | out[1])
+    specs: Any = rows if given.get("reduction") == "none" else same
+    if metrics:
+        of_metrics = {
+            field.name: same if field.name.endswith("loss") else rows
+            for field in dataclasses.fields(Metrics)
+            if kind.column_weight or not field.name.startswith("column")
+        }
+        specs = specs, of_metrics
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, same), out_specs=specs))
