@@ -27,14 +27,15 @@ GROUP: Keywords = {
     "gradient_scale": ('Literal["global", "ddp"]', "ddp"),
 }
 VIEWS: Keywords = {"labels": ("Tensor | None", None)}  # of losses of views: the other view's row
+# Of the devices that share a batch, in JAX
+AXIS: Keywords = {"axis_name": ("Any", None)}
 MAX_SCALE = 100.0
 
 
 def of_torch(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.torch`, which has this loss."""
-    of_views = loss.symmetric and not (loss.classes or loss.joint)
     names = [*LossOptions.__annotations__, "metrics"]
-    return _table(names, TENSORS, loss) | (VIEWS if of_views else {}) | GROUP
+    return _table(names, TENSORS, loss) | (VIEWS if _of_views(loss) else {}) | GROUP
 
 
 def of_module(loss: Loss) -> Keywords:
@@ -47,7 +48,12 @@ def of_module(loss: Loss) -> Keywords:
 def of_jax(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.jax`, which has this loss."""
     names = ["temperature", "scale", "ids", "weights", "key_bias", *COMPILED, "metrics"]
-    return _table(names, dict.fromkeys(TENSORS, "ArrayLike | None"), loss)
+    views: Keywords = {"labels": ("ArrayLike | None", None)} if _of_views(loss) else {}
+    return _table(names, dict.fromkeys(TENSORS, "ArrayLike | None"), loss) | views | AXIS
+
+
+def _of_views(loss: Loss) -> bool:
+    return loss.symmetric and not (loss.classes or loss.joint)
 
 
 def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:

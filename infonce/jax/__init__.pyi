@@ -6,6 +6,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..spec import Method, Precision, Reduction
+from .sharded import sharded as sharded
 
 __all__ = [
     "clip_loss",
@@ -13,6 +14,7 @@ __all__ = [
     "info_nce_loss",
     "lit_loss",
     "nt_xent_loss",
+    "sharded",
     "siglip_loss",
     "sup_con_loss",
 ]
@@ -37,6 +39,7 @@ def clip_loss(
     precision: Precision = "auto",
     workspace: int | str | None = None,
     metrics: bool = False,
+    axis_name: Any = None,
 ) -> Any: ...
 def lit_loss(
     text: ArrayLike,
@@ -58,6 +61,7 @@ def lit_loss(
     precision: Precision = "auto",
     workspace: int | str | None = None,
     metrics: bool = False,
+    axis_name: Any = None,
 ) -> Any: ...
 def siglip_loss(
     image: ArrayLike,
@@ -73,6 +77,7 @@ def siglip_loss(
     method: Method = "auto",
     precision: Precision = "auto",
     workspace: int | str | None = None,
+    axis_name: Any = None,
 ) -> Array: ...
 def info_nce_loss(
     query: ArrayLike,
@@ -95,6 +100,7 @@ def info_nce_loss(
     precision: Precision = "auto",
     workspace: int | str | None = None,
     metrics: bool = False,
+    axis_name: Any = None,
 ) -> Any: ...
 def nt_xent_loss(
     features: ArrayLike,
@@ -115,6 +121,8 @@ def nt_xent_loss(
     precision: Precision = "auto",
     workspace: int | str | None = None,
     metrics: bool = False,
+    labels: ArrayLike | None = None,
+    axis_name: Any = None,
 ) -> Any: ...
 def sup_con_loss(
     features: ArrayLike,
@@ -131,6 +139,7 @@ def sup_con_loss(
     method: Method = "auto",
     precision: Precision = "auto",
     workspace: int | str | None = None,
+    axis_name: Any = None,
 ) -> Array: ...
 def gte_loss(
     query: ArrayLike,
@@ -150,4 +159,5 @@ def gte_loss(
     method: Method = "auto",
     precision: Precision = "auto",
     workspace: int | str | None = None,
+    axis_name: Any = None,
 ) -> Array: ...

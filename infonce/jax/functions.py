@@ -13,7 +13,7 @@ from infonce.distributed.call import require_method
 
 from .. import docstrings, losses, spec
 from ..arrays import native
-from ..checks import validation
+from ..checks import keywords, validation
 from ..checks.call import Batch, check
 from ..checks.rows import is_pair
 from ..result import Metrics
@@ -30,6 +30,7 @@ def _apply(
     features: Sequence[Any],
     labels: Any = None,
     bias: Any = None,
+    /,
     *,
     scale: Any = None,
     temperature: Any = None,
@@ -80,12 +81,9 @@ def require_known(kind: Loss, features: Sequence[Any], options: dict[str, Any]) 
         if not isinstance(z, (jax.Array, np.ndarray)):
             raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
     for name in options:
-        if name in spec.DEFAULTS and name not in spec.COMPILED:
-            known = ", ".join((*ARGUMENTS, "axis_name", *spec.COMPILED))
-            raise TypeError(
-                f"infonce.jax.{kind.name}_loss(): unexpected keyword argument {name!r}; expected "
-                f"one of {known}"
-            )
+        if name not in spec.COMPILED:
+            known = keywords.of_jax(kind)
+            raise keywords.unexpected(f"infonce.jax.{kind.name}_loss()", name, known)
 
 
 def check_traced(
@@ -192,7 +190,7 @@ def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> A
 
 
 @docstrings.adapted(losses.nt_xent_loss, DOC)
-def nt_xent_loss(features: Any, labels: Any = None, **options: Any) -> Any:
+def nt_xent_loss(features: Any, *, labels: Any = None, **options: Any) -> Any:
     return _apply(spec.NT_XENT, (features,), labels, **options)
 
 

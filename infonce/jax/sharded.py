@@ -74,7 +74,7 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
     @functools.wraps(loss)
     def over_devices(*args: Any, **options: Any) -> Any:
         given = dict(signature.bind(*args, **options).arguments)
-        given |= given.pop("options", {})
+        given |= given.pop("options", {})  # what the signature does not name
         _require(kind, given, mesh, names)
         if kind is spec.NT_XENT and given.get("labels") is None:  # views may be on two devices
             rows = len(given["features"])
@@ -147,4 +147,6 @@ def _mapped(
             if kind.column_weight or not field.name.startswith("column")
         }
         specs = specs, of_metrics
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, same), out_specs=specs))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(rows, same), out_specs=specs)
+    compiled: Callable[..., Any] = jax.jit(mapped)
+    return compiled

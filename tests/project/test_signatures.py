@@ -38,7 +38,7 @@ def train(image: Tensor, text: Tensor) -> None:
     infonce.torch.siglip_loss(image, text, -10.0, workspace="1GiB")
     infonce.torch.grad_cache([len, len], [image, text], criterion, 2)
     ClipLoss()(image, text, 20.0)
-    infonce.jax.clip_loss(image, text, temperature=0.07, decoupled=True)
+    infonce.jax.clip_loss(image, text, temperature=0.07, decoupled=True, axis_name="data")
     print(criterion.log_scale)
 """
 WRONG = {  # statement -> what mypy says

@@ -1,0 +1,167 @@
+"""Compiled programs over devices, loops of steps, errors: for test_devices.py."""
+
+import logging
+import re
+import time
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from devices import (
+    MESH,
+    ROWS,
+    SAME,
+    SCALE,
+    D,
+    R,
+    close,
+    features,
+    labels_of,
+    main,
+    mapped,
+    of_all,
+    one,
+    raises,
+)
+from jax.sharding import NamedSharding
+from reference_problems import LOSSES
+
+import infonce.jax as ij
+
+# --- the compiled program -------------------------------------------------------------------------
+
+COLLECTIVES = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
+
+
+def compiled() -> None:
+    """Features travel once to all devices, their gradients once back; no buffer is N x N."""
+    rows, width = 256 // R, 8
+    n, numbers = rows * R, {"scale": SCALE.astype(np.float64)}
+    for name in LOSSES:
+        z = features(name, rows, width)
+        by_row = labels_of(name, n) if name == "sup_con" else {}
+        step = mapped(partial(of_all, name)).lower(z, numbers, by_row).compile()
+        text = step.as_text()
+        found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? ({COLLECTIVES})(?:-start)?\(", text)
+        sizes = Counter((kind, "features" if f",{width}]" in f"[{shape}]" else "vectors")
+                        for _, shape, kind in found)  # fmt: skip
+        print(name, dict(sizes), text.count("custom-call("), "callbacks")
+        assert sizes["all-gather", "features"] == 1, (name, sizes)
+        wanted = name != "lit" and (name not in ("nt_xent", "sup_con", "gte") or R > 2)
+        assert sizes["reduce-scatter", "features"] == wanted, (name, sizes)
+        others = set(sizes) - {("all-gather", "features"), ("reduce-scatter", "features")}
+        assert all(of == "vectors" for _, of in others), (name, sizes)
+        if name in ("info_nce", "siglip", "lit"):  # rows alone have sums
+            assert {kind for kind, _ in others} == {"all-reduce"}, (name, sizes)
+        joint = 2 if name == "gte" else 1
+        shapes = re.findall(r"[a-z]+\d+\[([\d,]*)\]", text)
+        largest = max(int(np.prod([int(d) for d in s.split(",") if d] or [1])) for s in shapes)
+        assert largest <= 2 * joint * n * width, (name, largest)  # N x N: 16 times as much
+
+
+def loop() -> None:
+    """200 steps. XLA's CPU client stands still if 32 programs are under way on as many devices as
+    it has threads, with calls out of them or without: so no more than eight are."""
+    z = [jax.device_put(v, NamedSharding(MESH, ROWS)) for v in features("clip", 32, 16)]
+    numbers = {"scale": SCALE.astype(np.float64)}
+
+    @jax.jit
+    def step(z: Any, numbers: Any) -> Any:
+        value, (grads, of_numbers) = mapped(partial(of_all, "clip"))(z, numbers, {})
+        z = [a - 0.5 * b for a, b in zip(z, grads, strict=True)]
+        return z, jax.tree.map(lambda a, b: a - 0.01 * b, numbers, of_numbers), value
+
+    start, values = time.time(), []
+    for i in range(200):
+        z, numbers, value = step(z, numbers)
+        values.append(value)
+        if i % 8 == 7:
+            jax.block_until_ready(z)
+    assert float(values[-1]) < float(values[0])
+    print(f"200 steps: {time.time() - start:.1f} s")
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def refused() -> None:
+    """While JAX traces."""
+    z, numbers = features("clip"), {"scale": SCALE}
+    over = ij.sharded(ij.clip_loss, MESH, "data")
+    call = partial(of_all, "clip")
+
+    def run(f: Any, specs: Any = (ROWS, SAME, ROWS), z: Any = z) -> Any:
+        return jax.jit(jax.shard_map(f, mesh=MESH, in_specs=specs, out_specs=SAME))(z, numbers, {})
+
+    short = [v[:-1] for v in z]
+    raises(ValueError, rf"image: expected a number of rows that the {R} devices of axis 'data' "
+           rf"divide, got shape \({6 * R - 1}, {D}\)", lambda: over(*short, scale=3.0))  # fmt: skip
+    raises(ValueError, "text: expected .* rows like image", lambda: over(z[0], short[1], scale=3.0))
+    raises(ValueError, "image: expected rows of each device of axis 'data', got the same",
+           lambda: run(call, (SAME, SAME, ROWS)))  # fmt: skip
+    raises(ValueError, "axis_name: expected the name of an axis .* got 'model'",
+           lambda: run(partial(call, axis_name="model")))  # fmt: skip
+    raises(ValueError, "axis_name: expected the name of an axis .* got 'data'",
+           lambda: call(z, numbers, {}))  # fmt: skip
+    for names in ((), ("data", "data"), ["data"]):
+        raises(ValueError, rf"axis_name: expected .* got {re.escape(repr(names))}",
+               lambda: run(partial(call, axis_name=names)))  # noqa: B023  # fmt: skip
+    raises(ValueError, "text: expected 6 rows like image",
+           lambda: run(lambda z, *of: call([z[0], z[1][1:]], *of)))  # fmt: skip
+    raises(ValueError, 'method: expected "auto"', lambda: run(partial(call, method="fused")))
+    raises(ValueError, "workspace: expected at least", lambda: run(partial(call, workspace=64)))
+    raises(ValueError, "features: expected an even number of rows",
+           lambda: run(lambda z, *of: of_all("nt_xent", [z[0][1:]], *of)))  # fmt: skip
+    raises(ValueError, "labels: expected with axis_name",
+           lambda: ij.nt_xent_loss(z[0], labels=jnp.arange(6 * R), scale=3.0))  # fmt: skip
+    raises(TypeError, "unexpected keyword argument 'marign'",
+           lambda: run(partial(call, marign=1)))  # fmt: skip
+    raises(TypeError, "loss: expected a loss of infonce.jax", lambda: ij.sharded(max, MESH, "data"))
+    raises(TypeError, "mesh: expected", lambda: ij.sharded(ij.clip_loss, "data", "data"))
+    raises(ValueError, r"axis_name: expected one of the mesh's axes \('data',\)",
+           lambda: ij.sharded(ij.clip_loss, MESH, "model"))  # fmt: skip
+    raises(TypeError, "axis_name: expected as an argument of infonce.jax.sharded",
+           lambda: over(*z, scale=3.0, axis_name="data"))  # fmt: skip
+
+
+def not_a_number() -> None:
+    """What is known only when the program runs: NaN on all devices, with the reason in the log. An
+    error on one device would leave the others waiting."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("infonce.jax").addHandler(handler)
+    logging.getLogger("infonce.jax").propagate = False
+    z, n = features("clip"), 6 * R
+    clip, info_nce = (ij.sharded(f, MESH, "data") for f in (ij.clip_loss, ij.info_nce_loss))
+    bad = [z[0].at[3, 2].set(jnp.nan), z[1]]
+    assert np.isnan(jax.jit(lambda z: clip(*z, scale=3.0))(bad))
+    assert not said
+    step = jax.jit(jax.value_and_grad(lambda z, labels: info_nce(*z, labels, scale=3.0)))
+    value, grads = step(z, jnp.arange(n).at[n - 1].set(n))
+    assert np.isnan(value)
+    assert np.isnan(grads[1]).all()
+    assert said == [
+        f"info_nce_loss: the loss is NaN: ValueError: labels: expected values in [0, {n}), or "
+        f"negative ones for none, got {n} at position 5"
+    ]
+    close("the same program, with labels in range", step(z, jnp.arange(n))[0],
+          one("info_nce", z, {"scale": 3.0}, {}))  # fmt: skip
+    del said[:]
+    step = jax.jit(lambda z, s: clip(*z, scale=s))
+    assert np.isnan(step(z, -1.0))
+    assert len(said) == R
+    assert "scale: expected" in said[0]
+    del said[:]
+    views = ij.sharded(ij.nt_xent_loss, MESH, "data")
+    assert np.isnan(
+        jax.jit(lambda z, y: views(z, labels=y, scale=3.0))(z[0], (jnp.arange(n) + 1) % n)
+    )
+    assert any("labels: expected two rows that are each other's label" in text for text in said)
+
+
+if __name__ == "__main__":
+    main(globals())
