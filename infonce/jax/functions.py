@@ -160,8 +160,13 @@ DOC = """
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
     weights, key_bias : arrays, optional
         As in `infonce.{loss}`. They get no gradient.
+    axis_name : name, or tuple of names, optional
+        Axis of `jax.shard_map` or `jax.pmap`: the loss is that of the rows of all its devices, and
+        gradients are for the rows of this device, as in `infonce.distributed.{loss}`. What is known
+        only when the program runs makes the loss NaN, with the reason in the log `infonce.jax`.
     labels, bias, ids, {options}
-        As in `infonce.{loss}`, as far as it has them.
+        As in `infonce.{loss}`, as far as it has them. Labels, with `axis_name`, as in
+        `infonce.distributed.{loss}`.
 
     Returns
     -------

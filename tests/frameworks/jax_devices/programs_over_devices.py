@@ -1,10 +1,13 @@
 """Compiled programs over devices, loops of steps, errors: for test_devices.py."""
 
+import contextlib
+import io
 import logging
 import re
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,6 +47,8 @@ def compiled() -> None:
         z = features(name, rows, width)
         by_row = labels_of(name, n) if name == "sup_con" else {}
         step = mapped(partial(of_all, name)).lower(z, numbers, by_row).compile()
+        once, again = (jax.tree.leaves(step(z, numbers, by_row)) for _ in range(2))
+        assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True)), name
         text = step.as_text()
         found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? ({COLLECTIVES})(?:-start)?\(", text)
         sizes = Counter((kind, "features" if f",{width}]" in f"[{shape}]" else "vectors")
@@ -82,6 +87,22 @@ def loop() -> None:
             jax.block_until_ready(z)
     assert float(values[-1]) < float(values[0])
     print(f"200 steps: {time.time() - start:.1f} s")
+
+
+def page() -> None:
+    """The programs of docs/frameworks.md."""
+    text = (Path(__file__).parents[3] / "docs" / "frameworks.md").read_text()
+    text = text.partition("### Over devices")[2].partition("\n## ")[0]
+    trained, global_arrays = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(trained, names)
+    assert said.getvalue().count("\n") == 30
+    assert names["value"] < 0.5
+    image, text = names["batch"]
+    exec(global_arrays, names)
+    want = jax.value_and_grad(lambda image: ij.clip_loss(image, np.asarray(text), scale=14.3))
+    close("sharded", (names["value"], names["gradient"]), want(np.asarray(image)), 1e-5)
 
 
 # --- errors ---------------------------------------------------------------------------------------

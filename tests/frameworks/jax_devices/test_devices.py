@@ -43,11 +43,11 @@ def test_metrics_and_dtypes() -> None:
     run("losses_over_devices.py", 4, "metrics", "single_precision")
 
 
-def test_errors() -> None:
-    run("programs_over_devices.py", 4, "refused", "not_a_number")
+def test_errors_and_documentation() -> None:
+    run("programs_over_devices.py", 4, "refused", "not_a_number", "page")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
-def test_many_options(devices: int) -> None:
-    run("losses_over_devices.py", devices, "options:25")
+@pytest.mark.parametrize("devices", [1, 3, 5])
+def test_other_numbers_of_devices(devices: int) -> None:
+    run("losses_over_devices.py", devices, "options:8")
