@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infonce.kernels.gpu import plan, recorded, select
+from infonce.kernels.gpu import plan, recorded
 from infonce.kernels.gpu.device.launcher import device_properties
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.shard import QueuedVectors
@@ -28,7 +28,8 @@ def solution(
         or ranks.size == 1
         or transport.queued(Queue()) is None
         or 0 in (len(problem.query), *keys.rows)
-        or not (select.planned(problem) and problem.plain)
+        or problem.progress is not None
+        or not problem.plain
         or problem.positives is not None
         or problem.symmetric
         or problem.retrieval_ranks

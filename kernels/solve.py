@@ -30,8 +30,6 @@ their softmax, and that of a row's loss ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. I
 rounding of dL/dx to 16 bits. The other is ``sum_i <dQ_i, q_i>``, with feature gradients. It does
 not see a margin m: each positive's logit p = scale (q . k - m) adds ``-scale m dL/dp``, which
 `conclusion` has.
-
-Exponents are in base 2 throughout (x2 = x log2 e): that is what the hardware computes.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ class Backend(Protocol):
         ...
 
     def online(self, problem: Problem, gradients: Gradients) -> bool:
-        """Whether it folds `OnlineSoftmax` for a problem with `one_softmax`, and makes these
-        gradients in that fold."""
+        """Whether it makes these gradients in one fold with the losses: `OnlineSoftmax`."""
         ...
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
@@ -98,8 +95,7 @@ class Backend(Protocol):
         ...
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
-        """[M] or [M, P]: per_key[positives], for a vector `per_key` over all keys. Where there is
-        no positive, any value."""
+        """[M] or [M, P]: per_key[positives], of a vector over all keys; any value for none."""
         ...
 
 
@@ -159,18 +155,14 @@ def fold_block(
         not_finite.rows += backend.not_finite_marks(problem)
 
 
-def one_softmax(problem: Problem) -> bool:
-    """Whether `OnlineSoftmax` has all that is asked for: only rows have sums. (What is asked of the
+def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
+    """Whether only rows have sums, and dQ is all that follows from them. (What is asked of the
     logits, a backend has or has not.)"""
+    if gradients is None or gradients.want_key or problem.retrieval_ranks:
+        return False
     if problem.bias is not None or problem.two_sided or problem.symmetric:
         return False
-    of_one = problem.plain_targets or (problem.by_row and problem.set_size == 1)
-    return of_one and not problem.retrieval_ranks
-
-
-def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether dQ is all that follows from the sums of rows."""
-    return one_softmax(problem) and gradients is not None and not gradients.want_key
+    return problem.plain_targets or (problem.by_row and problem.set_size == 1)
 
 
 def _solve_softmax(
@@ -178,35 +170,43 @@ def _solve_softmax(
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
     if problem.leaves_out:
-        problem = _limited(problem, backend, vectors)
+        problem = limited(problem, backend, vectors)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
-    online = gradients is not None and one_softmax(problem) and backend.online(problem, gradients)
+    online = gradients is not None and backend.online(problem, gradients)
     if online:
         backend.fold(problem, grid, OnlineSoftmax(stats.rows, stats.positive_logits), gradients)
     else:
         backend.fold(problem, grid, stats, None)
 
     end = vectors.conclude(problem, stats, grid.triangle, gradients is not None, backend)
-    rows, columns = end.rows, end.columns
     dots = None if gradients is None else gradients.dots
     if gradients is not None and not online:
-        reference = None if columns is None else columns.reference
-        factor = end.column_factor
-        if problem.symmetric:  # dL/dx + its transpose: the columns are the rows
-            reference, factor = rows.reference, end.row_factor
-        epilogue = SoftmaxGradient(
-            rows.reference, end.row_factor, reference, factor, end.positive_gradient,
-            linear=end.linear,
-        )  # fmt: skip
+        epilogue = softmax_gradient(problem, end)
         _gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
     loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
+    return solution_of(end, stats, loss, scale_grad)
+
+
+def softmax_gradient(problem: Problem, end: Conclusion) -> SoftmaxGradient:
+    """The gradient fold's epilogue."""
+    rows, columns, factor = end.rows, end.columns, end.column_factor
+    if problem.symmetric:  # dL/dx + its transpose: the columns are the rows
+        columns, factor = rows, end.row_factor
+    reference = None if columns is None else columns.reference
+    return SoftmaxGradient(
+        rows.reference, end.row_factor, reference, factor, end.positive_gradient, linear=end.linear
+    )
+
+
+def solution_of(end: Conclusion, stats: Statistics, loss: Any, scale_grad: Any) -> Solution:
+    rows, columns = end.rows, end.columns
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
     )  # fmt: skip
 
 
-def _limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
+def limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
     """The problem with its limits."""
     of_rows = vectors.limits(problem, backend.positive_dots(problem))
     both = problem.symmetric or problem.two_sided  # key i is the positive of query i

@@ -9,7 +9,6 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..naive import matrix_bytes
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution
 from .config import Device
@@ -17,14 +16,7 @@ from .device import compiler
 from .device.arguments import NO_MATRIX, address, matrix_values, scalar_values, whole_strides
 from .device.signatures import structure
 from .device.streams import identity
-
-THREADS = 256
-TILE = 64  # rows and columns of a tile
-CHUNK_BYTES = 128  # of a row, in one step of a product
-MOST_PARTS = 16
-PAYS = 2**28  # multiply-adds up to which one launch beats a graph of several with tensor cores,
-PAYS_LOGITS = 2**18  # and logits,
-PAYS_SIDE = 2048  # and rows of a side: one block meets them all
+from .schedule.small_batch import THREADS, TILE, one_launch
 
 # struct Fused is packed by position, in this order: names would take 2% of a small batch's time
 FIELDS = (
@@ -35,6 +27,12 @@ FIELDS = (
     "column_lse", "loss", "scale_grad", "bias_grad", "row_reference", "row_factor",
     "column_reference", "column_factor", "barrier",
 )  # fmt: skip
+# those of them that lie in the launch's memory; of one side, columns share those of rows
+IN_MEMORY = (
+    "logits", "row_inverse", "column_inverse", "row_bad", "column_bad", "row_gap", "column_gap",
+    "row_dot", "column_dot", "row_sum", "row_reference", "row_factor", "column_reference",
+    "column_factor",
+)  # fmt: skip
 _FUSED = structure("fused/fused.cu", "Fused")
 assert tuple(name for name, _ in _FUSED.fields) == FIELDS
 _pack = _FUSED.layout.pack
@@ -43,40 +41,6 @@ SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 NO_SCALAR = scalar_values(0.0)
 MAX_BARRIERS = 256
 _barriers: dict[tuple[int, int], Array] = {}  # by device and stream
-
-
-def logit_bytes(problem: Problem) -> int:
-    """What the logits and dL/dx take. With options of the softmax there are more matrices."""
-    if not problem.plain:
-        return matrix_bytes(problem)
-    m, n, _ = problem.shape
-    return 2 * m * n * (8 if problem.compute == "fp64" else 4)
-
-
-def fits(problem: Problem) -> bool:
-    return logit_bytes(problem) <= problem.workspace
-
-
-def pays(problem: Problem) -> bool:
-    m, n, d = problem.shape
-    few = m * n <= PAYS_LOGITS and max(m, n) <= PAYS_SIDE
-    return few and m * n * d <= PAYS and fits(problem)
-
-
-def require(problem: Problem) -> None:
-    """ValueError where the logits do not fit the workspace, and where they are to be ranked."""
-    if problem.retrieval_ranks:
-        raise ValueError(
-            'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
-            "with metrics=True"
-        )
-    if not fits(problem):
-        m, n, _ = problem.shape
-        raise ValueError(
-            f'method: "fused" keeps the {m} x {n} logits within workspace = {problem.workspace} '
-            f"bytes, which lacks {logit_bytes(problem) - problem.workspace}; expected "
-            'method="tiled" or a larger workspace'
-        )
 
 
 def _barrier(device: int) -> Array:
@@ -100,51 +64,28 @@ class _Launch:
 
     kernel: Any
     blocks: int
-    parts: int  # of the features in the products, to have work for the device
-    scratch: int  # in bytes
+    parts: int  # of the features in the products
+    memory: int  # in bytes
     offsets: tuple[int, ...]  # where the kernel's arrays begin in it
 
 
 @lru_cache(maxsize=1024)
 def _launch(
     m: int, n: int, d: int, dtype: Any, double: bool, symmetric: bool, two_sided: bool,
-    sigmoid: bool, normalize: bool, ids: bool, gradients: int, workspace: int,
-    device: int, resident: int,
+    sigmoid: bool, normalize: bool, ids: bool, gradient_tiles: int, workspace: int,
+    device: int, multiprocessors: int,
 ) -> _Launch:  # fmt: skip
-    """The launch for features of one dtype where so many blocks run at a time: the grid's barrier
-    needs all of them there. `gradients`: how many tiles of rows they have."""
-    item = 8 if double else 4
-    down, across = -(-m // TILE), -(-n // TILE)
-    logit_tiles = across * (across + 1) // 2 if symmetric else down * across
-    room = min(MOST_PARTS, workspace // (m * n * item))  # for so many M x N matrices
-    parts = max(1, min(MOST_PARTS, -(-d * item // CHUNK_BYTES), resident // logit_tiles, room))
-    work = max(logit_tiles * parts, gradients * -(-d // TILE), m, n)
-    size = 0
-
-    def take(elements: int, each: int = 8) -> int:
-        nonlocal size
-        start, size = size, size + -(-elements * each // 8) * 8
-        return start
-
-    x = take(max(parts, 2) * m * n, item)
-    row_inverse, row_bad = take(m), take(m)
-    column_inverse, column_bad = (row_inverse, row_bad) if symmetric else (take(n), take(n))
-    row_gap, row_dot, row_sum, column_gap, column_dot = take(m), take(m), take(m), take(n), take(n)
-    of_rows = take(m, item), take(m, item)  # height, factor
-    of_columns = of_rows if symmetric or not two_sided else (take(n, item), take(n, item))
-    offsets = (
-        x, row_inverse, column_inverse, row_bad, column_bad, row_gap, column_gap, row_dot,
-        column_dot, row_sum, *of_rows, *of_columns,
+    made = one_launch(
+        (m, n, d), dtype.name, double, symmetric, two_sided, sigmoid, normalize, ids,
+        gradient_tiles, workspace, multiprocessors,
     )  # fmt: skip
+    at = made.offsets
+    offsets = [at.get(name, at[name.replace("column", "row")]) for name in IN_MEMORY]
+    kernel = made.kernel
     on = cupy.cuda.Device(device)
-    raw_kernel = compiler.function(
-        on, "fused/fused.cu", "fused", 0,
-        PRECISION="FP64" if double else "FP32", DTYPE=f"DTYPE_{dtype.name.upper()}",
-        SYMMETRIC=int(symmetric), TWO_SIDED=int(two_sided), SIGMOID=int(sigmoid),
-        NORMALIZE=int(normalize), IDS=int(ids),
-    )  # fmt: skip
+    raw_kernel = compiler.function(on, kernel.file, kernel.name, 0, **kernel.defines)
     # A launch of the RawKernel would ask for the current device first: this call knows it
-    return _Launch(raw_kernel.kernel, min(resident, work), parts, size, offsets)
+    return _Launch(raw_kernel.kernel, made.blocks, made.parts, made.bytes, tuple(offsets))
 
 
 def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> Solution:
@@ -170,7 +111,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
 
     # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
     real, item = (DOUBLE, 8) if double else (SINGLE, 4)
-    out, scratch = cupy.cuda.alloc(item * (2 * m + n + 3)), cupy.cuda.alloc(launch.scratch)
+    out, scratch = cupy.cuda.alloc(item * (2 * m + n + 3)), cupy.cuda.alloc(launch.memory)
     start, base = out.ptr, scratch.ptr
     lse, column_lse, loss = item * m, item * 2 * m, item * (2 * m + n)
     addresses = [base + offset for offset in launch.offsets]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import cupy
 import numpy as np
@@ -15,17 +14,17 @@ from .device.arguments import Fields, address, matrix
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
 from .labels import order_of
-from .tiled.operands import Side
+from .tiled.operands import Features
 
 # of linear.cu; small blocks spread few rows over more multiprocessors
-LANE_FEATURES, PIECE_ROWS, PIECE_THREADS = 8, 64, 64
+LANE_FEATURES, PIECE_THREADS = 8, 64
 JOIN_FEATURES, JOIN_THREADS = 64, 256
 
 
 class Rows:
     """See `infonce.kernels.linear.Rows`. Sums are in the precision of products' sums."""
 
-    def __init__(self, launcher: Launcher, side: Side) -> None:
+    def __init__(self, launcher: Launcher, side: Features) -> None:
         self.launcher, self.side, self.features = launcher, side, side.features
         self.real = np.dtype(np.float64 if launcher.precision == "fp64" else np.float32)
 
@@ -36,7 +35,7 @@ class Rows:
         precision = config.operands(problem.compute, device_properties(device.id))
         launcher = Launcher(device, precision, Queue())
         real = np.dtype(np.float64 if precision == "fp64" else np.float32)
-        return Rows(launcher, Side(launcher, features, problem.normalize, real))
+        return Rows(launcher, Features(launcher, problem.normalize, real, features))
 
     def fields(self, first: int = 0) -> Fields:
         """struct Rows, from row `first` on."""
@@ -55,7 +54,7 @@ class Rows:
             order = order_of(segment)
         else:
             out = cupy.empty((count, d), self.real)
-        segments, places = {"segment": segment, "order": order}, -(-n // PIECE_ROWS)
+        segments, places = {"segment": segment, "order": order}, -(-n // config.PIECE_ROWS)
         pieces = cupy.empty((places, 2, d))
         self.launcher.launch(
             "linear.cu", "segment_pieces",
@@ -117,21 +116,7 @@ def linear_terms(
     return {"first": _fields(first), "second": _fields(second)}
 
 
-def term_bytes(problem: Problem, real: np.dtype[Any]) -> int:
-    """Bytes that `conclude` and the gradients of terms take in kernels: sums of segments, and those
-    of pieces of rows, from which they are joined."""
-    m, n, d = problem.shape
-    pieces = 2 * d * 8 * -(-max(m, n) // PIECE_ROWS)
-    found = 0
-    if problem.label_smoothing:  # of each side, plain and weighted by factors
-        found += 2 * (1 + problem.two_sided) * pieces
-    if problem.classes is not None and (of := problem.classes.in_sums) is not None:
-        assert of.count is not None
-        found += 2 * (pieces + of.count * d * real.itemsize)
-    return found
-
-
-def in_kernels(problem: Problem) -> bool:
+def needs_kernels_alone(problem: Problem) -> bool:
     """Whether losses follow from sums by kernels alone, without operations on arrays. Such are
     taken by label smoothing with ids, for which ids are numbered, and by limits or biases of pairs
     together with linear terms or a joint loss."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import solve as blocks
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
 from ..solve import Question, Solution
 from .device.launches import Queue
+from .schedule import Block
 from .tiled.backend import GPU
+from .vectors import TiledVectors
 
 
 def solution(
     problem: Problem, gradients: Gradients | None, queue: Queue
 ) -> dict[str, Array | None]:
-    gpu = GPU(problem, gradients, queue=queue, both_folds=True)
-    found = blocks.solve(problem, gpu, gradients)
+    found = GPU(problem, gradients, queue).solve(problem, gradients)
     made = {
         "losses": found.losses if found.loss is None else None, "loss": found.loss,
         "row_lse": found.row_lse, "column_lse": found.column_lse,
@@ -56,29 +56,21 @@ def block(
     gradients: Gradients | None, not_finite: NotFinite | None, to_clear: Sums | None,
     ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    gpu = GPU(problem, gradients, ahead, queue)
+    fold = Block.of(epilogue, triangle, gradients is not None)
+    gpu = GPU(problem, gradients or ahead, queue, fold)
     if to_clear is not None:
         gpu.vectors.clear(to_clear)
-    blocks.fold_block(gpu, problem, triangle, epilogue, gradients)
+    gpu.fold_block(problem, epilogue, gradients)
     if not_finite is not None:  # what queries say is written once, keys add theirs
-        gpu.context.not_finite(
+        gpu.vectors.not_finite(
             problem, not_finite.any_key, not_finite.rows, not_finite.queries_checked
         )
     return {}
 
 
-def room(
-    problem: Problem, gradients: Gradients | None, ahead: Gradients | None, queue: Queue
-) -> dict[str, Array | None]:  # fmt: skip
-    """The memory of a block."""
-    GPU(problem, gradients, ahead, queue)
-    return {}
-
-
 def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
     given = problem.upstream
-    gpu = GPU(problem, queue=queue)
-    problem, stats = gpu.vectors.statistics(problem)
+    problem, stats = TiledVectors.alone(problem, queue).statistics(problem)
     columns = stats.columns or Sums(None, None)
     return {
         "row_max": stats.rows.max, "row_sum": stats.rows.sum, "row_moment": stats.rows.moment,
@@ -91,8 +83,8 @@ def begin(problem: Problem, queue: Queue) -> dict[str, Array | None]:
 def conclude(
     problem: Problem, stats: Statistics, not_finite: NotFinite, queue: Queue
 ) -> dict[str, Array | None]:
-    gpu = GPU(problem, queue=queue)
-    end = gpu.vectors.conclude(problem, stats, False, True, None, not_finite)
+    vectors = TiledVectors.alone(problem, queue)
+    end = vectors.conclude(problem, stats, False, True, None, not_finite)
     found: dict[str, Array | None] = {
         "losses": end.losses, "row_factor": end.row_factor, "column_factor": end.column_factor,
         "positive_gradient": end.positive_gradient, "log_scale_grad": end.log_scale_grad,
@@ -111,7 +103,7 @@ def totals(
     problem: Problem, losses: Array, log_scale_grad: Array | None, dots: Array | None,
     bias_grad: Array | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    gpu = GPU(problem, queue=queue)
-    gpu.vectors.double, gpu.vectors.out = True, np.dtype(np.float64)
-    made = gpu.vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)
+    vectors = TiledVectors.alone(problem, queue)
+    vectors.double, vectors.out = True, np.dtype(np.float64)
+    made = vectors.totals(problem, losses, log_scale_grad, dots, bias_grad)
     return dict(zip(("loss", "scale_grad", "bias_grad"), made, strict=True))

@@ -9,7 +9,6 @@ import cupy
 import numpy as np
 
 from .. import problem as problems
-from .. import solve as blocks
 from ..problem import Gradients, Problem
 from ..solve import Solution
 from . import fused as gpu_fused
@@ -18,7 +17,8 @@ from . import plan as gpu_plan
 from . import recorded
 from .device.arguments import whole_strides
 from .device.launcher import device_properties
-from .linear import in_kernels
+from .linear import needs_kernels_alone
+from .schedule import choose_method
 from .tiled.backend import GPU
 
 
@@ -28,34 +28,39 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if device.id != cupy.cuda.runtime.getDevice():
         with device:
             return solve(problem, gradients)
-    given = problem
-    problem = without_weights(problem, in_kernels(problem))
-    if problem.method == "fused":
-        gpu_fused.require(problem)
-    if problem.method == "naive" or (problem.method == "fused" and not problem.plain):
+    given, by_kernels = problem, needs_kernels_alone(problem)
+    problem = without_weights(problem, by_kernels)
+    method = choose_method(problem)
+    if method == "naive":
         return gpu_naive.solve(problem if problem.plain else given, gradients)
-    fused = problem.method == "auto" and not problem.retrieval_ranks and gpu_fused.pays(problem)
-    if problem.method == "fused" or (fused and problem.plain):
+    if method == "fused":
         return gpu_fused.solve(problem, gradients, device_properties(device.id))
     problem = plain(problem)
     try:
-        return _tiled(problem, gradients)
+        return _tiled(problem, gradients, by_kernels)
     except MemoryError:
         if problem.workspace_given:
             raise
     # Once more, with no more than the default
-    return _tiled(replace(problem, workspace_given=True), gradients)
+    return _tiled(replace(problem, workspace_given=True), gradients, by_kernels)
 
 
-def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
-    if planned(problem):
+def _tiled(problem: Problem, gradients: Gradients | None, by_kernels: bool) -> Solution:
+    """By a plan, if it has one."""
+    if has_plan(problem, by_kernels):
         properties = device_properties(problem.query.device.id)
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients, graphs=True)
         )
-    if in_kernels(problem):
+    if by_kernels:
         _compile_kernels(problem, gradients)
-    return blocks.solve(problem, GPU(problem, gradients, both_folds=True), gradients)
+    return GPU(problem, gradients).solve(problem, gradients)
+
+
+def has_plan(problem: Problem, by_kernels: bool) -> bool:
+    """Not if the caller wants to see the progress of launches; and operations on arrays cannot be
+    recorded."""
+    return by_kernels and problem.progress is None
 
 
 _compiled: set[tuple[Any, ...]] = set()  # kinds of calls without a plan
@@ -74,12 +79,6 @@ def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
         _compiled.add(kind)
         silent = problems.fast_replace(problem, progress=None)
         gpu_plan.compile_kernels(recorded.solution, problem.progress, silent, gradients)
-
-
-def planned(problem: Problem) -> bool:
-    """Whether a call may have a plan: whoever wants to see its progress sees it launched, and
-    operations on arrays cannot be recorded."""
-    return problem.progress is None and in_kernels(problem)
 
 
 def without_weights(problem: Problem, by_kernels: bool) -> Problem:

@@ -19,8 +19,8 @@ from . import recorded, select
 from .device.arguments import Fields, address, matrix, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
-from .tiled.backend import GPU
-from .vectors import ElementwiseVectors
+from .schedule import Block, Call, tiled_schedule
+from .vectors import ElementwiseVectors, TiledVectors
 
 
 def fold_block(
@@ -28,8 +28,8 @@ def fold_block(
     gradients: Gradients | None, not_finite: NotFinite | None = None,
     to_clear: Sums | None = None, ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`solve.fold_block` on the current device; `ahead` as for `Context`. What takes operations on
-    arrays has no plan."""
+    """`solve.fold_block` on the current device; `ahead`: gradients of a later fold of blocks like
+    these, whose workspace this fold takes too. What takes operations on arrays has no plan."""
     # blocks do not look at classes, whose arrays a plan would depend on
     block = problems.fast_replace(select.plain(problem), classes=None)
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
@@ -43,7 +43,9 @@ def fold_block(
 
 def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
     """ValueError where the workspace has no room for a block; arguments as for `fold_block`."""
-    gpu_plan.rehearse(recorded.room, select.plain(problem), gradients, ahead)
+    block = Block(None, accumulates=gradients is not None)
+    properties = device_properties(problem.query.device.id)
+    tiled_schedule(Call.of(select.plain(problem), gradients or ahead, block), properties)
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:
@@ -120,8 +122,8 @@ class QueuedVectors(VectorsOverRanks):
     def __init__(self, problem: Problem, queue: Queue) -> None:
         super().__init__()
         self.queue = queue
-        self.gpu = GPU(_bare(problem), queue=queue)
-        self.launcher = self.gpu.context.launcher
+        self.tiled = TiledVectors.alone(_bare(problem), queue)
+        self.launcher = self.tiled.launcher
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
         made = build(_bare(problem), *parts, self.queue)
@@ -183,11 +185,11 @@ class QueuedVectors(VectorsOverRanks):
         )
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
-        return self.gpu.vectors.sigmoid(problem)
+        return self.tiled.sigmoid(problem)
 
     def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
         bad = backend.not_finite
-        return self.gpu.vectors.mark(fold.losses, bad.rows, bad.any_key)
+        return self.tiled.mark(fold.losses, bad.rows, bad.any_key)
 
 
 def _bare(problem: Problem) -> Problem:

@@ -14,10 +14,11 @@ from ..conclude import Direction
 from ..conclusion import Conclusion
 from ..linear import LinearTerm
 from ..problem import Array, Problem, Sigmoid, Statistics
-from . import linear
+from . import config, linear
 from .device import compiler
-from .device.arguments import Fields, address, sums_fields
-from .tiled.context import Context
+from .device.arguments import Fields, address, matrix, scalar, sums_fields
+from .device.launcher import Launcher, device_properties
+from .device.launches import Queue
 
 # struct Spelling where all vectors are given
 SPELLED_OUT: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
@@ -116,16 +117,45 @@ class ElementwiseVectors(blocks.Vectors):
         )  # fmt: skip
 
 
+class Scalars:
+    """The scale, that of exponents and the bias, as kernels take them; and what holds them."""
+
+    def __init__(self, launcher: Launcher, problem: Problem) -> None:
+        self.scale, self._scale = scalar(problem.scale)
+        self.exponent_scale, self._exponent_scale = self.scale, None
+        if problem.hardness:
+            self._exponent_scale = cupy.empty(1)
+            launcher.vectors(
+                "raise_scale", 1, scale=self.scale, by=problem.hardness, out=self._exponent_scale
+            )
+            self.exponent_scale, _ = scalar(self._exponent_scale)
+        self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
+
+    def row_options(self, problem: Problem) -> Fields:
+        """struct RowOptions."""
+        return {"scale": self.scale, "exponent_scale": self.exponent_scale,
+                "margin": problem.margin, "decoupled": problem.decoupled,
+                "key_bias": problem.key_bias}  # fmt: skip
+
+
 class TiledVectors(ElementwiseVectors):
     """The steps of a whole call in a kernel each: kernels/cuda/vectors.cu."""
 
-    def __init__(self, context: Context, features: Array) -> None:
+    def __init__(self, launcher: Launcher, scalars: Scalars, features: Array) -> None:
         super().__init__()
-        self.context, self.launcher = context, context.launcher
+        self.launcher, self.scalars = launcher, scalars
         # results are float64 for float64 features, else float32; the caller converts what differs
-        self.double = features.dtype == np.float64 or context.precision == "fp64"
+        self.double = features.dtype == np.float64 or launcher.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.any_key = cupy.empty(1)
+
+    @staticmethod
+    def alone(problem: Problem, queue: Queue) -> TiledVectors:
+        """Without folds: the steps of one of many ranks."""
+        device = cupy.cuda.Device()
+        precision = config.operands(problem.compute, device_properties(device.id))
+        launcher = Launcher(device, precision, queue)
+        return TiledVectors(launcher, Scalars(launcher, problem), problem.query)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:
         """The problem with its vectors as arrays, and struct Spelling for the kernel that writes
@@ -200,20 +230,19 @@ class TiledVectors(ElementwiseVectors):
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        backend: blocks.Backend | None, not_finite: problems.NotFinite | None = None,
+        backend: Any, not_finite: problems.NotFinite | None = None,
     ) -> Conclusion:  # fmt: skip
         """`not_finite`: marks of features that are not finite, where they are known already."""
-        if not linear.in_kernels(problem):
-            assert backend is not None
+        if not linear.needs_kernels_alone(problem):
             return super().conclude(problem, stats, triangle, gradient, backend)
-        context, m = self.context, problem.shape[0]
+        m = problem.shape[0]
         rows, upstream, losses_of = stats.rows, problem.upstream, slice(m)
         if problem.joint:
             rows, upstream = self.join_rows(rows, upstream)
             losses_of = slice(m // 2)
         two_sided = problem.two_sided and stats.columns is not None
         if not_finite is None:
-            not_finite = problems.NotFinite(context.not_finite(problem, self.any_key), self.any_key)
+            not_finite = problems.NotFinite(self.not_finite(problem, self.any_key), self.any_key)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
         by_row = problem.moments or problem.dots_lack_margin
@@ -232,7 +261,7 @@ class TiledVectors(ElementwiseVectors):
             "set_size": problem.set_size, "upstream": upstream, "bad": not_finite.rows,
             "any_key_not_finite": not_finite.any_key,
             "row_weight": problem.row_weight, "column_weight": problem.column_weight,
-            "options": context.row_options(problem), "m": m,
+            "options": self.scalars.row_options(problem), "m": m,
             "symmetric": problem.symmetric and not problem.joint,
             "triangle": triangle, "two_sided": two_sided, "lse_is_float": not self.double,
             "losses": losses, "row_loss": row_loss, "row_reference": row_reference,
@@ -244,7 +273,7 @@ class TiledVectors(ElementwiseVectors):
         self.launcher.vectors("conclude", m, f=concluding)
         terms: Sequence[LinearTerm] = ()
         if problem.linear_terms:
-            terms = linear.conclude(self.launcher, problem, context.linear_rows, concluding)
+            terms = linear.conclude(self.launcher, problem, backend.linear_rows, concluding)
         if positive_logits is not None:
             stats.positive_logits = positive_logits
         probability = None  # no longer needed
@@ -274,20 +303,38 @@ class TiledVectors(ElementwiseVectors):
         log_scale_grad = cupy.empty(m) if problem.moments else None
         problem, spelling = self.materialize_vectors(problem)
         self.launcher.vectors(
-            "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.context.scale,
+            "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.scalars.scale,
             row_factor=row_factor, losses=losses, bias_grad=bias_grad,
             log_scale_grad=log_scale_grad, positive=positive,
             spelling=spelling, any_key_not_finite=self.any_key,
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 
-    def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: blocks.Backend) -> Array:
+    def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
         """d log(scale) is NaN already: of an infinite feature, it has products 0 times infinity."""
         return self.add_marks(problem, fold.losses, self.any_key)
 
     def add_marks(self, problem: Problem, losses: Array, any_key: Array) -> Array:
         """Adds NaN to losses that depend on a feature that is not finite; `any_key` holds 0."""
-        return self.mark(losses, self.context.not_finite(problem, any_key), any_key)
+        return self.mark(losses, self.not_finite(problem, any_key), any_key)
+
+    def not_finite(
+        self, problem: Problem, any_key: Array, out: Array | None = None, known: bool = False
+    ) -> Array | None:
+        """Writes NaN into `any_key` if a key has a feature that is not finite. Returns the same for
+        each query, [M] the problem's marks or NaN, in `out` if given; None where queries are the
+        keys, or are `known`."""
+        m, n, d = problem.shape
+        queries = None
+        if problem.symmetric or known:
+            m, out = 0, None
+        else:
+            queries, out = problem.query, cupy.empty(m) if out is None else out
+        self.launcher.rows(
+            "not_finite", n + m, d, keys=matrix(problem.key), n=n, queries=matrix(queries), m=m,
+            d=d, marks=problem.marks, out=out, any_key_not_finite=any_key,
+        )  # fmt: skip
+        return out
 
     def mark(self, losses: Array, of_queries: Array | None, any_key: Array) -> Array:
         """Adds these marks to losses."""
@@ -310,7 +357,7 @@ class TiledVectors(ElementwiseVectors):
                 "log_scale_grad": log_scale_grad, "dots": dots,
                 "count": 0 if dots is None else len(dots),
                 "pair_counts": problem.pair_counts, "bias_grad": bias_grad,
-                "scale": self.context.scale, "out": out,
+                "scale": self.scalars.scale, "out": out,
                 "is_float": not self.double,
             },
         )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
-from infonce.kernels.gpu import linear
+from infonce.kernels.gpu import config, linear
 from infonce.kernels.linear import LinearGradient, LinearTerm, Segments, segment_sums
 from infonce.kernels.problem import Problem
 
@@ -27,10 +27,10 @@ class Kernels:
         assert file == "linear.cu"
         n, d, (segment, order) = a["n"], a["d"], a["segments"].values()
         if kernel == "join_pieces":
-            assert grid == -(-n // linear.PIECE_ROWS) * -(-d // linear.JOIN_FEATURES)
+            assert grid == -(-n // config.PIECE_ROWS) * -(-d // linear.JOIN_FEATURES)
             return
         assert kernel == "segment_pieces"
-        assert grid * block >= -(-n // linear.PIECE_ROWS) * -(-d // linear.LANE_FEATURES)
+        assert grid * block >= -(-n // config.PIECE_ROWS) * -(-d // linear.LANE_FEATURES)
         segment = np.zeros(n, int) if segment is None else segment
         order = np.arange(n) if order is None else order
         of_places = segment[order]
@@ -178,5 +178,5 @@ def test_classes_found_on_the_host_are_for_steps() -> None:
     classes, positives, _ = rows.classes(np, np.array([0, 0, 1, 1, 1]), 5, False, 0, True)
     z = np.ones((5, 2))
     problem = Problem(z, z, 1.0, 0.2, positives, classes=classes)
-    assert not linear.in_kernels(problem)
-    assert linear.in_kernels(replace(problem, classes=None))
+    assert not linear.needs_kernels_alone(problem)
+    assert linear.needs_kernels_alone(replace(problem, classes=None))

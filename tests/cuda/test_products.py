@@ -18,8 +18,8 @@ from infonce.kernels.gpu import config, recorded
 from infonce.kernels.gpu.config import workspace as blocks
 from infonce.kernels.gpu.device import cublas
 from infonce.kernels.gpu.device.launches import Queue
-from infonce.kernels.gpu.tiled import context
-from infonce.kernels.gpu.tiled.gradient import LOW_UNITS
+from infonce.kernels.gpu.schedule.matrix_products import LOW_UNITS
+from infonce.kernels.gpu.tiled import backend
 from infonce.kernels.problem import Gradients, Problem
 
 pytestmark = pytest.mark.extras
@@ -149,7 +149,7 @@ def no_gpu_needed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy.cuda, "Device", Device)
         patch.setattr(runtime, "getDevice", lambda: 0)
-        patch.setattr(context, "device_properties", lambda _: DEVICES["sm_90a"])
+        patch.setattr(backend, "device_properties", lambda _: DEVICES["sm_90a"])
         yield
 
 

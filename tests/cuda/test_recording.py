@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -14,10 +15,10 @@ from cupy.cuda import runtime
 from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.gpu import config, fused, recorded
+from infonce.kernels.gpu import config, recorded
 from infonce.kernels.gpu.device import compiler, recorder
-from infonce.kernels.gpu.tiled import context
-from infonce.kernels.gpu.tiled.backend import GPU
+from infonce.kernels.gpu.schedule import Block, choose_method
+from infonce.kernels.gpu.tiled import backend
 from infonce.kernels.linear import Classes, Segments
 from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, moments_pay, slices
 
@@ -37,7 +38,7 @@ def no_gpu_needed() -> Iterator[None]:
         patch.setattr(cupy.cuda, "Device", Device)
         patch.setattr(runtime, "getDevice", lambda: 0)
         patch.setattr(compiler, "start", lambda *_, **__: False)
-        patch.setattr(context, "device_properties", lambda _: DEVICES["sm_90a"])
+        patch.setattr(backend, "device_properties", lambda _: DEVICES["sm_90a"])
         yield
 
 
@@ -130,8 +131,6 @@ def test_queries_of_keys_without_labels_need_no_list() -> None:
 LOSSES: list[dict[str, Any]] = [
     {}, {"row_weight": 0.5, "column_weight": 0.5}, {"bias": -10.0}
 ]  # fmt: skip
-
-
 SMOOTHED, SYMMETRIC = {"label_smoothing": 0.1}, {"symmetric": True}
 LIMITED = {"false_negative_margin": 0.1}
 
@@ -240,17 +239,18 @@ def test_rows_are_staged_once() -> None:
 def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fold of blocks of other sizes lies between two folds of the same blocks."""
     monkeypatch.setattr(config, "staged_once", lambda *_: 0)
-    m, n, d = 512, 4096, 384
-    into = recorder.Recorder()
+    (m, n, d), into = (512, 4096, 384), recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
         query, key, dq, dk = (cupy.empty((rows, d), np.float32) for rows in (m, n, m, n))
         problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute="fp32")
         gradients = Gradients(dq, dk)
         epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
-        gpu = GPU(problem, gradients, queue=into)
+        gpu = backend.GPU(problem, gradients, into, Block.of(epilogue, False, True))
+        gpu.buffers.prepare(problem)
+        (fold,) = gpu.schedule.folds
         for step, staged in ((m, 2), (m, 2), (m // 2, 5), (m, 7)):
-            grid = Grid(slices(m, step), slices(n, n))
-            gpu.fold(problem, grid, epilogue, gradients)
+            other = replace(fold, grid=Grid(slices(m, step), slices(n, n)))
+            gpu.run([other], problem, epilogue, gradients)
             assert kernels(into)["stage"] == staged
 
 
@@ -397,4 +397,4 @@ def test_one_launch_for_small_batches_without_a_long_side() -> None:
             query, key = (cupy.ndarray((rows, d), DTYPES[precision], into.malloc(16))
                           for rows in (m, n))  # fmt: skip
             problem = Problem(query, key, 14.0, 1 / m, compute=precision)
-            assert fused.pays(problem) == pays, (precision, m, n, d)
+            assert (choose_method(problem) == "fused") == pays, (precision, m, n, d)

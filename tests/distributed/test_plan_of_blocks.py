@@ -45,7 +45,6 @@ def test_blocks_of_many_ranks(
             no_local_positives=not own,
             compute=precision, scalar_grads=True, moments=True,
         )  # fmt: skip
-        assert gpu_select.planned(problem)
 
         def numbers(count: int, low: float = 0.0) -> Any:
             return cupy.asarray(rng.uniform(low, 1, count))
@@ -92,7 +91,7 @@ def test_blocks_of_many_ranks(
             assert len(gpu_plan._plans) == 1
             again = fold(gradient)
             with monkeypatch.context() as patch:
-                patch.setattr(gpu_select, "planned", lambda *_: False)
+                patch.setattr(gpu_select, "has_plan", lambda *_: False)
                 wanted = fold(gradient)
             for got, repeated, want in zip(found, again, wanted, strict=True):
                 assert np.array_equal(got, want, equal_nan=True)
@@ -125,7 +124,7 @@ def statistics_block(m: int, n: int, infinite: Any, clear: bool, checked: bool =
 @pytest.mark.parametrize("planned", [True, False])
 def test_sums_that_hold_nothing_yet(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not planned:
-        monkeypatch.setattr(gpu_select, "planned", lambda *_: False)
+        monkeypatch.setattr(gpu_select, "has_plan", lambda *_: False)
     made, want = (statistics_block(300, 270, None, clear) for clear in (True, False))
     assert np.isfinite(want[:3]).all()
     for a, b in zip(made, want, strict=True):
@@ -136,7 +135,7 @@ def test_sums_that_hold_nothing_yet(planned: bool, monkeypatch: pytest.MonkeyPat
 def test_what_is_not_finite_in_a_block(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are everybody's trouble, queries their own; these need to be looked at once."""
     if not planned:
-        monkeypatch.setattr(gpu_select, "planned", lambda *_: False)
+        monkeypatch.setattr(gpu_select, "has_plan", lambda *_: False)
     for infinite, checked, where in (
         (None, False, []), ("key", False, [300]), ("query", False, [150]), ("query", True, []),
         ("key", True, [300]),

@@ -22,9 +22,9 @@ from infonce.distributed.partition import Partition
 from infonce.distributed.transports import nccl as transports
 from infonce.distributed.transports.peers import Copies
 from infonce.kernels import problem as problems
-from infonce.kernels.gpu import config, shard
+from infonce.kernels.gpu import config, shard, vectors
 from infonce.kernels.gpu.device import compiler, recorder
-from infonce.kernels.gpu.tiled import context
+from infonce.kernels.gpu.tiled import backend as tiled
 from infonce.kernels.gpu.tiled.backend import GPU
 from infonce.kernels.linear import LinearTerm, Segments
 from infonce.kernels.offload import layout
@@ -44,7 +44,8 @@ def no_gpu_needed() -> Any:
         )
         patch.setattr(runtime, "getDevice", lambda: 0)
         patch.setattr(compiler, "start", lambda *_, **__: False)
-        patch.setattr(context, "device_properties", lambda _: DEVICES["sm_90a"])
+        for module in (tiled, vectors):
+            patch.setattr(module, "device_properties", lambda _: DEVICES["sm_90a"])
         yield
 
 

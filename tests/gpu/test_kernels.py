@@ -34,7 +34,7 @@ if not MISSING:
     import cupy
     from infonce.kernels.gpu import config, select
     from infonce.kernels.gpu.device.launcher import device_properties
-    from infonce.kernels.gpu.tiled import context
+    from infonce.kernels.gpu.schedule import decisions
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
     from infonce.kernels.gpu.tiled.operands import Accumulator
 
@@ -315,7 +315,7 @@ def test_destinations_lend_memory(
             patch.setattr(select, "_compile_kernels", lambda *_: None)  # which makes them too
             overlaid = run(loss, args, precision, 10.0, outs=outs, **options)
             assert sum(acc.before is not None for acc in made) == 1
-            patch.setattr(context, "overlay", lambda *of: 0)
+            patch.setattr(decisions, "overlay_bytes", lambda *of: 0)
             made.clear()
             plain = run(loss, args, precision, 10.0, **options)
             assert not any(acc.before is not None for acc in made)

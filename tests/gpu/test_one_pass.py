@@ -28,7 +28,7 @@ if not MISSING:
     import cupy
     from infonce.kernels.gpu import select
     from infonce.kernels.gpu.device import launcher
-    from infonce.kernels.gpu.tiled import context, online
+    from infonce.kernels.gpu.tiled import backend, online
 
 ONE_SIDED = ["info_nce", "lit"]
 ONE_PASS = [("float32", "bf16x3"), ("bfloat16", "bf16")]
@@ -43,14 +43,14 @@ def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     if device.capability != "90":
         pytest.skip("for Hopper")
     swept: list[list[int]] = []
-    block = online.OnlineFold.block
+    block = online.OnlineRun.block
 
     def watched(self: Any, rows: slice, columns: slice, a: int, b: int) -> None:
         block(self, rows, columns, a, b)
         panels = -(-(rows.stop - rows.start) // 128)
         swept.append(np.flatnonzero(host(self.wanted[:panels])).tolist())
 
-    monkeypatch.setattr(online.OnlineFold, "block", watched)
+    monkeypatch.setattr(online.OnlineRun, "block", watched)
     monkeypatch.setattr(select, "_compile_kernels", lambda *_: None)  # it records too
     return swept
 
@@ -262,7 +262,7 @@ def test_one_pass_with_some_panels_swept_twice(
     monkeypatch.setattr(config.Sweep, "blocks", lambda self, *_: workers * self.cluster)
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     many = replace(device, multiprocessors=132)  # else a block has fewer panels
-    monkeypatch.setattr(context, "device_properties", lambda index: many)
+    monkeypatch.setattr(backend, "device_properties", lambda index: many)
     n = 1500
     text, image = pairs("partly aligned", n, n, d, np.float64, 0)
     for panel in (1, 4, 5, 11):

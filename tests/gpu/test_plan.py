@@ -56,7 +56,7 @@ def compare(monkeypatch: Any, loss: str, args: list[Any], gradient: bool, **opti
     """How many plans there are after the call."""
     got = results(loss, args, gradient, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_select, "planned", lambda *_: False)
+        patch.setattr(gpu_select, "has_plan", lambda *_: False)
         want = results(loss, args, gradient, **options)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
@@ -270,7 +270,7 @@ def asked_again(monkeypatch: Any, loss: str, sets: list[list[Any]], **options: A
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()  # what earlier tests left has odd sizes
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_select, "planned", lambda *_: False)
+        patch.setattr(gpu_select, "has_plan", lambda *_: False)
         wants = [results(loss, z, True, **options) for z in sets]
     launched, launch = [0], cupy.cuda.runtime.graphLaunch
 

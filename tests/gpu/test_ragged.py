@@ -13,7 +13,7 @@ if not MISSING:
     from infonce.kernels.gpu import config, select
     from infonce.kernels.gpu.device.launcher import Launcher, device_properties
     from infonce.kernels.gpu.device.launches import Queue
-    from infonce.kernels.gpu.tiled import gradient as gpu_gradients
+    from infonce.kernels.gpu.schedule import matrix_products
 
 ITEM = {0: 4, 1: 8, 2: 2, 14: 2}  # bytes of an element, by cuBLAS's number for its type
 
@@ -51,7 +51,7 @@ def test_keys_that_remain(
     loss: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer keys than 16 bytes hold, as many, and one more or less; also where blocks are many."""
-    monkeypatch.setattr(gpu_gradients, "LARGE_PRODUCT", 0)
+    monkeypatch.setattr(matrix_products, "LARGE_PRODUCT", 0)
     sizes = [(5, 1), (5, 3), (9, 7), (9, 8), (8, 9), (20, 15), (17, 17), (130, 127), (120, 129),
              (260, 250), (600, 521)]  # fmt: skip
     widths = (1, 7, 8, 9, 63, 64, 65, 100, 127, 129, 260)

@@ -32,7 +32,7 @@ if not MISSING:
     import cupy
     from infonce.kernels.gpu import select
     from infonce.kernels.gpu.device import launcher
-    from infonce.kernels.gpu.tiled import context
+    from infonce.kernels.gpu.tiled import backend, buffers
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
 
 
@@ -122,7 +122,7 @@ def test_few_multiprocessors(
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     for multiprocessors, n in smaller(((2, 700), (6, 1500), (8, 1281)), ((2, 390), (4, 300))):
         few = replace(device, multiprocessors=multiprocessors)
-        monkeypatch.setattr(context, "device_properties", lambda index, few=few: few)
+        monkeypatch.setattr(backend, "device_properties", lambda index, few=few: few)
         args = arguments(loss, *pairs("partly aligned", n, n, d, dtype_of(dtype), n))
         ref = judged(loss, args, scale=30.0)
         for workspace in (2**28, 2**22):
@@ -141,18 +141,18 @@ def test_narrow_rows(
     if device.capability != "90":
         pytest.skip("for Hopper")
     folds: list[int] = []
-    block = gpu_gradients.NarrowFold.block
+    block = gpu_gradients.SoftmaxRun.add_in_registers
 
     def counted(self: Any, *args: Any) -> None:
         folds.append(1)
         block(self, *args)
 
-    monkeypatch.setattr(gpu_gradients.NarrowFold, "block", counted)
+    monkeypatch.setattr(gpu_gradients.SoftmaxRun, "add_in_registers", counted)
     cases = itertools.product((1, 8, 63, 64, 65, 127, 128), ((2, 130), (3, 257), (8, 1281)))
     for i, (d, (multiprocessors, n)) in fewer(enumerate(cases), 2):
         n = min(n, smaller(n, 300))
         few = replace(device, multiprocessors=multiprocessors)
-        monkeypatch.setattr(context, "device_properties", lambda index, few=few: few)
+        monkeypatch.setattr(backend, "device_properties", lambda index, few=few: few)
         (z,) = arguments("nt_xent", *pairs(KINDS[i % 4], n, n, d, dtype_of(dtype), i))
         ids = np.random.default_rng(i).integers(0, n // 2, 2 * n) if i % 3 == 0 else None
         options: Any = {"normalize": normalize, "ids": ids}
@@ -234,7 +234,7 @@ def test_portable_kernels(loss: str, multiprocessors: int, monkeypatch: pytest.M
     device = launcher.device_properties(cupy.cuda.runtime.getDevice())
     few = replace(device, multiprocessors=multiprocessors)
     monkeypatch.setattr(config.precision, "PORTABLE", True)
-    monkeypatch.setattr(context, "device_properties", lambda index: few)
+    monkeypatch.setattr(backend, "device_properties", lambda index: few)
     for (dtype, precision), (m, n, d) in fewer(
         itertools.product(SWEEPS, ((129, 257, 16), (300, 300, 70))), 4
     ):
@@ -254,14 +254,14 @@ def test_kept_exponentials(
     whose logits lie too far apart are computed anew."""
     if launcher.device_properties(cupy.cuda.runtime.getDevice()).capability != "90":
         pytest.skip("for Hopper")
-    contexts: list[Any] = []
-    make = context.Context.__init__
+    calls: list[Any] = []
+    make = buffers.Buffers.__init__
 
     def noted(self: Any, *args: Any) -> None:
         make(self, *args)
-        contexts.append(self)
+        calls.append(self)
 
-    monkeypatch.setattr(context.Context, "__init__", noted)
+    monkeypatch.setattr(buffers.Buffers, "__init__", noted)
     monkeypatch.setattr(select, "_compile_kernels", lambda *_: None)  # which makes them too
     monkeypatch.setattr(config.workspace, "LEAST_KEPT", 256)
     asked = {"fp16x3": "fp32"}.get(precision, precision)
@@ -283,19 +283,20 @@ def test_kept_exponentials(
             kept: set[tuple[int, bool]] = set()  # columns, and whether accumulators are overlaid
             workspace = 2**28
             while True:
-                contexts.clear()
+                calls.clear()
                 out = run(loss, args, asked, scale, workspace=workspace)
                 check(out, ref, args, asked, scale)
-                (found,) = contexts
+                (found,) = calls
                 assert found.precision == precision
-                if found.kept is None:
+                if found.cached is None:
                     break
-                panels = int(found.kept.anew.sum())
+                panels = int(found.cached.anew.sum())
                 if kind == "random" and scale == 1:  # no logits lie far apart
                     assert panels == 0
                 anew += panels
-                kept.add((found.kept.columns, found.blocking.overlaid > 0))
-                workspace = min(workspace, found.scratch.size) * 9 // 10
+                dk = found.schedule.folds[-1].dk_accumulator
+                kept.add((found.cached.columns, dk.overlaid > 0))
+                workspace = min(workspace, found.schedule.workspace) * 9 // 10
             columns = {of for of, _ in kept}
             assert max(columns) == n
             assert min(columns) < n or n < 1301

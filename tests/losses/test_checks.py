@@ -1,10 +1,13 @@
 """Bad input: the right exception, before any work, naming argument, expectation and what came."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from bad_calls import CASES, K, Q
+from infonce.kernels.gpu.schedule import choose_method
+from infonce.kernels.problem import Problem
 from judge import LOSSES, arguments, pairs
 
 import infonce
@@ -30,16 +33,12 @@ def test_message(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.extras
 def test_fused_counts_no_ranks_on_a_gpu() -> None:
     """On the CPU it does: each tile's logits are there to be counted."""
-    pytest.importorskip("cupy")
-    from infonce.kernels.gpu import fused as gpu_fused
-    from infonce.kernels.problem import Problem
-
-    gpu_fused.require(Problem(Q, K, 1.0, 1.0))
+    problem = Problem(Q, K, 1.0, 1.0, method="fused")
+    assert choose_method(problem) == "fused"
     with pytest.raises(ValueError, match=r'^method: "fused" .* expected .*"tiled".* metrics=True'):
-        gpu_fused.require(Problem(Q, K, 1.0, 1.0, retrieval_ranks=True))
+        choose_method(replace(problem, retrieval_ranks=True))
 
 
 def test_wrong_input_leaves_outputs_alone() -> None:

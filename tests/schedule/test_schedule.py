@@ -105,6 +105,16 @@ def test_the_decisions_of_one_call() -> None:
     assert [fold.kernel.file for fold in a100.folds] == ["tiled/lse.cu", "tiled/gradient.cu"]
 
 
+@pytest.mark.parametrize("wrt", ["k", "q", "qk"])
+def test_no_memory_is_reserved_that_no_fold_uses(wrt: str) -> None:
+    """For one gradient alone, none for the other's accumulator."""
+    made = schedule(a_call(Loss.BOTH, 65536, 65536, 512, wrt=wrt), DEVICES["h200"])
+    names = {part.name for fold in made.folds for part in fold.workspace}
+    assert ("dq_accumulator" in names, "dk_accumulator" in names) == ("q" in wrt, "k" in wrt)
+    taken = max(aligned(made, fold.workspace) for fold in made.folds)
+    assert made.workspace - taken <= 16 * ALIGNMENT
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "method"),
     [(512, {}, "fused"), (512, {"key_bias": True}, "tiled"), (512, {"set_size": 2}, "tiled"),

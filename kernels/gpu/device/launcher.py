@@ -8,7 +8,7 @@ from typing import Any
 
 import cupy
 
-from .. import config
+from .. import config, schedule
 from . import compiler
 from .arguments import matrix, scalar, whole_strides
 from .launches import Queue
@@ -47,6 +47,14 @@ class Launcher:
         )
         takes = signature(file, kernel, given_options(defines))
         self.queue.launch(function, takes, grid, block, shared, arguments)
+
+    def run(self, kernel: schedule.Kernel, blocks: int, arguments: Mapping[str, Any]) -> None:
+        """A kernel as a schedule describes it."""
+        function = self.queue.function(
+            self.device, kernel.file, kernel.name, kernel.shared, **kernel.defines
+        )
+        takes = signature(kernel.file, kernel.name, given_options(kernel.defines))
+        self.queue.launch(function, takes, blocks, kernel.threads, kernel.shared, arguments)
 
     def rows(
         self, kernel: str, rows: int, features: int | None = None, /, most: int | None = None,

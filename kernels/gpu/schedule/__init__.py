@@ -1,7 +1,7 @@
 """How a call runs on a GPU, decided before anything runs. Nothing here needs a GPU or CuPy."""
 
 from .call import Block, Call, Loss, Matrix, Purpose
-from .decisions import ALIGNMENT, Schedule, schedule
+from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule
 from .folds import (
     KEPT_COLUMNS,
     Accumulator,
@@ -12,8 +12,8 @@ from .folds import (
     Part,
     Reading,
 )
-from .one_launch import OneLaunch, choose_method, one_launch
-from .products import key_ranges_of_products, products
+from .matrix_products import key_ranges_of_products, products
+from .small_batch import OneLaunch, choose_method, one_launch
 
 __all__ = [
     "ALIGNMENT",
@@ -37,4 +37,5 @@ __all__ = [
     "one_launch",
     "products",
     "schedule",
+    "tiled_schedule",
 ]

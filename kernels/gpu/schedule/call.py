@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from ...problem import WORKSPACE, Array, Gradients, Problem
+from ...problem import (
+    WORKSPACE,
+    Array,
+    Gradients,
+    Problem,
+    RetrievalRanks,
+    Sigmoid,
+    SoftmaxGradient,
+    Statistics,
+)
 
 ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 
@@ -76,6 +86,21 @@ class Block:
     triangle: bool = False  # each pair of views is visited once
     column_sums: bool = False  # columns have a softmax
     accumulates: bool = False  # gradients; they may be those of a later fold
+
+    @staticmethod
+    def of(epilogue: Any, triangle: bool, accumulates: bool) -> Block:
+        """The fold of an epilogue, or a question."""
+        match epilogue:
+            case Statistics():
+                return Block(Purpose.STATISTICS, triangle, epilogue.columns is not None)
+            case RetrievalRanks():
+                return Block(Purpose.RANKS, triangle, epilogue.column_rank is not None)
+            case SoftmaxGradient():
+                two_sided = epilogue.column_reference is not None
+                return Block(Purpose.GRADIENT, triangle, two_sided, accumulates)
+            case Sigmoid():
+                return Block(Purpose.SIGMOID, triangle, accumulates=accumulates)
+        return Block(None)
 
 
 @dataclass(frozen=True)

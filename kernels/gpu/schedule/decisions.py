@@ -8,7 +8,6 @@ run in which order. It sees shapes, dtypes, strides and options, never an array.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from .. import config
 from ..config import Device, Needs, Sweep, Tile, precision
 from .call import ITEM, Call, Loss, Matrix
 from .folds import Cut, Fold, Folds, OperandRows, Operands, Part, Reading
-from .one_launch import TILE, OneLaunch, choose_method, one_launch
+from .small_batch import TILE, OneLaunch, choose_method, one_launch
 
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
 # kernels/cuda/sm90/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
@@ -46,21 +45,25 @@ class Schedule:
     workspace: int = 0  # bytes that serve each fold in turn
 
 
-@lru_cache(1024)
 def schedule(call: Call, device: Device) -> Schedule:
     """How a call runs on a device."""
-    method = choose_method(call) if call.block is None else "tiled"
+    method = choose_method(call)
     if method == "naive":
         return Schedule(call, method, device)
     if method == "fused":
         return Schedule(call, method, device, one_launch=launch_of(call, device))
+    return tiled_schedule(call, device)
+
+
+def tiled_schedule(call: Call, device: Device) -> Schedule:
+    """How a call, or a block of one, runs by folds over blocks."""
     operands = choose_operands(call, device)
     tile = config.tile_for(operands.precision, call.shape[2], device, call.pair_options)
     sweep, narrow = choose_sweeps(call, operands, device)
     cut = choose_cut(call, operands, tile, sweep, narrow, device)
     folds = Folds(call, operands, tile, sweep, narrow, cut).all()
     return Schedule(
-        call, method, device, None, operands, tile, sweep, folds, cut.one_pass, cut.gradient.kept,
+        call, "tiled", device, None, operands, tile, sweep, folds, cut.one_pass, cut.gradient.kept,
         kept_memory(call, cut), cut.workspace,
     )  # fmt: skip
 
@@ -176,14 +179,15 @@ def choose_cut(
         whole_call and call.gradient and call.one_softmax and sweep is not None
         and held in ONE_PASS
     )  # fmt: skip
-    dq_copies = 1
-    if call.query_gradient is not None and not call.symmetric:
+    dq, dk, dq_copies = call.query_gradient, call.key_gradient, 1
+    if dq is not None and not call.symmetric:
         dq_copies = config.sums_at_once(shape, held, device.multiprocessors, room)
-    dq_in_place = dq_copies == 1 and not call.adds_query
-    dq_in_place = dq_in_place and accumulates_in_place(call.query_gradient, operands)
-    dk_in_place = call.key_gradient is None or accumulates_in_place(call.key_gradient, operands)
+    dq_in_place = dq is None or (
+        dq_copies == 1 and not call.adds_query and accumulates_in_place(dq, operands)
+    )
+    dk_in_place = dk is None or accumulates_in_place(dk, operands)
     panels = call.gradient and narrow is None
-    whole = call.query_gradient if call.symmetric else call.key_gradient
+    whole = dq if call.symmetric else dk
     needs = Needs(
         precision=held, sweep=sweep, moments=call.moments, gradient=panels,
         staged_query=operands.query.reading is not Reading.IN_PLACE,
@@ -191,7 +195,7 @@ def choose_cut(
         staged_once=operands.copied_once,
         columns=call.two_sided or call.symmetric,
         rows=call.loss is Loss.PAIRS or (one_pass and dq_alone),
-        query_accumulators=dq_copies if call.gradient and not dq_in_place else 0,
+        query_accumulators=0 if dq_in_place else dq_copies,
         key_accumulator=panels and not (dq_in_place if call.symmetric else dk_in_place),
         overlay_row=0 if call.adds_query else overlay_bytes(whole, operands),
     )  # fmt: skip
@@ -222,10 +226,10 @@ def may_keep_exponentials(
     )  # fmt: skip
 
 
-def accumulates_in_place(out: Matrix | None, operands: Operands) -> bool:
+def accumulates_in_place(out: Matrix, operands: Operands) -> bool:
     """Whether gradients can accumulate where they are to be written."""
     return (
-        out is not None and out.dtype == operands.accumulator_dtype and out.has_vector_rows
+        out.dtype == operands.accumulator_dtype and out.has_vector_rows
         and out.columns == operands.gradient_width and out.column_stride == ITEM[out.dtype]
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from ...problem import Grid, slices
 from .. import config
 from ..config import Blocking, Needs, Sweep, Tile
 from .call import Call, Loss, Purpose
-from .products import sums_of_first_block
+from .matrix_products import sums_of_first_block
 
 KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
 KEPT_COLUMNS = 8 * KEPT_THREADS
@@ -88,7 +88,8 @@ class Part:
 class Accumulator:
     """Where unfinished gradients of rows add up: in their destination, or in the workspace."""
 
-    bytes: int = 0  # of the workspace; 0: in the destination
+    in_place: bool
+    bytes: int = 0  # of the workspace
     first_row: int = 0  # in the workspace; rows before it overlay the destination
     overlaid: int = 0  # how many do
     copies: int = 1  # sums of parts of the terms, side by side
@@ -112,6 +113,11 @@ class Fold:
     dq_accumulator: Accumulator | None = None  # None: not wanted, or not in this fold
     dk_accumulator: Accumulator | None = None  # of a triangle: the same as that of dQ
     in_registers: bool = False  # dL/dx, which therefore has no panel and no products
+
+    def kernel_of(self, is_diagonal: bool, is_kept: bool) -> Kernel:
+        """The kernel of a block."""
+        variant = self.keeping_kernel if is_kept else self.diagonal_kernel if is_diagonal else None
+        return variant or self.kernel
 
 
 @dataclass(frozen=True)
@@ -309,7 +315,7 @@ class Folds:
         memory = (
             *self.staging(grid),
             *[Part("gradient_panel", panel_bytes)] * (panel and not cut.gradient.kept),
-            *[Part(name, of.bytes) for name, of in of_sides if of is not None and of.bytes],
+            *[Part(name, of.bytes) for name, of in of_sides if of is not None and not of.in_place],
             *(sums if purpose is not Purpose.GRADIENT else ()),
             *[weighted] * (purpose is Purpose.ONE_PASS and want_key),
         )
@@ -340,9 +346,10 @@ class Folds:
         """Of rows from `first` to `end`; where finished rows can pass through the memory of the
         panel, some may overlay the destination."""
         if in_place:
-            return Accumulator()
+            return Accumulator(in_place=True)
         overlaid = self.cut.gradient.overlaid if panel_bytes else 0
         first += overlaid
         row_bytes = self.cut.needs.accumulator_row(self.call.shape[2])
         passing = panel_bytes // self.cut.needs.overlay_row if overlaid else 0
-        return Accumulator(copies * (end - first) * row_bytes, first, overlaid, copies, passing)
+        size = copies * (end - first) * row_bytes
+        return Accumulator(False, size, first, overlaid, copies, passing)

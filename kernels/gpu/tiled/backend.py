@@ -1,108 +1,140 @@
 """The GPU backend: sweeps or tiled kernels for logits and their epilogues, cuBLAS for the rest.
 
-A fold visits blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing
-but (max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in
-the precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
-(float64). Where only rows have a softmax, Hopper does both in one fold. Everything is queued on the
-caller's current stream; nothing waits for the device.
+`kernels/gpu/schedule` decides how a call runs; here its folds run, in their order. A fold visits
+blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing but
+(max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in the
+precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
+(float64). Everything is queued on the caller's current stream; nothing waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import cupy
 import numpy as np
 
-from ... import problem as problems
-from ... import solve as blocks
 from ...linear import Segments, SegmentSums, segment_sums
-from ...problem import (
-    Array,
-    Epilogue,
-    Gradients,
-    Grid,
-    OnlineSoftmax,
-    Problem,
-    RetrievalRanks,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-)
+from ...problem import Array, Epilogue, Gradients, OnlineSoftmax, Problem, Sigmoid, fast_replace
+from ...solve import Solution, limited, retrieval_ranks_of, softmax_gradient, solution_of
+from ..device.launcher import device_properties
 from ..device.launches import Queue
+from ..linear import Rows
+from ..schedule import Block, Call, Fold, Purpose, tiled_schedule
 from ..vectors import TiledVectors
-from .context import Context
-from .gradient import NarrowFold, SoftmaxFold
-from .lse import RanksFold, StatisticsFold
-from .online import OnlineFold
-from .sigmoid import SigmoidFold
+from .buffers import Buffers
+from .gradient import SoftmaxRun
+from .lse import RanksRun, StatisticsRun
+from .online import OnlineRun
+from .sigmoid import SigmoidRun
+
+RUNS: dict[Purpose, Any] = {
+    Purpose.STATISTICS: StatisticsRun, Purpose.RANKS: RanksRun, Purpose.GRADIENT: SoftmaxRun,
+    Purpose.ONE_PASS: OnlineRun, Purpose.SIGMOID: SigmoidRun,
+}  # fmt: skip
 
 
 class GPU:
-    """Blocks of one problem on the current device: see `infonce.kernels.solve.Backend`."""
+    """One problem on the current device: a whole call, or a `block` of one over ranks.
+
+    `queue` runs launches on the current stream, or records them. Gradients of a block may be those
+    of a later fold: both then have workspaces of one size, of which the memory pool holds one.
+    """
 
     def __init__(
-        self, problem: Problem, gradients: Gradients | None = None,
-        ahead: Gradients | None = None, queue: Queue | None = None, both_folds: bool = False,
+        self, problem: Problem, gradients: Gradients | None = None, queue: Queue | None = None,
+        block: Block | None = None,
     ) -> None:  # fmt: skip
-        """`ahead`, `queue` and `both_folds`: see `Context`."""
-        self.context = Context(problem, gradients, ahead, queue, both_folds)
-        self.vectors = TiledVectors(self.context, problem.query)
+        properties = device_properties(cupy.cuda.Device().id)
+        self.schedule = tiled_schedule(Call.of(problem, gradients, block), properties)
+        self.buffers = Buffers(problem, self.schedule, queue or Queue())
+        launcher, scalars = self.buffers.launcher, self.buffers.scalars
+        self.vectors = TiledVectors(launcher, scalars, problem.query)
 
-    def online(self, problem: Problem, gradients: Gradients) -> bool:
-        return self.context.online
+    def solve(self, problem: Problem, gradients: Gradients | None) -> Solution:
+        """Loss, log-sum-exps and gradients of a whole call."""
+        vectors, folds = self.vectors, self.schedule.folds
+        if gradients is not None and problem.dots and gradients.dots is None:
+            m, n, _ = problem.shape
+            gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+        dots = None if gradients is None else gradients.dots
+        if problem.bias is not None:
+            return self._solve_sigmoid(problem, gradients, dots)
+        problem, stats = vectors.statistics(problem)
+        if problem.leaves_out:
+            problem = limited(problem, self, vectors)
+        self.buffers.prepare(problem)
+        epilogues = {
+            Purpose.STATISTICS: stats, Purpose.RANKS: retrieval_ranks_of(stats, problem),
+            Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
+        }  # fmt: skip
+        sums = [fold for fold in folds if fold.purpose in epilogues]
+        for fold in sums:
+            RUNS[fold.purpose](
+                self.buffers, problem, fold, epilogues[fold.purpose], gradients
+            ).run()
+        triangle = sums[0].grid.triangle
+        end = vectors.conclude(problem, stats, triangle, gradients is not None, self)
+        self.run(folds[len(sums) :], problem, softmax_gradient(problem, end), gradients)
+        loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
+        return solution_of(end, stats, loss, scale_grad)
 
-    def grid(self, problem: Problem, triangle: bool) -> Grid:
-        m, n, _ = problem.shape
-        of = self.context.blocking
-        columns = of.column_blocks(n)
-        rows = columns if problem.symmetric else problems.slices(m, of.rows)
-        return Grid(rows, columns, triangle)
+    def _solve_sigmoid(
+        self, problem: Problem, gradients: Gradients | None, dots: Array | None
+    ) -> Solution:
+        problem, epilogue = self.vectors.sigmoid(problem)
+        self.buffers.prepare(problem)
+        self.run(self.schedule.folds, problem, epilogue, gradients)
+        losses = self.vectors.mark_not_finite(problem, epilogue, self)
+        bias_grad = epilogue.bias_grad if problem.scalar_grads else None
+        loss, scale_grad, bias_grad = self.vectors.totals(
+            problem, losses, epilogue.log_scale_grad, dots, bias_grad
+        )
+        return Solution(losses, loss=loss, scale_grad=scale_grad, bias_grad=bias_grad)
 
-    def key_ranges(self, problem: Problem) -> list[slice]:
-        n = problem.shape[1]
-        return problems.slices(n, self.context.blocking.key_rows or n)
+    def fold_block(self, problem: Problem, epilogue: Any, gradients: Gradients | None) -> None:
+        """The fold of a block, or the answer to a question about it."""
+        if callable(epilogue):
+            epilogue(self, problem)
+            return
+        self.buffers.prepare(problem)
+        self.run(self.schedule.folds, problem, epilogue, gradients)
+
+    def run(
+        self, folds: Sequence[Fold], problem: Problem, epilogue: Epilogue,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        """Folds of one epilogue, in their order."""
+        for before, fold in zip((None, *folds), folds, strict=False):
+            dq_alone = before is not None and before.dk_accumulator is None
+            if dq_alone and isinstance(epilogue, Sigmoid):
+                # losses are complete: those of the folds for dK are not counted
+                _, uncounted = self.vectors.sigmoid(problem)
+                epilogue = replace(uncounted, row_factor=epilogue.row_factor)
+            RUNS[fold.purpose](self.buffers, problem, fold, epilogue, gradients).run()
+
+    # -- what losses need beside folds: `solve.Backend`, `linear.Summing`
+
+    @property
+    def linear_rows(self) -> tuple[Rows, Rows]:
+        return self.buffers.linear_rows
 
     def not_finite_marks(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
         m = problem.shape[0]
-        out = self.context.launcher.queue.zeros(m + 1, np.float64)
+        out = self.buffers.launcher.queue.zeros(m + 1, np.float64)
         return self.vectors.add_marks(problem, out[:m], out[m:])
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
     def positive_dots(self, problem: Problem) -> Array:
-        query, key = self.context.linear_rows
+        query, key = self.linear_rows
         return query.positive_products(key, problem.positives)
 
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
-        return segment_sums(cupy, problem, *self.context.linear_rows, segments, columns)
-
-    def fold(
-        self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
-    ) -> None:
-        context = self.context
-        if isinstance(epilogue, Statistics):
-            (m, n, _), of = problem.shape, context.statistics_blocking
-            rows, columns = problems.slices(m, of.rows), of.column_blocks(n)
-            grid = problems.fast_replace(grid, rows=rows, columns=columns)
-            StatisticsFold(context, problem, grid, epilogue).run()
-            if epilogue.row_rank is not None:
-                RanksFold(
-                    context, problem, grid, blocks.retrieval_ranks_of(epilogue, problem)
-                ).run()
-        elif isinstance(epilogue, RetrievalRanks):
-            RanksFold(context, problem, grid, epilogue).run()
-        elif isinstance(epilogue, OnlineSoftmax):
-            if gradients is not None and gradients.want_key:
-                grid = problems.fast_replace(grid, columns=[slice(0, problem.shape[1])])
-            OnlineFold(context, problem, grid, epilogue, gradients).run()
-        elif isinstance(epilogue, SoftmaxGradient):
-            if context.in_registers is not None:
-                whole = problems.fast_replace(grid, triangle=False)
-                NarrowFold(context, problem, whole, epilogue, gradients).run()
-            else:
-                SoftmaxFold(context, problem, grid, epilogue, gradients).run()
-        elif isinstance(epilogue, Sigmoid):
-            SigmoidFold(context, problem, grid, epilogue, gradients).run()
+        return segment_sums(cupy, problem, *self.linear_rows, segments, columns)

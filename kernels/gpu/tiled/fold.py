@@ -1,43 +1,39 @@
-"""One fold on a GPU: the visit of every block of a grid."""
+"""One fold on a GPU: the visit of every block of the grid that the schedule gives it."""
 
 from __future__ import annotations
 
-from ...problem import Array, Grid, Problem
-from .block import BlockLauncher
-from .context import Context
+from typing import Any
+
+from ...problem import Problem
+from .. import config
+from ..device.arguments import Fields, address
+from ..schedule import Fold, Kernel
+from .buffers import Buffers
+from .operands import Operand, OperandSide
 
 
-class Fold(BlockLauncher):
-    """Visits every block of a grid; a subclass for each epilogue says what happens to a block."""
+class FoldRun:
+    """Visits every block of a fold; a subclass for each purpose says what happens to a block, with
+    its queries `q` and its keys `k`."""
 
-    def __init__(self, context: Context, problem: Problem, grid: Grid, phase: str) -> None:
-        super().__init__(context, problem)
-        self.grid, self.phase = grid, phase
-        self.rows = max(r.stop - r.start for r in grid.rows)
-        self.columns = max(c.stop - c.start for c in grid.columns)
-        context.scratch.reset()
-        self.query_buffer = context.query.buffer(self.rows, context.scratch)
-        self.key_buffer = context.key.buffer(self.columns, context.scratch)
-        # what the last fold has left in these buffers, if they lie where they lay then
-        layout = self.rows, self.columns
-        self.staged = context.staged.setdefault(layout, {})
-        context.staged = {layout: self.staged}
+    q: Operand
+    k: Operand
 
-    def partial_sums(self, n: int) -> tuple[Array, Array | None]:
-        """Memory for n partial sums: pairs of numbers, and moments where they are wanted."""
-        scratch, real, moments = self.context.scratch, self.context.real, None
-        pairs = scratch.take((n, 2), real)
-        if self.problem.moments:
-            moments = scratch.take((n,), real)
-        return pairs, moments
+    def __init__(self, buffers: Buffers, problem: Problem, fold: Fold, phase: str) -> None:
+        self.buffers, self.launcher, self.problem = buffers, buffers.launcher, problem
+        self.fold, self.grid, self.shape, self.phase = fold, fold.grid, fold.shape, phase
+        self.scale, self.pair_vectors = buffers.logit_scale, buffers.pair_vectors
+        self.rows, self.columns = fold.grid.largest
+        self.memory = buffers.workspace.begin_fold(fold)
 
     def run(self) -> None:
         done, total = 0, len(self.grid)
+        query, key, staged = self.buffers.query, self.buffers.key, self.buffers.workspace.staged
         for a, rows in enumerate(self.grid.rows):
-            self.q = self.context.query.block(rows, self.query_buffer, self.staged)
+            self.q = query.block(rows, "query_rows", self.memory, staged)
             for b in self.grid.visits(a):
                 columns = self.grid.columns[b]
-                self.k = self.context.key.block(columns, self.key_buffer, self.staged)
+                self.k = key.block(columns, "key_rows", self.memory, staged)
                 self.block(rows, columns, a, b)
                 done += 1
                 if self.problem.progress is not None:
@@ -53,3 +49,48 @@ class Fold(BlockLauncher):
 
     def end(self) -> None:
         """Called when all blocks have been visited."""
+
+    # -- launches over one block of the logit matrix
+
+    def launch(
+        self, kernel: Kernel, rows: slice, columns: slice, arguments: Fields,
+        triangle: bool = False, segments: int = 0,
+    ) -> None:  # fmt: skip
+        """A kernel of kernels/cuda/tiled or sm90: persistent thread blocks, which take several
+        tiles. `segments`: into how many a sweep cuts each query tile's keys, 0 for the best
+        number."""
+        shape, m, n = self.shape, self.q.rows, self.k.rows
+        taken: Fields = {"block": self.block_fields(rows, columns, triangle), **arguments}
+        if isinstance(shape, config.Tile):
+            blocks = shape.blocks(m, n, self.buffers.schedule.device.multiprocessors)
+        else:
+            blocks = shape.blocks(m, n, triangle)
+            taken["q"] = self.operand_map(self.q, self.buffers.query, shape.query_box)
+            taken["k"] = self.operand_map(self.k, self.buffers.key, config.BLOCK_M)
+            taken["segments"] = segments or shape.segments(m, n, triangle)
+        self.launcher.run(kernel, blocks, taken)
+
+    def operand_map(self, z: Operand, side: OperandSide, box_rows: int) -> Any:
+        """Tensor map of an operand, all of its parts."""
+        operands = self.buffers.operands
+        width = operands.parts * side.form.features * operands.item
+        return self.launcher.queue.tensor_map(
+            z.data, z.rows, width, z.stride * operands.item, box_rows, operands.precision
+        )
+
+    def block_fields(self, rows: slice, columns: slice, triangle: bool) -> Fields:
+        """struct Block."""
+        operands, problem, shape = self.buffers.operands, self.problem, self.shape
+        fields = {
+            "q": self.q.fields(operands.item), "k": self.k.fields(operands.item),
+            "width": operands.width, "first_row": rows.start, "first_column": columns.start,
+            "row_tiles": -(-self.q.rows // shape.panel_rows),
+            "column_tiles": -(-self.k.rows // shape.block_n),
+            "positives": address(problem.positives, rows.start), "set_size": problem.set_size,
+            "query_ids": address(problem.query_ids, rows.start),
+            "key_ids": address(problem.key_ids, columns.start),
+            "symmetric": problem.symmetric, "triangle": triangle, "scale": self.scale,
+        }  # fmt: skip
+        if self.pair_vectors is not None:
+            fields |= self.pair_vectors.fields(rows, columns)
+        return fields

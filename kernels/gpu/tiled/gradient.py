@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import cupy
 import numpy as np
 
 from ... import problem as problems
-from ...problem import LOG2_E, Array, Gradients, Grid, Problem, SoftmaxGradient
-from .. import config
+from ...problem import LOG2_E, Array, Gradients, Problem, SoftmaxGradient
+from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
 from ..linear import linear_terms
-from .context import Context
-from .fold import Fold
-from .operands import NO_PANEL, Accumulator, Kept, Operand, Panel
+from ..schedule import KEPT_COLUMNS, Fold
+from .buffers import Buffers
+from .fold import FoldRun
+from .operands import NO_PANEL, Accumulator, CachedExponentials, Operand, Panel
 
 # Gradient panels are written in units that bring their largest element near this, as float16
 # overflows at 65504. (A quarter of it: factors of normalised rows are below 2 each)
 LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
-LOW_UNITS = {"fp16x3": 2048.0}  # in which low parts are written: LOW_UNITS of common.cuh
 # cuBLAS's names for types and for the arithmetic of a product
 CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "fp16x3": 2, "bf16": 14, "bf16x3": 14}
 COMPUTE = {"fp64": 70, "fp32": 69, "tf32": 77, "fp16": 68, "fp16x3": 68, "bf16": 68, "bf16x3": 68}
 OP_N, OP_T = 0, 1
-# Which parts of the two operands are multiplied, small terms first. The product of both low parts
-# is below float32's rounding
-PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
-# Sums of config.LONGEST_SUM terms of the high parts are corrected by their mean truncation bias. A
-# sum of 512 terms loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed.
-# It gets back 27, about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the
-# ratio of the two.
-LONG_SUM_FACTOR = 1.4
-# cuBLAS has fast kernels where sizes along contiguous memory are multiples of 16 bytes: of a row of
-# the panel too. From so many multiplications on, it pays to multiply the keys that remain apart
-WHOLE_BYTES = 16
-LARGE_PRODUCT = 2**30
-KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
-KEPT_COLUMNS = 8 * KEPT_THREADS
 # struct FactorSources: vectors of the epilogue
 SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fields)
 RANGES, RANGE_THREADS = structure("vectors.cu", "Ranges"), 1024
@@ -54,77 +38,49 @@ def _host_number(value: float, real: np.dtype[Any]) -> tuple[Array, int]:
     return number, number.ctypes.data
 
 
-def _sums(k: int, longest: int, at_once: int) -> Iterator[tuple[int, int, int]]:
-    """Sums over k in pieces of at most `longest` terms: where each product starts, its terms, and
-    how many such sums follow one another in it."""
-    whole = k // longest
-    for i in range(0, whole, at_once):
-        yield i * longest, longest, min(at_once, whole - i)
-    if k % longest:
-        yield whole * longest, k % longest, 1
-
-
-class GradientFold(Fold):
+class GradientRun(FoldRun):
     """Panels of dL/dx, and the products that make dQ and dK of them."""
 
     def __init__(
-        self, context: Context, problem: Problem, grid: Grid, phase: str,
+        self, buffers: Buffers, problem: Problem, fold: Fold, phase: str,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(context, problem, grid, phase)
+        super().__init__(buffers, problem, fold, phase)
         self.gradients = gradients
         self.unit = cupy.empty(RANGES.size // 8)  # Ranges
         self.row_unit: Array = None  # [M] if each row of dQ has a unit of its own
         self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
-        self.of_rows = self.of_columns = None
         self.linear: dict[bool, Fields] = {}  # struct LinearTerms of queries, and of keys (True)
-        self.by_rows = gradients is not None and (gradients.want_query or problem.symmetric)
-        self.by_columns = gradients is not None and (
-            grid.triangle if problem.symmetric else gradients.want_key
-        )
-        if gradients is None:
+        self.dq_accumulator = self.dk_accumulator = None
+        if buffers.cached is not None:
+            self.panel = buffers.cached.panel
+        elif "gradient_panel" in self.memory:
+            self.panel = Panel(self.memory["gradient_panel"], self.columns, buffers.precision)
+        if gradients is None or not fold.gradients:
             return
-        if context.kept is not None:
-            self.panel = context.kept.panel
-        elif context.needs.gradient:
-            size = context.needs.panel(self.rows, self.columns, problem.shape[2])
-            self.panel = Panel(context.scratch.take((size,)), self.columns, context.precision)
-        if problem.symmetric and self.by_columns:  # rows and columns share one accumulator
-            self.of_rows = self.of_columns = self.accumulator(
-                gradients.query, context.query_in_place, slice(0, problem.shape[0]),
-                context.blocking.overlaid,
-            )  # fmt: skip
-            return
-        if self.by_rows:
-            # the first block makes all copies, without the keys that are multiplied apart
-            longest = config.LONGEST_SUM.get(context.precision, self.columns)
-            first = grid.columns[0].stop - grid.columns[0].start
-            first -= first % (WHOLE_BYTES // context.item)
-            copies = min(context.query_accumulators, max(1, -(-first // longest)))
-            self.of_rows = self.accumulator(
-                gradients.query, context.query_in_place, slice(0, self.rows), copies=copies
-            )
-        if self.by_columns:
-            keys = slice(grid.columns[0].start, grid.columns[-1].stop)
-            self.of_columns = self.accumulator(
-                gradients.key, context.key_in_place, keys, context.blocking.overlaid
-            )
+        dq = dk = self.accumulator(fold.dq_accumulator, gradients.query, "dq_accumulator")
+        if fold.dk_accumulator is not fold.dq_accumulator:
+            dk = self.accumulator(fold.dk_accumulator, gradients.key, "dk_accumulator")
+        self.dq_accumulator, self.dk_accumulator = dq, dk
 
     def accumulator(
-        self, out: Array, in_place: bool, rows: slice, overlaid: int = 0, copies: int = 1
-    ) -> Accumulator:
-        if in_place:
+        self, wanted: schedule.Accumulator | None, out: Array, name: str
+    ) -> Accumulator | None:
+        if wanted is None:
+            return None
+        if wanted.in_place:
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
-        before, width, real = None, self.context.product_width, self.context.real
-        if overlaid:
-            before = Accumulator(cupy.ndarray((overlaid, width), real, out.data), width, 0)
-        first = rows.start + overlaid
-        made = self.context.scratch.take((copies, rows.stop - first, width), real)
-        return Accumulator(made, width, first, before, copies)
+        before, width, real = None, self.buffers.operands.gradient_width, self.buffers.real
+        if wanted.overlaid:
+            shape = wanted.overlaid, width
+            before = Accumulator(cupy.ndarray(shape, real, out.data), width, 0)
+        rows = wanted.bytes // (wanted.copies * width * real.itemsize)
+        memory = cupy.ndarray((wanted.copies, rows, width), real, self.memory[name].data)
+        return Accumulator(memory, width, wanted.first_row, before, wanted.copies)
 
     def panel_arguments(self) -> Fields:
         """The gradient panel of a block, as a sweep takes it."""
-        if self.gradients is None:
+        if not self.fold.gradients:
             return NO_PANEL
         tensor_map = self.panel.map(self.launcher.queue, self.q.rows)
         return {"panel": self.panel.fields, "panel_map": tensor_map}
@@ -137,37 +93,34 @@ class GradientFold(Fold):
 
     def add_to_rows(self, rows: slice, a: int, b: int) -> None:
         """dQ_a += P K_b."""
-        of = self.of_rows
-        if of is None:
+        to = self.dq_accumulator
+        if to is None:
             return
-        if not self.symmetric_sweep and not self.context.query_in_place:
-            of.first = rows.start  # it holds the rows of this panel alone
-        first = b == self.grid.visits(a)[0] and not (self.symmetric_sweep and a > 0)
-        for keys in self.keys_of_products():
-            self.product(OP_N, keys, self.k, of, rows.start, first and keys.start == 0)
+        self.begin_rows(to, rows)
+        shared = self.grid.triangle  # with the rows of other panels, which have begun it
+        first = b == self.grid.visits(a)[0] and not (shared and a > 0)
+        for keys in self.key_ranges():
+            self.product(OP_N, keys, self.k, to, rows.start, first and keys.start == 0)
+
+    def begin_rows(self, to: Accumulator, rows: slice) -> None:
+        """An accumulator in the workspace holds the rows of one panel alone, or all rows."""
+        wanted = self.fold.dq_accumulator
+        if not (self.grid.triangle or wanted is None or wanted.in_place):
+            to.first = rows.start
 
     def add_to_columns(self, q: Operand, columns: slice, first: bool) -> None:
         """dK_b += P' Q_a, with the rows of Q_a in `q`, which are the `first`."""
-        of = self.of_columns
-        if of is None:
+        to = self.dk_accumulator
+        if to is None:
             return
-        border = of.first - columns.start
-        for keys in self.keys_of_products(border):
-            self.product(OP_T, keys, q, of, columns.start + keys.start, first)
+        for keys in self.key_ranges(to.first - columns.start):
+            self.product(OP_T, keys, q, to, columns.start + keys.start, first)
 
-    def keys_of_products(self, border: int = 0) -> list[slice]:
-        """The block's keys as products take them: those before the `border` between two
-        accumulators, a multiple of `WHOLE_BYTES`, and the rest."""
-        n, rest = self.k.rows, 0
-        border = min(max(border, 0), n)
-        if self.q.rows * n * self.context.product_width >= LARGE_PRODUCT:
-            rest = (n - border) % (WHOLE_BYTES // self.context.item)
-        edges = 0, border, n - rest, n
-        return [slice(i, j) for i, j in pairwise(edges) if i < j]
-
-    @property
-    def symmetric_sweep(self) -> bool:
-        return self.problem.symmetric and self.grid.triangle
+    def key_ranges(self, border: int = 0) -> list[slice]:
+        operands = self.buffers.operands
+        return schedule.key_ranges_of_products(
+            self.q.rows, self.k.rows, operands.gradient_width, operands.precision, border
+        )
 
     def product(
         self, op: int, keys: slice, z: Operand, out: Accumulator, row: int, first: bool
@@ -178,80 +131,72 @@ class GradientFold(Fold):
         n, k, first_row = self.q.rows, keys.stop - keys.start, keys.start
         if op == OP_T:
             n, k, first_row = k, n, 0
-        precision, item, real = self.context.precision, self.context.item, self.context.real
-        panel = self.panel
+        operands, real, panel = self.buffers.operands, self.buffers.real, self.panel
+        precision, item, width = operands.precision, operands.item, operands.gradient_width
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
-        longest, copies = config.LONGEST_SUM.get(precision, k), out.copies
-        for panel_part, z_part in PRODUCTS[self.context.parts]:
-            large = panel_part == z_part == 0
-            unit = 1 / LOW_UNITS.get(precision, 1.0) if panel_part else 1.0
-            for start, terms, sums in _sums(k, longest if large or copies > 1 else k, copies):
-                if large and precision in config.LONGEST_SUM:
-                    unit = 1 + LONG_SUM_FACTOR * config.truncation_bias(precision, terms * item)
-                copy, apart = start // longest % copies, 1 if op == OP_N else panel.stride
-                new = first and start < copies * longest
-                batch = (terms * z.stride, terms * apart, out.copy_stride, sums)
-                self.launcher.queue.gemm(
-                    OP_N, op, self.context.product_width, n, terms, _host_number(unit, real)[1],
-                    z.data + (z_part * z.part + (first_row + start) * z.stride) * item, given,
-                    z.stride,
-                    panel.data + (panel_part * panel.part + keys.start + start * apart) * item,
-                    given, panel.stride, _host_number(0.0 if new else 1.0, real)[1],
-                    out.pointer(row) + copy * out.copy_stride * real.itemsize, made, out.stride,
-                    COMPUTE[precision], -1, *(batch if sums > 1 else ()),
-                )  # fmt: skip
-            first = False
+        apart = 1 if op == OP_N else panel.stride  # elements from term to term
+        for of in schedule.products(precision, k, out.copies, first):
+            batch = of.terms * z.stride, of.terms * apart, out.copy_stride, of.batch
+            features = of.feature_part * z.part + (first_row + of.start) * z.stride
+            elements = of.panel_part * panel.part + keys.start + of.start * apart
+            self.launcher.queue.gemm(
+                OP_N, op, width, n, of.terms, _host_number(of.factor, real)[1],
+                z.data + features * item, given, z.stride, panel.data + elements * item, given,
+                panel.stride, _host_number(0.0 if of.is_first else 1.0, real)[1],
+                out.pointer(row) + of.copy * out.copy_stride * real.itemsize, made, out.stride,
+                COMPUTE[precision], -1, *(batch if of.batch > 1 else ()),
+            )  # fmt: skip
 
     def end_rows(self, rows: slice) -> None:
-        if self.of_rows is not None and not self.symmetric_sweep:
+        if self.dq_accumulator is not None and not self.grid.triangle:
             assert self.gradients is not None
-            self.finish(self.of_rows, rows, self.gradients.query)
+            self.finish(self.dq_accumulator, rows, self.gradients.query)
 
     def end(self) -> None:
         """All panels have added to dK. Rows that overlay their destination are converted in the
         panel's memory, in ascending order: they overwrite only accumulators already read."""
-        acc, gradients = self.of_columns, self.gradients
-        if acc is None:
+        acc, gradients, wanted = self.dk_accumulator, self.gradients, self.fold.dk_accumulator
+        if acc is None or wanted is None:
             return
         assert gradients is not None
-        out: Array = gradients.query if acc is self.of_rows else gradients.key
-        if acc.before is not None:
-            row_bytes = out.shape[1] * out.dtype.itemsize
-            for rows in problems.slices(acc.first, self.panel.memory.nbytes // row_bytes):
-                to = out[rows]
-                passing = cupy.ndarray(to.shape, to.dtype, self.panel.memory.data)
-                self.finish(acc, rows, passing, rows.start)
-                self.launcher.queue.copy(to.data, passing.data, to.nbytes)
+        out: Array = gradients.query if acc is self.dq_accumulator else gradients.key
+        for rows in problems.slices(wanted.overlaid, max(1, wanted.rows_passing)):
+            to = out[rows]
+            passing = cupy.ndarray(to.shape, to.dtype, self.panel.memory.data)
+            self.finish(acc, rows, passing, rows.start)
+            self.launcher.queue.copy(to.data, passing.data, to.nbytes)
         self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
 
     def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
         """Completes the gradients of `rows`, of queries or of keys: adds the positives, multiplies
         by the panels' unit, differentiates through the normalisation, and writes to `out`, whose
         first row is row `first`."""
-        context, problem, gradients = self.context, self.problem, self.gradients
+        buffers, problem, gradients = self.buffers, self.problem, self.gradients
         assert gradients is not None
         n, d = rows.stop - rows.start, problem.shape[2]
         unit, unit_step = self.unit, 0
-        if acc is self.of_rows:
+        if acc is self.dq_accumulator:
             if self.row_unit is not None:
                 unit, unit_step = self.row_unit, 1
-            side, other, dots, add = context.query, context.key, gradients.dots, gradients.add_query
+            side, other, dots, add = buffers.query, buffers.key, gradients.dots, gradients.add_query
             partners = {"partner": problem.positives, "begin": None, "end": None}
         else:
-            side, other, add = context.key, context.query, False
+            side, other, add = buffers.key, buffers.query, False
             dots = None if gradients.want_query else gradients.dots
             order = begin = end = None
-            if not context.paired:
-                order, begin, end = context.queries_of_keys(problem)
+            if not buffers.has_pairs:
+                order, begin, end = buffers.queries_of_keys(problem)
             partners = {"partner": order, "begin": begin, "end": end}
         if acc.copies > 1:
             self.launcher.vectors(
                 "add_copies", acc.copy_stride, sums=acc.array, n=acc.copy_stride, copies=acc.copies
             )
-        defines = {"FACTORS": self.options["FACTORS"], **self.sets}
+        defines = {"FACTORS": int(problem.normalize)}
+        if problem.set_size > 1:
+            defines["SETS"] = 1
         linear: dict[str, Any] = {}
         if self.linear:
-            defines["LINEAR"], linear["linear"] = 1, self.linear[acc is not self.of_rows]
+            defines["LINEAR"], linear["linear"] = 1, self.linear[acc is not self.dq_accumulator]
         self.launcher.rows(
             "finish", n, d, file="finish.cu", defines=defines, **linear,
             acc=acc.pointer(rows.start), acc_stride=acc.stride,
@@ -273,32 +218,35 @@ class GradientFold(Fold):
             {
                 "f": dict.fromkeys(SOURCES) | vectors, "m": m, "n": n,
                 "set_size": self.problem.set_size, "by_factor": by_factor,
-                "largest_element": LARGEST_ELEMENT.get(self.context.precision, 1.0),
+                "largest_element": LARGEST_ELEMENT.get(self.buffers.precision, 1.0),
                 "out": self.unit,
             },
         )  # fmt: skip
 
 
-class SoftmaxFold(GradientFold):
+class SoftmaxRun(GradientRun):
+    """The gradient of log-sum-exps that are known. For narrow rows that are queries and keys at
+    once, dL/dx stays in registers: the whole square is visited, and each row accumulates its own
+    gradient alone."""
+
     def __init__(
-        self, context: Context, problem: Problem, grid: Grid, epilogue: SoftmaxGradient,
+        self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: SoftmaxGradient,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
-        super().__init__(context, problem, grid, epilogue.phase, gradients)
+        super().__init__(buffers, problem, fold, epilogue.phase, gradients)
         m, n, _ = problem.shape
         given = (getattr(epilogue, name) for name in SOURCES)
         sources: dict[str, Array] = {  # float64 and contiguous, as the kernels take them
             name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
             for name, v in zip(SOURCES, given, strict=True)
         }
-        self.two_sided = epilogue.column_reference is not None
         pairs = self.pair_vectors
         if pairs is not None:
-            for name, own in (("row", pairs.of_rows), ("column", pairs.of_columns)):
+            for name, bias in (("row", pairs.row_bias), ("column", pairs.column_bias)):
                 reference = sources[f"{name}_reference"]
-                if own is not None and reference is not None:
-                    biased = cupy.empty(len(own))
-                    context.add_bias(reference, own, LOG2_E, biased)
+                if bias is not None and reference is not None:
+                    biased = cupy.empty(len(bias))
+                    buffers.add_bias(reference, bias, LOG2_E, biased)
                     sources[f"{name}_reference"] = biased
         # dL/dx at a positive bounds its row's panel elements, unless it is one of several, or there
         # are linear terms
@@ -306,27 +254,27 @@ class SoftmaxFold(GradientFold):
         self.find_ranges(m, n, by_factor=not one, **sources)
         self.positive_gradient = sources["positive_gradient"]
         if epilogue.linear:
+            sides = (False, fold.dq_accumulator), (True, fold.dk_accumulator)
             self.linear = {
                 of_keys: linear_terms(
-                    epilogue.linear, *context.linear_rows, of_keys, problem.symmetric
+                    epilogue.linear, *buffers.linear_rows, of_keys, problem.symmetric
                 )
-                for of_keys, wanted in ((False, self.by_rows), (True, self.by_columns))
-                if wanted and not (of_keys and problem.symmetric)
+                for of_keys, wanted in sides
+                if wanted is not None and not (of_keys and problem.symmetric)
             }
         columns = sources["column_reference"]
-        if columns is not None and pairs is not None and pairs.row_limits is not None:
+        if columns is not None and pairs is not None and pairs.has_limits:
             self.launcher.launch(
                 "vectors.cu", "check_spread", 1, RANGE_THREADS,
                 {"row_reference": sources["row_reference"], "column_reference": columns,
                  "m": m, "n": n, "out": self.unit},
             )  # fmt: skip
-        self.row_reference, self.a, self.u = cupy.empty((3, m), context.real)
+        self.row_reference, self.a, self.u = cupy.empty((3, m), buffers.real)
         self.column_reference = self.v = None
-        if self.two_sided:
-            self.column_reference, self.v = cupy.empty((2, n), context.real)
+        if columns is not None:
+            self.column_reference, self.v = cupy.empty((2, n), buffers.real)
         self.launcher.vectors(
-            "factors", max(m, n), f=sources, m=m, n=n, scale=context.logit_scale,
-            ranges=self.unit,
+            "factors", max(m, n), f=sources, m=m, n=n, scale=self.scale, ranges=self.unit,
             out={
                 "row_reference": self.row_reference, "a": self.a, "u": self.u,
                 "column_reference": self.column_reference, "v": self.v,
@@ -344,55 +292,46 @@ class SoftmaxFold(GradientFold):
         }  # fmt: skip
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
-        factors, of_columns = self.factors(rows, columns), int(self.two_sided)
-        kept, wanted = self.context.kept, None
-        if kept is not None:
-            self.panel = kept.panel
-            if kept.has(columns):
-                self.panel, wanted = kept.panel.from_column(columns.start), kept.anew
-                self.from_kept(kept, rows, columns, factors)
-        if isinstance(self.tile, config.Tile):
-            tiled: Fields = {"factors": factors, "panel": self.panel.fields}
-            self.launch_tiles("gradient", rows, columns, tiled, COLUMNS=of_columns)
+        factors, cached, wanted = self.factors(rows, columns), self.buffers.cached, None
+        if self.fold.in_registers:
+            self.add_in_registers(rows, columns, b, factors)
+            return
+        if cached is not None:
+            self.panel = cached.panel
+            if cached.has(columns):
+                self.panel, wanted = cached.panel.from_column(columns.start), cached.anew
+                self.from_cached(cached, rows, columns, factors)
+        arguments: Fields = {"factors": factors}
+        if isinstance(self.shape, config.Tile):
+            arguments["panel"] = self.panel.fields
         else:
-            swept: Fields = {"factors": factors, **self.panel_arguments(), "wanted": wanted}
-            self.launch_sweep("sweep_gradient", rows, columns, swept, COLUMNS=of_columns)
+            arguments |= {**self.panel_arguments(), "wanted": wanted}
+        self.launch(self.fold.kernel, rows, columns, arguments)
         self.multiply(rows, columns, a, b)
 
-    def from_kept(self, kept: Kept, rows: slice, columns: slice, factors: Fields) -> None:
+    def from_cached(
+        self, cached: CachedExponentials, rows: slice, columns: slice, factors: Fields
+    ) -> None:
         """The panel of exponentials becomes the gradient panel, but for query panels that are
         wanted anew."""
-        strips, n = -(-self.q.rows // config.STRIP), self.k.rows
-        self.launcher.launch(
-            "sm90/kept_gradient.cu", "kept_gradient", strips * -(-n // KEPT_COLUMNS), KEPT_THREADS,
+        kernel, strips, n = self.fold.kept_kernel, -(-self.q.rows // config.STRIP), self.k.rows
+        assert kernel is not None
+        self.launcher.run(
+            kernel, strips * -(-n // KEPT_COLUMNS),
             {
                 "b": self.block_fields(rows, columns, False), "f": factors,
-                "panel": self.panel.fields, "reference_stride": kept.tiles, "strips": strips,
-                "references": address(kept.references) + 4 * (columns.start // config.BLOCK_M),
+                "panel": self.panel.fields, "reference_stride": cached.tiles, "strips": strips,
+                "references": address(cached.references) + 4 * (columns.start // config.BLOCK_M),
             },
-            COLUMNS=int(self.two_sided),
         )  # fmt: skip
 
-
-class NarrowFold(SoftmaxFold):
-    """The same for narrow rows that are queries and keys at once: dL/dx stays in registers, and the
-    whole square is visited, as each row accumulates its own gradient alone."""
-
-    def __init__(
-        self, context: Context, problem: Problem, grid: Grid, epilogue: SoftmaxGradient,
-        gradients: Gradients | None,
-    ) -> None:  # fmt: skip
-        super().__init__(context, problem, grid, epilogue, gradients)
-        assert context.in_registers is not None
-        self.tile = context.in_registers
-
-    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
-        of = self.of_rows
-        assert of is not None
-        if not self.context.query_in_place:
-            of.first = rows.start  # it holds the rows of this block alone
+    def add_in_registers(self, rows: slice, columns: slice, b: int, factors: Fields) -> None:
+        """dQ_a += dL/dx K_b, without a panel."""
+        to = self.dq_accumulator
+        assert to is not None
+        self.begin_rows(to, rows)
         arguments = {
-            "factors": self.factors(rows, columns), "out": of.pointer(rows.start),
-            "stride": of.stride, "columns": self.problem.shape[2], "add": b > 0,
+            "factors": factors, "out": to.pointer(rows.start), "stride": to.stride,
+            "columns": self.problem.shape[2], "add": b > 0,
         }  # fmt: skip
-        self.launch_sweep("sweep_narrow", rows, columns, arguments, COLUMNS=int(self.two_sided))
+        self.launch(self.fold.kernel, rows, columns, arguments)

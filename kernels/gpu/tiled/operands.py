@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -15,41 +16,36 @@ from ..device.arguments import Fields, address, matrix
 from ..device.launcher import Launcher
 from ..device.launches import Queue
 from ..device.tensor_map import SIZE
-
-DIRECT = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16",
-          "fp16": "float16"}  # fmt: skip
+from ..schedule import ALIGNMENT, Fold, OperandRows, Part, Reading, Schedule
 
 
-class Scratch:
-    """The workspace of a call: one allocation, which each fold divides anew. Its `Context` owns it;
-    it goes back to CuPy's pool with the context, after an error too."""
+class Workspace:
+    """The workspace of a call: one allocation, which each fold divides anew, after what is kept for
+    all folds. It goes back to CuPy's pool with the call's buffers, after an error too."""
 
-    ALIGNMENT = 256
-
-    def __init__(self, size: int, queue: Queue) -> None:
-        self.size, self.queue = size + 16 * self.ALIGNMENT, queue
+    def __init__(self, schedule: Schedule, queue: Queue) -> None:
+        self.schedule, self.queue = schedule, queue
         self.memory: Array = None
-        self.taken = self.kept = 0
+        # rows that lie staged, by the name of their buffer, where buffers have so many rows
+        self.staged: dict[str, slice] = {}
+        self.layout: tuple[int, int] | None = None
 
-    def reset(self) -> None:
-        """A fold begins: all of the memory is free, but for what is kept."""
+    def parts(self, parts: Sequence[Part]) -> dict[str, Array]:
+        """Arrays of bytes for the parts that are kept and for those of a fold, by name."""
         if self.memory is None:
-            self.memory = self.queue.scratch(self.size)
-        self.taken = self.kept
+            self.memory = self.queue.scratch(self.schedule.workspace)
+        found, start = {}, 0
+        for part in (*self.schedule.kept, *parts):
+            found[part.name] = cupy.ndarray(part.bytes, np.uint8, self.memory.data + start)
+            start += -(-part.bytes // ALIGNMENT) * ALIGNMENT
+        assert start <= self.schedule.workspace
+        return found
 
-    def keep(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
-        """An array for all folds, before the first of them."""
-        self.reset()
-        array = self.take(shape, dtype)
-        self.kept = self.taken
-        return array
-
-    def take(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
-        """An array in memory that is still free."""
-        array = cupy.ndarray(shape, dtype, self.memory.data + self.taken)
-        self.taken += -(-array.nbytes // self.ALIGNMENT) * self.ALIGNMENT
-        assert self.taken <= self.size
-        return array
+    def begin_fold(self, fold: Fold) -> dict[str, Array]:
+        """The parts of a fold. What the last one has staged stays where blocks are as large."""
+        if self.layout != fold.grid.largest:
+            self.layout, self.staged = fold.grid.largest, {}
+        return self.parts(fold.workspace)
 
 
 # --- operands -------------------------------------------------------------------------------------
@@ -71,33 +67,16 @@ class Operand:
                 "rows": self.rows, "factor": self.factor}  # fmt: skip
 
 
-class Side:
-    """One side's features: read in place, or staged in the operands' format, all of them once or a
-    block at a time."""
+class Features:
+    """One side's features, and the factors that normalise its rows."""
 
     def __init__(
-        self, launcher: Launcher, features: Array, normalize: bool, real: np.dtype[Any]
+        self, launcher: Launcher, normalize: bool, real: np.dtype[Any], features: Array
     ) -> None:
-        item = features.dtype.itemsize
-        self.launcher, self.precision, self.features = launcher, launcher.precision, features
+        self.launcher, self.features = launcher, features
         self.factor = self.exponent = None
-        self.shift = 0  # address of the power of two that features are divided by; 0: as they are
-        n, d = features.shape
-        self.direct = (
-            not normalize
-            and DIRECT.get(self.precision) == features.dtype.name
-            and (features.strides[1] == item or d == 1)
-            and d * item % 16 == 0
-            and features.strides[0] % 16 == 0
-            and features.strides[0] >= d * item
-            and features.data.ptr % 16 == 0
-        )
-        self.padded = d if self.direct else config.padded(d, self.precision)
-        self.whole: Operand | None = None  # all rows, where they need not be staged by blocks
-        self.stage_once = False
-        if self.direct:
-            self.whole = Operand(address(features), features.strides[0] // item, 0, n, 0)
         if normalize:
+            n, d = features.shape
             self.factor = cupy.empty(n, real)
             self.exponent = cupy.empty(n, np.int32)
             launcher.rows(
@@ -105,51 +84,59 @@ class Side:
                 exponent=self.exponent,
             )  # fmt: skip
 
-    @property
-    def row_bytes(self) -> int:
-        """Of a staged row."""
-        return self.padded * config.OPERAND_BYTES[self.precision]
 
-    def staged_bytes(self, rows: int) -> int:
-        """Bytes of `rows` rows staged; 0 where they are read in place."""
-        return 0 if self.direct else rows * self.row_bytes
+class OperandSide(Features):
+    """One side's features: read in place, or staged in the operands' format, all of them once or a
+    block at a time."""
 
-    def buffer(self, rows: int, scratch: Scratch) -> Array:
-        """Room for staging blocks of `rows` rows; None where they are not staged by blocks."""
-        if self.direct or self.stage_once:
-            return None
-        return scratch.take((self.staged_bytes(rows),))
+    def __init__(
+        self, launcher: Launcher, normalize: bool, real: np.dtype[Any], features: Array,
+        form: OperandRows,
+    ) -> None:  # fmt: skip
+        super().__init__(launcher, normalize, real, features)
+        self.form, self.precision = form, launcher.precision
+        self.shift = 0  # address of the power of two that features are divided by; 0: as they are
+        self.whole: Operand | None = None  # all rows, where they need not be staged by blocks
+        if form.reading is Reading.IN_PLACE:
+            stride = features.strides[0] // features.dtype.itemsize
+            self.whole = Operand(address(features), stride, 0, len(features), 0)
 
-    def block(self, rows: slice, buffer: Array | None, staged: dict[int, slice]) -> Operand:
-        """Rows `rows`, of the whole or staged into `buffer`: unless `staged` says that it has
-        them."""
-        if buffer is not None:
-            return self.stage(rows, buffer, staged)
+    def block(
+        self, rows: slice, name: str, memory: dict[str, Array], staged: dict[str, slice]
+    ) -> Operand:
+        """Rows `rows`, of the whole; or staged into buffer `name`, unless they are there."""
+        if self.form.reading is Reading.BY_BLOCK:
+            if staged.get(name) != rows:
+                staged[name] = rows
+                return self.stage(rows, memory[name])
+            return self.operand(rows, memory[name])
         if self.whole is None:
             n = len(self.features)
-            self.memory = cupy.empty(self.staged_bytes(n), np.uint8)
-            self.whole = self.stage(slice(0, n), self.memory, {})
+            self.memory = cupy.empty(n * self.form.row_bytes, np.uint8)
+            self.whole = self.stage(slice(0, n), self.memory)
         z, n, factor = self.whole, rows.stop - rows.start, address(self.factor, rows.start)
         offset = rows.start * z.stride * config.element_bytes(self.precision)
         return Operand(z.data + offset, z.stride, z.part, n, factor)
 
+    def operand(self, rows: slice, buffer: Array) -> Operand:
+        """Rows `rows`, which lie in `buffer`."""
+        parts = config.OPERAND_PARTS.get(self.precision, 1)
+        part, stride = self.form.features if parts > 1 else 0, self.form.features * parts
+        factor = address(self.factor, rows.start)
+        return Operand(buffer.data.ptr, stride, part, rows.stop - rows.start, factor)
+
     def stage(
-        self, rows: slice, buffer: Array, staged: dict[int, slice], weight: Array = None,
-        unit: Array = None,
+        self, rows: slice, buffer: Array, weight: Array = None, unit: Array = None
     ) -> Operand:  # fmt: skip
         """Rows `rows`, copied into `buffer`; each times its `weight`, if given, over `unit`."""
-        n, factor = rows.stop - rows.start, address(self.factor, rows.start)
-        parts = config.OPERAND_PARTS.get(self.precision, 1)
-        part, stride = self.padded if parts > 1 else 0, self.padded * parts
-        if staged.get(buffer.data.ptr) != rows:
-            staged[buffer.data.ptr] = rows
-            self.launcher.rows(
-                "stage", n, self.padded, z=matrix(self.features, rows.start), n=n,
-                d=self.features.shape[1], exponent=address(self.exponent, rows.start),
-                shift=self.shift, weight=address(weight, rows.start), unit=unit, out=buffer,
-                stride=stride, part=part,
-            )  # fmt: skip
-        return Operand(buffer.data.ptr, stride, part, n, factor)
+        made = self.operand(rows, buffer)
+        self.launcher.rows(
+            "stage", made.rows, self.form.features, z=matrix(self.features, rows.start),
+            n=made.rows, d=self.features.shape[1], exponent=address(self.exponent, rows.start),
+            shift=self.shift, weight=address(weight, rows.start), unit=unit, out=buffer,
+            stride=made.stride, part=made.part,
+        )  # fmt: skip
+        return made
 
 
 # --- gradient panels ------------------------------------------------------------------------------
@@ -193,17 +180,18 @@ NO_PANEL: Fields = {
 }
 
 
-class Kept:
+class CachedExponentials:
     """Exponentials of the first columns' logits, which the log-sum-exp fold leaves to the gradient
     fold in the memory of the gradient panel: see kernels/cuda/sm90/sweep_lse.cu."""
 
-    def __init__(
-        self, scratch: Scratch, queue: Queue, panel: Panel, rows: int, columns: int
-    ) -> None:
-        self.panel, self.columns = panel, columns
-        self.tiles = -(-columns // config.BLOCK_M)
-        self.references = scratch.keep((-(-rows // config.STRIP), self.tiles), np.float32)
-        self.anew = queue.zeros(-(-rows // config.BLOCK_M), np.int32)
+    def __init__(self, schedule: Schedule, workspace: Workspace, queue: Queue) -> None:
+        assert schedule.operands is not None
+        self.columns, m = schedule.kept_columns, schedule.call.shape[0]
+        memory = workspace.parts(())
+        self.panel = Panel(memory["exponentials"], self.columns, schedule.operands.precision)
+        self.tiles = -(-self.columns // config.BLOCK_M)
+        self.references = memory["references"]
+        self.anew = queue.zeros(-(-m // config.BLOCK_M), np.int32)
 
     def has(self, columns: slice) -> bool:
         """Whether exponentials of a block of these columns are kept."""
@@ -243,24 +231,3 @@ class Accumulator:
             return self.before.pointer(row)
         offset = (row - self.first) * self.stride * self.array.dtype.itemsize
         return int(self.array.data.ptr + offset)
-
-
-def in_place(out: Array | None, width: int, real: np.dtype[Any]) -> bool:
-    """Whether gradients can accumulate in their destination, in products of `width` features."""
-    return out is not None and (
-        out.dtype == real
-        and out.shape[1] == width
-        and out.strides[1] == real.itemsize
-        and out.strides[0] >= width * real.itemsize
-        and out.strides[0] % 16 == 0
-        and out.data.ptr % 16 == 0
-    )
-
-
-def overlay(out: Array | None, width: int, real: np.dtype[Any]) -> int:
-    """Bytes of a row of the destination, where accumulators can overlay it; else 0. Rows may not be
-    longer than accumulators: finished ones would overwrite others that are not."""
-    if out is None or not out.flags.c_contiguous or out.data.ptr % 16:
-        return 0
-    row = out.shape[1] * out.dtype.itemsize
-    return int(row) if row <= width * real.itemsize else 0

@@ -1,0 +1,160 @@
+"""What the folds of one call share on the GPU: operands, workspace, and vectors in their scale."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import cupy
+import numpy as np
+
+from ...problem import Array, Problem
+from .. import config
+from ..device.arguments import NATURAL, Fields, address, matrix
+from ..device.launcher import Launcher
+from ..device.launches import Queue
+from ..linear import Rows
+from ..schedule import Schedule
+from ..vectors import Scalars
+from .operands import CachedExponentials, OperandSide, Workspace
+
+
+class PairVectors:
+    """Limits and biases of pairs, as kernels take them (LIMITS and BIAS of kernels/cuda/block.cuh).
+
+    Kernels add the bias of a column to all of its logits, not to those alone of which it is the
+    key. That changes no softmax of the column, and adds the bias to its log-sum-exp
+    (`column_bias`). Where rows are keys of their columns, so it is with them (`row_bias`).
+    """
+
+    def __init__(self, buffers: Buffers, problem: Problem) -> None:
+        def products(values: Array | None, unit: Fields) -> Array | None:
+            return None if values is None else buffers.to_products(values, unit)
+
+        exponent_scale = buffers.scalars.exponent_scale
+        row_limits, column_limits = (
+            products(dots, exponent_scale) for dots in (problem.limits, problem.key_limits)
+        )
+        self.row_bias, self.column_bias = problem.query_bias, problem.key_bias  # natural units
+        row_bias, column_bias = (
+            products(bias, NATURAL) for bias in (self.row_bias, self.column_bias)
+        )
+        self.rows: Fields = {}
+        self.columns: Fields = {}
+        if row_limits is not None:
+            self.rows["row_limits"], self.columns["column_limits"] = row_limits, column_limits
+        if column_bias is not None:
+            self.rows["row_bias"], self.columns["column_bias"] = row_bias, column_bias
+
+    @property
+    def has_limits(self) -> bool:
+        return "row_limits" in self.rows
+
+    def fields(self, rows: slice, columns: slice) -> Fields:
+        """Fields of struct Block that these options add."""
+        found = {name: address(vector, rows.start) for name, vector in self.rows.items()}
+        return found | {name: address(of, columns.start) for name, of in self.columns.items()}
+
+
+class Buffers:
+    """Memory and vectors of one call. `queue` runs launches on the current stream, or records
+    them."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, queue: Queue) -> None:
+        operands = schedule.operands
+        assert operands is not None
+        self.schedule, self.operands, self.precision = schedule, operands, operands.precision
+        self.real = np.dtype(operands.accumulator_dtype)
+        self.launcher = Launcher(cupy.cuda.Device(), self.precision, queue)
+        side = self.launcher, problem.normalize, self.real
+        self.query = OperandSide(*side, problem.query, operands.query)
+        self.key = self.query
+        if not problem.symmetric:
+            self.key = OperandSide(*side, problem.key, operands.key)
+        self.scalars = Scalars(self.launcher, problem)
+        self.has_pairs = problem.paired  # asked before `materialize_vectors` hides the rule
+        self.workspace = Workspace(schedule, queue)
+        self.cached: CachedExponentials | None = None
+        if schedule.kept:
+            self.cached = CachedExponentials(schedule, self.workspace, queue)
+        self.logit_scale: Fields = {}  # struct Scale, by which products are multiplied to be logits
+        self.pair_vectors: PairVectors | None = None
+        self._queries_of_keys: tuple[Array, Array, Array] | None = None
+
+    def prepare(self, problem: Problem) -> None:
+        """Before the first fold: powers of two that keep float16 in range; limits and biases as
+        kernels have them."""
+        bias, operands = 0.0, self.operands
+        if self.schedule.sweep is not None:
+            width = problem.shape[2] * operands.item  # adding zeros cuts nothing off
+            bias = config.sweep_truncation_bias(self.precision, width)
+        shift = self._scale_features()
+        self.logit_scale = {**self.scalars.exponent_scale, "factor": 1 + bias, "shift": shift}
+        if not problem.plain_logits:
+            self.pair_vectors = PairVectors(self, problem)
+
+    @property
+    def sides(self) -> list[OperandSide]:
+        """The sides that differ."""
+        return [self.query] if self.key is self.query else [self.query, self.key]
+
+    @cached_property
+    def linear_rows(self) -> tuple[Rows, Rows]:
+        """Queries and keys, as linear terms see them."""
+        rows = [Rows(self.launcher, side) for side in self.sides]
+        return rows[0], rows[-1]
+
+    def _scale_features(self) -> int:
+        """Chooses a power-of-two scale per side so that float16 operands neither overflow nor
+        underflow. Returns the address of what products are then to be multiplied by; 0: features
+        stay as they are."""
+        sides = self.sides
+        shifted = [side for side in sides if side.form.shifted]
+        if not shifted:
+            return 0
+        largest, self.shifts = self.launcher.queue.zeros(2, np.uint32), cupy.empty(3)
+        for side in shifted:
+            (n, d), index = side.features.shape, sides.index(side)
+            self.launcher.rows(
+                "find_largest", n, d, most=8 * self.schedule.device.multiprocessors,
+                z=matrix(side.features), n=n, d=d, found=address(largest, index),
+            )  # fmt: skip
+            side.shift = address(self.shifts, index)
+        of_keys = address(largest, len(sides) - 1)
+        self.launcher.launch(
+            "rows.cu", "find_shifts", 1, 1,
+            {"of_queries": largest, "of_keys": of_keys, "shifts": self.shifts},
+        )  # fmt: skip
+        return address(self.shifts, 2)
+
+    def to_products(self, values: Array, unit: Fields) -> Array:
+        """Logits as the products that kernels have of them: `values` times a number (struct Scale)
+        are logits."""
+        n = len(values)
+        out = cupy.empty(n, self.real)
+        self.launcher.vectors(
+            "to_products", n, values=values, unit=unit, n=n, scale=self.logit_scale, out=out
+        )
+        return out
+
+    def add_bias(self, logits: Array, bias: Array, by: float, out: Array) -> None:
+        """out = logits + by * bias."""
+        n = len(logits)
+        self.launcher.vectors("add_bias", n, x=logits, bias=bias, by=by, n=n, out=out)
+
+    def queries_of_keys(self, problem: Problem) -> tuple[Array, Array, Array]:
+        """Numbers of pairs in `positives`, by their keys, and where each key's begin and end there:
+        2 x [N]."""
+        if self._queries_of_keys is None:
+            launcher, positives = self.launcher, problem.positives
+            m, n = positives.size, problem.shape[1]
+            zeros = launcher.queue.zeros(n + 1, np.int64)
+            begin = end = zeros[:n]
+            order = zeros[n:]
+            if not problem.no_local_positives:
+                begin, taken, order = cupy.empty(n, np.int64), order, cupy.empty(m, np.int64)
+                launcher.vectors("count_queries", m, positives=positives, m=m, end=end)
+                launcher.vectors("place_queries", n, n=n, begin=begin, end=end, taken=taken)
+                launcher.vectors("list_queries", m, positives=positives, m=m, end=end, order=order)
+                launcher.vectors("sort_queries", n, begin=begin, end=end, n=n, order=order)
+            self._queries_of_keys = order, begin, end
+        return self._queries_of_keys
