@@ -12,7 +12,7 @@ from . import arrays
 from .checks.call import Request, check
 from .kernels.conclude import weighted
 from .kernels.problem import LN_2, SILENT, Array, Problem
-from .kernels.solve import Solution, solve
+from .kernels.solve import Solution
 from .result import LossAndGrad, Metrics, QueryKeyGrads
 from .spec import Loss
 
@@ -112,29 +112,26 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
 
 
 @cache
-def _on_gpu() -> Any:
-    """The module that solves on GPUs: an import statement takes time that small batches notice."""
-    from .kernels.gpu import select
+def _backend(on_gpu: bool) -> Any:
+    """The module that solves on a GPU, or on the CPU. `import infonce` does not wait for Numba; and
+    an import statement takes time that small batches notice."""
+    if on_gpu:
+        from .kernels.gpu import select
 
-    return select
+        return select
+    from .kernels.cpu import backend
+
+    return backend
 
 
 def _backends_solution(request: Request) -> Solution:
-    # imported here: `import infonce` does not wait for Numba
     problem, gradients = request.problem, request.gradients
     if request.offload:
         from .kernels.offload import copies as offload_gpu
 
         return offload_gpu.solve(problem, gradients)
-    if arrays.on_gpu(problem.query):
-        return _on_gpu().solve(problem, gradients)
-    if problem.method == "naive":
-        from .kernels.cpu import naive
-
-        return naive.solve(problem, gradients)
-    from .kernels.cpu.backend import CPU
-
-    return solve(problem, CPU(problem, gradients), gradients)
+    solution: Solution = _backend(arrays.on_gpu(problem.query)).solve(problem, gradients)
+    return solution
 
 
 def _reduce(request: Request, solution: Solution) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -196,7 +196,7 @@ def materialize_vectors(problem: Problem, xp: Any) -> Problem:
         positives = (xp.arange(m) + m // 2) % m if problem.symmetric else xp.arange(m)
     if isinstance(upstream, float):
         upstream = xp.full(m // 2 if problem.joint else m, upstream)
-    return replace(problem, positives=positives, upstream=upstream)
+    return fast_replace(problem, positives=positives, upstream=upstream)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ number of threads (the rows of a panel depend on it).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from .. import naive
+from .. import solve as blocks
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import (
     Array,
@@ -27,20 +28,28 @@ from ..problem import (
     slices,
     workspace_too_small,
 )
-from ..solve import Vectors, one_pass
+from ..solve import Solution, Vectors, one_pass
+from . import one_block
 from .context import Context
 from .fold import Fold
-from .naive import require_memory
-from .operands import Side, dots_at, norms_of, not_finite
+from .operands import DTYPES, Side, dots_at, norms_of, not_finite
 from .panel import Worker
-from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, thread_count
+from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, require_memory, thread_count
 
-DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 TILE = 2048, 1216  # rows x columns; rows of 2^n bytes would all map to the same cache sets
 TRIANGLE_SIDE = (
     896  # of a tile if one triangle is visited: tiles on the diagonal are computed whole
 )
 THREADING_PAYS = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
+
+
+def solve(problem: Problem, gradients: Gradients | None) -> Solution:
+    """Loss and gradients of `problem`: from the full matrix of logits, in one block, or in many."""
+    if problem.method == "naive":
+        require_memory(problem, naive.matrix_bytes(problem))
+        return naive.solve(problem, gradients, CPU.vectors)
+    solution = one_block.solve(problem, gradients) if one_block.fits(problem) else None
+    return solution or blocks.solve(problem, CPU(problem, gradients), gradients)
 
 
 class CPU:

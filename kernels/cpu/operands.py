@@ -15,7 +15,7 @@ from .elementary import compiled, wide_vectors
 
 # Squared norms of rows that are taken as they are, by the bytes of the dtype that computes
 SQUARES = {4: (2.0**-100, 2.0**100), 8: (2.0**-900, 2.0**900)}
-REAL = (np.dtype(np.float32), np.dtype(np.float64))
+DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)}
 
 
 @dataclass
@@ -38,18 +38,7 @@ class Side:
     @property
     def direct(self) -> bool:
         """Whether BLAS can read the features in place."""
-        z = self.features
-        item = z.dtype.itemsize
-        return bool(
-            z.dtype == self.dtype
-            and z.dtype.isnative
-            and z.flags.aligned
-            and self.norms is None
-            and (
-                (z.strides[1] == item and z.strides[0] >= item * z.shape[1])
-                or (z.strides[0] == item and z.strides[1] >= item * z.shape[0])
-            )
-        )
+        return self.norms is None and readable_in_place(self.features, self.dtype)
 
     def take(self, index: Array) -> Array:
         """Rows `index` in the compute dtype, as a new array."""
@@ -112,10 +101,24 @@ class Side:
         return out
 
 
+def readable_in_place(z: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether BLAS can read features as operands of `dtype`, without a copy."""
+    item = z.dtype.itemsize
+    return bool(
+        z.dtype == dtype
+        and z.dtype.isnative
+        and z.flags.aligned
+        and (
+            (z.strides[1] == item and z.strides[0] >= item * z.shape[1])
+            or (z.strides[0] == item and z.strides[1] >= item * z.shape[0])
+        )
+    )
+
+
 def not_finite(features: Array) -> Array:
     """[n] whether a row has a NaN or an infinity."""
     out = np.empty(len(features), bool)
-    if features.dtype in REAL and features.dtype.isnative and features.flags.aligned:
+    if features.dtype in DTYPES.values() and features.dtype.isnative and features.flags.aligned:
         _not_finite(features, out)
         return out
     for rows in slices(len(features), 1024):

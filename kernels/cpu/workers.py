@@ -1,4 +1,4 @@
-"""Threads and memory of the CPU backend, both reused by later calls."""
+"""Threads and memory of the CPU backend, both reused by later calls; how much memory is free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from ..problem import SILENT, Array
+from ..problem import SILENT, Array, Problem
 
 # --- threads --------------------------------------------------------------------------------------
 
@@ -43,41 +43,45 @@ class _Blas(_Guarded):
         self._users: list[int] = []  # threads that run folds
         self._libraries: list[Any] | None = None
         self._before: list[int] = []  # threads of each library before the first fold
-        self._threads = 1
 
     def threads(self) -> int:
         """How many threads the caller lets BLAS use: that many workers start."""
         with self._lock:
-            if self._users:
-                return self._threads
-            if self._libraries is None:
-                self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+            blas = self._before if self._users else self._numbers()
             cores = (
                 len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             )
-            blas = [library.num_threads for library in self._libraries]
             return int(max(1, min([cores or 1, *blas])))
 
-    @contextmanager
-    def single_threaded(self) -> Iterator[None]:
-        thread = threading.get_ident()
+    def _numbers(self) -> list[int]:
+        """Threads of each library."""
+        if self._libraries is None:
+            self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+        return [library.num_threads for library in self._libraries]
+
+    def single_threaded(self) -> _Blas:
+        """A context. (One made by contextlib would take time that small batches notice.)"""
+        return self
+
+    def __enter__(self) -> None:
         with self._lock:
             if not self._users:
-                self._threads = self.threads()
-                assert self._libraries is not None
-                self._before = [library.num_threads for library in self._libraries]
+                self._before = self._numbers()
                 self._set([1] * len(self._before))
-            self._users.append(thread)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users.remove(thread)
-                if not self._users:
-                    self._set(self._before)
+            self._users.append(threading.get_ident())
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users.remove(threading.get_ident())
+            if not self._users:
+                self._set(self._before)
 
     def _set(self, threads: list[int]) -> None:
-        for library, number in zip(self._libraries or [], threads, strict=True):
+        for library, number, before in zip(
+            self._libraries or [], threads, self._before, strict=True
+        ):
+            if before == 1:  # and stays so
+                continue
             # From threadpoolctl 3.8 on, OpenBLAS heeds the first thread that sets a number until
             # this is called. Folds begin and end in any thread.
             heed_any = getattr(library, "clear_controlling_thread", lambda force: None)
@@ -255,3 +259,24 @@ class BufferPool(_Guarded):
 
 
 BUFFER_POOL = BufferPool(256 * 2**20)
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping (0: unknown)."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":") for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+def require_memory(problem: Problem, needed: int) -> None:
+    """MemoryError where so many bytes are not free."""
+    room = available_memory()
+    if room and needed > room:
+        m, n, _ = problem.shape
+        raise MemoryError(
+            f'method: "naive" keeps the {m} x {n} logits and needs {needed} bytes, of which {room} '
+            "are free"
+        )

@@ -9,7 +9,7 @@ import numpy as np
 
 import infonce
 
-from ...kernels.cpu.naive import available_memory
+from ...kernels.cpu.workers import available_memory
 from ...kernels.naive import MATRICES
 from ...spec import Loss
 from ..common import human
