@@ -47,11 +47,24 @@ def rint(typingctx: Any, a: Any) -> Any:
 
 @intrinsic
 def wide_vectors(typingctx: Any) -> Any:
-    """Let LLVM use 512-bit vectors on CPUs that have them; its default for most CPUs is 256."""
+    """Let LLVM use 512-bit vectors on CPUs that have them; its default for most CPUs is 256.
+    The function is `not_inlined`: others have narrower vectors."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         # llvmlite's own `add` refuses attributes that it does not know
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def not_inlined(typingctx: Any) -> Any:
+    """Let LLVM call the function, and optimise no further than to its end."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.add("noinline")
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -68,6 +81,13 @@ def exponent_bits(typingctx: Any, a: Any) -> Any:
         return builder.bitcast(shifted, args[0].type)
 
     return a(a), codegen
+
+
+@compiled
+def rounded_product(a, b):  # type: ignore[no-untyped-def]
+    """a b. In a larger function, the product may not be rounded before it is added to a number."""
+    not_inlined()
+    return a * b
 
 
 # --- elementary functions -------------------------------------------------------------------------

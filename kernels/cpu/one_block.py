@@ -16,7 +16,7 @@ import numpy as np
 from ..problem import LN_2, LOG2_E, SILENT, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution
 from . import tile_ops as tile
-from .elementary import compiled, wide_vectors
+from .elementary import compiled, rounded_product, wide_vectors
 from .fold import EXACT, ROUNDING
 from .operands import DTYPES, SQUARES, readable_in_place
 from .workers import BLAS, BUFFER_POOL, POOLS, thread_count
@@ -44,9 +44,9 @@ def fits(problem: Problem) -> bool:
 def solve(problem: Problem, gradients: Gradients | None) -> Solution | None:
     """Loss and gradients of a problem that `fits`. None: features or logits are not finite, rows
     lack a positive, or a norm's square leaves the range of its dtype."""
-    if problem.weights is not None and problem.positives is not None:
-        if problem.positives.min() < 0:
-            return None
+    positives = problem.positives
+    if problem.weights is not None and positives is not None and positives.min() < 0:
+        return None
     problem = materialize_vectors(problem, np)
     m, n, d = problem.shape
     dtype = DTYPES[problem.compute]
@@ -207,7 +207,7 @@ def conclude(high, total, p):  # type: ignore[no-untyped-def]
     gap = (high - p) + math.log2(total)
     rest = 2.0 ** (-abs(gap))
     share = (rest if gap < 0 else 1.0) / (1.0 + rest)
-    return LN_2 * max(gap, 0.0) + math.log1p(rest), lse, share, lse / LN_2, 1.0
+    return LN_2 * max(gap, 0.0) + math.log1p(rest), lse, share, high + math.log2(whole), 1.0
 
 
 @compiled
@@ -216,9 +216,9 @@ def rounded_reference(c, reference, factor, one):  # type: ignore[no-untyped-def
     that reference in base 2 again). `one`: 1 in the compute dtype."""
     r = reference / c
     smaller = np.nextafter(r, -np.inf)
-    r = smaller if c * smaller >= reference else r
+    r = smaller if rounded_product(c, smaller) >= reference else r
     narrow = one.dtype.type(r)
-    again = c * np.float64(narrow)
+    again = rounded_product(c, np.float64(narrow))
     return narrow, factor * 2.0 ** min(again - reference, ROUNDING), again
 
 
@@ -352,7 +352,7 @@ def unit_rows(z, least, most, out, inverse):  # type: ignore[no-untyped-def]
         square = 0.0
         for d in range(zi.size):
             square += np.float64(zi[d]) * np.float64(zi[d])
-        if square != 0.0 and not least <= square <= most:
+        if not least <= square <= most and (square != 0.0 or np.any(zi != 0)):
             return False
         inverse[i] = 0.0 if square == 0.0 else 1.0 / math.sqrt(square)
         for d in range(zi.size):

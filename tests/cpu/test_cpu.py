@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
-from infonce.kernels.cpu import elementary
+from infonce.kernels.cpu import elementary, one_block
 from infonce.kernels.cpu import tile_ops as tile
 from infonce.kernels.cpu import workers as cpu_resources
 from judge import LOSSES, arguments, judged, pairs
@@ -265,10 +265,11 @@ def test_ctrl_c_ends_a_long_run() -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
 def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", value)
-    monkeypatch.setattr(cpu, "THREADING_PAYS", 0)
     args = pairs("random", 600, 600, 16, np.float64, 5)
-    with pytest.raises(ValueError, match=r"INFONCE_NUM_THREADS.*positive integer"):
-        infonce.clip_loss(*args, scale=3.0)
+    for module, method in ((cpu, "tiled"), (one_block, "auto")):
+        monkeypatch.setattr(module, "THREADING_PAYS", 0)
+        with pytest.raises(ValueError, match=r"INFONCE_NUM_THREADS.*positive integer"):
+            infonce.clip_loss(*args, scale=3.0, method=method)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1.2e-7), (np.float64, 4e-16)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend, naive
+from infonce.kernels.cpu import backend
 from infonce.kernels.problem import LN_2
 from infonce.kernels.solve import Vectors
 from judge import assert_grad, assert_loss, largest_logit
@@ -66,7 +66,7 @@ class VectorsOfGPU(Vectors):
 def test_array_operations_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(naive, "VECTORS", VectorsOfGPU(np))
+    monkeypatch.setattr(backend.CPU, "vectors", VectorsOfGPU(np))
     problem = unit_problem(name, 20, 6, 5)._replace(softmax=taken(name, options))
     given = {key: v for key, v in problem.options().items() if key != "weights"}
     compare(problem, given, "naive")

@@ -1,0 +1,158 @@
+"""Batches whose logits fit one block, beside the same call in many blocks."""
+
+import threading
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from infonce.kernels.conclude import conclude
+from infonce.kernels.cpu import backend, one_block
+from infonce.kernels.problem import SILENT, Sums
+
+import infonce
+
+# Of the largest element: rounding of products of 40 features, at logits up to 200
+BOUNDS = {np.float32: 2e-4, np.float64: 4e-13}
+
+
+def call(loss: str, *args: Any, **options: Any) -> Any:
+    return getattr(infonce, f"{loss}_loss_and_grad")(*args, **options)
+
+
+def in_one_block(loss: str, *args: Any, **options: Any) -> tuple[Any, bool]:
+    """The result, and whether one block computed it."""
+    solved = []
+
+    def spy(*given: Any) -> Any:
+        solved.append(solve(*given))
+        return solved[-1]
+
+    solve = one_block.solve
+    with mock.patch.object(one_block, "solve", spy):
+        out = call(loss, *args, **options)
+    return out, bool(solved) and solved[0] is not None
+
+
+def numbers(out: Any) -> list[Any]:
+    lse = out.lse if isinstance(out.lse, tuple) else (out.lse,)
+    return [np.asarray(x, np.float64) for x in (out.loss, *out.grads, *lse) if x is not None]
+
+
+def assert_near(got: Any, want: Any, bound: float) -> None:
+    for mine, theirs in zip(numbers(got), numbers(want), strict=True):
+        size = max(np.abs(theirs).max(initial=0.0), 1e-30)
+        assert np.abs(mine - theirs).max(initial=0.0) <= bound * size
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    loss = draw(st.sampled_from(["clip", "lit", "info_nce", "nt_xent", "siglip"]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    n, d = draw(st.integers(1, 70)), draw(st.integers(1, 40))
+    order = draw(st.sampled_from(["C", "F", "strided"]))
+
+    def features(rows: int) -> Any:
+        wide = rng.standard_normal((rows, 2 * d)).astype(dtype)
+        return wide[:, ::2] if order == "strided" else np.asarray(wide[:, :d], order=order)
+
+    options: dict[str, Any] = {"normalize": draw(st.booleans())}
+    options["scale"] = draw(st.sampled_from([0.01, 1.0, 20.0, 200.0]))
+    options["reduction"] = draw(st.sampled_from(["mean", "sum", "none"]))
+    if loss == "nt_xent":
+        z: tuple[Any, ...] = (features(2 * n),)
+    elif loss == "info_nce":
+        z = features(n), features(n + draw(st.integers(0, 5)))
+        options["labels"] = rng.integers(0, len(z[1]), n)
+    else:
+        z = features(n), features(n)
+    if loss in ("clip", "siglip", "lit") and draw(st.booleans()):
+        options["ids"] = rng.integers(0, n // 2 + 1, n)
+    if loss != "siglip" and draw(st.booleans()):
+        options["margin"] = 0.3
+    if loss != "nt_xent" and draw(st.booleans()):
+        options["weights"] = rng.random(n) + 0.1
+    if draw(st.booleans()):
+        options["grad_dtype"] = np.float64
+    if loss == "siglip":
+        options["bias"] = rng.uniform(-10, 2)
+    return loss, z, options
+
+
+@given(calls(), st.sampled_from([2**60, 0]))
+def test_same_as_in_many_blocks(case: Any, threading_pays: int) -> None:
+    loss, args, options = case
+    with mock.patch.object(one_block, "THREADING_PAYS", threading_pays):
+        got, used = in_one_block(loss, *args, **options)
+    assert used
+    with mock.patch.object(backend, "TILE", (24, 16)):
+        assert_near(got, call(loss, *args, method="tiled", **options), BOUNDS[args[0].dtype.type])
+
+
+def test_calls_that_need_many_blocks() -> None:
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((40, 8)).astype(np.float32) for _ in range(2))
+    _, used = in_one_block("clip", q, k, scale=5.0)
+    assert used
+    steps: list[Any] = []
+    for options in (
+        {"progress": lambda *step: steps.append(step)}, {"metrics": True}, {"workspace": 2000},
+        {"label_smoothing": 0.1}, {"method": "tiled"}, {"false_negative_margin": 0.1},
+    ):  # fmt: skip
+        got, used = in_one_block("clip", q, k, scale=5.0, **options)
+        assert not used
+        assert np.isfinite(got.loss)
+    assert steps
+    labels = np.where(np.arange(40) % 3, np.arange(40), -1)
+    _, used = in_one_block("info_nce", q, k, scale=5.0, labels=labels)
+    assert not used
+    q[3, 2] = np.nan
+    got, used = in_one_block("clip", q, k, scale=5.0)
+    assert not used
+    assert np.isnan(got.loss)
+
+
+def test_same_bits_beside_other_threads() -> None:
+    """Products have one thread of BLAS each, whatever other calls run."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((300, 128)).astype(np.float32) for _ in range(2))
+    want = numbers(call("clip", q, k, scale=1.0))
+    wrong = []
+
+    def repeat(rows: int) -> None:
+        for _ in range(20):
+            got = numbers(call("clip", q[:rows], k[:rows], scale=1.0))
+            if rows == 300 and any((x != y).any() for x, y in zip(got, want, strict=True)):
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=repeat, args=(rows,)) for rows in (300, 300, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 1e3, 1e9])
+def test_conclusions_of_rows(size: float) -> None:
+    """As `kernels.conclude`, also where a maximum is a bound far above all logits."""
+    rng = np.random.default_rng(0)
+    high, positive = size * rng.standard_normal((2, 400))
+    total = np.exp2(rng.uniform(-90, 12, 400))
+    total[:10], high[:10] = 0.0, -np.inf  # of nothing
+    with np.errstate(**SILENT):
+        want = conclude(np, Sums(high, total, None), positive)
+    got = np.array([one_block.conclude(*row) for row in zip(high, total, positive, strict=True)])
+    fields = want.loss, want.lse, want.negative_probability
+    for mine, theirs in zip(got.T, fields, strict=False):
+        np.testing.assert_allclose(mine, theirs, rtol=4e-16 * (64 + size), atol=4e-16 * (64 + size))
+    mine, theirs = (
+        reference + np.log2(probability)
+        for reference, probability in (
+            got.T[3:], (want.reference, want.reference_probability + 0 * want.reference),
+        )
+    )  # fmt: skip
+    np.testing.assert_allclose(mine, theirs, rtol=4e-15, atol=4e-15)
