@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,13 +43,11 @@ BITS = np.dtype(np.int64)  # numbers that travel, or are left for later callback
 
 @dataclass(frozen=True)
 class Travel:
-    """What a callback leaves for the next one: numbers of 8 bytes."""
+    """What travels after a callback, with one number of 8 bytes for each key."""
 
-    home: (
-        bool  # sums, which travel to the device of their keys; else vectors, which all devices get
-    )
-    vectors: int  # that travel, with one number a key
-    left: int  # numbers for later callbacks of this device
+    home: bool  # sums go to the device of their keys; else vectors go to all devices
+    vectors: int  # how many sums, or vectors
+    left: int  # how many numbers the callback leaves for later ones of its device
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ class Plan:
 class _Stop(BaseException):
     """Data has to travel. (No handler of errors takes it for one.)"""
 
-    def __init__(self, travel: Travel, payload: Array) -> None:
-        self.travel, self.payload = travel, payload
+    def __init__(self, payload: Array) -> None:
+        self.payload = payload
 
 
 @dataclass
@@ -129,9 +127,7 @@ class Rounds:
         assert keep is not None
         keep(slice(0, k), *added(parts, combine, 2))
 
-    def _others(
-        self, reach: int, summed: int, half: bool
-    ) -> Iterator[tuple[slice, bool, bool]]:  # fmt: skip
+    def _others(self, reach: int, summed: int, half: bool) -> Iterator[tuple[slice, bool, bool]]:
         """The visits of other devices' keys, which are consecutive: a range of devices, whether
         their keys are left to another device, and whether there are sums for them."""
         n, r = self.devices, self.rank
@@ -170,11 +166,8 @@ class Rounds:
         """What other devices send; or stop, as this is not there yet."""
         found = next(self.arrived, None)
         if found is None:
-            self.stop(Travel(home, payload.shape[-2], sum(a.size for a in self.fresh)), payload)
+            raise _Stop(payload)
         return found
-
-    def stop(self, travel: Travel, payload: Array) -> NoReturn:
-        raise _Stop(travel, payload)
 
 
 @dataclass
@@ -296,7 +289,6 @@ def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
         from ..kernels.gpu import select
 
         problem = request.problem = select.plain(problem)
-    problem.key = arrays.namespace(problem.key).ascontiguousarray(problem.key)
     if problem.method == "naive":
         problem.workspace = UNBOUNDED
     # what travels is known before the program runs, wherever it does

@@ -68,14 +68,18 @@ def compiled() -> None:
 
 
 def loop() -> None:
-    """200 steps. XLA's CPU client stands still if 32 programs are under way on as many devices as
-    it has threads, with calls out of them or without: so no more than eight are."""
+    """200 steps with several losses. XLA's CPU client stands still if 32 programs are under way on
+    as many devices as it has threads, also without callbacks: so no more than eight are."""
     z = [jax.device_put(v, NamedSharding(MESH, ROWS)) for v in features("clip", 32, 16)]
     numbers = {"scale": SCALE.astype(np.float64)}
 
+    def several(z: Any, *others: Any) -> Any:
+        both = of_all("clip", z, *others) + of_all("siglip", z, *others)
+        return both + of_all("nt_xent", z[:1], *others)
+
     @jax.jit
     def step(z: Any, numbers: Any) -> Any:
-        value, (grads, of_numbers) = mapped(partial(of_all, "clip"))(z, numbers, {})
+        value, (grads, of_numbers) = mapped(several)(z, numbers, {})
         z = [a - 0.5 * b for a, b in zip(z, grads, strict=True)]
         return z, jax.tree.map(lambda a, b: a - 0.01 * b, numbers, of_numbers), value
 

@@ -2,6 +2,7 @@
 JAX asks once how many devices there are."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,29 @@ pytest.importorskip("jax")
 pytestmark = pytest.mark.extras
 
 
-def run(program: str, devices: int, *cases: str) -> None:
+def start(program: str, devices: int, *arguments: str) -> subprocess.Popen[str]:
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     path = Path(__file__).with_name(program)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", path, *cases], env=environment, timeout=240, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", path, *arguments], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count(" s\n") >= len(cases), done.stdout
+
+
+def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
+    try:
+        said = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(said)
+    return said
+
+
+def run(program: str, devices: int, *cases: str) -> None:
+    (said,) = outputs([start(program, devices, *cases)])
+    assert said.count(" s\n") >= len(cases), said
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -45,6 +59,14 @@ def test_metrics_and_dtypes() -> None:
 
 def test_errors_and_documentation() -> None:
     run("programs_over_devices.py", 4, "refused", "not_a_number", "page")
+
+
+def test_two_processes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = outputs([start("processes.py", 2, str(rank), str(port)) for rank in range(2)])
+    assert all("equal" in text for text in said), said
 
 
 @pytest.mark.slow
