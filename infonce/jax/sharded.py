@@ -19,7 +19,7 @@ from ..result import Metrics
 from ..spec import Loss
 from . import functions
 
-BY_ROW = ("labels", "ids", *spec.VECTORS)  # arguments with one number a row, beside features
+BY_ROW = ("labels", *spec.VECTORS)  # arguments with one number a row, beside features and ids
 NUMBERS = ("scale", "temperature", "bias")
 
 
@@ -109,10 +109,11 @@ def _run(
     """The loss of checked arguments."""
     rows = PartitionSpec(names)
     by_row = {name: given.pop(name) for name in kind.arguments}
+    if (ids := given.pop("ids", None)) is not None:
+        by_row["ids"] = functions.each(functions.exact, ids)
     for name in BY_ROW:
         if (value := given.pop(name, None)) is not None:
-            integers = name not in spec.VECTORS
-            by_row[name] = functions.each(functions.exact if integers else jnp.asarray, value)
+            by_row[name] = functions.exact(value) if name == "labels" else jnp.asarray(value)
     numbers = {name: given.pop(name) for name in NUMBERS if given.get(name) is not None}
     if AxisType.Explicit in mesh.axis_types:
         reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard

@@ -39,9 +39,9 @@ def run(program: str, devices: int, *cases: str) -> None:
     assert said.count(" s\n") >= len(cases), said
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_losses_and_options(devices: int) -> None:
-    run("losses_over_devices.py", devices, "options:3")
+@pytest.mark.parametrize(("devices", "seeds"), [(2, 3), (4, 3), (8, 2)])
+def test_losses_and_options(devices: int, seeds: int) -> None:
+    run("losses_over_devices.py", devices, f"options:{seeds}")
 
 
 @pytest.mark.parametrize("devices", [2, 8])
