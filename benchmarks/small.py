@@ -1,0 +1,132 @@
+"""Time small batches on the CPU: infonce, infonce.torch and torch's eager loss, in turns.
+
+    python benchmarks/small.py [--rows 8 32 ...] [--dim 64 256 768] [--rounds 15] [--output FILE]
+
+Loss and gradients of float32 unit rows and of the scale. All contenders of a case take turns in
+each round, so that they meet the same clocks. A time is the least of all: other work on the machine
+can only add to it. `ratio` is that to torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch.nn import functional
+
+import infonce
+import infonce.torch
+from infonce import spec
+from infonce.cli import machine
+from infonce.cli.bench.contenders_cpu import torch_loss
+from infonce.cli.common import to_json
+
+RESULT = Path(__file__).resolve().parent / "results" / "cpu-small.json"
+ROWS, DIMS = (8, 32, 128, 256, 512, 1024), (64, 256, 768)
+SCALE = 14.0
+SECONDS = 0.004  # of each turn, or one call
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "normalize": {"normalize": True}}
+LOSSES = {"clip": spec.CLIP, "nt_xent": spec.NT_XENT}
+
+
+def contenders(loss: str, rows: int, dim: int, options: str) -> dict[str, Callable[[], Any]]:
+    """The calls of one case, by name."""
+    kind, rng = LOSSES[loss], np.random.default_rng(0)
+    z = [rng.standard_normal((rows, dim)) for _ in kind.arguments]
+    features = [(x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32) for x in z]
+    leaves = [torch.tensor(x, requires_grad=True) for x in features]
+    scale = torch.tensor(SCALE, requires_grad=True)
+    function = getattr(infonce, f"{loss}_loss_and_grad")
+    in_torch = getattr(infonce.torch, f"{loss}_loss")
+    y = torch.arange(rows)
+    y = ((y + rows // 2) % rows if kind.symmetric else y)[:, None]
+    left, right = features[0], features[-1]
+
+    def backward(make_loss: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for leaf in (*leaves, scale):
+                leaf.grad = None
+            make_loss().backward()
+
+        return run
+
+    def eager() -> Any:
+        unit = [functional.normalize(x) for x in leaves] if options == "normalize" else leaves
+        return torch_loss(kind, unit[0], unit[-1], scale, y)
+
+    def products() -> None:
+        x = left @ right.T
+        x @ right
+        if not kind.symmetric:
+            x.T @ left
+
+    given = OPTIONS[options]
+    return {
+        "products": products,
+        "infonce": lambda: function(*features, scale=SCALE, **given),
+        "infonce.torch": backward(lambda: in_torch(*leaves, scale=scale, **given)),
+        "torch": backward(eager),
+    }
+
+
+def least_seconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """By name: the least time of one call over all turns."""
+    least = {}
+    for name, run in runs.items():
+        run()  # compiles
+        start = time.perf_counter()
+        run()
+        least[name] = time.perf_counter() - start
+    for _ in range(rounds):
+        for name, run in runs.items():
+            end = time.perf_counter() + SECONDS
+            while True:
+                start = time.perf_counter()
+                run()
+                now = time.perf_counter()
+                least[name] = min(least[name], now - start)
+                if now > end:
+                    break
+    return least
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--dim", type=int, nargs="+", default=DIMS)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    given = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    cases = [
+        (loss, options, rows, dim)
+        for loss in LOSSES for options in OPTIONS for rows in given.rows for dim in given.dim
+    ]  # fmt: skip
+    results = []
+    for loss, options, rows, dim in track(cases, "cases"):
+        least = least_seconds(contenders(loss, rows, dim, options), given.rounds)
+        ratios = {name: round(least[name] / least["torch"], 3) for name in least}
+        results.append({
+            "loss": loss, "options": options, "rows": rows, "dim": dim,
+            "least_s": least, "ratio": ratios,
+        })  # fmt: skip
+        print(loss, options, rows, dim, {n: f"{s * 1e6:.0f} us" for n, s in least.items()}, ratios)
+    report = {
+        "device": machine.describe_cpu(machine.cpu()), "blas": machine.blas(),
+        "versions": machine.versions("infonce", "numpy", "numba", "torch"),
+        "commit": machine.commit(), "date": machine.now(),
+        "settings": {"dtype": "float32", "scale": SCALE, "rounds": given.rounds},
+        "results": results,
+    }  # fmt: skip
+    given.output.write_text(to_json(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()
