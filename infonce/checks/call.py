@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import gpu_missing, namespace, native, on_gpu
-from ..kernels.problem import WORKSPACE, Array, Gradients, Problem, moments_pay
+from ..kernels.problem import (
+    WORKSPACE,
+    Array,
+    Gradients,
+    Problem,
+    fast_replace,
+    materialize_vectors,
+    moments_pay,
+)
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import outputs, rows, softmax, validation
 from .keywords import unexpected
@@ -79,12 +87,17 @@ class _StaticChecks:
     return_logits: bool
     offload: bool
     softmax: tuple[tuple[str, Any], ...]  # plain options of the softmax, by name, where not default
+    # Whether problems of such calls differ in features, scale and bias alone, on the CPU; and one
+    # without them, once it was made
+    has_template: bool
+    template: Problem | None = None
 
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
 # checked in every call
 PER_CALL = frozenset({"out", "grad_out", "ids", "progress", "weights", "key_bias"})
 NUMBERS = frozenset({"scale", "temperature"})  # checked in every call where they are arrays
+MOST_TEMPLATE_LOGITS = 2**20  # of larger batches, the vectors of templates would add up
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}
 
 
@@ -110,22 +123,41 @@ def check(
                 _cache.clear()
             _cache[cache_key] = static
 
-    get = options.get
-    ids, grad_out, out, progress = get("ids"), get("grad_out", 1.0), get("out"), get("progress")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
     scale = static.scale
     if scale is None:  # an array: its value may be another each time
-        scale = validation.scale(loss, get("temperature"), get("scale"), static.compute)
+        scale = validation.scale(
+            loss, options.get("temperature"), options.get("scale"), static.compute
+        )
     an_array = loss.sigmoid and static.bias is None
     bias = validation.number("bias", bias) if an_array else static.bias
-    query, key = arrays[0], arrays[-1]
-    xp, wrt, reduction = static.xp, static.wrt, static.reduction
     if static.check_finite:
         for name, z in zip(loss.arguments, arrays, strict=True):
-            validation.finite(xp, name, z)
+            validation.finite(static.xp, name, z)
     if static.wide_products and isinstance(scale, float):
         rows.require_finite_logits(loss, arrays, scale)
+    if static.template is not None:
+        problem = fast_replace(
+            static.template, query=arrays[0], key=arrays[-1], scale=scale, bias=bias
+        )
+    else:
+        problem = _problem(loss, static, arrays, labels, scale, bias, options, batch)
+        if static.has_template and not labelled and PER_CALL.isdisjoint(options):
+            whole = materialize_vectors(problem, np)
+            static.template = fast_replace(whole, query=None, key=None)
+    return _request(loss, static, problem, arrays, options.get("out"), with_grad, grad_buffers)
+
+
+def _problem(
+    loss: Loss, static: _StaticChecks, arrays: Sequence[Array], labels: Array | None,
+    scale: Any, bias: Any, options: Mapping[str, Any], batch: Batch | None,
+) -> Problem:  # fmt: skip
+    """The problem of a call, whose vectors are checked."""
+    get = options.get
+    ids, grad_out, progress = get("ids"), get("grad_out", 1.0), get("progress")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
+    query, key = arrays[0], arrays[-1]
+    xp, reduction = static.xp, static.reduction
     row_ids = column_ids = positives = marks = classes = has_positive = None
     if ids is not None:
         row_ids, column_ids = rows.ids(xp, loss, ids, len(query), len(key))
@@ -136,7 +168,7 @@ def check(
         )
         if decoupled:  # positives are no part of the sums
             row_ids = column_ids = classes.rows
-    elif labelled:
+    elif labels is not None:
         positives, marks, has_positive = rows.positives(
             xp, labels, len(query), static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
@@ -170,6 +202,15 @@ def check(
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
         problem.query_bias = problem.key_bias if loss.symmetric else None
     softmax.require_metrics(problem)
+    return problem
+
+
+def _request(
+    loss: Loss, static: _StaticChecks, problem: Problem, arrays: Sequence[Array], out: Any,
+    with_grad: bool, grad_buffers: dict[str, Any] | None,
+) -> Request:  # fmt: skip
+    """The problem, and where its gradients go."""
+    xp, query = static.xp, problem.query
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
     if grad_buffers is not None:
@@ -194,7 +235,7 @@ def check(
     if loss.joint and not static.offload:
         problem.copied = query.nbytes + (0 if joined is None else joined.nbytes)
     return Request(
-        problem, gradients, outs, given_out, wrt, reduction, static.dtype,
+        problem, gradients, outs, given_out, static.wrt, static.reduction, static.dtype,
         static.metrics, static.return_logits, static.offload, static, joined,
     )  # fmt: skip
 
@@ -247,6 +288,7 @@ def _check_static(
     on_host = isinstance(query, np.ndarray)
     on_cpu = on_host and not o["offload"]
     validation.same_device(loss, query, key)
+    whole = batch is None
     batch = batch or Batch(len(query), len(key))
     _shapes(loss, query, key, labelled, batch)
     if loss.sigmoid:
@@ -298,6 +340,7 @@ def _check_static(
         return_logits=bool(o["return_logits"]),
         offload=bool(o["offload"]),
         softmax=softmax_options,
+        has_template=on_cpu and whole and logits <= MOST_TEMPLATE_LOGITS and not loss.joint,
     )
 
 
