@@ -76,8 +76,10 @@ def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signa
     return written.replace(parameters=parameters)
 
 
-def unexpected(function: str, name: str, known: Collection[str]) -> TypeError:
-    """The error for a keyword that a function does not have, with the nearest that it has."""
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+def unexpected(function: str, name: str, known: Collection[str], hint: str = "") -> TypeError:
+    """The error for a keyword that a function does not have, with a hint: by default the nearest
+    that it has."""
+    if not hint:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
     return TypeError(f"{function}: unexpected keyword argument {name!r} ({hint})")
