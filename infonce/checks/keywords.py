@@ -68,7 +68,10 @@ def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:
 def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signature:
     """The signature of a function, with these keywords in the place of its ``**options``."""
     written = inspect.signature(function)
-    parameters = [p for p in written.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [
+        p for p in written.parameters.values()
+        if p.kind is not p.VAR_KEYWORD and p.name not in keywords
+    ]  # fmt: skip
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, (_, default) in keywords.items()

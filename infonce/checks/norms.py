@@ -61,7 +61,7 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
             _warned = True
             low, high = (f"{2.0 ** float(norm):.3g}" for norm in (norms.min(), norms.max()))
             warnings.warn(
-                f"{loss.name}_loss: norms of rows of {name} are {low} to {high}, expected about 1: "
+                f"norms of rows of {name} are {low} to {high}, expected about 1: "
                 "normalize=True divides rows by them; normalize=False is silent",
                 stacklevel=_level_of_caller(),
             )
