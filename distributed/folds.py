@@ -36,7 +36,7 @@ from infonce.kernels.problem import (
     Sums,
     fast_replace,
 )
-from infonce.kernels.solve import Question, Vectors, mirror_positive_logits, retrieval_ranks_of
+from infonce.kernels.solve import BlockQuestion, Vectors, mirror_positive_logits, retrieval_ranks_of
 
 from .communicators.base import Communicator
 from .exchanges import choice
@@ -47,7 +47,7 @@ from .transports.base import Exchanger
 
 # `solve.fold_block` on a backend
 FoldBlock = Callable[
-    [Problem, bool, Epilogue | Question, Gradients | None, NotFinite | None, Sums | None], None
+    [Problem, bool, Epilogue | BlockQuestion, Gradients | None, NotFinite | None, Sums | None], None
 ]
 # `Exchange.run` after the arrays that the visits of a round fill, beside its sums
 Round = Callable[..., None]
@@ -316,7 +316,7 @@ class FoldsOverRanks:
                 self.vectors.add(mine, theirs)
 
     def _block(
-        self, problem: Problem, keys: Keys, arrays: list[Array], epilogue: Epilogue | Question,
+        self, problem: Problem, keys: Keys, arrays: list[Array], epilogue: Epilogue | BlockQuestion,
         gradients: Gradients | None, to_clear: Sums | None = None,
     ) -> bool:  # fmt: skip
         """Fold the block of these keys; False if it is empty."""
@@ -350,7 +350,7 @@ class FoldsOverRanks:
             not_finite.queries_checked = True
         return True
 
-    def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | Question) -> bool:
+    def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion) -> bool:
         """Whether a block of a symmetric problem visits each pair of rows once. That of gradients
         has to be the first one: it does not add to dQ."""
         if not (problem.symmetric and keys.whole and keys.mine):

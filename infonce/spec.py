@@ -140,8 +140,7 @@ OPTIONS: dict[str, Option] = {
         False,
         "bool, default False",
         """Divide rows by their L2 norm first, and differentiate through the norm. It may be any
-        finite number. A row of zeros stays zero and gets a zero gradient. If it is not passed, rows
-        far from unit norm in host memory cause one warning.""",
+        finite number. A row of zeros stays zero and gets a zero gradient.""",
         flag="Divide rows by their L2 norm first.",
         compiled=True,
     ),

@@ -48,11 +48,11 @@ def conclude(
     reference, probability = xp.minimum(top, _finite(xp, lse2)), 1.0 / xp.maximum(total, 1.0)
     log_scale_grad = None
     if sums.moment is not None:
-        of_negatives = sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
-        of_positive = positive if mean is None else mean
+        negative_mean = sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
+        positive_mean = positive if mean is None else mean
         if not decoupled:
-            of_positive = xp.where(sums.sum == 0, 0.0, of_positive)
-        log_scale_grad = LN_2 * share * (of_negatives - of_positive)
+            positive_mean = xp.where(sums.sum == 0, 0.0, positive_mean)
+        log_scale_grad = LN_2 * share * (negative_mean - positive_mean)
     return Direction(loss, LN_2 * lse2, share, reference, probability, log_scale_grad)
 
 

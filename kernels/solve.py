@@ -130,11 +130,11 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
     return _solve_softmax(problem, backend, vectors, gradients)
 
 
-Question = Callable[[Any, Problem], None]  # to the backend of a block, in place of a fold
+BlockQuestion = Callable[[Any, Problem], None]  # to the backend of a block, in place of a fold
 
 
 def fold_block(
-    backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue | Question,
+    backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
     """Fold all of `problem` into `epilogue`, as one block of a larger problem.
@@ -208,17 +208,17 @@ def solution_of(end: Conclusion, stats: Statistics, loss: Any, scale_grad: Any) 
 
 def limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
     """The problem with its limits."""
-    of_rows = vectors.limits(problem, backend.positive_dots(problem))
+    row_limits = vectors.limits(problem, backend.positive_dots(problem))
     both = problem.symmetric or problem.two_sided  # key i is the positive of query i
-    return fast_replace(problem, limits=of_rows, key_limits=of_rows if both else None)
+    return fast_replace(problem, limits=row_limits, key_limits=row_limits if both else None)
 
 
 class Vectors:
-    """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's. `of_exponents`:
+    """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's. `exponent_scaled`:
     folds leave the logits of positives in the scale of exponents, as those on a GPU do."""
 
-    def __init__(self, xp: Any, of_exponents: bool = False) -> None:
-        self.xp, self.of_exponents = xp, of_exponents
+    def __init__(self, xp: Any, exponent_scaled: bool = False) -> None:
+        self.xp, self.exponent_scaled = xp, exponent_scaled
 
     # -- operations on parts of vectors: of a block, a panel or a rank
 
@@ -301,7 +301,7 @@ class Vectors:
             stats.positive_logits = mirror_positive_logits(
                 self.xp, stats.positive_logits, problem.positives
             )
-        if problem.hardness and self.of_exponents:
+        if problem.hardness and self.exponent_scaled:
             ratio = problem.scale / problem.exponent_scale
             stats.positive_logits = stats.positive_logits * ratio
         return conclusion(self, problem, stats, gradient, backend, problem.scale)
@@ -330,10 +330,10 @@ class Vectors:
         they are wanted. That of the scale is the sum of `Conclusion.log_scale_grad` and of
         `Gradients.dots`."""
         scale = problem.scale
-        of_bias = None if bias_grad is None else bias_grad.sum() / scale
+        mean_bias_grad = None if bias_grad is None else bias_grad.sum() / scale
         parts = (log_scale_grad, 1.0), (dots, problem.pair_counts)
-        of_scale = [part.sum() / counts for part, counts in parts if part is not None]
-        return None, sum(of_scale) / scale if of_scale else None, of_bias
+        scale_parts = [part.sum() / counts for part, counts in parts if part is not None]
+        return None, sum(scale_parts) / scale if scale_parts else None, mean_bias_grad
 
     def sum_over_ranks(self, numbers: Array, divisors: Sequence[float], dtype: Any) -> Array:
         """[K]: the sums of [ranks, K] numbers in the order of the ranks, divided."""

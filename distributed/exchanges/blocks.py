@@ -39,7 +39,7 @@ def folding(request: Request) -> Folding:
     if request.offload:
         from infonce.kernels.offload import copies, layout
 
-        return Folding(copies.fold_block, Vectors(np, of_exponents=True), layout.layout)
+        return Folding(copies.fold_block, Vectors(np, exponent_scaled=True), layout.layout)
     if arrays.on_gpu(request.problem.query):
         from infonce.kernels.gpu import shard
 

@@ -189,8 +189,8 @@ class _Queued:
 
     def __init__(self, transport: NCCL, queue: Queue, late: bool = False) -> None:
         self.transport, self.queue, self.late = transport, queue, late
-        foreign = transport.measured or not transport.all_copied
-        self.do = partial(queue.do, foreign=foreign)
+        capturable = transport.all_copied and not transport.measured
+        self.do = partial(queue.do, capturable=capturable)
 
     def exchange(self, shifts: Shifts) -> Pending:
         ranks = self.transport.ranks

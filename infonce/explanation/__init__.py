@@ -138,21 +138,21 @@ def _call(
     kind: spec.Loss, shape: tuple[int, int, int], dtype: str, precision: str, wanted: frozenset[str]
 ) -> Call:  # fmt: skip
     """The description of the call, as `checks` would have it."""
-    (m, n, d), of_features = shape, wanted & set(kind.arguments)
+    (m, n, d), feature_names = shape, wanted & set(kind.arguments)
     copied, gradient_dtype = 0, dtype
     if kind.joint:  # one softmax over the rows of both arrays, which are copied
         m = n = 2 * m
         gradient_dtype = "float64" if dtype == "float64" else "float32"
-        copies = (dtype, gradient_dtype) if of_features else (dtype,)
+        copies = (dtype, gradient_dtype) if feature_names else (dtype,)
         copied = sum(m * Matrix.packed(m, d, z).row_bytes for z in copies)
     query, key = (Matrix.packed(rows, d, dtype) for rows in (m, n))
     dq, dk = (Matrix.packed(rows, d, gradient_dtype) for rows in (m, n))
-    wants_query = bool(of_features) if kind.joint else kind.arguments[0] in wanted
+    wants_query = bool(feature_names) if kind.joint else kind.arguments[0] in wanted
     wants_key = not kind.symmetric and kind.arguments[-1] in wanted
     return Call(
         _sums_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
         validation.precision(precision, {dtype}, False),
-        moments=bool(wanted & {"scale", "bias"}) and moments_pay(m * n, bool(of_features), False),
+        moments=bool(wanted & {"scale", "bias"}) and moments_pay(m * n, bool(feature_names), False),
         classes=kind.classes, class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
         copied=copied,
     )  # fmt: skip

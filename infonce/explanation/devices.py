@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..kernels.gpu.config import Device
+from ..kernels.gpu.config import DeviceProperties
 
 KIB, MIB = 2**10, 2**20
 
@@ -14,7 +14,7 @@ class GPU:
     """A device and its peaks, as the vendor states them for dense products."""
 
     model: str  # as results name it
-    properties: Device
+    properties: DeviceProperties
     flops: dict[str, float]  # a second, by the type of operands
     bandwidth: float  # bytes a second
 
@@ -26,7 +26,7 @@ def _gpu(
     """`shared`: KiB of a block, and of a multiprocessor. `memory`: MiB. `teraflops`: with operands
     of 16 bits, and in tf32, fp32 and fp64."""
     block, whole = (KIB * size for size in shared)
-    properties = Device(capability, multiprocessors, block, whole, memory * MIB)
+    properties = DeviceProperties(capability, multiprocessors, block, whole, memory * MIB)
     kinds = ("16 bits", "tf32", "fp32", "fp64")
     flops = {kind: 1e12 * rate for kind, rate in zip(kinds, teraflops, strict=True)}
     return GPU(model, properties, flops, bandwidth)

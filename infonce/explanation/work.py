@@ -92,13 +92,13 @@ class _Products:
     def __init__(self, operands: Operands) -> None:
         self.operands, self.number, self.flops, self.bytes = operands, 0, 0.0, 0.0
 
-    def add(self, m: int, n: int, border: int, of_keys: bool, copies: int = 1) -> None:
+    def add(self, m: int, n: int, border: int, is_key_side: bool, copies: int = 1) -> None:
         """Those of a block of m x n logits: of its keys' gradients, or of its queries'."""
         precision, width = self.operands.precision, self.operands.gradient_width
         real, item = config.ACCUMULATOR_BYTES[precision], self.operands.item
         for keys in key_ranges_of_products(m, n, width, precision, border):
             rows, terms = m, keys.stop - keys.start
-            if of_keys:
+            if is_key_side:
                 rows, terms = terms, rows
             for product in products(precision, terms, copies, False):
                 self.number += 1

@@ -11,9 +11,9 @@ import numpy as np
 
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution
-from .config import Device
 from .device import compiler
 from .device.arguments import NO_MATRIX, address, matrix_values, scalar_values, whole_strides
+from .device.launcher import device_properties
 from .device.signatures import structure
 from .device.streams import identity
 from .schedule.small_batch import THREADS, TILE, one_launch
@@ -88,7 +88,7 @@ def _launch(
     return _Launch(raw_kernel.kernel, made.blocks, made.parts, made.bytes, tuple(offsets))
 
 
-def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> Solution:
+def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients; the logits are temporary, M x N, and have been found to fit."""
     m, n, d = problem.shape
     double = problem.compute == "fp64"
@@ -99,14 +99,15 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
         dtype = np.promote_types(*(np.float32 if z.dtype.itemsize < 4 else z.dtype
                                    for z in (query, key)))  # fmt: skip
         query, key = query.astype(dtype), key.astype(dtype)
-    of_query = of_key = NO_MATRIX
+    query_gradient = key_gradient = NO_MATRIX
     if gradients is not None:
-        of_query, of_key = matrix_values(gradients.query), matrix_values(gradients.key)
-    tiles = -(-m // TILE) * (of_query[0] != 0) + -(-n // TILE) * (of_key[0] != 0)
+        query_gradient, key_gradient = matrix_values(gradients.query), matrix_values(gradients.key)
+    tiles = -(-m // TILE) * (query_gradient[0] != 0) + -(-n // TILE) * (key_gradient[0] != 0)
     device = query.device.id
     launch = _launch(
         m, n, d, query.dtype, double, symmetric, two_sided, sigmoid, problem.normalize,
-        problem.query_ids is not None, tiles, problem.workspace, device, properties.multiprocessors,
+        problem.query_ids is not None, tiles, problem.workspace, device,
+        device_properties(device).multiprocessors,
     )  # fmt: skip
 
     # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
@@ -127,7 +128,7 @@ def solve(problem: Problem, gradients: Gradients | None, properties: Device) -> 
     if not isinstance(upstream, float):
         upstream, each = 0.0, upstream
     arguments = _pack(
-        *q, *k, *of_query, *of_key, m, n, d, *scale, *bias,
+        *q, *k, *query_gradient, *key_gradient, m, n, d, *scale, *bias,
         problem.row_weight, problem.column_weight, problem.reduction_weight or 0.0,
         address(problem.row_shares), upstream, address(each), address(problem.positives),
         address(problem.marks), address(problem.query_ids), address(problem.key_ids),

@@ -108,22 +108,12 @@ def _fields(term: LinearGradient | None) -> Fields:
 
 
 def linear_terms(
-    terms: Sequence[LinearTerm], query: Rows, key: Rows, of_keys: bool, symmetric: bool
+    terms: Sequence[LinearTerm], query: Rows, key: Rows, is_key_side: bool, symmetric: bool
 ) -> Fields:
     """struct LinearTerms: the gradients of one or two terms by queries, or by keys."""
-    made = [LinearGradient(cupy, query, key, term, of_keys, symmetric) for term in terms]
+    made = [LinearGradient(cupy, query, key, term, is_key_side, symmetric) for term in terms]
     first, second = made if len(made) == 2 else (*made, None)
     return {"first": _fields(first), "second": _fields(second)}
-
-
-def needs_kernels_alone(problem: Problem) -> bool:
-    """Whether losses follow from sums by kernels alone, without operations on arrays. Such are
-    taken by label smoothing with ids, for which ids are numbered, and by limits or biases of pairs
-    together with linear terms or a joint loss."""
-    known = problem.classes is None or problem.classes.in_sums is not None
-    smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
-    alone = problem.plain_logits or not (problem.linear_terms or problem.joint)
-    return known and alone and not smoothed_ids
 
 
 def conclude(
@@ -140,15 +130,15 @@ def conclude(
     )  # fmt: skip
     terms = []
     if problem.label_smoothing:
-        of_queries, of_keys = None, key.sums(None, 1)
-        vectors["row_products"] = query.products(None, of_keys, itself)
+        query_sums, key_sums = None, key.sums(None, 1)
+        vectors["row_products"] = query.products(None, key_sums, itself)
         vectors["row_linear"] = cupy.empty(m)
         if problem.two_sided:
-            of_queries = query.sums(None, 1)
-            vectors["column_products"] = key.products(None, of_queries, 0.0)
+            query_sums = query.sums(None, 1)
+            vectors["column_products"] = key.products(None, query_sums, 0.0)
             vectors["column_linear"] = cupy.empty(n)
         factors = vectors["row_linear"], vectors["column_linear"]
-        terms.append(LinearTerm(Segments(None, None, 1), *factors, of_queries, of_keys))
+        terms.append(LinearTerm(Segments(None, None, 1), *factors, query_sums, key_sums))
     if problem.classes is not None:
         of = problem.classes.in_sums
         sums = query.sums(of.rows, of.count, order=of.order)

@@ -32,7 +32,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from ..problem import Array, Progress
-from .config import Device, precision
+from .config import DeviceProperties, precision
 from .device.cublas import workspace
 from .device.launches import Queue
 from .device.recorder import Launch, Placeholder, Pointer, Recorder, TooLong, placeholder_of
@@ -52,7 +52,7 @@ Build = Callable[..., dict[str, "Array | None"]]
 
 
 def call(
-    build: Build, device: Device, *parts: Any, graphs: bool = False,
+    build: Build, device: DeviceProperties, *parts: Any, graphs: bool = False,
     plans: dict[Any, Any] | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one.
@@ -253,8 +253,8 @@ class Plan:
             for name, z in made.items()
             if z is not None
         }
-        products = recorder.of_products
-        self.of_products = None if products is None else placeholder_of(products.ptr).array
+        products = recorder.product_memory
+        self.product_memory = None if products is None else placeholder_of(products.ptr).array
         self._place_memory(recorder.sizes, len(given))
 
         self.functions = [
@@ -290,7 +290,7 @@ class Plan:
         for array, size in enumerate(sizes[given:], given):
             if array in results or size >= LARGE:
                 self.alone.append((array, size))
-            elif array != self.of_products:
+            elif array != self.product_memory:
                 self.together.append((array, self.shared_bytes))
                 self.shared_bytes += -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -362,20 +362,20 @@ class Plan:
     def _captured(
         self, starts: list[int], numbers: Sequence[float], stream: int, plain: _Arguments
     ) -> _Arguments:
-        """The same, with CUDA graphs of the steps between foreign ones. Two threads never launch
+        """The same, with CUDA graphs of the steps that may be captured. Two threads never launch
         one graph at once: the memory that it works in is one call's until all is queued."""
-        if self.of_products is not None:
-            starts[self.of_products] = workspace(identity(stream))
-            if not starts[self.of_products]:
+        if self.product_memory is not None:
+            starts[self.product_memory] = workspace(identity(stream))
+            if not starts[self.product_memory]:
                 return replace(plain, final=True)
         aside = cupy.cuda.Stream(non_blocking=True)
         onto = self._arguments(starts, numbers, aside.ptr)
         calls: list[Call] = []
         graphs, nodes = [], 0
         steps = zip(self.steps, plain.calls, onto.calls, strict=True)
-        for foreign, of in groupby(steps, key=lambda step: getattr(step[0], "foreign", False)):
+        for capturable, of in groupby(steps, lambda step: getattr(step[0], "capturable", True)):
             _, direct, captured = zip(*of, strict=True)
-            if foreign or len(direct) == 1:
+            if not capturable or len(direct) == 1:
                 calls += direct
                 continue
             try:

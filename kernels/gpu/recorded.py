@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
-from ..solve import Question, Solution
+from ..solve import BlockQuestion, Solution
 from .device.launches import Queue
 from .schedule import Block
 from .tiled.backend import GPU
@@ -52,7 +52,7 @@ def solution_of(made: dict[str, Array]) -> Solution:
 
 
 def block(
-    problem: Problem, triangle: bool, epilogue: Epilogue | Question,
+    problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None, to_clear: Sums | None,
     ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip

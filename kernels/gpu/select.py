@@ -17,8 +17,7 @@ from . import plan as gpu_plan
 from . import recorded
 from .device.arguments import whole_strides
 from .device.launcher import device_properties
-from .linear import needs_kernels_alone
-from .schedule import choose_method
+from .schedule import Call, choose_method, has_plan, needs_kernels_alone
 from .tiled.backend import GPU
 
 
@@ -28,53 +27,41 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if device.id != cupy.cuda.runtime.getDevice():
         with device:
             return solve(problem, gradients)
-    given, by_kernels = problem, needs_kernels_alone(problem)
-    problem = without_weights(problem, by_kernels)
-    method = choose_method(problem)
-    if method == "naive":
-        return gpu_naive.solve(problem if problem.plain else given, gradients)
-    if method == "fused":
-        return gpu_fused.solve(problem, gradients, device_properties(device.id))
+    bare = without_weights(problem, needs_kernels_alone(problem))
+    method = choose_method(bare)
+    on_arrays = method == "naive" and not bare.plain
+    return METHODS[method](problem if on_arrays else bare, gradients)
+
+
+def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
+    """By folds over blocks; if there is no memory for what a call takes unasked, without that."""
     problem = plain(problem)
     try:
-        return _tiled(problem, gradients, by_kernels)
+        return _by_folds(problem, gradients)
     except MemoryError:
         if problem.workspace_given:
             raise
-    # Once more, with no more than the default
-    return _tiled(replace(problem, workspace_given=True), gradients, by_kernels)
+    return _by_folds(replace(problem, workspace_given=True), gradients)
 
 
-def _tiled(problem: Problem, gradients: Gradients | None, by_kernels: bool) -> Solution:
-    """By a plan, if it has one."""
-    if has_plan(problem, by_kernels):
+def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
+    if has_plan(problem):
         properties = device_properties(problem.query.device.id)
         return recorded.solution_of(
             gpu_plan.call(recorded.solution, properties, problem, gradients, graphs=True)
         )
-    if by_kernels:
+    if needs_kernels_alone(problem):
         _compile_kernels(problem, gradients)
     return GPU(problem, gradients).solve(problem, gradients)
 
 
-def has_plan(problem: Problem, by_kernels: bool) -> bool:
-    """Not if the caller wants to see the progress of launches; and operations on arrays cannot be
-    recorded."""
-    return by_kernels and problem.progress is None
-
-
+METHODS = {"naive": gpu_naive.solve, "fused": gpu_fused.solve, "tiled": _tiled}
 _compiled: set[tuple[Any, ...]] = set()  # kinds of calls without a plan
 
 
 def _compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
     """Of a first call of its kind: side by side, as calls with a plan have theirs compiled."""
-    kind = (
-        problem.query.device.id, *problem.shape, problem.query.dtype, problem.key.dtype,
-        problem.compute, problem.symmetric, problem.two_sided, problem.bias is None,
-        problem.normalize, problem.query_ids is None, problem.retrieval_ranks, gradients is None,
-        problem.scalar_grads, problem.moments, problem.set_size > 1, problem.linear_terms,
-        problem.joint,
-    )  # fmt: skip
+    kind = problem.query.device.id, Call.of(problem, gradients)
     if kind not in _compiled:
         _compiled.add(kind)
         silent = problems.fast_replace(problem, progress=None)

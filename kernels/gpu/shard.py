@@ -13,7 +13,7 @@ from .. import problem as problems
 from ..conclude import Direction
 from ..conclusion import Conclusion
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Sigmoid, Statistics, Sums
-from ..solve import Question
+from ..solve import BlockQuestion
 from . import plan as gpu_plan
 from . import recorded, select
 from .device.arguments import Fields, address, matrix, sums_fields
@@ -24,7 +24,7 @@ from .vectors import ElementwiseVectors, TiledVectors
 
 
 def fold_block(
-    problem: Problem, triangle: bool, epilogue: Epilogue | Question,
+    problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None,
     to_clear: Sums | None = None, ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
@@ -33,9 +33,9 @@ def fold_block(
     # blocks do not look at classes, whose arrays a plan would depend on
     block = problems.fast_replace(select.plain(problem), classes=None)
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
-    of_kernels = problem.plain_logits and not callable(epilogue)
-    of_kernels = of_kernels and not getattr(epilogue, "linear", ())
-    if problem.progress is None and of_kernels:
+    by_kernels = problem.plain_logits and not callable(epilogue)
+    by_kernels = by_kernels and not getattr(epilogue, "linear", ())
+    if problem.progress is None and by_kernels:
         gpu_plan.call(recorded.block, device_properties(problem.query.device.id), *parts)
     else:
         recorded.block(*parts, Queue())
@@ -62,11 +62,11 @@ class VectorsOverRanks(ElementwiseVectors):
             return super().statistics(problem)
         made = self.plan(recorded.begin, problem)
         upstream = made.get("upstream", problem.upstream)
-        rows, of_columns = (
+        rows, column_sums = (
             Sums(*(made.get(f"{side}_{name}") for name in ("max", "sum", "moment")))
             for side in ("row", "column")
         )
-        columns = rows if problem.symmetric else of_columns if problem.two_sided else None
+        columns = rows if problem.symmetric else column_sums if problem.two_sided else None
         return replace(problem, upstream=upstream), Statistics(rows, columns, made["positive"])
 
     def conclude(

@@ -19,6 +19,7 @@ from .device import compiler
 from .device.arguments import Fields, address, matrix, scalar, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
+from .schedule import needs_kernels_alone
 
 # struct Spelling where all vectors are given
 SPELLED_OUT: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
@@ -83,7 +84,7 @@ class ElementwiseVectors(blocks.Vectors):
     """`solve.Vectors` on CuPy's arrays, what folds merge in one kernel a step."""
 
     def __init__(self) -> None:
-        super().__init__(cupy, of_exponents=True)
+        super().__init__(cupy, exponent_scaled=True)
 
     def identity(self, n: int, moments: bool) -> problems.Sums:
         top, total = _empty_sums(size=n)
@@ -108,12 +109,12 @@ class ElementwiseVectors(blocks.Vectors):
     ) -> Direction:  # fmt: skip
         moment = 0.0 if sums.moment is None else sums.moment
         mean = positive if mean is None else mean
-        loss, lse, probability, reference, of_scale = _conclude(
+        loss, lse, probability, reference, log_scale_grad = _conclude(
             sums.max, sums.sum, moment, positive, mean, decoupled
         )
         return Direction(
             loss, lse, probability, reference, reference_probability=1.0,
-            log_scale_grad=None if sums.moment is None else of_scale,
+            log_scale_grad=None if sums.moment is None else log_scale_grad,
         )  # fmt: skip
 
 
@@ -233,7 +234,7 @@ class TiledVectors(ElementwiseVectors):
         backend: Any, not_finite: problems.NotFinite | None = None,
     ) -> Conclusion:  # fmt: skip
         """`not_finite`: marks of features that are not finite, where they are known already."""
-        if not linear.needs_kernels_alone(problem):
+        if not needs_kernels_alone(problem):
             return super().conclude(problem, stats, triangle, gradient, backend)
         m = problem.shape[0]
         rows, upstream, losses_of = stats.rows, problem.upstream, slice(m)
@@ -252,8 +253,8 @@ class TiledVectors(ElementwiseVectors):
             positive_gradient = cupy.empty((m, problem.set_size))
         column_loss, column_reference, column_factor = out[5:] if two_sided else (None, None, None)
         # metrics are of logits, and of rows with one positive
-        of_metrics = problem.hardness and problem.retrieval_ranks
-        positive_logits = cupy.empty(m) if of_metrics else None
+        has_metrics = problem.hardness and problem.retrieval_ranks
+        positive_logits = cupy.empty(m) if has_metrics else None
         columns = stats.columns if two_sided and stats.columns is not None else rows
         concluding = {
             "rows": sums_fields(rows), "columns": sums_fields(columns),
@@ -336,11 +337,11 @@ class TiledVectors(ElementwiseVectors):
         )  # fmt: skip
         return out
 
-    def mark(self, losses: Array, of_queries: Array | None, any_key: Array) -> Array:
+    def mark(self, losses: Array, row_marks: Array | None, any_key: Array) -> Array:
         """Adds these marks to losses."""
         m = len(losses)
         self.launcher.vectors(
-            "mark_not_finite", m, m=m, losses=losses, bad=of_queries, any_key_not_finite=any_key
+            "mark_not_finite", m, m=m, losses=losses, bad=row_marks, any_key_not_finite=any_key
         )
         return losses
 

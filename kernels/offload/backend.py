@@ -39,14 +39,14 @@ from ..problem import (
     as_sets,
     slices,
 )
-from ..solve import Question, Solution, one_pass, retrieval_ranks_of
-from .device import Copies, Device
+from ..solve import BlockQuestion, Solution, one_pass, retrieval_ranks_of
+from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, map_arrays, on_device, segments_on
-from .fold import Context, Fold
+from .fold import StreamedCall, StreamedFold
 from .layout import Layout, layout, left_beside_all
 
 
-def solve(problem: Problem, gradients: Gradients | None, device: Device) -> Solution:
+def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) -> Solution:
     """`solve.solve` of a problem whose arrays are on the host."""
     cut, there = layout(problem, gradients), _vectors_on(device, problem)
     with device.copies() as copies:
@@ -67,7 +67,7 @@ def solve(problem: Problem, gradients: Gradients | None, device: Device) -> Solu
 
 
 def fold_block(
-    device: Device, problem: Problem, triangle: bool, epilogue: Epilogue | Question,
+    device: OffloadDevice, problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
     """`solve.fold_block` of a block whose arrays are on the host."""
@@ -96,7 +96,7 @@ def fold_block(
         not_finite.rows += device.get(backend.not_finite_marks(problem))
 
 
-def _vectors_on(device: Device, problem: Problem) -> Problem:
+def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
     """The problem with its vectors on the device."""
     names = (
         "upstream", "positives", "query_ids", "key_ids", "query_bias", "key_bias", "limits",
@@ -111,7 +111,7 @@ def _vectors_on(device: Device, problem: Problem) -> Problem:
 
 
 def _solve_whole(
-    problem: Problem, gradients: Gradients | None, device: Device, copies: Copies
+    problem: Problem, gradients: Gradients | None, device: OffloadDevice, copies: HostCopies
 ) -> Solution:
     """All features go to the device, and all gradients come from there."""
     xp = device.xp
@@ -146,10 +146,10 @@ class Offload:
     """Blocks of one problem between host and device: see `infonce.kernels.solve.Backend`."""
 
     def __init__(
-        self, problem: Problem, gradients: Gradients | None, layout: Layout, device: Device,
-        copies: Copies,
+        self, problem: Problem, gradients: Gradients | None, layout: Layout, device: OffloadDevice,
+        copies: HostCopies,
     ) -> None:  # fmt: skip
-        self.context = Context(problem, gradients, layout, device, copies)
+        self.context = StreamedCall(problem, gradients, layout, device, copies)
         self.vectors, self.layout = device.vectors, layout
 
     # -- Backend
@@ -188,8 +188,8 @@ class Offload:
 
         for rows in slices(m, max(1, problem.workspace // (DOT_BYTES * d))):
             query = on_device(problem.query[rows])
-            for number, of_rows in enumerate(positives[rows].T):
-                key = on_device(problem.key[np.maximum(of_rows, 0)])
+            for number, row_positives in enumerate(positives[rows].T):
+                key = on_device(problem.key[np.maximum(row_positives, 0)])
                 dots[rows, number] = (query * key).sum(axis=1)
         return dots.reshape(problem.positives.shape)
 
@@ -218,7 +218,7 @@ class Offload:
             return
         if gradients is not None and gradients.dots is not None:
             gradients.dots[:] = 0
-        Fold(self.context, problem, grid, epilogue, gradients).run()
+        StreamedFold(self.context, problem, grid, epilogue, gradients).run()
 
 
 class OffloadOfHost(Offload):

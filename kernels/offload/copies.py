@@ -32,7 +32,7 @@ from ..problem import (
     Problem,
     slices,
 )
-from ..solve import Question, Solution
+from ..solve import BlockQuestion, Solution
 from . import backend
 
 THREADS = 6  # of either direction
@@ -46,15 +46,15 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def fold_block(
-    problem: Problem, triangle: bool, epilogue: Epilogue | Question, gradients: Gradients | None,
-    *sums: Any,
+    problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
+    gradients: Gradients | None, *sums: Any,
 ) -> None:  # fmt: skip
     """`solve.fold_block` of host arrays, on the current GPU."""
     backend.fold_block(GPU(), problem, triangle, epilogue, gradients, *sums)
 
 
 class GPU:
-    """The current GPU: see `infonce.kernels.offload.device.Device`."""
+    """The current GPU: see `infonce.kernels.offload.device.OffloadDevice`."""
 
     xp = cupy
     solve = staticmethod(select.solve)
@@ -77,8 +77,8 @@ class GPU:
 
     @staticmethod
     @contextmanager
-    def copies() -> Iterator[Copies]:
-        copies = Copies()
+    def copies() -> Iterator[HostCopies]:
+        copies = HostCopies()
         try:
             yield copies
         except BaseException:
@@ -90,8 +90,8 @@ class GPU:
 # --- copies ---------------------------------------------------------------------------------------
 
 
-class Copies:
-    """See `infonce.kernels.offload.device.Copies`."""
+class HostCopies:
+    """See `infonce.kernels.offload.device.HostCopies`."""
 
     def __init__(self) -> None:
         self.device = runtime.getDevice()
@@ -163,7 +163,7 @@ class Copies:
 class Ticket:
     """See `infonce.kernels.offload.device.Ticket`."""
 
-    def __init__(self, copies: Copies, parts: Sequence[Future[Any]], event: Any) -> None:
+    def __init__(self, copies: HostCopies, parts: Sequence[Future[Any]], event: Any) -> None:
         self.copies, self.parts, self.event = copies, parts, event
 
     def wait(self) -> None:

@@ -18,7 +18,7 @@ class Ticket(Protocol):
         ...
 
 
-class Copies(Protocol):
+class HostCopies(Protocol):
     """Copies between host and device, beside the work of the device. A copy comes after the work
     asked for before it. Leaving the context waits for all of them."""
 
@@ -45,7 +45,7 @@ class DeviceRows(Rows, Protocol):
         ...
 
 
-class Device(Protocol):
+class OffloadDevice(Protocol):
     """The device that computes blocks."""
 
     xp: Any  # cupy, or a module with its functions
@@ -78,4 +78,4 @@ class Device(Protocol):
         """A copy of a vector on the host."""
         ...
 
-    def copies(self) -> AbstractContextManager[Copies]: ...
+    def copies(self) -> AbstractContextManager[HostCopies]: ...

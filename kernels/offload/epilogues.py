@@ -18,7 +18,7 @@ from ..problem import (
     Statistics,
     Sums,
 )
-from .device import Device
+from .device import OffloadDevice
 
 
 def map_arrays(
@@ -42,7 +42,7 @@ def map_arrays(
     return mapped[id(value)]
 
 
-def segments_on(segments: Segments, device: Device) -> Segments:
+def segments_on(segments: Segments, device: OffloadDevice) -> Segments:
     """Segments of the host, on the device."""
     segments = segments.numbered(np)
     rows = device.put(segments.rows)
@@ -50,7 +50,7 @@ def segments_on(segments: Segments, device: Device) -> Segments:
     return Segments(rows, columns, segments.count)
 
 
-def on_device(epilogue: Epilogue, device: Device) -> Any:
+def on_device(epilogue: Epilogue, device: OffloadDevice) -> Any:
     """An epilogue of the host, on the device."""
     if not isinstance(epilogue, SoftmaxGradient):
         return map_arrays(epilogue, device.put)
@@ -78,12 +78,12 @@ def copy_arrays(target: Any, source: Any) -> None:
 def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
     """The epilogue of one block: views of its rows and columns."""
     if isinstance(epilogue, Statistics):
-        of_rows, of_columns = (
+        row_sums, column_sums = (
             None if sums is None else sums.part(of)
             for sums, of in ((epilogue.rows, rows), (epilogue.columns, columns))
         )
-        assert of_rows is not None
-        return Statistics(of_rows, of_columns, epilogue.positive_logits[rows])
+        assert row_sums is not None
+        return Statistics(row_sums, column_sums, epilogue.positive_logits[rows])
     if isinstance(epilogue, RetrievalRanks):
         part = RetrievalRanks(epilogue.positive_logits[rows], epilogue.row_rank[rows])
         if epilogue.column_rank is not None:
@@ -102,5 +102,5 @@ def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
             epilogue.positive_gradient[rows], positive,
         )  # fmt: skip
     assert isinstance(epilogue, Sigmoid)
-    of_epilogue = (getattr(epilogue, f.name) for f in fields(epilogue))
-    return Sigmoid(*(None if v is None else v[rows] for v in of_epilogue))
+    vectors = (getattr(epilogue, f.name) for f in fields(epilogue))
+    return Sigmoid(*(None if v is None else v[rows] for v in vectors))

@@ -22,23 +22,23 @@ from ..problem import (
     fast_replace,
     slices,
 )
-from .device import Copies, Device, Ticket
+from .device import HostCopies, OffloadDevice, Ticket
 from .epilogues import block_epilogue
 from .layout import PIECE, Layout, real_bytes, row_bytes
 from .linear import StreamedRows
-from .panels import Arrivals, Departures, Part, Side, apart, longest
+from .panels import Arrivals, Departures, Part, StreamedSide, apart, longest
 
 # A panel of the side that streams, and the pieces of what stays that it meets, in this order. None:
 # what stays meets itself
 Step = tuple[slice | None, Sequence[slice]]
 
 
-class Context:
+class StreamedCall:
     """What the folds of one call share."""
 
     def __init__(
-        self, problem: Problem, gradients: Gradients | None, layout: Layout, device: Device,
-        copies: Copies,
+        self, problem: Problem, gradients: Gradients | None, layout: Layout, device: OffloadDevice,
+        copies: HostCopies,
     ) -> None:  # fmt: skip
         self.device, self.copies, self.layout = device, copies, layout
         self.real = np.dtype(f"f{real_bytes(problem)}")
@@ -60,17 +60,18 @@ class Context:
         return query, key
 
 
-class Fold:
+class StreamedFold:
     """One visit of every block of a grid."""
 
     def __init__(
-        self, context: Context, problem: Problem, grid: Grid, epilogue: Epilogue,
+        self, context: StreamedCall, problem: Problem, grid: Grid, epilogue: Epilogue,
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
         self.context, self.device = context, context.device
         self.problem, self.grid, self.epilogue, self.gradients = problem, grid, epilogue, gradients
         (m, n, _), layout = problem.shape, context.layout
-        rows, columns = Side(problem.query, grid.rows), Side(problem.key, grid.columns)
+        rows = StreamedSide(problem.query, grid.rows)
+        columns = StreamedSide(problem.key, grid.columns)
         staying, self.keys_stay = layout.features, n <= m
         if gradients is not None:
             staying = layout.staying
@@ -85,10 +86,10 @@ class Fold:
             self.keys_stay, columns.to = False, None
         if isinstance(epilogue, SoftmaxGradient):
             xp, (query, key) = self.device.vectors.xp, context.linear_rows(problem)
-            for side, of_keys in ((rows, False), (columns, True)):
+            for side, is_key_side in ((rows, False), (columns, True)):
                 if side.to is not None:
                     side.linear = [
-                        LinearGradient(xp, query, key, term, of_keys, problem.symmetric)
+                        LinearGradient(xp, query, key, term, is_key_side, problem.symmetric)
                         for term in epilogue.linear
                     ]
         self.columns = columns
@@ -135,28 +136,30 @@ class Fold:
         met = [piece for _, pieces in steps for piece in pieces]
         arrivals = Arrivals(self.device.xp, self.context.copies, self.stream, panels)
         held, arriving = self.hold(run)
-        of_stream = self.accumulator(self.stream, longest(panels))
-        of_block = self.accumulator(self.columns, longest(met if self.keys_stay else panels))
+        stream_accumulator = self.accumulator(self.stream, longest(panels))
+        block_accumulator = self.accumulator(
+            self.columns, longest(met if self.keys_stay else panels)
+        )
         for i, (panel, pieces) in enumerate(steps):
             streaming = None
             if panel is not None:
-                streaming = Part(panel, arrivals.take(), of_stream).part(panel)
+                streaming = Part(panel, arrivals.take(), stream_accumulator).part(panel)
             for j, piece in enumerate(pieces):
                 while arriving and arriving[0][0] < piece.stop:
                     arriving.popleft()[1].wait()
                 staying = held.part(piece)
                 if self.keys_stay:
                     assert streaming is not None
-                    self.block(streaming, staying, j == 0, i == 0, of_block)
+                    self.block(streaming, staying, j == 0, i == 0, block_accumulator)
                 else:
-                    self.block(staying, streaming, i == 0, j == 0, of_block)
+                    self.block(staying, streaming, i == 0, j == 0, block_accumulator)
                 if i + 1 == len(steps):
                     for part in slices(piece.stop, self.context.layout.panel, piece.start):
                         self.leave(self.stay, held.part(part))
             if streaming is not None:
                 self.leave(self.stream, streaming)
 
-    def leave(self, side: Side, part: Part) -> None:
+    def leave(self, side: StreamedSide, part: Part) -> None:
         """A part whose gradient is complete but for linear terms."""
         if part.gradient is not None:
             dots = None if side.dots is None else side.dots[part.rows]
@@ -180,14 +183,14 @@ class Fold:
                 context.kept = there
         return Part(slice(start, stop), there, self.accumulator(self.stay, stop - start)), arriving
 
-    def accumulator(self, side: Side, rows: int) -> Array | None:
+    def accumulator(self, side: StreamedSide, rows: int) -> Array | None:
         if side.to is None:
             return None
         return self.device.xp.empty((rows, side.features.shape[1]), self.context.real)
 
     def block(
         self, queries: Part, keys: Part | None, first_of_queries: bool, first_of_keys: bool,
-        of_block: Array | None,
+        block_accumulator: Array | None,
     ) -> None:  # fmt: skip
         """Fold one block; no keys: the queries are the keys. The first block of a gradient writes
         it, others add to it."""
@@ -224,13 +227,17 @@ class Fold:
         )
         to, dk = None, keys.gradient
         if gradients is not None:
-            of_keys = dk if first_of_keys or of_block is None else of_block[: len(keys.features)]
+            key_gradient = (
+                dk
+                if first_of_keys or block_accumulator is None
+                else block_accumulator[: len(keys.features)]
+            )
             dots = None
             if gradients.dots is not None:
-                of_dots = gradients.dots[rows if gradients.want_query else columns]
-                dots = xp.zeros(len(of_dots))
+                total_dots = gradients.dots[rows if gradients.want_query else columns]
+                dots = xp.zeros(len(total_dots))
             to = replace(
-                gradients, query=queries.gradient, key=of_keys, want_key=dk is not None,
+                gradients, query=queries.gradient, key=key_gradient, want_key=dk is not None,
                 add_query=queries.gradient is not None and not first_of_queries, dots=dots,
             )  # fmt: skip
         not_finite = None
@@ -241,10 +248,10 @@ class Fold:
         triangle = symmetric and self.grid.triangle
         self.device.fold_block(block, triangle, epilogue, to, not_finite)
         if to is not None:
-            if dk is not None and of_keys is not dk:
-                dk += of_keys
+            if dk is not None and key_gradient is not dk:
+                dk += key_gradient
             if to.dots is not None:
-                of_dots += to.dots
+                total_dots += to.dots
         self.done += 1
         if problem.progress is not None:
             problem.progress(self.epilogue.phase, self.done, self.total)

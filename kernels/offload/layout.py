@@ -61,8 +61,8 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
     leaving = max((min(g.dtype.itemsize, real) for g in out if g is not None), default=0)
     if gradients is not None and gradients.add_query:
         leaving = real
-    of_panel = max(item, 2 if problem.compute in ("bf16", "fp16") else real)
-    return RowBytes(d * item, d * real, d * leaving, block_row(m, n, d, of_panel, real))
+    panel_item = max(item, 2 if problem.compute in ("bf16", "fp16") else real)
+    return RowBytes(d * item, d * real, d * leaving, block_row(m, n, d, panel_item, real))
 
 
 def block_row(m: int, n: int, d: int, item: int, real: int) -> int:

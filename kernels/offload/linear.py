@@ -6,18 +6,19 @@ from collections.abc import Iterator
 
 from ..linear import Rows
 from ..problem import Array, Problem, slices
-from .device import Copies, Device
-from .panels import Arrivals, Side
+from .device import HostCopies, OffloadDevice
+from .panels import Arrivals, StreamedSide
 
 
 class StreamedRows:
     """See `infonce.kernels.linear.Rows`."""
 
     def __init__(
-        self, device: Device, copies: Copies, features: Array, problem: Problem, panel: int
-    ) -> None:
+        self, device: OffloadDevice, copies: HostCopies, features: Array, problem: Problem,
+        panel: int,
+    ) -> None:  # fmt: skip
         self.device, self.copies, self.problem = device, copies, problem
-        self.side = Side(features, slices(len(features), panel))
+        self.side = StreamedSide(features, slices(len(features), panel))
 
     def panels(self) -> Iterator[tuple[slice, Rows]]:
         """Rows on the device, while the next are copied."""
@@ -31,8 +32,8 @@ class StreamedRows:
     ) -> Array:
         total = None
         for rows, there in self.panels():
-            of_panel = there.sums(segment[rows], count, None if factor is None else factor[rows])
-            total = of_panel if total is None else total + of_panel
+            panel_sums = there.sums(segment[rows], count, None if factor is None else factor[rows])
+            total = panel_sums if total is None else total + panel_sums
         return total
 
     def products(self, segment: Array, sums: Array, itself: float) -> Array:

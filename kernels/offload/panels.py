@@ -11,7 +11,7 @@ import numpy as np
 
 from ..linear import LinearGradient
 from ..problem import Array
-from .device import Copies, Ticket
+from .device import HostCopies, Ticket
 
 
 def apart(rows: slice, columns: slice) -> bool:
@@ -25,7 +25,7 @@ def longest(panels: Sequence[slice]) -> int:
 
 
 @dataclass
-class Side:
+class StreamedSide:
     """Queries or keys."""
 
     features: Array  # on the host
@@ -54,7 +54,9 @@ class Part:
 class Arrivals:
     """Panels that stream. While one is used, the next is copied; they share two buffers."""
 
-    def __init__(self, xp: Any, copies: Copies, side: Side, panels: Sequence[slice]) -> None:
+    def __init__(
+        self, xp: Any, copies: HostCopies, side: StreamedSide, panels: Sequence[slice]
+    ) -> None:
         self.copies, self.side, self.panels = copies, side, deque(panels)
         shape = longest(panels), side.features.shape[1]
         dtype = side.features.dtype.newbyteorder("=")
@@ -82,12 +84,12 @@ class Arrivals:
 class Departures:
     """Gradients of panels on their way to the host, in two buffers of `size` bytes."""
 
-    def __init__(self, xp: Any, copies: Copies, size: int) -> None:
+    def __init__(self, xp: Any, copies: HostCopies, size: int) -> None:
         self.copies = copies
         self.buffers = deque(xp.empty(size, np.uint8) for _ in range(2 if size else 0))
         self.leaving: deque[Ticket] = deque()
 
-    def leave(self, side: Side, part: Part) -> None:
+    def leave(self, side: StreamedSide, part: Part) -> None:
         """Copy a complete gradient to the host. Its memory may be used again at once."""
         gradient = part.gradient
         if side.to is None or gradient is None:

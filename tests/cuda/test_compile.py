@@ -73,7 +73,7 @@ def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
 def test_other_variants(name: str) -> None:
     """One direction, or no panel; ids and factors; sums in two levels; a card whose shared memory
     has no room for two blocks."""
-    device, small = DEVICES["sm_90a"], config.Device("89", 128, 99 * 1024, 100 * 1024, 24 * 2**30)
+    device, small = DEVICES["sm_90a"], config.DeviceProperties("89", 128, 101376, 102400, 2**34)
     two_blocks, two_levels = (config.tile_for("bf16", d, device) for d in (64, 4096))
     assert (two_blocks.min_blocks, two_levels.levels) == (2, 2)
     compile_within_budget(name, "bf16", "sm_90a", two_blocks, 0)

@@ -48,7 +48,7 @@ def test_schedules_by_width() -> None:
     ]:  # fmt: skip
         sweep = config.sweep_for(precision, width, device, False)
         assert sweep is not None
-        assert sweep.schedule.name == schedule
+        assert sweep.residency.name == schedule
 
 
 @pytest.mark.parametrize(("precision", "by"), [("fp32", "fp16x3"), ("tf32", "fp16")])
@@ -123,7 +123,7 @@ def test_two_blocks_share_a_multiprocessor_where_they_fit(precision: str) -> Non
         assert (tile.warp_n, tile.stages, tile.min_blocks) == (64, stages, 2)
         of_all = 2 * (tile.shared + tile.static_shared + 1024)
         assert of_all <= device.shared_memory_of_all
-    small = config.Device("89", 128, 99 * 1024, 100 * 1024, 24 * 2**30)
+    small = config.DeviceProperties("89", 128, 99 * 1024, 100 * 1024, 24 * 2**30)
     assert config.tile_for(precision, 512, small).min_blocks == 1
 
 
@@ -136,7 +136,7 @@ def test_a_launch_has_as_many_blocks_as_run_at_once() -> None:
 
 def test_device_with_too_little_shared_memory() -> None:
     with pytest.raises(ValueError, match="shared memory"):
-        config.tile_for("fp32", 64, config.Device("75", 1, 48 * 1024, 48 * 1024, 2**34))
+        config.tile_for("fp32", 64, config.DeviceProperties("75", 1, 48 * 1024, 48 * 1024, 2**34))
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
@@ -377,4 +377,4 @@ def test_accumulators_fit_the_workspace(
 ) -> None:
     copies = config.sums_at_once((m, n, d), precision, 132, workspace)
     assert copies == 1 or copies * m * d * 4 <= workspace // 8
-    assert 1 <= copies <= max(1, -(-n // config.LONGEST_SUM.get(precision, n + 1)))
+    assert 1 <= copies <= max(1, -(-n // config.MAX_SUM_TERMS.get(precision, n + 1)))

@@ -323,7 +323,7 @@ def test_memory_of_products_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch between two foreign steps is no graph: its parameters stay where it reads them."""
+    """Between two steps that are not captured it is no graph: its parameters stay."""
     cuda = Streams(monkeypatch)
     looked: list[int] = []
     monkeypatch.setattr(driver, "launchKernel", lambda *of: looked.append(of[-2]))

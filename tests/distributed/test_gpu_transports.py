@@ -290,7 +290,7 @@ def test_an_error_is_told_before_transfers_are_abandoned(monkeypatch: pytest.Mon
 
 def test_nccl_connects_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects two ranks in their first exchange, which waits for the other rank."""
-    into = SimpleNamespace(do=lambda function, *pointers, foreign: function(0, *pointers))
+    into = SimpleNamespace(do=lambda function, *pointers, capturable: function(0, *pointers))
     monkeypatch.setattr(nccl, "Queue", lambda: into)
     for name in ("eventRecord", "streamWaitEvent"):
         monkeypatch.setattr(nccl.cupy.cuda.runtime, name, lambda *of: None)

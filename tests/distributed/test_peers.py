@@ -203,7 +203,9 @@ def test_exchanges_over_hosts(
         for name in ("eventRecord", "streamWaitEvent"):
             patch.setattr(nccl.cupy.cuda.runtime, name, lambda *of: None)
         fabric = Host(len(ranks), peers.MAILBOX)
-        into: Any = SimpleNamespace(do=lambda function, *pointers, foreign: function(0, *pointers))
+        into: Any = SimpleNamespace(
+            do=lambda function, *pointers, capturable: function(0, *pointers)
+        )
         queued = []
         for rank in ranks:
             host = next(of for of in hosts if rank in of)

@@ -21,7 +21,7 @@ import numpy as np
 from infonce.kernels.gpu import config
 from infonce.kernels.gpu.device import compiler, signatures
 
-H200 = config.Device("90", 4, 232448, 233472, 150 << 30)
+H200 = config.DeviceProperties("90", 4, 232448, 233472, 150 << 30)
 SCALE, LOG2_E = 8.0, 1 / np.log(2)
 SCALAR = {"value": SCALE, "pointer": 0, "factor": 1.0, "shift": 0}
 NO_PANEL = {"data": 0, "stride": 0, "part": 0}

@@ -225,7 +225,7 @@ def test_a_plan_for_other_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         z, y = z_of(seed), z_of(seed + 9)
         planned = call(name, z, y, labels)
         with monkeypatch.context() as patch:
-            patch.setattr(select, "has_plan", lambda problem: False)
+            patch.setattr(select, "has_plan", lambda *_: False)
             stepwise = call(name, z, y, labels)
         assert float(planned.loss) == float(stepwise.loss)
         for one, other in zip(planned.grads, stepwise.grads, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from command_line import PNG, succeed
 from infonce.kernels import problem
-from infonce.kernels.gpu.schedule import small_batch
+from infonce.kernels.gpu.schedule import method
 from infonce.kernels.offload import layout
 
 from infonce import arrays
@@ -194,7 +194,7 @@ def test_page_of_methods_has_the_limits_of_the_code() -> None:
     page = " ".join((DOCS / "methods.md").read_text().split())
     assert f"The default is {problem.WORKSPACE // 2**20} MiB" in page
     assert f"chunks of {layout.WAVE} rows" in page
-    logits, rows, multiply_adds = small_batch.PAYS_LOGITS, small_batch.PAYS_SIDE, small_batch.PAYS
+    logits, rows, multiply_adds = method.PAYS_LOGITS, method.PAYS_SIDE, method.PAYS
     limits = (
         f"up to 2^{math.log2(logits):.0f} logits, {rows} rows on each side and "
         f"2^{math.log2(multiply_adds):.0f} multiply-adds"

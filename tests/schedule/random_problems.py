@@ -28,11 +28,11 @@ from infonce.kernels.problem import (
 
 KIB, GIB = 2**10, 2**30
 DEVICES = [
-    config.Device("75", 40, 64 * KIB, 64 * KIB, 16 * GIB),
-    config.Device("80", 108, 163 * KIB, 164 * KIB, 80 * GIB),
-    config.Device("90", 132, 227 * KIB, 228 * KIB, 80 * GIB),
-    config.Device("90", 132, 227 * KIB, 228 * KIB, 141 * GIB),
-    config.Device("100", 148, 227 * KIB, 228 * KIB, 180 * GIB),
+    config.DeviceProperties("75", 40, 64 * KIB, 64 * KIB, 16 * GIB),
+    config.DeviceProperties("80", 108, 163 * KIB, 164 * KIB, 80 * GIB),
+    config.DeviceProperties("90", 132, 227 * KIB, 228 * KIB, 80 * GIB),
+    config.DeviceProperties("90", 132, 227 * KIB, 228 * KIB, 141 * GIB),
+    config.DeviceProperties("100", 148, 227 * KIB, 228 * KIB, 180 * GIB),
 ]
 HOPPERS = DEVICES[2:4]
 DTYPES = {"fp64": ["float64"], "fp32": ["float32", "bfloat16"], "tf32": ["float32"],
@@ -57,7 +57,7 @@ class Block:
 class Drawn:
     """A random call, or a block of one."""
 
-    device: config.Device
+    device: config.DeviceProperties
     problem: Problem
     gradients: Gradients | None
     block: Block | None = None

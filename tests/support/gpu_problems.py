@@ -40,10 +40,10 @@ if not MISSING:
 
 # capability, shared memory of a block and of a multiprocessor in KiB
 DEVICES = {
-    "sm_75": config.Device("75", 40, 64 * 1024, 64 * 1024, 16 * 2**30),
-    "sm_80": config.Device("80", 108, 163 * 1024, 164 * 1024, 80 * 2**30),
-    "sm_90a": config.Device("90", 132, 227 * 1024, 228 * 1024, 80 * 2**30),
-    "sm_100": config.Device("100", 148, 227 * 1024, 228 * 1024, 180 * 2**30),
+    "sm_75": config.DeviceProperties("75", 40, 64 * 1024, 64 * 1024, 16 * 2**30),
+    "sm_80": config.DeviceProperties("80", 108, 163 * 1024, 164 * 1024, 80 * 2**30),
+    "sm_90a": config.DeviceProperties("90", 132, 227 * 1024, 228 * 1024, 80 * 2**30),
+    "sm_100": config.DeviceProperties("100", 148, 227 * 1024, 228 * 1024, 180 * 2**30),
 }
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # (dtype of the features, precision)

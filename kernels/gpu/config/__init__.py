@@ -4,11 +4,11 @@ from .precision import (
     ACCUMULATOR_BYTES,
     FLOAT16,
     K_SLICE,
-    LONGEST_SUM,
+    MAX_SUM_TERMS,
     OPERAND_BYTES,
     OPERAND_PARTS,
     READ_IN_PLACE,
-    Device,
+    DeviceProperties,
     element_bytes,
     operands,
     padded,
@@ -17,7 +17,7 @@ from .precision import (
     sweep_truncation_bias,
     truncation_bias,
 )
-from .sweep import STRIP, SWEEP_PRECISIONS, Schedule, Sweep, defines, in_registers, sweep_for
+from .sweep import STRIP, SWEEP_PRECISIONS, Residency, Sweep, defines, in_registers, sweep_for
 from .tile import BLOCK_M, Tile, tile_for
 from .workspace import (
     PIECE_ROWS,
@@ -39,7 +39,7 @@ __all__ = [
     "BLOCK_M",
     "FLOAT16",
     "K_SLICE",
-    "LONGEST_SUM",
+    "MAX_SUM_TERMS",
     "OPERAND_BYTES",
     "OPERAND_PARTS",
     "PIECE_ROWS",
@@ -47,9 +47,9 @@ __all__ = [
     "STRIP",
     "SWEEP_PRECISIONS",
     "Blocking",
-    "Device",
+    "DeviceProperties",
     "Needs",
-    "Schedule",
+    "Residency",
     "Sweep",
     "Tile",
     "all_keys_blocking",

@@ -21,11 +21,11 @@ READ_IN_PLACE = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16"
                  "fp16": "float16"}  # fmt: skip
 # Tensor cores truncate when they add. Where float32's accuracy is asked for, sums of the products
 # that make gradients have this many terms at most
-LONGEST_SUM = {"fp16x3": 512}
+MAX_SUM_TERMS = {"fp16x3": 512}
 
 
 @dataclass(frozen=True, eq=False)  # by identity: hashed in every call
-class Device:
+class DeviceProperties:
     """What a device offers, as its properties say."""
 
     capability: str  # "90"
@@ -40,7 +40,7 @@ class Device:
         return self.memory // 32
 
 
-def operands(precision: str, device: Device) -> str:
+def operands(precision: str, device: DeviceProperties) -> str:
     """How operands are held for products of `precision`.
 
     Hopper multiplies 16-bit numbers fastest. There a float32 operand is the sum of two float16
@@ -72,7 +72,7 @@ def sweep_truncation_bias(precision: str, width: int) -> float:
     return truncation_bias(precision, min(width, K_SLICE // 2) if precision == "fp16x3" else width)
 
 
-def supported(precision: str, device: Device) -> bool:
+def supported(precision: str, device: DeviceProperties) -> bool:
     """Tensor cores of the kinds that the kernels use came with compute capability 8.0."""
     return precision in ("fp64", "fp32") or int(device.capability) >= 80
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 
-from .precision import K_SLICE, OPERAND_PARTS, Device
+from .precision import K_SLICE, OPERAND_PARTS, DeviceProperties
 from .tile import BLOCK_M
 
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
@@ -27,7 +27,7 @@ PANEL_COST = 14.0  # of starting and ending a panel, in products of one K-slice
 WIDE_PANEL_COST = 3.0  # the same without loading the panel's rows
 
 
-class Schedule(Enum):
+class Residency(Enum):
     """Where a sweep keeps the rows of queries and dL/dx."""
 
     RESIDENT = "the query panel stays in shared memory"
@@ -41,7 +41,7 @@ class Sweep:
     """Shape of one sweep: its -D options, and the launch that belongs to them."""
 
     k_slices: int  # of a row
-    schedule: Schedule
+    residency: Residency
     workers: int  # blocks, or clusters of two, that run at once
     shared_memory: int  # bytes that a block can have
     extras: bool  # ids, or factors of normalised rows
@@ -52,15 +52,15 @@ class Sweep:
 
     @cached_property
     def wide(self) -> bool:
-        return self.schedule is Schedule.WIDE
+        return self.residency is Residency.WIDE
 
     @cached_property
     def streamed(self) -> bool:
-        return self.schedule in (Schedule.STREAMED, Schedule.WIDE)
+        return self.residency in (Residency.STREAMED, Residency.WIDE)
 
     @cached_property
     def in_registers(self) -> bool:
-        return self.schedule is Schedule.IN_REGISTERS
+        return self.residency is Residency.IN_REGISTERS
 
     # -- shared memory
 
@@ -72,7 +72,7 @@ class Sweep:
             return min(6, left // self.stage_bytes // self.k_slices) * self.k_slices
         stages = min(8, left // self.stage_bytes)
         # both parts of some features
-        return stages // 2 * 2 if self.schedule is Schedule.STREAMED else stages
+        return stages // 2 * 2 if self.residency is Residency.STREAMED else stages
 
     @property
     def stage_bytes(self) -> int:
@@ -88,10 +88,10 @@ class Sweep:
         """Bytes of shared memory beside the query panel and the stages."""
         # factors and references of columns; with options, factors alone
         vectors = VECTOR_BYTES * max(2, 1 + self.options)
-        of_panel = vectors + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
-        of_sums = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
-        of_sums += VECTOR_BYTES * self.options
-        return BARRIER_BYTES + panel * of_panel + sums * of_sums + self.extras * EXTRAS_BYTES
+        panel_bytes = vectors + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
+        sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
+        sum_bytes += VECTOR_BYTES * self.options
+        return BARRIER_BYTES + panel * panel_bytes + sums * sum_bytes + self.extras * EXTRAS_BYTES
 
     def shared(self, panel: bool, sums: bool) -> int:
         """Dynamic shared memory in bytes."""
@@ -123,7 +123,7 @@ class Sweep:
     @property
     def warpgroups(self) -> int:
         """Consumer warpgroups: two of them in ping-pong order, or two pairs."""
-        return 4 if self.schedule is Schedule.RESIDENT else 2
+        return 4 if self.residency is Residency.RESIDENT else 2
 
     @property
     def threads(self) -> int:
@@ -199,9 +199,9 @@ def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
 
     def cost(segments: int) -> float:
         rounds = -(-panels * segments // sweep.workers)
-        return rounds * (-(-tiles // segments) + of_panel / sweep.k_slices)
+        return rounds * (-(-tiles // segments) + panel_cost / sweep.k_slices)
 
-    of_panel = WIDE_PANEL_COST if sweep.wide else PANEL_COST
+    panel_cost = WIDE_PANEL_COST if sweep.wide else PANEL_COST
 
     most = _max_segments(sweep, panels, tiles)
     least = min(WIDE_SEGMENTS[0], most) if sweep.wide else 1
@@ -216,7 +216,7 @@ def _max_segments(sweep: Sweep, panels: int, tiles: int) -> int:
 
 @lru_cache
 def sweep_for(
-    precision: str, width: int, device: Device, extras: bool, moments: bool = False,
+    precision: str, width: int, device: DeviceProperties, extras: bool, moments: bool = False,
     options: int = 0,
 ) -> Sweep | None:  # fmt: skip
     """The sweep for rows of `width` bytes in each part; None where tiled kernels are to be used.
@@ -227,11 +227,11 @@ def sweep_for(
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
     k_slices = -(-width // K_SLICE) * OPERAND_PARTS.get(precision, 1)
-    schedule = Schedule.RESIDENT if k_slices <= 8 else Schedule.WIDE
+    residency = Residency.RESIDENT if k_slices <= 8 else Residency.WIDE
     if precision == "fp16x3":
-        schedule = Schedule.STREAMED
-    workers = device.multiprocessors // (2 if schedule is Schedule.WIDE else 1)
-    return Sweep(k_slices, schedule, workers, device.shared_memory, extras, moments, options)
+        residency = Residency.STREAMED
+    workers = device.multiprocessors // (2 if residency is Residency.WIDE else 1)
+    return Sweep(k_slices, residency, workers, device.shared_memory, extras, moments, options)
 
 
 @lru_cache
@@ -242,4 +242,4 @@ def in_registers(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None
         return None
     if rows < sweep.workers * BLOCK_M // 4:
         return None
-    return replace(sweep, schedule=Schedule.IN_REGISTERS)
+    return replace(sweep, residency=Residency.IN_REGISTERS)

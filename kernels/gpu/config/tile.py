@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .precision import ACCUMULATOR_BYTES, K_SLICE, Device
+from .precision import ACCUMULATOR_BYTES, K_SLICE, DeviceProperties
 
 BLOCK_M = 128  # rows of a tile
 RESERVED_SHARED = 1024  # bytes that the system takes of each block's shared memory
-LONG_SUM = 1024  # features from which products are added in two levels
+TWO_LEVEL_FEATURES = 1024  # features from which products are added in two levels
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,16 @@ class Tile:
 
 
 @lru_cache
-def tile_for(precision: str, d: int, device: Device, options: int = 0) -> Tile:
+def tile_for(precision: str, d: int, device: DeviceProperties, options: int = 0) -> Tile:
     """The tile with the deepest pipeline that the device's shared memory holds. `options`: how many
     of limits and biases pairs have.
 
     Two blocks on a multiprocessor where registers and shared memory allow: one computes products
     while the other has its epilogue.
     """
-    two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (precision != "fp64" and d > LONG_SUM)
+    two_levels = precision in ("fp32", "fp16x3", "bf16x3") or (
+        precision != "fp64" and d > TWO_LEVEL_FEATURES
+    )
     levels = 2 if two_levels else 1
     candidates = [(128, 32, 3, 1), (128, 32, 2, 1), (64, 32, 2, 1)]
     if levels == 1 and precision != "fp64":  # there are registers for 64 x 64 products a warp

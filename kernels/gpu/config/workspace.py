@@ -14,7 +14,7 @@ from itertools import pairwise
 from ...problem import least_block_side, slices, workspace_too_small
 from .precision import (
     ACCUMULATOR_BYTES,
-    LONGEST_SUM,
+    MAX_SUM_TERMS,
     OPERAND_BYTES,
     OPERAND_PARTS,
     padded,
@@ -55,12 +55,12 @@ class Needs:
     moments: bool = False  # sums have first moments
 
     @property
-    def of_statistics(self) -> Needs:
+    def statistics_needs(self) -> Needs:
         """Of the log-sum-exp fold alone."""
         return replace(self, gradient=False, query_accumulators=0, key_accumulator=False, rows=True)
 
     @property
-    def of_gradient(self) -> Needs:
+    def gradient_needs(self) -> Needs:
         """Of the gradient fold alone."""
         return replace(self, columns=False)
 
@@ -136,11 +136,11 @@ def panel_stride(columns: int, precision: str) -> int:
 def sums_at_once(
     shape: tuple[int, int, int], precision: str, multiprocessors: int, workspace: int
 ) -> int:
-    """Sums of `LONGEST_SUM` terms that make dQ are computed so many at a time, each into an
+    """Sums of `MAX_SUM_TERMS` terms that make dQ are computed so many at a time, each into an
     accumulator of its own: where queries are few, one sum alone does not occupy all
     multiprocessors."""
     m, n, d = shape
-    sums = -(-n // LONGEST_SUM[precision]) if precision in LONGEST_SUM else 1
+    sums = -(-n // MAX_SUM_TERMS[precision]) if precision in MAX_SUM_TERMS else 1
     tiles = -(-m // BLOCK_M) * -(-d // BLOCK_M)  # of one sum
     if sums <= 1 or not 0 < tiles < multiprocessors:
         return 1
@@ -206,21 +206,21 @@ def blocking(
     n = max(overlaid, n - overlaid)  # each block lies on one side of the border
     m = n if symmetric else m
 
-    def fits(rows: int, columns: int) -> bool:
+    def has_room(rows: int, columns: int) -> bool:
         return needs.block(rows, columns, d, block_n) <= room
 
     if needs.sweep is not None and needs.gradient and not symmetric:
         # As many rows as panels run at once, or half, if columns are not too few for the products
         for share in (1, 2):
             rows = _even(m, min(m, needs.sweep.rows_at_once // share))
-            if fits(rows, min(n, rows // 4)):
-                columns = _largest(n, partial(fits, rows))
+            if has_room(rows, min(n, rows // 4)):
+                columns = _largest(n, partial(has_room, rows))
                 return Blocking(rows, _even(n, columns), key_rows, overlaid)
-    side = _largest(max(m, n), lambda s: fits(min(s, m), min(s, n)))
+    side = _largest(max(m, n), lambda s: has_room(min(s, m), min(s, n)))
     rows, columns = min(side, m), min(side, n)
     if not symmetric:
-        columns = _largest(n, partial(fits, rows))
-        rows = _largest(m, lambda r: fits(r, columns))
+        columns = _largest(n, partial(has_room, rows))
+        rows = _largest(m, lambda r: has_room(r, columns))
     return Blocking(_even(m, rows), _even(n, columns), key_rows, overlaid)
 
 
@@ -233,7 +233,7 @@ def blockings(
     the bytes that serve both. ValueError where blocks that fit would be too many (`few_blocks`).
     `keep`: so many bytes may be taken to keep exponentials between the folds, as many as fit.
     `beside`: see `left_to_folds`."""
-    folds = needs.of_statistics, needs.of_gradient
+    folds = needs.statistics_needs, needs.gradient_needs
     least = max(least_workspace(shape, of, block_n) for of in folds)
     if workspace < least:
         least, workspace = (size + min(size, beside) for size in (least, workspace))
@@ -288,19 +288,19 @@ def _keeping(
     """
     m, n, d = shape
     key_rows = n if needs.key_accumulator else 0
-    beside_panel = replace(needs.of_gradient, gradient=False)  # the panel is counted as kept
+    beside_panel = replace(needs.gradient_needs, gradient=False)  # the panel is counted as kept
 
     def size(overlaid: int, columns: int) -> int:
         of = Blocking(m, columns, key_rows, overlaid)
-        sizes = (fold.size(of, d, block_n) for fold in (needs.of_statistics, beside_panel))
+        sizes = (fold.size(of, d, block_n) for fold in (needs.statistics_needs, beside_panel))
         return needs.kept(m, columns, d) + max(sizes) + needs.staged_once
 
-    def fits(overlaid: int, columns: int) -> bool:
+    def has_room(overlaid: int, columns: int) -> bool:
         return size(overlaid, columns) <= workspace
 
     found: tuple[Blocking, Blocking, int] | None = None
     for overlaid in (0, needs.border(n, d)) if key_rows else (0,):
-        columns = _largest(n, partial(fits, overlaid))
+        columns = _largest(n, partial(has_room, overlaid))
         if columns < n and needs.sweep is not None:
             columns -= columns % needs.sweep.block_n
         least = min(n, LEAST_KEPT) if found is None else found[0].kept + 1
@@ -310,19 +310,19 @@ def _keeping(
     return found
 
 
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest size up to `limit` that fits: `limit`, or a multiple of BLOCK_M, or a power of 2
+def _largest(limit: int, has_room: Callable[[int], bool]) -> int:
+    """The largest size up to `limit` that has room: `limit`, a multiple of BLOCK_M, or a power of 2
     below BLOCK_M."""
-    if fits(limit):
+    if has_room(limit):
         return limit
     low, high = 0, -(-limit // BLOCK_M)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * BLOCK_M) else (low, middle)
+        low, high = (middle, high) if has_room(middle * BLOCK_M) else (low, middle)
     if low:
         return low * BLOCK_M
     size = BLOCK_M // 2
-    while size > 1 and (size > limit or not fits(size)):
+    while size > 1 and (size > limit or not has_room(size)):
         size //= 2
     return size
 

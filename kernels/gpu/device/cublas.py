@@ -71,8 +71,8 @@ def gemm_ex(handle: int, *arguments: int, workspace: int = 0) -> None:
     name, types = "gemmEx", ONE
     if len(arguments) > len(ONE):
         name, types = "gemmStridedBatchedEx", BATCH
-        *one, of_a, of_b, of_c, count = arguments
-        arguments = (*one[:9], of_a, *one[9:12], of_b, *one[12:16], of_c, count, *one[16:])
+        *one, step_a, step_b, step_c, count = arguments
+        arguments = (*one[:9], step_a, *one[9:12], step_b, *one[12:16], step_c, count, *one[16:])
     stream = cupy.cuda.get_current_stream()
     if not stream.is_capturing():
         getattr(cupy.cuda.cublas, name)(handle, *arguments)

@@ -19,10 +19,10 @@ PRECISIONS = {p: p.upper() for p in config.OPERAND_BYTES}
 
 
 @cache
-def device_properties(index: int) -> config.Device:
+def device_properties(index: int) -> config.DeviceProperties:
     device = cupy.cuda.Device(index)
     attributes = device.attributes
-    return config.Device(
+    return config.DeviceProperties(
         device.compute_capability,
         attributes["MultiProcessorCount"],
         attributes["MaxSharedMemoryPerBlockOptin"],

@@ -53,7 +53,7 @@ class Queue:
         """So many bytes for the folds of one block."""
         return cupy.empty(size, np.uint8)
 
-    def do(self, function: Callable[..., None], *pointers: int, foreign: bool = True) -> None:
-        """Whatever else works on a stream: `function(stream, *pointers)`. `foreign`: it is to be no
+    def do(self, function: Callable[..., None], *pointers: int, capturable: bool = False) -> None:
+        """Whatever else works on a stream: `function(stream, *pointers)`. `capturable`: it may be
         part of a CUDA graph."""
         function(cupy.cuda.get_current_stream().ptr, *pointers)

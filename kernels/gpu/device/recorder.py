@@ -69,7 +69,7 @@ class Step:
 
     do: Callable[..., None]  # with the stream and these arguments
     arguments: slice
-    foreign: bool  # no part of a CUDA graph
+    capturable: bool  # part of a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Recorder(Queue):
         self.graphs = graphs
         self.sizes: list[int] = []  # bytes of the call's arrays
         self.shared: Any = None  # memory of `scratch`
-        self.of_products: Any = None  # memory for cuBLAS, which the call does not make
+        self.product_memory: Any = None  # memory for cuBLAS, which the call does not make
         self.compiling: list[Callable[[], Any]] = []  # one kernel of each file
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
@@ -172,9 +172,9 @@ class Recorder(Queue):
         return TensorMap(data, form)
 
     def gemm(self, *arguments: int) -> None:
-        if self.graphs and self.of_products is None:
-            self.of_products = self.malloc(0)
-        workspace = self.of_products.ptr if self.graphs else 0
+        if self.graphs and self.product_memory is None:
+            self.product_memory = self.malloc(0)
+        workspace = self.product_memory.ptr if self.graphs else 0
         self._step(_gemm, (workspace, *arguments), GEMM_POINTERS)
 
     def copy(self, to: Any, source: Any, size: int) -> None:
@@ -196,12 +196,12 @@ class Recorder(Queue):
         self.sizes[index] = max(self.sizes[index], size)
         return cupy.ndarray(size, np.uint8, self.shared)
 
-    def do(self, function: Callable[..., None], *pointers: int, foreign: bool = True) -> None:
-        self._step(function, pointers, tuple(range(len(pointers))), foreign)
+    def do(self, function: Callable[..., None], *pointers: int, capturable: bool = False) -> None:
+        self._step(function, pointers, tuple(range(len(pointers))), capturable)
 
     def _step(
         self, do: Callable[..., None], arguments: tuple[int, ...], pointers: tuple[int, ...],
-        foreign: bool = False,
+        capturable: bool = True,
     ) -> None:  # fmt: skip
         first = len(self.arguments.values)
         for i, argument in enumerate(arguments):
@@ -209,7 +209,7 @@ class Recorder(Queue):
                 self.arguments.add_pointer(argument)
             else:
                 self.arguments.add(argument & (2**64 - 1))
-        self._append(Step(do, slice(first, len(self.arguments.values)), foreign))
+        self._append(Step(do, slice(first, len(self.arguments.values)), capturable))
 
     def _append(self, step: Launch | Step) -> None:
         if len(self.steps) == MAX_STEPS:

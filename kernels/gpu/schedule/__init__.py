@@ -13,7 +13,8 @@ from .folds import (
     Reading,
 )
 from .matrix_products import key_ranges_of_products, products
-from .small_batch import OneLaunch, choose_method, one_launch
+from .method import choose_method, has_plan, needs_kernels_alone
+from .small_batch import OneLaunch, one_launch
 
 __all__ = [
     "ALIGNMENT",
@@ -33,7 +34,9 @@ __all__ = [
     "Reading",
     "Schedule",
     "choose_method",
+    "has_plan",
     "key_ranges_of_products",
+    "needs_kernels_alone",
     "one_launch",
     "products",
     "schedule",

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .. import config
-from ..config import Device, Needs, Sweep, Tile, precision
+from ..config import DeviceProperties, Needs, Sweep, Tile, precision
 from .call import ITEM, Call, Loss, Matrix
 from .folds import Cut, Fold, Folds, OperandRows, Operands, Part, Reading
-from .small_batch import TILE, OneLaunch, choose_method, one_launch
+from .method import choose_method
+from .small_batch import TILE, OneLaunch, one_launch
 
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
 # kernels/cuda/sm90/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
@@ -33,7 +34,7 @@ class Schedule:
 
     call: Call
     method: str
-    device: Device
+    device: DeviceProperties
     one_launch: OneLaunch | None = None
     operands: Operands | None = None
     tile: Tile | None = None
@@ -45,7 +46,7 @@ class Schedule:
     workspace: int = 0  # bytes that serve each fold in turn
 
 
-def schedule(call: Call, device: Device) -> Schedule:
+def schedule(call: Call, device: DeviceProperties) -> Schedule:
     """How a call runs on a device."""
     method = choose_method(call)
     if method == "naive":
@@ -55,7 +56,7 @@ def schedule(call: Call, device: Device) -> Schedule:
     return tiled_schedule(call, device)
 
 
-def tiled_schedule(call: Call, device: Device) -> Schedule:
+def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     """How a call, or a block of one, runs by folds over blocks."""
     operands = choose_operands(call, device)
     tile = config.tile_for(operands.precision, call.shape[2], device, call.pair_options)
@@ -71,7 +72,7 @@ def tiled_schedule(call: Call, device: Device) -> Schedule:
 # --- its decisions, in their order ----------------------------------------------------------------
 
 
-def launch_of(call: Call, device: Device) -> OneLaunch:
+def launch_of(call: Call, device: DeviceProperties) -> OneLaunch:
     """The launch of a small batch."""
     (m, n, _), dtype = call.shape, call.query.dtype
     if call.key.dtype != dtype:
@@ -91,7 +92,7 @@ def common_dtype(*dtypes: str) -> str:
     return np.result_type(*wide).name
 
 
-def choose_precision(call: Call, device: Device) -> str:
+def choose_precision(call: Call, device: DeviceProperties) -> str:
     """How operands are held."""
     held = config.operands(call.compute, device)
     in_parts = held in config.OPERAND_PARTS
@@ -108,7 +109,7 @@ def choose_precision(call: Call, device: Device) -> str:
     return held
 
 
-def choose_operands(call: Call, device: Device) -> Operands:
+def choose_operands(call: Call, device: DeviceProperties) -> Operands:
     """Of which numbers products are, and where their rows are read."""
     held = choose_precision(call, device)
     query, key = (choose_rows(call, z, held) for z in (call.query, call.key))
@@ -152,7 +153,7 @@ def choose_rows(call: Call, z: Matrix, held: str) -> OperandRows:
 
 
 def choose_sweeps(
-    call: Call, operands: Operands, device: Device
+    call: Call, operands: Operands, device: DeviceProperties
 ) -> tuple[Sweep | None, Sweep | None]:
     """The sweep in place of tiles, and the one that keeps dL/dx in registers, where they serve."""
     if precision.PORTABLE:
@@ -169,7 +170,7 @@ def choose_sweeps(
 
 def choose_cut(
     call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, narrow: Sweep | None,
-    device: Device,
+    device: DeviceProperties,
 ) -> Cut:  # fmt: skip
     """The largest blocks whose temporary memory fits the workspace."""
     held, shape, whole_call = operands.precision, call.shape, call.block is None

@@ -149,7 +149,7 @@ class Folds:
         """All folds of the call in their order; of a block over ranks, the one that is asked."""
         call, block = self.call, self.call.block
         if block is not None:
-            return self.of_block(block.purpose, block.triangle)
+            return self.block_folds(block.purpose, block.triangle)
         if call.loss is Loss.PAIRS:
             return self.gradients(Purpose.SIGMOID, False)
         if self.cut.one_pass:
@@ -162,7 +162,7 @@ class Folds:
         gradients = self.gradients(Purpose.GRADIENT, call.symmetric) if call.gradient else ()
         return (statistics, *ranks, *gradients)
 
-    def of_block(self, purpose: Purpose | None, triangle: bool) -> tuple[Fold, ...]:
+    def block_folds(self, purpose: Purpose | None, triangle: bool) -> tuple[Fold, ...]:
         block = self.call.block
         assert block is not None
         if purpose is None:
@@ -283,9 +283,11 @@ class Folds:
         if call.symmetric or not want_key or len(ranges) == 1:
             return (self.gradient(purpose, grid, want_query, want_key),)
         width = grid.columns[0].stop - grid.columns[0].start
-        of_ranges = (replace(grid, columns=slices(keys.stop, width, keys.start)) for keys in ranges)
+        range_folds = (
+            replace(grid, columns=slices(keys.stop, width, keys.start)) for keys in ranges
+        )
         first = [self.gradient(purpose, grid, True, False)] * want_query
-        return (*first, *(self.gradient(purpose, part, False, True) for part in of_ranges))
+        return (*first, *(self.gradient(purpose, part, False, True) for part in range_folds))
 
     def gradient(self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool) -> Fold:
         """A panel of dL/dx of each block, and the products that make dQ and dK of it."""
@@ -311,11 +313,11 @@ class Folds:
                 dk = self.accumulator(cut.dk_in_place, *keys, panel_bytes)
         sums = self.partial_sums("row", shape.row_sums(rows, columns))
         weighted = Part("weighted_queries", rows * self.operands.query.row_bytes)
-        of_sides = ("dq_accumulator", dq), ("dk_accumulator", None if dk is dq else dk)
+        sides = ("dq_accumulator", dq), ("dk_accumulator", None if dk is dq else dk)
         memory = (
             *self.staging(grid),
             *[Part("gradient_panel", panel_bytes)] * (panel and not cut.gradient.kept),
-            *[Part(name, of.bytes) for name, of in of_sides if of is not None and not of.in_place],
+            *[Part(name, of.bytes) for name, of in sides if of is not None and not of.in_place],
             *(sums if purpose is not Purpose.GRADIENT else ()),
             *[weighted] * (purpose is Purpose.ONE_PASS and want_key),
         )

@@ -16,11 +16,11 @@ LARGE_PRODUCT = 2**30
 # is below float32's rounding
 PART_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
 LOW_UNITS = {"fp16x3": 2048.0}  # in which low parts are written: LOW_UNITS of common.cuh
-# Sums of config.LONGEST_SUM terms of the high parts are corrected by their mean truncation bias. A
-# sum of 512 terms loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed.
+# Sums of MAX_SUM_TERMS terms of the high parts are corrected by their mean truncation bias. A sum
+# of 512 terms loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed.
 # It gets back 27, about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the
 # ratio of the two.
-LONG_SUM_FACTOR = 1.4
+SUM_BIAS_FACTOR = 1.4
 
 
 class Product(NamedTuple):
@@ -51,14 +51,14 @@ def key_ranges_of_products(
 def products(precision: str, k: int, copies: int, is_first: bool) -> Iterator[Product]:
     """Those of a panel and features that have `k` terms: of each pair of parts, in sums of as many
     terms as keep float32's accuracy, `copies` of them at once."""
-    item, limit = config.element_bytes(precision), config.LONGEST_SUM.get(precision, k)
+    item, limit = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, k)
     for panel_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
         high = panel_part == feature_part == 0
         factor = 1 / LOW_UNITS.get(precision, 1.0) if panel_part else 1.0
         longest = limit if high or copies > 1 else k
         for start, terms, batch in _sums(k, longest, copies):
-            if high and precision in config.LONGEST_SUM:
-                factor = 1 + LONG_SUM_FACTOR * config.truncation_bias(precision, terms * item)
+            if high and precision in config.MAX_SUM_TERMS:
+                factor = 1 + SUM_BIAS_FACTOR * config.truncation_bias(precision, terms * item)
             new = is_first and start < copies * longest
             yield Product(panel_part, feature_part, start, terms, batch,
                           start // longest % copies, factor, new)  # fmt: skip
@@ -79,4 +79,4 @@ def sums_of_first_block(precision: str, first: int, columns: int) -> int:
     """Sums that the first block's `first` keys are cut into, without those that are multiplied
     apart. It is the block that begins all copies of an accumulator."""
     first -= first % (WHOLE_BYTES // config.element_bytes(precision))
-    return max(1, -(-first // config.LONGEST_SUM.get(precision, columns)))
+    return max(1, -(-first // config.MAX_SUM_TERMS.get(precision, columns)))

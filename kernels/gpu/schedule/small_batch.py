@@ -1,60 +1,15 @@
-"""A small batch in one launch: which batches are, and how their logits are cut. See
-kernels/cuda/fused."""
+"""A small batch in one launch: how its logits are cut. See kernels/cuda/fused."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...naive import WITH_OPTIONS
-from ...problem import Problem
-from .call import Call
 from .folds import Kernel, Part
 
 THREADS = 256
 TILE = 64  # rows and columns of a tile
 CHUNK_BYTES = 128  # of a row, in one step of a product
 MOST_PARTS = 16
-PAYS = 2**28  # multiply-adds up to which one launch beats a graph of several with tensor cores,
-PAYS_LOGITS = 2**18  # and logits,
-PAYS_SIDE = 2048  # and rows of a side: one block meets them all
-
-
-def choose_method(asked: Problem | Call) -> str:
-    """One launch for a small batch, else folds over blocks, unless the caller wants another method.
-    ValueError for one launch of logits that do not fit the workspace, or that are to be ranked."""
-    method, plain = asked.method, asked.plain
-    if method in ("naive", "tiled"):
-        return method
-    if method == "fused":
-        _require_one_launch(asked)
-        return "fused" if plain else "naive"
-    m, n, d = asked.shape
-    is_small = m * n <= PAYS_LOGITS and max(m, n) <= PAYS_SIDE and m * n * d <= PAYS
-    if is_small and plain and not asked.retrieval_ranks and logit_bytes(asked) <= asked.workspace:
-        return "fused"
-    return "tiled"
-
-
-def logit_bytes(asked: Problem | Call) -> int:
-    """What the logits and dL/dx take. With options of the softmax there are more matrices."""
-    m, n, _ = asked.shape
-    matrices = 2 if asked.plain else WITH_OPTIONS
-    return matrices * m * n * (8 if asked.compute == "fp64" else 4)
-
-
-def _require_one_launch(asked: Problem | Call) -> None:
-    if asked.retrieval_ranks:
-        raise ValueError(
-            'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
-            "with metrics=True"
-        )
-    lacking = logit_bytes(asked) - asked.workspace
-    if lacking > 0:
-        m, n, _ = asked.shape
-        raise ValueError(
-            f'method: "fused" keeps the {m} x {n} logits within workspace = {asked.workspace} '
-            f'bytes, which lacks {lacking}; expected method="tiled" or a larger workspace'
-        )
 
 
 @dataclass(frozen=True)

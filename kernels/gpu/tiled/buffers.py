@@ -119,10 +119,10 @@ class Buffers:
                 z=matrix(side.features), n=n, d=d, found=address(largest, index),
             )  # fmt: skip
             side.shift = address(self.shifts, index)
-        of_keys = address(largest, len(sides) - 1)
+        largest_key = address(largest, len(sides) - 1)
         self.launcher.launch(
             "rows.cu", "find_shifts", 1, 1,
-            {"of_queries": largest, "of_keys": of_keys, "shifts": self.shifts},
+            {"of_queries": largest, "of_keys": largest_key, "shifts": self.shifts},
         )  # fmt: skip
         return address(self.shifts, 2)
 

@@ -256,11 +256,11 @@ class SoftmaxRun(GradientRun):
         if epilogue.linear:
             sides = (False, fold.dq_accumulator), (True, fold.dk_accumulator)
             self.linear = {
-                of_keys: linear_terms(
-                    epilogue.linear, *buffers.linear_rows, of_keys, problem.symmetric
+                is_key_side: linear_terms(
+                    epilogue.linear, *buffers.linear_rows, is_key_side, problem.symmetric
                 )
-                for of_keys, wanted in sides
-                if wanted is not None and not (of_keys and problem.symmetric)
+                for is_key_side, wanted in sides
+                if wanted is not None and not (is_key_side and problem.symmetric)
             }
         columns = sources["column_reference"]
         if columns is not None and pairs is not None and pairs.has_limits:

@@ -1,0 +1,65 @@
+"""Which method a call takes, and whether kernels alone do all of it."""
+
+from __future__ import annotations
+
+from ...naive import WITH_OPTIONS
+from ...problem import Problem
+from .call import Call
+
+PAYS = 2**28  # multiply-adds up to which one launch beats a graph of several with tensor cores,
+PAYS_LOGITS = 2**18  # and logits,
+PAYS_SIDE = 2048  # and rows of a side: one block meets them all
+
+
+def choose_method(asked: Problem | Call) -> str:
+    """One launch for a small batch, else folds over blocks, unless the caller wants another method.
+    ValueError for one launch of logits that do not fit the workspace, or that are to be ranked."""
+    method, plain = asked.method, asked.plain
+    if method in ("naive", "tiled"):
+        return method
+    if method == "fused":
+        _require_one_launch(asked)
+        return "fused" if plain else "naive"
+    m, n, d = asked.shape
+    is_small = m * n <= PAYS_LOGITS and max(m, n) <= PAYS_SIDE and m * n * d <= PAYS
+    if is_small and plain and not asked.retrieval_ranks and logit_bytes(asked) <= asked.workspace:
+        return "fused"
+    return "tiled"
+
+
+def logit_bytes(asked: Problem | Call) -> int:
+    """What the logits and dL/dx take. With options of the softmax there are more matrices."""
+    m, n, _ = asked.shape
+    matrices = 2 if asked.plain else WITH_OPTIONS
+    return matrices * m * n * (8 if asked.compute == "fp64" else 4)
+
+
+def _require_one_launch(asked: Problem | Call) -> None:
+    if asked.retrieval_ranks:
+        raise ValueError(
+            'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
+            "with metrics=True"
+        )
+    lacking = logit_bytes(asked) - asked.workspace
+    if lacking > 0:
+        m, n, _ = asked.shape
+        raise ValueError(
+            f'method: "fused" keeps the {m} x {n} logits within workspace = {asked.workspace} '
+            f'bytes, which lacks {lacking}; expected method="tiled" or a larger workspace'
+        )
+
+
+def needs_kernels_alone(problem: Problem) -> bool:
+    """Whether losses follow from sums by kernels alone, without operations on arrays. Such are
+    taken by label smoothing with ids, for which ids are numbered, and by limits or biases of pairs
+    together with linear terms or a joint loss."""
+    known = problem.classes is None or problem.classes.in_sums is not None
+    smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
+    alone = problem.plain_logits or not (problem.linear_terms or problem.joint)
+    return known and alone and not smoothed_ids
+
+
+def has_plan(problem: Problem) -> bool:
+    """Whether a tiled call may be recorded. Operations on arrays cannot be; and a caller who wants
+    to see its progress sees it launched."""
+    return problem.progress is None and needs_kernels_alone(problem)
