@@ -18,7 +18,7 @@ from ..solve import Solution
 from . import tile_ops as tile
 from .elementary import compiled, rounded_product, wide_vectors
 from .fold import EXACT, ROUNDING
-from .operands import DTYPES, SQUARES, readable_in_place
+from .operands import DTYPES, SQUARES, normalization_backward, readable_in_place, row_dots
 from .workers import BLAS, BUFFER_POOL, POOLS, thread_count
 
 MOST_LOGITS = 2**20
@@ -134,7 +134,9 @@ def _store(
         if side.inverse is not None:
             if to.dtype.itemsize > out.dtype.itemsize:  # short rows have gradients beyond float32
                 out = out.astype(to.dtype)
-            normalization_backward(out, side.z[rows], side.inverse[rows])
+            dots = np.empty(len(out))
+            row_dots(out, side.z[rows], dots)
+            normalization_backward(out, side.z[rows], dots, side.inverse[rows])
         if not direct:
             np.copyto(to[rows], out, casting="same_kind")
 
@@ -358,16 +360,3 @@ def unit_rows(z, least, most, out, inverse):  # type: ignore[no-untyped-def]
         for d in range(zi.size):
             to[d] = np.float64(zi[d]) * inverse[i]
     return True
-
-
-@compiled
-def normalization_backward(g, u, inverse):  # type: ignore[no-untyped-def]
-    """g_i <- (g_i - u_i <g_i, u_i>) / |z_i|: from dL/du_i to dL/dz_i, where u_i = z_i / |z_i|."""
-    wide_vectors()
-    for i in range(g.shape[0]):
-        gi, ui = g[i], u[i]
-        dot = 0.0
-        for d in range(gi.size):
-            dot += np.float64(gi[d]) * np.float64(ui[d])
-        for d in range(gi.size):
-            gi[d] = (np.float64(gi[d]) - np.float64(ui[d]) * dot) * inverse[i]
