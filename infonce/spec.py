@@ -140,7 +140,8 @@ OPTIONS: dict[str, Option] = {
         False,
         "bool, default False",
         """Divide rows by their L2 norm first, and differentiate through the norm. It may be any
-        finite number. A row of zeros stays zero and gets a zero gradient.""",
+        finite number. A row of zeros stays zero and gets a zero gradient. If it is not passed, rows
+        far from unit norm in host memory cause one warning.""",
         flag="Divide rows by their L2 norm first.",
         compiled=True,
     ),

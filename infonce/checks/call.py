@@ -22,7 +22,7 @@ from ..kernels.problem import (
     moments_pay,
 )
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
-from . import outputs, rows, softmax, validation
+from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
@@ -122,6 +122,8 @@ def check(
             if len(_cache) >= 256:
                 _cache.clear()
             _cache[cache_key] = static
+        if static.xp is np and "normalize" not in options:  # of a GPU nothing is read
+            norms.warn_if_far_from_one(loss, arrays)
 
     scale = static.scale
     if scale is None:  # an array: its value may be another each time
@@ -134,7 +136,7 @@ def check(
         for name, z in zip(loss.arguments, arrays, strict=True):
             validation.finite(static.xp, name, z)
     if static.wide_products and isinstance(scale, float):
-        rows.require_finite_logits(loss, arrays, scale)
+        norms.require_finite_logits(loss, arrays, scale)
     if static.template is not None:
         problem = fast_replace(
             static.template, query=arrays[0], key=arrays[-1], scale=scale, bias=bias
@@ -365,12 +367,8 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
     for name in options:
         if name not in allowed:
             function = f"{loss.name}_loss{'_and_grad' * with_grad}()"
-            if name in GRAD_ONLY:
-                raise TypeError(
-                    f"{function}: unexpected keyword argument {name!r} "
-                    f"(it is one of {loss.name}_loss_and_grad())"
-                )
-            raise unexpected(function, name, [name for name in DEFAULTS if name in allowed])
+            hint = f"it is one of {loss.name}_loss_and_grad()" if name in GRAD_ONLY else ""
+            raise unexpected(function, name, [n for n in DEFAULTS if n in allowed], hint)
     o = {**DEFAULTS, **options}
     for name, choices in CHOICES.items():
         validation.choice(name, o[name], choices)

@@ -68,7 +68,10 @@ def _table(names: list[str], types: dict[str, str], loss: Loss) -> Keywords:
 def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signature:
     """The signature of a function, with these keywords in the place of its ``**options``."""
     written = inspect.signature(function)
-    parameters = [p for p in written.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [
+        p for p in written.parameters.values()
+        if p.kind is not p.VAR_KEYWORD and p.name not in keywords
+    ]  # fmt: skip
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, (_, default) in keywords.items()
@@ -76,8 +79,10 @@ def signature(function: Callable[..., Any], keywords: Keywords) -> inspect.Signa
     return written.replace(parameters=parameters)
 
 
-def unexpected(function: str, name: str, known: Collection[str]) -> TypeError:
-    """The error for a keyword that a function does not have, with the nearest that it has."""
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+def unexpected(function: str, name: str, known: Collection[str], hint: str = "") -> TypeError:
+    """The error for a keyword that a function does not have, with a hint: by default the nearest
+    that it has."""
+    if not hint:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
     return TypeError(f"{function}: unexpected keyword argument {name!r} ({hint})")

@@ -10,35 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..kernels.linear import Classes, partners
-from ..kernels.norms import has_moderate_squares, log2_norms
 from ..kernels.problem import Array
 from ..spec import Loss
 from .validation import integers, listed, numbers, what
-
-LARGEST_LOGIT = 2.0**1010  # sums of so large numbers stay within float64
-
-
-def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> None:
-    """ValueError where products of finite float64 features may overflow."""
-    if all(z.itemsize == 8 and has_moderate_squares(z) for z in arrays):
-        return
-    norms = [log2_norms(z).max(initial=-np.inf) for z in arrays]  # of NaN, NaN: so is the loss
-    largest = 2.0 * max(norms) if loss.joint else norms[0] + norms[-1]
-    if largest + math.log2(scale) > math.log2(LARGEST_LOGIT):
-        name = loss.arguments[int(np.argmax(norms))]
-        sizes = " and ".join(
-            f"{_power(n)} in {z}" for n, z in zip(norms, loss.arguments, strict=True)
-        )
-        raise ValueError(
-            f"{name}: expected rows whose logits, scale times products, are at most "
-            f"{LARGEST_LOGIT:.1e}; got norms up to {sizes}, and a scale of {scale!r}. With "
-            "normalize=True, rows may have any norm"
-        )
-
-
-def _power(log2: float) -> str:
-    """2^log2, however large, as a decimal number."""
-    return f"1e{log2 * math.log10(2.0):.0f}"
 
 
 def positives(

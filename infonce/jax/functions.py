@@ -184,36 +184,36 @@ DOC = """
 """
 
 
-@docstrings.adapted(losses.clip_loss, DOC)
+@docstrings.adapted(losses.clip_loss, DOC, keywords.of_jax)
 def clip_loss(image: Any, text: Any, **options: Any) -> Any:
     return _apply(spec.CLIP, (image, text), **options)
 
 
-@docstrings.adapted(losses.info_nce_loss, DOC)
+@docstrings.adapted(losses.info_nce_loss, DOC, keywords.of_jax)
 def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> Any:
     return _apply(spec.INFO_NCE, (query, key), labels, **options)
 
 
-@docstrings.adapted(losses.nt_xent_loss, DOC)
+@docstrings.adapted(losses.nt_xent_loss, DOC, keywords.of_jax)
 def nt_xent_loss(features: Any, *, labels: Any = None, **options: Any) -> Any:
     return _apply(spec.NT_XENT, (features,), labels, **options)
 
 
-@docstrings.adapted(losses.lit_loss, DOC)
+@docstrings.adapted(losses.lit_loss, DOC, keywords.of_jax)
 def lit_loss(text: Any, image: Any, **options: Any) -> Any:
     return _apply(spec.LIT, (text, image), **options)
 
 
-@docstrings.adapted(losses.siglip_loss, DOC)
+@docstrings.adapted(losses.siglip_loss, DOC, keywords.of_jax)
 def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
     return _apply(spec.SIGLIP, (image, text), None, bias, **options)
 
 
-@docstrings.adapted(losses.sup_con_loss, DOC)
+@docstrings.adapted(losses.sup_con_loss, DOC, keywords.of_jax)
 def sup_con_loss(features: Any, labels: Any, **options: Any) -> Any:
     return _apply(spec.SUP_CON, (features,), labels, **options)
 
 
-@docstrings.adapted(losses.gte_loss, DOC)
+@docstrings.adapted(losses.gte_loss, DOC, keywords.of_jax)
 def gte_loss(query: Any, key: Any, **options: Any) -> Any:
     return _apply(spec.GTE, (query, key), **options)

@@ -58,7 +58,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution | None:
         return None
     memory = BUFFER_POOL.take(m * n, dtype)
     x = memory.reshape(m, n)
-    with BLAS.single_threaded():
+    with BLAS.single_threaded(m * n * d):
         _in_threads(threads, lambda part: _multiply(query.z, key.z, x, threads, part))
         solution = _losses(problem, x, gradients is not None)
         if solution is not None and gradients is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +15,9 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from ..problem import SILENT, Array, Problem
+
+NO_CONTEXT = contextlib.nullcontext()
+ONE_THREAD = 2**18  # multiply-adds of a product: OpenBLAS itself uses one thread for no more
 
 # --- threads --------------------------------------------------------------------------------------
 
@@ -43,6 +48,7 @@ class _Blas(_Guarded):
         self._users: list[int] = []  # threads that run folds
         self._libraries: list[Any] | None = None
         self._before: list[int] = []  # threads of each library before the first fold
+        self._only_openblas = False  # known from the first fold on
 
     def threads(self) -> int:
         """How many threads the caller lets BLAS use: that many workers start."""
@@ -57,11 +63,13 @@ class _Blas(_Guarded):
         """Threads of each library."""
         if self._libraries is None:
             self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+            self._only_openblas = {b.internal_api for b in self._libraries} <= {"openblas"}
         return [library.num_threads for library in self._libraries]
 
-    def single_threaded(self) -> _Blas:
-        """A context. (One made by contextlib would take time that small batches notice.)"""
-        return self
+    def single_threaded(self, multiply_adds: float = math.inf) -> Any:
+        """A context, for products of so many multiply-adds. (One made by contextlib would take time
+        that small batches notice.)"""
+        return NO_CONTEXT if self._only_openblas and multiply_adds <= ONE_THREAD else self
 
     def __enter__(self) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ def _mpi() -> None:
 
 def command(ranks: int, *arguments: str, shell: tuple[str, ...] = ()) -> list[str]:
     assert MPIEXEC is not None
-    program = [sys.executable, "-W", "error", *arguments]
+    program = [sys.executable, "-W", "error", "-W", "ignore:norms of rows", *arguments]
     flags: list[str] = []
     version = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True).stdout
     if "Open MPI" in version or "OpenRTE" in version:

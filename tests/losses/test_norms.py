@@ -1,5 +1,7 @@
-"""Rows of float64 of any finite norm, with and without `normalize`: right, or refused by name."""
+"""Rows of float64 of any finite norm, with and without `normalize`: right, or refused by name; and
+the warning of rows far from unit norm."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ from judge import LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 
 import infonce
 from infonce import reference
+from infonce.checks import call as checks
+from infonce.checks import norms
 
 METHODS = ["naive", "fused", "tiled"]
 POWERS = [-1030, -1000, -664, -532, -500, 0, 500, 511, 532, 664, 1000, 1020]
@@ -145,3 +149,74 @@ def test_gradients_beyond_float32_of_float32_rows(loss: str, method: str) -> Non
             few = 2.0**-18 if power < 0 else 3e-5  # features are subnormal numbers
             assert z.dtype == np.float64
             assert (np.abs(z - getattr(want.grads, name)) <= few * rows * len(argument)).all()
+
+
+# --- a warning ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Unit rows of another shape in each test, as in a process that has not warned yet."""
+    monkeypatch.setattr(norms, "_warned", False)
+    monkeypatch.setattr(checks, "_cache", {})
+    z = np.random.default_rng(0).standard_normal((40, 8))
+    return z / np.linalg.norm(z, axis=1, keepdims=True)
+
+
+def warnings_of(*calls: Any) -> list[Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for run in calls:
+            run()
+    return caught
+
+
+@pytest.mark.parametrize("length", [0.4, 2.5])
+def test_rows_far_from_unit_norm_warn_once(rows: np.ndarray, length: float) -> None:
+    """At the caller's line, by the argument's name."""
+    text = rows.copy()
+    text[:20] *= length
+    (warning,) = warnings_of(*[lambda: infonce.clip_loss(rows, text, scale=2.0)] * 2)
+    low, high = sorted((length, 1.0))
+    assert str(warning.message) == (
+        f"norms of rows of text are {low:g} to {high:g}, expected about 1: "
+        "normalize=True divides rows by them; normalize=False is silent"
+    )
+    assert (warning.category, warning.filename) == (UserWarning, __file__)
+
+
+def test_rows_that_are_meant_do_not_warn(rows: np.ndarray) -> None:
+    odd = rows.copy()
+    odd[::4], odd[1::4] = 0.0, np.nan
+    assert not warnings_of(
+        lambda: infonce.clip_loss(rows, 3.0 * rows, scale=2.0, normalize=False),
+        lambda: infonce.clip_loss(rows, 3.0 * rows, scale=2.0, normalize=True),
+        lambda: infonce.clip_loss(1.9 * rows, 0.6 * rows, scale=2.0),
+        lambda: infonce.nt_xent_loss(odd, scale=2.0),
+    )
+
+
+@pytest.mark.extras
+def test_the_warning_of_tensors_is_at_the_callers_line(rows: np.ndarray) -> None:
+    torch = pytest.importorskip("torch")
+    import infonce.torch as it
+
+    z = torch.from_numpy(3.0 * rows).requires_grad_()
+    (warning,) = warnings_of(lambda: it.CLIPLoss(scale=2.0)(z, z))
+    assert warning.filename == __file__
+
+
+def test_a_call_of_a_kind_that_has_been_checked_looks_at_no_row(
+    rows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[np.ndarray] = []
+
+    def looked_at(z: np.ndarray) -> np.ndarray:
+        seen.append(z)
+        return np.zeros(len(z))
+
+    monkeypatch.setattr(norms, "log2_norms", looked_at)
+    large = np.concatenate([rows] * 50)
+    for _ in range(3):
+        infonce.clip_loss(large, large, scale=2.0)
+    assert [len(z) for z in seen] == [16, 16]

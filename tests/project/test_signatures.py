@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,16 +84,17 @@ def test_mypy_takes_right_calls_and_refuses_wrong_ones(said: str) -> None:
         assert words in lines[line]
 
 
+def defaults(of: Any) -> dict[str, Any]:
+    parameters = inspect.signature(of).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
 @pytest.mark.extras
 @pytest.mark.parametrize("loss", LOSSES)
 def test_help_has_all_keywords(loss: str) -> None:
     """Those of the functions and modules as they are imported, with their defaults."""
     pytest.importorskip("torch")
     import infonce.torch as it
-
-    def defaults(of: object) -> dict[str, object]:
-        parameters = inspect.signature(of).parameters.values()  # type: ignore[arg-type]
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     module = getattr(it, f"{SIGNATURES['CAMEL'][loss]}Loss")
     of_torch = {name: value for name, (_, value) in keywords.of_torch(LOSSES[loss]).items()}
@@ -102,6 +104,16 @@ def test_help_has_all_keywords(loss: str) -> None:
     }
     of_instance = inspect.signature(module(scale=1.0))
     assert "learnable" not in of_instance.parameters
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("loss", LOSSES)
+def test_help_of_jax_has_all_keywords(loss: str) -> None:
+    pytest.importorskip("jax")
+    import infonce.jax as ij
+
+    of_jax = {name: value for name, (_, value) in keywords.of_jax(LOSSES[loss]).items()}
+    assert defaults(getattr(ij, f"{loss}_loss")) == of_jax
 
 
 def test_keywords_of_a_group_are_those_over_ranks() -> None:

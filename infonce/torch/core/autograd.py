@@ -23,6 +23,7 @@ from ...spec import VECTORS, WAITING, Loss
 NOTHING: frozenset[str] = frozenset()
 KEPT = frozenset({"ids", "temperature", *VECTORS})
 UNTRACKED = ("labels", "row ids", "column ids", *VECTORS)
+NO_TENSORS = (None,) * len(UNTRACKED)
 WAITING_DTYPES = {getattr(torch, name): getattr(torch, other) for name, other in WAITING.items()}
 AGAIN = "gradients of the losses of infonce cannot be differentiated again"
 FORWARD = (
@@ -112,6 +113,8 @@ class Call:
     @property
     def untracked(self) -> tuple[Tensor | None, ...]:
         """Labels, ids and vectors where they are tensors: inputs that get no gradient."""
+        if self.labels is None and KEPT.isdisjoint(self.options):
+            return NO_TENSORS
         return tuple([x if isinstance(x, Tensor) else None for x in self._own])
 
     def with_untracked(self, tensors: Sequence[Tensor | None]) -> Call:
@@ -215,10 +218,12 @@ class _Function(_ReverseModeOnly):
         if grads is not None:
             # The first backward pass takes the gradients that the forward pass has left, in place;
             # another one (retain_graph) computes them again
+            is_one = type(upstream) is Tensor and upstream.is_cpu and upstream.item() == 1.0
             grads = [
-                None if grad is None else _times(grad, upstream, dtype)
+                grad if grad is None or (is_one and grad.dtype == dtype)
+                else _times(grad, upstream, dtype)
                 for grad, dtype in zip(grads, ctx.dtypes, strict=True)
-            ]
+            ]  # fmt: skip
         else:
             untracked, (scale, bias, *features) = _split(ctx.saved_tensors)
             call = call.with_untracked(untracked)

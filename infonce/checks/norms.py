@@ -1,0 +1,77 @@
+"""Norms of features in host memory: float64 rows whose products overflow, and a warning of rows far
+from unit norm."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..kernels.norms import has_moderate_squares, log2_norms
+from ..kernels.problem import Array
+from ..spec import Loss
+
+SAMPLE = 16  # rows of each feature array whose norms are looked at, or up to twice as many
+MOST = 2.0  # times the unit norm, and a part of it, that is not far
+LIBRARIES = ("infonce", "torch", "jax", "numba")  # between a loss and its caller
+
+LARGEST_LOGIT = 2.0**1010  # sums of so large numbers stay within float64
+
+
+def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> None:
+    """ValueError where products of finite float64 features may overflow."""
+    if all(z.itemsize == 8 and has_moderate_squares(z) for z in arrays):
+        return
+    norms = [log2_norms(z).max(initial=-np.inf) for z in arrays]  # of NaN, NaN: so is the loss
+    largest = 2.0 * max(norms) if loss.joint else norms[0] + norms[-1]
+    if largest + math.log2(scale) > math.log2(LARGEST_LOGIT):
+        name = loss.arguments[int(np.argmax(norms))]
+        sizes = " and ".join(
+            f"{_power(n)} in {z}" for n, z in zip(norms, loss.arguments, strict=True)
+        )
+        raise ValueError(
+            f"{name}: expected rows whose logits, scale times products, are at most "
+            f"{LARGEST_LOGIT:.1e}; got norms up to {sizes}, and a scale of {scale!r}. With "
+            "normalize=True, rows may have any norm"
+        )
+
+
+def _power(log2: float) -> str:
+    """2^log2, however large, as a decimal number."""
+    return f"1e{log2 * math.log10(2.0):.0f}"
+
+
+_warned = False
+
+
+def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
+    """Warn, once in a process and at the caller's line, of rows whose norms are far from 1. Rows of
+    zeros, and rows that are not finite, do not count."""
+    global _warned
+    if _warned:
+        return
+    for name, z in zip(loss.arguments, arrays, strict=True):
+        norms = log2_norms(z[:: max(1, len(z) // SAMPLE)])
+        norms = norms[np.isfinite(norms)]
+        if len(norms) and max(norms.max(), -norms.min()) > math.log2(MOST):
+            _warned = True
+            low, high = (f"{2.0 ** float(norm):.3g}" for norm in (norms.min(), norms.max()))
+            warnings.warn(
+                f"norms of rows of {name} are {low} to {high}, expected about 1: "
+                "normalize=True divides rows by them; normalize=False is silent",
+                stacklevel=_level_of_caller(),
+            )
+            return
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel`, for the function that calls this one, of the first frame that is outside of
+    the libraries."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
