@@ -85,9 +85,9 @@ __device__ __forceinline__ Direction conclude_direction(Sum negatives, double po
   const bool alone = decoupled || is_nothing(positive);
   d.lse2 = alone ? negatives.max + log2(negatives.sum) : positive + LOG2_E * d.loss;
   const bool none = negatives.sum == 0;
-  const double of_sum = none && decoupled ? 0 : negatives.moment / negatives.sum;
+  const double negative_mean = none && decoupled ? 0 : negatives.moment / negatives.sum;
   d.log_scale_grad = none && !decoupled ? LN_2 * d.negative_probability
-                                        : LN_2 * d.negative_probability * (of_sum - mean);
+                                        : LN_2 * d.negative_probability * (negative_mean - mean);
   return d;
 }
 

@@ -185,10 +185,10 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   const LinearTerms linear = {};
 #endif
   const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
-  const i64 of_these = lanes_row(lanes);
-  if (of_these >= n) return;
-  const Real* sum = acc + of_these * acc_stride;
-  const i64 row = first + of_these;
+  const i64 offset = lanes_row(lanes);
+  if (offset >= n) return;
+  const Real* sum = acc + offset * acc_stride;
+  const i64 row = first + offset;
   prefetch_row(sum, d * sizeof(Real), lane, lanes);
   if (FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
   if (!positives.partner && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);

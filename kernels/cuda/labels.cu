@@ -29,10 +29,10 @@ sort_labels(const i64* labels, i64 n, i64 classes, i64* ids, i64* sorted, i64* o
       const int t = threadIdx.x, a = 2 * t - (t & (step - 1)), b = a + step;
       const bool ascending = label[a] < label[b] || (label[a] == label[b] && row[a] < row[b]);
       if (ascending != ((a & size) == 0)) {
-        const i64 of_a = label[a];
-        const int row_of_a = row[a];
+        const i64 label_a = label[a];
+        const int row_a = row[a];
         label[a] = label[b], row[a] = row[b];
-        label[b] = of_a, row[b] = row_of_a;
+        label[b] = label_a, row[b] = row_a;
       }
     }
   __syncthreads();  // the exchanges come before the reads below

@@ -150,9 +150,9 @@ extern "C" __global__ void positive_products(const __grid_constant__ Rows query,
   const i64 row = i / each, j = positives[i];
   double dot = 0;
   if (j >= 0) {
-    const double of_query = query.inverse(row), of_key = key.inverse(j);
+    const double query_inverse = query.inverse(row), key_inverse = key.inverse(j);
     for (i64 k = threadIdx.x % 32; k < d; k += 32)
-      dot += query.z.get(row, k) * of_query * (key.z.get(j, k) * of_key);
+      dot += query.z.get(row, k) * query_inverse * (key.z.get(j, k) * key_inverse);
   }
   dot = warp_sum(dot);
   if (threadIdx.x % 32 == 0) out[i] = dot;
@@ -172,8 +172,8 @@ extern "C" __global__ void subtract_linear(const __grid_constant__ Rows rows, i6
   const double inverse = rows.inverse(row);
   const auto u = [&](i64 k) { return rows.z.get(row, k) * inverse; };
   const auto term = [&](i64 k) {
-    const double of_row = factor ? factor[row] * (sums[of * d + k] - itself * u(k)) : 0;
-    return of_row + (weighted ? weighted[of * d + k] : 0);
+    const double class_term = factor ? factor[row] * (sums[of * d + k] - itself * u(k)) : 0;
+    return class_term + (weighted ? weighted[of * d + k] : 0);
   };
   double dot = 0;
   if (rows.factor || dots) {

@@ -31,10 +31,10 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
                                       const double* marks, double* out,
                                       double* any_key_not_finite) {
   const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
-  const bool of_query = lanes_row(lanes) >= n;
-  const i64 row = lanes_row(lanes) - (of_query ? n : 0);
-  const bool inside = !of_query || row < m;
-  const Matrix& z = of_query ? queries : keys;
+  const bool is_query = lanes_row(lanes) >= n;
+  const i64 row = lanes_row(lanes) - (is_query ? n : 0);
+  const bool inside = !is_query || row < m;
+  const Matrix& z = is_query ? queries : keys;
   float sum = 0;  // 0 x is NaN for an x that is not finite
   for (i64 k = lane * LANE_FEATURES; inside && k < d; k += lanes * LANE_FEATURES) {
     Real x[LANE_FEATURES];
@@ -42,10 +42,10 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i) sum += (float)(x[i] * 0);
   }
-  const u32 of_warp = __ballot_sync(ALL_LANES, sum != 0);
-  const bool bad = lanes == 32 ? of_warp : of_warp >> (threadIdx.x & 16) & 0xffff;
+  const u32 nonzero_lanes = __ballot_sync(ALL_LANES, sum != 0);
+  const bool bad = lanes == 32 ? nonzero_lanes : nonzero_lanes >> (threadIdx.x & 16) & 0xffff;
   if (lane || !inside) return;
-  if (of_query) out[row] = bad ? NAN_ : marks ? marks[row] : 0;
+  if (is_query) out[row] = bad ? NAN_ : marks ? marks[row] : 0;
   else if (bad) *any_key_not_finite = NAN_;
 }
 
@@ -73,8 +73,8 @@ extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n,
 // largest number is 65504. shifts[0] is for queries, shifts[1] for keys, and products are multiplied by shifts[2]. The
 // arguments come from find_largest; 0: features are taken as they are.
 constexpr int FP16_EXPONENT = 14;
-extern "C" __global__ void find_shifts(const u32* of_queries, const u32* of_keys, double* shifts) {
-  const u32 largest[2] = {*of_queries, *of_keys};
+extern "C" __global__ void find_shifts(const u32* largest_query, const u32* largest_key, double* shifts) {
+  const u32 largest[2] = {*largest_query, *largest_key};
   for (int side = 0; side < 2; ++side) {
     const int exponent = ilogb((double)__uint_as_float(largest[side])) - FP16_EXPONENT;
     shifts[side] = largest[side] ? ldexp(1.0, exponent) : 1;

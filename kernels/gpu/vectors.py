@@ -21,7 +21,7 @@ from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
 from .schedule import needs_kernels_alone
 
-# struct Spelling where all vectors are given
+# struct DefaultVectors where all vectors are given
 SPELLED_OUT: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
 
 _CONCLUDE = compiler.flatten("conclude.cuh")  # merge, conclude_direction
@@ -159,8 +159,8 @@ class TiledVectors(ElementwiseVectors):
         return TiledVectors(launcher, Scalars(launcher, problem), problem.query)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:
-        """The problem with its vectors as arrays, and struct Spelling for the kernel that writes
-        them."""
+        """The problem with its vectors as arrays, and struct DefaultVectors for the
+        kernel that writes them."""
         m = problem.shape[0]
         positives, upstream = problem.positives, problem.upstream
         by_rule, same, value = None, None, 0.0
@@ -217,7 +217,7 @@ class TiledVectors(ElementwiseVectors):
         self.launcher.vectors(
             "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
             positive=positive, set_size=1 if positive is None else positive.size // m, m=m, n=n,
-            spelling=spelling, any_key_not_finite=any_key,
+            defaults=spelling, any_key_not_finite=any_key,
         )  # fmt: skip
 
     def limits(self, problem: Problem, dots: Array) -> Array:
@@ -307,7 +307,7 @@ class TiledVectors(ElementwiseVectors):
             "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.scalars.scale,
             row_factor=row_factor, losses=losses, bias_grad=bias_grad,
             log_scale_grad=log_scale_grad, positive=positive,
-            spelling=spelling, any_key_not_finite=self.any_key,
+            defaults=spelling, any_key_not_finite=self.any_key,
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 

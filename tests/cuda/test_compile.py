@@ -255,14 +255,14 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
         assert "serialized" not in log
         assert spilled(log) <= (SPILLS_EXTRAS if extras else SWEEPS[name][1]), (defines, log)
     for name in ("lse", "gradient"):
-        for of_tiles in ("bf16", "fp64") if THOROUGH else ("bf16",):
-            tile = config.tile_for(of_tiles, 64, DEVICES["sm_80"])
-            compile_within_budget(name, of_tiles, "sm_80", tile, 0, int(extras), SETS=1)
+        for element in ("bf16", "fp64") if THOROUGH else ("bf16",):
+            tile = config.tile_for(element, 64, DEVICES["sm_80"])
+            compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1)
             tile, more = (
-                config.tile_for(of_tiles, 64, DEVICES["sm_80"], 2),
+                config.tile_for(element, 64, DEVICES["sm_80"], 2),
                 {"LIMITS": 1, "BIAS": 1},
             )
-            compile_within_budget(name, of_tiles, "sm_80", tile, 0, int(extras), SETS=1, **more)
+            compile_within_budget(name, element, "sm_80", tile, 0, int(extras), SETS=1, **more)
     defines = {"PRECISION": "FP32", "FACTORS": int(extras), "SETS": 1}
     assert spilled(compiler.compile_for("finish.cu", defines, "sm_80", options)[1]) <= 64
 

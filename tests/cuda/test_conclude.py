@@ -98,12 +98,12 @@ def finite_cases() -> np.ndarray:
     ])  # fmt: skip
     gaps = np.round(gaps * 2**30) / 2**30
     power = rng.integers(-20, 20, len(gaps))
-    of_gaps = np.stack([gaps - power, 2.0**power, 0 * gaps], 1)
+    gap_rows = np.stack([gaps - power, 2.0**power, 0 * gaps], 1)
     # Logits so large that a sum's logarithm is lost beside them
     huge = [
         (2.0**s + 64 * a, 2.0**k, 2.0**s) for s in (55, 57) for a in (-1, 0, 1) for k in (0, 1, 3)
     ]
-    rows = np.concatenate([of_gaps, huge])
+    rows = np.concatenate([gap_rows, huge])
     mean = rng.uniform(-1, 1, len(rows)) * np.maximum(1, np.abs(rows[:, 0]))
     return np.insert(rows, 2, mean * rows[:, 1], axis=1)
 
@@ -131,7 +131,7 @@ def ulps(found: float, expected: mp.mpf, of: float | None = None) -> float:
 def test_finite(conclude: Conclude) -> None:
     rows = finite_cases()
     for row, found in zip(rows, conclude(rows), strict=True):
-        loss, share, lse2, of_scale = reference(row)
+        loss, share, lse2, scale_gradient = reference(row)
         # CUDA's log2 is off by up to 1 ulp, of powers of two as well, and with it the gap
         gap = math.ulp(math.log2(row[1])) if conclude is on_gpu else 0.0
         bound = 4 + math.log(2) * gap / 2.0**-53
@@ -139,20 +139,20 @@ def test_finite(conclude: Conclude) -> None:
         assert ulps(found[1], share) <= bound, row
         assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 3]]), abs(lse2))) <= 4, row
         size = float(share) * max(abs(row[2] / row[1]), abs(row[3]), 1.0)  # before they cancel
-        assert size < 2.0**-960 or ulps(found[3], of_scale, size) <= bound + 4, row
+        assert size < 2.0**-960 or ulps(found[3], scale_gradient, size) <= bound + 4, row
 
 
 def test_the_counterpart_in_python() -> None:
     """Its share is 2^(gap - softplus), to the digits that this exponent has."""
     rows = finite_cases()
     for row, found in zip(rows, in_numpy(rows), strict=True):
-        loss, share, lse2, of_scale = reference(row)
+        loss, share, lse2, scale_gradient = reference(row)
         assert ulps(found[0], loss) <= 4, row
-        of_share = 4 + abs(row[0] - row[3]) + abs(math.log2(row[1]))
-        assert ulps(found[1], share) <= of_share, row
+        share_bound = 4 + abs(row[0] - row[3]) + abs(math.log2(row[1]))
+        assert ulps(found[1], share) <= share_bound, row
         assert ulps(found[2], lse2, max(1.0, *abs(row[[0, 3]]), abs(lse2))) <= 4, row
         size = float(share) * max(abs(row[2] / row[1]), abs(row[3]), 1.0)  # before they cancel
-        assert size < 2.0**-960 or ulps(found[3], of_scale, size) <= of_share + 4, row
+        assert size < 2.0**-960 or ulps(found[3], scale_gradient, size) <= share_bound + 4, row
 
 
 NO_NUMBERS: Numbers = [  # max, sum, positive; loss, share, lse2. Moments are sums times maxima
@@ -179,10 +179,10 @@ def test_infinities_and_nan(conclude: Conclude) -> None:
     with np.errstate(invalid="ignore"):
         moment = np.where(total == 0, 0.0, total * top)
         mean = np.where(total == 0, positive, top)
-        of_scale = np.where(total == 0, table[:, 4], LN_2 * table[:, 4] * (mean - positive))
+        scale_gradient = np.where(total == 0, table[:, 4], LN_2 * table[:, 4] * (mean - positive))
     found = conclude(np.stack([top, total, moment, positive], 1))
     np.testing.assert_array_equal(found[:, :3], table[:, 3:])
-    np.testing.assert_array_equal(np.isfinite(found[:, 3]), np.isfinite(of_scale))
+    np.testing.assert_array_equal(np.isfinite(found[:, 3]), np.isfinite(scale_gradient))
     np.testing.assert_array_equal(found[:2, 3], 0.0)  # without negatives
 
 

@@ -104,11 +104,11 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         return cuda.asked
 
     for array in (given, other):
-        of_rank = "exchange", array.data.ptr
+        rank_key = "exchange", array.data.ptr
         plain = ask(array)
         assert [what for what, _ in plain] == kinds
         assert plain[1:3] == [("product", 0)] * 2
-        assert plain[3] == plain[5] == of_rank
+        assert plain[3] == plain[5] == rank_key
         first = [plain[0], *[("product", cuda.workspace)] * 2]
         for _ in range(3):
             cuda.user_captures = True  # a capture of one's own gets no graph

@@ -34,8 +34,8 @@ class Kernels:
         assert grid * block >= -(-n // config.PIECE_ROWS) * -(-d // linear.LANE_FEATURES)
         segment = np.zeros(n, int) if segment is None else segment
         order = np.arange(n) if order is None else order
-        of_places = segment[order]
-        assert len(set(of_places)) == 1 + (np.diff(of_places) != 0).sum()
+        places = segment[order]
+        assert len(set(places)) == 1 + (np.diff(places) != 0).sum()
         terms = unit_rows(a["rows"])
         if a["weight"] is not None:
             terms = a["weight"][:, None] * terms
@@ -53,12 +53,12 @@ class Kernels:
             return
         u, segment = unit_rows(a["rows"])[:n], a["segment"]
         segment = np.zeros(n, int) if segment is None else segment[:n]
-        of_rows = 0.0 if a["sums"] is None else a["sums"][segment]
+        row_sums = 0.0 if a["sums"] is None else a["sums"][segment]
         if kernel == "segment_products":
-            a["out"][:] = (u * (of_rows - a["itself"] * u)).sum(axis=1) * (segment >= 0)
+            a["out"][:] = (u * (row_sums - a["itself"] * u)).sum(axis=1) * (segment >= 0)
             return
         assert kernel == "subtract_linear"
-        t = 0.0 if a["factor"] is None else a["factor"][:n, None] * (of_rows - a["itself"] * u)
+        t = 0.0 if a["factor"] is None else a["factor"][:n, None] * (row_sums - a["itself"] * u)
         if a["weighted"] is not None:
             t = t + a["weighted"][segment]
         inverse, radial = 1.0, ((t * u).sum(axis=1) * (segment >= 0))[:, None]
@@ -124,17 +124,17 @@ def test_sums_and_gradients(
     q, k = rng.standard_normal((40, 5)), rng.standard_normal((50, 5))
     k = q if symmetric else k
     m, n, count = len(q), len(k), 4
-    of_rows = rng.integers(0, count, m)
-    of_columns = of_rows if symmetric else rng.integers(0, count, n)
+    query_segments = rng.integers(0, count, m)
+    key_segments = query_segments if symmetric else rng.integers(0, count, n)
     ids = np.array([7, -3, 50, 0])  # in the place of segments' numbers
-    segments = Segments(of_rows, of_columns, count)
+    segments = Segments(query_segments, key_segments, count)
     if by_ids:
-        given = ids[of_rows]
-        segments = Segments(given, given if symmetric else ids[of_columns])
+        given = ids[query_segments]
+        segments = Segments(given, given if symmetric else ids[key_segments])
     found = rows_of(monkeypatch, *((q,) if symmetric else (q, k)), normalize=normalize)
     query, key = found[0], found[-1]
 
-    same = (of_rows[:, None] == of_columns).astype(float)
+    same = (query_segments[:, None] == key_segments).astype(float)
     if symmetric:
         np.fill_diagonal(same, 0)
     length = [np.linalg.norm(z, axis=1, keepdims=True) if normalize else 1.0 for z in (q, k)]
@@ -167,9 +167,9 @@ def test_sums_and_gradients(
     np.testing.assert_allclose(query_dots, wanted_dots[0], atol=1e-12)
     if symmetric:
         return
-    of_keys = LinearGradient(np, query, key, term, True, False)
+    key_gradient = LinearGradient(np, query, key, term, True, False)
     for part in (slice(0, 20), slice(20, n)):
-        key.subtract(of_keys.part(part), dk[part], key_dots[part], part.start)
+        key.subtract(key_gradient.part(part), dk[part], key_dots[part], part.start)
     np.testing.assert_allclose(dk, wanted[1], atol=1e-12)
     np.testing.assert_allclose(key_dots, wanted_dots[1], atol=1e-12)
 

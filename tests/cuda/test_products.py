@@ -134,14 +134,16 @@ class HostQueue(Queue):
         (_, op, d, n, k, alpha, z, given, z_stride, p, _, p_stride, beta, out, made, out_stride,
          *_), batch = arguments[:18], arguments[18:] or (0, 0, 0, 1)  # fmt: skip
         element, real = CUBLAS_TYPES[given], CUBLAS_TYPES[made]
-        of_alpha, of_beta = (float(host(number, 1, 1, 1, real)[0, 0]) for number in (alpha, beta))
+        alpha_value, beta_value = (
+            float(host(number, 1, 1, 1, real)[0, 0]) for number in (alpha, beta)
+        )
         for i in range(batch[3]):
             shape = (n, k) if op == 0 else (k, n)
             left = host(p + i * batch[1] * element.itemsize, *shape, p_stride, element)
             right = host(z + i * batch[0] * element.itemsize, k, d, z_stride, element)
             to = host(out + i * batch[2] * real.itemsize, n, d, out_stride, real)
             product = (left if op == 0 else left.T).astype(np.float64) @ right.astype(np.float64)
-            to[...] = of_alpha * product + (of_beta * to if of_beta else 0)
+            to[...] = alpha_value * product + (beta_value * to if beta_value else 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,13 +197,13 @@ def gradients_of_panels(
             cupy.empty_like(problem.query), cupy.empty_like(problem.key), None, *wrt
         )
         recorded.solution(problem, gradients, queue)
-    for of_keys in (of for of, wanted in zip((False, True), wrt, strict=True) if wanted):
-        left, right = (p.T, query) if of_keys else (p, key)
+    for key_side in (of for of, wanted in zip((False, True), wrt, strict=True) if wanted):
+        left, right = (p.T, query) if key_side else (p, key)
         right = right.astype(np.float64)
-        found = np.stack([queue.sums[of_keys][i] for i in range(n if of_keys else m)])
+        found = np.stack([queue.sums[key_side][i] for i in range(n if key_side else m)])
         size = np.sqrt(left**2 @ right**2)  # of sums whose terms have random signs
         error = np.linalg.norm(found - left @ right) / np.linalg.norm(size)
-        assert error <= BOUND[precision], (of_keys, error)
+        assert error <= BOUND[precision], (key_side, error)
     return queue
 
 

@@ -262,7 +262,7 @@ def test_one_fold_makes_both_gradients_of_one_softmax(
     """Where blocks of all keys have enough rows. Of each pair of parts there is one product for dQ
     and one for dK, or two where some of its accumulators overlay it."""
     monkeypatch.setattr(recorder, "MAX_STEPS", 10**6)
-    of_parts = 3 if precision == "bf16x3" else 1
+    part_products = 3 if precision == "bf16x3" else 1
 
     def blocks(m: int, n: int, d: int, **options: Any) -> int:
         """Blocks that are swept in one pass; 0 for two folds."""
@@ -272,7 +272,7 @@ def test_one_fold_makes_both_gradients_of_one_softmax(
         assert (found["sweep_lse"] == found["sweep_gradient"] == 0) == (swept > 0)
         if swept:
             products = wrt[0] + 1 + (found["_copy"] > 0)
-            assert found["_gemm"] == products * of_parts * swept
+            assert found["_gemm"] == products * part_products * swept
         return swept
 
     for m, n, d in ((1024, 8192, 384), (2048, 16384, 768), (4096, 4096, 512)):
@@ -317,9 +317,9 @@ def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
             positives = cupy.empty((300, 3), np.int64)
             problem = Problem(query, key, 14.0, 1 / 300, positives, compute=precision)
             recorded.solution(problem, Gradients(query, key), into)
-        of_sets = [(kernel, options.get("SETS", 0)) for kernel, options, *_ in launches(into)]
-        assert looking & {kernel for kernel, _ in of_sets}
-        for kernel, sets in of_sets:
+        set_defines = [(kernel, options.get("SETS", 0)) for kernel, options, *_ in launches(into)]
+        assert looking & {kernel for kernel, _ in set_defines}
+        for kernel, sets in set_defines:
             assert sets == (kernel in looking), kernel
         for kernel, options, *_ in launches(recording(300, 300, 70, precision, labels=True)):
             assert "SETS" not in options, kernel

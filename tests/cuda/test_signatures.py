@@ -90,9 +90,9 @@ def test_names_that_are_missing_or_unknown(given: dict[str, int]) -> None:
     signature = signatures.signature("vectors.cu", "per_unit")
     with pytest.raises(TypeError, match=r"^per_unit: expected x, n, ranges, out; got x, n, ranges"):
         signature.arguments(given)
-    of_scale = signatures.signature("vectors.cu", "raise_scale")
+    raise_scale = signatures.signature("vectors.cu", "raise_scale")
     with pytest.raises(TypeError, match=r"^Scale: expected value, pointer, factor, shift; got"):
-        of_scale.arguments({"by": 3, "out": 9, "scale": given})
+        raise_scale.arguments({"by": 3, "out": 9, "scale": given})
     with pytest.raises(TypeError, match=r"^per_unit: expected"):
         Recorder().launch(Function(), signature, 1, 128, 0, given)
 

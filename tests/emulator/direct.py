@@ -160,7 +160,7 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     }  # fmt: skip
     arguments = sweep_arguments(z, sweep) | {
         "positive": positive.ptr, "row_pairs": rows.ptr, "row_stride": z.m,
-        "column_pairs": columns.ptr, "column_stride": z.n, "marks": marks.ptr,
+        "column_pairs": columns.ptr, "column_stride": z.n, "written_tiles": marks.ptr,
         "kept": {"references": 0, "stride": 0, "anew": 0}, "panel": NO_PANEL,
         "panel_map": np.zeros(1, "V128"), "row_moments": 0, "column_moments": 0,
     }  # fmt: skip

@@ -153,10 +153,10 @@ def record(xp: Any, device: str) -> dict[str, Any]:
 def bound(name: str, dtype: str, precision: str) -> float:
     """How far two results may be apart, as a share of their norm."""
     if name.startswith(("loss", "lse")):
-        of_one = max(LOSS_BOUND[dtype], {"tf32": 1e-4, "bf16x3": 1e-5}.get(precision, 0.0))
+        single_bound = max(LOSS_BOUND[dtype], {"tf32": 1e-4, "bf16x3": 1e-5}.get(precision, 0.0))
     else:
-        of_one = max(GRAD_BOUND[dtype], {"tf32": 2e-3, "bf16x3": 1e-4}.get(precision, 0.0))
-    return 2 * of_one * SPREAD**0.5
+        single_bound = max(GRAD_BOUND[dtype], {"tf32": 2e-3, "bf16x3": 1e-4}.get(precision, 0.0))
+    return 2 * single_bound * SPREAD**0.5
 
 
 class Told(NamedTuple):

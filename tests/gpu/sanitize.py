@@ -257,8 +257,8 @@ def write(path: Path, runs: list[dict[str, Any]], launched: set[str]) -> None:
     from infonce.cli import machine
 
     earlier = json.loads(path.read_text()) if path.exists() else {"runs": [], "kernels": []}
-    of_this = {"commit": machine.commit(), "date": machine.now()}
-    runs = [run | of_this for run in runs]
+    run_record = {"commit": machine.commit(), "date": machine.now()}
+    runs = [run | run_record for run in runs]
     mine = [(run["tool"], run["kernels"], run["matching"]) for run in runs]
     others = [
         run for run in earlier["runs"]
@@ -292,11 +292,11 @@ def main() -> int:
             if tool not in arguments.tools or kernels not in arguments.kernels:
                 continue
             parts = 2 * arguments.jobs
-            of_part = partial(checked, tool, kernels, pattern, parts=parts)
-            found = list(pool.map(of_part, range(parts)))
+            check_part = partial(checked, tool, kernels, pattern, parts=parts)
+            found = list(pool.map(check_part, range(parts)))
             for part in range(parts):  # side by side they may have lacked memory
                 if found[part]["killed"]:
-                    found[part] = of_part(part)
+                    found[part] = check_part(part)
             launched |= {name for part in found for name in part["launched"]}
             clean = clean and all(part["clean"] for part in found)
             runs.append({

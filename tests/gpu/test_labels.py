@@ -136,11 +136,11 @@ def test_sums(dtype: str, kind: str | None, n: int, width: int, normalize: bool)
         assert (abs(found - want)[used] <= bound * size[used]).all()
         assert bool((sums[0] == sums[1])[cupy.asarray(used)].all())  # bit for bit
     products = rows.products(segments.rows, sums[0], 1.0).get()
-    of_rows = found[np.maximum(place, 0)] - u
+    row_sums = found[np.maximum(place, 0)] - u
     # a row's factor of its normalisation is rounded to the precision of sums: it comes in twice
     rounding = 1e-13 if dtype == "float64" else 2.0**-22
-    error = abs(products - here * (u * of_rows).sum(axis=1))
-    assert (error <= rounding * (abs(u) * (abs(of_rows) + abs(u))).sum(axis=1)).all()
+    error = abs(products - here * (u * row_sums).sum(axis=1))
+    assert (error <= rounding * (abs(u) * (abs(row_sums) + abs(u))).sum(axis=1)).all()
 
 
 @pytest.mark.parametrize("n", [1, 100, 5000])

@@ -348,9 +348,9 @@ def test_options_of_the_softmax(
     if not few:
         request.getfixturevalue("no_few_logits")
     loss, _, sets = loss.partition(" ")
-    of_views = loss in ("nt_xent", "sup_con")
-    args = pairs("partly aligned", 15 if of_views else 30, 15 if of_views else 30, 8, np.float64, 3)
-    args = arguments("nt_xent" if of_views else loss, *args)
+    one_set = loss in ("nt_xent", "sup_con")
+    args = pairs("partly aligned", 15 if one_set else 30, 15 if one_set else 30, 8, np.float64, 3)
+    args = arguments("nt_xent" if one_set else loss, *args)
     given = {k: v for k, v in options.items() if k not in REFUSED.get(loss, ())}
     labels = None
     if loss == "info_nce":
@@ -362,7 +362,7 @@ def test_options_of_the_softmax(
     if loss == "sup_con":
         labels = np.arange(30) // 4
         labels[3] = -1  # and rows 28, 29 are a class of two
-    of_reference = dict(given) if labels is None else given | {"labels": labels}
+    reference_options = dict(given) if labels is None else given | {"labels": labels}
     if "weights" in given:
         some = np.ones(30, bool)
         if loss == "sup_con":
@@ -370,8 +370,8 @@ def test_options_of_the_softmax(
         elif labels is not None:
             some = (labels.reshape(30, -1) >= 0).any(axis=1)
         weights = some * given["weights"]
-        of_reference["weights"] = weights / weights.sum()
-    want = getattr(reference, loss)(*args, scale=6.0, **of_reference)
+        reference_options["weights"] = weights / weights.sum()
+    want = getattr(reference, loss)(*args, scale=6.0, **reference_options)
     given |= {"scale": 6.0, "workspace": workspace, "offload": True}
     last = spec.LOSSES[loss].arguments[-1]
     for wrt in (None, (last, "scale")) if loss != "lit" else (None,):

@@ -83,8 +83,8 @@ def clear_margin(z: Any, name: str, labels: Any = None, normalize: bool = False)
     top = np.diag(above)
     if labels is not None:
         labels = labels.reshape(len(above), -1)
-        of_labels = np.take_along_axis(above, np.maximum(labels, 0), axis=1)
-        top = np.where(labels < 0, -np.inf, of_labels).max(axis=1)
+        label_logits = np.take_along_axis(above, np.maximum(labels, 0), axis=1)
+        top = np.where(labels < 0, -np.inf, label_logits).max(axis=1)
     above = above - np.where(np.isneginf(top), np.inf, top)[:, None]
     if name == "clip":
         other = key @ query.T
@@ -351,8 +351,8 @@ def test_both_folds_leave_out_the_same_pairs(
         rounding = bounds.get(dtype if precision == "auto" else precision, 1e-5)
         assert slope < rounding * sum(len(gradient) for gradient in got.grads[:-1])
         if name == "info_nce" and not normalize:
-            of_rows = cupy.abs(got.grads.query[:, ::2]).max(axis=1) * width**0.5
-            assert float(of_rows.max()) < rounding
+            row_norms = cupy.abs(got.grads.query[:, ::2]).max(axis=1) * width**0.5
+            assert float(row_norms.max()) < rounding
 
 
 def test_the_limit_is_that_of_each_row_and_column() -> None:

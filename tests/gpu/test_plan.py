@@ -305,7 +305,7 @@ def test_graphs_of_options(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "weights": cupy.asarray(rng.random(ROWS)),
         "key_bias": cupy.asarray(rng.random(ROWS)),
     }
-    for loss, of_rows, options in fewer((
+    for loss, row_options, options in fewer((
         ("sup_con", labels(90), {}), ("sup_con", labels(3), {"decoupled": True}),
         ("gte", None, {}), ("info_nce", labels(ROWS), {}), ("info_nce", sets, {}),
         ("clip", None, numbers), ("clip", None, vectors), ("clip", None, {"label_smoothing": 0.1}),
@@ -313,7 +313,7 @@ def test_graphs_of_options(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ), 5):  # fmt: skip
         kind = {"sup_con": "nt_xent", "gte": "clip"}.get(loss, loss)
         arguments = [features(kind, ROWS, 72, dtype_of(dtype), i) for i in range(2)]
-        for i, more in enumerate(of_rows or []):
+        for i, more in enumerate(row_options or []):
             arguments[i].append(more)
         known: Any = {"scale": 14.0, "method": "tiled", **options}
         assert asked_again(monkeypatch, loss, arguments, **known) >= 3, (loss, options)

@@ -79,14 +79,14 @@ def test_features_of_any_size(loss: str, dtype: str, precision: str) -> None:
     scales go along), those of queries otherwise than those of keys, rows of many sizes, and nothing
     but zeros."""
     n = smaller(300, 140)
-    for i, (of_query, of_key, rows) in fewer(enumerate((
+    for i, (query_exponent, key_exponent, rows) in fewer(enumerate((
         (-9, -10, 0), (30, 28, 0), (60, -50, 0), (-3, 7, 9), (0, 0, 14)
     )), 3):  # fmt: skip
         image, text = pairs(KINDS[i % 3], n, n, 96, np.float64, i)
-        image *= 2.0 ** (of_query - np.arange(n) % (rows + 1))[:, None]
-        args = arguments(loss, image, text * 2.0**of_key)
+        image *= 2.0 ** (query_exponent - np.arange(n) % (rows + 1))[:, None]
+        args = arguments(loss, image, text * 2.0**key_exponent)
         args = tuple(z.astype(dtype_of(dtype)) for z in args)
-        both = 2 * of_query if loss == "nt_xent" else of_query + of_key
+        both = 2 * query_exponent if loss == "nt_xent" else query_exponent + key_exponent
         scale = 20.0 * 2.0**-both
         if not SCALES["fp32"][0] <= scale <= SCALES["fp32"][1]:  # the loss is NaN, as it says
             assert loss == "nt_xent"  # whose scale undoes the size of queries twice: 2^-120

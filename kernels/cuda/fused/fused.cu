@@ -162,14 +162,14 @@ fused(const __grid_constant__ Fused f) {
       grid_barrier(f.barrier, target);
     }
     const i64 wide = (f.d + FUSED_TILE - 1) / FUSED_TILE;
-    const i64 of_queries = f.dq.data ? down * wide : 0;
-    const i64 of_keys = !SYMMETRIC && f.dk.data ? across * wide : 0;
-    for (i64 t = blockIdx.x; t < of_queries + of_keys; t += gridDim.x) {
-      if (SYMMETRIC || t < of_queries)
+    const i64 query_tiles = f.dq.data ? down * wide : 0;
+    const i64 key_tiles = !SYMMETRIC && f.dk.data ? across * wide : 0;
+    for (i64 t = blockIdx.x; t < query_tiles + key_tiles; t += gridDim.x) {
+      if (SYMMETRIC || t < query_tiles)
         gradient_tile<0>(f, t / wide * FUSED_TILE, t % wide * FUSED_TILE, shared);
       else
-        gradient_tile<1>(f, (t - of_queries) / wide * FUSED_TILE,
-                         (t - of_queries) % wide * FUSED_TILE, shared);
+        gradient_tile<1>(f, (t - query_tiles) / wide * FUSED_TILE,
+                         (t - query_tiles) % wide * FUSED_TILE, shared);
     }
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
       const double dots = sum_of(f.row_dot, f.m), sums = sum_of(f.row_sum, f.m);

@@ -107,7 +107,7 @@ struct GapResult {
   double loss, negative_probability;
 };
 // What follows from a gap (conclude.cuh). Not inlined, so that this short launch fetches the code once.
-__device__ __noinline__ GapResult of_gap(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
+__device__ __noinline__ GapResult gap_result(double gap) { return {softplus2(gap), sigmoid2(gap)}; }
 
 __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, double bias,
                                double* memory) {
@@ -122,7 +122,7 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
 
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (SIGMOID) {
-      const GapResult at = of_gap(-LOG2_E * (scale * (double)x[y] + bias));
+      const GapResult at = gap_result(-LOG2_E * (scale * (double)x[y] + bias));
       here = -upstream_of(f, i) * scale * at.negative_probability;
       for (i64 j = team.lane; j < f.n; j += team.lanes) {
         if (j == y || excluded(f, i, j)) continue;
@@ -133,16 +133,16 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
       }
       loss = team.sum(loss) + at.loss;
     } else {
-      const GapResult row = of_gap(f.row_gap[i]);
+      const GapResult row = gap_result(f.row_gap[i]);
       loss = f.row_weight * row.loss;
       here = -upstream_of(f, i) * f.row_weight * scale * row.negative_probability;
       if (TWO_SIDED) {
-        const GapResult column = of_gap(f.column_gap[i]);
+        const GapResult column = gap_result(f.column_gap[i]);
         loss += f.column_weight * column.loss;
         here -= upstream_of(f, i) * f.column_weight * scale * column.negative_probability;
       }
       if (SYMMETRIC)  // the pair counts for both its rows
-        here -= upstream_of(f, y) * f.row_weight * scale * of_gap(f.row_gap[y]).negative_probability;
+        here -= upstream_of(f, y) * f.row_weight * scale * gap_result(f.row_gap[y]).negative_probability;
     }
     if (team.lane == 0) f.losses[i] = (Real)(loss + bad);
     if (!f.gradient) continue;

@@ -140,20 +140,22 @@ similarity(const Real* u, const Real* v, i64 m, i64 n, i64 d, const __grid_const
   }
 }
 
-// One block a tile of out [rows, d]. OF_ROWS: sum_j G_ij v_j; OF_COLUMNS: sum_i G_ij u_i; OF_BOTH:
-// of one set of rows, sum_j (G_ij + G_ji) u_j.
-enum { OF_ROWS, OF_COLUMNS, OF_BOTH };
+// One block a tile of out [rows, d], which is
+//     QUERY_GRADIENT    sum_j G_ij v_j
+//     KEY_GRADIENT      sum_i G_ij u_i
+//     BOTH_GRADIENTS    sum_j (G_ij + G_ji) u_j, if the queries are the keys
+enum { QUERY_GRADIENT, KEY_GRADIENT, BOTH_GRADIENTS };
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
 feature_gradient(const Real* g, const Real* z, i64 m, i64 n, i64 d, i64 which,
                  const __grid_constant__ Scale scale, Real* out) {
-  const i64 rows = which == OF_COLUMNS ? n : m, across = (d + NAIVE_TILE - 1) / NAIVE_TILE;
+  const i64 rows = which == KEY_GRADIENT ? n : m, across = (d + NAIVE_TILE - 1) / NAIVE_TILE;
   const i64 i0 = blockIdx.x / across * NAIVE_TILE, j0 = blockIdx.x % across * NAIVE_TILE;
   const auto features = [=](i64 j, i64 k) { return z[k * d + j]; };
   double sum[4] = {};
-  if (which != OF_COLUMNS)
+  if (which != KEY_GRADIENT)
     multiply<true, false>(sum, i0, rows, j0, d, n, [=](i64 i, i64 k) { return g[i * n + k]; },
                           features);
-  if (which != OF_ROWS)
+  if (which != QUERY_GRADIENT)
     multiply<false, false>(sum, i0, rows, j0, d, m, [=](i64 i, i64 k) { return g[k * n + i]; },
                            features);
   const i64 j = j0 + threadIdx.x % NAIVE_TILE;

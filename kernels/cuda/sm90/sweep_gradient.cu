@@ -3,7 +3,7 @@
 #include "sm90/sweep/gradient.cuh"
 #include "sm90/sweep/panel.cuh"
 
-struct Gradient : OfLogits {
+struct Gradient : LogitGradient {
   struct WarpgroupShared {
     GradientPanelStrip::Shared strips;
   };
@@ -18,13 +18,13 @@ struct Gradient : OfLogits {
   template <bool ONE>
   __device__ __forceinline__ void write(float (&x)[64], int t) {
     const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
-    float4 v = of_slice(consumer.v, 0);
+    float4 v = load_slice(consumer.v, 0);
     SliceColumns columns(consumer.columns, 0, lane);
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
       values<ONE>(x, s, v, columns, ONE ? make_float4(0, 0, 0, 0) : references(t, s));
       if (s + 1 < SLICES) {  // ahead of the stores, which take long
-        v = of_slice(consumer.v, s + 1);
+        v = load_slice(consumer.v, s + 1);
         columns = SliceColumns(consumer.columns, s + 1, lane);
       }
       out.store(x, s, row, t * TILE_COLUMNS, b, lane);

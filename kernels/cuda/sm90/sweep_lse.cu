@@ -45,8 +45,8 @@
 #define KEEP 0
 #endif
 
-#ifndef MARKS
-#define MARKS 1024  // tiles in a warp's bitmask: up to 32 a lane
+#ifndef MAX_WRITTEN_TILES
+#define MAX_WRITTEN_TILES 1024  // bits of `written_tiles`: 32 a lane
 #endif
 
 // Rows of a kept tile have reference exponents this close to the strip's. What is lost of a row is below 2^-126
@@ -80,7 +80,7 @@ struct Lse {
   Partials row_partials;  // [slots, row_stride]
   i64 row_stride;
   Partials column_partials;  // of this warpgroup, from this thread's column of tile 0 on
-  u32* marks;            // [blocks, 32]
+  u32* written_tiles;    // [blocks, 32]
   float c;
   const Kept& kept;
   const GradientPanelStrip* out;  // KEEP
@@ -88,11 +88,11 @@ struct Lse {
 
   Work work;
   Rows rows;
-  Partial of_row[2];   // so far; four threads share a row's sum
+  Partial row_sum[2];   // so far; four threads share a row's sum
   float reference;     // reference exponent of the strip
   bool steady;         // it is that of all rows' sums
-  Partial of_column;   // of this thread's column, of all panels so far
-  Partial of_strip;    // of this thread's column, in the tile and this warp's strip (KEEPS_OWN_STRIP)
+  Partial column_sum;   // of this thread's column, of all panels so far
+  Partial strip_sum;    // of this thread's column, in the tile and this warp's strip (KEEPS_OWN_STRIP)
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
     return lane.row_of(work.panel, h);
@@ -102,7 +102,7 @@ struct Lse {
     work = w;
     rows.load(b, w.panel, lane);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) of_row[h] = Partial::empty();
+    for (int h = 0; h < 2; ++h) row_sum[h] = Partial::empty();
     steady = false;
   }
 
@@ -110,8 +110,8 @@ struct Lse {
     consumer.columns.publish(b, t, lane);
     if (!COLUMNS) return;
     // While the last products run, in time for end_tile
-    of_column = Partial::empty();
-    if (has_pairs(t) && inside(t)) of_column = column_partials.get(t * TILE_COLUMNS);
+    column_sum = Partial::empty();
+    if (has_pairs(t) && inside(t)) column_sum = column_partials.get(t * TILE_COLUMNS);
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
@@ -158,36 +158,36 @@ struct Lse {
   // Sums against the strip's reference exponent. False, and nothing has changed, if it does not serve.
   __device__ __forceinline__ bool sum_with_shared_reference(const float (&x)[64], int t) {
     const float shift[2] = {reference, reference};
-    Partial of_tile[2] = {{reference}, {reference}};
-    bool good = sums<false>(x, t, shift, nullptr, reference, of_tile);
+    Partial tile_sums[2] = {{reference}, {reference}};
+    bool good = sums<false>(x, t, shift, nullptr, reference, tile_sums);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (of_tile[h].sum > MAX_TILE_SUM) good = false;
-      if (MOMENTS && fabsf(of_tile[h].moment) > MAX_TILE_MOMENT) good = false;
+      if (tile_sums[h].sum > MAX_TILE_SUM) good = false;
+      if (MOMENTS && fabsf(tile_sums[h].moment) > MAX_TILE_MOMENT) good = false;
     }
     if (__any_sync(ALL_LANES, !good)) return false;
     if (steady) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        of_row[h].sum += of_tile[h].sum;
-        if (MOMENTS) of_row[h].moment += of_tile[h].moment;
+        row_sum[h].sum += tile_sums[h].sum;
+        if (MOMENTS) row_sum[h].moment += tile_sums[h].moment;
       }
       return true;
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (LIMITS && of_tile[h].sum == 0 && largest(x, h, rows, consumer.columns, lane) == LOW) {
-        of_tile[h] = of_row[h];
+      if (LIMITS && tile_sums[h].sum == 0 && largest(x, h, rows, consumer.columns, lane) == LOW) {
+        tile_sums[h] = row_sum[h];
         continue;
       }
-      of_tile[h].add(of_row[h]);
-      const bool small = of_tile[h].reference == reference && of_tile[h].sum < MIN_EXACT_SUM;
+      tile_sums[h].add(row_sum[h]);
+      const bool small = tile_sums[h].reference == reference && tile_sums[h].sum < MIN_EXACT_SUM;
       if (small && row(h) < b.q.rows) good = false;
     }
     if (__any_sync(ALL_LANES, !good)) return false;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) of_row[h] = of_tile[h];
-    steady = __all_sync(ALL_LANES, of_row[0].reference == reference && of_row[1].reference == reference);
+    for (int h = 0; h < 2; ++h) row_sum[h] = tile_sums[h];
+    steady = __all_sync(ALL_LANES, row_sum[0].reference == reference && row_sum[1].reference == reference);
     return true;
   }
 
@@ -209,11 +209,11 @@ struct Lse {
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, lanes));
 #pragma unroll
     for (int h = 0; h < 2; ++h) weight[h] = own[h] == LOW ? 0 : exp2_(own[h] - top);
-    Partial of_tile[2] = {{own[0]}, {own[1]}};
-    bool good = sums<true>(x, t, shift, weight, top, of_tile);
+    Partial tile_sums[2] = {{own[0]}, {own[1]}};
+    bool good = sums<true>(x, t, shift, weight, top, tile_sums);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      of_row[h].add(of_tile[h]);
+      row_sum[h].add(tile_sums[h]);
       good = good && (own[h] == LOW || own[h] >= top - MAX_KEPT_DISTANCE);
     }
     steady = false;
@@ -225,9 +225,9 @@ struct Lse {
   // stores the exponentials, in pieces, so that each is on its way while the next is computed.
   template <bool OWN>
   __device__ __forceinline__ bool sums(const float (&x)[64], int t, const float (&shift)[2],
-                                       const float* weight, float top, Partial (&of_tile)[2]) {
+                                       const float* weight, float top, Partial (&tile_sums)[2]) {
     bool good = true, small[SLICES / 2];
-    const TileColumns of_tile_columns{x, rows, consumer.columns, lane, c};
+    const TileColumns tile_columns{x, rows, consumer.columns, lane, c};
 #if KEEP
     u32 words[PIECE / 4 * PARTS];
 #endif
@@ -241,16 +241,16 @@ struct Lse {
         if (k == 4) columns = SliceColumns(consumer.columns, 2 * s + 1, lane);
         const float y0 = biased(x[i], i, rows, columns), y1 = biased(x[i + 2], i + 2, rows, columns);
         const float e0 = exp2_(fmaf(y0, c, -shift[0])), e1 = exp2_(fmaf(y1, c, -shift[1]));
-        add_to_row(of_tile[0].sum, e0, x[i], i, rows);
-        add_to_row(of_tile[1].sum, e1, x[i + 2], i + 2, rows);
+        add_to_row(tile_sums[0].sum, e0, x[i], i, rows);
+        add_to_row(tile_sums[1].sum, e1, x[i + 2], i + 2, rows);
         if (COLUMNS)
           eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : sum_of_column(e0, e1, x[i], x[i + 2], i, columns);
         if (MOMENTS) {
           const float row0 = in_row(x[i], i, rows) ? e0 : 0, row1 = in_row(x[i + 2], i + 2, rows) ? e1 : 0;
           const float column0 = in_column(x[i], i, columns) ? e0 : 0;
           const float column1 = in_column(x[i + 2], i + 2, columns) ? e1 : 0;
-          of_tile[0].moment = fmaf(row0, x[i], of_tile[0].moment);
-          of_tile[1].moment = fmaf(row1, x[i + 2], of_tile[1].moment);
+          tile_sums[0].moment = fmaf(row0, x[i], tile_sums[0].moment);
+          tile_sums[1].moment = fmaf(row1, x[i + 2], tile_sums[1].moment);
           const float w0 = OWN ? column0 * weight[0] : column0, w1 = OWN ? column1 * weight[1] : column1;
           moments[k] = fmaf(w0, x[i], w1 * x[i + 2]);
         }
@@ -276,24 +276,24 @@ struct Lse {
       // Ahead of the writes of sums, which reads of shared memory cannot pass
       if (s + 1 < SLICES / 2) columns = SliceColumns(consumer.columns, 2 * s + 2, lane);
       if (!COLUMNS) continue;
-      Partial of_columns = {top, join_columns(eight, lane.lane, Plus()), 0};
-      if (MOMENTS) of_columns.moment = join_columns(moments, lane.lane, Plus());
+      Partial slice_sums = {top, join_columns(eight, lane.lane, Plus()), 0};
+      if (MOMENTS) slice_sums.moment = join_columns(moments, lane.lane, Plus());
 #if LIMITS == 2
       // Rows' reference exponents are no bounds of what columns have
-      if (OWN) of_columns = of_tile_columns.own_sums(s);
-      if (of_columns.sum > MAX_TILE_SUM || (MOMENTS && fabsf(of_columns.moment) > MAX_TILE_MOMENT)) good = false;
-      small[s] = of_columns.sum < MIN_EXACT_SUM;
+      if (OWN) slice_sums = tile_columns.own_sums(s);
+      if (slice_sums.sum > MAX_TILE_SUM || (MOMENTS && fabsf(slice_sums.moment) > MAX_TILE_MOMENT)) good = false;
+      small[s] = slice_sums.sum < MIN_EXACT_SUM;
 #else
       // A column beyond the matrix has nothing to lose
       const bool beyond = KEEP && t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) >= (int)b.k.rows;
-      if (of_columns.sum < MIN_EXACT_SUM && !beyond) good = false;
-      if (OWN && __any_sync(ALL_LANES, of_columns.sum < MIN_EXACT_SUM)) of_columns = of_tile_columns.own_sums(s);
+      if (slice_sums.sum < MIN_EXACT_SUM && !beyond) good = false;
+      if (OWN && __any_sync(ALL_LANES, slice_sums.sum < MIN_EXACT_SUM)) slice_sums = tile_columns.own_sums(s);
 #endif
-      if (KEEPS_OWN_STRIP && s == lane.warp) of_strip = of_columns;
-      else group.strips.of(s, s ^ lane.warp).set(lane.lane, of_columns);
+      if (KEEPS_OWN_STRIP && s == lane.warp) strip_sum = slice_sums;
+      else group.strips.of(s, s ^ lane.warp).set(lane.lane, slice_sums);
     }
 #if LIMITS == 2
-    if (COLUMNS && !OWN) of_tile_columns.require_empty(small, good);
+    if (COLUMNS && !OWN) tile_columns.require_empty(small, good);
 #endif
     return good;
   }
@@ -310,19 +310,19 @@ struct Lse {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const bool own = KEEPS_OWN_STRIP && w == 0;
-        strip[w] = own ? of_strip : group.strips.of(lane.warp, w).get(lane.lane);
+        strip[w] = own ? strip_sum : group.strips.of(lane.warp, w).get(lane.lane);
         const bool nothing = LIMITS == 2 && strip[w].sum == 0;
-        same = same && (nothing || strip[w].reference == of_column.reference);
+        same = same && (nothing || strip[w].reference == column_sum.reference);
       }
       if (same) {
-        of_column.sum += (strip[0].sum + strip[1].sum) + (strip[2].sum + strip[3].sum);
+        column_sum.sum += (strip[0].sum + strip[1].sum) + (strip[2].sum + strip[3].sum);
         if (MOMENTS)
-          of_column.moment += (strip[0].moment + strip[1].moment) + (strip[2].moment + strip[3].moment);
+          column_sum.moment += (strip[0].moment + strip[1].moment) + (strip[2].moment + strip[3].moment);
       } else
 #pragma unroll
         for (int w = 0; w < 4; ++w)
-          if (!(LIMITS == 2 && strip[w].sum == 0)) of_column.add(strip[w]);
-      column_partials.set(t * TILE_COLUMNS, of_column);
+          if (!(LIMITS == 2 && strip[w].sum == 0)) column_sum.add(strip[w]);
+      column_partials.set(t * TILE_COLUMNS, column_sum);
     }
   }
 
@@ -330,7 +330,7 @@ struct Lse {
     if (KEEP) out->end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      Partial all = of_row[h];
+      Partial all = row_sum[h];
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2) {
         Partial other = {LOW, __shfl_xor_sync(ALL_LANES, all.sum, lanes), 0};
@@ -363,12 +363,12 @@ struct Lse {
 
   // After the last panel.
   __device__ __forceinline__ void end() {
-    if (lane.warpgroup == 0 && lane.warp == 0) marks[blockIdx.x * 32 + lane.lane] = met;
+    if (lane.warpgroup == 0 && lane.warp == 0) written_tiles[blockIdx.x * 32 + lane.lane] = met;
   }
 };
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
-// [STRIPS blocks, column_stride], of which a block's `marks` [32] tell where they are: bit i of number
+// [STRIPS blocks, column_stride], of which a block's `written_tiles` [32] tell where they are: bit i of number
 // l for tile 32 l + i, or all. KEEP: `kept`, and the panel of exponentials. MOMENTS: row_moments and
 // column_moments, like the pairs; of raw products.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
@@ -377,7 +377,7 @@ __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
           const __grid_constant__ Block block, i64 segments, double* positive, float2* row_pairs,
-          i64 row_stride, float2* column_pairs, i64 column_stride, u32* marks,
+          i64 row_stride, float2* column_pairs, i64 column_stride, u32* written_tiles,
           const __grid_constant__ Kept kept, const __grid_constant__ GradientPanel panel,
           const __grid_constant__ TensorMap panel_map, float* row_moments, float* column_moments) {
   SweepShared<Lse>& shared = sweep_shared<Lse>();
@@ -391,9 +391,9 @@ sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
   const i64 first = (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + Lse::column(lane);
   Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive,
           Partials{row_pairs, row_moments}, row_stride,
-          Partials{column_pairs, column_moments}.from(first), marks,
+          Partials{column_pairs, column_moments}.from(first), written_tiles,
           (float)logit_factor(block.scale.get() * LOG2_E), kept, out};
-  if (COLUMNS && block.column_tiles * TILES > MARKS) lse.begin();
+  if (COLUMNS && block.column_tiles * TILES > MAX_WRITTEN_TILES) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
   if (COLUMNS && lane.warpgroup < WARPGROUPS) lse.end();
 }

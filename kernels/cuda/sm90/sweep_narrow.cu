@@ -5,7 +5,7 @@
 
 constexpr int WIDTH = 64 * K_SLICES;  // of rows, in elements
 
-struct Narrow : OfLogits {
+struct Narrow : LogitGradient {
   struct WarpgroupShared {};
 
   float* out;  // [rows, stride]
@@ -17,7 +17,7 @@ struct Narrow : OfLogits {
   float sum[WIDTH / 2];  // of its tiles so far
 
   __device__ __forceinline__ void begin_panel(const Work& w) {
-    OfLogits::begin_panel(w);
+    LogitGradient::begin_panel(w);
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0;
   }
@@ -31,7 +31,7 @@ struct Narrow : OfLogits {
   __device__ __forceinline__ void round(float (&x)[64], int t) {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-      values<ONE>(x, s, of_slice(consumer.v, s), SliceColumns(consumer.columns, s, lane),
+      values<ONE>(x, s, load_slice(consumer.v, s), SliceColumns(consumer.columns, s, lane),
                   ONE ? make_float4(0, 0, 0, 0) : references(t, s));
 #pragma unroll
       for (int i = 0; i < 4; ++i)

@@ -13,7 +13,7 @@
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/panel.cuh"
 
-static_assert(PANEL_ROWS % ONLINE_PANEL_ROWS == 0, "check_heights tells which panels are wanted");
+static_assert(PANEL_ROWS % ONLINE_PANEL_ROWS == 0, "check_references tells which panels are wanted");
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;
@@ -69,7 +69,7 @@ struct Online {
       positive[pair] = scale * (double)value;
     });
     const int first_row = work.panel * PANEL_ROWS + lane.row() - lane.g;
-    float e[64], of_tile[2] = {0, 0};
+    float e[64], tile_sum[2] = {0, 0};
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
       const SliceColumns columns(consumer.columns, s, lane);
@@ -77,7 +77,7 @@ struct Online {
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
         e[i] = exp2_(fmaf(biased(x[i], i, rows, columns), c, -reference[h]));
-        of_tile[h] += e[i];
+        tile_sum[h] += e[i];
         if (MOMENTS) moment[h] = fmaf(e[i], x[i], moment[h]);
 #if FACTORS
         e[i] *= consumer.columns.factor[column_of(i, lane)];  // the row's is taken at the end
@@ -85,8 +85,8 @@ struct Online {
       }
       out.store(e, s, first_row, t * TILE_COLUMNS, b, lane);
     }
-    sum[0] += of_tile[0];
-    sum[1] += of_tile[1];
+    sum[0] += tile_sum[0];
+    sum[1] += tile_sum[1];
     const bool good = fmaxf(sum[0], sum[1]) <= MAX_REFERENCED_SUM && fminf(sum[0], sum[1]) >= least;
     if (__all_sync(ALL_LANES, good)) return;
 #pragma unroll

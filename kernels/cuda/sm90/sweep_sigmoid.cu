@@ -46,7 +46,7 @@ struct SigmoidLoss {
   Rows rows;
   float a[2];
   RowSums sums[2];  // of the panel so far; this thread's columns
-  RowSums of_tile[2];
+  RowSums tile_sums[2];
 
   __device__ __forceinline__ void begin_panel(const Work& w) {
     work = w;
@@ -66,7 +66,7 @@ struct SigmoidLoss {
       positive[pair] = scale * (double)value;
     });
 #pragma unroll
-    for (int h = 0; h < 2; ++h) of_tile[h] = RowSums{};
+    for (int h = 0; h < 2; ++h) tile_sums[h] = RowSums{};
     float most = x[0];
 #pragma unroll
     for (int i = 1; i < 64; ++i) most = fmaxf(most, x[i]);
@@ -90,7 +90,7 @@ struct SigmoidLoss {
         if (MOMENTS) product = copied(x[i]);
         if (RANGE == CALMER_TILE) {  // log(1 + e) and e / (1 + e)
           const float e = exp2_(z), ea = e * a[h];
-          of_tile[h].loss = fmaf(fmaf(e, -0.5f, 1.0f), e, of_tile[h].loss);
+          tile_sums[h].loss = fmaf(fmaf(e, -0.5f, 1.0f), e, tile_sums[h].loss);
           x[i] = fmaf(-e, ea, ea);
         } else if (RANGE == CALM_TILE) {
           const float e = exp2_(z);
@@ -100,16 +100,16 @@ struct SigmoidLoss {
           g = fmaf(g, e, 1.0f);
           log1p = fmaf(log1p, e, 1.0f);
           g = fmaf(g, e, -1.0f);
-          of_tile[h].loss = fmaf(log1p, e, of_tile[h].loss);
+          tile_sums[h].loss = fmaf(log1p, e, tile_sums[h].loss);
           x[i] = fmaf(g, e, 1.0f) * e * a[h];
         } else {
           const float e = exp2_(-fabsf(z));
           float share, log1p;
           sigmoid_parts(e, share, log1p);
-          of_tile[h].loss += fmaf(fmaxf(z, 0), (float)LN_2, log1p);
+          tile_sums[h].loss += fmaf(fmaxf(z, 0), (float)LN_2, log1p);
           x[i] = (z < 0 ? e * share : share) * a[h];
         }
-        of_tile[h].gradient += x[i];
+        tile_sums[h].gradient += x[i];
         if (MOMENTS) sums[h].moment = fmaf(x[i], product, sums[h].moment);
 #if FACTORS
         x[i] *= rows.factor[h] * consumer.columns.factor[column_of(i, lane)];
@@ -122,8 +122,8 @@ struct SigmoidLoss {
   __device__ __forceinline__ void end_tile(int) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      sums[h].loss += of_tile[h].loss;
-      sums[h].gradient += of_tile[h].gradient;
+      sums[h].loss += tile_sums[h].loss;
+      sums[h].gradient += tile_sums[h].gradient;
     }
   }
 

@@ -54,9 +54,9 @@ __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& 
 #pragma unroll
       for (int j = 0; j < LANE_N; ++j) {
         const Real e = exp2_(fma(c, biased(x[i][j], s, r, p.column(j)), -reference));
-        const Real of_row = in_row(x[i][j], s, r) ? a : 0;
-        const Real of_column = COLUMNS && in_column(x[i][j], s, p.column(j)) ? v[j] : 0;
-        x[i][j] = e * (COLUMNS ? fma(u, of_column, of_row) : of_row);
+        const Real row_weight = in_row(x[i][j], s, r) ? a : 0;
+        const Real column_weight = COLUMNS && in_column(x[i][j], s, p.column(j)) ? v[j] : 0;
+        x[i][j] = e * (COLUMNS ? fma(u, column_weight, row_weight) : row_weight);
       }
     }
   } else {
@@ -67,10 +67,10 @@ __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& 
 #pragma unroll
       for (int j = 0; j < LANE_N; ++j) {
         const Real y = biased(x[i][j], s, r, p.column(j));
-        const Real of_row = exp2_(fma(c, y, -reference)) * a;
-        const Real of_column = exp2_(fma(c, y, -f.column_reference[p.column(j)])) * v[j];
-        x[i][j] = (in_row(x[i][j], s, r) ? of_row : 0) +
-                  (in_column(x[i][j], s, p.column(j)) ? of_column : 0);
+        const Real row_term = exp2_(fma(c, y, -reference)) * a;
+        const Real column_term = exp2_(fma(c, y, -f.column_reference[p.column(j)])) * v[j];
+        x[i][j] = (in_row(x[i][j], s, r) ? row_term : 0) +
+                  (in_column(x[i][j], s, p.column(j)) ? column_term : 0);
       }
     }
   }

@@ -29,8 +29,8 @@ struct Partial {
 __device__ __forceinline__ Partial merge(const Partial& a, const Partial& b, Real c) {
   const Real top = max_(a.top, b.top);
   if (top == LOW) return {LOW, a.sum + b.sum, 0};
-  const Real of_a = exp2_(c * (a.top - top)), of_b = exp2_(c * (b.top - top));
-  return {top, a.sum * of_a + b.sum * of_b, MOMENTS ? a.moment * of_a + b.moment * of_b : 0};
+  const Real a_weight = exp2_(c * (a.top - top)), b_weight = exp2_(c * (b.top - top));
+  return {top, a.sum * a_weight + b.sum * b_weight, MOMENTS ? a.moment * a_weight + b.moment * b_weight : 0};
 }
 
 // Partial sums of n rows or columns: pairs (m, sum), and moments beside them.
@@ -79,20 +79,20 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
   const Real reference = c * top, rest = exp2_(-fma(c, top, -reference));
 
   bool exact = true;
-  Real of_column[LANE_N / 8][8] = {}, column_moment[LANE_N / 8][8] = {};
+  Real column_sum[LANE_N / 8][8] = {}, column_moment[LANE_N / 8][8] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     Real sum = 0, moment = 0;
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
       const Real e = exp2_(fma(c, biased(x[i][j], s, p.row(i), p.column(j)), -reference));
-      const Real of_row = in_row(x[i][j], s, p.row(i)) ? e : 0;
-      const Real of_this = in_column(x[i][j], s, p.column(j)) ? e : 0;
-      sum += of_row;
-      if (COLUMNS) of_column[j / 8][j % 8] += of_this;
+      const Real row_term = in_row(x[i][j], s, p.row(i)) ? e : 0;
+      const Real column_term = in_column(x[i][j], s, p.column(j)) ? e : 0;
+      sum += row_term;
+      if (COLUMNS) column_sum[j / 8][j % 8] += column_term;
       if (MOMENTS) {
-        moment = fma(of_row, x[i][j], moment);
-        if (COLUMNS) column_moment[j / 8][j % 8] = fma(of_this, x[i][j], column_moment[j / 8][j % 8]);
+        moment = fma(row_term, x[i][j], moment);
+        if (COLUMNS) column_moment[j / 8][j % 8] = fma(column_term, x[i][j], column_moment[j / 8][j % 8]);
       }
     }
     sum = row_sum(sum) * rest;
@@ -103,7 +103,7 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
   if (COLUMNS)
 #pragma unroll
     for (int j = 0; j < LANE_N / 8; ++j) {
-      const Real sum = join_columns(of_column[j], p.lane, Plus()) * rest;
+      const Real sum = join_columns(column_sum[j], p.lane, Plus()) * rest;
       const Real moment = MOMENTS ? join_columns(column_moment[j], p.lane, Plus()) * rest : 0;
       exact &= is_exact(sum);
       out.columns(p.warp_m).set(p.column(8 * j + p.g), {top, sum, moment});
@@ -115,11 +115,11 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
 __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real c, StripSums& out,
                                                         const TileShared& s, const Position& p) {
   __syncwarp();  // the writes of sum_strip come before those below
-  const auto of_row = [&](int i, int j) {
+  const auto row_product = [&](int i, int j) {
     const bool in = in_row(x[i][j], s, p.row(i));
     return in ? biased(x[i][j], s, p.row(i), p.column(j)) : EXCLUDED;
   };
-  const auto of_column = [&](int i, int j) {
+  const auto column_product = [&](int i, int j) {
     const bool in = in_column(x[i][j], s, p.column(j));
     return in ? biased(x[i][j], s, p.row(i), p.column(j)) : EXCLUDED;
   };
@@ -127,12 +127,12 @@ __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real 
   for (int i = 0; i < 8; ++i) {
     Real top = LOW, sum = 0, moment = 0;
 #pragma unroll
-    for (int j = 0; j < LANE_N; ++j) top = max_(top, of_row(i, j));
+    for (int j = 0; j < LANE_N; ++j) top = max_(top, row_product(i, j));
     top = or_low(row_max(top));
     const Real shift = top == LOW ? 0 : top;  // 2^(-inf - 0) adds nothing
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
-      const Real e = exp2_(c * (of_row(i, j) - shift));
+      const Real e = exp2_(c * (row_product(i, j) - shift));
       sum += e;
       if (MOMENTS) moment = fma(e, x[i][j], moment);
     }
@@ -145,12 +145,12 @@ __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real 
   for (int j = 0; j < LANE_N; ++j) {
     Real top = LOW, sum = 0, moment = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) top = max_(top, of_column(i, j));
+    for (int i = 0; i < 8; ++i) top = max_(top, column_product(i, j));
     top = or_low(column_max(top));
     const Real shift = top == LOW ? 0 : top;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const Real e = exp2_(c * (of_column(i, j) - shift));
+      const Real e = exp2_(c * (column_product(i, j) - shift));
       sum += e;
       if (MOMENTS) moment = fma(e, x[i][j], moment);
     }

@@ -17,9 +17,9 @@
 
 struct SigmoidShared {
   Real a[BLOCK_M];
-  Real2 of_row[WARPS_N][BLOCK_M];  // sums
+  Real2 row_sums[WARPS_N][BLOCK_M];  // sums
 #if MOMENTS
-  Real moment_of_row[WARPS_N][BLOCK_M];
+  Real moments[WARPS_N][BLOCK_M];
 #endif
 };
 
@@ -43,10 +43,10 @@ __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, Rea
     }
     loss = row_sum(loss);
     total = row_sum(total);
-    if (p.t == 0) s.of_row[p.warp_n][p.row(i)] = real2(loss, total);
+    if (p.t == 0) s.row_sums[p.warp_n][p.row(i)] = real2(loss, total);
 #if MOMENTS
     moment = row_sum(moment);
-    if (p.t == 0) s.moment_of_row[p.warp_n][p.row(i)] = moment;
+    if (p.t == 0) s.moments[p.warp_n][p.row(i)] = moment;
 #endif
   }
 }
@@ -75,16 +75,16 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
     __syncthreads();  // the writes of all strips' sums come before their reads
     for (int r = threadIdx.x; r < BLOCK_M; r += TILED_THREADS) {
       if (tile.row + r >= block.q.rows) break;
-      Real2 pair = s.of_row[0][r];
+      Real2 pair = s.row_sums[0][r];
 #pragma unroll
       for (int w = 1; w < WARPS_N; ++w)
-        pair = real2(pair.x + s.of_row[w][r].x, pair.y + s.of_row[w][r].y);
+        pair = real2(pair.x + s.row_sums[w][r].x, pair.y + s.row_sums[w][r].y);
       const i64 at = tile.column / BLOCK_N * row_stride + tile.row + r;
       row_sums[at] = pair;
 #if MOMENTS
-      Real moment = s.moment_of_row[0][r];
+      Real moment = s.moments[0][r];
 #pragma unroll
-      for (int w = 1; w < WARPS_N; ++w) moment += s.moment_of_row[w][r];
+      for (int w = 1; w < WARPS_N; ++w) moment += s.moments[w][r];
       row_moments[at] = moment;
 #endif
     }

@@ -119,13 +119,13 @@ extern "C" __global__ void to_products(const double* values, const __grid_consta
 // the row's log-sum-exp. One block of threads.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 check_spread(const double* row_reference, const double* column_reference, i64 m, i64 n, Ranges* out) {
-  __shared__ double of_columns[RANGE_THREADS / 32], of_rows[RANGE_THREADS / 32];
+  __shared__ double column_memory[RANGE_THREADS / 32], row_memory[RANGE_THREADS / 32];
   double high = -INFINITY_, low = INFINITY_;
   for (i64 j = threadIdx.x; j < n; j += RANGE_THREADS) high = fmax(high, column_reference[j]);
   for (i64 i = threadIdx.x; i < m; i += RANGE_THREADS) low = fmin(low, row_reference[i]);
   const auto larger = [](double a, double b) { return fmax(a, b); };
   const auto smaller = [](double a, double b) { return fmin(a, b); };
-  high = block_reduce<RANGE_THREADS>(high, of_columns, larger);
-  low = block_reduce<RANGE_THREADS>(low, of_rows, smaller);
+  high = block_reduce<RANGE_THREADS>(high, column_memory, larger);
+  low = block_reduce<RANGE_THREADS>(low, row_memory, smaller);
   if (threadIdx.x == 0 && !(high - low < SPREAD)) out->shared = 0;
 }

@@ -38,7 +38,7 @@ extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConclud
     if (keys[s] >= 0) mean += LN_2 * f.options.logit(f.positive[i * each + s]), ++count;
   if (count) mean /= count;
   // What is added; `at_positives` to the sum of -dL/dx there, with the linear terms
-  double loss = 0, of_column = 0, log_scale_grad = 0, at_positives = 0;
+  double loss = 0, column_term = 0, log_scale_grad = 0, at_positives = 0;
   const i64 others = g.class_products ? g.others[i] : 0;
   if (others) {  // the positives are in the sum: the loss is at least the logarithm of their number
     const Sum sum = f.rows.get(i);
@@ -56,8 +56,8 @@ extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConclud
       total += scale * g.row_products[keys[0]] - margins - mean;
       n = 2 * n - 1;
     }
-    const double of_row = any ? e * (mean - total / n) : 0;
-    loss += of_row, log_scale_grad += of_row;
+    const double row_term = any ? e * (mean - total / n) : 0;
+    loss += row_term, log_scale_grad += row_term;
     g.row_linear[i] = e * a / n;
     at_positives = count ? e * a * ((double)count / n - 1) : 0;
     double at_positive = e * a / (count ? count : 1);
@@ -65,18 +65,18 @@ extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConclud
     else if (f.symmetric && count) at_positive += e * f.row_factor[keys[0]];
     if (f.two_sided) {
       const double b = f.column_factor[i];
-      of_column = any ? e * (mean - (scale * g.column_products[i] - margins) / g.column_keys) : 0;
+      column_term = any ? e * (mean - (scale * g.column_products[i] - margins) / g.column_keys) : 0;
       at_positive += e * b;
       at_positives += e * b * (1.0 / g.column_keys - 1);
       g.column_linear[i] = e * b / g.column_keys;
-      f.column_loss[i] += of_column;
+      f.column_loss[i] += column_term;
     }
     for (i64 s = 0; s < each; ++s)
       if (keys[s] >= 0) f.positive_gradient[i * each + s] += at_positive;
   }
   f.row_loss[i] += loss;
-  f.losses[i] += f.row_weight * loss + f.column_weight * of_column;
+  f.losses[i] += f.row_weight * loss + f.column_weight * column_term;
   if (f.log_scale_grad)
     f.log_scale_grad[i] += by_log_scale(
-        f, i, f.row_weight * log_scale_grad + f.column_weight * of_column, at_positives);
+        f, i, f.row_weight * log_scale_grad + f.column_weight * column_term, at_positives);
 }

@@ -1,4 +1,4 @@
-// One pass: rows' sums against reference exponents that are given (reference_exponents.cuh).
+// One pass: sums of rows against reference exponents that were chosen before (reference_exponents.cuh).
 #pragma once
 #include "sm90/reference_exponents.cuh"
 #include "vectors/sums.cuh"
@@ -6,12 +6,12 @@
 constexpr int PANEL_ROW_THREADS = 4;  // threads that share a row
 constexpr int PANEL_THREADS = PANEL_ROW_THREADS * ONLINE_PANEL_ROWS;
 
-// What a row's slots hold together.
-struct Found {
+// The sums over a row's slots.
+struct SlotSums {
   double sum, moment;
   Real high, most;  // the largest product, if it was looked for; the largest of the slots' sums
 
-  __device__ __forceinline__ void add(const Found& f) {
+  __device__ __forceinline__ void add(const SlotSums& f) {
     sum += f.sum;
     moment += f.moment;
     high = max_(high, f.high);
@@ -19,19 +19,19 @@ struct Found {
   }
 };
 
-// What the slots of each row of a panel hold, added in a fixed order by all threads of a block. The first
-// ONLINE_PANEL_ROWS threads have the result, a row each.
-__device__ __forceinline__ Found find(const Real2* pairs, const Real* moments, i64 slots, i64 n) {
-  __shared__ Found parts[PANEL_ROW_THREADS][ONLINE_PANEL_ROWS];
+// All threads of a block add the slots of each row of a query tile, in a fixed order. The first
+// ONLINE_PANEL_ROWS threads return the results, a row each.
+__device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* moments, i64 slots, i64 n) {
+  __shared__ SlotSums parts[PANEL_ROW_THREADS][ONLINE_PANEL_ROWS];
   const int row = threadIdx.x % ONLINE_PANEL_ROWS, part = threadIdx.x / ONLINE_PANEL_ROWS;
   const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + row;
-  Found all = {0, 0, (Real)-INFINITY_, 0};
+  SlotSums all = {0, 0, (Real)-INFINITY_, 0};
   if (i < n)
 #pragma unroll 4
     for (i64 s = part; s < slots; s += PANEL_ROW_THREADS) {
       const Real2 pair = pairs[s * n + i];
       const double moment = moments ? (double)moments[s * n + i] : 0;
-      all.add(Found{(double)pair.y, moment, pair.x, pair.y});
+      all.add(SlotSums{(double)pair.y, moment, pair.x, pair.y});
     }
   parts[part][row] = all;
   __syncthreads();  // the writes of parts[] come before the reads below
@@ -41,17 +41,17 @@ __device__ __forceinline__ Found find(const Real2* pairs, const Real* moments, i
   return all;
 }
 
-// Checks the reference exponents of a query panel, one block a panel. If all rows are within the
-// bounds, their sums (and moments, unless null) gain what the slots hold. Else the panel is `wanted` once more: rows outside the
-// bounds get new reference exponents, and what was gathered against the old ones, sums and the
-// gradient `acc` [n, acc_stride] (null: nothing yet), is scaled to the new ones.
+// A block checks the reference exponents of a query panel. If the sums of all rows are within the bounds, the
+// kernel adds the slots to the sums (and to the moments, unless they are null). Otherwise it sets `wanted`: the
+// panel is swept once more. Rows outside the bounds get new reference exponents. Their sums so far, and their
+// gradients so far in `acc` [n, acc_stride] (null: none), are scaled to the new reference exponents.
 extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
-check_heights(const Real2* pairs, const Real* moments, i64 slots, i64 n,
+check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
               const __grid_constant__ Scale scale, Real* reference, double* sum, double* moment,
               Real* acc, i64 acc_stride, i64 d, int* wanted) {
   __shared__ Real factor[ONLINE_PANEL_ROWS];
   const i64 first = blockIdx.x * (i64)ONLINE_PANEL_ROWS, i = first + threadIdx.x;
-  const Found f = find(pairs, moments, slots, n);
+  const SlotSums f = add_slots(pairs, moments, slots, n);
   const bool mine = threadIdx.x < ONLINE_PANEL_ROWS && i < n;
   bool outside = false;
   if (mine)
@@ -89,16 +89,18 @@ add_wanted(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* su
            const int* wanted) {
   if (!wanted[blockIdx.x]) return;
   const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + threadIdx.x;
-  const Found f = find(pairs, moments, slots, n);
+  const SlotSums f = add_slots(pairs, moments, slots, n);
   if (threadIdx.x >= ONLINE_PANEL_ROWS || i >= n) return;
   sum[i] += f.sum;
   if (moment) moment[i] += f.moment;
 }
 
-// Rows have met all columns. Written are their maxima, which are the reference exponents of the sums;
-// their moments, which were of raw products;
-// the unit of their gradients, a 2^(max - log-sum-exp) = a negative_probability / sum, with the row's own factor where
-// rows are normalised; and dL/dx at the positive.
+// The rows have met all columns. For each row, the kernel writes
+//   - the maximum, which is the reference exponent of the sum
+//   - the moment, of logits instead of products
+//   - the unit of the gradient, a 2^(max - log-sum-exp) = a negative_probability / sum, times the row's own
+//     factor if rows are normalised
+//   - dL/dx at the positive
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive, const i64* positives,
                                       const double* upstream, const Real* factor, i64 n,
@@ -111,7 +113,7 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   rows.max[i] = (double)reference[i] * (c / (double)(Real)c);  // c is rounded in the logits
   if (rows.moment) rows.moment[i] *= c;
   const i64 key = positives[i];
-  const Direction row = options.of_one(rows.get(i), positive[i], key, options.bias(key));
+  const Direction row = options.conclude_one(rows.get(i), positive[i], key, options.bias(key));
   const double a = upstream[i] * (row_weight * options.scale.bare());
   unit[i] = rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
   positive_gradient[i] = -(a * row.negative_probability);

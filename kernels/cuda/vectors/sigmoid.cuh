@@ -7,12 +7,12 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
                                          const __grid_constant__ Scale scale, double* row_factor,
                                          double* losses, double* bias_grad,
                                          double* log_scale_grad, double* positive,
-                                         const __grid_constant__ Spelling spelling,
+                                         const __grid_constant__ DefaultVectors defaults,
                                          double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i == 0) *any_key_not_finite = 0;
   if (i >= m) return;
-  spelling.write(i, m);
+  defaults.write(i, m);
   row_factor[i] = upstream[i] * scale.bare();
   losses[i] = bias_grad[i] = 0;
   if (log_scale_grad) log_scale_grad[i] = 0;

@@ -14,14 +14,15 @@ __device__ __forceinline__ Sum merge(Sum a, Sum b) {
   return merge(a, b, [](double x) { return (double)exp2_((Real)x); });
 }
 
-// Which of a sweep's blocks of threads have met a tile, in their order. Returns how many. Called by all
-// lanes of a warp.
-__device__ __forceinline__ int find_met(const u32* marks, int blocks, i64 tile, int lane, int* met) {
+// Lists in `met` the thread blocks of a sweep that have met a tile, in ascending order, and returns their
+// number. All lanes of a warp call it.
+__device__ __forceinline__ int find_met(const u32* written_tiles, int blocks, i64 tile, int lane,
+                                        int* met) {
   int found = 0;
 #pragma unroll 8
   for (int first = 0; first < blocks; first += 32) {
     const int block = first + lane;
-    const bool here = block < blocks && marks[block * 32 + tile / 32 % 32] >> tile % 32 & 1;
+    const bool here = block < blocks && written_tiles[block * 32 + tile / 32 % 32] >> tile % 32 & 1;
     const u32 all = __ballot_sync(ALL_LANES, here);
     if (here) met[found + __popc(all & ((1u << lane) - 1))] = block;
     found += __popc(all);
@@ -43,19 +44,20 @@ struct Sums {
 // The sums of each row <- themselves + pairs[0 .. slots) and moments[0 .. slots) (null: none), always in
 // the same order. The maxima of the pairs are raw products, or with `scale` ln 2 logits in base 2; moments
 // are of raw products, which `logit_scale` makes logits. A block of threads has 32 rows, and
-// MERGE_ROW_THREADS threads share the slots of a row. `marks` (or null) tell which columns' pairs the
-// blocks of a sweep have written (sweep_lse.cu); such a block has two slots.
+// MERGE_ROW_THREADS threads share the slots of a row. `written_tiles` (or null) has the tiles for
+// which each thread block of a sweep has written pairs of columns (sweep_lse.cu). Such a block has two slots.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
-            const __grid_constant__ Scale scale, const __grid_constant__ Sums sums, const u32* marks,
+            const __grid_constant__ Scale scale, const __grid_constant__ Sums sums,
+            const u32* written_tiles,
             const Real* moments, const __grid_constant__ Scale logit_scale) {
   __shared__ Sum parts[MERGE_ROW_THREADS][32];
   __shared__ int met[MAX_SWEEP_BLOCKS], count;  // blocks that have left pairs of this tile
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
   const i64 i = blockIdx.x * (i64)32 + lane;
-  if (marks) {
+  if (written_tiles) {
     if (part == 0) {
-      const int found = find_met(marks, (int)(slots / 2), i / TILE_COLUMNS, lane, met);
+      const int found = find_met(written_tiles, (int)(slots / 2), i / TILE_COLUMNS, lane, met);
       if (lane == 0) count = found;
     }
     __syncthreads();  // the writes of met[] and count come before their reads
@@ -66,7 +68,7 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   if (i < n) {
 #pragma unroll 4
     for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
-      const i64 slot = marks ? (i64)met[s / 2] * 2 + s % 2 : s;
+      const i64 slot = written_tiles ? (i64)met[s / 2] * 2 + s % 2 : s;
       const Real2 pair = pairs[slot * stride + i];
       const double moment = moments ? c_moments * (double)moments[slot * stride + i] : 0;
       mine = merge(mine, Sum{c * (double)pair.x, (double)pair.y, moment});
@@ -88,17 +90,17 @@ extern "C" __global__ void add_pairs(const Real2* pairs, const Real* z, i64 slot
                                      double* b, double* c) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
-  double x = 0, y = 0, of_z = 0;
+  double x = 0, y = 0, z_sum = 0;
 #pragma unroll 4
   for (i64 s = 0; s < slots; ++s) {
     const Real2 pair = pairs[s * stride + i];
     x += pair.x;
     y += pair.y;
-    if (c) of_z += z[s * stride + i];
+    if (c) z_sum += z[s * stride + i];
   }
   a[i] += x;
   b[i] += *unit * y;
-  if (c) c[i] += *unit * (scale.get() / scale.bare()) * of_z;
+  if (c) c[i] += *unit * (scale.get() / scale.bare()) * z_sum;
 }
 
 // The sum of `copies` vectors of n numbers, one after another, to the first.
@@ -113,9 +115,9 @@ extern "C" __global__ void add_copies(Real* sums, i64 n, i64 copies) {
 
 // --- before and after the log-sum-exps -------------------------------------------------------------------
 
-// problem.materialize_vectors: positives by the loss's rule, one upstream gradient for all rows. A
-// vector that the caller gave is null here.
-struct Spelling {
+// Vectors that follow from the loss (problem.materialize_vectors): its rule for positives, and one upstream
+// gradient for all rows. A vector that the caller gives is null here.
+struct DefaultVectors {
   i64* positives;
   double *upstream, value;
   i64 symmetric;
@@ -126,18 +128,18 @@ struct Spelling {
   }
 };
 
-// The fold's identity: sums (-inf, 0, 0), and no positives yet, [m, set_size]. Columns may have none (null),
-// and `any_key_not_finite` may be null.
+// Initial values of a log-sum-exp pass: sums are (-inf, 0, 0), and logits of positives [m, set_size] are NaN.
+// `columns` and `any_key_not_finite` may be null.
 extern "C" __global__ void begin(const __grid_constant__ Sums rows,
                                  const __grid_constant__ Sums columns, double* positive,
                                  i64 set_size, i64 m, i64 n,
-                                 const __grid_constant__ Spelling spelling,
+                                 const __grid_constant__ DefaultVectors defaults,
                                  double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i < m) {
     rows.set(i, {-INFINITY_, 0, 0});
     for (i64 pair = i * set_size; pair < (i + 1) * set_size; ++pair) positive[pair] = NAN_;
-    spelling.write(i, m);
+    defaults.write(i, m);
   }
   if (columns.max && i < n) columns.set(i, {-INFINITY_, 0, 0});
   if (any_key_not_finite && i == 0) *any_key_not_finite = 0;
@@ -170,7 +172,7 @@ struct RowOptions {
     return conclude_direction(negatives, logit, decoupled, mean);
   }
   // The positive is key `partner` (-1: none), whose logit has a bias. By log(scale), that has no part in it.
-  __device__ __forceinline__ Direction of_one(Sum negatives, double positive, i64 partner,
+  __device__ __forceinline__ Direction conclude_one(Sum negatives, double positive, i64 partner,
                                               double bias = 0) const {
     if (partner < 0) return without_positive(negatives);
     return conclude(negatives, logit(positive) + bias, logit(positive));
@@ -221,11 +223,11 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
   else ((double*)to)[i] = LN_2 * lse2;
 }
 
-// Conclusion.log_scale_grad of a row: `of_moments` is the derivative of its loss, where the sums have moments.
+// Conclusion.log_scale_grad of a row: `moment_gradient` is the derivative of its loss, where the sums have moments.
 // Else <dQ_i, q_i> lacks the margin times `at_positives`, the sum of -dL/dx there, with the scale folded in.
-__device__ __forceinline__ double by_log_scale(const Concluding& f, i64 i, double of_moments,
+__device__ __forceinline__ double by_log_scale(const Concluding& f, i64 i, double moment_gradient,
                                                double at_positives) {
-  return f.rows.moment ? f.upstream[i] * of_moments : f.options.margin * at_positives;
+  return f.rows.moment ? f.upstream[i] * moment_gradient : f.options.margin * at_positives;
 }
 
 __device__ __forceinline__ void put_row(const Concluding& f, i64 i, const Direction& row, double a,
@@ -253,8 +255,8 @@ __device__ void conclude_set(const Concluding& f, i64 i) {
     if (keys[s] >= 0) top = fmax(top, biased(s)), ++count;
   for (i64 s = 0; s < each; ++s) {
     if (keys[s] < 0) continue;
-    const double below = biased(s) - top, power = exp2(below), of_scale = below - f.options.bias(keys[s]);
-    total += power, sum += below, unbiased += of_scale, weighted += power * of_scale;
+    const double below = biased(s) - top, power = exp2(below), scaled_part = below - f.options.bias(keys[s]);
+    total += power, sum += below, unbiased += scaled_part, weighted += power * scaled_part;
   }
   Direction row = without_positive(f.rows.get(i));
   if (count) {
@@ -286,16 +288,16 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
   // A triangle met the pair once, from its lower row
   if (f.triangle && partner >= 0 && partner < i) f.positive[i] = positive = f.positive[partner];
   if (f.positive_logit) f.positive_logit[i] = positive * f.options.to_logits();
-  const Direction row = f.options.of_one(f.rows.get(i), positive, partner, f.options.bias(partner));
+  const Direction row = f.options.conclude_one(f.rows.get(i), positive, partner, f.options.bias(partner));
   const double a = upstream * (f.row_weight * scale);
   double loss = f.row_weight * row.loss, log_scale_grad = f.row_weight * row.log_scale_grad;
-  double at_positive = a * row.negative_probability, of_partner = 0;
+  double at_positive = a * row.negative_probability, partner_gradient = 0;
   if (f.symmetric && partner >= 0)
-    of_partner = f.upstream[partner] * (f.row_weight * scale) *
-                 f.options.of_one(f.rows.get(partner), positive, i, f.options.bias(i))
+    partner_gradient = f.upstream[partner] * (f.row_weight * scale) *
+                 f.options.conclude_one(f.rows.get(partner), positive, i, f.options.bias(i))
                      .negative_probability;
   if (f.two_sided) {
-    const Direction column = f.options.of_one(f.columns.get(i), positive, partner);
+    const Direction column = f.options.conclude_one(f.columns.get(i), positive, partner);
     const double b = upstream * (f.column_weight * scale);
     loss += f.column_weight * column.loss;
     log_scale_grad += f.column_weight * column.log_scale_grad;
@@ -306,7 +308,7 @@ extern "C" __global__ void conclude(const __grid_constant__ Concluding f) {
     put_lse(f, f.column_lse, i, column.lse2);
   }
   put_row(f, i, row, a, loss, log_scale_grad, at_positive);
-  f.positive_gradient[i] = -(at_positive + of_partner);
+  f.positive_gradient[i] = -(at_positive + partner_gradient);
 }
 
 constexpr int TOTALS_THREADS = 1024;
@@ -332,8 +334,8 @@ extern "C" __global__ void __launch_bounds__(TOTALS_THREADS)
 totals(const double* losses, i64 m, double share, const double* shares, const double* log_scale_grad,
        const double* dots, i64 count, double pair_counts, const double* bias_grad,
        const __grid_constant__ Scale scale, void* out, i64 is_float) {
-  const double of_scale = add_up(log_scale_grad, m) + add_up(dots, count) / pair_counts;
-  const double sums[3] = {share * add_up(losses, m, shares), of_scale / scale.bare(),
+  const double log_scale_sum = add_up(log_scale_grad, m) + add_up(dots, count) / pair_counts;
+  const double sums[3] = {share * add_up(losses, m, shares), log_scale_sum / scale.bare(),
                           add_up(bias_grad, m) / scale.bare()};
   if (threadIdx.x) return;
 #pragma unroll

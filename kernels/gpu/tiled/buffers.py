@@ -122,7 +122,7 @@ class Buffers:
         largest_key = address(largest, len(sides) - 1)
         self.launcher.launch(
             "rows.cu", "find_shifts", 1, 1,
-            {"of_queries": largest, "of_keys": largest_key, "shifts": self.shifts},
+            {"largest_query": largest, "largest_key": largest_key, "shifts": self.shifts},
         )  # fmt: skip
         return address(self.shifts, 2)
 

@@ -63,7 +63,7 @@ class StatisticsRun(FoldRun):
             "column_moments": memory.get(f"{side}_moments"), "column_stride": n,
         }  # fmt: skip
         if isinstance(shape, config.Sweep):
-            arguments |= {"marks": self.marks, "kept": NOTHING_KEPT} | NO_PANEL
+            arguments |= {"written_tiles": self.marks, "kept": NOTHING_KEPT} | NO_PANEL
             if cached is not None:
                 arguments |= {"kept": cached.fields, "panel": cached.panel.fields}
                 arguments["panel_map"] = cached.panel.map(self.launcher.queue, m)
@@ -83,7 +83,7 @@ class StatisticsRun(FoldRun):
         self.launcher.vectors(
             "merge_pairs", n, threads=4, pairs=self.memory[f"{side}_partials"],
             moments=self.memory.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
-            logit_scale=self.scale, sums=sums_fields(sums, part.start), marks=marks,
+            logit_scale=self.scale, sums=sums_fields(sums, part.start), written_tiles=marks,
         )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class OnlineRun(GradientRun):
             acc, acc_stride = self.dq_accumulator.pointer(start), self.dq_accumulator.stride
         slots = sweep(None, shape.segments(n, self.k.rows))
         self.launch_panels(
-            "check_heights", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
+            "check_references", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
             scale=self.scale, reference=reference, sum=row_sum, moment=row_moment,
             acc=acc, acc_stride=acc_stride, d=d, wanted=self.wanted,
         )  # fmt: skip

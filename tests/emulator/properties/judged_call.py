@@ -271,10 +271,10 @@ class Call:
         def apart(sizes: Any) -> Any:
             return sizes.sum() if self.repeated else np.linalg.norm(sizes)
 
-        of_scale = self.row_error * (terms * products).sum()
-        of_scale += self.element_error * apart(terms * (np.abs(self.dots) + margin))
-        of_bias = self.row_error * terms.sum() + self.element_error * apart(terms)
-        return {"scale": float(of_scale), "bias": float(of_bias)}
+        scale_error = self.row_error * (terms * products).sum()
+        scale_error += self.element_error * apart(terms * (np.abs(self.dots) + margin))
+        bias_error = self.row_error * terms.sum() + self.element_error * apart(terms)
+        return {"scale": float(scale_error), "bias": float(bias_error)}
 
     # -- the comparison
 

@@ -100,22 +100,22 @@ def test_bits(call: tuple[str, str, str, str, int, int, int, dict[str, Any]]) ->
     dtype = dtype_of(DTYPES.get(precision, "float32"))
     z = [rng.standard_normal((rows, d)) / np.sqrt(d) for rows in (m, n) if rows]
     features = tuple(side.astype(dtype) for side in z)
-    of_call = Call(loss, features, precision, {"scale": 14.0} | options)
+    judged = Call(loss, features, precision, {"scale": 14.0} | options)
     how = {"offload": True} if method == "offload" else {"method": method}
     first: list[Any] = []
     for seed in range(SCHEDULES):
         with engine.schedule(seed):
-            results = arrays(of_call.on_device(DEVICES[device], **how))
+            results = arrays(judged.on_device(DEVICES[device], **how))
         first = first or results
         for one, other in zip(first, results, strict=True):
             assert one.tobytes() == other.tobytes(), f"schedule {seed} has other bits"
     if "metrics" not in options:
-        of_call.check(of_call.on_device(DEVICES[device], **how))
+        judged.check(judged.on_device(DEVICES[device], **how))
 
 
 def arrays(out: Any) -> list[Any]:
     """Everything that a call returns."""
     lse = out.lse if isinstance(out.lse, tuple) else (out.lse,)
-    of_metrics = () if out.metrics is None else vars(out.metrics).values()
-    values = (out.loss, *out.grads, *lse, *of_metrics)
+    metric_values = () if out.metrics is None else vars(out.metrics).values()
+    values = (out.loss, *out.grads, *lse, *metric_values)
     return [cupy.asnumpy(z) for z in values if z is not None]

@@ -25,8 +25,8 @@ struct TileColumns {
 
   // x[i] with its biases; EXCLUDED above the limit of its column.
   __device__ __forceinline__ float get(int i) const {
-    const SliceColumns of_slice(columns, i / 8, lane);
-    return in_column(x[i], i, of_slice) ? biased(x[i], i, rows, of_slice) : EXCLUDED;
+    const SliceColumns slice(columns, i / 8, lane);
+    return in_column(x[i], i, slice) ? biased(x[i], i, rows, slice) : EXCLUDED;
   }
   // The largest of these in each of 32 columns, one a lane; LOW if there is none.
   __device__ __forceinline__ float largest(int s) const {

@@ -10,7 +10,7 @@
 // global memory where they are needed: if one exponential does not serve both sides.
 constexpr bool KEEPS_REFERENCES = COLUMNS && !LIMITS && !BIAS;
 
-struct OfLogits {
+struct LogitGradient {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;
   struct ConsumerShared {
     Columns columns;
@@ -53,14 +53,14 @@ struct OfLogits {
   }
 
   // This thread's four columns of a slice.
-  __device__ __forceinline__ float4 of_slice(const float* of_columns, int s) const {
+  __device__ __forceinline__ float4 load_slice(const float* numbers, int s) const {
     if (!COLUMNS || s < 0) return make_float4(0, 0, 0, 0);
-    return *(const float4*)(of_columns + 16 * s + 4 * lane.t);
+    return *(const float4*)(numbers + 16 * s + 4 * lane.t);
   }
 
   // The reference exponents of these columns, in tile t.
   __device__ __forceinline__ float4 references(int t, int s) const {
-    if (KEEPS_REFERENCES) return of_slice(consumer.reference, s);
+    if (KEEPS_REFERENCES) return load_slice(consumer.reference, s);
     const i64 first = (i64)t * TILE_COLUMNS + 16 * s + 2 * lane.t;
     const auto of = [&](i64 at) { return COLUMNS && at < b.k.rows ? factors.column_reference[at] : 0; };
     return make_float4(of(first), of(first + 1), of(first + 8), of(first + 9));

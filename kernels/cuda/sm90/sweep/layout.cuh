@@ -21,8 +21,8 @@
 #ifndef FACTORS
 #define FACTORS 0
 #endif
-// Whether tiles have numbers of their columns in shared memory, whatever the epilogue.
-#define OF_COLUMNS (IDS || FACTORS || BIAS || LIMITS == 2)
+// Whether each column of a tile has numbers in shared memory, in every epilogue.
+#define HAS_COLUMN_NUMBERS (IDS || FACTORS || BIAS || LIMITS == 2)
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif
@@ -124,14 +124,14 @@ struct SweepShared {  // TMA boxes begin at multiples of 1024 bytes, as all size
 
 // A number that is the same in all lanes of the warp. After the shuffle, the compiler does not compute it
 // again at every use.
-__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(ALL_LANES, x, 0); }
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(ALL_LANES, x, 0); }
 
 // Which part of the work is this thread's: its warpgroup and consumer, and its rows and columns in the
 // accumulator fragments.
 struct Lane {
   int warpgroup, consumer, half, thread, warp, lane, g, t;
   __device__ Lane() {
-    warpgroup = of_warp(threadIdx.x / 128);
+    warpgroup = warp_uniform(threadIdx.x / 128);
     consumer = warpgroup / HALVES;
     half = warpgroup % HALVES;
     thread = threadIdx.x % 128;

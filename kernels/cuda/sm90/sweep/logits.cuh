@@ -24,8 +24,8 @@ struct Rows {
   __device__ __forceinline__ void load(const Block& b, int panel, const Lane& lane) {
     const i64 itself = b.first_row + (i64)panel * PANEL_ROWS - b.first_column;
     const int far = 1 << 30;
-    diagonal = of_warp(b.symmetric && itself > -far && itself < far ? (int)itself : far);
-    end = of_warp((i64)(panel + 1) * PANEL_ROWS <= b.q.rows ? (int)b.k.rows : 0);
+    diagonal = warp_uniform(b.symmetric && itself > -far && itself < far ? (int)itself : far);
+    end = warp_uniform((i64)(panel + 1) * PANEL_ROWS <= b.q.rows ? (int)b.k.rows : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 row = lane.row_of(panel, h);
@@ -164,11 +164,11 @@ __device__ __forceinline__ float largest(const float (&x)[64], int h, const Rows
   float high = LOW;
 #pragma unroll
   for (int s = 0; s < SLICES; ++s) {
-    const SliceColumns of_slice(columns, s, lane);
+    const SliceColumns slice(columns, s, lane);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int i = 8 * s + k / 2 * 4 + 2 * h + k % 2;
-      const float y = in_row(x[i], i, rows) ? biased(x[i], i, rows, of_slice) : EXCLUDED;
+      const float y = in_row(x[i], i, rows) ? biased(x[i], i, rows, slice) : EXCLUDED;
       high = i == 2 * h ? y : fmaxf(high, y);
     }
   }

@@ -48,9 +48,9 @@ __device__ __forceinline__ void streamed_products(float (&x)[TILES][64], SweepSh
 #else
 // x = products of this warpgroup's 64 rows with a key tile, added up K-slice by K-slice.
 template <class Epilogue>
-__device__ __forceinline__ void streamed_products(float (&of_tile)[TILES][64], SweepShared<Epilogue>& s,
+__device__ __forceinline__ void streamed_products(float (&products)[TILES][64], SweepShared<Epilogue>& s,
                                                   PipelineState& pipe, const Lane& lane) {
-  float(&x)[64] = of_tile[0];
+  float(&x)[64] = products[0];
   static_assert(STAGES % PARTS == 0, "parts of the same features lie beside each other");
 #pragma unroll
   for (int i = 0; i < 64; ++i) x[i] = 0;

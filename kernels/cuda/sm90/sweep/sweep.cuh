@@ -156,7 +156,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   // The two warpgroups of a consumer are in step if they share published columns, or if the ring is too
   // short for one to run ahead of the other. Else each half of the panel has a ping-pong of its own:
   // one half's products fill the time in which both consumers of the other half have epilogues.
-  constexpr bool IN_STEP = Epilogue::PUBLISHES || OF_COLUMNS || 2 * K_SLICES >= STAGES;
+  constexpr bool IN_STEP = Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS || 2 * K_SLICES >= STAGES;
   const int ping_pong = PING_PONG + (IN_STEP ? 0 : 2 * lane.half);
   const int sharers = 2 * 128 * (IN_STEP ? HALVES : 1);
   bool mine = lane.consumer == 0;  // a consumer takes every other tile, over all panels
@@ -201,7 +201,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       if (last && lane.lane == 0) barrier_arrive(s.panel_empty);
       fence_accumulators(x);
       // The writes of publish come before the reads of tile
-      if (Epilogue::PUBLISHES || OF_COLUMNS) lane.sync_consumer();
+      if (Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS) lane.sync_consumer();
       epilogue.tile(x, tile);
       if (Epilogue::SUMS) lane.sync_warpgroup();  // all warps' sums are written before end_tile reads them
       epilogue.end_tile(tile);

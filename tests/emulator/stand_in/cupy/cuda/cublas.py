@@ -37,7 +37,7 @@ def gemmStridedBatchedEx(
     """C = alpha op(A) op(B) + beta C for `count` matrices. alpha and beta are on the host: they are
     read at once."""
     number = ctypes.c_double if compute == DOUBLE else ctypes.c_float
-    factor, of_before = number.from_address(alpha).value, number.from_address(beta).value
+    factor, factor_before = number.from_address(alpha).value, number.from_address(beta).value
 
     def product() -> None:
         for i in range(count):
@@ -48,7 +48,7 @@ def gemmStridedBatchedEx(
                                                    right.T if op_b else right))  # fmt: skip
             with np.errstate(all="ignore"):
                 made = np.matmul(*wide) * factor
-                out[...] = made + of_before * out.astype(np.float64) if of_before else made
+                out[...] = made + factor_before * out.astype(np.float64) if factor_before else made
 
     streams.get_current_stream().submit(product)
 

@@ -52,11 +52,11 @@ class Device:
 
     @property
     def attributes(self) -> dict[str, int]:
-        of_block, of_multiprocessor = SHARED[self.compute_capability]
+        block_bytes, multiprocessor_bytes = SHARED[self.compute_capability]
         return {
             "MultiProcessorCount": MULTIPROCESSORS,
-            "MaxSharedMemoryPerBlockOptin": of_block,
-            "MaxSharedMemoryPerMultiprocessor": of_multiprocessor,
+            "MaxSharedMemoryPerBlockOptin": block_bytes,
+            "MaxSharedMemoryPerMultiprocessor": multiprocessor_bytes,
         }
 
     @property
