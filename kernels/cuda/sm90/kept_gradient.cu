@@ -8,7 +8,7 @@
 //     P_ij = e (a_i s_i + v_j 2^(r - C_j))          whatever the range of R and C
 //
 // Query panels that are to be computed anew hold anything here, and are overwritten afterwards.
-#include "block.cuh"
+#include "block/block.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
@@ -21,7 +21,7 @@ constexpr int AT_ONCE = 4 / PARTS;  // rows whose loads are in flight together
 
 // A block of threads has 16 rows of KEPT_THREADS * GROUP columns.
 extern "C" __global__ void __launch_bounds__(KEPT_THREADS)
-kept_gradient(const __grid_constant__ Block b, const __grid_constant__ Factors f,
+kept_gradient(const __grid_constant__ PlainBlock b, const __grid_constant__ Factors f,
               const __grid_constant__ GradientPanel panel, const float* references,
               i64 reference_stride, i64 strips) {
   const i64 strip = blockIdx.x % strips, row0 = strip * STRIP;

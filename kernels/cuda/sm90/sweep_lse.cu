@@ -18,10 +18,9 @@
 //
 // MOMENTS: with each sum of 2^(c x - r) goes the sum of 2^(c x - r) x, a float of its own beside the pair.
 //
-// LIMITS: a pair may be in the sum of its row and not in that of its column, or the other way round. What is
-// said above holds of the pairs that a sum has. A sum without any is 0, however small r is beside it.
-//
-// BIAS: the exponents (not the moments) have x + bias in place of x.
+// Options (block/options.cuh): a pair may be in the sum of its row and not in that of its column, or the other way
+// round. A reference exponent has to serve for the pairs that a sum has. A sum without pairs is 0, and every
+// reference exponent serves for it. An option may put another exponent in the place of x. Moments keep x.
 //
 // MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
 //
@@ -176,7 +175,7 @@ struct Lse {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (LIMITS && tile_sums[h].sum == 0 && largest(x, h, rows, consumer.columns, lane) == LOW) {
+      if (Options::SPARSE && tile_sums[h].sum == 0 && largest(x, h, rows, consumer.columns, lane) == LOW) {
         tile_sums[h] = row_sum[h];
         continue;
       }
@@ -239,16 +238,18 @@ struct Lse {
       for (int k = 0; k < 8; ++k) {
         const int i = 16 * s + k / 2 * 4 + k % 2;
         if (k == 4) columns = SliceColumns(consumer.columns, 2 * s + 1, lane);
-        const float y0 = biased(x[i], i, rows, columns), y1 = biased(x[i + 2], i + 2, rows, columns);
+        const auto pair0 = pair_of(i, rows, columns), pair1 = pair_of(i + 2, rows, columns);
+        const float y0 = Options::exponent(x[i], pair0), y1 = Options::exponent(x[i + 2], pair1);
         const float e0 = exp2_(fmaf(y0, c, -shift[0])), e1 = exp2_(fmaf(y1, c, -shift[1]));
-        add_to_row(tile_sums[0].sum, e0, x[i], i, rows);
-        add_to_row(tile_sums[1].sum, e1, x[i + 2], i + 2, rows);
+        Options::add_to_row(tile_sums[0].sum, e0, x[i], pair0);
+        Options::add_to_row(tile_sums[1].sum, e1, x[i + 2], pair1);
         if (COLUMNS)
-          eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1]) : sum_of_column(e0, e1, x[i], x[i + 2], i, columns);
+          eight[k] = OWN ? fmaf(e0, weight[0], e1 * weight[1])
+                         : Options::column_sum(e0, x[i], pair0, e1, x[i + 2], pair1);
         if (MOMENTS) {
-          const float row0 = in_row(x[i], i, rows) ? e0 : 0, row1 = in_row(x[i + 2], i + 2, rows) ? e1 : 0;
-          const float column0 = in_column(x[i], i, columns) ? e0 : 0;
-          const float column1 = in_column(x[i + 2], i + 2, columns) ? e1 : 0;
+          const float row0 = Options::in_row(x[i], pair0) ? e0 : 0, row1 = Options::in_row(x[i + 2], pair1) ? e1 : 0;
+          const float column0 = Options::in_column(x[i], pair0) ? e0 : 0;
+          const float column1 = Options::in_column(x[i + 2], pair1) ? e1 : 0;
           tile_sums[0].moment = fmaf(row0, x[i], tile_sums[0].moment);
           tile_sums[1].moment = fmaf(row1, x[i + 2], tile_sums[1].moment);
           const float w0 = OWN ? column0 * weight[0] : column0, w1 = OWN ? column1 * weight[1] : column1;
@@ -278,23 +279,21 @@ struct Lse {
       if (!COLUMNS) continue;
       Partial slice_sums = {top, join_columns(eight, lane.lane, Plus()), 0};
       if (MOMENTS) slice_sums.moment = join_columns(moments, lane.lane, Plus());
-#if LIMITS == 2
-      // Rows' reference exponents are no bounds of what columns have
-      if (OWN) slice_sums = tile_columns.own_sums(s);
-      if (slice_sums.sum > MAX_TILE_SUM || (MOMENTS && fabsf(slice_sums.moment) > MAX_TILE_MOMENT)) good = false;
-      small[s] = slice_sums.sum < MIN_EXACT_SUM;
-#else
-      // A column beyond the matrix has nothing to lose
-      const bool beyond = KEEP && t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) >= (int)b.k.rows;
-      if (slice_sums.sum < MIN_EXACT_SUM && !beyond) good = false;
-      if (OWN && __any_sync(ALL_LANES, slice_sums.sum < MIN_EXACT_SUM)) slice_sums = tile_columns.own_sums(s);
-#endif
+      if constexpr (Options::SPLITS) {
+        // A column may have pairs above the reference exponents of their rows
+        if (OWN) slice_sums = tile_columns.own_sums(s);
+        if (slice_sums.sum > MAX_TILE_SUM || (MOMENTS && fabsf(slice_sums.moment) > MAX_TILE_MOMENT)) good = false;
+        small[s] = slice_sums.sum < MIN_EXACT_SUM;
+      } else {
+        // A column beyond the matrix has no terms to lose
+        const bool beyond = KEEP && t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) >= (int)b.k.rows;
+        if (slice_sums.sum < MIN_EXACT_SUM && !beyond) good = false;
+        if (OWN && __any_sync(ALL_LANES, slice_sums.sum < MIN_EXACT_SUM)) slice_sums = tile_columns.own_sums(s);
+      }
       if (KEEPS_OWN_STRIP && s == lane.warp) strip_sum = slice_sums;
       else group.strips.of(s, s ^ lane.warp).set(lane.lane, slice_sums);
     }
-#if LIMITS == 2
-    if (COLUMNS && !OWN) tile_columns.require_empty(small, good);
-#endif
+    if constexpr (Options::SPLITS && COLUMNS && !OWN) tile_columns.require_empty(small, good);
     return good;
   }
 
@@ -311,7 +310,7 @@ struct Lse {
       for (int w = 0; w < 4; ++w) {
         const bool own = KEEPS_OWN_STRIP && w == 0;
         strip[w] = own ? strip_sum : group.strips.of(lane.warp, w).get(lane.lane);
-        const bool nothing = LIMITS == 2 && strip[w].sum == 0;
+        const bool nothing = Options::SPLITS && strip[w].sum == 0;
         same = same && (nothing || strip[w].reference == column_sum.reference);
       }
       if (same) {
@@ -321,7 +320,7 @@ struct Lse {
       } else
 #pragma unroll
         for (int w = 0; w < 4; ++w)
-          if (!(LIMITS == 2 && strip[w].sum == 0)) column_sum.add(strip[w]);
+          if (!(Options::SPLITS && strip[w].sum == 0)) column_sum.add(strip[w]);
       column_partials.set(t * TILE_COLUMNS, column_sum);
     }
   }
@@ -335,13 +334,13 @@ struct Lse {
       for (int lanes = 1; lanes < 4; lanes *= 2) {
         Partial other = {LOW, __shfl_xor_sync(ALL_LANES, all.sum, lanes), 0};
         if (MOMENTS) other.moment = __shfl_xor_sync(ALL_LANES, all.moment, lanes);
-#if LIMITS
-        other.reference = __shfl_xor_sync(ALL_LANES, all.reference, lanes);
-        all.add(other);
-#else  // threads that share a row have one reference exponent
-        all.sum += other.sum;
-        if (MOMENTS) all.moment += other.moment;
-#endif
+        if constexpr (Options::SPARSE) {
+          other.reference = __shfl_xor_sync(ALL_LANES, all.reference, lanes);
+          all.add(other);
+        } else {  // threads that share a row have one reference exponent
+          all.sum += other.sum;
+          if (MOMENTS) all.moment += other.moment;
+        }
       }
       if (all.sum == 0) all.reference = LOW;
       if (lane.t == 0 && row(h) < b.q.rows)

@@ -76,7 +76,7 @@ struct Online {
 #pragma unroll
       for (int i = 8 * s; i < 8 * s + 8; ++i) {
         const int h = i / 2 % 2;
-        e[i] = exp2_(fmaf(biased(x[i], i, rows, columns), c, -reference[h]));
+        e[i] = exp2_(fmaf(Options::exponent(x[i], pair_of(i, rows, columns)), c, -reference[h]));
         tile_sum[h] += e[i];
         if (MOMENTS) moment[h] = fmaf(e[i], x[i], moment[h]);
 #if FACTORS

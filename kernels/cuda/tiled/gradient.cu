@@ -11,8 +11,8 @@
 //     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `shared`: one exponential
 //     P_ij = e a_i + 2^(c x_ij - C_j) v_j                     whatever the range of R and C
 //
-// With BIAS, x + bias is in place of x. A row or a column (LIMITS) has no term of a pair that is above its
-// limit.
+// Options (block/options.cuh) may put another exponent in the place of x, and leave out the term of a row or of a
+// column.
 //
 // Positives weigh most, and their rounding would not average out: what they add to a gradient is
 // one row times one number, added in full precision when the products are complete. Features that
@@ -53,9 +53,10 @@ __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& 
       const Real reference = f.row_reference[r], a = f.a[r], u = COLUMNS ? f.u[r] : 0;
 #pragma unroll
       for (int j = 0; j < LANE_N; ++j) {
-        const Real e = exp2_(fma(c, biased(x[i][j], s, r, p.column(j)), -reference));
-        const Real row_weight = in_row(x[i][j], s, r) ? a : 0;
-        const Real column_weight = COLUMNS && in_column(x[i][j], s, p.column(j)) ? v[j] : 0;
+        const auto pair = s.pair(r, p.column(j));
+        const Real e = exp2_(fma(c, Options::exponent(x[i][j], pair), -reference));
+        const Real row_weight = Options::in_row(x[i][j], pair) ? a : 0;
+        const Real column_weight = COLUMNS && Options::in_column(x[i][j], pair) ? v[j] : 0;
         x[i][j] = e * (COLUMNS ? fma(u, column_weight, row_weight) : row_weight);
       }
     }
@@ -66,11 +67,12 @@ __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& 
       const Real reference = f.row_reference[r], a = f.a[r];
 #pragma unroll
       for (int j = 0; j < LANE_N; ++j) {
-        const Real y = biased(x[i][j], s, r, p.column(j));
+        const auto pair = s.pair(r, p.column(j));
+        const Real y = Options::exponent(x[i][j], pair);
         const Real row_term = exp2_(fma(c, y, -reference)) * a;
         const Real column_term = exp2_(fma(c, y, -f.column_reference[p.column(j)])) * v[j];
-        x[i][j] = (in_row(x[i][j], s, r) ? row_term : 0) +
-                  (in_column(x[i][j], s, p.column(j)) ? column_term : 0);
+        x[i][j] = (Options::in_row(x[i][j], pair) ? row_term : 0) +
+                  (Options::in_column(x[i][j], pair) ? column_term : 0);
       }
     }
   }
@@ -93,7 +95,8 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
     exclude(x, shared, block, tile, p);
-    if (LIMITS) __syncwarp();  // else what rows and columns have is read once for all below, short of registers
+    // Else the compiler reads the numbers of rows and columns once for all below, and is short of registers
+    if (Options::SPARSE) __syncwarp();
     differentiate(x, f, shared, c, one_exponential, p);
     at_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
     apply_factors(x, shared, p);

@@ -3,8 +3,8 @@
 // With c = scale log2 e and x = q . k, a tile yields for each of its rows, and with COLUMNS for each
 // of its columns, pairs (m, sum 2^(c (x - m))) over the negatives; positives' logits are recorded and
 // stay out of the sums. With MOMENTS, the sum of 2^(c (x - m)) x goes with each pair. Pairs of different tiles
-// are merged by another kernel in a fixed order: no atomics, the same bits from run to run. With BIAS, the
-// exponents (not the moments) have x + bias in place of x.
+// are merged by another kernel in a fixed order: no atomics, the same bits from run to run. Options (block/options.cuh)
+// may leave out pairs, or put another exponent in the place of x. Moments keep x.
 //
 // One exponential a logit serves both directions: all rows and columns of a warp's strip, 64 x WARP_N
 // logits, share m, the strip's maximum. A row or a column far below it can lose all its digits that
@@ -73,7 +73,7 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
-    for (int j = 0; j < LANE_N; ++j) top = max_(top, biased(x[i][j], s, p.row(i), p.column(j)));
+    for (int j = 0; j < LANE_N; ++j) top = max_(top, Options::exponent(x[i][j], s.pair(p.row(i), p.column(j))));
   top = or_low(column_max(row_max(top)));
   // c (x - top) = (c x - reference) + rest: one instruction a logit, and no rounding lost
   const Real reference = c * top, rest = exp2_(-fma(c, top, -reference));
@@ -85,9 +85,10 @@ __device__ __forceinline__ bool sum_strip(const Products& x, Real c, StripSums& 
     Real sum = 0, moment = 0;
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j) {
-      const Real e = exp2_(fma(c, biased(x[i][j], s, p.row(i), p.column(j)), -reference));
-      const Real row_term = in_row(x[i][j], s, p.row(i)) ? e : 0;
-      const Real column_term = in_column(x[i][j], s, p.column(j)) ? e : 0;
+      const auto pair = s.pair(p.row(i), p.column(j));
+      const Real e = exp2_(fma(c, Options::exponent(x[i][j], pair), -reference));
+      const Real row_term = Options::in_row(x[i][j], pair) ? e : 0;
+      const Real column_term = Options::in_column(x[i][j], pair) ? e : 0;
       sum += row_term;
       if (COLUMNS) column_sum[j / 8][j % 8] += column_term;
       if (MOMENTS) {
@@ -116,12 +117,12 @@ __device__ __forceinline__ void sum_strip_by_own_maxima(const Products& x, Real 
                                                         const TileShared& s, const Position& p) {
   __syncwarp();  // the writes of sum_strip come before those below
   const auto row_product = [&](int i, int j) {
-    const bool in = in_row(x[i][j], s, p.row(i));
-    return in ? biased(x[i][j], s, p.row(i), p.column(j)) : EXCLUDED;
+    const auto pair = s.pair(p.row(i), p.column(j));
+    return Options::in_row(x[i][j], pair) ? Options::exponent(x[i][j], pair) : EXCLUDED;
   };
   const auto column_product = [&](int i, int j) {
-    const bool in = in_column(x[i][j], s, p.column(j));
-    return in ? biased(x[i][j], s, p.row(i), p.column(j)) : EXCLUDED;
+    const auto pair = s.pair(p.row(i), p.column(j));
+    return Options::in_column(x[i][j], pair) ? Options::exponent(x[i][j], pair) : EXCLUDED;
   };
 #pragma unroll
   for (int i = 0; i < 8; ++i) {

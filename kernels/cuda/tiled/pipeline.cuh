@@ -6,7 +6,7 @@
 // ahead of the products. After the last K-slice of a tile come those of the next tile: they arrive
 // during the epilogue.
 #pragma once
-#include "block.cuh"
+#include "block/options.cuh"
 
 constexpr int BLOCK_M = 128;
 #ifndef BLOCK_N

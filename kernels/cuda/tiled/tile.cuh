@@ -1,11 +1,8 @@
-// The epilogues' view of a tile of logits: what belongs to its rows and columns, which of its pairs do not
+// The epilogues' view of a tile of logits: the numbers of its rows and columns, the pairs that do not
 // count, and how a panel of dL/dx is written.
 #pragma once
 #include "tiled/product.cuh"
 
-#ifndef IDS
-#define IDS 0  // equal ids are no pair
-#endif
 #ifndef FACTORS
 #define FACTORS 0  // features stand for unit rows
 #endif
@@ -13,14 +10,14 @@
 // Shared memory beside the pipeline's stages.
 struct TileShared {
   i64 positive[BLOCK_M];  // key of the row's positive, in the whole matrix
-  i64 row_id[BLOCK_M], column_id[BLOCK_N];
   Real row_factor[BLOCK_M], column_factor[BLOCK_N];
-#if LIMITS
-  Real row_limit[BLOCK_M], column_limit[BLOCK_N];
-#endif
-#if BIAS
-  Real row_bias[BLOCK_M], column_bias[BLOCK_N];
-#endif
+  Options::RowNumbers<BLOCK_M> rows;
+  Options::ColumnNumbers<BLOCK_N> columns;
+
+  // The pair of a row and a column of the tile.
+  __device__ __forceinline__ auto pair(int row, int column) const {
+    return Pair<Options::RowNumbers<BLOCK_M>, Options::ColumnNumbers<BLOCK_N>>{rows, columns, row, column};
+  }
 };
 
 // Start copying the numbers of N rows or columns, of which so many exist.
@@ -35,33 +32,22 @@ __device__ __forceinline__ void prepare(TileShared& s, const Block& b, const Til
   __syncthreads();  // all epilogues' reads of the last tile's numbers come before the copies
   const i64 rows = b.q.rows - t.row, columns = b.k.rows - t.column;
   if (!SETS) fetch(s.positive, b.positives + t.row, rows);
-  if (IDS) {
-    fetch(s.row_id, b.query_ids + t.row, rows);
-    fetch(s.column_id, b.key_ids + t.column, columns);
-  }
   if (FACTORS) {
     fetch(s.row_factor, b.q.factor + t.row, rows);
     fetch(s.column_factor, b.k.factor + t.column, columns);
   }
-#if LIMITS
-  fetch(s.row_limit, b.row_limits + t.row, rows);
-  if (LIMITS == 2) fetch(s.column_limit, b.column_limits + t.column, columns);
-#endif
-#if BIAS
-  if (BIAS == 2) fetch(s.row_bias, b.row_bias + t.row, rows);
-  fetch(s.column_bias, b.column_bias + t.column, columns);
-#endif
+  Options::copy_rows(s.rows, b, [&](auto& to, auto from) { fetch(to, from + t.row, rows); });
+  Options::copy_columns(s.columns, b, [&](auto& to, auto from) { fetch(to, from + t.column, columns); });
 }
 
-// x_ij *= f_i f_j: raw products to products of unit rows. Of limits, x_ij and x_ji have to be the same number
-// where queries are the keys.
+// x_ij *= f_i f_j: raw products to products of unit rows.
 __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, const Position& p) {
   if (!FACTORS) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j)
-      if (LIMITS) x[i][j] *= s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
+      if (Options::COMPARES) x[i][j] *= s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
       // one by one: products of factors would be kept, in as many registers as x
       else x[i][j] = x[i][j] * s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
 }
@@ -102,15 +88,15 @@ __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, c
   }
 }
 
-// Everything that is no pair becomes EXCLUDED: padding, i = j where symmetric, equal ids, what is above all
-// limits. It thus enters no maximum and no sum.
+// Products that are in neither softmax become EXCLUDED: padding, i = j where symmetric, and pairs that options
+// leave out. They enter no maximum and no sum.
 __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const Block& b,
                                         const Tile& t, const Position& p) {
   const int rows = (int)min((i64)BLOCK_M, b.q.rows - t.row);
   const int columns = (int)min((i64)BLOCK_N, b.k.rows - t.column);
   const i64 diagonal = b.first_row + t.row - b.first_column - t.column;  // column - row there
   const bool crossed = b.symmetric && diagonal > -BLOCK_M && diagonal < BLOCK_N;
-  if (!IDS && !LIMITS && !crossed && rows == BLOCK_M && columns == BLOCK_N) return;
+  if (!Options::MASKS && !Options::SPLITS && !crossed && rows == BLOCK_M && columns == BLOCK_N) return;
   const int excluded = crossed ? (int)diagonal : BLOCK_N;  // no difference is BLOCK_N
 #pragma unroll
   for (int i = 0; i < 8; ++i)
@@ -118,39 +104,8 @@ __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const 
     for (int j = 0; j < LANE_N; ++j) {
       const int r = p.row(i), c = p.column(j);
       if (r >= rows || c >= columns || c - r == excluded) x[i][j] = EXCLUDED;
-      if (IDS && s.row_id[r] == s.column_id[c]) x[i][j] = EXCLUDED;
-#if LIMITS
-      const Real limit = LIMITS == 2 ? max_(s.row_limit[r], s.column_limit[c]) : s.row_limit[r];
-      if (x[i][j] > limit) x[i][j] = EXCLUDED;
-#endif
+      Options::exclude(x[i][j], s.pair(r, c));
     }
-}
-
-// Whether the softmax of a row, or of a column, has a pair that is above one limit at most.
-__device__ __forceinline__ bool in_row(Real x, const TileShared& s, int row) {
-#if LIMITS == 2
-  return !(x > s.row_limit[row]);
-#else
-  return true;
-#endif
-}
-__device__ __forceinline__ bool in_column(Real x, const TileShared& s, int column) {
-#if LIMITS == 2
-  return !(x > s.column_limit[column]);
-#else
-  return true;
-#endif
-}
-
-// A product with the biases of its pair.
-__device__ __forceinline__ Real biased(Real x, const TileShared& s, int row, int column) {
-#if BIAS == 2
-  return x + (s.row_bias[row] + s.column_bias[column]);
-#elif BIAS
-  return x + s.column_bias[column];
-#else
-  return x;
-#endif
 }
 
 // --- over lanes that share a row (4 of them) or a column (8) --------------------------------------------

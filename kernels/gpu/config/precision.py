@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-K_SLICE = 128  # bytes of a row in one stage of a pipeline: kernels/cuda/block.cuh
+K_SLICE = 128  # bytes of a row in one stage of a pipeline: kernels/cuda/block/block.cuh
 # "portable": the kernels that run on every card, also where faster ones exist
 PORTABLE = os.environ.get("INFONCE_KERNELS", "") == "portable"
 

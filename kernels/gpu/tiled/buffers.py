@@ -19,7 +19,7 @@ from .operands import CachedExponentials, OperandSide, Workspace
 
 
 class PairVectors:
-    """Limits and biases of pairs, as kernels take them (LIMITS and BIAS of kernels/cuda/block.cuh).
+    """Limits and biases of pairs, as kernels take them (kernels/cuda/block/options.cuh).
 
     Kernels add the bias of a column to all of its logits, not to those alone of which it is the
     key. That changes no softmax of the column, and adds the bias to its log-sum-exp

@@ -44,7 +44,7 @@ REASONS: dict[tuple[str, str], str] = {
         "threads",
     ("sm90/sweep/panel.cuh", "__syncwarp();"):
         "after `written`, lane 0 starts the next stores itself; it keeps the lanes together",
-    ("tiled/gradient.cu", "if (LIMITS) __syncwarp();"):
+    ("tiled/gradient.cu", "if (Options::SPARSE) __syncwarp();"):
         "no synchronisation: it keeps the compiler from using more registers",
     ("sm90/sweep_lse.cu", "__syncwarp();  // else the compiler"):
         "no synchronisation: it keeps the compiler from using more registers",

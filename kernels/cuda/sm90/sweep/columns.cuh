@@ -23,10 +23,11 @@ struct TileColumns {
   const Lane& lane;
   float c;
 
-  // x[i] with its biases; EXCLUDED above the limit of its column.
+  // The exponent of x[i]; EXCLUDED if the column's softmax does not have the pair.
   __device__ __forceinline__ float get(int i) const {
     const SliceColumns slice(columns, i / 8, lane);
-    return in_column(x[i], i, slice) ? biased(x[i], i, rows, slice) : EXCLUDED;
+    const auto pair = pair_of(i, rows, slice);
+    return Options::in_column(x[i], pair) ? Options::exponent(x[i], pair) : EXCLUDED;
   }
   // The largest of these in each of 32 columns, one a lane; LOW if there is none.
   __device__ __forceinline__ float largest(int s) const {

@@ -6,9 +6,9 @@
 #define COLUMNS 1
 #endif
 
-// Limits and biases take the place of columns' reference exponents in shared memory. These are then read from
-// global memory where they are needed: if one exponential does not serve both sides.
-constexpr bool KEEPS_REFERENCES = COLUMNS && !LIMITS && !BIAS;
+// Numbers of options take the place of columns' reference exponents in shared memory. The reference exponents
+// are then read from global memory, if one exponential does not serve both sides.
+constexpr bool KEEPS_REFERENCES = COLUMNS && !Options::SPLITS && !Options::SHIFTS;
 
 struct LogitGradient {
   static constexpr bool SUMS = false, PUBLISHES = COLUMNS;
@@ -82,10 +82,11 @@ struct LogitGradient {
       for (int h = 0; h < 2; ++h) {
         const int i = 4 * j + 2 * h;
         float &x0 = x[i], &x1 = x[i + 1];
-        const float y0 = biased(x0, i, rows, columns), y1 = biased(x1, i + 1, rows, columns);
+        const auto pair0 = pair_of(i, rows, columns), pair1 = pair_of(i + 1, rows, columns);
+        const float y0 = Options::exponent(x0, pair0), y1 = Options::exponent(x1, pair1);
         const float e0 = exp2_(finite(fmaf(y0, c, -reference[h]))), e1 = exp2_(finite(fmaf(y1, c, -reference[h])));
-        const float a0 = in_row(x0, i, rows) ? a[h] : 0, a1 = in_row(x1, i + 1, rows) ? a[h] : 0;
-        const float v0 = in_column(x0, i, columns) ? v.x : 0, v1 = in_column(x1, i + 1, columns) ? v.y : 0;
+        const float a0 = Options::in_row(x0, pair0) ? a[h] : 0, a1 = Options::in_row(x1, pair1) ? a[h] : 0;
+        const float v0 = Options::in_column(x0, pair0) ? v.x : 0, v1 = Options::in_column(x1, pair1) ? v.y : 0;
         if (!COLUMNS) {
           x0 = e0 * a[h];
           x1 = e1 * a[h];
@@ -103,12 +104,9 @@ struct LogitGradient {
       }
     }
   }
-  // Of a pair that is above a limit, the exponential may be anything that is finite: its factor is 0. NaN stays.
+  // The exponential of a pair that a softmax does not have is multiplied by 0, so it has to be finite. NaN stays.
   __device__ __forceinline__ static float finite(float exponent) {
-#if LIMITS == 2
-    exponent = min_or_nan(exponent, 126.0f);
-#endif
-    return exponent;
+    return Options::SPLITS ? min_or_nan(exponent, 126.0f) : exponent;
   }
   __device__ __forceinline__ float factor(int h) const {
 #if FACTORS

@@ -1,6 +1,6 @@
 // The layout of a sweep (sweep/sweep.cuh): sizes, barriers, shared memory, and which thread has which rows.
 #pragma once
-#include "block.cuh"
+#include "block/options.cuh"
 #include "sm90/reference_exponents.cuh"
 
 #ifndef IN_REGISTERS
@@ -15,14 +15,11 @@
 #ifndef WIDE
 #define WIDE 0
 #endif
-#ifndef IDS
-#define IDS 0
-#endif
 #ifndef FACTORS
 #define FACTORS 0
 #endif
 // Whether each column of a tile has numbers in shared memory, in every epilogue.
-#define HAS_COLUMN_NUMBERS (IDS || FACTORS || BIAS || LIMITS == 2)
+#define HAS_COLUMN_NUMBERS (FACTORS || !__is_empty(Options::ColumnNumbers<1>))
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif

@@ -12,16 +12,8 @@ struct Operand {
   const Real* factor;  // [rows] or null: x_ij is multiplied by both sides' factors
 };
 
-#ifndef LIMITS
-#define LIMITS 0  // 1: negatives above the limit of their row are left out; 2: each column has a limit, too
-#endif
-#ifndef BIAS
-#define BIAS 0  // 1: keys have biases; 2: so have queries, as keys of their columns
-#endif
-
-// The block of the logit matrix that one launch covers, and the data of its loss. Limits and biases are in
-// the unit of products.
-struct Block {
+// The block of the logit matrix that one launch covers, and the data of its loss. block/options.cuh adds to it.
+struct PlainBlock {
   Operand q, k;
   i64 width;                   // bytes of features in a row
   i64 first_row, first_column;  // of the block, in the whole matrix
@@ -33,12 +25,6 @@ struct Block {
   i64 symmetric;         // i = j is excluded
   i64 triangle;          // only tiles on and above the diagonal
   Scale scale;
-#if LIMITS
-  const Real *row_limits, *column_limits;  // [rows], [columns] or null
-#endif
-#if BIAS
-  const Real *row_bias, *column_bias;  // [rows] or null, [columns]
-#endif
 
   __device__ __forceinline__ i64 positives_of_row() const { return SETS ? set_size : 1; }
 };

@@ -1,0 +1,234 @@
+// Options of a loss that change what becomes of a logit: each is a struct here, used by the tiled kernels
+// (tiled/tile.cuh) and by the sweeps (sm90/sweep/logits.cuh) alike.
+//
+// A new option is one more struct, its name in `Options`, and its vectors in `Block`.
+#pragma once
+#include "block/block.cuh"
+
+#ifndef IDS
+#define IDS 0  // 1: pairs of equal ids are left out
+#endif
+#ifndef LIMITS
+#define LIMITS 0  // 1: negatives above the limit of their row are left out; 2: each column has a limit, too
+#endif
+#ifndef BIAS
+#define BIAS 0  // 1: keys have biases; 2: queries have biases, too, as keys of their columns
+#endif
+
+// A block with the vectors of its options. Limits and biases are in the unit of products.
+struct Block : PlainBlock {
+#if LIMITS
+  const Real *row_limits, *column_limits;  // [rows], [columns] or null
+#endif
+#if BIAS
+  const Real *row_bias, *column_bias;  // [rows] or null, [columns]
+#endif
+};
+
+// The numbers of some rows and some columns, and which of them belong to a pair.
+template <class Rows, class Columns>
+struct Pair {
+  const Rows& rows;
+  const Columns& columns;
+  int row, column;
+};
+
+// The option that changes nothing. Other options derive from it and replace its members. Functions take the
+// product x of a pair.
+template <class Self>  // gives each option a base of its own: two bases of one type would take memory
+struct Option {
+  enum : bool {  // constants that need no memory
+    MASKS = false,    // some pairs are in neither softmax, and all others are in both
+    SPLITS = false,   // some pairs are in one softmax and not in the other
+    SHIFTS = false,   // `exponent` may differ from x
+    SPARSE = false,   // a row often has no pair in a tile
+    COMPARES = false  // the product decides: x_ij and x_ji have to be the same number
+  };
+
+  // Numbers of N rows, and of N columns, by the names that their vectors have in `Block`. Arrays of columns
+  // are aligned to 16 bytes.
+  template <int N>
+  struct RowNumbers {};
+  template <int N>
+  struct ColumnNumbers {};
+  // Calls `copy` with each array in `to` and the array in `from` that has its name.
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_rows(To&, const From&, Copy) {}
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_columns(To&, const From&, Copy) {}
+
+  // Whether neither the softmax of the row nor that of the column has the pair.
+  template <class Pair>
+  __device__ __forceinline__ static bool excluded(Real, const Pair&) { return false; }
+  // SPLITS: whether the softmax of the row, or of the column, has the pair.
+  template <class Pair>
+  __device__ __forceinline__ static bool in_row(Real, const Pair&) { return true; }
+  template <class Pair>
+  __device__ __forceinline__ static bool in_column(Real, const Pair&) { return true; }
+  // SPLITS: sum += e, if the softmax of the row, or of the column, has the pair.
+  template <class Pair>
+  __device__ __forceinline__ static void add_to_row(float&, float, float, const Pair&) {}
+  template <class Pair>
+  __device__ __forceinline__ static void add_to_column(float&, float, float, const Pair&) {}
+  // What exponents have in place of x.
+  template <class Pair>
+  __device__ __forceinline__ static Real exponent(Real x, const Pair&) { return x; }
+};
+
+struct EqualIds : Option<EqualIds> {
+#if IDS
+  enum : bool { MASKS = true };
+  template <int N>
+  struct RowNumbers { i64 query_ids[N]; };
+  template <int N>
+  struct ColumnNumbers { alignas(16) i64 key_ids[N]; };
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
+    copy(to.query_ids, from.query_ids);
+  }
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
+    copy(to.key_ids, from.key_ids);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static bool excluded(Real, const Pair& p) {
+    return p.rows.query_ids[p.row] == p.columns.key_ids[p.column];
+  }
+#endif
+};
+
+// Negatives above a limit are left out: false_negative_margin.
+struct Limits : Option<Limits> {
+#if LIMITS
+  enum : bool { MASKS = LIMITS == 1, SPLITS = LIMITS == 2, SPARSE = true, COMPARES = true };
+  template <int N>
+  struct RowNumbers { Real row_limits[N]; };
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
+    copy(to.row_limits, from.row_limits);
+  }
+#endif
+#if LIMITS == 1
+  template <class Pair>
+  __device__ __forceinline__ static bool excluded(Real x, const Pair& p) {
+    return x > p.rows.row_limits[p.row];
+  }
+#elif LIMITS == 2
+  template <int N>
+  struct ColumnNumbers { alignas(16) Real column_limits[N]; };
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
+    copy(to.column_limits, from.column_limits);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static bool excluded(Real x, const Pair& p) {
+    return x > max_(p.rows.row_limits[p.row], p.columns.column_limits[p.column]);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static bool in_row(Real x, const Pair& p) {
+    return !(x > p.rows.row_limits[p.row]);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static bool in_column(Real x, const Pair& p) {
+    return !(x > p.columns.column_limits[p.column]);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static void add_to_row(float& sum, float e, float x, const Pair& p) {
+    add_up_to(sum, e, x, p.rows.row_limits[p.row]);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static void add_to_column(float& sum, float e, float x, const Pair& p) {
+    add_up_to(sum, e, x, p.columns.column_limits[p.column]);
+  }
+#endif
+};
+
+// Biases of keys are added to logits: key_bias.
+struct Biases : Option<Biases> {
+#if BIAS
+  enum : bool { SHIFTS = true };
+  template <int N>
+  struct ColumnNumbers { alignas(16) Real column_bias[N]; };
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
+    copy(to.column_bias, from.column_bias);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static Real exponent(Real x, const Pair& p) {
+#if BIAS == 2
+    return x + (p.rows.row_bias[p.row] + p.columns.column_bias[p.column]);
+#else
+    return x + p.columns.column_bias[p.column];
+#endif
+  }
+#endif
+#if BIAS == 2
+  template <int N>
+  struct RowNumbers { Real row_bias[N]; };
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
+    copy(to.row_bias, from.row_bias);
+  }
+#endif
+};
+
+// Several options, each as if it were alone.
+template <class... Each>
+struct All {
+  enum : bool {
+    MASKS = (Each::MASKS || ...),
+    SPLITS = (Each::SPLITS || ...),
+    SHIFTS = (Each::SHIFTS || ...),
+    SPARSE = (Each::SPARSE || ...),
+    COMPARES = (Each::COMPARES || ...)
+  };
+
+  template <int N>
+  struct RowNumbers : Each::template RowNumbers<N>... {};
+  template <int N>
+  struct ColumnNumbers : Each::template ColumnNumbers<N>... {};
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
+    (Each::copy_rows(to, from, copy), ...);
+  }
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
+    (Each::copy_columns(to, from, copy), ...);
+  }
+
+  // x becomes EXCLUDED if neither softmax has the pair.
+  template <class Pair>
+  __device__ __forceinline__ static void exclude(Real& x, const Pair& p) {
+    ((x = Each::excluded(x, p) ? EXCLUDED : x), ...);
+  }
+  // The same, for kernels that ask `in_row` and `in_column` before each use.
+  template <class Pair>
+  __device__ __forceinline__ static void mask(Real& x, const Pair& p) {
+    ((x = Each::MASKS && Each::excluded(x, p) ? EXCLUDED : x), ...);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static bool in_row(Real x, const Pair& p) { return (Each::in_row(x, p) & ...); }
+  template <class Pair>
+  __device__ __forceinline__ static bool in_column(Real x, const Pair& p) { return (Each::in_column(x, p) & ...); }
+  static_assert((0 + ... + Each::SPLITS) <= 1, "add_to_row and add_to_column serve one option");
+  template <class Pair>
+  __device__ __forceinline__ static void add_to_row(float& sum, float e, float x, const Pair& p) {
+    if (!SPLITS) sum += e;
+    (Each::add_to_row(sum, e, x, p), ...);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static float column_sum(float e0, float x0, const Pair& p0, float e1, float x1,
+                                                     const Pair& p1) {
+    if (!SPLITS) return e0 + e1;
+    float sum = 0;
+    (Each::add_to_column(sum, e0, x0, p0), ...);
+    (Each::add_to_column(sum, e1, x1, p1), ...);
+    return sum;
+  }
+  template <class Pair>
+  __device__ __forceinline__ static Real exponent(Real x, const Pair& p) {
+    ((x = Each::exponent(x, p)), ...);
+    return x;
+  }
+};
+typedef All<EqualIds, Limits, Biases> Options;
