@@ -34,12 +34,19 @@ def test_every_kernel_is_found() -> None:
 
 
 def test_every_kernel_is_launched_from_one_file() -> None:
-    """By its name: a search for it finds the launch, and from the launch the kernel."""
-    launch = r'\b(?:launch\w*|rows|vectors|function)\(\s*(?:\w+,\s*)?(?:"[\w/]+\.cu",\s*)?"(\w+)"'
+    """By its name: a search for it finds the launch, or the fold whose schedule names it."""
+    launch = (
+        r"\b(?:launch\w*|rows|vectors|function|Kernel)\("
+        r'\s*(?:\w+,\s*)?(?:"[\w/]+\.cu",\s*)?"(\w+)"'
+    )
     launched: dict[str, set[str]] = {}
     for path in HOST.rglob("*.py"):
         for kernel in re.findall(launch, path.read_text()):
             launched.setdefault(kernel, set()).add(path.name)
+    folds = HOST / "schedule" / "folds.py"
+    chosen = r'(?:\bkernel\(|\bname = |\belse )"(\w+)"'
+    for kernel in KERNELS.keys() & set(re.findall(chosen, folds.read_text())):
+        launched.setdefault(kernel, set()).add(folds.name)
     assert launched.keys() == KERNELS.keys()
     assert {kernel for kernel, files in launched.items() if len(files) > 1} == set()
 
