@@ -65,7 +65,7 @@ def _varying(x: Any) -> frozenset[Any]:
 
 def _vary(tree: Any, names: frozenset[Any]) -> Any:
     def one(x: Any) -> Any:
-        missing = tuple(sorted(names - _varying(x)))
+        missing = tuple(sorted(names - _varying(x), key=str))
         if missing and hasattr(jax.lax, "pcast"):
             return jax.lax.pcast(x, missing, to="varying")
         return jax.lax.pvary(x, missing) if missing else x

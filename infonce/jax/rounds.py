@@ -236,7 +236,7 @@ def run(call: Call, plan: Plan, out: dict[str, Any], given: dict[str, Any]) -> N
                 "%s_loss: the loss is NaN: %s: %s", call.kind.name, type(error).__name__, error
             )
         for array in jax.tree.leaves(out):
-            array[...] = np.asarray(-1).astype(array.dtype) if array.dtype.kind in "iu" else np.nan
+            array[...] = np.iinfo(array.dtype).max if array.dtype.kind in "iu" else np.nan
 
 
 def _run(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engine
 import pytest
 
 pytest.importorskip("jax")
@@ -68,6 +69,13 @@ def test_two_processes() -> None:
         port = free.getsockname()[1]
     said = outputs([start("processes.py", 2, str(rank), str(port)) for rank in range(2)])
     assert all("equal" in text for text in said), said
+
+
+@pytest.mark.skipif(bool(engine.missing()), reason=engine.missing())
+def test_callbacks_of_gpus_on_the_emulator() -> None:
+    losses = "clip", "nt_xent", "siglip", "sup_con"
+    (said,) = outputs([start("emulated_devices.py", 1, "3", *losses)])
+    assert said.count("is equal") == len(losses), said
 
 
 @pytest.mark.slow

@@ -1,0 +1,105 @@
+"""The callbacks of GPUs that share a batch, on the emulated GPU: ``python emulated_devices.py
+DEVICES LOSS...``. Their collectives are NumPy's, for JAX has no emulated devices."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[2]
+sys.path.append(str(TESTS / "emulator"))
+
+import emulation  # noqa: E402
+
+emulation.begin()
+
+import cupy  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+import infonce  # noqa: E402
+from infonce import spec  # noqa: E402
+from infonce.jax import rounds  # noqa: E402
+from infonce.jax.callback import Axis, Call, outputs  # noqa: E402
+
+R = int(sys.argv[1])
+M, D = 8, 16  # rows of a device, width
+DTYPE = np.float32
+
+
+def shard(array: np.ndarray, rank: int) -> np.ndarray:
+    return array[rank * M : (rank + 1) * M]
+
+
+def filled(shapes: Any) -> Any:
+    return jax.tree.map(lambda of: cupy.empty(of.shape, of.dtype), shapes)
+
+
+def evaluate(name: str, z: list[np.ndarray], numbers: dict[str, Any], labels: Any) -> Any:
+    """Loss, d queries, d keys, and gradients of the numbers, as `axis.evaluate` has them."""
+    kind, of = spec.LOSSES[name], jax.ShapeDtypeStruct
+    wrt = tuple(arg for arg in (*kind.arguments, *numbers) if arg not in kind.locked)
+    call = Call(kind, (), False, wrt, Axis(("data",), R, frozenset(), False))
+    given = []
+    for rank in range(R):
+        absent = dict.fromkeys(("bias", "labels", "ids", "grad_out", *spec.VECTORS))
+        arrays = {"features": tuple(shard(side, rank) for side in z)}
+        arrays |= {"labels": shard(labels, rank)} if labels is not None else {}
+        arrays |= {k: np.asarray(v, DTYPE) for k, v in numbers.items()}
+        given.append({**absent, **arrays})
+    owns = [np.concatenate(of["features"] if kind.joint else of["features"][-1:]) for of in given]
+    keys = np.concatenate(owns)
+    plan = rounds.plan(call, {**given[0], "keys": keys})
+    inputs = [
+        {**jax.tree.map(cupy.asarray, {**of, "keys": keys, "rank": np.int32(i)}), "past": []}
+        for i, of in enumerate(given)
+    ]
+    for travel in plan.travels:
+        numbers_of = (R,) * travel.home + (travel.vectors, len(owns[0]), 2)
+        shapes = {
+            "left": of((1 + travel.left, 2), np.uint32),
+            "travelling": of(numbers_of, np.uint32),
+        }
+        outs = [filled(shapes) for _ in range(R)]
+        for out, device in zip(outs, inputs, strict=True):
+            rounds.run(call, plan, out, device)
+        sent = np.stack([out["travelling"].get() for out in outs])
+        for i, (out, device) in enumerate(zip(outs, inputs, strict=True)):
+            arrived = cupy.asarray(sent[:, i] if travel.home else sent)
+            device["past"] = [*device["past"], {"left": out["left"], "arrived": arrived}]
+    shapes = {k: v for k, v in outputs(call, given[0]).items() if k not in kind.arguments}
+    shapes |= {"dq": of(owns[0].shape if kind.symmetric else (M, D), plan.real), "weight": None}
+    shapes |= {"key_sums": of(keys.shape, plan.real)} if plan.key_sums else {}
+    outs = [filled(shapes) for _ in range(R)]
+    for out, device in zip(outs, inputs, strict=True):
+        rounds.run(call, plan, out, device)
+    dq = np.concatenate([out["dq"].get() for out in outs])
+    dk = sum(out["key_sums"].get() for out in outs) if plan.key_sums else None
+    loss, *grads = (sum(float(out[k].get()) for out in outs) for k in ("loss", *numbers))
+    return loss, dq, dk, grads
+
+
+def close(got: Any, want: Any, tolerance: float) -> None:
+    assert np.abs(np.subtract(got, want)).max() <= tolerance * np.abs(want).max(), (got, want)
+
+
+rng = np.random.default_rng(0)
+for name in sys.argv[2:]:
+    kind = spec.LOSSES[name]
+    z = [rng.standard_normal((M * R, D)) for _ in kind.arguments]
+    z = [(side / np.linalg.norm(side, axis=1, keepdims=True)).astype(DTYPE) for side in z]
+    labels = np.arange(M * R) % 5 if name == "sup_con" else None
+    numbers = {"scale": 5.0} | ({"bias": -3.0} if kind.sigmoid else {})
+    arguments = numbers | ({} if labels is None else {"labels": labels})
+    want = getattr(infonce, f"{name}_loss_and_grad")(*z, **arguments)
+    order = np.arange(M * R)
+    if name == "nt_xent":  # both views of a sample on one device
+        order = order.reshape(2, R, -1).swapaxes(0, 1).ravel()
+    loss, dq, dk, grads = evaluate(name, [side[order] for side in z], numbers, labels)
+    close(loss, want.loss, 1e-6)
+    close(grads, [getattr(want.grads, k) for k in numbers], 5e-6)
+    if kind.symmetric:
+        close(dq if dk is None else dq + dk, want.grads[0][order], 5e-6)
+    else:
+        close(dq, want.grads[0], 5e-6)
+        close(dk, want.grads[1], 5e-6)
+    print(name, "is equal", flush=True)
