@@ -69,12 +69,15 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
             f"axis_name: expected one of the mesh's axes {mesh.axis_names}, or a tuple of them, "
             f"got {axis_name!r}"
         )
-    kind, signature = kinds[loss], inspect.signature(loss)
+    kind, parameters = kinds[loss], inspect.signature(loss).parameters.values()
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    others = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
+    signature = inspect.Signature([*positional, others])
 
     @functools.wraps(loss)
     def over_devices(*args: Any, **options: Any) -> Any:
         given = dict(signature.bind(*args, **options).arguments)
-        given |= given.pop("options", {})  # what the signature does not name
+        given |= given.pop("options", {})
         _require(kind, given, mesh, names)
         if kind is spec.NT_XENT and given.get("labels") is None:  # views may be on two devices
             rows = len(given["features"])

@@ -145,6 +145,8 @@ def refused() -> None:
            lambda: ij.nt_xent_loss(z[0], labels=jnp.arange(6 * R), scale=3.0))  # fmt: skip
     raises(TypeError, "unexpected keyword argument 'marign'",
            lambda: run(partial(call, marign=1)))  # fmt: skip
+    raises(TypeError, "unexpected keyword argument 'marign' .did you mean 'margin'",
+           lambda: over(*z, scale=3.0, marign=1))  # fmt: skip
     raises(TypeError, "loss: expected a loss of infonce.jax", lambda: ij.sharded(max, MESH, "data"))
     raises(TypeError, "mesh: expected", lambda: ij.sharded(ij.clip_loss, "data", "data"))
     raises(ValueError, r"axis_name: expected one of the mesh's axes \('data',\)",
