@@ -279,10 +279,11 @@ def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
     kind, features, n = call.kind, given["features"], len(given["keys"])
     m = len(features[0])
     batch = Batch(m * call.axis.size, n, rank * m * (1 + kind.joint))
+    # no warning of norms, which filters may make an error
+    options = {"normalize": False, **options_of(call, given)}
     request = check(
-        kind, features, integers(given["labels"]), given["bias"], options_of(call, given), True,
-        batch, {},
-    )  # fmt: skip
+        kind, features, integers(given["labels"]), given["bias"], options, True, batch, {}
+    )
     request.joined, request.feature_grads = None, {}  # gradients of both are in `dq`
     problem = request.problem
     if arrays.on_gpu(problem.query):
