@@ -14,23 +14,22 @@ PAYS_SIDE = 2048  # and rows of a side: one block meets them all
 def choose_method(asked: Problem | Call) -> str:
     """One launch for a small batch, else folds over blocks, unless the caller wants another method.
     ValueError for one launch of logits that do not fit the workspace, or that are to be ranked."""
-    method, plain = asked.method, asked.plain
+    method = asked.method
     if method in ("naive", "tiled"):
         return method
     if method == "fused":
         _require_one_launch(asked)
-        return "fused" if plain else "naive"
+        return "fused" if asked.plain else "naive"
     m, n, d = asked.shape
-    is_small = m * n <= PAYS_LOGITS and max(m, n) <= PAYS_SIDE and m * n * d <= PAYS
-    if is_small and plain and not asked.retrieval_ranks and logit_bytes(asked) <= asked.workspace:
-        return "fused"
-    return "tiled"
+    if m * n > PAYS_LOGITS or max(m, n) > PAYS_SIDE or m * n * d > PAYS or asked.retrieval_ranks:
+        return "tiled"
+    return "fused" if asked.plain and logit_bytes(asked, True) <= asked.workspace else "tiled"
 
 
-def logit_bytes(asked: Problem | Call) -> int:
+def logit_bytes(asked: Problem | Call, plain: bool) -> int:
     """What the logits and dL/dx take. With options of the softmax there are more matrices."""
     m, n, _ = asked.shape
-    matrices = 2 if asked.plain else WITH_OPTIONS
+    matrices = 2 if plain else WITH_OPTIONS
     return matrices * m * n * (8 if asked.compute == "fp64" else 4)
 
 
@@ -40,7 +39,7 @@ def _require_one_launch(asked: Problem | Call) -> None:
             'method: "fused" counts no ranks on a GPU; expected method="auto", "tiled" or "naive" '
             "with metrics=True"
         )
-    lacking = logit_bytes(asked) - asked.workspace
+    lacking = logit_bytes(asked, asked.plain) - asked.workspace
     if lacking > 0:
         m, n, _ = asked.shape
         raise ValueError(
