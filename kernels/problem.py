@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -211,7 +212,7 @@ class Grid:
         """Column blocks of row panel `a`, in the order of the fold."""
         return range(a if self.triangle else 0, len(self.columns))
 
-    @property
+    @cached_property
     def largest(self) -> tuple[int, int]:
         """Rows and columns that any block has at most."""
         rows = max(part.stop - part.start for part in self.rows)
