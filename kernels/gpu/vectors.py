@@ -22,7 +22,7 @@ from .device.launches import Queue
 from .schedule import needs_kernels_alone
 
 # struct DefaultVectors where all vectors are given
-SPELLED_OUT: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
+NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
 
 _CONCLUDE = compiler.flatten("conclude.cuh")  # merge, conclude_direction
 
@@ -171,10 +171,10 @@ class TiledVectors(ElementwiseVectors):
             upstream = same = cupy.empty(m)
             if problem.joint:
                 upstream = same[: m // 2]
-        spelling = {"positives": by_rule, "upstream": same, "value": value,
+        defaults = {"positives": by_rule, "upstream": same, "value": value,
                     "symmetric": problem.symmetric}  # fmt: skip
         spelled = problems.fast_replace(problem, positives=positives, upstream=upstream)
-        return spelled, spelling
+        return spelled, defaults
 
     def dots(self, n: int) -> Array:
         return cupy.empty(n)  # all are written when gradients are finished
@@ -193,9 +193,9 @@ class TiledVectors(ElementwiseVectors):
         positive = memory[vectors * m : vectors * m + pairs]
         if two_sided:
             columns = sums(vectors * m + pairs, n)
-        problem, spelling = self.materialize_vectors(problem)
+        problem, defaults = self.materialize_vectors(problem)
         positive = positive.reshape(problem.positives.shape)
-        self.begin(rows, columns if two_sided else None, positive, spelling, self.any_key, m, n)
+        self.begin(rows, columns if two_sided else None, positive, defaults, self.any_key, m, n)
         # ranks need true maxima, which a triangle of a symmetric loss does not leave
         triangle = problem.symmetric and not problem.retrieval_ranks
         stats = Statistics(rows, columns if two_sided or triangle else None, positive)
@@ -207,17 +207,17 @@ class TiledVectors(ElementwiseVectors):
 
     def clear(self, sums: problems.Sums) -> None:
         """Nothing is folded in yet."""
-        self.begin(None, sums, None, SPELLED_OUT, None, 0, len(sums.max))
+        self.begin(None, sums, None, NO_DEFAULTS, None, 0, len(sums.max))
 
     def begin(
         self, rows: problems.Sums | None, columns: problems.Sums | None, positive: Array | None,
-        spelling: Fields, any_key: Array | None, m: int, n: int,
+        defaults: Fields, any_key: Array | None, m: int, n: int,
     ) -> None:  # fmt: skip
         """The identity of the log-sum-exp fold, and vectors that no caller gave."""
         self.launcher.vectors(
             "begin", max(m, n), rows=sums_fields(rows), columns=sums_fields(columns),
             positive=positive, set_size=1 if positive is None else positive.size // m, m=m, n=n,
-            defaults=spelling, any_key_not_finite=any_key,
+            defaults=defaults, any_key_not_finite=any_key,
         )  # fmt: skip
 
     def limits(self, problem: Problem, dots: Array) -> Array:
@@ -302,12 +302,12 @@ class TiledVectors(ElementwiseVectors):
         m = problem.shape[0]
         row_factor, losses, bias_grad, positive = cupy.empty((4, m))
         log_scale_grad = cupy.empty(m) if problem.moments else None
-        problem, spelling = self.materialize_vectors(problem)
+        problem, defaults = self.materialize_vectors(problem)
         self.launcher.vectors(
             "begin_sigmoid", m, m=m, upstream=problem.upstream, scale=self.scalars.scale,
             row_factor=row_factor, losses=losses, bias_grad=bias_grad,
             log_scale_grad=log_scale_grad, positive=positive,
-            defaults=spelling, any_key_not_finite=self.any_key,
+            defaults=defaults, any_key_not_finite=self.any_key,
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 

@@ -22,11 +22,11 @@ class StatisticsRun(FoldRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, fold, stats.phase)
         self.stats = stats
-        self.marks = None
+        self.written_tiles = None
         if fold.column_sums and isinstance(self.shape, config.Sweep):
             blocks_of_threads = 2 * self.shape.workers
             assert blocks_of_threads <= 512  # MAX_SWEEP_BLOCKS of vectors/sums.cuh
-            self.marks = cupy.empty((blocks_of_threads, 32), np.uint32)
+            self.written_tiles = cupy.empty((blocks_of_threads, 32), np.uint32)
 
     def run(self) -> None:
         stats, pairs = self.stats, self.pair_vectors
@@ -63,7 +63,7 @@ class StatisticsRun(FoldRun):
             "column_moments": memory.get(f"{side}_moments"), "column_stride": n,
         }  # fmt: skip
         if isinstance(shape, config.Sweep):
-            arguments |= {"written_tiles": self.marks, "kept": NOTHING_KEPT} | NO_PANEL
+            arguments |= {"written_tiles": self.written_tiles, "kept": NOTHING_KEPT} | NO_PANEL
             if cached is not None:
                 arguments |= {"kept": cached.fields, "panel": cached.panel.fields}
                 arguments["panel_map"] = cached.panel.map(self.launcher.queue, m)
@@ -71,10 +71,10 @@ class StatisticsRun(FoldRun):
         self.merge("row", row_slots, stats.rows, rows)
         if column_slots:
             assert stats.columns is not None
-            self.merge("column", column_slots, stats.columns, columns, self.marks)
+            self.merge("column", column_slots, stats.columns, columns, self.written_tiles)
 
     def merge(
-        self, side: str, slots: int, sums: Sums, part: slice, marks: Array | None = None
+        self, side: str, slots: int, sums: Sums, part: slice, written_tiles: Array | None = None
     ) -> None:
         """Partial sums of a block become part of those of its rows, or of its columns."""
         n = part.stop - part.start
@@ -83,7 +83,7 @@ class StatisticsRun(FoldRun):
         self.launcher.vectors(
             "merge_pairs", n, threads=4, pairs=self.memory[f"{side}_partials"],
             moments=self.memory.get(f"{side}_moments"), slots=slots, stride=n, n=n, scale=scale,
-            logit_scale=self.scale, sums=sums_fields(sums, part.start), written_tiles=marks,
+            logit_scale=self.scale, sums=sums_fields(sums, part.start), written_tiles=written_tiles,
         )  # fmt: skip
 
 
