@@ -22,8 +22,10 @@ from .compiler import SOURCES, flatten
 # Letters of Python's struct module; each has 8 bytes, so that nothing is padded
 POINTER, INTEGER, NUMBER = "Q", "q", "d"
 LETTERS = {"i64": INTEGER, "double": NUMBER}
-# -D options with which structures have more fields, and kernels more parameters
-OPTIONAL = ("LIMITS", "BIAS", "LINEAR")
+# -D options with which struct Block has more fields, or kernels have more parameters
+_BLOCK = re.search(r"^struct Block .*?^};", flatten("block/options.cuh"), re.S | re.M)
+assert _BLOCK is not None
+OPTIONAL = (*re.findall(r"^#if (\w+)$", _BLOCK[0], re.M), "LINEAR")
 TENSOR_MAP = "TensorMap"  # bytes that the driver has written
 # Code that makes of a variable what its field holds: Python's numbers have 8 bytes to CuPy
 CODE = {

@@ -181,6 +181,15 @@ class Call:
         """How many of limits and biases pairs have."""
         return self.leaves_out + self.key_bias
 
+    def pair_defines(self, columns: int) -> dict[str, int]:
+        """-D options of limits and biases; `columns`: whether columns have a softmax."""
+        made = {}
+        if self.leaves_out:
+            made["LIMITS"] = 1 + columns
+        if self.key_bias:
+            made["BIAS"] = 1 + self.query_bias
+        return made
+
     @property
     def linear_terms(self) -> bool:
         return self.smoothing or self.classes

@@ -202,10 +202,7 @@ class Folds:
                 "FACTORS": int(call.normalize), **defines}  # fmt: skip
         if call.set_size > 1:
             made["SETS"] = 1
-        if call.leaves_out:
-            made["LIMITS"] = 1 + defines.get("COLUMNS", 0)
-        if call.key_bias:
-            made["BIAS"] = 1 + call.query_bias
+        made |= call.pair_defines(defines.get("COLUMNS", 0))
         if isinstance(shape, Tile):
             made |= {"BLOCK_N": shape.block_n, "WARP_N": shape.warp_n, "STAGES": shape.stages,
                      "LEVELS": shape.levels, "MIN_BLOCKS": shape.min_blocks}  # fmt: skip
