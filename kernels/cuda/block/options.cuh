@@ -46,7 +46,7 @@ struct Option {
   };
 
   // Numbers of N rows, and of N columns, by the names that their vectors have in `Block`. Arrays of columns
-  // are aligned to 16 bytes.
+  // are aligned to 16 bytes. Their elements have 8 bytes if the option MASKS, and otherwise 4 (or are Real).
   template <int N>
   struct RowNumbers {};
   template <int N>
@@ -81,7 +81,7 @@ struct EqualIds : Option<EqualIds> {
   template <int N>
   struct RowNumbers { i64 query_ids[N]; };
   template <int N>
-  struct ColumnNumbers { alignas(16) i64 key_ids[N]; };
+  struct ColumnNumbers { i64 key_ids[N]; };
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
     copy(to.query_ids, from.query_ids);

@@ -40,8 +40,8 @@ __device__ __forceinline__ int in_slices(int column) {
   return column - i + i % 8 / 2 * 4 + i / 8 * 2 + i % 2;
 }
 
-// The numbers of the columns of a consumer's tile, in shared memory. Those of options are in the order of
-// `in_slices`.
+// The numbers of the columns of a consumer's tile, in shared memory. Those of 8 bytes, which masks have, are in
+// the order of the columns. Those of 4 bytes are in the order of `in_slices`.
 struct Columns : Options::ColumnNumbers<TILE_COLUMNS> {
 #if FACTORS
   alignas(8) float factor[TILE_COLUMNS];
@@ -55,7 +55,7 @@ struct Columns : Options::ColumnNumbers<TILE_COLUMNS> {
     factor[lane.thread] = inside ? b.k.factor[column] : 0;
 #endif
     Options::copy_columns(*this, b, [&](auto& to, auto from) {
-      to[in_slices(lane.thread)] = inside ? from[column] : 0;
+      to[sizeof(to[0]) == 8 ? lane.thread : in_slices(lane.thread)] = inside ? from[column] : 0;
     });
   }
 };
@@ -146,10 +146,8 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
   }
   if (Options::MASKS)
 #pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-      const SliceColumns slice(columns, s, lane);
-#pragma unroll
-      for (int i = 8 * s; i < 8 * s + 8; ++i) Options::mask(x[i], pair_of(i, rows, slice));
+    for (int i = 0; i < 64; ++i) {
+      Options::mask(x[i], Pair<Rows, Columns>{rows, columns, i / 2 % 2, column_of(i, lane)});
     }
   const int diagonal = rows.diagonal - first;
   const bool crossed = diagonal > -PANEL_ROWS && diagonal < TILE_COLUMNS;
