@@ -49,7 +49,7 @@ from .transports.base import Exchanger
 FoldBlock = Callable[
     [Problem, bool, Epilogue | BlockQuestion, Gradients | None, NotFinite | None, Sums | None], None
 ]
-# `Exchange.run` after the arrays that the visits of a round fill, beside its sums
+# Runs a round: (arrays that its visits fill, then the arguments of `Exchange.run`)
 Round = Callable[..., None]
 
 
@@ -395,6 +395,6 @@ def folds_over_ranks(
     own = key_arrays(problem)
     run = choice.make(exchange, vectors.xp, problem, own, keys, ranks, transport).run
     return FoldsOverRanks(
-        problem, keys.starts[ranks.rank], keys, lambda results, *round: run(*round), fold_block,
+        problem, keys.starts[ranks.rank], keys, lambda _, *arguments: run(*arguments), fold_block,
         labelled, vectors, choice.real_of(problem),
     )  # fmt: skip

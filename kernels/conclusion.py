@@ -71,10 +71,11 @@ def conclusion(
         b = problem.upstream * (problem.column_weight * scale)
         at_positive = at_positive + b * column_targets.pull(columns.negative_probability)
         column_factor = b * columns.reference_probability
+    # NaN where a feature is not finite: the sums alone do not tell
     losses = losses + backend.not_finite_marks(problem)[: len(losses)]
     if log_scale_grad is not None:  # NaN by itself where a feature is not finite
         log_scale_grad = problem.upstream * log_scale_grad
-    pull = at_positive  # -dL/dx there, linear terms included
+    pull = at_positive  # -dL/dx at the positive, linear terms included
     if smooth is not None:
         key_share = problem.label_smoothing * a / smooth.rows.keys
         if b is not None and smooth.columns is not None:

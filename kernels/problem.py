@@ -105,7 +105,7 @@ class Problem:
 
     @property
     def plain_targets(self) -> bool:
-        """Whether all rows have one positive, whose logit is that of the softmax."""
+        """Whether all rows have one positive, with the logit of the softmax, and no more terms."""
         return (
             self.set_size == 1
             and self.weights is None
@@ -179,9 +179,12 @@ def moments_pay(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:
     """Whether the gradient of the scale is to come from moments of the logits (`Sums.moment`) in
     the fold of the loss. Otherwise it is sum_i <dQ_i, q_i>, from feature gradients.
 
-    Without feature gradients, moments save a fold. With them, moments are for few logits on a GPU.
-    There dL/dx is rounded, to 8 bits for bfloat16. In large batches that averages out, and moments
-    would take 4 to 11% of the time. On a CPU, nothing is rounded.
+        no feature gradients wanted     moments: they save the gradient fold
+        a GPU, at most FEW_LOGITS       moments: dL/dx is rounded there, to 8 bits for bfloat16
+        a GPU, more logits              <dQ, q>: roundings average out; moments take 4 to 11% longer
+        the CPU, in many blocks         <dQ, q>: dL/dx is not rounded to fewer bits
+
+    A batch in one block on the CPU (`one_block`) always has moments.
     """
     return not feature_gradients or (logits <= FEW_LOGITS and not on_cpu)
 

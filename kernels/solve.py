@@ -1,4 +1,4 @@
-"""The losses as folds over blocks of the logit matrix: written once, for every backend.
+"""The losses as folds over blocks of the logit matrix (`kernels/gpu/tiled` has its own).
 
 A contrastive loss and its gradient need no matrix of size M x N. Both are folds over blocks
 (Q_a, K_b) of the logit matrix x_ij = scale * q_i . k_j:
@@ -61,7 +61,7 @@ from .targets import limits
 
 
 class Backend(Protocol):
-    """What the CPU, a GPU, or many ranks supply to the folds."""
+    """What `solve` asks of the CPU and of ranks. Options ask for more: see `linear.Summing`."""
 
     @property
     def vectors(self) -> Vectors:
@@ -120,7 +120,7 @@ class Solution:
 
 
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
-    """Loss, log-sum-exps and gradients of `problem`: the one path every loss and backend takes."""
+    """Loss, log-sum-exps and gradients of `problem`, of every loss."""
     vectors = backend.vectors
     if gradients is not None and problem.dots and gradients.dots is None:
         m, n, _ = problem.shape

@@ -67,4 +67,5 @@ def _started(process: int) -> str | None:
         return "" if os.path.exists("/proc/self/stat") else None
     except OSError:
         return None
-    return "" if fields[0] in "ZX" else fields[19]
+    zombie_or_dead = fields[0] in "ZX"
+    return "" if zombie_or_dead else fields[19]

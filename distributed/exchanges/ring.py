@@ -85,6 +85,7 @@ class Ring:
                 if s or not self.symmetric:
                     step = s + j * steps
                     keys = Keys(k == r, shards[k], self.pieces == 1, step, self.pieces * steps)
+                    # Half way round an even ring, both ranks of a pair meet: one of them computes
                     if half and self.alike and r < s == n / 2:
                         visit(*none_of(arrays), sums)
                     else:

@@ -1,4 +1,4 @@
-"""What README states of the precision on the CPU: its own table holds every method."""
+"""The precision on the CPU, as the table in README states it: every method keeps to it."""
 
 import re
 from pathlib import Path

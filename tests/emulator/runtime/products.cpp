@@ -139,7 +139,7 @@ void run_group(std::vector<WarpProduct>& group) {
 
 void begin_product(void** all, unsigned, Place at) {
   Warp& warp = my_warp();
-  if (!warp.products_fenced) fail(at, "wgmma: no warpgroup_arrive since the accumulators could be used last");
+  if (!warp.products_fenced) fail(at, "wgmma: no warpgroup_arrive since the last wait, after which threads could use the accumulators");
   WarpProduct product;
   product.of = *(const Product*)all[0];
   product.warp = current->thread.x / 32 % 4, product.at = at, product.by = &me();
@@ -150,6 +150,7 @@ void begin_product(void** all, unsigned, Place at) {
     product.x[lane] = mine.x, product.y[lane] = mine.y;
     if (mine.registers) memcpy(product.rows[lane], mine.registers, sizeof product.rows[lane]);
   }
+  // At once, if no earlier product waits; else when the schedule or a wait carries out all of a group
   bool waiting = !warp.open_products.empty();
   for (const auto& group : warp.products) waiting |= !group.empty();
   if (!state.random || (!waiting && state.chance(2))) carry_out(product);
