@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The emulator's own tests are asked for by their marker alone."""
-    of_emulator = collection_path == Path(__file__).parent / "emulator"
-    return True if of_emulator and not emulation.asked_for(config) else None
+    is_emulator = collection_path == Path(__file__).parent / "emulator"
+    return True if is_emulator and not emulation.asked_for(config) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

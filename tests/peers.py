@@ -80,12 +80,12 @@ def chunked(ours: Any, theirs: Any) -> Any:
             return theirs(**settings)
         loss = ours(**settings)
 
-        def of_one_process(*arguments: Any, negative_only: bool = False) -> Any:
+        def one_process_loss(*arguments: Any, negative_only: bool = False) -> Any:
             if negative_only:
                 raise NotImplementedError("SigLIP's loss without positives")
             return loss(*arguments)
 
-        loss._loss = of_one_process
+        loss._loss = one_process_loss
         return loss
 
     return make

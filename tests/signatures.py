@@ -65,7 +65,7 @@ def function(name: str, parameters: list[str], returns: str, indent: str = "") -
     return f"{indent}def {name}(\n{body}{indent}) -> {returns}: ...\n"
 
 
-def of_function(loss: Loss, array: str, returned: str, table: Keywords) -> str:
+def function_stub(loss: Loss, array: str, returned: str, table: Keywords) -> str:
     parameters = [*arguments(loss, array), *by_keyword(table)]
     return function(f"{loss.name}_loss", parameters, result(table, returned))
 
@@ -75,12 +75,12 @@ def result(table: Keywords, array: str) -> str:
     return "Any" if "metrics" in table else array
 
 
-def of_module(loss: Loss) -> str:
-    table = keywords.of_torch(loss)
+def module_stub(loss: Loss) -> str:
+    table = keywords.torch_function(loss)
     # the defaults of a call are those of the construction
     call = [*arguments(loss, "Tensor"), *by_keyword(table, "...")]
     learned = "    log_scale: Parameter\n" + "    bias: Parameter\n" * loss.sigmoid
-    init = function("__init__", ["self", *by_keyword(keywords.of_module(loss))], "None", "    ")
+    init = function("__init__", ["self", *by_keyword(keywords.torch_module(loss))], "None", "    ")
     forward = function("forward", ["self", *call], result(table, "Tensor"), "    ")
     return (
         f"class {CAMEL[loss.name]}Loss(Module):\n{learned}{init}{forward}    __call__ = forward\n"
@@ -92,10 +92,10 @@ def stub(package: str) -> str:
     functions, modules = [], []
     for loss in LOSSES.values():
         if package == "torch":
-            functions.append(of_function(loss, "Tensor", "Tensor", keywords.of_torch(loss)))
-            modules.append(of_module(loss))
+            functions.append(function_stub(loss, "Tensor", "Tensor", keywords.torch_function(loss)))
+            modules.append(module_stub(loss))
         else:
-            functions.append(of_function(loss, "ArrayLike", "Array", keywords.of_jax(loss)))
+            functions.append(function_stub(loss, "ArrayLike", "Array", keywords.jax_function(loss)))
     definitions = ["".join(functions), *modules]
     defined = {f"{name}_loss" for name in LOSSES} | {f"{name}Loss" for name in CAMEL.values()}
     source = ast.parse((ROOT / package / "__init__.py").read_text())

@@ -32,20 +32,20 @@ AXIS: Keywords = {"axis_name": ("Any", None)}
 MAX_SCALE = 100.0
 
 
-def of_torch(loss: Loss) -> Keywords:
+def torch_function(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.torch`, which has this loss."""
     names = [*LossOptions.__annotations__, "metrics"]
     return _table(names, TENSORS, loss) | (VIEWS if _of_views(loss) else {}) | GROUP
 
 
-def of_module(loss: Loss) -> Keywords:
+def torch_module(loss: Loss) -> Keywords:
     """The keywords of a module of `infonce.torch` at construction."""
     learnable: Keywords = {"learnable": ("bool", False), "max_scale": ("float", MAX_SCALE)}
     bias: Keywords = {"bias": (TENSORS["scale"], None)} if loss.sigmoid else {}
-    return learnable | bias | of_torch(loss)
+    return learnable | bias | torch_function(loss)
 
 
-def of_jax(loss: Loss) -> Keywords:
+def jax_function(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.jax`, which has this loss."""
     names = ["temperature", "scale", "ids", "weights", "key_bias", *COMPILED, "metrics"]
     views: Keywords = {"labels": ("ArrayLike | None", None)} if _of_views(loss) else {}

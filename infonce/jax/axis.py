@@ -105,11 +105,11 @@ def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
         past.append({"left": out["left"], "arrived": arrived})
 
     shapes = outputs(call, given)
-    of_features = {name: shapes.pop(name) for name in kind.arguments if name in call.wrt}
+    feature_shapes = {name: shapes.pop(name) for name in kind.arguments if name in call.wrt}
     wide = jax.dtypes.canonicalize_dtype(np.float64)
     shapes["weight"] = of((), wide) if _weighted(call, given) else None
     rows = len(own) if kind.symmetric else len(features[0])
-    if kind.arguments[0] in of_features or (kind.symmetric and of_features):
+    if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
         shapes["dq"] = of((rows, own.shape[1]), plan.real)
     if plan.key_sums:
         shapes["key_sums"] = of(keys.shape, plan.real)
@@ -123,8 +123,8 @@ def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     else:
         parts = [dq, dk]
     for name, part in zip(kind.arguments, parts, strict=False):
-        if name in of_features:
-            out[name] = part.astype(of_features[name].dtype)
+        if name in feature_shapes:
+            out[name] = part.astype(feature_shapes[name].dtype)
     return out
 
 

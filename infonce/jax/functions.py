@@ -82,7 +82,7 @@ def require_known(kind: Loss, features: Sequence[Any], options: dict[str, Any]) 
             raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
     for name in options:
         if name not in spec.COMPILED:
-            known = keywords.of_jax(kind)
+            known = keywords.jax_function(kind)
             raise keywords.unexpected(f"infonce.jax.{kind.name}_loss()", name, known)
 
 
@@ -184,36 +184,36 @@ DOC = """
 """
 
 
-@docstrings.adapted(losses.clip_loss, DOC, keywords.of_jax)
+@docstrings.adapted(losses.clip_loss, DOC, keywords.jax_function)
 def clip_loss(image: Any, text: Any, **options: Any) -> Any:
     return _apply(spec.CLIP, (image, text), **options)
 
 
-@docstrings.adapted(losses.info_nce_loss, DOC, keywords.of_jax)
+@docstrings.adapted(losses.info_nce_loss, DOC, keywords.jax_function)
 def info_nce_loss(query: Any, key: Any, labels: Any = None, **options: Any) -> Any:
     return _apply(spec.INFO_NCE, (query, key), labels, **options)
 
 
-@docstrings.adapted(losses.nt_xent_loss, DOC, keywords.of_jax)
+@docstrings.adapted(losses.nt_xent_loss, DOC, keywords.jax_function)
 def nt_xent_loss(features: Any, *, labels: Any = None, **options: Any) -> Any:
     return _apply(spec.NT_XENT, (features,), labels, **options)
 
 
-@docstrings.adapted(losses.lit_loss, DOC, keywords.of_jax)
+@docstrings.adapted(losses.lit_loss, DOC, keywords.jax_function)
 def lit_loss(text: Any, image: Any, **options: Any) -> Any:
     return _apply(spec.LIT, (text, image), **options)
 
 
-@docstrings.adapted(losses.siglip_loss, DOC, keywords.of_jax)
+@docstrings.adapted(losses.siglip_loss, DOC, keywords.jax_function)
 def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
     return _apply(spec.SIGLIP, (image, text), None, bias, **options)
 
 
-@docstrings.adapted(losses.sup_con_loss, DOC, keywords.of_jax)
+@docstrings.adapted(losses.sup_con_loss, DOC, keywords.jax_function)
 def sup_con_loss(features: Any, labels: Any, **options: Any) -> Any:
     return _apply(spec.SUP_CON, (features,), labels, **options)
 
 
-@docstrings.adapted(losses.gte_loss, DOC, keywords.of_jax)
+@docstrings.adapted(losses.gte_loss, DOC, keywords.jax_function)
 def gte_loss(query: Any, key: Any, **options: Any) -> Any:
     return _apply(spec.GTE, (query, key), **options)

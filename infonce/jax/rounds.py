@@ -82,7 +82,9 @@ class Rounds:
     restored: int = 0  # of `left`
     fresh: list[Array] = field(default_factory=list)  # results of rounds that this callback visits
     complete: bool = False  # there is a round without results: no later one travels
-    of_all: dict[int, tuple[Array, Array]] = field(default_factory=dict)  # by id: own, gathered
+    gathered_vectors: dict[int, tuple[Array, Array]] = field(
+        default_factory=dict
+    )  # by id: own, gathered
 
     def run(
         self, results: Sequence[Array], own: list[Array], visit: Visit,
@@ -143,14 +145,16 @@ class Rounds:
 
     def _gather(self, own: list[Array]) -> list[Array]:
         """These arrays of all devices. Features are there."""
-        new = [array for array in own if array.ndim == 1 and id(array) not in self.of_all]
+        new = [array for array in own if array.ndim == 1 and id(array) not in self.gathered_vectors]
         if new:
             payload = self.xp.stack([array.view(BITS) for array in new])
             found = self._travel(False, payload)
             for i, array in enumerate(new):
                 whole = self.xp.ascontiguousarray(found[:, i]).view(array.dtype)
-                self.of_all[id(array)] = array, whole.reshape(-1)
-        return [self.keys if array.ndim > 1 else self.of_all[id(array)][1] for array in own]
+                self.gathered_vectors[id(array)] = array, whole.reshape(-1)
+        return [
+            self.keys if array.ndim > 1 else self.gathered_vectors[id(array)][1] for array in own
+        ]
 
     def _restore(self, results: Sequence[Array]) -> bool:
         """Whether an earlier callback has visited this round, and left these results."""
@@ -192,8 +196,8 @@ def plan(call: Call, given: dict[str, Any]) -> Plan:
     ValueError where the workspace has no room for a block."""
     axis = call.axis
     assert axis is not None
-    of_one = {"scale", "weights"}
-    given = {name: _stand_in(value, int(name in of_one)) for name, value in given.items()}
+    scalars = {"scale", "weights"}
+    given = {name: _stand_in(value, int(name in scalars)) for name, value in given.items()}
     with np.errstate(**SILENT):
         request = _checked(call, given, 0)
         problem, gradients = request.problem, request.gradients

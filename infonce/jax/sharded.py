@@ -145,12 +145,12 @@ def _mapped(
 
     specs: Any = rows if given.get("reduction") == "none" else same
     if metrics:
-        of_metrics = {
+        metrics_specs = {
             field.name: same if field.name.endswith("loss") else rows
             for field in dataclasses.fields(Metrics)
             if kind.column_weight or not field.name.startswith("column")
         }
-        specs = specs, of_metrics
+        specs = specs, metrics_specs
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(rows, same), out_specs=specs)
     compiled: Callable[..., Any] = jax.jit(mapped)
     return compiled

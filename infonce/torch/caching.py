@@ -197,15 +197,15 @@ class _RandomState:
     """The states of PyTorch's random generators."""
 
     def __init__(self, gpus: set[torch.device]) -> None:
-        self.of_cpu = torch.get_rng_state()
-        self.of_gpus = {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
+        self.cpu_state = torch.get_rng_state()
+        self.gpu_states = {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context in which the generators have these states; then those from before it."""
-        with torch.random.fork_rng(list(self.of_gpus)):
-            torch.set_rng_state(self.of_cpu)
-            for gpu, state in self.of_gpus.items():
+        with torch.random.fork_rng(list(self.gpu_states)):
+            torch.set_rng_state(self.cpu_state)
+            for gpu, state in self.gpu_states.items():
                 torch.cuda.set_rng_state(state, gpu)
             yield
 

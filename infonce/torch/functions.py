@@ -30,9 +30,9 @@ def _apply(
 ) -> Any:
     if not PLAIN.issuperset(options):
         function = f"infonce.torch.{kind.name}_loss()"
-        require_known(function, options, keywords.of_torch(kind))
-        if options.get("group") is None and (of_group := options.keys() - PLAIN - {"group"}):
-            raise TypeError(f"{function}: expected group with {min(of_group)}, got None")
+        require_known(function, options, keywords.torch_function(kind))
+        if options.get("group") is None and (group_options := options.keys() - PLAIN - {"group"}):
+            raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
         labels = options.pop("labels", labels)
     for name, z in zip(kind.arguments, features, strict=True):
         if not isinstance(z, Tensor):
@@ -138,36 +138,36 @@ DOC = """
 """
 
 
-@docstrings.adapted(losses.clip_loss, DOC, keywords.of_torch)
+@docstrings.adapted(losses.clip_loss, DOC, keywords.torch_function)
 def clip_loss(image: Tensor, text: Tensor, **options: Any) -> Any:
     return _apply(spec.CLIP, (image, text), options)
 
 
-@docstrings.adapted(losses.info_nce_loss, DOC, keywords.of_torch)
+@docstrings.adapted(losses.info_nce_loss, DOC, keywords.torch_function)
 def info_nce_loss(query: Tensor, key: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
     return _apply(spec.INFO_NCE, (query, key), options, labels)
 
 
-@docstrings.adapted(losses.nt_xent_loss, DOC, keywords.of_torch)
+@docstrings.adapted(losses.nt_xent_loss, DOC, keywords.torch_function)
 def nt_xent_loss(features: Tensor, **options: Any) -> Any:
     return _apply(spec.NT_XENT, (features,), options)
 
 
-@docstrings.adapted(losses.lit_loss, DOC, keywords.of_torch)
+@docstrings.adapted(losses.lit_loss, DOC, keywords.torch_function)
 def lit_loss(text: Tensor, image: Tensor, **options: Any) -> Any:
     return _apply(spec.LIT, (text, image), options)
 
 
-@docstrings.adapted(losses.siglip_loss, DOC, keywords.of_torch)
+@docstrings.adapted(losses.siglip_loss, DOC, keywords.torch_function)
 def siglip_loss(image: Tensor, text: Tensor, bias: Any = None, **options: Any) -> Any:
     return _apply(spec.SIGLIP, (image, text), options, None, bias)
 
 
-@docstrings.adapted(losses.sup_con_loss, DOC, keywords.of_torch)
+@docstrings.adapted(losses.sup_con_loss, DOC, keywords.torch_function)
 def sup_con_loss(features: Tensor, labels: Tensor, **options: Any) -> Any:
     return _apply(spec.SUP_CON, (features,), options, labels)
 
 
-@docstrings.adapted(losses.gte_loss, DOC, keywords.of_torch)
+@docstrings.adapted(losses.gte_loss, DOC, keywords.torch_function)
 def gte_loss(query: Tensor, key: Tensor, **options: Any) -> Any:
     return _apply(spec.GTE, (query, key), options)

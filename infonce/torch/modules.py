@@ -66,10 +66,10 @@ class _LossModule(nn.Module):
         def __init__(self: _LossModule, **options: Any) -> None:
             _LossModule.__init__(self, **options)
 
-        of_init = keywords.signature(__init__, keywords.of_module(kind))
-        __init__.__signature__ = of_init  # type: ignore[attr-defined]
+        init_signature = keywords.signature(__init__, keywords.torch_module(kind))
+        __init__.__signature__ = init_signature  # type: ignore[attr-defined]
         cls.kind, cls.__init__ = kind, __init__  # type: ignore[method-assign]
-        cls.forward.__signature__ = keywords.signature(cls.forward, keywords.of_torch(kind))
+        cls.forward.__signature__ = keywords.signature(cls.forward, keywords.torch_function(kind))
 
     def __init__(
         self, *, learnable: bool = False, max_scale: float = keywords.MAX_SCALE, **options: Any
@@ -121,7 +121,7 @@ class _LossModule(nn.Module):
 
     def _require_known(self, options: dict[str, Any]) -> None:
         function = f"infonce.torch.{type(self).__name__}()"
-        functions.require_known(function, options, keywords.of_module(self.kind))
+        functions.require_known(function, options, keywords.torch_module(self.kind))
 
     def extra_repr(self) -> str:
         learned = {"learnable": True, "max_scale": self.max_scale} if self.learnable else {}

@@ -79,14 +79,19 @@ def fold_block(
             cut = layout(problem, gradients)
             epilogue(OffloadOfHost(problem, gradients, cut, device, copies), problem)
         return
-    there, of_device, dots = on_device(epilogue, device), gradients, None
+    there, device_gradients, dots = on_device(epilogue, device), gradients, None
     if gradients is not None and gradients.dots is not None:
         dots = device.put(gradients.dots)
-        of_device = replace(gradients, dots=dots)
+        device_gradients = replace(gradients, dots=dots)
     with device.copies() as copies:
         backend = Offload(problem, gradients, layout(problem, gradients), device, copies)
         blocks.fold_block(
-            backend, _vectors_on(device, problem), triangle, there, of_device, not_finite=None
+            backend,
+            _vectors_on(device, problem),
+            triangle,
+            there,
+            device_gradients,
+            not_finite=None,
         )
     if not isinstance(epilogue, SoftmaxGradient):
         copy_arrays(epilogue, map_arrays(there, device.get))
@@ -102,8 +107,8 @@ def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
         "upstream", "positives", "query_ids", "key_ids", "query_bias", "key_bias", "limits",
         "key_limits", "weights", "row_shares",
     )  # fmt: skip
-    of_host = {name: getattr(problem, name) for name in names}
-    made = {name: device.put(v) for name, v in of_host.items() if isinstance(v, np.ndarray)}
+    host_vectors = {name: getattr(problem, name) for name in names}
+    made = {name: device.put(v) for name, v in host_vectors.items() if isinstance(v, np.ndarray)}
     if (classes := problem.classes) is not None:
         rows = device.put(classes.rows)  # those of the columns, too
         made["classes"] = replace(classes, rows=rows, columns=rows)
@@ -129,10 +134,14 @@ def _solve_whole(
         ticket.wait()
     there, leaving = gradients, []
     if gradients is not None:
-        of_host = gradients.query, gradients.key
-        of_device = [None if z is None else like(z) for z in of_host]
-        there = replace(gradients, query=of_device[0], key=of_device[1])
-        leaving = [(to, z) for to, z in zip(of_host, of_device, strict=True) if to is not None]
+        host_gradients = gradients.query, gradients.key
+        device_gradients = [None if z is None else like(z) for z in host_gradients]
+        there = replace(gradients, query=device_gradients[0], key=device_gradients[1])
+        leaving = [
+            (to, z)
+            for to, z in zip(host_gradients, device_gradients, strict=True)
+            if to is not None
+        ]
     solution = device.solve(replace(problem, query=query, key=key), there)
     for to, z in leaving:
         copies.leave(to, z, False)
@@ -179,8 +188,8 @@ class Offload:
         dots = device.xp.zeros(positives.shape)
 
         def on_device(features: Array) -> Array:
-            of_host = np.float32 if features.dtype.itemsize <= 4 else np.float64
-            z = device.put(features.astype(of_host)).astype(np.float64)
+            host_dtype = np.float32 if features.dtype.itemsize <= 4 else np.float64
+            z = device.put(features.astype(host_dtype)).astype(np.float64)
             if not problem.normalize:
                 return z
             squares = (z * z).sum(axis=1)[:, None]

@@ -97,13 +97,15 @@ def test_help_has_all_keywords(loss: str) -> None:
     import infonce.torch as it
 
     module = getattr(it, f"{SIGNATURES['CAMEL'][loss]}Loss")
-    of_torch = {name: value for name, (_, value) in keywords.of_torch(LOSSES[loss]).items()}
-    assert defaults(getattr(it, f"{loss}_loss")) == of_torch == defaults(module.forward)
-    assert defaults(module) == {
-        name: value for name, (_, value) in keywords.of_module(LOSSES[loss]).items()
+    torch_defaults = {
+        name: value for name, (_, value) in keywords.torch_function(LOSSES[loss]).items()
     }
-    of_instance = inspect.signature(module(scale=1.0))
-    assert "learnable" not in of_instance.parameters
+    assert defaults(getattr(it, f"{loss}_loss")) == torch_defaults == defaults(module.forward)
+    assert defaults(module) == {
+        name: value for name, (_, value) in keywords.torch_module(LOSSES[loss]).items()
+    }
+    instance_signature = inspect.signature(module(scale=1.0))
+    assert "learnable" not in instance_signature.parameters
 
 
 @pytest.mark.extras
@@ -112,14 +114,14 @@ def test_help_of_jax_has_all_keywords(loss: str) -> None:
     pytest.importorskip("jax")
     import infonce.jax as ij
 
-    of_jax = {name: value for name, (_, value) in keywords.of_jax(LOSSES[loss]).items()}
-    assert defaults(getattr(ij, f"{loss}_loss")) == of_jax
+    jax_defaults = {name: value for name, (_, value) in keywords.jax_function(LOSSES[loss]).items()}
+    assert defaults(getattr(ij, f"{loss}_loss")) == jax_defaults
 
 
 def test_keywords_of_a_group_are_those_over_ranks() -> None:
     pytest.importorskip("mpi4py")
     from infonce.distributed.losses import RANK_OPTIONS
 
-    of_group = {name: value for name, (_, value) in keywords.GROUP.items()}
+    group_defaults = {name: value for name, (_, value) in keywords.GROUP.items()}
     over_ranks = {{"comm": "group"}.get(name, name): v for name, v in RANK_OPTIONS.items()}
-    assert of_group == {**over_ranks, "gradient_scale": "ddp"}
+    assert group_defaults == {**over_ranks, "gradient_scale": "ddp"}

@@ -221,8 +221,8 @@ class Drawing:
             positive = self.vector(m)
             if self.some(6):
                 counts = partial(self.vector, dtype=np.int64)
-                of_keys = (self.vector(n), counts(n)) if both and not own else (None, None)
-                epilogue = RetrievalRanks(positive, counts(m), *of_keys)
+                key_ranks = (self.vector(n), counts(n)) if both and not own else (None, None)
+                epilogue = RetrievalRanks(positive, counts(m), *key_ranks)
             else:
                 rows = self.sums(m, problem.moments)
                 triangle = own and self.some(2)

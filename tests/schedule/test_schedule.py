@@ -163,7 +163,7 @@ def test_launches_are_those_that_calls_ask_for() -> None:
                 continue
             into.finish()
             taken = [step[:5] for step in into.steps_taken() if step[0].startswith(("ti", "sm"))]
-            assert [(*k[:3], k[3], k[4]) for k in of_folds(made)] == [
+            assert [(*k[:3], k[3], k[4]) for k in fold_summaries(made)] == [
                 (file, name, defines, threads, blocks)
                 for file, name, defines, blocks, threads in taken
             ]
@@ -175,7 +175,7 @@ def test_launches_are_those_that_calls_ask_for() -> None:
     assert min(seen.values()) > 5
 
 
-def of_folds(made: Schedule) -> list[tuple[Any, ...]]:
+def fold_summaries(made: Schedule) -> list[tuple[Any, ...]]:
     """File, kernel, -D options, threads and blocks of each launch over a block of logits."""
     found: list[tuple[Any, ...]] = []
 

@@ -51,10 +51,10 @@ def operator(
             grads[name] = grads[name].reshape(value.shape).clone()
     names = ["scale", "bias", *loss.arguments, *["key"] * (2 - len(features))]
     empties = (query.new_empty(0) for _ in names)
-    of_scale, of_bias, of_query, of_key = (
+    scale_gradient, bias_gradient, query_gradient, key_gradient = (
         grads.get(name, empty) for name, empty in zip(names, empties, strict=True)
     )
-    return result.loss, of_scale, of_bias, of_query, of_key
+    return result.loss, scale_gradient, bias_gradient, query_gradient, key_gradient
 
 
 @operator.register_fake

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ...checks import validation
-from ...checks.keywords import of_torch
+from ...checks.keywords import torch_function
 from ...spec import CLIP
 from ..functions import require_known
 
@@ -23,7 +23,7 @@ class DropIn(nn.Module):
     def __init__(self, options: dict[str, Any], **settings: Any) -> None:
         super().__init__()
         module = ".".join(type(self).__module__.split(".")[:3])  # as users import it
-        require_known(f"{module}.{type(self).__name__}()", options, of_torch(CLIP))
+        require_known(f"{module}.{type(self).__name__}()", options, torch_function(CLIP))
         self.options = options
         self._settings: tuple[str, ...] = tuple(settings)
         for name, value in settings.items():

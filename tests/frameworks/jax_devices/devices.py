@@ -59,7 +59,7 @@ def one(name: str, z: list[Any], numbers: Any, by_row: Any, **options: Any) -> A
     return getattr(ij, f"{name}_loss")(*z, **numbers, **by_row, **options)
 
 
-def of_all(name: str, z: list[Any], numbers: Any, by_row: Any, **options: Any) -> Any:
+def whole_loss(name: str, z: list[Any], numbers: Any, by_row: Any, **options: Any) -> Any:
     options = {"axis_name": "data", **options}
     return getattr(ij, f"{name}_loss")(*z, **numbers, **by_row, **options)
 

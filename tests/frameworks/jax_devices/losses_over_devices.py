@@ -18,9 +18,9 @@ from devices import (
     labels_of,
     main,
     mapped,
-    of_all,
     one,
     raises,
+    whole_loss,
 )
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,7 +56,7 @@ def drawn(name: str, seed: int) -> None:
         problem = problem._replace(weights=problem.weights * upstream)
     z, order = [jnp.asarray(side) for side in problem.features], np.arange(rows)
     way = int(rng.integers(5))  # the last one: `sharded`
-    loss = partial(of_all, name, **given)
+    loss = partial(whole_loss, name, **given)
     if way == 4:
         over = ij.sharded(getattr(ij, f"{name}_loss"), MESH, "data")
         loss = lambda z, numbers, by_row: over(*z, **numbers, **by_row, **given)  # noqa: E731
@@ -82,11 +82,11 @@ def drawn(name: str, seed: int) -> None:
     step = mapped(objective, check, inside)
     if way == 4:
         step = jax.jit(jax.value_and_grad(objective, (0, 1)))
-    got, (grads, of_numbers) = step(z, numbers, (by_row, jnp.asarray(upstream)))
+    got, (grads, number_gradients) = step(z, numbers, (by_row, jnp.asarray(upstream)))
     want = problem.reference()
     what = f"{name}, seed {seed}, {given}, {list(by_row)}, way {way}, without d {still}"
     close(what, got, want.loss)
-    for field, gradient in [*zip(FEATURES[name], grads, strict=True), *of_numbers.items()]:
+    for field, gradient in [*zip(FEATURES[name], grads, strict=True), *number_gradients.items()]:
         wanted = want.grads[field]
         if field in still or wanted is None:
             wanted = np.zeros(gradient.shape)
@@ -144,23 +144,23 @@ def modes() -> None:
         shards = [v.reshape(R, -1, D) for v in z]
 
         def both(z: Any, numbers: Any, of: Any = None, name: str = name) -> Any:
-            value, (grads, of_numbers) = jax.value_and_grad(partial(of, name, by_row={}), (0, 1))(
-                z, numbers
-            )
-            return value, (grads, jax.lax.pmean(of_numbers, "data"))
+            value, (grads, number_gradients) = jax.value_and_grad(
+                partial(of, name, by_row={}), (0, 1)
+            )(z, numbers)
+            return value, (grads, jax.lax.pmean(number_gradients, "data"))
 
         over = partial(jax.shard_map, mesh=MESH, in_specs=(ROWS, SAME), check_vma=False,
                        out_specs=(SAME, (ROWS, SAME)))  # fmt: skip
         ours, theirs = (
             (jax.jit(over(partial(both, of=of)))(z, numbers),
              jax.pmap(partial(both, of=of), "data", in_axes=(0, None))(shards, numbers))
-            for of in (of_all, formula)
+            for of in (whole_loss, formula)
         )  # fmt: skip
         close(f"{name}: unchecked, and pmap, as the formula", ours, theirs)
 
         def step(z: Any, scale: Any, name: str = name) -> Any:
             def loss(weights: Any, scale: Any) -> Any:
-                return of_all(name, [v @ weights for v in z], {"scale": scale}, {})
+                return whole_loss(name, [v @ weights for v in z], {"scale": scale}, {})
 
             return jax.lax.pmean(jax.grad(loss, (0, 1))(jnp.eye(D), scale), "data")
 
@@ -169,7 +169,7 @@ def modes() -> None:
             lambda w, s: one(name, [v @ w for v in z], {"scale": s}, {}), (0, 1)  # noqa: B023
         )(jnp.eye(D), numbers["scale"])  # fmt: skip
         close(f"{name}: pmean of parameters' gradients", [v[0] for v in got], want)
-        got = jax.vmap(partial(of_all, name), (0, None, None), axis_name="data")(
+        got = jax.vmap(partial(whole_loss, name), (0, None, None), axis_name="data")(
             shards, numbers, {}
         )
         close(f"{name}: vmap with an axis name", got[0], one(name, z, numbers, {}))
@@ -179,7 +179,7 @@ def transforms() -> None:
     """vmap, scan, checkpoint, donation; axes of a mesh of two; second derivatives."""
     numbers, z = {"scale": SCALE.astype(np.float64)}, features("clip")
     stacked = [jnp.stack([v, 2 * v[::-1], v * v]) for v in z]
-    f = jax.value_and_grad(partial(of_all, "clip"), (0, 1))
+    f = jax.value_and_grad(partial(whole_loss, "clip"), (0, 1))
     rows = P(None, "data")
     run = jax.shard_map(jax.vmap(f, (0, None, None)), mesh=MESH, in_specs=(rows, SAME, SAME),
                         out_specs=(SAME, (rows, SAME)))  # fmt: skip
@@ -198,7 +198,7 @@ def transforms() -> None:
         return jax.lax.scan(step, z, None, length=5)
 
     want = jax.jit(partial(trained, one))(z)
-    run = jax.shard_map(partial(trained, of_all), mesh=MESH, in_specs=(ROWS,),
+    run = jax.shard_map(partial(trained, whole_loss), mesh=MESH, in_specs=(ROWS,),
                         out_specs=(ROWS, SAME))  # fmt: skip
     put = [jax.device_put(v + 0, NamedSharding(MESH, ROWS)) for v in z]
     close("scan, checkpoint, donation", jax.jit(run, donate_argnums=0)(put), want)
@@ -207,7 +207,7 @@ def transforms() -> None:
     want = alone(z, numbers, {})
     for names in ("data", ("hosts", "data"), ("data", "hosts")):
         rows = P(names)
-        f = jax.value_and_grad(partial(of_all, "clip", axis_name=names), (0, 1))
+        f = jax.value_and_grad(partial(whole_loss, "clip", axis_name=names), (0, 1))
         run = jax.shard_map(
             f, mesh=mesh, in_specs=(rows, SAME, SAME), out_specs=(SAME, (rows, SAME))
         )

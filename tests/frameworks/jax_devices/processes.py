@@ -24,10 +24,10 @@ for loss in ("clip", "nt_xent", "gte"):
     over = ij.sharded(getattr(ij, f"{loss}_loss"), MESH, "data")
     step = jax.jit(jax.value_and_grad(lambda z, scale, of=over: of(*z, scale=scale), (0, 1)))
     put = [jax.make_array_from_callback(z.shape, ROWS, z.__getitem__) for z in features]
-    value, (grads, of_scale) = step(put, 2.0)
+    value, (grads, scale_gradient) = step(put, 2.0)
     want = getattr(infonce, f"{loss}_loss_and_grad")(*features, scale=2.0)
     assert abs(float(value) - want.loss) < 1e-12 * want.loss, loss
-    assert abs(float(of_scale) - want.grads.scale) < 1e-12 * abs(want.loss), loss
+    assert abs(float(scale_gradient) - want.grads.scale) < 1e-12 * abs(want.loss), loss
     for gradient, wanted in zip(grads, want.grads, strict=False):
         for shard in gradient.addressable_shards:
             error = np.abs(np.asarray(shard.data) - wanted[shard.index]).max()

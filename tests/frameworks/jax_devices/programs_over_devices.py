@@ -26,9 +26,9 @@ from devices import (
     labels_of,
     main,
     mapped,
-    of_all,
     one,
     raises,
+    whole_loss,
 )
 from jax.sharding import NamedSharding
 from reference_problems import LOSSES
@@ -47,7 +47,7 @@ def compiled() -> None:
     for name in LOSSES:
         z = features(name, rows, width)
         by_row = labels_of(name, n) if name == "sup_con" else {}
-        step = mapped(partial(of_all, name)).lower(z, numbers, by_row).compile()
+        step = mapped(partial(whole_loss, name)).lower(z, numbers, by_row).compile()
         once, again = (jax.tree.leaves(step(z, numbers, by_row)) for _ in range(2))
         assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True)), name
         text = step.as_text()
@@ -76,14 +76,14 @@ def loop() -> None:
     numbers = {"scale": SCALE.astype(np.float64)}
 
     def several(z: Any, *others: Any) -> Any:
-        both = of_all("clip", z, *others) + of_all("siglip", z, *others)
-        return both + of_all("nt_xent", z[:1], *others)
+        both = whole_loss("clip", z, *others) + whole_loss("siglip", z, *others)
+        return both + whole_loss("nt_xent", z[:1], *others)
 
     @jax.jit
     def step(z: Any, numbers: Any) -> Any:
-        value, (grads, of_numbers) = mapped(several)(z, numbers, {})
+        value, (grads, number_gradients) = mapped(several)(z, numbers, {})
         z = [a - 0.5 * b for a, b in zip(z, grads, strict=True)]
-        return z, jax.tree.map(lambda a, b: a - 0.01 * b, numbers, of_numbers), value
+        return z, jax.tree.map(lambda a, b: a - 0.01 * b, numbers, number_gradients), value
 
     start, values = time.time(), []
     for i in range(200):
@@ -118,7 +118,7 @@ def refused() -> None:
     """While JAX traces."""
     z, numbers = features("clip"), {"scale": SCALE}
     over = ij.sharded(ij.clip_loss, MESH, "data")
-    call = partial(of_all, "clip")
+    call = partial(whole_loss, "clip")
 
     def run(f: Any, specs: Any = (ROWS, SAME, ROWS), z: Any = z) -> Any:
         return jax.jit(jax.shard_map(f, mesh=MESH, in_specs=specs, out_specs=SAME))(z, numbers, {})
@@ -141,7 +141,7 @@ def refused() -> None:
     raises(ValueError, 'method: expected "auto"', lambda: run(partial(call, method="fused")))
     raises(ValueError, "workspace: expected at least", lambda: run(partial(call, workspace=64)))
     raises(ValueError, "features: expected an even number of rows",
-           lambda: run(lambda z, *of: of_all("nt_xent", [z[0][1:]], *of)))  # fmt: skip
+           lambda: run(lambda z, *of: whole_loss("nt_xent", [z[0][1:]], *of)))  # fmt: skip
     raises(ValueError, "labels: expected with axis_name",
            lambda: ij.nt_xent_loss(z[0], labels=jnp.arange(6 * R), scale=3.0))  # fmt: skip
     raises(TypeError, "unexpected keyword argument 'marign'",
