@@ -158,14 +158,16 @@ def finite(xp: Any, name: str, z: Array) -> None:
 def number(name: str, value: Any, infinite: bool = False) -> Any:
     """A finite float, or inf where it may be `infinite`; or a 0-d array on a GPU, unread: to read
     it would wait for the device. An array of one number is that number."""
-    value = native(value, name)
-    if on_gpu(value) and value.size == 1:
-        if not is_float(value.dtype):
-            raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
-        return value.reshape(())
-    single = isinstance(value, (np.ndarray, np.generic)) and value.size == 1
-    if single and value.dtype.kind not in "OMm":  # objects and times
-        value = value.item()
+    # Not of plain numbers: torch.compile may fail where it traces sys.modules, as `native` reads it
+    if type(value) not in (int, float):
+        value = native(value, name)
+        if on_gpu(value) and value.size == 1:
+            if not is_float(value.dtype):
+                raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {value.dtype}")
+            return value.reshape(())
+        single = isinstance(value, (np.ndarray, np.generic)) and value.size == 1
+        if single and value.dtype.kind not in "OMm":  # objects and times
+            value = value.item()
     if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or 0-d array, got {what(value)}")
     if not math.isfinite(value := real(name, value)) and not (infinite and value == math.inf):
