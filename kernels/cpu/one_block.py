@@ -75,7 +75,7 @@ def _losses(problem: Problem, x: Array, gradient: bool) -> Solution | None:
         row_ids = np.ascontiguousarray(problem.query_ids)
         column_ids = np.ascontiguousarray(problem.key_ids)
     scale, losses = float(problem.scale), np.zeros(m)
-    moments = np.zeros((2, max(m, n))) if problem.scalar_grads else None
+    moments = np.empty((2, max(m, n)))  # always: without, there would be twice as much to compile
     solution = Solution(losses)
     if problem.bias is not None:
         finite, loss, log_scale_grad, bias_grad = sigmoid(
@@ -109,10 +109,10 @@ class _Rows:
         if normalize:
             self.z, self.inverse = np.empty(features.shape, dtype), np.empty(len(features))
             least, most = SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
-            if features.dtype not in DTYPES.values() or not readable_in_place(
-                features, features.dtype
-            ):
-                features = features.astype(dtype, order="C")
+            if features.dtype not in DTYPES.values() or not features.dtype.isnative:
+                features = features.astype(dtype)
+            if not (features.flags.c_contiguous and features.flags.aligned):
+                features = features.copy()  # each layout would be compiled
             self.in_range = unit_rows(features, least, most, self.z, self.inverse)
         elif not readable_in_place(features, dtype):
             self.z = features.astype(dtype, order="C")
@@ -230,7 +230,7 @@ def softmax(  # type: ignore[no-untyped-def]
     symmetric, gradient, moments, losses, lse,
 ):  # fmt: skip
     """Raw products x become dL/dx, for a gradient. `losses` [M] and `lse` [2, .] are written;
-    `moments` [2, .] is memory for the sums' moments, or None.
+    `moments` [2, .] is memory for the sums' moments.
 
     Returns (whether x is finite, the sum of the losses, d loss / d log(scale)).
     """
@@ -247,9 +247,8 @@ def softmax(  # type: ignore[no-untyped-def]
     if row_ids.size > 0:
         tile.exclude_ids(x, row_ids, column_ids)
     high, total = np.empty((2, max(m, n))), np.empty((2, max(m, n)))
-    row_moment = None if moments is None else moments[0, :m]
+    row_moment, column_moment = moments[0, :m], moments[1, :n]
     if two_sided:
-        column_moment = None if moments is None else moments[1, :n]
         part = np.empty((2, n), x.dtype)
         tile.row_and_column_statistics(
             x, c, high[0, :m], total[0, :m], row_moment, high[1, :n], total[1, :n], column_moment,
@@ -270,7 +269,7 @@ def softmax(  # type: ignore[no-untyped-def]
         losses[i] = row_weight * row_loss
         a = upstream[i] * row_weight * scale
         pull[i, 0] = a * share
-        if moments is not None and total[0, i] != 0.0:
+        if total[0, i] != 0.0:
             mean = moments[0, i] / total[0, i]
             log_scale_grad += upstream[i] * row_weight * share * (mean - p)
         reference[0, i], factor[0, i], again[i] = rounded_reference(c, base, a * weight, one)
@@ -285,7 +284,7 @@ def softmax(  # type: ignore[no-untyped-def]
             losses[j] += column_weight * column_loss
             b = upstream[j] * column_weight * scale
             pull[j, 0] += b * share
-            if moments is not None and total[1, j] != 0.0:
+            if total[1, j] != 0.0:
                 mean = moments[1, j] / total[1, j]
                 log_scale_grad += upstream[j] * column_weight * share * (mean - p)
             reference[1, j], factor[1, j], _ = rounded_reference(c, base, b * weight, one)
@@ -335,13 +334,13 @@ def sigmoid(  # type: ignore[no-untyped-def]
         tile.exclude_ids(x, row_ids, column_ids)
     factor, sums = upstream * scale, np.zeros(m)
     narrow = factor.astype(x.dtype)
-    row_moment = None if moments is None else moments[0, :m]
+    row_moment = moments[0, :m]
+    row_moment[:] = 0
     tile.sigmoid(x, scale, bias, narrow, losses, sums, row_moment)
     tile.sigmoid_positives(
         x, positives, 0, positive[:, 0], scale, bias, factor, losses, sums, row_moment
     )
-    log_scale_grad = 0.0 if moments is None else moments[0, :m].sum()
-    return True, losses.sum(), log_scale_grad, sums.sum()
+    return True, losses.sum(), row_moment.sum(), sums.sum()
 
 
 @compiled
