@@ -112,8 +112,10 @@ def compare(case: dict[str, Any]) -> None:
 
     tolerance = TOLERANCE[dtype.name]
     assert got.loss.dtype == want.loss.dtype
-    # nt_xent takes no triangle with metrics; a small workspace has room for larger blocks alone
-    if (metrics["metrics"] and loss == "nt_xent") or case.get("workspace") == SMALL:
+    # With metrics, nt_xent takes no triangle, and a process by itself many blocks, not one. A small
+    # workspace has room for larger blocks alone
+    other_blocks = metrics["metrics"] and (loss == "nt_xent" or COMM.size == 1)
+    if other_blocks or case.get("workspace") == SMALL:
         close(alone, got.loss, 0.1 * tolerance, "loss alone")
     else:
         assert np.array_equal(alone, got.loss)
