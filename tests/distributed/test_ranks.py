@@ -115,7 +115,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(
-    "ranks", [n if n in (2, 3) else pytest.param(n, marks=pytest.mark.slow) for n in CHECKS]
+    "ranks", [n if n == 2 else pytest.param(n, marks=pytest.mark.slow) for n in CHECKS]
 )
 def test_equal_to_one_process(ranks: int) -> None:
     all_pass(ranks, *CHECKS[ranks], limit=300)
@@ -155,6 +155,7 @@ def test_rank_in_trouble(what: str, words: str, exchange: str) -> None:
 TROUBLES = ("killed", "exits", "hangs", "raises")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30 if THOROUGH else 4))
 def test_rank_in_trouble_at_any_point(seed: int) -> None:
     """Of a call: the others name it before the time is out."""

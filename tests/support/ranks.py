@@ -112,8 +112,7 @@ def compare(case: dict[str, Any]) -> None:
 
     tolerance = TOLERANCE[dtype.name]
     assert got.loss.dtype == want.loss.dtype
-    # With metrics, nt_xent takes no triangle, and a process by itself many blocks, not one. A small
-    # workspace has room for larger blocks alone
+    # With metrics: no triangle, no single block. A small workspace: room for larger blocks alone
     other_blocks = metrics["metrics"] and (loss == "nt_xent" or COMM.size == 1)
     if other_blocks or case.get("workspace") == SMALL:
         close(alone, got.loss, 0.1 * tolerance, "loss alone")
