@@ -133,7 +133,7 @@ def main() -> None:
     measured = recorded(arguments.measured)
     report = {
         "device": "CLIP, OpenCLIP, Inf-CL: the paper's, 8 x A800; infonce: by its model",
-        "versions": machine.versions("infonce"),
+        "versions": machine.versions(),
         "commit": machine.commit(),
         "date": machine.now(),
         "settings": {"gpus": GPUS, "dim": DIM, "features": "bfloat16",

@@ -120,7 +120,7 @@ def main() -> None:
         print(loss, options, rows, dim, {n: f"{s * 1e6:.0f} us" for n, s in least.items()}, ratios)
     report = {
         "device": machine.describe_cpu(machine.cpu()), "blas": machine.blas(),
-        "versions": machine.versions("infonce", "numpy", "numba", "torch"),
+        "versions": machine.versions("numpy", "numba", "torch"),
         "commit": machine.commit(), "date": machine.now(),
         "settings": {"dtype": "float32", "scale": SCALE, "rounds": given.rounds},
         "results": results,

@@ -167,7 +167,7 @@ def main() -> None:
     commits = options.commits or [machine.commit(), None]
     report = {
         "date": machine.now(), "commit": commits[0], "other": commits[1], "gpu": machine.gpu(),
-        "versions": machine.versions("infonce", "numpy", "cupy-cuda13x"),
+        "versions": machine.versions("numpy", "cupy-cuda13x"),
         "rounds": options.rounds, "results": rows,
     }  # fmt: skip
     options.out.write_text(to_json(report) + "\n")

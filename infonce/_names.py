@@ -47,6 +47,6 @@ def extra(library: str) -> Iterator[None]:
             raise
         raise ModuleNotFoundError(
             f"infonce.{library} needs {library}, which is not installed: "
-            f"pip install 'infonce[{library}]'",
+            f"pip install 'infonce-kernels[{library}]'",
             name=library,
         ) from error

@@ -119,7 +119,7 @@ def main() -> None:
     row = train(arguments.rows, arguments.dim, arguments.steps, arguments.device)
     report = {
         "device": machine.gpu()["model"] if arguments.device != "cpu" else machine.cpu()["model"],
-        "versions": machine.versions("infonce", "torch", "cupy-cuda13x"),
+        "versions": machine.versions("torch", "cupy-cuda13x"),
         "commit": machine.commit(),
         "date": machine.now(),
         "settings": {"loss": "clip", "dtype": "bfloat16", "temperature": TEMPERATURE,

@@ -161,7 +161,7 @@ def main() -> None:
                 rows.append(json.loads(output.read_text()))
     report = {
         "device": machine.cpu()["model"],
-        "versions": machine.versions("infonce", "numpy", "mpi4py"),
+        "versions": machine.versions("numpy", "mpi4py"),
         "commit": machine.commit(),
         "date": machine.now(),
         "settings": {"loss": "clip", "dtype": "float32", "dim": arguments.dim,

@@ -176,7 +176,7 @@ def main() -> None:
                 rows += json.loads(Path(folder, "rows.json").read_text())
     report = {
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} of one host",
-        "versions": machine.versions("infonce", "torch", "open_clip_torch", "inf_cl"),
+        "versions": machine.versions("torch", "open_clip_torch", "inf_cl"),
         "commit": machine.commit(),
         "date": machine.now(),
         "settings": {"loss": "clip", "dtype": "bfloat16", "temperature": 0.07,

@@ -88,7 +88,7 @@ def main() -> None:
                     print(f"{gpus} GPUs, {batch} x {dim}: {error}", file=sys.stderr)
     report = {
         "device": libraries(),
-        "versions": machine.versions("infonce", "cupy-cuda13x", "cupy-cuda12x", "mpi4py"),
+        "versions": machine.versions("cupy-cuda13x", "cupy-cuda12x", "mpi4py"),
         "commit": machine.commit(),
         "date": machine.now(),
         "settings": {"loss": "clip", "dtype": "bfloat16", "temperature": 0.07,

@@ -27,12 +27,12 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise ImportError(f"mpi4py cannot be imported ({error}): pip install 'infonce[mpi]'") from (
-            None
-        )
+        raise ImportError(
+            f"mpi4py cannot be imported ({error}): pip install 'infonce-kernels[mpi]'"
+        ) from (None)
     except RuntimeError as error:  # mpi4py is there, a library is not
         raise ImportError(
-            f"mpi4py finds no MPI library ({error}): pip install 'infonce[mpi]' brings one"
+            f"mpi4py finds no MPI library ({error}): pip install 'infonce-kernels[mpi]' brings one"
         ) from None
     return MPI
 

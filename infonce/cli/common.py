@@ -86,7 +86,7 @@ def optional(module: str, extra: str) -> Any:
     except ImportError as error:
         name = module.partition(".")[0]
         raise Misuse(
-            f"{name} cannot be imported ({error}): pip install 'infonce[{extra}]'"
+            f"{name} cannot be imported ({error}): pip install 'infonce-kernels[{extra}]'"
         ) from error
 
 

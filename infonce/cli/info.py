@@ -50,7 +50,7 @@ def info(as_json: bool, compiles: bool) -> None:
     missing = [f"{name} {state}" for name, state in needs.items() if not state.startswith("avail")]
     can_compile = not missing
     report = {
-        "versions": machine.versions("infonce", "numpy", "numba", "ml_dtypes"),
+        "versions": machine.versions("numpy", "numba", "ml_dtypes"),
         "cpu": machine.cpu(),
         "blas": machine.blas(),
         "environment": machine.environment(),
@@ -113,7 +113,7 @@ def _optional() -> dict[str, dict[str, str | None]]:
 
 
 def _install(extra: str) -> str:
-    return f"pip install 'infonce[{extra}]'"
+    return f"pip install 'infonce-kernels[{extra}]'"
 
 
 def _cuda_libraries() -> dict[str, str]:

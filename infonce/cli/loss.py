@@ -215,7 +215,7 @@ def loss(
         "options": record | ({"grad_dtype": grad_dtype} if grad_dtype else {}),
         "workspace_bytes": options["workspace"],
         "gradients": str(grad_out) if grad_out else None,
-        "versions": machine.versions("infonce", "numpy", "numba"),
+        "versions": machine.versions("numpy", "numba"),
     }  # fmt: skip
     if plot is not None:
         with written_whole(plot) as temporary:

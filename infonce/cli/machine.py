@@ -21,8 +21,10 @@ PREFIXES = ("OPENBLAS_", "GOTO_", "OMP_", "KMP_", "MKL_", "BLIS_", "VECLIB_", "N
 
 
 def versions(*distributions: str) -> dict[str, str | None]:
-    """Python's version, and that of each installed distribution, None for those that are not."""
-    installed: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of Python, of infonce and of each installed distribution, None for those that are
+    not."""
+    installed: dict[str, str | None]
+    installed = {"python": platform.python_version(), "infonce": infonce.__version__}
     for name in distributions:
         try:
             installed[name] = importlib.metadata.version(name)
@@ -133,7 +135,7 @@ def cuda() -> str:
         runtime = cupy.cuda.runtime
         devices = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
     except ImportError as error:
-        return f"unavailable: {error} (pip install 'infonce[cuda12]' or 'infonce[cuda13]')"
+        return f"unavailable: {error} (pip install 'infonce-kernels[cuda12]' or 'infonce-kernels[cuda13]')"
     except Exception as error:  # a driver that is missing, too old or broken fails in many ways
         return f"unavailable: {' '.join(str(error).split())}"
     names = [

@@ -65,7 +65,7 @@ def test_bench_skips_and_says_why(monkeypatch):
     arguments = ("--sizes", 64, "--repeat", 1, "--workspace", "32KiB", "--methods")
     printed = succeed("bench", *arguments, "fused,torch,numpy")
     assert "skipped 64 torch: import of torch halted" in printed
-    assert "pip install 'infonce[torch]'" in printed
+    assert "pip install 'infonce-kernels[torch]'" in printed
     assert "skipped 64 fused: " in printed
     result = run("bench", *arguments, "fused,torch")
     assert result.exit_code == 1
@@ -159,7 +159,7 @@ def test_bench_without_a_gpu(monkeypatch):
     said = fail("bench", "--gpu", "--sizes", 32)
     assert "expected a GPU that CuPy can use" in said
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert "pip install 'infonce[cuda12]'" in fail("bench", "--gpu", "--sizes", 32)
+    assert "pip install 'infonce-kernels[cuda12]'" in fail("bench", "--gpu", "--sizes", 32)
     assert "with --gpu, got 'numpy'" in fail("bench", "--gpu", "--methods", "products,numpy")
 
 

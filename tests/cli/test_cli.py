@@ -148,7 +148,7 @@ def test_info_without_cudas_libraries(monkeypatch, extra):
     monkeypatch.setattr(choice, "describe", lambda on_gpu: {})
     monkeypatch.setattr(machine, "cuda", lambda: "available: a GPU")
     report = json.loads(succeed("info", "--json"))
-    missing = f"missing: pip install 'infonce[{extra}]'"
+    missing = f"missing: pip install 'infonce-kernels[{extra}]'"
     assert set(report["cuda_libraries"].values()) == {missing}
     assert [name for name in report["optional"] if name.startswith("cupy")] == list(installed)
     assert missing in succeed("info")
@@ -216,5 +216,5 @@ def test_info_survives_whatever_is_missing(monkeypatch):
     monkeypatch.setattr("threadpoolctl.threadpool_info", list)
     printed = succeed("info")
     for extra in ("safetensors", "torch", "jax", "mpi", "cuda12", "cuda13"):
-        assert f"missing: pip install 'infonce[{extra}]'" in printed
+        assert f"missing: pip install 'infonce-kernels[{extra}]'" in printed
     assert "unavailable" in printed

@@ -27,7 +27,7 @@ def peers(monkeypatch):
 
 def test_what_is_missing_says_what_to_install(peers):
     for module, package in (
-        ("torch", "'infonce[torch]'"), ("open_clip.loss", "open_clip_torch"),
+        ("torch", "'infonce-kernels[torch]'"), ("open_clip.loss", "open_clip_torch"),
         ("cut_cross_entropy", "cut-cross-entropy"), ("inf_cl", "inf_cl"),
     ):  # fmt: skip
         error = ModuleNotFoundError(f"No module named {module!r}", name=module)

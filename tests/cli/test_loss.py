@@ -370,11 +370,11 @@ def test_missing_library_names_its_extra(pair, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     (tmp_path / "u.safetensors").touch()
     said = fail("loss", tmp_path / "u.safetensors", pair[1], "--scale", 1)
-    assert "pip install 'infonce[safetensors]'" in said
+    assert "pip install 'infonce-kernels[safetensors]'" in said
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert "pip install 'infonce[demo]'" in fail("demo", "--output", tmp_path / "x.png")
+    assert "pip install 'infonce-kernels[demo]'" in fail("demo", "--output", tmp_path / "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'infonce[plot]'" in fail("bench", "--plot", tmp_path / "x.png")
+    assert "pip install 'infonce-kernels[plot]'" in fail("bench", "--plot", tmp_path / "x.png")
 
 
 # --- memory --------------------------------------------------------------------------------------

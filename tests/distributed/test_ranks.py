@@ -26,7 +26,7 @@ THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 def mpi_missing() -> str | None:
     """Why nothing can be started here."""
     if MPIEXEC is None:
-        return "no mpiexec: pip install 'infonce[mpi]'"
+        return "no mpiexec: pip install 'infonce-kernels[mpi]'"
     done = subprocess.run(
         [sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, text=True
     )

@@ -91,7 +91,7 @@ class Host:
         cpu = machine.cpu()
         return {
             "device": machine.describe_cpu(cpu),
-            "versions": machine.versions("infonce", "numpy", "numba", "torch"),
+            "versions": machine.versions("numpy", "numba", "torch"),
             "cpu": cpu,
             "blas": machine.blas(),
             "gemm": {"size": GEMM, "gflops": self.rates},

@@ -140,7 +140,7 @@ class Device:
         return {
             "device": gpu["model"],
             "versions": machine.versions(
-                "infonce", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton"
+                "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton"
             ),
             "gpu": gpu,
             "gemm": {"size": GEMM, "gflops": self.rates},

@@ -19,7 +19,7 @@ Outcome = tuple[Any, list[Array]]  # loss, gradients of the features that get on
 Run = Callable[[], Outcome]
 TEMPERATURE = 0.07
 # module that a contender needs -> argument of `pip install`
-PACKAGES = {"torch": "'infonce[torch]'"}
+PACKAGES = {"torch": "'infonce-kernels[torch]'"}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
 
