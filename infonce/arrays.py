@@ -31,7 +31,8 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise ImportError(
-            f"arrays on a GPU need CuPy ({error}): pip install 'infonce-kernels[cuda13]' or '[cuda12]'"
+            f"arrays on a GPU need CuPy ({error}): "
+            "pip install 'infonce-kernels[cuda13]' or '[cuda12]'"
         ) from None
     return cupy
 

@@ -1,7 +1,7 @@
 """Check a clean install, with the Python of its environment: `python tests/installed.py`.
 
-The losses, the command, the types and the CUDA sources have to be in the environment; nothing may come
-from a checkout.
+The losses, the command, the types and the CUDA sources have to be in the environment; nothing may
+come from a checkout.
 """
 
 import importlib.metadata
@@ -9,22 +9,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import infonce.distributed
+import infonce.kernels
 import numpy as np
 
 import infonce
-import infonce.distributed
-import infonce.kernels
 import infonce.reference
 
 
 def main() -> None:
     package = Path(infonce.__file__).parent
-    assert package.is_relative_to(sys.prefix), f"expected the install of {sys.prefix}, got {package}"
+    assert package.is_relative_to(sys.prefix), f"expected it in {sys.prefix}, got {package}"
     about = importlib.metadata.metadata("infonce-kernels")
     assert about["Version"] == infonce.__version__, about["Version"]
     for name in ("py.typed", "torch/__init__.pyi", "jax/__init__.pyi"):
         assert (package / name).is_file(), f"{name}: not installed"
-    sources = [path for ending in ("cu", "cuh") for path in package.glob(f"kernels/cuda/**/*.{ending}")]
+    sources = [path for path in package.glob("kernels/cuda/**/*") if path.suffix in (".cu", ".cuh")]
     assert len(sources) > 20, f"CUDA sources: {len(sources)} are installed"
 
     rng = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def main() -> None:
     command = Path(sys.executable).with_name("infonce")
     said = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
     assert "explain" in said, said
-    print(f"infonce {infonce.__version__} in {package}: loss {out.loss:.6f}, {len(sources)} CUDA files")
+    print(f"{package}: {about['Version']}, loss {out.loss:.6f}, {len(sources)} CUDA sources")
 
 
 if __name__ == "__main__":

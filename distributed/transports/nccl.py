@@ -31,7 +31,7 @@ def missing() -> str | None:
         warnings.simplefilter("ignore")  # of CuPy, where NCCL is missing
         from cupy.cuda import nccl
     if not nccl.available:
-        return "CuPy finds no NCCL (pip install 'infonce-kernels[cuda13]' or 'infonce-kernels[cuda12]')"
+        return "CuPy finds no NCCL (pip install 'infonce-kernels[cuda13]' or '[cuda12]')"
     return None
 
 

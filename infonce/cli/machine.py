@@ -135,7 +135,7 @@ def cuda() -> str:
         runtime = cupy.cuda.runtime
         devices = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
     except ImportError as error:
-        return f"unavailable: {error} (pip install 'infonce-kernels[cuda12]' or 'infonce-kernels[cuda13]')"
+        return f"unavailable: {error} (pip install 'infonce-kernels[cuda13]' or '[cuda12]')"
     except Exception as error:  # a driver that is missing, too old or broken fails in many ways
         return f"unavailable: {' '.join(str(error).split())}"
     names = [

@@ -15,7 +15,8 @@ try:
     from jax.experimental.buffer_callback import buffer_callback
 except ImportError as error:
     raise ImportError(
-        f"jax {jax.__version__} has no jax.experimental.buffer_callback: pip install 'infonce-kernels[jax]'"
+        f"jax {jax.__version__} has no jax.experimental.buffer_callback: "
+        "pip install 'infonce-kernels[jax]'"
     ) from error
 
 from ..kernels.problem import SILENT

@@ -159,7 +159,7 @@ def test_bench_without_a_gpu(monkeypatch):
     said = fail("bench", "--gpu", "--sizes", 32)
     assert "expected a GPU that CuPy can use" in said
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert "pip install 'infonce-kernels[cuda12]'" in fail("bench", "--gpu", "--sizes", 32)
+    assert "pip install 'infonce-kernels[cuda13]'" in fail("bench", "--gpu", "--sizes", 32)
     assert "with --gpu, got 'numpy'" in fail("bench", "--gpu", "--methods", "products,numpy")
 
 
