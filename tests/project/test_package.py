@@ -197,7 +197,7 @@ def test_extras_for_gpus_bring_all_that_is_loaded(wheel: Path, cuda: int) -> Non
 def test_extras_that_info_names_bring_the_library(wheel: Path) -> None:
     optional = json.loads(succeed("info", "--json", "--no-compile"))["optional"]
     for library, state in optional.items():
-        (name,) = re.findall(r"^pip install 'infonce\[(\w+)\]'$", state["from"])
+        (name,) = re.findall(r"^pip install 'infonce-kernels\[(\w+)\]'$", state["from"])
         assert library in extra(wheel, name)
 
 
