@@ -14,8 +14,9 @@ from infonce.kernels.solve import Solution, solve
 
 from infonce import arrays, dispatch
 from infonce.checks import validation
-from infonce.checks.call import Batch, Request, check
+from infonce.checks.call import Request, check
 from infonce.checks.rows import row_weights
+from infonce.checks.validation import Batch
 from infonce.spec import Loss
 
 from . import agreement
@@ -89,7 +90,7 @@ class _Call:
             request, known = self.agree(features, request, error, everyone)
             self.ranks.agreed = known
         self.agreed = known
-        with dispatch.compute_context(features[0]):
+        with arrays.compute_context(features[0]):
             self.transport = transports.make(known.transport, self.ranks)
             if arrays.on_gpu(request.problem.query):
                 request.problem = _on_gpu()[0].plain(request.problem)
@@ -109,7 +110,7 @@ class _Call:
         try:
             features, sizes = _sized(self.kind, given)
             if known is not None and known.fits(self.kind, self.ranks.rank, sizes):
-                with dispatch.compute_context(features[0]):
+                with arrays.compute_context(features[0]):
                     request, mine = self.check(features, sizes, known.queries, known.keys)
                 return features, request, None, mine
         except Exception as e:
@@ -127,7 +128,7 @@ class _Call:
         require_none([of.failure if of.sizes is None else None for of in told], error)
         rows = [[sum(of) if self.kind.joint else of[side] for of in sizes] for side in (0, -1)]
         queries, keys = map(Partition, rows)
-        with dispatch.compute_context(features[0]):
+        with arrays.compute_context(features[0]):
             if all(of.facts or of.failure for of in told):
                 require_none([of.failure for of in told], error)
             else:
@@ -200,9 +201,9 @@ class _Call:
             solution = self.fold(request, problem)
         convert = arrays.converter_to(like)
         if self.with_grad:
-            result = dispatch._result(self.kind, request, solution, convert)
+            result = dispatch.loss_and_grad_of(self.kind, request, solution, convert)
         else:
-            result = convert(dispatch._reduce(request, solution))
+            result = convert(dispatch.reduced_loss(request, solution))
         self.transport.finish()
         return result
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .kernels.problem import SILENT
 from .spec import Loss
 
 Array = Any
@@ -51,6 +52,26 @@ def on_gpu(array: Array) -> bool:
     which takes time to build.)"""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def kinds(features: Sequence[Array]) -> list[tuple[Any, ...] | None]:
+    """Shape, dtype and GPU (None: the host) of each that `native` returned; None for no array."""
+    return [
+        (z.shape, z.dtype, None)
+        if isinstance(z, np.ndarray)
+        else (z.shape, z.dtype, z.device.id)
+        if on_gpu(z)
+        else None
+        for z in features
+    ]
+
+
+def compute_context(array: Array) -> Any:
+    """Context for the computation on `array`: its device is the current one, or NumPy does not warn
+    of overflow."""
+    if not on_gpu(array):
+        return np.errstate(**SILENT)
+    return NO_CONTEXT if array.device.id == current_device() else array.device
 
 
 def current_device() -> int:
@@ -175,13 +196,13 @@ _warned: set[str] = set()  # names of losses
 
 
 def warn_of_lost_gradients(
-    loss: Loss, given: Sequence[Array], bias: Any, options: Mapping[str, Any]
+    loss: Loss, callers: Sequence[Array], bias: Any, options: Mapping[str, Any]
 ) -> None:
     """Warn, once for each loss and at its caller's line, that autograd does not see the loss."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled() or not isinstance(given[0], torch.Tensor):
+    if torch is None or not torch.is_grad_enabled() or not isinstance(callers[0], torch.Tensor):
         return
-    values = (*given, bias, options.get("scale"), options.get("temperature"))
+    values = (*callers, bias, options.get("scale"), options.get("temperature"))
     watched = [getattr(value, "requires_grad", False) is True for value in values]
     if True not in watched or loss.name in _warned:
         return

@@ -11,43 +11,43 @@ import numpy as np
 from . import arrays
 from .checks.call import Request, check
 from .kernels.conclude import weighted
-from .kernels.problem import LN_2, SILENT, Array, Problem
+from .kernels.problem import LN_2, Array, Problem
 from .kernels.solve import Solution
 from .result import LossAndGrad, Metrics, QueryKeyGrads
 from .spec import Loss
 
 
 def loss(
-    kind: Loss, given: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
+    kind: Loss, callers: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
-    """The loss alone."""
-    with arrays.on_stream_of(given[0]):
-        features = list(map(arrays.native, given, kind.arguments))
-        with compute_context(features[0]):
+    """The loss alone, of the caller's arrays."""
+    with arrays.on_stream_of(callers[0]):
+        features = list(map(arrays.native, callers, kind.arguments))
+        with arrays.compute_context(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
-            arrays.warn_of_lost_gradients(kind, given, bias, options)
-            return arrays.converter_to(given[0])(_reduce(request, _solve(request)))
+            arrays.warn_of_lost_gradients(kind, callers, bias, options)
+            return arrays.converter_to(callers[0])(reduced_loss(request, _solve(request)))
 
 
 def loss_and_grad(
     kind: Loss,
-    given: Sequence[Array],
+    callers: Sequence[Array],
     labels: Any,
     bias: Any,
     options: Mapping[str, Any],
     grad_buffers: dict[str, Any] | None = None,
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
-    with arrays.on_stream_of(given[0]):
-        features = list(map(arrays.native, given, kind.arguments))
-        with compute_context(features[0]):
+    with arrays.on_stream_of(callers[0]):
+        features = list(map(arrays.native, callers, kind.arguments))
+        with arrays.compute_context(features[0]):
             request = check(
                 kind, features, labels, bias, options, with_grad=True, grad_buffers=grad_buffers
             )
-            return _result(kind, request, _solve(request), arrays.converter_to(given[0]))
+            return loss_and_grad_of(kind, request, _solve(request), arrays.converter_to(callers[0]))
 
 
-def _result(
+def loss_and_grad_of(
     kind: Loss, request: Request, solution: Solution, convert: Callable[[Array], Array]
 ) -> LossAndGrad:
     """The result of a call; `convert` makes arrays of the caller's library."""
@@ -64,10 +64,10 @@ def _result(
     if kind.sigmoid:
         grads["bias"] = convert(_zero_d(request, solution.bias_grad)) if "bias" in wrt else None
     return LossAndGrad(
-        convert(_reduce(request, solution)),
+        convert(reduced_loss(request, solution)),
         kind.grads(**grads),
         _lse(request, solution, convert),
-        _metrics(solution, request.problem, convert) if request.metrics else None,
+        _metrics(request, solution, convert) if request.metrics else None,
         convert(solution.logits) if request.return_logits else None,
     )
 
@@ -87,17 +87,11 @@ def _lse(
     return lambda: convert(rows) if columns is None else (convert(rows), convert(columns))
 
 
-def compute_context(array: Array) -> Any:
-    """Context for the computation on `array`: its device is the current one, or NumPy does not warn
-    of overflow."""
-    if not arrays.on_gpu(array):
-        return np.errstate(**SILENT)
-    return arrays.NO_CONTEXT if array.device.id == arrays.current_device() else array.device
-
-
 def _solve(request: Request) -> Solution:
     try:
-        solution = _backends_solution(request)
+        solution: Solution = _backend(request.offload, request.on_gpu).solve(
+            request.problem, request.gradients
+        )
     except MemoryError as error:
         raise_with_advice(error, request.problem)
     return solution
@@ -112,9 +106,13 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
 
 
 @cache
-def _backend(on_gpu: bool) -> Any:
-    """The module that solves on a GPU, or on the CPU. `import infonce` does not wait for Numba; and
-    an import statement takes time that small batches notice."""
+def _backend(offload: bool, on_gpu: bool) -> Any:
+    """The module that solves on a GPU with features in host memory, on a GPU, or on the CPU.
+    `import infonce` does not wait for Numba; an import statement takes time in small batches."""
+    if offload:
+        from .kernels.offload import copies
+
+        return copies
     if on_gpu:
         from .kernels.gpu import select
 
@@ -124,22 +122,12 @@ def _backend(on_gpu: bool) -> Any:
     return backend
 
 
-def _backends_solution(request: Request) -> Solution:
-    problem, gradients = request.problem, request.gradients
-    if request.offload:
-        from .kernels.offload import copies as offload_gpu
-
-        return offload_gpu.solve(problem, gradients)
-    solution: Solution = _backend(arrays.on_gpu(problem.query)).solve(problem, gradients)
-    return solution
-
-
-def _reduce(request: Request, solution: Solution) -> Array:
+def reduced_loss(request: Request, solution: Solution) -> Array:
     """The loss by `reduction`."""
     if solution.loss is not None:
         return _zero_d(request, solution.loss)
     shares = request.problem.row_shares
-    losses = weighted(arrays.namespace(solution.losses), solution.losses, shares)
+    losses = weighted(request.static.xp, solution.losses, shares)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
     mean = request.reduction == "mean" and shares is None
@@ -148,20 +136,19 @@ def _reduce(request: Request, solution: Solution) -> Array:
 
 def _zero_d(request: Request, value: Array) -> Array:
     assert value is not None  # of which NumPy makes NaN
-    if arrays.on_gpu(value) and value.dtype == request.dtype:
+    if request.on_gpu and value.dtype == request.dtype:
         return value
-    return arrays.namespace(request.problem.query).asarray(value, dtype=request.dtype)
+    return request.static.xp.asarray(value, dtype=request.dtype)
 
 
-def _metrics(solution: Solution, problem: Problem, convert: Callable[[Array], Array]) -> Metrics:
-    stats = solution.statistics
+def _metrics(request: Request, solution: Solution, convert: Callable[[Array], Array]) -> Metrics:
+    stats, problem, xp = solution.statistics, request.problem, request.static.xp
     assert stats is not None
     symmetric = stats.column_rank is stats.row_rank
     assert solution.direction_losses is not None
     row_loss, column_loss = solution.mean_losses or (
         None if losses is None else losses.mean() for losses in solution.direction_losses
     )
-    xp = arrays.namespace(solution.direction_losses[0])
     to_logits = LN_2
     if problem.hardness:  # exponents have another scale
         to_logits = LN_2 * problem.scale / problem.exponent_scale

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..arrays import gpu_missing, namespace, native, on_gpu
+from ..arrays import kinds, namespace, native
 from ..kernels.problem import (
     WORKSPACE,
     Array,
@@ -24,18 +24,11 @@ from ..kernels.problem import (
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
+from .validation import Batch
 
 ALLOWED = {True: frozenset(DEFAULTS), False: frozenset(DEFAULTS) - GRAD_ONLY}  # with gradients
 SCALARS = frozenset({"scale", "bias"})  # arguments that are no features
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
-
-
-class Batch(NamedTuple):
-    """Size of the whole batch, of which a call over ranks has this rank's rows, or none."""
-
-    rows: int  # queries
-    columns: int  # keys
-    first: int = 0  # index of this rank's first query
 
 
 @dataclass(eq=False)
@@ -52,6 +45,7 @@ class Request:
     metrics: bool
     return_logits: bool
     offload: bool  # host arrays, computed on a GPU
+    on_gpu: bool  # the features are
     static: _StaticChecks  # the same object for calls that are alike
     joined: Array = None  # of a joint loss: the gradients of all rows, if they are to be copied
 
@@ -114,10 +108,13 @@ def check(
     """Check one call of a loss on NumPy or CuPy arrays. `grad_buffers` are feature gradients that
     an adapter has allocated: unlike `out` they are not checked."""
     labelled = labels is not None
-    cache_key = _cache_key(loss, arrays, labelled, bias, options, with_grad, batch)
+    array_kinds = kinds(arrays)
+    cache_key = None
+    if None not in array_kinds:
+        cache_key = _cache_key(loss, array_kinds, labelled, bias, options, with_grad, batch)
     static = None if cache_key is None else _cache.get(cache_key)
     if static is None:
-        static = _check_static(loss, arrays, labelled, bias, options, with_grad, batch)
+        static = _check_static(loss, arrays, array_kinds, labelled, bias, options, with_grad, batch)
         if cache_key is not None:
             if len(_cache) >= 256:
                 _cache.clear()
@@ -133,8 +130,7 @@ def check(
     an_array = loss.sigmoid and static.bias is None
     bias = validation.number("bias", bias) if an_array else static.bias
     if static.check_finite:
-        for name, z in zip(loss.arguments, arrays, strict=True):
-            validation.finite(static.xp, name, z)
+        norms.require_finite(static.xp, loss, arrays)
     if static.wide_products and isinstance(scale, float):
         norms.require_finite_logits(loss, arrays, scale)
     if static.template is not None:
@@ -218,7 +214,9 @@ def _request(
     if grad_buffers is not None:
         outs, given_out = {name: native(z) for name, z in grad_buffers.items()}, grad_buffers
     elif with_grad and not (loss.joint and out is None):
-        outs, given_out = outputs.features(xp, loss, arrays, out, static.new, static.grad_dtype)
+        outs, given_out = outputs.gradient_arrays(
+            xp, loss, arrays, out, static.new, static.grad_dtype
+        )
     gradients = joined = None
     want_query, want_key = static.want_query, static.want_key
     if loss.joint and static.new:
@@ -238,12 +236,12 @@ def _request(
         problem.copied = query.nbytes + (0 if joined is None else joined.nbytes)
     return Request(
         problem, gradients, outs, given_out, static.wrt, static.reduction, static.dtype,
-        static.metrics, static.return_logits, static.offload, static, joined,
+        static.metrics, static.return_logits, static.offload, xp is not np, static, joined,
     )  # fmt: skip
 
 
 def _cache_key(
-    loss: Loss, arrays: Sequence[Array], labelled: bool, bias: Any, options: Mapping[str, Any],
+    loss: Loss, array_kinds: Sequence[Any], labelled: bool, bias: Any, options: Mapping[str, Any],
     with_grad: bool, batch: Batch | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """The key of a call in `_cache`; None where other options may be arrays."""
@@ -263,14 +261,6 @@ def _cache_key(
     bias_type = type(bias)
     if bias_type not in PLAIN:
         bias = None
-    array_kinds = []
-    for z in arrays:
-        if type(z) is np.ndarray:
-            array_kinds.append((z.shape, z.dtype, None))
-        elif on_gpu(z):
-            array_kinds.append((z.shape, z.dtype, z.device.id))
-        else:
-            return None
     names = (*options,)
     return (
         loss, with_grad, labelled, batch, bias, bias_type, names, classes, *array_kinds,
@@ -279,26 +269,24 @@ def _cache_key(
 
 
 def _check_static(
-    loss: Loss, arrays: Sequence[Array], labelled: bool, bias: Any, options: Mapping[str, Any],
-    with_grad: bool, batch: Batch | None,
+    loss: Loss, arrays: Sequence[Array], array_kinds: Sequence[Any], labelled: bool, bias: Any,
+    options: Mapping[str, Any], with_grad: bool, batch: Batch | None,
 ) -> _StaticChecks:  # fmt: skip
     """All checks that read no element of an array."""
     o = _options(loss, options, with_grad)
-    for name, z in zip(loss.arguments, arrays, strict=True):
-        validation.features(name, z, 1 if batch is None else 0)
+    validation.features(loss, arrays, array_kinds, 1 if batch is None else 0)
     query, key = arrays[0], arrays[-1]
-    on_host = isinstance(query, np.ndarray)
+    on_host = array_kinds[0][2] is None
     on_cpu = on_host and not o["offload"]
-    validation.same_device(loss, query, key)
     whole = batch is None
     batch = batch or Batch(len(query), len(key))
-    _shapes(loss, query, key, labelled, batch)
+    validation.shapes(loss, query, key, labelled, batch)
     if loss.sigmoid:
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
     dtypes = {z.dtype.name for z in arrays}
     if o["offload"]:
-        _offload(loss, o, query)
+        validation.offload(loss, o["method"], query)
     compute = validation.precision(o["precision"], dtypes, on_cpu)
     scale = validation.scale(loss, o["temperature"], o["scale"], compute)
     if o["return_logits"] and o["method"] != "naive":
@@ -346,22 +334,6 @@ def _check_static(
     )
 
 
-def _offload(loss: Loss, o: Mapping[str, Any], query: Array) -> None:
-    """With `offload`: host arrays, a method that keeps no logits, and a GPU."""
-    if not isinstance(query, np.ndarray):
-        raise ValueError(
-            f"offload: expected features in host memory, got {loss.arguments[0]} on GPU "
-            f"{query.device.id}"
-        )
-    if o["method"] not in ("auto", "tiled"):
-        raise ValueError(
-            f'method: expected "auto" or "tiled" with offload, got {o["method"]!r}, which '
-            "keeps the logits"
-        )
-    if missing := gpu_missing():
-        raise ValueError(f"offload: expected a GPU to compute on, found none: {missing}")
-
-
 def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[str, Any]:
     allowed = ALLOWED[with_grad]
     for name in options:
@@ -375,24 +347,3 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
     for name in FLAGS:
         validation.flag(name, o[name])
     return o
-
-
-def _shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -> None:
-    first, last = loss.arguments[0], loss.arguments[-1]
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"{last}: expected width {query.shape[1]} like {first}, got shape {key.shape}"
-        )
-    if loss.square and len(query) != len(key):
-        raise ValueError(f"{last}: expected {len(query)} rows like {first}, got shape {key.shape}")
-    if loss.symmetric and not (labelled or loss.joint) and len(query) % 2:
-        raise ValueError(
-            f"{first}: expected an even number of rows, two views of each sample, "
-            f"got shape {query.shape}"
-        )
-    if not (loss.square or loss.symmetric or labelled) and batch.columns < batch.rows:
-        came = f"shape {key.shape}" if len(key) == batch.columns else f"{batch.columns} in all"
-        raise ValueError(
-            f"{last}: expected at least {batch.rows} rows, the positive of query i being key i "
-            f"without labels, got {came}"
-        )

@@ -1,12 +1,12 @@
-"""Norms of features in host memory: float64 rows whose products overflow, and a warning of rows far
-from unit norm."""
+"""Checks that read features: NaN and infinity, float64 rows in host memory whose products overflow,
+and a warning of rows far from unit norm."""
 
 from __future__ import annotations
 
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,20 @@ MOST = 2.0  # times the unit norm, and a part of it, that is not far
 LIBRARIES = ("infonce", "torch", "jax", "numba")  # between a loss and its caller
 
 LARGEST_LOGIT = 2.0**1010  # sums of so large numbers stay within float64
+
+
+def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
+    """Rows that hold NaN or infinity, in order."""
+    for start in range(0, len(z), 4096):
+        bad = ~xp.isfinite(z[start : start + 4096].astype(np.float64)).all(axis=1)
+        yield from (start + xp.flatnonzero(bad)).tolist()
+
+
+def require_finite(xp: Any, loss: Loss, arrays: Sequence[Array]) -> None:
+    """ValueError where a feature is NaN or infinite."""
+    for name, z in zip(loss.arguments, arrays, strict=True):
+        for row in rows_not_finite(xp, z):
+            raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
 
 
 def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> None:

@@ -37,7 +37,7 @@ def joined(
     return rows, rows, outs or {name: xp.ndarray(*like) for name, like in new.items()}
 
 
-def features(
+def gradient_arrays(
     xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, new: Likes, grad_dtype: Any
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Arrays for the feature gradients, those of `out` or new ones; and those of `out` alone."""

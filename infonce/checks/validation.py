@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import native, on_gpu
+from ..arrays import gpu_missing, native, on_gpu
 from ..kernels.problem import SCALES, Array
 from ..spec import Loss
 
@@ -37,15 +37,12 @@ def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or on_gpu(value)
 
 
-def same_device(loss: Loss, query: Array, key: Array) -> None:
-    """Both on the host, or both on one GPU."""
-    names = ["the host" if isinstance(z, np.ndarray) else f"GPU {z.device.id}"
-             for z in (query, key)]  # fmt: skip
-    if names[0] != names[1]:
-        raise ValueError(
-            f"{loss.arguments[-1]}: expected an array on {names[0]} like {loss.arguments[0]}, "
-            f"got one on {names[1]}"
-        )
+class Batch(NamedTuple):
+    """Size of the whole batch, of which a call over ranks has this rank's rows, or none."""
+
+    rows: int  # queries
+    columns: int  # keys
+    first: int = 0  # index of this rank's first query
 
 
 SHORT = reprlib.Repr()
@@ -129,30 +126,69 @@ def wrt(loss: Loss, given: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def features(name: str, z: Array, least: int) -> None:
-    if not is_array(z):
-        hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
-        if hasattr(z, "to_numpy"):
-            hint = ": .to_numpy() makes one"
-        raise TypeError(f"{name}: expected an array, got {what(z)}{hint}")
-    if not is_float(z.dtype):
-        raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {z.dtype}")
-    if z.ndim != 2:
-        raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {z.shape}")
-    if len(z) < least or z.shape[1] == 0:
-        raise ValueError(f"{name}: expected at least one row and one feature, got shape {z.shape}")
+def features(
+    loss: Loss, arrays: Sequence[Array], kinds: Sequence[tuple[Any, ...] | None], least: int
+) -> None:
+    """Arrays of features, of these `arrays.kinds`: of at least so many rows, on one device."""
+    for name, z, kind in zip(loss.arguments, arrays, kinds, strict=True):
+        if kind is None:
+            hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
+            if hasattr(z, "to_numpy"):
+                hint = ": .to_numpy() makes one"
+            raise TypeError(f"{name}: expected an array, got {what(z)}{hint}")
+        shape, dtype, _ = kind
+        if not is_float(dtype):
+            raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {dtype}")
+        if len(shape) != 2:
+            raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {shape}")
+        if shape[0] < least or shape[1] == 0:
+            raise ValueError(
+                f"{name}: expected at least one row and one feature, got shape {shape}"
+            )
+    names = ["the host" if kind[2] is None else f"GPU {kind[2]}" for kind in kinds if kind]
+    if names[0] != names[-1]:
+        raise ValueError(
+            f"{loss.arguments[-1]}: expected an array on {names[0]} like {loss.arguments[0]}, "
+            f"got one on {names[-1]}"
+        )
 
 
-def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
-    """Rows that hold NaN or infinity, in order."""
-    for start in range(0, len(z), 4096):
-        bad = ~xp.isfinite(z[start : start + 4096].astype(np.float64)).all(axis=1)
-        yield from (start + xp.flatnonzero(bad)).tolist()
+def shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -> None:
+    """Queries and keys, of this `batch`, that the loss takes together."""
+    first, last = loss.arguments[0], loss.arguments[-1]
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"{last}: expected width {query.shape[1]} like {first}, got shape {key.shape}"
+        )
+    if loss.square and len(query) != len(key):
+        raise ValueError(f"{last}: expected {len(query)} rows like {first}, got shape {key.shape}")
+    if loss.symmetric and not (labelled or loss.joint) and len(query) % 2:
+        raise ValueError(
+            f"{first}: expected an even number of rows, two views of each sample, "
+            f"got shape {query.shape}"
+        )
+    if not (loss.square or loss.symmetric or labelled) and batch.columns < batch.rows:
+        came = f"shape {key.shape}" if len(key) == batch.columns else f"{batch.columns} in all"
+        raise ValueError(
+            f"{last}: expected at least {batch.rows} rows, the positive of query i being key i "
+            f"without labels, got {came}"
+        )
 
 
-def finite(xp: Any, name: str, z: Array) -> None:
-    for row in rows_not_finite(xp, z):
-        raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
+def offload(loss: Loss, method: str, query: Array) -> None:
+    """With `offload`: host arrays, a method that keeps no logits, and a GPU."""
+    if not isinstance(query, np.ndarray):
+        raise ValueError(
+            f"offload: expected features in host memory, got {loss.arguments[0]} on GPU "
+            f"{query.device.id}"
+        )
+    if method not in ("auto", "tiled"):
+        raise ValueError(
+            f'method: expected "auto" or "tiled" with offload, got {method!r}, which '
+            "keeps the logits"
+        )
+    if missing := gpu_missing():
+        raise ValueError(f"offload: expected a GPU to compute on, found none: {missing}")
 
 
 def number(name: str, value: Any, infinite: bool = False) -> Any:

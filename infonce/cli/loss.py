@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 import infonce
 
-from ..checks import validation
+from ..checks import norms, validation
 from ..reference import normalize
 from ..result import LossAndGrad
 from ..spec import CHOICES, LOSSES, OPTIONS, SOFTMAX, VECTORS, Loss
@@ -302,7 +302,7 @@ def _evaluate(
 
 def _why_not_finite(loss: Any, features: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """The rows with NaN or infinity; where there are none, an overflow, or no negatives."""
-    bad_rows = {name: list(validation.rows_not_finite(np, z)) for name, z in features.items()}
+    bad_rows = {name: list(norms.rows_not_finite(np, z)) for name, z in features.items()}
     reasons = [
         f"{names[name]} holds NaN or infinity in {len(rows)} of {len(features[name])} rows: "
         f"{some(rows)}"

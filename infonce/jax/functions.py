@@ -12,10 +12,11 @@ import numpy as np
 from infonce.distributed.call import require_method
 
 from .. import docstrings, losses, spec
-from ..arrays import native
+from ..arrays import kinds, native
 from ..checks import keywords, validation
-from ..checks.call import Batch, check
+from ..checks.call import check
 from ..checks.rows import is_pair
+from ..checks.validation import Batch
 from ..result import Metrics
 from ..spec import Loss
 from . import axis
@@ -103,8 +104,7 @@ def check_traced(
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     batch = None
     if over is not None:
-        for name, z in zip(kind.arguments, stand_ins, strict=True):
-            validation.features(name, z, 1)
+        validation.features(kind, stand_ins, kinds(stand_ins), 1)
         columns = len(stand_ins[-1]) * (1 + kind.joint)
         batch = Batch(len(stand_ins[0]) * over.size, columns * over.size)
     check(kind, stand_ins, _known(labels), _known(bias), options, True, batch)

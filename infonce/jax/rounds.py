@@ -31,7 +31,8 @@ from infonce.distributed.folds import FoldsOverRanks
 from infonce.distributed.partition import Partition
 
 from .. import arrays, dispatch
-from ..checks.call import Batch, Request, check
+from ..checks.call import Request, check
+from ..checks.validation import Batch
 from ..kernels.conclude import weighted
 from ..kernels.problem import SILENT, Array, Problem, moments_pay
 from ..kernels.solve import Solution, solve
@@ -232,7 +233,7 @@ def run(call: Call, plan: Plan, out: dict[str, Any], given: dict[str, Any]) -> N
     device that stops."""
     past = given["past"]
     try:
-        with dispatch.compute_context(given["keys"]):
+        with arrays.compute_context(given["keys"]):
             _run(call, plan, out, given, past)
     except Exception as error:
         if not any(isinstance(of["left"], np.ndarray) and of["left"][0].any() for of in past):
@@ -270,7 +271,7 @@ def _run(
             out["left"].view(BITS)[1:, 0] = flat
         out["travelling"].view(BITS)[..., 0] = stop.payload
         return
-    result = dispatch._result(call.kind, request, solution, lambda array: array)
+    result = dispatch.loss_and_grad_of(call.kind, request, solution, lambda array: array)
     deliver(call, result, out, call.kind.arguments)
     if out["weight"] is not None:
         shares = request.problem.row_shares

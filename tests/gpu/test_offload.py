@@ -23,7 +23,7 @@ from reference_problems import each_once
 import infonce
 from infonce import reference, spec
 from infonce.checks import call as checks
-from infonce.dispatch import _result
+from infonce.dispatch import loss_and_grad_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 REFUSED = {"sup_con": spec.SUP_CON.refused, "gte": spec.GTE.refused}
@@ -49,7 +49,7 @@ def on_host(loss: str, args: Any, labels: Any = None, **options: Any) -> tuple[A
         request = checks.check(kind, args, labels, None, options, with_grad=True)
         device = Host()
         solution = offload.solve(request.problem, request.gradients, device)
-        return _result(kind, request, solution, lambda array: array), device
+        return loss_and_grad_of(kind, request, solution, lambda array: array), device
 
 
 @pytest.mark.parametrize("loss", LOSSES)
