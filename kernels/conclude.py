@@ -8,7 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .problem import LN_2, Array, Sums
+
+ROUNDING = 2.0**-10  # largest difference of exponents, base 2, that a factor corrects
 
 
 @dataclass
@@ -59,6 +63,25 @@ def conclude(
 def _finite(xp: Any, top: Array) -> Array:
     """Of nothing, any number in place of -inf: no difference of infinities is taken."""
     return xp.where(xp.isneginf(top), 0.0, top)
+
+
+def rounded_reference(
+    xp: Any, c: float, reference: Array, factor: Array, dtype: np.dtype[Any]
+) -> tuple[Array, Array, Array]:
+    """(references in units of raw products, factors), in `dtype`; and these references in base 2
+    again. Base-2 logits are c times raw products.
+
+    The largest logit is c times a product, rounded. In float32 the division finds that product
+    again. In float64 it may find its neighbour; then it takes the smaller, because the epilogue
+    sets exponents above 0 to 0. A log-sum-exp is no such multiple of c: the factor corrects a
+    difference by rounding, and no larger one.
+    """
+    r = reference / c
+    smaller = xp.nextafter(r, -np.inf)
+    r = xp.where(c * smaller >= reference, smaller, r).astype(dtype)
+    rounded = c * r.astype(np.float64)
+    correction = xp.exp2(xp.minimum(rounded - reference, ROUNDING))
+    return r, (factor * correction).astype(dtype), rounded
 
 
 def weighted(xp: Any, losses: Array, weights: Array | None) -> Array:

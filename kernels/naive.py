@@ -38,11 +38,11 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     problem.moments = problem.scalar_grads  # all logits are there
     m, n, _ = problem.shape
     dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
-    u, norms = _rows(xp, problem.query, problem.normalize, dtype)
+    u, norms = normalized_rows(xp, problem.query, problem.normalize, dtype)
     v, key_norms = u, norms
     if not problem.symmetric:
-        v, key_norms = _rows(xp, problem.key, problem.normalize, dtype)
-    x = _Matrix(xp, m, n, dtype)
+        v, key_norms = normalized_rows(xp, problem.key, problem.normalize, dtype)
+    x = Matrix(xp, m, n, dtype)
     xp.matmul(u, v.T, out=x.all)
     present = problem.positives >= 0
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
@@ -77,29 +77,31 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         return solution
     g *= scale
     if gradients.query is not None:
-        gradients.query[...] = _normalization_backward(xp, g @ v, u, norms)
+        gradients.query[...] = normalization_backward(xp, g @ v, u, norms)
     if gradients.key is not None:
-        gradients.key[...] = _normalization_backward(xp, g.T @ u, v, key_norms)
+        gradients.key[...] = normalization_backward(xp, g.T @ u, v, key_norms)
     return solution
 
 
-class _Matrix:
+class Matrix:
     """An M x N matrix, and one element more."""
 
     def __init__(self, xp: Any, m: int, n: int, dtype: Any) -> None:
         self.flat = xp.zeros(m * n + 1, dtype)
         self.all = self.flat[:-1].reshape(m, n)
 
-    def like(self, xp: Any) -> _Matrix:
+    def like(self, xp: Any) -> Matrix:
         """Another one."""
         m, n = self.all.shape
-        return _Matrix(xp, m, n, self.flat.dtype)
+        return Matrix(xp, m, n, self.flat.dtype)
 
 
 Norms = tuple[Array, Array | None] | None  # |z_i| = norms[i] 2^exponent[i]; no exponent: 0
 
 
-def _rows(xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]) -> tuple[Array, Norms]:
+def normalized_rows(
+    xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]
+) -> tuple[Array, Norms]:
     """Features in the compute dtype, normalised if asked for (zero rows stay zero); their norms."""
     if not normalize:
         return z.astype(dtype, copy=False), None
@@ -111,7 +113,7 @@ def _rows(xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]) -> tuple[Arr
     return (wide / norms).astype(dtype), (norms, exponent)
 
 
-def _normalization_backward(xp: Any, g: Array, u: Array, norms: Norms) -> Array:
+def normalization_backward(xp: Any, g: Array, u: Array, norms: Norms) -> Array:
     """dL/dz = (g - u <g, u>) / |z|, where g = dL/du and u = z / |z|."""
     if norms is None:
         return g
@@ -151,7 +153,7 @@ def _same(xp: Any, problem: Problem, segments: Segments) -> Array:
 
 
 def _softmax(
-    vectors: Vectors, problem: Problem, x: _Matrix, positive_logits: Array, index: Array,
+    vectors: Vectors, problem: Problem, x: Matrix, positive_logits: Array, index: Array,
     left_out: tuple[Array | None, Array | None], dense: _Dense,
 ) -> tuple[Solution, Array]:  # fmt: skip
     """Per-row losses, log-sum-exps and dL/dx.
@@ -167,11 +169,11 @@ def _softmax(
         exponents = x.all * xp.asarray(problem.exponent_scale / problem.scale, dtype)
     gradient = x.like(xp)  # exponentials, then dL/dx
     g = gradient.all
-    sums = _sums(xp, exponents, 1, problem.moments, problem.key_bias, left_out[0], g)
+    sums = matrix_sums(xp, exponents, 1, problem.moments, problem.key_bias, left_out[0], g)
     column_sums = None
     if problem.two_sided:
         p = xp.empty_like(g)
-        column_sums = _sums(xp, exponents, 0, problem.moments, None, left_out[1], p)
+        column_sums = matrix_sums(xp, exponents, 0, problem.moments, None, left_out[1], p)
     stats = Statistics(sums, column_sums, positive_logits)
     end = conclusion(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
     rows, columns = end.rows, end.columns
@@ -207,7 +209,7 @@ def _softmax(
     return solution, g + g.T if problem.symmetric else g
 
 
-def _sums(
+def matrix_sums(
     xp: Any, x: Array, axis: int, moments: bool, bias: Array | None, left_out: Array | None,
     p: Array,
 ) -> Sums:  # fmt: skip
@@ -236,7 +238,7 @@ def _sum_factors(xp: Any, sums: Sums, end: Direction) -> Array:
 
 
 def _sigmoid(
-    xp: Any, problem: Problem, x: _Matrix, index: Array, marks: Array
+    xp: Any, problem: Problem, x: Matrix, index: Array, marks: Array
 ) -> tuple[Solution, Array]:
     """-log sigmoid(t z) = softplus(-t z), t = 1 at positives and -1 elsewhere; and dL/dx."""
     sign = x.like(xp)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..conclude import rounded_reference
 from ..linear import LinearGradient
 from ..problem import (
     LOG2_E,
@@ -24,7 +25,6 @@ from .operands import Side, dots_at, row_dots, subtract
 from .workers import PanelOrder
 
 EXACT = 2.0**40  # logits below this have digits after the point, in float64
-ROUNDING = 2.0**-10  # largest difference of exponents, base 2, that a factor corrects
 
 
 class Fold:
@@ -131,20 +131,7 @@ class Fold:
             )
 
     def _reference(self, reference: Array, factor: Array) -> tuple[Array, Array, Array]:
-        """(references in units of raw products, factors), in the compute dtype; and these
-        references in base 2 again.
-
-        The largest logit is c times a product, rounded. In float32 the division finds that product
-        again. In float64 it may find its neighbour; then it takes the smaller, because the
-        epilogue sets exponents above 0 to 0. A log-sum-exp is no such multiple of c: the factor
-        corrects a difference by rounding, and no larger one.
-        """
-        r = reference / self.c
-        smaller = np.nextafter(r, -np.inf)
-        r = np.where(self.c * smaller >= reference, smaller, r).astype(self.context.dtype)
-        rounded = self.c * r.astype(np.float64)
-        correction = np.exp2(np.minimum(rounded - reference, ROUNDING))
-        return r, (factor * correction).astype(self.context.dtype), rounded
+        return rounded_reference(np, self.c, reference, factor, self.context.dtype)
 
     def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(bias of keys, limits) of a tile, of its rows and of its columns, whose keys are rows.

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ..conclude import ROUNDING
 from ..problem import LN_2, LOG2_E, SILENT, Array, Gradients, Problem, materialize_vectors
 from ..solve import Solution
 from . import tile_ops as tile
 from .elementary import compiled, rounded_product, wide_vectors
-from .fold import EXACT, ROUNDING
+from .fold import EXACT
 from .operands import DTYPES, SQUARES, normalization_backward, readable_in_place, row_dots
 from .workers import BLAS, BUFFER_POOL, POOLS, thread_count
 
@@ -214,8 +215,8 @@ def conclude(high, total, p):  # type: ignore[no-untyped-def]
 
 @compiled
 def rounded_reference(c, reference, factor, one):  # type: ignore[no-untyped-def]
-    """See `Fold._reference`: (reference in units of raw products, the factor that goes with it,
-    that reference in base 2 again). `one`: 1 in the compute dtype."""
+    """See `rounded_reference` of kernels/conclude.py: (reference in units of raw products, the
+    factor that goes with it, that reference in base 2 again). `one`: 1 in the compute dtype."""
     r = reference / c
     smaller = np.nextafter(r, -np.inf)
     r = smaller if rounded_product(c, smaller) >= reference else r

@@ -1,0 +1,160 @@
+"""Folds over blocks by operations on arrays, NumPy's or CuPy's: for options that no kernel takes.
+
+A block of logits and what follows from it are arrays that fit the workspace, so memory is linear in
+the batch. `kernels/naive.py` has the same operations on one block, and exponents are natural there
+as well. Nothing reads an element of an array on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..linear import Segments, SegmentSums, segment_sums
+from ..naive import Norms, normalized_rows
+from ..problem import (
+    Array,
+    Epilogue,
+    Gradients,
+    Grid,
+    OnlineSoftmax,
+    Problem,
+    Statistics,
+    as_sets,
+    few_blocks,
+    slices,
+    workspace_too_small,
+)
+from ..solve import Vectors, retrieval_ranks_of
+from .fold import ArrayFold
+
+BLOCK_ARRAYS = 8  # arrays of a block's size that are alive at once, at most
+ROW_ARRAYS = 6  # of a panel's features: these in the compute dtype, products, float64 for the norms
+MOST_ROWS = 8192  # of a block: with more, nothing is faster
+
+RowsOf = Callable[[Array, Problem], Any]  # features as linear terms see them: `linear.Rows`
+
+
+class ArrayBlocks:
+    """Blocks of one problem as arrays: see `infonce.kernels.solve.Backend`."""
+
+    def __init__(
+        self, problem: Problem, gradients: Gradients | None, vectors: Vectors, rows_of: RowsOf
+    ) -> None:
+        """`rows_of` are needed by linear terms, such as that of label smoothing."""
+        self.vectors, self.xp, self.rows_of = vectors, vectors.xp, rows_of
+        self.dtype = np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+        self.key_rows = self._key_rows(problem, gradients)
+        self.block = self._block(problem)
+
+    # -- memory: sums of dK, then blocks
+
+    def _key_rows(self, problem: Problem, gradients: Gradients | None) -> int:
+        """How many rows of dK are summed in the workspace at once; 0 if in their destination."""
+        out = None if gradients is None or problem.symmetric else gradients.key
+        if out is None or self.summed_in_place(out):
+            return 0
+        n, d = out.shape
+        if problem.leaves_out:  # both folds visit the same blocks, and leave out the same pairs
+            return int(n)
+        return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
+
+    def summed_in_place(self, out: Array) -> bool:
+        """Whether gradients can accumulate in their destination."""
+        return bool(out.dtype == self.dtype and out.dtype.isnative)
+
+    def _block(self, problem: Problem) -> tuple[int, int]:
+        """Rows and columns of a block. ValueError if the workspace has no room for any."""
+        m, n, d = problem.shape
+        item = self.dtype.itemsize
+        sums = self.key_rows * d * item
+
+        def size(side: int) -> int:
+            rows, columns = min(m, side), min(n, side)
+            return item * (BLOCK_ARRAYS * rows * columns + ROW_ARRAYS * (rows + columns) * d)
+
+        side = min(MOST_ROWS, max(m, n))
+        while size(side) + sums > problem.workspace:
+            smaller = max(1, side // 2)
+            if smaller == side or not few_blocks(m, n, min(m, smaller), min(n, smaller)):
+                least = 0 if not self.key_rows else n * d * item
+                least = size(side) + (least if problem.leaves_out else min(size(side), least))
+                raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
+            side = smaller
+        return min(m, side), min(n, side)
+
+    def grid(self, problem: Problem, triangle: bool) -> Grid:
+        """All blocks of the square: also of a triangle, whose other half follows from it."""
+        (m, n, _), (rows, columns) = problem.shape, self.block
+        return Grid(slices(m, rows), slices(n, columns))
+
+    def key_ranges(self, problem: Problem) -> list[slice]:
+        n = problem.shape[1]
+        return slices(n, self.key_rows or n)
+
+    # -- what solve asks beside folds
+
+    def online(self, problem: Problem, gradients: Gradients) -> bool:
+        return False
+
+    def not_finite_marks(self, problem: Problem) -> Array:
+        """See `Backend`. The folds alone are not enough: they take a logit of -inf for an excluded
+        pair."""
+        xp = self.xp
+        bad = ~self._finite(problem.query)
+        bad |= bad.any() if problem.symmetric else ~self._finite(problem.key).all()
+        marks = xp.where(bad, np.nan, 0.0)
+        return marks if problem.marks is None else marks + problem.marks
+
+    def _finite(self, features: Array) -> Array:
+        xp, out = self.xp, self.xp.empty(len(features), bool)
+        for rows in slices(len(features), self.block[0]):
+            out[rows] = xp.isfinite(features[rows]).all(axis=1)
+        return out
+
+    def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
+        return per_key[problem.positives]
+
+    def positive_dots(self, problem: Problem) -> Array:
+        """[M] or [M, P]: the dot products of rows with their positives."""
+        xp, positives = self.xp, as_sets(problem.positives)
+        out = xp.empty(positives.shape)
+        for rows in slices(len(out), min(self.block)):
+            query, _ = self.unit_rows(problem, problem.query[rows])
+            for number in range(out.shape[1]):
+                key, _ = self.unit_rows(problem, problem.key[positives[rows, number]])
+                out[rows, number] = (query.astype(np.float64) * key).sum(axis=1)
+        return out.reshape(problem.positives.shape)
+
+    def segment_sums(
+        self, problem: Problem, segments: Segments, columns: bool
+    ) -> tuple[SegmentSums, SegmentSums | None]:
+        """See `infonce.kernels.linear.Summing`."""
+        query, key = self.linear_rows(problem)
+        return segment_sums(self.xp, problem, query, key, segments, columns)
+
+    def linear_rows(self, problem: Problem) -> tuple[Any, Any]:
+        """Queries and keys as linear terms see them."""
+        query = self.rows_of(problem.query, problem)
+        return query, query if problem.symmetric else self.rows_of(problem.key, problem)
+
+    def unit_rows(self, problem: Problem, features: Array) -> tuple[Array, Norms]:
+        """Rows in the compute dtype, and their norms."""
+        return normalized_rows(self.xp, features, problem.normalize, self.dtype)
+
+    # -- the fold
+
+    def fold(
+        self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
+    ) -> None:
+        assert not isinstance(epilogue, OnlineSoftmax)
+        if isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
+            self.fold(problem, grid, replace(epilogue, row_rank=None, column_rank=None), None)
+            epilogue = retrieval_ranks_of(epilogue, problem)
+        run = ArrayFold(self, problem, grid, epilogue, gradients)
+        for a, rows in enumerate(grid.rows):
+            run.panel(a, rows)
+        run.finish()

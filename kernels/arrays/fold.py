@@ -1,0 +1,283 @@
+"""One fold by operations on arrays: what each block adds to sums and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..conclude import rounded_reference
+from ..linear import LinearGradient
+from ..naive import Matrix, Norms, matrix_sums, normalization_backward
+from ..problem import (
+    LOG2_E,
+    Array,
+    Gradients,
+    Grid,
+    Problem,
+    RetrievalRanks,
+    Sigmoid,
+    SoftmaxGradient,
+    Statistics,
+    as_sets,
+)
+
+
+class ArrayFold:
+    """One visit of every block of a grid, for an `ArrayBlocks`."""
+
+    def __init__(
+        self, backend: Any, problem: Problem, grid: Grid, epilogue: Any,
+        gradients: Gradients | None,
+    ) -> None:  # fmt: skip
+        self.backend, self.problem, self.grid = backend, problem, grid
+        self.epilogue, self.gradients = epilogue, gradients
+        self.xp, self.dtype = backend.xp, backend.dtype
+        xp, dtype = self.xp, self.dtype
+        self.scale = xp.asarray(problem.scale, dtype)
+        # of exponents to logits; and of the positives' logits that a fold leaves
+        self.exponent_ratio = self.positive_ratio = None
+        if problem.hardness:
+            self.exponent_ratio = problem.exponent_scale / problem.scale
+            if backend.vectors.exponent_scaled:
+                self.positive_ratio = self.exponent_ratio
+        self.key_sums: Array = None  # dK of the grid's columns
+        if isinstance(epilogue, SoftmaxGradient):
+            self._factors(epilogue)
+        self.linear: tuple[list[Any], list[Any]] = [], []  # of queries, of keys
+        if gradients is not None and isinstance(epilogue, SoftmaxGradient) and epilogue.linear:
+            query, key = backend.linear_rows(problem)
+            for is_key_side in (False, True)[: 1 + (not problem.symmetric)]:
+                self.linear[is_key_side].extend(
+                    LinearGradient(xp, query, key, term, is_key_side, problem.symmetric)
+                    for term in epilogue.linear
+                )
+        self.want_key = gradients is not None and gradients.want_key and not problem.symmetric
+        if gradients is not None and self.want_key:
+            keys = slice(grid.columns[0].start, grid.columns[-1].stop)
+            self.first_key, out = keys.start, gradients.key
+            if out is not None and backend.summed_in_place(out):
+                self.key_sums = out[keys]
+                self.key_sums[...] = 0
+            else:
+                self.key_sums = xp.zeros((keys.stop - keys.start, problem.shape[2]), dtype)
+
+    def _factors(self, epilogue: SoftmaxGradient) -> None:
+        """Reference exponents and factors, in natural units and the compute dtype."""
+        self.row_reference, self.row_factor, _ = rounded_reference(
+            self.xp, LOG2_E, epilogue.row_reference, epilogue.row_factor, self.dtype
+        )
+        self.column_reference = None
+        if epilogue.column_reference is not None and epilogue.column_factor is not None:
+            self.column_reference, self.column_factor, _ = rounded_reference(
+                self.xp, LOG2_E, epilogue.column_reference, epilogue.column_factor, self.dtype
+            )
+
+    def panel(self, a: int, rows: slice) -> None:
+        """Fold the blocks of some rows, from left to right."""
+        problem, gradients = self.problem, self.gradients
+        query, norms = self.backend.unit_rows(problem, problem.query[rows])
+        sums = None
+        for step, b in enumerate(self.grid.visits(a)):
+            columns = self.grid.columns[b]
+            key = query
+            if not (problem.symmetric and rows == columns):
+                key, _ = self.backend.unit_rows(problem, problem.key[columns])
+            g = self._block(rows, columns, query, key)
+            if gradients is not None and g is not None:
+                if gradients.want_query:
+                    product = g @ key
+                    if sums is None:
+                        sums = product
+                    else:
+                        sums += product
+                if self.want_key:
+                    mine = slice(columns.start - self.first_key, columns.stop - self.first_key)
+                    self.key_sums[mine] += g.T @ query
+            if problem.progress is not None:
+                done = a * len(self.grid.columns) + step + 1
+                problem.progress(self.epilogue.phase, done, len(self.grid))
+        if gradients is not None and gradients.want_query and sums is not None:
+            self._store(sums, query, norms, rows, False, gradients.query)
+
+    def finish(self) -> None:
+        """The gradients of keys are complete: store them."""
+        gradients, problem = self.gradients, self.problem
+        if gradients is None or not self.want_key:
+            return
+        for columns in self.grid.columns:
+            key, norms = self.backend.unit_rows(problem, problem.key[columns])
+            mine = slice(columns.start - self.first_key, columns.stop - self.first_key)
+            self._store(self.key_sums[mine], key, norms, columns, True, gradients.key)
+
+    def _store(
+        self, g: Array, z: Array, norms: Norms, rows: slice, is_key_side: bool, out: Array
+    ) -> None:
+        """Complete gradients of `rows`, through the normalisation, to their destination."""
+        gradients, xp = self.gradients, self.xp
+        assert gradients is not None
+        for whole in self.linear[is_key_side]:
+            term, wide = whole.part(rows), z.astype(np.float64)
+            if term.factor is not None:
+                share = term.sums[term.segment] - term.itself * wide
+                g = g - (term.factor[:, None] * share).astype(self.dtype)
+            if term.weighted is not None:
+                g = g - term.weighted[term.segment].astype(self.dtype)
+        if gradients.dots is not None and not (is_key_side and gradients.want_query):
+            gradients.dots[rows] = (g.astype(np.float64) * z).sum(axis=1)
+        if out is None:
+            return
+        g = normalization_backward(xp, g, z, norms)
+        if gradients.add_query and not is_key_side:
+            out[rows] += g
+        else:
+            out[rows] = g
+
+    # -- one block
+
+    def _block(self, rows: slice, columns: slice, query: Array, key: Array) -> Array | None:
+        """Fold a block into the epilogue. Returns dL/dx times the scale, for a gradient."""
+        xp, problem, epilogue = self.xp, self.problem, self.epilogue
+        m, n = len(query), len(key)
+        x = Matrix(xp, m, n, self.dtype)
+        xp.matmul(query, key.T, out=x.all)
+        left_out = self._left_out(x.all, rows, columns)
+        x.flat *= self.scale
+        positives = as_sets(problem.positives[rows]) - columns.start
+        inside = (as_sets(problem.positives[rows]) >= 0) & (positives >= 0) & (positives < n)
+        index = xp.where(inside, xp.arange(m)[:, None] * n + positives, m * n)
+        positive = x.flat[index]
+        x.flat[index] = -np.inf
+        if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
+            own = xp.arange(rows.start, rows.stop)[:, None] == xp.arange(
+                columns.start, columns.stop
+            )
+            x.all[own] = -np.inf
+        if problem.query_ids is not None:
+            x.all[problem.query_ids[rows, None] == problem.key_ids[columns]] = -np.inf
+        if isinstance(epilogue, SoftmaxGradient):
+            return self._gradient(epilogue, x, index, rows, columns, left_out)
+        logits = positive.astype(np.float64)
+        if isinstance(epilogue, Sigmoid):
+            self._write_positives(epilogue.positive_logits, logits, inside, rows)
+            return self._sigmoid(epilogue, x, positive, index, rows)
+        if isinstance(epilogue, RetrievalRanks):
+            self._count(epilogue, x.all, rows, columns)
+            return None
+        logits = LOG2_E * logits
+        if self.positive_ratio is not None:
+            logits = logits * self.positive_ratio
+        self._write_positives(epilogue.positive_logits, logits, inside, rows)
+        self._statistics(epilogue, x.all, rows, columns, left_out)
+        return None
+
+    def _write_positives(self, out: Array, logits: Array, inside: Array, rows: slice) -> None:
+        before = as_sets(out[rows])
+        out[rows] = self.xp.where(inside, logits, before).reshape(out[rows].shape)
+
+    def _left_out(
+        self, dots: Array, rows: slice, columns: slice
+    ) -> tuple[Array | None, Array | None]:
+        """Whether rows, and columns, leave out a pair: see `Problem.leaves_out`."""
+        problem = self.problem
+        if problem.limits is None:
+            return None, None
+        by_row = dots > problem.limits[rows].astype(dots.dtype)[:, None]
+        if problem.key_limits is None:
+            return by_row, None
+        return by_row, dots > problem.key_limits[columns].astype(dots.dtype)
+
+    def _exponents(self, x: Array) -> Array:
+        """Of negatives, without biases."""
+        if self.exponent_ratio is None:
+            return x
+        return x * self.xp.asarray(self.exponent_ratio, self.dtype)
+
+    def _biases(self, rows: slice, columns: slice) -> tuple[Array | None, Array | None]:
+        """[1, n] of the keys of rows, and [m, 1] of those of columns, which are rows."""
+        key_bias, query_bias = self.problem.key_bias, self.problem.query_bias
+        return (
+            None if key_bias is None else key_bias[None, columns],
+            None if query_bias is None else query_bias[rows, None],
+        )
+
+    def _statistics(
+        self, stats: Statistics, x: Array, rows: slice, columns: slice,
+        left_out: tuple[Array | None, Array | None],
+    ) -> None:  # fmt: skip
+        problem, vectors = self.problem, self.backend.vectors
+        x, memory = self._exponents(x), self.xp.empty_like(x)
+        sides = [(stats.rows.part(rows), 1)]
+        # of a triangle, the square has the other half
+        if stats.columns is not None and stats.columns is not stats.rows:
+            sides.append((stats.columns.part(columns), 0))
+        biases = self._biases(rows, columns)
+        for side, (total, axis) in enumerate(sides):
+            found = matrix_sums(
+                self.xp, x, axis, problem.moments, biases[side], left_out[side], memory
+            )
+            vectors.merge(total, found)
+
+    def _count(self, ranks: RetrievalRanks, x: Array, rows: slice, columns: slice) -> None:
+        logits = LOG2_E * x.astype(np.float64)
+        if self.positive_ratio is not None:
+            logits *= self.positive_ratio
+        ranks.row_rank[rows] += (logits > ranks.positive_logits[rows, None]).sum(axis=1)
+        if ranks.column_rank is not None:
+            above = logits > ranks.column_positive_logits[columns]
+            ranks.column_rank[columns] += above.sum(axis=0)
+
+    def _gradient(
+        self, epilogue: SoftmaxGradient, x: Matrix, index: Array, rows: slice, columns: slice,
+        left_out: tuple[Array | None, Array | None],
+    ) -> Array:  # fmt: skip
+        exponents = self._exponents(x.all)
+        row_bias, column_bias = self._biases(rows, columns)
+        gradient = x.like(self.xp)
+        gradient.all[...] = self._probabilities(
+            exponents, row_bias, left_out[0], self.row_reference[rows, None]
+        )
+        gradient.all[...] *= self.row_factor[rows, None]
+        if self.column_reference is not None:
+            of_columns = self._probabilities(
+                exponents, column_bias, left_out[1], self.column_reference[columns]
+            )
+            of_columns *= self.column_factor[columns]
+            gradient.all[...] += of_columns
+        values = as_sets(epilogue.positive_gradient[rows]).astype(self.dtype)
+        gradient.flat[index] = values
+        return gradient.all
+
+    def _probabilities(
+        self, x: Array, bias: Array | None, left_out: Array | None, reference: Array
+    ) -> Array:
+        """exp(x - reference), at most 1: x with the biases of keys, of those not left out."""
+        xp = self.xp
+        y = x - reference if bias is None else (x + bias.astype(x.dtype)) - reference
+        if left_out is not None:
+            y = xp.where(left_out, x.dtype.type(-np.inf), y)
+        return xp.exp(xp.minimum(y, x.dtype.type(0)))
+
+    def _sigmoid(
+        self, fold: Sigmoid, x: Matrix, positive: Array, index: Array, rows: slice
+    ) -> Array:
+        """softplus(-t z) and its derivative, t = 1 at positives and -1 elsewhere."""
+        xp = self.xp
+        x.flat[index] = positive
+        sign = x.like(xp)
+        sign.flat[:] = 1
+        sign.flat[index] = -1
+        z = (x.all + xp.asarray(self.problem.bias, self.dtype)) * sign.all
+        fold.losses[rows] += xp.logaddexp(z.dtype.type(0), z).sum(axis=1, dtype=np.float64)
+        small = xp.exp(-xp.abs(z))
+        g = xp.where(z > 0, z.dtype.type(1), small)  # sigmoid(z), to the last bits at either end
+        g /= 1 + small
+        g *= fold.row_factor[rows, None].astype(z.dtype)
+        g *= sign.all
+        g[xp.isneginf(x.all)] = 0
+        fold.bias_grad[rows] += g.sum(axis=1, dtype=np.float64)
+        if fold.log_scale_grad is not None:
+            logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair is NaN
+            moments = (logits * g).sum(axis=1, dtype=np.float64)
+            fold.log_scale_grad[rows] += moments / self.problem.scale
+        return g

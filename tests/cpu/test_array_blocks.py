@@ -1,0 +1,200 @@
+"""Folds by operations on arrays, in blocks, beside the specification and beside `naive`."""
+
+from typing import Any
+
+import host_device
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from infonce.kernels import naive
+from infonce.kernels.arrays.backend import ArrayBlocks
+from infonce.kernels.cpu import backend
+from infonce.kernels.problem import Gradients, Problem
+from infonce.kernels.solve import Solution, Vectors, solve
+from judge import assert_grad, assert_loss, largest_logit
+from reference_problems import LOSSES, YES, call_of, one_problem, problems, quick
+
+import infonce
+
+SIDES = (1, 2, 3, 8)
+
+
+class VectorsOfGPU(Vectors):
+    """Positives' logits in the scale of exponents and reference exponents as kernels have them."""
+
+    def __init__(self) -> None:
+        super().__init__(np, exponent_scaled=True)
+
+    def direction(self, *given: Any) -> Any:
+        end = super().direction(*given)
+        end.reference = np.where(np.isneginf(end.lse), 0.0, end.lse / np.log(2))
+        end.reference_probability = 1.0
+        return end
+
+
+def by_blocks(
+    monkeypatch: pytest.MonkeyPatch, side: int | None = None, vectors: Any = None
+) -> None:
+    """All calls on the CPU go to `ArrayBlocks`, of so many rows and columns."""
+
+    def solution(problem: Problem, gradients: Gradients | None) -> Solution:
+        assert problem.query.dtype.kind == "f"
+        array_blocks = ArrayBlocks(problem, gradients, vectors or Vectors(np), host_device.Rows)
+        if side is not None:
+            array_blocks.block = min(side, problem.shape[0]), min(side + 1, problem.shape[1])
+            array_blocks.key_rows = min(array_blocks.key_rows, 3 * side)
+        return solve(problem, array_blocks, gradients)
+
+    monkeypatch.setattr(backend, "solve", solution)
+
+
+def compare(problem: Any, options: dict[str, Any], **more: Any) -> None:
+    """The same as the specification, with gradients, without and of the scale alone."""
+    want = problem.reference()
+    function = getattr(infonce, f"{problem.name}_loss_and_grad")
+    got = function(*problem.features, **options, **more)
+    near(got.loss, want.loss)
+    for name, gradient in want.grads.items():
+        if gradient is not None:
+            near(getattr(got.grads, name), gradient)
+    if want.lse is not None:
+        for have, expected in zip(np.atleast_2d(got.lse), np.atleast_2d(want.lse), strict=True):
+            near(have, expected)
+    near(function(*problem.features, wrt=(), **options).loss, want.loss)
+    near(function(*problem.features, wrt="scale", **options).grads.scale, want.grads["scale"])
+
+
+def near(got: Any, want: Any) -> None:
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("vectors", [Vectors(np), VectorsOfGPU()], ids=["host", "GPU"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_float64_is_the_specification(
+    monkeypatch: pytest.MonkeyPatch, name: str, vectors: Vectors
+) -> None:
+    @settings(quick, max_examples=60)
+    @given(problems(names=(name,), options=YES), st.sampled_from(SIDES))
+    def check(problem: Any, side: int) -> None:
+        problem, options = call_of(problem)
+        assume(problem.weights is None or problem.weights.sum() > 0.1)
+        if name == "siglip":
+            options["bias"] = problem.bias
+        with monkeypatch.context() as patch:
+            by_blocks(patch, side, vectors)
+            compare(problem, options)
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_small_dtypes_are_within_their_bounds(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    """Unit rows at a low temperature, in blocks that do not divide the rows."""
+    problem = one_problem(name, seed=5, rows=30, width=7)
+    rows = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in problem.features]
+    features = tuple(z.astype(dtype) for z in rows)
+    problem = problem._replace(features=features, scale=50.0)
+    want = problem.reference()
+    options = {k: v for k, v in problem.options().items() if k != "weights"}
+    by_blocks(monkeypatch, 8)
+    got = getattr(infonce, f"{name}_loss_and_grad")(*features, **options)
+    logit = largest_logit(50.0, features[0], features[-1])
+    assert_loss(got.loss, want.loss, dtype, logit)
+    for argument, gradient in want.grads.items():
+        if isinstance(gradient, np.ndarray):
+            assert_grad(getattr(got.grads, argument), gradient, dtype, logit)
+
+
+@pytest.mark.parametrize("name", ["info_nce", "nt_xent", "clip", "lit"])
+def test_metrics_are_those_of_naive(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    problem = one_problem(name, rows=20)
+    options = {"scale": 2.0, "metrics": True, "hardness": 1.5, "ids": np.arange(20) // 3}
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    want = function(*problem.features, method="naive", **options)
+    by_blocks(monkeypatch, 3)
+    host_device.close(function(*problem.features, **options), want)
+
+
+@pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", LOSSES)
+def test_workspaces_that_are_just_enough(
+    monkeypatch: pytest.MonkeyPatch, name: str, grad_dtype: Any
+) -> None:
+    """The least workspace that the error names is enough, and a byte less is not."""
+    problem = one_problem(name, rows=40, width=6)
+    options = {k: v for k, v in problem.options().items() if k != "weights"}
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    want = problem.reference()
+    by_blocks(monkeypatch)
+    with pytest.raises(ValueError, match="workspace: expected at least") as error:
+        function(*problem.features, workspace=100, grad_dtype=grad_dtype, **options)
+    least = int(str(error.value).split()[4])
+    got = function(*problem.features, workspace=least, grad_dtype=grad_dtype, **options)
+    near(got.loss, want.loss)
+    for argument, gradient in want.grads.items():
+        if gradient is not None:
+            tolerance = {"rtol": 1e-6, "atol": 1e-6}
+            np.testing.assert_allclose(getattr(got.grads, argument), gradient, **tolerance)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        function(*problem.features, workspace=least - 1, grad_dtype=grad_dtype, **options)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_feature_that_is_not_finite_spoils_what_it_spoils_in_naive(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    problem = one_problem(name)
+    problem.features[0][2, 1] = np.inf
+    options = {k: v for k, v in problem.options().items() if k != "weights"}
+    loss = getattr(infonce, f"{name}_loss")
+    want = loss(*problem.features, reduction="none", method="naive", **options)
+    by_blocks(monkeypatch, 2)
+    got = loss(*problem.features, reduction="none", **options)
+    assert np.isnan(got).any()
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**20, 2.0**40])
+@pytest.mark.parametrize("name", ["info_nce", "clip", "nt_xent", "siglip"])
+def test_logits_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, name: str, size: float, dtype: str
+) -> None:
+    """Exact products with ties: the numbers of `naive`, silently."""
+    one = np.eye(4)[np.arange(12) % 4].astype(dtype)
+    features = [one * np.asarray(size, dtype), one[::-1] * np.asarray(size, dtype)]
+    function = getattr(infonce, f"{name}_loss_and_grad")
+    features = features[: 1 if name == "nt_xent" else 2]
+    for scale in (1e-9, 1.0, 1.1, 3.3, 1.5e7):
+        want = function(*features, scale=scale, method="naive")
+        with monkeypatch.context() as patch:
+            by_blocks(patch, 5)
+            got = function(*features, scale=scale)
+        np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6)
+        for have, expected in zip(got.grads[:-1], want.grads[:-1], strict=True):
+            largest = np.abs(expected).max() or 1.0
+            assert np.abs(have / largest - expected / largest).max() <= 1e-5
+
+
+def test_memory_is_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak of NumPy's arrays beside inputs, gradients and vectors."""
+    import tracemalloc
+
+    m, d, workspace = 2000, 32, 4 * 2**20
+    z = np.random.default_rng(0).standard_normal((2, m, d), np.float32)
+    by_blocks(monkeypatch)
+    out = {name: np.empty((m, d), np.float32) for name in ("image", "text")}
+    options: dict[str, Any] = {"scale": 1.0, "normalize": True, "out": out}
+    infonce.clip_loss_and_grad(*z[:, :64], scale=1.0)
+    tracemalloc.start()
+    infonce.clip_loss_and_grad(
+        *z, workspace=workspace, key_bias=np.zeros(m), false_negative_margin=0.1, **options
+    )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert workspace / 4 < peak < workspace + 60 * 8 * m
+    assert naive.WITH_OPTIONS * m * m * 4 > 10 * peak
