@@ -23,6 +23,7 @@ from reference_problems import each_once
 import infonce
 from infonce import reference, spec
 from infonce.checks import call as checks
+from infonce.checks import validation
 from infonce.dispatch import loss_and_grad_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -200,7 +201,7 @@ def test_bad_input() -> None:
 
 
 def test_without_a_gpu(monkeypatch: Any) -> None:
-    monkeypatch.setattr(checks, "gpu_missing", lambda: "no driver")
+    monkeypatch.setattr(validation, "gpu_missing", lambda: "no driver")
     z = np.ones((4, 3), np.float32)
     with pytest.raises(ValueError, match=r"offload: expected a GPU to compute on.*no driver"):
         infonce.clip_loss(z, z, scale=1.0, offload=True)
@@ -375,7 +376,7 @@ def test_options_of_the_softmax(
     given |= {"scale": 6.0, "workspace": workspace, "offload": True}
     last = spec.LOSSES[loss].arguments[-1]
     for wrt in (None, (last, "scale")) if loss != "lit" else (None,):
-        with mock.patch.object(checks, "gpu_missing", return_value=""):
+        with mock.patch.object(validation, "gpu_missing", return_value=""):
             out, device = on_host(loss, args, labels, wrt=wrt, **given)
         assert device.whole == (workspace > 7_000)
         assert device.whole or device.blocks > 4

@@ -28,7 +28,7 @@ from mpi4py import MPI
 
 import infonce
 from infonce import distributed
-from infonce.checks import call as checks
+from infonce.checks import validation
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -352,7 +352,7 @@ def compute_on(place: str) -> None:
 
     folding = functools.partial(offloading.fold_block, Host())
     blocks.folding = lambda _: blocks.Folding(folding, Vectors(np), offloading.layout)
-    checks.gpu_missing = lambda: None
+    validation.gpu_missing = lambda: None
 
 
 def offload(place: str, exchange: str) -> None:
@@ -393,7 +393,7 @@ def main() -> None:
         with (
             patch.object(cost, "CHUNK", cost.CHUNK),
             patch.object(blocks, "folding", blocks.folding),
-            patch.object(checks, "gpu_missing", checks.gpu_missing),
+            patch.object(validation, "gpu_missing", validation.gpu_missing),
             patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(OF_HOSTS[(len(OF_HOSTS) - 1) // 2])),
         ):
             getattr(importlib.import_module(module), function)(*arguments)
