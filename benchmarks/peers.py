@@ -20,13 +20,17 @@ from infonce.cli.bench.contenders_gpu import by_autograd, torch_inputs
 from infonce.cli.bench.measure import TEMPERATURE, Array, Outcome, Run
 from infonce.spec import SIGLIP
 
-PEERS = ("open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip", "siglip_kernel")
+PEERS = (
+    "open_clip", "cut_cross_entropy", "inf_cl", "memory_efficient_clip", "siglip_kernel", "quack"
+)  # fmt: skip
+LOSS_OF_PEER = {"siglip_kernel": "siglip", "quack": "info_nce"}  # of the others: clip
 PACKAGES = {
     "open_clip": "open_clip_torch",
     "cut_cross_entropy": "cut-cross-entropy",
     "inf_cl": "inf_cl",
     "memory_efficient_clip": "memeff",
     "siglip_kernel": "siglip-kernel",
+    "quack": "quack-kernels",
 }
 measure.PACKAGES.update(PACKAGES)
 ROOMY = "1 GiB"  # the library with a workspace of that size
@@ -68,7 +72,7 @@ class Device(gpu.Device):
     def contender(self, method: str, case: Case, inputs: Sequence[Sequence[Array]]) -> Run:
         self.release()
         if method in PEERS:
-            if case.kind.name != ("siglip" if method == "siglip_kernel" else "clip"):
+            if case.kind.name != LOSS_OF_PEER.get(method, "clip"):
                 raise ValueError(f"{method} has no {case.kind.name}")
             return by_autograd(case, torch_inputs(inputs), peer(method, case.rows))
         if not case.gradient:
@@ -104,7 +108,8 @@ class Device(gpu.Device):
     def describe(self) -> dict[str, Any]:
         about = super().describe()
         about["versions"] |= machine.versions(
-            "open_clip_torch", "cut_cross_entropy", "inf_cl", "memeff", "siglip-kernel"
+            "open_clip_torch", "cut_cross_entropy", "inf_cl", "memeff", "siglip-kernel",
+            "quack-kernels",
         )
         return about
 
@@ -233,6 +238,12 @@ def peer(name: str, rows: int) -> Callable[[Any, Any, Any], Any]:
 
         bias = torch.tensor(SIGLIP.bias, device="cuda", requires_grad=True)
         return lambda image, text, scale: fused_siglip_loss(image, text, scale.log(), bias)
+    if name == "quack":
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        return lambda query, key, scale: chunked_linear_cross_entropy(
+            scale.to(query.dtype) * query, key, y
+        )
     from memeff import MemoryEfficientCLIPLoss
 
     fixed = MemoryEfficientCLIPLoss(temperature=TEMPERATURE, normalized_inputs=True)

@@ -97,8 +97,10 @@ def provenance(record: Mapping[str, Any]) -> list[str]:
 
 LIBRARY = "auto"  # the method that stands for this library as it is called
 CEILING = "products"
-OTHERS = ("panels", "torch", "torch.compile", "open_clip", "cut_cross_entropy", "inf_cl",
-          "memory_efficient_clip", "siglip_kernel")  # what is not this library's  # fmt: skip
+OTHERS = (  # what is not this library's
+    "panels", "torch", "torch.compile", "open_clip", "cut_cross_entropy", "inf_cl",
+    "memory_efficient_clip", "siglip_kernel", "quack",
+)  # fmt: skip
 SELECTED = (  # cases of the `peers` table
     "clip bfloat16 8192 x 512", "clip bfloat16 32768 x 512", "clip bfloat16 65536 x 512",
     "clip float32 16384 x 512, fp32", "lit bfloat16 65536 x 512", "siglip bfloat16 65536 x 512",

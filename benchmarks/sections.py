@@ -158,8 +158,8 @@ SECTIONS: dict[str, Section] = {
     ),
     "one_sided": Section(
         "One softmax, both gradients",
-        (case("info_nce", 65536, 512),),
-        ("auto", ROOMY, "products"),
+        tuple(case("info_nce", n, 512) for n in (16384, 65536)),
+        ("auto", ROOMY, "products", PEERS[5]),
         ahead=True,
     ),
 }

@@ -256,10 +256,13 @@ def test_panels_judge_like_the_reference(monkeypatch, kind):
         np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-14)
 
 
+NEAR = 2.0**-16  # an error that a contender may have
+
+
 class Pretended:
     """A place to measure where everything takes as long as it is told to."""
 
-    methods = ("quick", "slow", "missing")
+    methods = ("quick", "slow", "missing", "wrong")
 
     def inputs(self, case):
         return [[np.full((case.rows, case.dim), 2.0)]]
@@ -270,31 +273,34 @@ class Pretended:
     def contender(self, method, case, inputs):
         if method == "missing":
             raise ImportError("not\n here")
-        return lambda: (5.0, [1.5 * inputs[0][0]]) if method == "quick" else (4.0, inputs[0])
+        loss, factor = {"quick": (4 + NEAR, 1 + NEAR), "wrong": (4.0, 1.5)}.get(method, (4.0, 1))
+        return lambda: (loss, [factor * inputs[0][0]])
 
     def memory(self, method, run):
         return {"peak_bytes": 7}
 
     def turn(self, run):
-        quick = run()[0] == 5.0
+        quick = run()[0] == 4 + NEAR
         return {"seconds": [1.0, 3.0, 2.0], "wall": [5.0]} if quick else {"seconds": [8.0]}
 
     def time_gemm(self):
         pass
 
     def skipped_errors(self):
-        return (ImportError,)
+        return ImportError, ValueError
 
 
 def test_rounds_of_a_comparison():
     case = measure.Case(KINDS["clip"], 4, 2)
-    quick, slow, missing = measure.compare(Pretended(), case, Pretended.methods, 2)
+    quick, slow, missing, wrong = measure.compare(Pretended(), case, Pretended.methods, 2)
     assert quick["seconds"] == [1.0, 3.0, 2.0] * 2
     assert (quick["median_s"], quick["min_s"], quick["max_s"]) == (2.0, 1.0, 3.0)
     assert quick["wall_s"] == 5.0
     assert "wall_s" not in slow
     assert close(quick["gflops"], 8 * 4 * 4 * 2 / 2.0 / 1e9)
-    assert close(quick["loss_error"], 0.25)
-    assert close(quick["gradient_error"], 0.5)
+    assert close(quick["loss_error"], NEAR / 4)
+    assert close(quick["gradient_error"], NEAR)
     assert slow["loss_error"] == slow["gradient_error"] == 0
     assert missing == {"size": 4, "method": "missing", "skipped": "not here"}
+    assert wrong["skipped"] == "gradient_error: expected at most 0.0001 in float32, got 0.5"
+    assert "median_s" not in wrong

@@ -20,6 +20,8 @@ Run = Callable[[], Outcome]
 TEMPERATURE = 0.07
 # module that a contender needs -> argument of `pip install`
 PACKAGES = {"torch": "'infonce-kernels[torch]'"}
+# Largest relative error, by dtype of the features, with which a contender is timed
+PARITY = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}  # fmt: skip
 
@@ -153,6 +155,7 @@ def compare(
         try:
             run = bench.contender(method, case, inputs)
             row.update(errors(run(), reference))
+            require_parity(row, case.dtype)
             row.update(bench.memory(method, run))
         except bench.skipped_errors() as error:
             row["skipped"] = _reason(error)
@@ -221,6 +224,14 @@ def errors(outcome: Outcome, reference: Outcome | None) -> dict[str, float]:
         pairs = zip(gradients, reference[1], strict=True)
         relative["gradient_error"] = max(_distance(native(g), native(r)) for g, r in pairs)
     return relative
+
+
+def require_parity(row: dict[str, Any], dtype: str) -> None:
+    """ValueError if a contender computes something else than loss and gradients of the case."""
+    for name in ("loss_error", "gradient_error"):
+        error, bound = row.get(name, 0.0), PARITY[dtype]
+        if not error <= bound:
+            raise ValueError(f"{name}: expected at most {bound:g} in {dtype}, got {error:.2g}")
 
 
 def _distance(got: Array, want: Array) -> float:
