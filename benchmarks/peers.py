@@ -108,7 +108,11 @@ class Device(gpu.Device):
     def describe(self) -> dict[str, Any]:
         about = super().describe()
         about["versions"] |= machine.versions(
-            "open_clip_torch", "cut_cross_entropy", "inf_cl", "memeff", "siglip-kernel",
+            "open_clip_torch",
+            "cut_cross_entropy",
+            "inf_cl",
+            "memeff",
+            "siglip-kernel",
             "quack-kernels",
         )
         return about
