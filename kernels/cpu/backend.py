@@ -142,12 +142,13 @@ class CPU:
         bm, bn = max(1, min(bm, m)), max(1, min(bn, n))
         accumulated = context.accumulators * d * self.dtype.itemsize
         room = problem.workspace - accumulated
-        while context.worker_bytes(d, bm, bn) > room:
+        while True:
+            one = context.worker_bytes(d, bm, bn)
             smaller = max(1, bm // 2), max(1, bn // 2)
-            if smaller == (bm, bn) or not few_blocks(m, n, *smaller):
+            fits = context.threads * one <= room
+            if fits or smaller == (bm, bn) or not few_blocks(m, n, *smaller):
                 break
             bm, bn = smaller
-        one = context.worker_elements(d, bm, bn) * self.dtype.itemsize
         if one > room:
             rows = 0 if not accumulated else m if problem.symmetric else n
             least = rows * d * self.dtype.itemsize

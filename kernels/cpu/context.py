@@ -34,21 +34,21 @@ class Context:
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
     def worker_elements(self, d: int, bm: int, bn: int) -> int:
-        """Elements in the buffers of one worker."""
+        """Elements in the buffers of a worker."""
         elements = bm * bn
         elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d
         accumulator = 0 if self.query_in_place else bm * d
         return int(elements + self.gradient * (accumulator + max(bm, bn) * d))
 
     def worker_bytes(self, d: int, bm: int, bn: int) -> int:
-        """Bytes of the buffers of all workers."""
-        return int(self.threads * self.worker_elements(d, bm, bn) * self.dtype.itemsize)
+        """Bytes of the buffers of a worker."""
+        return self.worker_elements(d, bm, bn) * self.dtype.itemsize
 
     def keep_logits(self, problem: Problem, grid: Grid) -> None:
         """Allocate memory for the logits of as many blocks as the workspace has room for."""
         m, n, d = problem.shape
         largest = grid.rows[0].stop, grid.columns[0].stop
-        room = problem.workspace - self.worker_bytes(d, *largest)
+        room = problem.workspace - self.threads * self.worker_bytes(d, *largest)
         room -= self.accumulators * d * self.dtype.itemsize
         places = {}
         used = lacking = 0

@@ -19,7 +19,7 @@ from ..solve import Solution
 from . import tile_ops as tile
 from .elementary import compiled, rounded_product, wide_vectors
 from .fold import EXACT
-from .operands import DTYPES, SQUARES, normalization_backward, readable_in_place, row_dots
+from .operands import DTYPES, SQUARES, Norms, Side, norms_of, readable_in_place, row_dots
 from .workers import BLAS, BUFFER_POOL, POOLS, thread_count
 
 MOST_LOGITS = 2**20
@@ -43,8 +43,8 @@ def fits(problem: Problem) -> bool:
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution | None:
-    """Loss and gradients of a problem that `fits`. None: features or logits are not finite, rows
-    lack a positive, or a norm's square leaves the range of its dtype."""
+    """Loss and gradients of a problem that `fits`. None: features or logits are not finite, or rows
+    lack a positive."""
     positives = problem.positives
     if problem.weights is not None and positives is not None and positives.min() < 0:
         return None
@@ -55,8 +55,6 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution | None:
     query = key = _Rows(problem.query, dtype, problem.normalize)
     if not problem.symmetric:
         key = _Rows(problem.key, dtype, problem.normalize)
-    if not (query.in_range and key.in_range):
-        return None
     memory = BUFFER_POOL.take(m * n, dtype)
     x = memory.reshape(m, n)
     with BLAS.single_threaded(m * n * d):
@@ -106,15 +104,19 @@ class _Rows:
     """Features as BLAS reads them: in the compute dtype, of unit length where that is asked for."""
 
     def __init__(self, features: Array, dtype: np.dtype[Any], normalize: bool) -> None:
-        self.inverse, self.in_range, self.z = None, True, features
+        self.z, self.side = features, Side(features, dtype, None)
         if normalize:
-            self.z, self.inverse = np.empty(features.shape, dtype), np.empty(len(features))
+            self.z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
             least, most = SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
             if features.dtype not in DTYPES.values() or not features.dtype.isnative:
                 features = features.astype(dtype)
             if not (features.flags.c_contiguous and features.flags.aligned):
                 features = features.copy()  # each layout would be compiled
-            self.in_range = unit_rows(features, least, most, self.z, self.inverse)
+            if unit_rows(features, least, most, self.z, inverse):
+                self.side.norms = Norms(inverse, None)
+            else:
+                self.side.norms = norms_of(self.side.features, dtype)
+                self.side.block(slice(0, len(features)), self.z)
         elif not readable_in_place(features, dtype):
             self.z = features.astype(dtype, order="C")
 
@@ -129,15 +131,13 @@ def _store(
 ) -> None:
     """The gradients of features, from dL/dx."""
 
-    def store(to: Array, left: Array, right: Array, side: _Rows, rows: slice) -> None:
+    def store(to: Array, left: Array, right: Array, own: _Rows, rows: slice) -> None:
         direct = to.dtype == g.dtype and to.flags.c_contiguous and to.dtype.isnative
         out = np.matmul(left[rows], right, out=to[rows] if direct else None)
-        if side.inverse is not None:
-            if to.dtype.itemsize > out.dtype.itemsize:  # short rows have gradients beyond float32
-                out = out.astype(to.dtype)
-            dots = np.empty(len(out))
-            row_dots(out, side.z[rows], dots)
-            normalization_backward(out, side.z[rows], dots, side.inverse[rows])
+        if own.side.norms is not None:
+            dots, z = np.empty(len(out)), own.z[rows]
+            row_dots(out, z, dots)
+            out = own.side.to_features(out, z, dots, rows, to.dtype)
         if not direct:
             np.copyto(to[rows], out, casting="same_kind")
 
@@ -148,8 +148,8 @@ def _store(
         sides.append((gradients.key, g.T, query.z, key))
 
     def store_part(part: int) -> None:
-        for to, left, right, side in sides:
-            store(to, left, right, side, _part(len(to), threads, part))
+        for to, left, right, own in sides:
+            store(to, left, right, own, _part(len(to), threads, part))
 
     _in_threads(threads, store_part)
 

@@ -130,20 +130,18 @@ def norms_of(features: Array, dtype: np.dtype[Any]) -> Norms:
     """The norms of rows that are computed in `dtype`. Rows of float64 whose squares over- or
     underflow, or which leave the range of `dtype`, are divided by a power of two first."""
     squares = np.empty(len(features))
-    for rows in slices(len(features), 1024):
-        block = features[rows].astype(np.float64)
-        squares[rows] = np.einsum("id,id->i", block, block)
+    for rows, z in Side(features, DTYPES["fp64"], None).blocks():
+        squares[rows] = np.einsum("id,id->i", z, z)
     exponent = None
     if features.dtype.itemsize == 8:
         least, most = SQUARES[dtype.itemsize]
         low, high = np.minimum.reduce(squares, initial=1.0), np.maximum.reduce(squares, initial=1.0)
         if not least <= low <= high <= most:
             beyond = np.flatnonzero(~((squares >= least) & (squares <= most)))
-            exponent = np.zeros(len(features), np.int32)
-            for part in slices(len(beyond), 1024):
-                index = beyond[part]
-                block, exponent[index] = near_one(np, features[index].astype(np.float64))
-                squares[index] = np.einsum("id,id->i", block, block)
+            exponent = np.zeros_like(squares, np.int32)
+            for index in np.array_split(beyond, -(-len(beyond) // 1024)):
+                z, exponent[index] = near_one(np, features[index].astype(np.float64))
+                squares[index] = np.einsum("id,id->i", z, z)
     return Norms(np.where(squares == 0.0, 0.0, 1.0 / np.sqrt(squares)), exponent)
 
 
