@@ -231,6 +231,9 @@ def in_threads(
 # --- memory ---------------------------------------------------------------------------------------
 
 
+LEAST_POOLED = 2**16  # bytes; smaller arrays are in memory that is mapped already
+
+
 class BufferPool(_Guarded):
     """Temporary memory of earlier calls, for reuse: the system has mapped its pages already.
     (Mapping fresh pages takes as long as a tenth of the products computed in them.)"""
@@ -243,6 +246,8 @@ class BufferPool(_Guarded):
     def take(self, elements: int, dtype: np.dtype[Any]) -> Array:
         """[elements], uninitialised. In one piece, which the system can map in large pages."""
         size = elements * dtype.itemsize
+        if size < LEAST_POOLED:
+            return np.empty(elements, dtype)
         with self._lock:
             fitting = [b for b in self._buffers if size <= b.nbytes <= 2 * size]
             if fitting:
@@ -257,6 +262,8 @@ class BufferPool(_Guarded):
 
     def give(self, array: Array) -> None:
         """Return an array of `take` to the pool; the caller must not use it any more."""
+        if array.nbytes < LEAST_POOLED:
+            return
         owner = array
         while owner.base is not None:
             owner = owner.base
