@@ -31,6 +31,7 @@ from infonce.cli.common import to_json
 RESULTS = Path(__file__).resolve().parent / "results"
 SCALE = 50.0
 CLASSES = 1000
+GROUPS = 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "margin": {"margin": 0.1},
     "hardness": {"hardness": 2.0},
@@ -48,6 +49,7 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     vectors = {
         "weights": {"weights": xp.linspace(0.5, 1.5, rows)},
         "key_bias": {"key_bias": xp.linspace(-2.0, 2.0, rows)},
+        f"groups ({GROUPS}, sorted)": {"groups": xp.arange(rows) * GROUPS // rows},
     }
 
     def call(loss: str, *args: Any, **options: Any) -> Run:

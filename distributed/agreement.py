@@ -19,7 +19,7 @@ from infonce.kernels.problem import Array, Problem
 from infonce import arrays, spec
 from infonce.checks.call import Request
 from infonce.checks.rows import compared_as
-from infonce.spec import Loss
+from infonce.spec import NAMES, Loss
 
 from .communicators.base import Communicator, RankError
 from .exchanges import blocks
@@ -155,7 +155,7 @@ def statement(
     labelled = "not given" if labels is None else "given"
     compared = {
         "labels": compared_as(labels) if kind.classes else labelled,
-        "ids": compared_as(options.get("ids")),
+        **{name: compared_as(options.get(name)) for name in NAMES},
     }
     problem, given = request.problem, options.get("weights")
     on_gpu, weighted = arrays.on_gpu(problem.query), problem.weights is not None

@@ -20,6 +20,7 @@ class LossOptions(TypedDict, total=False):
     temperature: Any
     scale: Any
     ids: Any
+    groups: Any
     weights: Any
     margin: float
     decoupled: bool
@@ -78,6 +79,16 @@ OPTIONS: dict[str, Option] = {
         "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
         """Names of the samples: pairs of equal ids that are not positives are left out, so that
         duplicates are no negatives. Any integer dtype: 64-bit hashes are compared as they are.""",
+        flag="Pairs of equal ids are no negatives, .npy; pass it twice, for rows and for columns.",
+    ),
+    "groups": Option(
+        None,
+        "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
+        """Groups of the samples, such as the task or the language: pairs of different groups that
+        are not positives are left out, so that negatives are those of the row's group. On the CPU,
+        blocks without a common group are not computed: sort the samples by their groups. Not with
+        `label_smoothing` and `ids` together.""",
+        flag="Pairs of different groups are no negatives, .npy; once, or for rows and for columns.",
     ),
     "weights": Option(
         None,
@@ -248,6 +259,7 @@ OPTIONS: dict[str, Option] = {
 }
 DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
+NAMES = ("ids", "groups")  # integers of samples: one array, or a pair, of rows and of columns
 VECTORS = ("weights", "key_bias")  # arguments of compiled programs; they get no gradient
 # In PyTorch and JAX gradients are computed with the loss, and wait for the upstream gradient in
 # these dtypes: what float16 has no range for, a large upstream gradient would not bring back
@@ -270,10 +282,13 @@ SOFTMAX = (
     "key_bias",
     "false_negative_margin",
 )
-# Pairs of options that mean nothing together: the smoothed targets are those of a softmax over the
-# keys that take part, all of which the denominator has, once
-EXCLUSIVE = tuple(
-    ("label_smoothing", other) for other in ("decoupled", "hardness", "false_negative_margin")
+# Options that mean nothing together, or are not supported: the smoothed targets are those of a
+# softmax over the keys that take part, all of which the denominator has, once
+EXCLUSIVE = (
+    ("label_smoothing", "decoupled"),
+    ("label_smoothing", "hardness"),
+    ("label_smoothing", "false_negative_margin"),
+    ("groups", "label_smoothing", "ids"),
 )
 
 
@@ -309,7 +324,7 @@ SIGLIP = Loss(
 )  # fmt: skip
 SUP_CON = Loss(
     "sup_con", ("features",), FeaturesGrads, symmetric=True, classes=True,
-    refused=("ids", "margin", "hardness", "false_negative_margin", "metrics"),
+    refused=(*NAMES, "margin", "hardness", "false_negative_margin", "metrics"),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), QueryKeyGrads, symmetric=True, square=True, joint=True,

@@ -207,7 +207,7 @@ class Smoothed:
     rows: Smoothing
     columns: Smoothing | None
     parts: list[tuple[float, Segments]]
-    same: Array  # [M, P] whether a positive has its row's id: it takes part for all that
+    same: Array  # [M, P] whether a positive takes part for all that its id or group says
 
     def terms(
         self, xp: Any, e: float, row_factor: Array, column_factor: Array | None, joint: bool
@@ -233,11 +233,17 @@ class Smoothed:
 def smoothed(
     xp: Any, problem: Problem, backend: Summing, positive_logits: Array, bias: Array | None
 ) -> Smoothed:
-    """Over all keys less those of equal id, but with the positives, whose biases are `bias`."""
+    """Over all keys (of the row's group) less those of equal id, but with the positives, whose
+    biases are `bias`. Ids and groups do not come together."""
     m, n, _ = problem.shape
-    parts = [(1.0, Segments(xp.zeros(m, xp.int64), xp.zeros(n, xp.int64), 1))]
     sets = as_sets(problem.positives)
     same = xp.zeros(sets.shape, bool)
+    if problem.query_groups is None:
+        parts = [(1.0, Segments(xp.zeros(m, xp.int64), xp.zeros(n, xp.int64), 1))]
+    else:
+        parts = [(1.0, Segments(problem.query_groups, problem.key_groups))]
+        positive_groups = as_sets(backend.take_at_positives(problem, problem.key_groups))
+        same = (sets >= 0) & (positive_groups != problem.query_groups[:, None])
     if problem.query_ids is not None:
         parts.append((-1.0, Segments(problem.query_ids, problem.key_ids)))
         positive_ids = as_sets(backend.take_at_positives(problem, problem.key_ids))

@@ -60,6 +60,8 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         xp.fill_diagonal(x.all, -np.inf)
     if problem.query_ids is not None:
         x.all[problem.query_ids[:, None] == problem.key_ids[None, :]] = -np.inf
+    if problem.query_groups is not None:
+        x.all[problem.query_groups[:, None] != problem.key_groups[None, :]] = -np.inf
     x.flat[index] = positive
 
     finite = xp.isfinite(u).all(axis=1) & xp.isfinite(v).all()

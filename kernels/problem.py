@@ -70,6 +70,8 @@ class Problem:
     moments: bool = False  # that of the scale comes from moments (`moments_pay`)
     weights: Array = None  # [M] float64, of each row's loss, where they are not all 1
     row_shares: Array = None  # [M] float64, of each row's loss in the result, where they differ
+    query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
+    key_groups: Array = None  # excluded, except for the positive
     # options of the softmax: see `infonce.spec.OPTIONS`
     margin: float = 0.0
     decoupled: bool = False
@@ -99,9 +101,9 @@ class Problem:
 
     @property
     def plain_logits(self) -> bool:
-        """Whether each logit is a scaled product, and has the same part in the sums of its row and
-        of its column."""
-        return self.key_bias is None and not self.leaves_out
+        """Whether each logit is a scaled product, and in the sums of its row and of its column, but
+        for those that ids exclude."""
+        return self.key_bias is None and self.query_groups is None and not self.leaves_out
 
     @property
     def plain_targets(self) -> bool:
@@ -212,9 +214,13 @@ class Grid:
     rows: Sequence[slice]
     columns: Sequence[slice]
     triangle: bool = False  # rows == columns, and only blocks b >= a are visited
+    # column blocks of each row panel, where others have nothing to compute; None: all
+    visited: tuple[Sequence[int], ...] | None = None
 
-    def visits(self, a: int) -> range:
+    def visits(self, a: int) -> Sequence[int]:
         """Column blocks of row panel `a`, in the order of the fold."""
+        if self.visited is not None:
+            return self.visited[a]
         return range(a if self.triangle else 0, len(self.columns))
 
     @cached_property
@@ -233,11 +239,8 @@ def slices(end: int, step: int, start: int = 0) -> list[slice]:
 
 
 def few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
-    """Whether blocks of rows x columns are few enough for m x n logits: 4 sqrt(m n) at most.
-
-    A square matrix then has at most two blocks for each of its rows and columns. What a block costs
-    besides its logits adds up to no more than a multiple of vectors of length m and n.
-    """
+    """Whether blocks of rows x columns are few enough for m x n logits: 4 sqrt(m n) at most. What
+    they cost besides their logits is then no more than a multiple of vectors of length m and n."""
     blocks = -(-m // rows) * -(-n // columns)
     return blocks * blocks <= 16 * max(1, m * n)
 

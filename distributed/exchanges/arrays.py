@@ -8,7 +8,7 @@ from typing import Any
 from infonce.kernels.linear import LinearTerm
 from infonce.kernels.problem import Array, Problem, SoftmaxGradient, fast_replace
 
-PER_KEY = ("key", "key_ids", "key_bias", "key_limits")  # fields of `Problem`
+PER_KEY = ("key", "key_ids", "key_groups", "key_bias", "key_limits")  # fields of `Problem`
 
 
 def names(problem: Problem) -> list[str]:
@@ -54,9 +54,11 @@ def with_arrays(
 
 
 def vectors_of(problem: Problem) -> int:
-    """Numbers of a key that a fold sends with its features, at most: factors, ids, biases, limits,
+    """Numbers of a key that a fold sends with its features, at most: factors, ids, groups, biases,
+    limits,
     and the segment and factor of each linear term."""
     with_ids = problem.key_ids is not None
+    names = with_ids + (problem.key_groups is not None)
     terms = (1 + with_ids) * (problem.label_smoothing != 0) + (problem.classes is not None)
-    vectors: int = 3 + with_ids + (problem.key_bias is not None) + problem.leaves_out + 2 * terms
+    vectors: int = 3 + names + (problem.key_bias is not None) + problem.leaves_out + 2 * terms
     return vectors

@@ -21,7 +21,7 @@ from ..kernels.problem import (
     materialize_vectors,
     moments_pay,
 )
-from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, Loss
+from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, NAMES, VECTORS, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
 from .validation import Batch
@@ -89,7 +89,7 @@ class _StaticChecks:
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
 # checked in every call
-PER_CALL = frozenset({"out", "grad_out", "ids", "progress", "weights", "key_bias"})
+PER_CALL = frozenset({"out", "grad_out", "progress", *NAMES, *VECTORS})
 NUMBERS = frozenset({"scale", "temperature"})  # checked in every call where they are arrays
 MOST_TEMPLATE_LOGITS = 2**20  # of larger batches, the vectors of templates would add up
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}
@@ -151,14 +151,14 @@ def _problem(
 ) -> Problem:  # fmt: skip
     """The problem of a call, whose vectors are checked."""
     get = options.get
-    ids, grad_out, progress = get("ids"), get("grad_out", 1.0), get("progress")
+    grad_out, progress = get("grad_out", 1.0), get("progress")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
     query, key = arrays[0], arrays[-1]
     xp, reduction = static.xp, static.reduction
-    row_ids = column_ids = positives = marks = classes = has_positive = None
-    if ids is not None:
-        row_ids, column_ids = rows.ids(xp, loss, ids, len(query), len(key))
+    positives = marks = classes = has_positive = None
+    row_ids, column_ids = rows.names(xp, loss, "ids", get("ids"), len(query), len(key))
+    groups = rows.names(xp, loss, "groups", get("groups"), len(query), len(key))
     if loss.classes:
         decoupled, whole = bool(get("decoupled")), batch is None  # else classes have rows elsewhere
         classes, positives, has_positive = rows.classes(
@@ -184,7 +184,6 @@ def _problem(
     # by position: keyword arguments take time that small batches notice
     if loss.joint:
         query = key = xp.concatenate([query, key])
-        row_ids = column_ids = None if row_ids is None else xp.concatenate([row_ids, row_ids])
     problem = Problem(
         query, key, scale, upstream, positives, loss_share,
         loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
@@ -196,6 +195,7 @@ def _problem(
     for name, value in static.softmax:
         setattr(problem, name, value)
     problem.joint, problem.classes = loss.joint, classes
+    problem.query_groups, problem.key_groups = groups
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
         problem.query_bias = problem.key_bias if loss.symmetric else None

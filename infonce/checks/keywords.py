@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ..spec import COMPILED, OPTIONS, GradOptions, Loss, LossOptions
+from ..spec import COMPILED, NAMES, OPTIONS, VECTORS, GradOptions, Loss, LossOptions
 
 Keywords = dict[str, tuple[str, Any]]  # name -> type as it is written, default
 
@@ -47,7 +47,7 @@ def torch_module(loss: Loss) -> Keywords:
 
 def jax_function(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.jax`, which has this loss."""
-    names = ["temperature", "scale", "ids", "weights", "key_bias", *COMPILED, "metrics"]
+    names = ["temperature", "scale", *NAMES, *VECTORS, *COMPILED, "metrics"]
     views: Keywords = {"labels": ("ArrayLike | None", None)} if _of_views(loss) else {}
     return _table(names, dict.fromkeys(TENSORS, "ArrayLike | None"), loss) | views | AXIS
 

@@ -136,24 +136,31 @@ def _within(cupy: Any) -> Any:
     )  # fmt: skip
 
 
-def is_pair(ids: Any) -> bool:
-    """Whether these are ids of rows and ids of columns."""
-    pair = isinstance(ids, (tuple, list)) and len(ids) == 2
-    return pair and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in ids)
+def is_pair(given: Any) -> bool:
+    """Whether these are integers of rows and integers of columns."""
+    pair = isinstance(given, (tuple, list)) and len(given) == 2
+    return pair and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in given)
 
 
-def ids(xp: Any, loss: Loss, ids: Any, m: int, n: int) -> tuple[Array, Array]:
-    """Ids of rows and of columns, which are equal where those given are."""
-    if not is_pair(ids):
+def names(
+    xp: Any, loss: Loss, name: str, given: Any, m: int, n: int
+) -> tuple[Array | None, Array | None]:
+    """Integers of rows and of columns (`spec.NAMES`), which are equal where those given are. A
+    joint loss has those of its samples twice."""
+    if given is None:
+        return None, None
+    if not is_pair(given):
         if m != n:
             raise ValueError(
-                f"ids: expected a pair (ids of {m} queries, ids of {n} keys), got {what(ids)}"
+                f"{name}: expected a pair ({name} of {m} queries, {name} of {n} keys), got "
+                f"{what(given)}"
             )
-        shared = comparable(xp, integers(xp, "ids", ids, m))
+        shared = comparable(xp, integers(xp, name, given, m))
+        shared = xp.tile(shared, 2) if loss.joint else shared
         return shared, shared
     if loss.symmetric:
-        raise ValueError(f"ids: expected one array for {loss.name}, got a pair")
-    pair = integers(xp, "ids[0]", ids[0], m), integers(xp, "ids[1]", ids[1], n)
+        raise ValueError(f"{name}: expected one array for {loss.name}, got a pair")
+    pair = integers(xp, f"{name}[0]", given[0], m), integers(xp, f"{name}[1]", given[1], n)
     rows, columns = (comparable(xp, side) for side in pair)
     if is_uint64(pair[0]) != is_uint64(pair[1]):  # below 0 are ids that the other side cannot have
         rows, columns = xp.where(rows < 0, -1, rows), xp.where(columns < 0, -2, columns)
@@ -173,7 +180,7 @@ def comparable(xp: Any, values: Array) -> Array:
 
 
 def compared_as(value: Any) -> str:
-    """How `labels` or `ids` are compared, which has to be the same on all ranks."""
+    """How labels or `spec.NAMES` are compared, which has to be the same on all ranks."""
     if value is None:
         return "not given"
     dtypes = {

@@ -36,10 +36,11 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
                 f"{name}: expected {DEFAULTS[name]!r} for {loss.name}, which has none, "
                 f"got {what(o[name])}"
             )
-    for name, other in EXCLUSIVE:
-        if given(name) and given(other):
+    for name, *others in EXCLUSIVE:
+        if given(name) and all(map(given, others)):
             raise ValueError(
-                f"{name}: expected {DEFAULTS[name]!r} with {other}, got {what(o[name])}"
+                f"{name}: expected {DEFAULTS[name]!r} with {' and '.join(others)}, got "
+                f"{what(o[name])}"
             )
     return tuple((name, o[name]) for name in SOFTMAX if name != "key_bias" and given(name))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import infonce
 from ..checks import norms, validation
 from ..reference import normalize
 from ..result import LossAndGrad
-from ..spec import CHOICES, LOSSES, OPTIONS, SOFTMAX, VECTORS, Loss
+from ..spec import CHOICES, LOSSES, NAMES, OPTIONS, SOFTMAX, VECTORS, Loss
 from . import loss_report, machine
 from .common import (
     UNITS_HELP,
@@ -54,9 +55,11 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
             switch += f"/{flag(f'no_{name}')}"
         elif name in CHOICES:
             type_ = click.Choice(CHOICES[name])
-        elif name in VECTORS:
+        elif name in (*NAMES, *VECTORS):
             type_ = PATH
-        decorate = click.option(switch, type=type_, default=option.default, help=option.flag)
+        decorate = click.option(
+            switch, type=type_, default=option.default, help=option.flag, multiple=name in NAMES
+        )
         command = decorate(command)
     return command
 
@@ -77,12 +80,6 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--labels",
     type=PATH,
     help="Index of each query's key, or of several (info_nce); class of each row (sup_con); .npy.",
-)
-@click.option(
-    "--ids",
-    type=PATH,
-    multiple=True,
-    help="Pairs of equal ids are no negatives, .npy; pass it twice for ids of rows and of columns.",
 )
 @_spec_options
 @click.option(
@@ -108,7 +105,6 @@ def loss(
     text: str | None,
     kind: str,
     labels: Path | None,
-    ids: tuple[Path, ...],
     bias: float | None,
     metrics: bool | None,
     grad_out: Path | None,
@@ -139,8 +135,10 @@ def loss(
         raise click.UsageError(f"--labels is of {' and '.join(LABELLED)}")
     if labels is None and chosen.classes:
         raise click.UsageError(f"{kind}: expected --labels, the class of each row")
-    if len(ids) > 2:
-        raise click.UsageError(f"--ids: expected one file or two, got {len(ids)}")
+    sides = {name: options.pop(name) for name in NAMES}
+    for name, files in sides.items():
+        if len(files) > 2:
+            raise click.UsageError(f"{flag(name)}: expected one file or two, got {len(files)}")
     if grad_out is None and (force or grad_dtype):
         raise click.UsageError("--force and --grad-dtype need --grad-out")
     several = temperatures is not None and len(temperatures) > 1
@@ -156,7 +154,7 @@ def loss(
     paths = {name: path for name, path in paths.items() if path is not None}
     if grad_out is not None:
         files = [split(source)[0] for source in sources.values()]
-        files += [*paths.values(), *ids]
+        files += [*paths.values(), *chain(*sides.values())]
         with_grad = [name for name in chosen.arguments if name not in chosen.locked]
         check_gradient_files(grad_out, with_grad, files, force)
 
@@ -168,14 +166,19 @@ def loss(
     if bias is not None:
         options["bias"] = bias
     options |= {name: open_npy(path) for name, path in paths.items()}
-    if ids:
-        arrays = [open_npy(path) for path in ids]
-        options["ids"] = arrays[0] if len(ids) == 1 else tuple(arrays)
+    for name, files in sides.items():
+        arrays = [open_npy(path) for path in files]
+        if arrays:
+            options[name] = arrays[0] if len(arrays) == 1 else tuple(arrays)
     options["metrics"] = _ranked(chosen, options) if metrics is None else metrics
 
     names = {name: f"{name} ({source})" for name, source in sources.items()}
     names |= {name: f"{flag(name)} ({path})" for name, path in paths.items()}
-    names |= {f"ids{f'[{i}]' * (len(ids) > 1)}": f"--ids ({path})" for i, path in enumerate(ids)}
+    names |= {
+        f"{name}{f'[{i}]' * (len(files) > 1)}": f"{flag(name)} ({path})"
+        for name, files in sides.items()
+        for i, path in enumerate(files)
+    }
     start = time.perf_counter()
     results = []
     values: Sequence[float | None] = temperatures or [None]
@@ -193,7 +196,7 @@ def loss(
 
     size = sum(z.nbytes for z in features.values())
     peak = peak_resident()
-    record = _record(chosen, options, temperatures, paths, ids)
+    record = _record(chosen, options, temperatures, paths, sides)
     report = {
         "loss": kind,
         "inputs": {
@@ -257,7 +260,7 @@ def _ranked(kind: Loss, options: Mapping[str, Any]) -> bool:
 
 def _record(
     kind: Loss, options: Mapping[str, Any], temperatures: Sequence[float] | None,
-    paths: Mapping[str, Path], ids: Sequence[Path],
+    paths: Mapping[str, Path], sides: Mapping[str, Sequence[Path]],
 ) -> dict[str, Any]:  # fmt: skip
     """All that the loss depends on beside the inputs: `scale` as it was used, arrays by path."""
     scale = kind.scale if options["scale"] is None else options["scale"]
@@ -271,7 +274,7 @@ def _record(
     names = [name for name in SOFTMAX if name not in (*VECTORS, *kind.refused)]
     record |= {name: options[name] for name in ("normalize", *names)}
     record |= {name: str(path) for name, path in paths.items()}
-    return record | ({"ids": [str(path) for path in ids]} if ids else {})
+    return record | {name: [*map(str, files)] for name, files in sides.items() if files}
 
 
 def _by_temperature(

@@ -55,6 +55,7 @@ def explain(
     wrt: Sequence[str] | None = None,
     normalize: bool = False,
     ids: bool = False,
+    groups: bool = False,
     metrics: bool = False,
 ) -> Explanation:
     """How a call of a loss with gradients would run on a GPU.
@@ -81,8 +82,8 @@ def explain(
         "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
     precision, method, workspace, wrt, normalize, metrics
         As in the functions of the losses. An empty `wrt` explains the loss alone.
-    ids : bool, default False
-        Whether the call has ids.
+    ids, groups : bool, default False
+        Whether the call has ids, or groups.
 
     Returns
     -------
@@ -105,7 +106,8 @@ def explain(
     for name, value in sizes.items():
         if not validation.is_integer(value) or value < 1:
             raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
-    for name, value in (("normalize", normalize), ("ids", ids), ("metrics", metrics)):
+    flags = {"normalize": normalize, "ids": ids, "groups": groups, "metrics": metrics}
+    for name, value in flags.items():
         validation.flag(name, value)
         if value and name in kind.refused:
             raise ValueError(f"{name}: {loss} does not take it")
@@ -119,13 +121,13 @@ def explain(
     call = replace(
         _call(kind, (rows, columns, features), dtype, precision, wanted), method=method,
         workspace=given or WORKSPACE, workspace_given=given is not None, normalize=normalize,
-        ids=ids, retrieval_ranks=metrics,
+        ids=ids, groups=groups, retrieval_ranks=metrics,
     )  # fmt: skip
     made = schedule(call, gpu.properties)
     lines = tuple(work_of(made, gpu))
     asked = {"loss": loss, "size": rows, "dim": features, "dtype": dtype, "precision": precision,
              "method": method, "gradient": bool(wanted)}  # fmt: skip
-    usual = columns == rows and wrt in (None, ()) and not (normalize or ids or metrics or given)
+    usual = columns == rows and wrt in (None, ()) and not (any(flags.values()) or given)
     return Explanation(
         _title(made.call), gpu.model, made.method,
         made.operands.precision if made.operands is not None else call.compute,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from .. import dispatch
-from ..spec import VECTORS, Loss
+from ..spec import NAMES, VECTORS, Loss
 from . import axis
 from .callback import Call, call_out, deliver, integers, options_of, outputs
 
@@ -93,9 +93,8 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
         "scale": grads.get("scale"),
         "bias": grads.get("bias"),
         "labels": None,
-        "ids": None,
         "grad_out": None,
-        **dict.fromkeys(VECTORS),
+        **dict.fromkeys((*NAMES, *VECTORS)),
     },)  # fmt: skip
 
 

@@ -21,7 +21,7 @@ except ImportError as error:
 
 from ..kernels.problem import SILENT
 from ..result import LossAndGrad
-from ..spec import VECTORS, WAITING, Loss
+from ..spec import NAMES, VECTORS, WAITING, Loss
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
@@ -92,9 +92,10 @@ class Call:
 def options_of(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """The options of `checks.call.check`, from the arrays of a callback."""
     options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
-    ids = given["ids"]
     arrays = {name: given[name] for name in ("grad_out", *VECTORS)}
-    arrays["ids"] = tuple(map(integers, ids)) if isinstance(ids, tuple) else integers(ids)
+    for name in NAMES:
+        value = given[name]
+        arrays[name] = tuple(map(integers, value)) if isinstance(value, tuple) else integers(value)
     options |= {name: array for name, array in arrays.items() if array is not None}
     return {**options, "metrics": call.metrics}
 

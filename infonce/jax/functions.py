@@ -23,7 +23,7 @@ from . import axis
 from .autodiff import parts
 from .callback import Axis, Call, Wide, stand_in
 
-ARGUMENTS = ("scale", "temperature", "ids", "metrics", *spec.VECTORS)
+ARGUMENTS = ("scale", "temperature", "metrics", *spec.NAMES, *spec.VECTORS)
 
 
 def _apply(
@@ -35,15 +35,13 @@ def _apply(
     *,
     scale: Any = None,
     temperature: Any = None,
-    ids: Any = None,
-    weights: Any = None,
-    key_bias: Any = None,
     metrics: bool = False,
     axis_name: Any = None,
     **options: Any,
 ) -> Any:
-    vectors = {"weights": weights, "key_bias": key_bias}
-    others = {"scale": scale, "temperature": temperature, "ids": ids, "metrics": metrics}
+    vectors = {name: options.pop(name, None) for name in spec.VECTORS}
+    names = {name: options.pop(name, None) for name in spec.NAMES}
+    others = {"scale": scale, "temperature": temperature, "metrics": metrics, **names}
     require_known(kind, features, options)
     over = None
     if axis_name is not None:
@@ -63,7 +61,7 @@ def _apply(
         "scale": _floating(scale, dtype),
         "bias": None if bias is None else _floating(bias, dtype),
         "labels": None if labels is None else exact(labels),
-        "ids": each(exact, ids),
+        **{name: each(exact, integers) for name, integers in names.items()},
         **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
     }
@@ -96,7 +94,7 @@ def check_traced(
     options = {
         **options,
         "wrt": (),
-        "ids": each(_known, options.get("ids")),
+        **{name: each(_known, options.get(name)) for name in spec.NAMES},
         **{name: _known(options.get(name), 1) for name in ("scale", "temperature", *spec.VECTORS)},
     }
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
@@ -132,11 +130,11 @@ def exact(value: Any) -> Any:
     return Wide.of(value) if cut else jnp.asarray(value)
 
 
-def each(function: Any, ids: Any) -> Any:
-    """`function` of ids, which may be one array, a pair of them, or None."""
-    if is_pair(ids):
-        return tuple(map(function, ids))
-    return None if ids is None else function(ids)
+def each(function: Any, given: Any) -> Any:
+    """`function` of one of `spec.NAMES`: of an array, a pair of them, or None."""
+    if is_pair(given):
+        return tuple(map(function, given))
+    return None if given is None else function(given)
 
 
 def _floating(value: Any, dtype: Any) -> Any:
@@ -164,7 +162,7 @@ DOC = """
         Axis of `jax.shard_map` or `jax.pmap`: the loss is that of the rows of all its devices, and
         gradients are for the rows of this device, as in `infonce.distributed.{loss}`. What is known
         only when the program runs makes the loss NaN, with the reason in the log `infonce.jax`.
-    labels, bias, ids, {options}
+    labels, bias, ids, groups, {options}
         As in `infonce.{loss}`, as far as it has them. Labels, with `axis_name`, as in
         `infonce.distributed.{loss}`.
 

@@ -19,7 +19,8 @@ from ..result import Metrics
 from ..spec import Loss
 from . import functions
 
-BY_ROW = ("labels", *spec.VECTORS)  # arguments with one number a row, beside features and ids
+# arguments with one number a row, beside features and `spec.NAMES`
+BY_ROW = ("labels", *spec.VECTORS)
 NUMBERS = ("scale", "temperature", "bias")
 
 
@@ -42,8 +43,8 @@ def sharded(loss: Callable[..., Any], mesh: Mesh, axis_name: Any) -> Callable[..
         A loss of `infonce.jax`.
     mesh : jax.sharding.Mesh
     axis_name : str or tuple of str
-        The axis of the mesh, or several, over which rows are split: features, labels, ids, weights
-        and key_bias.
+        The axis of the mesh, or several, over which rows are split: features, labels, ids, groups,
+        weights and key_bias.
 
     Returns
     -------
@@ -112,8 +113,9 @@ def _run(
     """The loss of checked arguments."""
     rows = PartitionSpec(names)
     by_row = {name: given.pop(name) for name in kind.arguments}
-    if (ids := given.pop("ids", None)) is not None:
-        by_row["ids"] = functions.each(functions.exact, ids)
+    for name in spec.NAMES:
+        if (integers := given.pop(name, None)) is not None:
+            by_row[name] = functions.each(functions.exact, integers)
     for name in BY_ROW:
         if (value := given.pop(name, None)) is not None:
             by_row[name] = functions.exact(value) if name == "labels" else jnp.asarray(value)

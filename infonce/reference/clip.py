@@ -16,6 +16,7 @@ def clip(
     *,
     scale: float,
     ids: Ids | None = None,
+    groups: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     **options: Unpack[BiasedSoftmax],
@@ -40,6 +41,8 @@ def clip(
         1 / temperature.
     ids : array_like [N], or tuple (image ids [N], text ids [N]), optional
         Image i and text j of equal id, i != j, are excluded from row i and from column j.
+    groups : array_like [N], or tuple (image groups [N], text groups [N]), optional
+        Image i and text j of different groups, i != j, are excluded from row i and column j.
     normalize : bool
         Divide the rows of both by their L2 norms first. CLIP does.
     weights : array_like [N], optional
@@ -82,7 +85,7 @@ def clip(
         v, v_norm = common.normalize(v)
     positive = np.eye(len(u), dtype=np.bool_)
     w = common.row_weights(weights, positive)
-    excluded = common.duplicates(ids, positive)
+    excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 
     dot = u @ v.T
     row_losses, r, row_slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)

@@ -147,6 +147,22 @@ def duplicates(ids: Ids | None, positive: Mask) -> Mask:
     return equal & ~positive
 
 
+def other_groups(groups: Ids | None, positive: Mask) -> Mask:
+    """Pairs to leave out [M, N]: of different groups, but not the positive.
+
+    Parameters
+    ----------
+    groups : array_like [N], or tuple (query groups [M], key groups [N]), or None
+        As the ids of `duplicates`.
+    positive : ndarray of bool [M, N]
+    """
+    if groups is None:
+        return np.zeros_like(positive)
+    query_groups, key_groups = groups if isinstance(groups, tuple) else (groups, groups)
+    differ: Mask = np.asarray(query_groups)[:, None] != np.asarray(key_groups)[None, :]
+    return differ & ~positive
+
+
 def sum_exp(x: Array, axis: int) -> tuple[Array, Array]:
     """The largest element along `axis`, ``peak``, and ``sum exp(x - peak)``; both are 0 where every
     element is -inf or there is none."""

@@ -16,6 +16,7 @@ def gte(
     *,
     scale: float,
     ids: ArrayLike | None = None,
+    groups: ArrayLike | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     **options: Unpack[Softmax],
@@ -39,6 +40,8 @@ def gte(
         1 / temperature.
     ids : array_like [B], optional
         Pairs i and j of equal id are excluded as each other's negatives, in all four comparisons.
+    groups : array_like [B], optional
+        Pairs i and j of different groups are excluded, as those of equal ids.
     normalize : bool
         Divide the rows of both by their L2 norms first.
     weights : array_like [B], optional
@@ -80,6 +83,7 @@ def gte(
     pairs = rows // 2
     row = np.arange(rows)
     pair_ids = np.asarray(row[:pairs] if ids is None else ids)[row % pairs]
+    pair_groups = np.asarray(row[:pairs] * 0 if groups is None else groups)[row % pairs]
 
     def side_by_side(x: Any) -> Any:
         """Rows i and i + B, [B, 4B]."""
@@ -88,7 +92,8 @@ def gte(
     # Key i is the positive of query i, in row i. Row i + B has the same pair, which counts once.
     is_positive = row == row[:, None] + pairs
     positive = side_by_side(is_positive)
-    excluded = side_by_side((pair_ids[:, None] == pair_ids) & ~is_positive)
+    left_out = (pair_ids[:, None] == pair_ids) | (pair_groups[:, None] != pair_groups)
+    excluded = side_by_side(left_out & ~is_positive)
     w = common.row_weights(weights, positive)
 
     dot = z @ z.T

@@ -17,6 +17,7 @@ def info_nce(
     scale: float,
     labels: ArrayLike | None = None,
     ids: Ids | None = None,
+    groups: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     **options: Unpack[BiasedSoftmax],
@@ -44,6 +45,8 @@ def info_nce(
     ids : array_like [N], or tuple (query ids [M], key ids [N]), optional
         Query i and key j of equal id are excluded, unless j is a positive of i. One array
         serves both sides when M = N.
+    groups : array_like [N], or tuple (query groups [M], key groups [N]), optional
+        Query i and key j of different groups are excluded, unless j is a positive of i.
     normalize : bool
         Divide the rows of `query` and `key` by their L2 norms first.
     weights : array_like [M], optional
@@ -92,7 +95,7 @@ def info_nce(
     y = np.arange(rows) if labels is None else np.asarray(labels)
     positive = (np.arange(columns) == y.reshape(rows, -1, 1)).any(axis=1)
     w = common.row_weights(weights, positive)
-    excluded = common.duplicates(ids, positive)
+    excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 
     dot = q @ k.T
     losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)

@@ -16,6 +16,7 @@ def lit(
     *,
     scale: float,
     ids: Ids | None = None,
+    groups: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     **options: Unpack[BiasedSoftmax],
@@ -39,6 +40,8 @@ def lit(
         1 / temperature.
     ids : array_like [N], or tuple (text ids [N], image ids [N]), optional
         Text i and image j of equal id, i != j, are excluded.
+    groups : array_like [N], or tuple (text groups [N], image groups [N]), optional
+        Text i and image j of different groups, i != j, are excluded.
     normalize : bool
         Divide the rows of both by their L2 norms first.
     weights : array_like [N], optional
@@ -77,7 +80,7 @@ def lit(
         v, _ = common.normalize(v)
     positive = np.eye(len(t), dtype=np.bool_)
     w = common.row_weights(weights, positive)
-    excluded = common.duplicates(ids, positive)
+    excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 
     dot = t @ v.T
     losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)

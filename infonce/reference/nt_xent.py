@@ -15,6 +15,7 @@ def nt_xent(
     *,
     scale: float,
     ids: ArrayLike | None = None,
+    groups: ArrayLike | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
     **options: Unpack[BiasedSoftmax],
@@ -37,6 +38,8 @@ def nt_xent(
         1 / temperature.
     ids : array_like [2B], optional
         Rows of equal id are excluded as each other's negatives; the positive stays.
+    groups : array_like [2B], optional
+        Rows of different groups are excluded as each other's negatives; the positive stays.
     normalize : bool
         Divide the rows by their L2 norms first. SimCLR does.
     weights : array_like [2B], optional
@@ -81,7 +84,7 @@ def nt_xent(
     positive = row == partner[:, None]
     w = common.row_weights(weights, positive)
     itself = row == row[:, None]
-    excluded = common.duplicates(ids, positive) | itself
+    excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive) | itself
 
     dot = z @ z.T
     losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)

@@ -15,6 +15,7 @@ def siglip(
     scale: float = 10.0,
     bias: float = -10.0,
     ids: Ids | None = None,
+    groups: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
 ) -> Reference:
@@ -39,6 +40,8 @@ def siglip(
         Added to every logit; the paper starts it at -10, since most pairs do not match.
     ids : array_like [N], or tuple (image ids [N], text ids [N]), optional
         Image i and text j of equal id, i != j, are excluded: they contribute 0.
+    groups : array_like [N], or tuple (image groups [N], text groups [N]), optional
+        Image i and text j of different groups, i != j, are excluded.
     normalize : bool
         Divide the rows of both by their L2 norms first. SigLIP does.
     weights : array_like [N], optional
@@ -78,7 +81,7 @@ def siglip(
         v, v_norm = common.normalize(v)
     positive = np.eye(len(u), dtype=np.bool_)
     w = common.row_weights(weights, positive)
-    excluded = common.duplicates(ids, positive)
+    excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
     t = np.where(positive, 1.0, -1.0)
 
     dot = u @ v.T

@@ -120,7 +120,7 @@ DOC = """
         gradients are summed. Also `timeout`, `transport` and `exchange`, of `infonce.distributed`.
     weights, key_bias : tensors, optional
         As in `infonce.{loss}`. They get no gradient.
-    labels, bias, ids, {options}
+    labels, bias, ids, groups, {options}
         As in `infonce.{loss}`, as far as it has them.
 
     Returns

@@ -10,6 +10,7 @@ number of threads (the rows of a panel depend on it).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from ..problem import (
     Problem,
     SoftmaxGradient,
     Statistics,
+    as_sets,
     few_blocks,
     slices,
     workspace_too_small,
@@ -40,6 +42,7 @@ TILE = 2048, 1216  # rows x columns; rows of 2^n bytes would all map to the same
 TRIANGLE_SIDE = (
     896  # of a tile if one triangle is visited: tiles on the diagonal are computed whole
 )
+GROUP_TILE = 512, 304  # smaller tiles have fewer pairs of different groups
 THREADING_PAYS = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
 
 
@@ -133,6 +136,8 @@ class CPU:
             require_memory(problem, context.worker_bytes(d, m, n))
             return max(1, m), max(1, n)
         bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
+        if problem.query_groups is not None:
+            bm, bn = min(bm, GROUP_TILE[0]), min(bn, GROUP_TILE[1])
         while (
             bm > 16 and context.threads > 1 and 2 * bm * context.threads > m
         ):  # two panels a thread
@@ -178,7 +183,9 @@ class CPU:
         context = self.context
         backwards = isinstance(epilogue, Statistics) and context.both_folds
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
-        order = PanelOrder(len(grid.columns), len(grid.rows) if backwards else 0)
+        if problem.query_groups is not None:
+            grid = without_other_groups(problem, grid)
+        order = PanelOrder(grid, backwards)
         panels = iter(range(len(grid.rows)))
         run = Fold(context, problem, grid, epilogue, gradients, order)
         threads = min(context.threads, len(grid.rows))
@@ -210,3 +217,33 @@ class CPU:
         if isinstance(epilogue, SoftmaxGradient):
             context.release()
         report()
+
+
+def without_other_groups(problem: Problem, grid: Grid) -> Grid:
+    """The grid without blocks whose queries and keys have no group in common, as far as the least
+    and largest groups of either tell. Blocks with a positive stay."""
+
+    if not grid.rows or not grid.columns:
+        return grid
+    first, end = grid.columns[0].start, grid.columns[-1].stop
+    row_starts, column_starts = (
+        [part.start for part in parts] for parts in (grid.rows, grid.columns)
+    )
+    sides = (problem.query_groups, row_starts), (problem.key_groups[:end], column_starts)
+    (row_low, column_low), (row_high, column_high) = (
+        [bound.reduceat(groups, starts) for groups, starts in sides]
+        for bound in (np.minimum, np.maximum)
+    )
+    meet = (row_low[:, None] <= column_high) & (column_low <= row_high[:, None])
+    positives = as_sets(problem.positives)
+    rows, places = np.nonzero((positives >= first) & (positives < end))
+    keys = positives[rows, places]
+    meet[block_of(row_starts, rows), block_of(column_starts, keys)] = True
+    return replace(
+        grid, visited=tuple([b for b in grid.visits(a) if meet[a, b]] for a in range(len(meet)))
+    )
+
+
+def block_of(starts: list[int], index: Array) -> Array:
+    """The numbers of the blocks, which begin at `starts`, that have these indices."""
+    return np.searchsorted(starts, index, side="right") - 1

@@ -71,6 +71,7 @@ class Fold:
             grid.triangle or (gradients.want_key and not problem.symmetric)
         )
         self.in_place = context.accumulators == 0
+        self.first_panels: dict[int, int] = {}
         if gradients is not None and self.column_gradients:
             keys = slice(grid.columns[0].start, grid.columns[-1].stop)
             out = gradients.query if grid.triangle else gradients.key
@@ -79,11 +80,14 @@ class Fold:
                 self.accumulator = out
             else:
                 self.accumulator = np.empty((keys.stop - keys.start, d), dtype)
-            # The first panel writes its products and the others add, but no panel writes these
-            if grid.triangle:
-                self.column_accumulator(grid.columns[0])[...] = 0
-            if not grid.rows:
-                self.column_accumulator(keys)[...] = 0
+            # The first panel of a column block writes its products, and the others add
+            for a in reversed(range(len(grid.rows))):
+                for b in grid.visits(a):
+                    if not (grid.triangle and a == b):
+                        self.first_panels[b] = a
+            for b, columns in enumerate(grid.columns):
+                if b not in self.first_panels:
+                    self.column_accumulator(columns)[...] = 0
 
         # Linear terms of dQ and dK, added to them before they are stored
         self.query_linear: list[LinearGradient] = []

@@ -82,14 +82,15 @@ class Worker:
             add_columns = fold.column_gradients and not diagonal
             if add_columns:
                 g = fold.column_accumulator(columns)
-                product = g if a == 0 and g.flags.c_contiguous else self.product[: len(k)]
+                is_first = fold.first_panels[b] == a
+                product = g if is_first and g.flags.c_contiguous else self.product[: len(k)]
                 np.matmul(x.T, q, out=product)
             if merge is not None or fold.column_gradients:
                 order.wait(a, b)
             if merge is not None:
                 merge()
             if add_columns and product is not g:
-                if a == 0:
+                if is_first:
                     np.copyto(g, product)
                 else:
                     np.add(g, product, out=g)
@@ -97,6 +98,8 @@ class Worker:
             first = False
             report()
         if row_gradients:
+            if first:
+                self.row_accumulator(rows)[...] = 0
             self.finish_rows(rows, q)
 
     def block(self, a: int, b: int, q: Array, k: Array) -> Array:
@@ -125,6 +128,8 @@ class Worker:
             tile.exclude_diagonal(x[start - rows.start :, start - columns.start :])
         if problem.query_ids is not None:
             tile.exclude_ids(x, problem.query_ids[rows], problem.key_ids[columns])
+        if problem.query_groups is not None:
+            tile.exclude_other_groups(x, problem.query_groups[rows], problem.key_groups[columns])
         return x
 
     def epilogue(

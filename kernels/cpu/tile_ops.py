@@ -45,6 +45,17 @@ def exclude_ids(x, row_ids, column_ids):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def exclude_other_groups(x, row_groups, column_groups):  # type: ignore[no-untyped-def]
+    """Exclude pairs of different groups, as `exclude_ids` those of equal ids."""
+    wide_vectors()
+    low = x.dtype.type(-np.inf)
+    for i in range(x.shape[0]):
+        row, group = x[i], row_groups[i]
+        for j in range(row.size):
+            row[j] = row[j] if column_groups[j] == group else low
+
+
+@compiled
 def exclude_diagonal(x):  # type: ignore[no-untyped-def]
     """Exclude pairs i = j: a row is not its own negative (symmetric losses)."""
     for i in range(min(x.shape)):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from ..problem import SILENT, Array, Problem
+from ..problem import SILENT, Array, Grid, Problem
 
 NO_CONTEXT = contextlib.nullcontext()
 ONE_THREAD = 2**18  # multiply-adds of a product: OpenBLAS itself uses one thread for no more
@@ -123,27 +123,30 @@ class Cancelled(Exception):
 
 
 class PanelOrder:
-    """Makes workers add to a column block in the order of the panels; counts finished blocks.
+    """Makes workers add to a column block in the order of the panels that visit it, or `backwards`;
+    counts finished blocks."""
 
-    `backwards`: the number of panels if the order is from the last to the first, else 0.
-    """
-
-    def __init__(self, columns: int, backwards: int = 0) -> None:
+    def __init__(self, grid: Grid, backwards: bool = False) -> None:
         self.done = 0
         self.cancelled = False
-        self.backwards = backwards > 0
-        self._next = [max(0, backwards - 1)] * columns
+        self.backwards = backwards
+        # by column block: the panels that have not added to it, the next one last
+        self._panels: list[list[int]] = [[] for _ in grid.columns]
+        panels = range(len(grid.rows))
+        for a in panels if backwards else reversed(panels):
+            for b in grid.visits(a):
+                self._panels[b].append(a)
         self._condition = threading.Condition()
 
     def wait(self, panel: int, column: int) -> None:
         with self._condition:
-            self._condition.wait_for(lambda: self.cancelled or self._next[column] == panel)
+            self._condition.wait_for(lambda: self.cancelled or self._panels[column][-1] == panel)
             if self.cancelled:
                 raise Cancelled
 
     def advance(self, panel: int, column: int) -> None:
         with self._condition:
-            self._next[column] = panel + (-1 if self.backwards else 1)
+            self._panels[column].remove(panel)
             self.done += 1
             self._condition.notify_all()
 

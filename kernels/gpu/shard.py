@@ -195,5 +195,6 @@ class QueuedVectors(VectorsOverRanks):
 def _bare(problem: Problem) -> Problem:
     """The problem without what steps on vectors do not look at."""
     return problems.fast_replace(
-        problem, normalize=False, query_ids=None, key_ids=None, marks=None
+        problem, normalize=False, query_ids=None, key_ids=None, query_groups=None, key_groups=None,
+        marks=None,
     )  # fmt: skip

@@ -104,8 +104,8 @@ def fold_block(
 def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
     """The problem with its vectors on the device."""
     names = (
-        "upstream", "positives", "query_ids", "key_ids", "query_bias", "key_bias", "limits",
-        "key_limits", "weights", "row_shares",
+        "upstream", "positives", "query_ids", "key_ids", "query_groups", "key_groups", "query_bias",
+        "key_bias", "limits", "key_limits", "weights", "row_shares",
     )  # fmt: skip
     host_vectors = {name: getattr(problem, name) for name in names}
     made = {name: device.put(v) for name, v in host_vectors.items() if isinstance(v, np.ndarray)}

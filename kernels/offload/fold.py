@@ -212,6 +212,8 @@ class StreamedFold:
             positives=self.device.vectors.local_positives(problem.positives[rows], columns),
             query_ids=part(problem.query_ids, rows),
             key_ids=part(problem.key_ids, columns),
+            query_groups=part(problem.query_groups, rows),
+            key_groups=part(problem.key_groups, columns),
             query_bias=part(problem.query_bias, rows),
             key_bias=part(problem.key_bias, columns),
             limits=part(problem.limits, rows),

@@ -84,7 +84,7 @@ def softmax_options(
         drawn["decoupled"] = True
     elif form == 1:
         drawn["label_smoothing"] = rng.uniform(0, 0.99)
-    for name, other in spec.EXCLUSIVE:
+    for name, other in spec.EXCLUSIVE[:3]:
         if name in drawn:
             drawn.pop(other, None)
     return {name: value for name, value in drawn.items() if name not in loss.refused}

@@ -12,7 +12,7 @@ from ranks import COMM, RANK, SIZE, close, compute_on, follow, shards
 from reference_problems import FEATURES, Problem, call_of, drawn_problem
 
 import infonce
-from infonce import distributed
+from infonce import distributed, spec
 from infonce.checks import call as checks
 
 OF_TWO_RANKS = SIZE == 4  # hosts: see `ranks.main`
@@ -89,10 +89,11 @@ def compare(case: tuple[str, int, str, dict[str, Any], tuple[int, int] | None]) 
             options["labels"] = options["labels"][shards(rows, seed)[RANK]]
     elif "labels" in options:
         options["labels"] = options["labels"][mine[0]]
-    if isinstance(options["ids"], tuple):
-        options["ids"] = tuple(of[own] for of, own in zip(options["ids"], mine, strict=True))
-    elif options["ids"] is not None:
-        options["ids"] = options["ids"][mine[0]]
+    for side in spec.NAMES:
+        if isinstance(options[side], tuple):
+            options[side] = tuple(of[own] for of, own in zip(options[side], mine, strict=True))
+        elif options[side] is not None:
+            options[side] = options[side][mine[0]]
     for option, own in (("weights", mine[0]), ("key_bias", mine[1])):
         if option in options:
             options[option] = options[option][own]

@@ -35,7 +35,7 @@ OF_LOGITS: list[dict[str, Any]] = [
 @st.composite
 def calls(draw: Any, name: str) -> tuple[Problem, dict[str, Any]]:
     """A problem of the specification, and the options of the same call."""
-    problem, options = call_of(draw(problems(names=(name,), options=YES)))
+    problem, options = call_of(draw(problems(names=(name,), options=YES, groups=st.booleans())))
     assume(problem.weights is None or problem.weights.sum() > 0.1)
     return problem, options
 

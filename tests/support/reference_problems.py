@@ -27,13 +27,15 @@ EITHER, NO, YES = st.booleans(), st.just(False), st.just(True)
 quick = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
-def kept_keys(i, positives, columns, query_ids, key_ids, itself_too=True):
+def kept_keys(i, positives, columns, ids, groups, itself_too=True):
     """Keys that query i is compared with."""
     kept = []
     for j in range(columns):
         if j == i and not itself_too:
             continue
-        if j not in positives and query_ids is not None and query_ids[i] == key_ids[j]:
+        if j not in positives and ids[0] is not None and ids[0][i] == ids[1][j]:
+            continue
+        if j not in positives and groups[0] is not None and groups[0][i] != groups[1][j]:
             continue
         kept.append(j)
     return kept
@@ -73,12 +75,12 @@ def row_by_definition(
     return (lse - sum(target[j] * x[j] for j in kept) if positives else 0.0), lse
 
 
-def rows_by_definition(dot, positives, query_ids, key_ids, itself_too=True, **options):
+def rows_by_definition(dot, positives, ids, groups, itself_too=True, **options):
     """Row by row."""
     rows = [
         row_by_definition(
             dot[i], positive_keys,
-            kept_keys(i, positive_keys, len(dot[i]), query_ids, key_ids, itself_too), **options,
+            kept_keys(i, positive_keys, len(dot[i]), ids, groups, itself_too), **options,
         )
         for i, positive_keys in enumerate(positives)
     ]  # fmt: skip
@@ -86,12 +88,13 @@ def rows_by_definition(dot, positives, query_ids, key_ids, itself_too=True, **op
     return np.array(losses), np.array(lse)
 
 
-def gte_by_definition(q, k, ids, **options):
+def gte_by_definition(q, k, ids, groups, **options):
     """Four comparisons for each pair."""
     ids = range(len(q)) if ids is None else ids
+    groups = [0] * len(q) if groups is None else groups
     rows = []
     for i in range(len(q)):
-        others = [j for j in range(len(q)) if ids[j] != ids[i]]
+        others = [j for j in range(len(q)) if ids[j] != ids[i] and groups[j] == groups[i]]
         dots = [(q[i] * k[i]).sum()]
         for j in others:
             compared = (q[i], k[j]), (q[j], k[i]), (q[i], q[j]), (k[i], k[j])
@@ -117,6 +120,7 @@ class Problem(NamedTuple):
     bias: complex = -1.5
     labels: np.ndarray | None = None
     ids: object = None
+    groups: object = None
     normalize: bool = False
     weights: np.ndarray | None = None
     softmax: Mapping[str, object] = MappingProxyType(
@@ -129,7 +133,7 @@ class Problem(NamedTuple):
     def options(self):
         options = {"scale": self.scale, "normalize": self.normalize, "weights": self.weights}
         if self.name != "sup_con":
-            options["ids"] = self.ids
+            options |= {"ids": self.ids, "groups": self.groups}
         if self.name == "siglip":
             options["bias"] = self.bias
         if self.name in ("info_nce", "sup_con"):
@@ -158,14 +162,15 @@ class Problem(NamedTuple):
             a = a / np.sqrt((a * a).sum(axis=1, keepdims=True))
             b = b / np.sqrt((b * b).sum(axis=1, keepdims=True))
         dot, rows, positives = a @ b.T, len(a), self.positives()
-        paired = self.ids if isinstance(self.ids, tuple) else (self.ids, self.ids)
+        paired = [z if isinstance(z, tuple) else (z, z) for z in (self.ids, self.groups)]
         options = {"scale": self.scale, **self.softmax}
         if self.name == "gte":
-            losses, lse = gte_by_definition(a, b, self.ids, **options)
+            losses, lse = gte_by_definition(a, b, self.ids, self.groups, **options)
         elif self.name == "clip":
             row, r = rows_by_definition(dot, positives, *paired, **options)
             options.pop("key_bias", None)
-            column, c = rows_by_definition(dot.T, positives, *paired[::-1], **options)
+            turned = [sides[::-1] for sides in paired]
+            column, c = rows_by_definition(dot.T, positives, *turned, **options)
             losses, lse = (row + column) / 2, (r, c)
         elif self.name == "siglip":
             losses, lse = [], None
@@ -211,10 +216,12 @@ def call_of(problem, reduction="mean"):
     """The problem with the options that its loss takes, and the options of the same call. Its
     weights are those of rows in the reduced loss."""
     softmax = taken(problem.name, problem.softmax)
-    for one, other in spec.EXCLUSIVE:
-        if {one, other} <= softmax.keys():
-            del softmax[other]
-    options = {"scale": problem.scale, "normalize": problem.normalize, "ids": problem.ids}
+    named = {name for name in spec.NAMES if getattr(problem, name) is not None}
+    for names in spec.EXCLUSIVE:
+        if {*names} <= softmax.keys() | named:
+            del softmax[next(name for name in reversed(names) if name in softmax)]
+    options = {"scale": problem.scale, "normalize": problem.normalize}
+    options |= {name: getattr(problem, name) for name in spec.NAMES}
     if problem.labels is not None:
         options["labels"] = problem.labels
     weights = np.array([float(bool(positives)) for positives in problem.positives()])
@@ -246,6 +253,14 @@ def softmax_options(name, columns, rng):
     return options
 
 
+def drawn_names(name, rng, number, rows, columns):
+    """Ids or groups of so many kinds, as often as not in order."""
+    sides = [rng.integers(0, number, n) for n in (rows, columns)]
+    if rng.random() < 0.5:
+        sides = [np.sort(side) for side in sides]
+    return sides[0] if name in ("nt_xent", "gte") else tuple(sides)
+
+
 def drawn_problem(name, rng, rows, columns, width):
     """A problem of so many queries and keys, with some of the options, drawn one by one."""
     labels = None
@@ -259,15 +274,15 @@ def drawn_problem(name, rng, rows, columns, width):
     features = [rng.normal(size=(rows, width))]
     if len(FEATURES[name]) == 2:
         features.append(rng.normal(size=(columns, width)))
-    ids = None
+    ids = groups = None
     if rng.random() < 0.5 and name != "sup_con":
-        ids = rng.integers(0, 6, rows)
-        if name not in ("nt_xent", "gte"):
-            ids = ids, rng.integers(0, 6, columns)
+        ids = drawn_names(name, rng, 6, rows, columns)
+    if rng.random() < 0.3 and name != "sup_con":
+        groups = drawn_names(name, rng, 3, rows, columns)
     softmax = softmax_options(name, columns, rng) if name != "siglip" else {}
     problem = Problem(
         name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
-        normalize=bool(rng.random() < 0.5), softmax=softmax,
+        groups=groups, normalize=bool(rng.random() < 0.5), softmax=softmax,
         weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
     )  # fmt: skip
     with np.errstate(invalid="ignore"):
@@ -279,12 +294,12 @@ def drawn_problem(name, rng, rows, columns, width):
 @st.composite
 def problems(
     draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER, several=EITHER,
-    options=NO,
+    options=NO, groups=NO,
 ):  # fmt: skip
     """Small problems of every kind; logits small enough to do without a shift.
 
     `several`: whether queries of info_nce have sets of positives, empty ones too. `options`:
-    whether softmax losses have more options than these.
+    whether softmax losses have more options than these; `groups`: whether samples have groups.
     """
     name = draw(st.sampled_from(names))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -315,6 +330,9 @@ def problems(
         "one": rng.integers(0, 3, rows),
         "pair": (rng.integers(0, 3, rows), rng.integers(0, 3, columns)),
     }
+    in_groups, groups = draw(groups), None
+    if in_groups and name != "sup_con":
+        groups = drawn_names(name, rng, 2, rows, columns)
     softmax = {}
     if name != "siglip" and draw(options):
         softmax = softmax_options(name, columns, rng)
@@ -325,6 +343,7 @@ def problems(
         bias=draw(st.floats(-10.0, 2.0)),
         labels=labels,
         ids=some[kind],
+        groups=groups,
         normalize=draw(normalize),
         weights=rng.normal(size=rows) if draw(st.booleans()) else None,
         softmax=softmax,

@@ -18,11 +18,13 @@ from torch import Tensor
 from ... import dispatch
 from ...checks.rows import is_pair
 from ...result import LossAndGrad, Metrics
-from ...spec import VECTORS, WAITING, Loss
+from ...spec import NAMES, VECTORS, WAITING, Loss
 
 NOTHING: frozenset[str] = frozenset()
-KEPT = frozenset({"ids", "temperature", *VECTORS})
-UNTRACKED = ("labels", "row ids", "column ids", *VECTORS)
+KEPT = frozenset({"temperature", *NAMES, *VECTORS})
+UNTRACKED = (
+    "labels", *(f"{side} {name}" for name in NAMES for side in ("row", "column")), *VECTORS
+)  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
 WAITING_DTYPES = {getattr(torch, name): getattr(torch, other) for name, other in WAITING.items()}
 AGAIN = "gradients of the losses of infonce cannot be differentiated again"
@@ -104,15 +106,18 @@ class Call:
 
     @property
     def _own(self) -> tuple[Any, ...]:
-        """By `UNTRACKED`; ids that are no pair are those of rows."""
+        """By `UNTRACKED`; ids and groups that are no pair are those of rows."""
         get = self.options.get
-        ids = get("ids")
-        pair: Any = ids if is_pair(ids) else (ids, None)
-        return (self.labels, *pair, *[get(name) for name in VECTORS])
+        sides: list[Any] = []
+        for name in NAMES:
+            value = get(name)
+            pair: Any = value if is_pair(value) else (value, None)
+            sides += pair
+        return (self.labels, *sides, *[get(name) for name in VECTORS])
 
     @property
     def untracked(self) -> tuple[Tensor | None, ...]:
-        """Labels, ids and vectors where they are tensors: inputs that get no gradient."""
+        """Labels, ids, groups and vectors where they are tensors: inputs that get no gradient."""
         if self.labels is None and KEPT.isdisjoint(self.options):
             return NO_TENSORS
         return tuple([x if isinstance(x, Tensor) else None for x in self._own])
@@ -122,9 +127,11 @@ class Call:
         given = [
             x if tensor is None else tensor for x, tensor in zip(self._own, tensors, strict=True)
         ]
-        labels, rows, columns, *vectors = given
+        labels, *sides = given[: 1 + 2 * len(NAMES)]
+        vectors = given[1 + 2 * len(NAMES) :]
         options = {**self.options, **dict(zip(VECTORS, vectors, strict=True))}
-        options["ids"] = rows if columns is None else (rows, columns)
+        for name, rows, columns in zip(NAMES, sides[::2], sides[1::2], strict=True):
+            options[name] = rows if columns is None else (rows, columns)
         return replace(self, labels=labels, options=options)
 
     def keep(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checks import validation
-from ...spec import COMPILED, DEFAULTS, LOSSES, VECTORS, Loss
+from ...spec import COMPILED, DEFAULTS, LOSSES, NAMES, VECTORS, Loss
 from .autograd import WAITING_DTYPES, evaluate, transformed, wanted_of
 
 WIDEST = "fp64"  # range of scales, until the call itself knows its precision
@@ -119,7 +119,7 @@ def apply(
     if metrics or not fits or settings["reduction"] == "none" or transformed():
         raise ValueError(
             "in a compiled graph: expected labels, weights and key_bias as tensors, no metrics, "
-            "ids, reduction='none' nor torch.func, and as options plain values of "
+            f"{', '.join(NAMES)}, reduction='none' nor torch.func, and as options plain values of "
             f"{', '.join(COMPILED)}"
         )
     if not isinstance(scale, Tensor):

@@ -8,6 +8,9 @@
 #ifndef IDS
 #define IDS 0  // 1: pairs of equal ids are left out
 #endif
+#ifndef GROUPS
+#define GROUPS 0  // 1: pairs of different groups are left out
+#endif
 #ifndef LIMITS
 #define LIMITS 0  // 1: negatives above the limit of their row are left out; 2: each column has a limit, too
 #endif
@@ -17,6 +20,9 @@
 
 // A block with the vectors of its options. Limits and biases are in the unit of products.
 struct Block : PlainBlock {
+#if GROUPS
+  const i64 *query_groups, *key_groups;  // [rows], [columns]
+#endif
 #if LIMITS
   const Real *row_limits, *column_limits;  // [rows], [columns] or null
 #endif
@@ -93,6 +99,28 @@ struct EqualIds : Option<EqualIds> {
   template <class Pair>
   __device__ __forceinline__ static bool excluded(Real, const Pair& p) {
     return p.rows.query_ids[p.row] == p.columns.key_ids[p.column];
+  }
+#endif
+};
+
+struct OtherGroups : Option<OtherGroups> {
+#if GROUPS
+  enum : bool { MASKS = true, SPARSE = true };
+  template <int N>
+  struct RowNumbers { i64 query_groups[N]; };
+  template <int N>
+  struct ColumnNumbers { alignas(16) i64 key_groups[N]; };
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_rows(To& to, const From& from, Copy copy) {
+    copy(to.query_groups, from.query_groups);
+  }
+  template <class To, class From, class Copy>
+  __device__ __forceinline__ static void copy_columns(To& to, const From& from, Copy copy) {
+    copy(to.key_groups, from.key_groups);
+  }
+  template <class Pair>
+  __device__ __forceinline__ static bool excluded(Real, const Pair& p) {
+    return p.rows.query_groups[p.row] != p.columns.key_groups[p.column];
   }
 #endif
 };
@@ -231,4 +259,4 @@ struct All {
     return x;
   }
 };
-typedef All<EqualIds, Limits, Biases> Options;
+typedef All<EqualIds, OtherGroups, Limits, Biases> Options;

@@ -22,6 +22,7 @@ MOMENTS_BYTES = 4608
 PANEL_STRIP_BYTES = 8 * 1024  # a strip of the gradient panel, for each consumer warpgroup
 VECTOR_BYTES = 1024  # a number of each column, for both consumers
 EXTRAS_BYTES = 3 * 1024  # ids of the columns, and factors of normalised ones
+GROUPS_BYTES = 2 * VECTOR_BYTES  # 8 bytes of each column
 BARRIER_BYTES = 256
 PANEL_COST = 14.0  # of starting and ending a panel, in products of one K-slice
 WIDE_PANEL_COST = 3.0  # the same without loading the panel's rows
@@ -47,6 +48,7 @@ class Sweep:
     extras: bool  # ids, or factors of normalised rows
     moments: bool = False  # sums have first moments
     options: int = 0  # how many of limits and biases pairs have
+    groups: bool = False
 
     square = True  # row panels and key tiles are as large: a triangle can be visited
 
@@ -91,7 +93,8 @@ class Sweep:
         panel_bytes = vectors + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
         sum_bytes += VECTOR_BYTES * self.options
-        return BARRIER_BYTES + panel * panel_bytes + sums * sum_bytes + self.extras * EXTRAS_BYTES
+        names = self.extras * EXTRAS_BYTES + self.groups * GROUPS_BYTES
+        return BARRIER_BYTES + panel * panel_bytes + sums * sum_bytes + names
 
     def shared(self, panel: bool, sums: bool) -> int:
         """Dynamic shared memory in bytes."""
@@ -217,12 +220,12 @@ def _max_segments(sweep: Sweep, panels: int, tiles: int) -> int:
 @lru_cache
 def sweep_for(
     precision: str, width: int, device: DeviceProperties, extras: bool, moments: bool = False,
-    options: int = 0,
+    options: int = 0, groups: bool = False,
 ) -> Sweep | None:  # fmt: skip
     """The sweep for rows of `width` bytes in each part; None where tiled kernels are to be used.
 
     `extras`: ids or factors of normalised rows. `moments`: sums have first moments. `options`: how
-    many of limits and biases pairs have.
+    many of limits and biases pairs have. `groups`: whether rows and columns have groups.
     """
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
@@ -231,7 +234,8 @@ def sweep_for(
     if precision == "fp16x3":
         residency = Residency.STREAMED
     workers = device.multiprocessors // (2 if residency is Residency.WIDE else 1)
-    return Sweep(k_slices, residency, workers, device.shared_memory, extras, moments, options)
+    memory = device.shared_memory
+    return Sweep(k_slices, residency, workers, memory, extras, moments, options, groups)
 
 
 @lru_cache

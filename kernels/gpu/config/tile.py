@@ -23,6 +23,7 @@ class Tile:
     min_blocks: int = 1  # on a multiprocessor, for which the compiler limits registers
     real: int = 4  # bytes of a logit
     options: int = 0  # how many of limits and biases pairs have
+    groups: bool = False
 
     panel_rows = BLOCK_M
 
@@ -37,13 +38,14 @@ class Tile:
 
     @property
     def static_shared(self) -> int:
-        """At most what kernels declare besides: positives, ids and factors, and then sums of strips
-        or the numbers of which gradients are made."""
+        """At most what kernels declare besides: positives, ids, groups, factors, and then sums of
+        strips or the numbers of which gradients are made."""
         sides = BLOCK_M + self.block_n
         sums = 3 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
         factors = 3 * BLOCK_M + 2 * self.block_n
         vectors = (1 + self.options) * sides
-        return 8 * (BLOCK_M + sides) + self.real * (vectors + max(sums, factors))
+        names = BLOCK_M + (1 + self.groups) * sides
+        return 8 * names + self.real * (vectors + max(sums, factors))
 
     def blocks(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Thread blocks of a launch: as many as run at once, each of which takes several tiles."""
@@ -73,9 +75,11 @@ class Tile:
 
 
 @lru_cache
-def tile_for(precision: str, d: int, device: DeviceProperties, options: int = 0) -> Tile:
+def tile_for(
+    precision: str, d: int, device: DeviceProperties, options: int = 0, groups: bool = False
+) -> Tile:
     """The tile with the deepest pipeline that the device's shared memory holds. `options`: how many
-    of limits and biases pairs have.
+    of limits and biases pairs have. `groups`: whether rows and columns have groups.
 
     Two blocks on a multiprocessor where registers and shared memory allow: one computes products
     while the other has its epilogue.
@@ -89,7 +93,7 @@ def tile_for(precision: str, d: int, device: DeviceProperties, options: int = 0)
         candidates = [(128, 64, 3, 2), (128, 64, 2, 2), *candidates]
     for block_n, warp_n, stages, blocks in candidates:
         real = ACCUMULATOR_BYTES[precision]
-        candidate = Tile(block_n, warp_n, stages, levels, blocks, real, options)
+        candidate = Tile(block_n, warp_n, stages, levels, blocks, real, options, groups)
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)
         if needed <= device.shared_memory and together <= device.shared_memory_of_all:

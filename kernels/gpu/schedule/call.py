@@ -118,6 +118,7 @@ class Call:
     workspace_given: bool = False
     normalize: bool = False
     ids: bool = False
+    groups: bool = False
     set_size: int = 1  # positives of each query
     key_bias: bool = False
     query_bias: bool = False  # of queries that are keys of the columns' softmax
@@ -149,7 +150,8 @@ class Call:
         return Call(
             _loss_of(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
             problem.compute, problem.method, problem.workspace, problem.workspace_given,
-            problem.normalize, problem.query_ids is not None, problem.set_size,
+            problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
+            problem.set_size,
             problem.key_bias is not None, problem.query_bias is not None, problem.leaves_out,
             problem.limits is not None,
             bool(problem.margin or problem.decoupled or problem.hardness),
@@ -178,12 +180,17 @@ class Call:
 
     @property
     def pair_options(self) -> int:
+        """How many of groups, limits and biases pairs have."""
+        return self.groups + self.numbers
+
+    @property
+    def numbers(self) -> int:
         """How many of limits and biases pairs have."""
         return self.leaves_out + self.key_bias
 
     def pair_defines(self, columns: int) -> dict[str, int]:
-        """-D options of limits and biases; `columns`: whether columns have a softmax."""
-        made = {}
+        """-D options of groups, limits and biases; `columns`: whether columns have a softmax."""
+        made = {"GROUPS": 1} if self.groups else {}
         if self.leaves_out:
             made["LIMITS"] = 1 + columns
         if self.key_bias:

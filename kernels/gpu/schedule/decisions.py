@@ -59,7 +59,7 @@ def schedule(call: Call, device: DeviceProperties) -> Schedule:
 def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     """How a call, or a block of one, runs by folds over blocks."""
     operands = choose_operands(call, device)
-    tile = config.tile_for(operands.precision, call.shape[2], device, call.pair_options)
+    tile = config.tile_for(operands.precision, call.shape[2], device, call.numbers, call.groups)
     sweep, narrow = choose_sweeps(call, operands, device)
     cut = choose_cut(call, operands, tile, sweep, narrow, device)
     folds = Folds(call, operands, tile, sweep, narrow, cut).all()
@@ -160,8 +160,9 @@ def choose_sweeps(
         return None, None
     extras = call.normalize or call.ids
     sweep = config.sweep_for(
-        operands.precision, operands.width, device, extras, call.moments, call.pair_options
-    )
+        operands.precision, operands.width, device, extras, call.moments, call.numbers,
+        call.groups,
+    )  # fmt: skip
     narrow = None
     if call.symmetric and call.gradient:
         narrow = config.in_registers(sweep, operands.precision, call.shape[0])

@@ -19,7 +19,7 @@ from .operands import CachedExponentials, OperandSide, Workspace
 
 
 class PairVectors:
-    """Limits and biases of pairs, as kernels take them (kernels/cuda/block/options.cuh).
+    """Groups, limits and biases of pairs, as kernels take them (kernels/cuda/block/options.cuh).
 
     Kernels add the bias of a column to all of its logits, not to those alone of which it is the
     key. That changes no softmax of the column, and adds the bias to its log-sum-exp
@@ -42,6 +42,9 @@ class PairVectors:
         self.columns: Fields = {}
         if row_limits is not None:
             self.rows["row_limits"], self.columns["column_limits"] = row_limits, column_limits
+        if problem.query_groups is not None:
+            self.rows["query_groups"] = problem.query_groups
+            self.columns["key_groups"] = problem.key_groups
         if column_bias is not None:
             self.rows["row_bias"], self.columns["column_bias"] = row_bias, column_bias
 

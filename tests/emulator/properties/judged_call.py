@@ -30,7 +30,8 @@ SPREAD = 3  # deviations of a sum of roundings; of one to three terms: the worst
 CUT = 2.0**-24  # of a sum, in a step of a tensor core
 LONGEST = {"fp32": 2}  # steps of a sum; others are as long as rows
 SMALLEST = {"fp64": 1e-290, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # 1e-24 for others
-PER_ROW = ("labels", "weights", "key_bias", "ids", "grad_out")  # arrays, on the features' side
+# arrays, on the features' side
+PER_ROW = ("labels", "weights", "key_bias", *spec.NAMES, "grad_out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +106,7 @@ class Call:
         by side, as reference/gte.py has them."""
         m, n = self.dots.shape
         own = np.arange(m)
-        labels, ids = self.options.get("labels"), self.options.get("ids")
+        labels, ids, groups = map(self.options.get, ("labels", "ids", "groups"))
         if self.loss == "sup_con":
             positive = (labels[:, None] == labels) & (labels >= 0)[:, None] & ~np.eye(m, dtype=bool)
         elif self.loss in ("nt_xent", "gte"):
@@ -116,7 +117,8 @@ class Call:
         if self.kind.joint:
             pairs = own[: m // 2] if ids is None else ids
             ids = np.concatenate([pairs, pairs])
-        excluded = common.duplicates(ids, positive)
+            groups = None if groups is None else np.tile(groups, 2)
+        excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
         if self.kind.symmetric:
             excluded = excluded | np.eye(m, dtype=bool)
         if self.kind.joint:  # the positive of rows i and i + B is one term, in row i
@@ -140,7 +142,7 @@ class Call:
 
     @cached_property
     def reference(self) -> Any:
-        names = ["labels", "ids", "scale", "bias", *self.softmax]
+        names = ["labels", *spec.NAMES, "scale", "bias", *self.softmax]
         options = {name: self.options[name] for name in names if name in self.options}
         unit = [z / n for z, n in zip(self.wide, self.lengths, strict=True)]
         found = getattr(reference, self.loss)(*unit, weights=self.row_weights[1], **options)

@@ -80,7 +80,7 @@ def softmax_options(draw: st.DrawFn, loss: spec.Loss, columns: int, rng: Any) ->
         "false_negative_margin": rng.uniform(-0.2, 0.3),
     }  # fmt: skip
     options = {name: values[name] for name in spec.SOFTMAX if name in drawn - {*loss.refused}}
-    for one, other in spec.EXCLUSIVE:
+    for one, other in spec.EXCLUSIVE[:3]:
         if {one, other} <= options.keys():
             del options[one]
     return options
@@ -114,11 +114,14 @@ def calls(draw: st.DrawFn, name: str, cases: Any = CASES) -> Call:
         options["labels"] = labels
     if kind.sigmoid:
         options["bias"] = rng.uniform(-10, 2)
-    if "ids" not in kind.refused and draw(st.booleans()):
-        ids = rng.integers(0, m // 2 + 1, m)
-        pair = m != n or (name in ("info_nce", "clip") and rng.random() < 0.5)
-        options["ids"] = (ids, rng.integers(0, m // 2 + 1, n)) if pair else ids
+    for number, names in ((m // 2 + 1, "ids"), (3, "groups")):
+        if names not in kind.refused and draw(st.booleans()):
+            of_rows = rng.integers(0, number, m)
+            pair = m != n or (name in ("info_nce", "clip") and rng.random() < 0.5)
+            options[names] = (of_rows, rng.integers(0, number, n)) if pair else of_rows
     options |= draw(softmax_options(kind, n, rng))
+    if {"ids", "groups"} <= options.keys():
+        options.pop("label_smoothing", None)
     options["scale"] = float(np.exp(draw(st.floats(0.0, np.log(200)))))
     if draw(st.booleans()):
         options["weights"] = rng.uniform(0, 2, m) * (rng.random(m) < 0.9) + 1e-3

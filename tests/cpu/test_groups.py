@@ -1,0 +1,143 @@
+"""Groups of samples on the CPU: what they leave out, and the blocks that are not computed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from infonce.kernels.cpu import backend
+from infonce.kernels.cpu.panel import Worker
+from judge import assert_grad, assert_loss, largest_logit, viewed
+from reference_problems import FEATURES, drawn_names, one_problem, quick
+
+import infonce
+from infonce import reference
+
+NAMES = ("info_nce", "nt_xent", "clip", "lit", "siglip", "gte")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "GROUP_TILE", (8, 12))
+
+
+def call(name: str, features: Any, **options: Any) -> Any:
+    return getattr(infonce, f"{name}_loss_and_grad")(*features, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_of_every_shape(name: str) -> None:
+    """Groups in order and not, of rows and of columns; positives in other groups; gradients of one
+    side and of all, in place and in the workspace."""
+
+    @settings(quick, max_examples=60)
+    @given(st.data())
+    def check(data: Any) -> None:
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+        dtype = data.draw(st.sampled_from([np.float64, np.float32]))
+        m, d = 2 * data.draw(st.integers(1, 30)), data.draw(st.integers(1, 20))
+        n = m + data.draw(st.integers(0, 30)) * (name == "info_nce")
+        rows = [rng.standard_normal((length, d)) / d**0.5 for length in (m, n)]
+        strides = data.draw(st.sampled_from(["contiguous", "every other", "transposed"]))
+        features = [viewed(z.astype(dtype), strides) for z in rows[: len(FEATURES[name])]]
+        groups = drawn_names(name, rng, data.draw(st.integers(1, 6)), m, n)
+        options: dict[str, Any] = {"scale": 5.0, "groups": groups}
+        options["normalize"] = data.draw(st.booleans())
+        if name == "info_nce" and data.draw(st.booleans()):
+            options["labels"] = rng.integers(-1, n, m)
+        ref = getattr(reference, name)(*features, **options)
+        names = [field for field, value in ref.grads.items() if value is not None]
+        wrt = data.draw(st.sampled_from([names, names[:1], names[-1:]]))
+        how: dict[str, Any] = {"method": data.draw(st.sampled_from(["naive", "fused", "tiled"]))}
+        if data.draw(st.booleans()):
+            how["grad_dtype"] = np.float64
+        if how["method"] == "tiled" and data.draw(st.booleans()):
+            how["workspace"] = 8 * (2 * 4 * d + 16) * 60
+        out = call(name, features, **options, **how, wrt=wrt)
+        logit = largest_logit(5.0, *(features * 2)[:2]) + 10
+        assert_loss(out.loss, ref.loss, np.dtype(dtype).name, logit)
+        for field in names:
+            got = getattr(out.grads, field)
+            assert (got is None) == (field not in wrt)
+            if got is not None:
+                want = ref.grads[field]
+                assert_grad(got, want, np.dtype(dtype).name, logit, terms=float(5 * n**0.5))
+
+    check()
+
+
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_group_is_none(name: str, method: str) -> None:
+    features = one_problem(name, rows=30).features
+    rows = len(features[0])
+    given = {"scale": 2.0, "method": method}
+    plain, one = (call(name, features, **given, **more) for more in ({}, {"groups": [7] * rows}))
+    for got, want in zip((one.loss, *one.grads), (plain.loss, *plain.grads), strict=True):
+        if want is not None:
+            np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-13)
+            assert method != "naive" or np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["clip", "info_nce", "siglip", "lit"])
+def test_sorted_groups_are_batches_of_their_own(name: str) -> None:
+    """The sum over the rows of four groups is that of four calls."""
+    features, groups = one_problem(name, rows=64).features, np.arange(64) // 16
+    whole = call(name, features, scale=2.0, reduction="sum", groups=groups, method="tiled")
+    parts = [
+        call(name, [z[groups == g] for z in features], scale=2.0, reduction="sum") for g in range(4)
+    ]
+    np.testing.assert_allclose(whole.loss, sum(part.loss for part in parts), rtol=1e-13)
+    for field in FEATURES[name]:
+        if getattr(whole.grads, field) is not None:
+            want = np.concatenate([getattr(part.grads, field) for part in parts])
+            np.testing.assert_allclose(getattr(whole.grads, field), want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["clip", "info_nce", "siglip", "nt_xent", "gte"])
+def test_blocks_without_a_common_group_are_not_computed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    visited = set()
+    block = Worker.block
+
+    def counted(self: Worker, a: int, b: int, *operands: Any) -> Any:
+        visited.add((a, b))
+        return block(self, a, b, *operands)
+
+    monkeypatch.setattr(Worker, "block", counted)
+    rows = 128 if name == "nt_xent" else 64
+    features = one_problem(name, rows=rows).features
+    groups = np.arange(rows) // 16 % 4
+    call(name, features, scale=2.0, groups=groups, method="tiled")
+    with_groups = len(visited)
+    visited.clear()
+    call(name, features, scale=2.0, groups=np.zeros(rows, int), method="tiled")
+    assert with_groups <= len(visited) / 2
+
+
+def test_ranks_and_progress_know_visited_blocks_alone() -> None:
+    features, groups = one_problem("clip", rows=64).features, np.arange(64) // 16
+    seen: list[tuple[str, int, int]] = []
+    options: dict[str, Any] = {"scale": 2.0, "groups": groups, "metrics": True}
+    tiled = call("clip", features, method="tiled", progress=lambda *at: seen.append(at), **options)
+    naive = call("clip", features, method="naive", **options)
+    assert np.array_equal(tiled.metrics.row_rank, naive.metrics.row_rank)
+    assert np.array_equal(tiled.metrics.column_rank, naive.metrics.column_rank)
+    assert max(tiled.metrics.row_rank) < 16
+    assert seen[-1][1] == seen[-1][2] < 8 * 6 / 2
+
+
+@pytest.mark.parametrize("method", ["naive", "fused", "tiled"])
+def test_rows_that_meet_no_key(method: str) -> None:
+    """Without a positive, of a group that no key has: their gradient is 0, in memory of NaN."""
+    query, key = one_problem("info_nce", rows=32).features
+    labels, groups = np.where(np.arange(32) < 16, -1, np.arange(32)), np.arange(32) // 16
+    out = {"query": np.full_like(query, np.nan), "key": np.full_like(key, np.nan)}
+    options: dict[str, Any] = {"scale": 2.0, "groups": (groups, np.ones(32, int))}
+    got = call("info_nce", (query, key), labels=labels, out=out, method=method, **options)
+    want = reference.info_nce(query, key, labels=labels, **options)
+    np.testing.assert_allclose(got.grads.query, want.grads["query"], rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(got.grads.key, want.grads["key"], rtol=1e-12, atol=1e-13)
+    assert not got.grads.query[:16].any()
