@@ -182,8 +182,8 @@ def _memory(made: Schedule) -> dict[str, dict[str, int]]:
         before = found.get(fold.purpose.value, {})
         if sum(parts.values()) >= sum(before.values()):
             found[fold.purpose.value] = parts
-    if made.kept:
-        found["kept from pass to pass"] = {part.name: part.bytes for part in made.kept}
+    if made.cached:
+        found["cached from pass to pass"] = {part.name: part.bytes for part in made.cached}
     return found
 
 
@@ -203,8 +203,8 @@ def _notes(made: Schedule) -> list[str]:
     found = found[:1] if call.symmetric else found
     if operands.precision != call.compute:
         found.append(f"{call.compute} is computed with operands in {operands.precision}")
-    if made.kept_columns:
-        found.append(f"the exponentials of {made.kept_columns} columns are kept between passes")
+    if made.cached_columns:
+        found.append(f"the exponentials of {made.cached_columns} columns are cached between passes")
     for fold in made.folds:
         dk = fold.dk_accumulator
         if dk is not None and dk.overlaid:

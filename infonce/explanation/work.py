@@ -45,7 +45,7 @@ def work_of(schedule: Schedule, gpu: GPU) -> Iterator[Work]:
         for made in _kernel_and_products(name, fold, schedule, operands):
             kernel, blocks, launches, flops, moved = made
             seconds = max(flops / gpu.flops[kind], moved / gpu.bandwidth)
-            tile = (fold.shape.panel_rows, fold.shape.block_n) if blocks else None
+            tile = (fold.shape.query_tile_rows, fold.shape.block_n) if blocks else None
             block = fold.grid.largest if blocks else None
             yield Work(name, kernel, tile, block, blocks, launches, flops, moved, seconds)
 
@@ -56,16 +56,16 @@ def _kernel_and_products(
     """Kernel, blocks, launches, operations and bytes."""
     item = config.OPERAND_BYTES[operands.precision]
     per_product = {1: 1, 2: 3}[operands.parts]
-    pairs, read, kept, launches = 0.0, 0, 0, 0
+    pairs, read, cached, launches = 0.0, 0, 0, 0
     multiplied = _Products(operands)
     for a, rows in enumerate(fold.grid.rows):
         for b in fold.grid.visits(a):
             columns = fold.grid.columns[b]
             m, n = rows.stop - rows.start, columns.stop - columns.start
             is_half = fold.grid.triangle and rows == columns and fold.column_sums
-            is_kept = fold.purpose is Purpose.GRADIENT and columns.stop <= schedule.kept_columns
-            pairs += 0 if is_kept else m * n / (2 if is_half and fold.shape.square else 1)
-            kept += m * n * item * is_kept
+            is_cached = fold.purpose is Purpose.GRADIENT and columns.stop <= schedule.cached_columns
+            pairs += 0 if is_cached else m * n / (2 if is_half and fold.shape.square else 1)
+            cached += m * n * item * is_cached
             read += (m + n) * operands.width * operands.parts
             launches += 1 + (fold.purpose is Purpose.ONE_PASS)
             if fold.dq_accumulator is not None and not fold.in_registers:
@@ -74,12 +74,12 @@ def _kernel_and_products(
             if fold.dk_accumulator is not None and not fold.in_registers and not same:
                 multiplied.add(m, n, fold.dk_accumulator.first_row - columns.start, True)
     written = pairs * item if fold.gradients and not fold.in_registers else 0
-    written += schedule.kept[0].bytes if fold.keeping_kernel else 0
+    written += schedule.cached[0].bytes if fold.caching_kernel else 0
     features = operands.width / operands.item
     flops = 2.0 * pairs * features * per_product * (1 + fold.in_registers)
     kernel = fold.kernel.file.removesuffix(".cu")
     blocks = len(fold.grid)
-    yield kernel, blocks, launches, flops, read + written + 2 * kept
+    yield kernel, blocks, launches, flops, read + written + 2 * cached
     if multiplied.number:
         sides = ("dQ", fold.dq_accumulator), ("dK", fold.dk_accumulator)
         made = " and ".join(side for side, wanted in sides if wanted is not None)

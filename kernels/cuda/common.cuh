@@ -45,7 +45,7 @@ constexpr Real EXCLUDED = sizeof(Real) == 8 ? -0x1.fffffffffffffp1023 : -0x1.fff
 #define EXCLUDED LOW
 #endif
 constexpr u32 ALL_LANES = 0xffffffffu;
-constexpr int LOW_UNITS = 2048;  // low parts of a float16 panel are multiplied by this: no underflow
+constexpr int LOW_UNITS = 2048;  // low parts of float16 gradient blocks are multiplied by this: no underflow
 constexpr int TILE_COLUMNS = 128;  // of a sweep
 
 __device__ __forceinline__ Real2 real2(Real x, Real y) {

@@ -1,6 +1,6 @@
-// Finished gradients, from sums over gradient panels. A warp a row, or half of one.
+// Finished gradients, from sums over gradient blocks. A warp a row, or half of one.
 //
-// With P_ij f_i f_j in the panels, the products give g_i = f_i dU_i (rows.cuh says what f, s and e are),
+// With P_ij f_i f_j in gradient blocks, the products give g_i = f_i dU_i (rows.cuh says what f, s and e are),
 // and the gradient with respect to the rows as they came is
 //
 //     dz = (dU - u <dU, u>) / |z| = 2^-e (g - f^2 s <g, s>),     <dU, u> = <g, s>.
@@ -54,7 +54,7 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
   }
 }
 
-// Positives of a row: (row, partner) pairs whose dL/dx is not in the gradient panels.
+// Positives of a row: (row, partner) pairs whose dL/dx is not in the gradient blocks.
 struct Positives {
   const double* gradient;  // [queries, set_size] dL/dx at the positives
   const i64* partner;      // [queries, set_size] keys of each query (-1: none of these); null: the same number
@@ -166,7 +166,7 @@ __device__ __forceinline__ double signed_root(double unit) {
 }
 
 // Finish the gradients of n rows from row `first` on, whose sums are in `acc` [n, acc_stride]. Sums are in
-// the gradient panels' unit; with `unit_step` 1, each row has a unit of its own. The other side's features
+// the gradient blocks' unit; with `unit_step` 1, each row has a unit of its own. The other side's features
 // were divided by `shift` (null: 1). Positives are added here. The gradients are written to `out` (data
 // null: nowhere), or added to what is there, and <gradient, row> is written to `dots` (or null). Linear terms
 // are part of both.

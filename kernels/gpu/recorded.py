@@ -11,7 +11,7 @@ import numpy as np
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
 from ..solve import BlockQuestion, Solution
 from .device.launches import Queue
-from .schedule import Block
+from .schedule import BlockFold
 from .tiled.backend import GPU
 from .vectors import TiledVectors
 
@@ -56,7 +56,7 @@ def block(
     gradients: Gradients | None, not_finite: NotFinite | None, to_clear: Sums | None,
     ahead: Gradients | None, queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    fold = Block.of(epilogue, triangle, gradients is not None)
+    fold = BlockFold.of(epilogue, triangle, gradients is not None)
     gpu = GPU(problem, gradients or ahead, queue, fold)
     if to_clear is not None:
         gpu.vectors.clear(to_clear)

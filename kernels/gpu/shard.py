@@ -19,7 +19,7 @@ from . import recorded, select
 from .device.arguments import Fields, address, matrix, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
-from .schedule import Block, Call, tiled_schedule
+from .schedule import BlockFold, Call, tiled_schedule
 from .vectors import ElementwiseVectors, TiledVectors
 
 
@@ -43,7 +43,7 @@ def fold_block(
 
 def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
     """ValueError where the workspace has no room for a block; arguments as for `fold_block`."""
-    block = Block(None, accumulates=gradients is not None)
+    block = BlockFold(None, accumulates=gradients is not None)
     properties = device_properties(problem.query.device.id)
     tiled_schedule(Call.of(select.plain(problem), gradients or ahead, block), properties)
 

@@ -30,7 +30,7 @@ def test_table() -> None:
     assert kernels == sorted(kernels)
     assert "65536 x 65536 logits of 512 features" in text
     assert "NVIDIA H200" in text
-    for part in ("row_partials", "column_partials", "gradient_panel", "dk_accumulator"):
+    for part in ("row_partials", "column_partials", "gradient_block", "dk_accumulator"):
         assert part in text
 
 

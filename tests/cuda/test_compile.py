@@ -24,7 +24,7 @@ def needs_nvrtc(test: Callable[..., None]) -> Callable[..., None]:
 
 
 PTXAS = ("--ptxas-options=-v",)
-TILED = {"lse": "COLUMNS", "gradient": "COLUMNS", "sigmoid": "PANEL", "ranks": "COLUMNS"}
+TILED = {"lse": "COLUMNS", "gradient": "COLUMNS", "sigmoid": "GRADIENT", "ranks": "COLUMNS"}
 # bytes that a thread may spill, where two blocks share a multiprocessor's registers or float64
 # takes two for each number; hardly anything is spilled elsewhere
 SPILLS_TWO_BLOCKS, SPILLS_FP64, SPILLS = 32, 160, 24
@@ -71,8 +71,8 @@ def test_tiled_kernels(name: str, precision: str, arch: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("name", TILED)
 def test_other_variants(name: str) -> None:
-    """One direction, or no panel; ids and factors; sums in two levels; a card whose shared memory
-    has no room for two blocks."""
+    """One direction, or no gradient; ids and factors; sums in two levels; a card whose shared
+    memory has no room for two blocks."""
     device, small = DEVICES["sm_90a"], config.DeviceProperties("89", 128, 101376, 102400, 2**34)
     two_blocks, two_levels = (config.tile_for("bf16", d, device) for d in (64, 4096))
     assert (two_blocks.min_blocks, two_levels.levels) == (2, 2)
@@ -118,7 +118,7 @@ def compile_within_budget(
 
 
 # bytes that a thread of a sweep may spill, which has 112 registers, 64 of them for logits
-SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("PANEL", 200),
+SWEEPS = {"lse": ("COLUMNS", 128), "gradient": ("COLUMNS", 64), "sigmoid": ("GRADIENT", 200),
           "online": ("", 128)}  # fmt: skip
 SPILLS_EXTRAS = 1024
 SPILLS_MOMENTS = 64  # more: they are for few logits, or for a fold without gradients
@@ -151,14 +151,14 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
             continue
         sweep = config.sweep_for(precision, width, DEVICES["sm_90a"], extras, moments)
         assert sweep is not None
-        panel = name != "lse"
-        assert sweep.stages(panel, not panel) >= 3
-        assert sweep.shared(panel, not panel) <= DEVICES["sm_90a"].shared_memory
+        gradient = name != "lse"
+        assert sweep.stages(gradient, not gradient) >= 3
+        assert sweep.shared(gradient, not gradient) <= DEVICES["sm_90a"].shared_memory
         defines = {
             "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
-            "STAGES": sweep.stages(panel, not panel), "WIDE": int(sweep.wide),
-            "SHARED": sweep.shared(panel, not panel), "IDS": int(extras), "FACTORS": int(extras),
-            "MOMENTS": int(moments), **({option: variant} if option else {}),
+            "STAGES": sweep.stages(gradient, not gradient), "WIDE": int(sweep.wide),
+            "SHARED": sweep.shared(gradient, not gradient), "IDS": int(extras),
+            "FACTORS": int(extras), "MOMENTS": int(moments), **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
@@ -183,15 +183,15 @@ def test_sweeps_with_limits_and_biases(
         pytest.skip("one pass wants the exponents of float32")
     one_in(2, limits + bias + columns + (width == 2304))
     options = limits + (bias > 0)
-    device, panel = DEVICES["sm_90a"], name != "lse"
+    device, gradient = DEVICES["sm_90a"], name != "lse"
     sweep = config.sweep_for(precision, width, device, False, False, options)
     assert sweep is not None
     if precision == "bf16" and options == 1:  # no stage less than without them
         plain = config.sweep_for(precision, width, device, False)
         assert plain is not None
-        assert sweep.stages(panel, not panel) == plain.stages(panel, not panel)
+        assert sweep.stages(gradient, not gradient) == plain.stages(gradient, not gradient)
     defines = {
-        "PRECISION": precision.upper(), **config.defines(sweep, panel, not panel), "IDS": 0,
+        "PRECISION": precision.upper(), **config.defines(sweep, gradient, not gradient), "IDS": 0,
         "FACTORS": 0, "COLUMNS": columns, "LIMITS": limits * (1 + columns), "BIAS": bias,
     }  # fmt: skip
     log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", PTXAS)[1]
@@ -222,7 +222,7 @@ def test_kept_exponentials(precision: str, columns: int, extras: bool, moments: 
     assert sweep is not None
     defines = {
         "PRECISION": precision.upper(), **config.defines(sweep, True, True), "IDS": int(extras),
-        "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "KEEP": 1,
+        "FACTORS": int(extras), "COLUMNS": columns, "MAXIMA": 0, "CACHE": 1,
         "MOMENTS": int(moments),
     }  # fmt: skip
     options = ("--ptxas-options=-v",)
@@ -230,7 +230,7 @@ def test_kept_exponentials(precision: str, columns: int, extras: bool, moments: 
     assert "serialized" not in log
     assert spilled(log) <= SWEEPS["lse"][1] + moments * SPILLS_MOMENTS, (defines, log)
     defines = {"PRECISION": precision.upper(), "COLUMNS": columns}
-    log = compiler.compile_for("sm90/kept_gradient.cu", defines, "sm_90a", options)[1]
+    log = compiler.compile_for("sm90/cached_gradient.cu", defines, "sm_90a", options)[1]
     assert spilled(log) == 0
 
 
@@ -246,9 +246,9 @@ def test_sets_of_positives(precision: str, extras: bool, width: int) -> None:
     sweep = config.sweep_for(precision, width, device, extras)
     assert sweep is not None
     for name in ("lse", "gradient"):
-        panel = name != "lse"
+        gradient = name != "lse"
         defines = {
-            "PRECISION": precision.upper(), **config.defines(sweep, panel, not panel),
+            "PRECISION": precision.upper(), **config.defines(sweep, gradient, not gradient),
             "IDS": int(extras), "FACTORS": int(extras), "COLUMNS": 0, "SETS": 1,
         }  # fmt: skip
         log = compiler.compile_for(f"sm90/sweep_{name}.cu", defines, "sm_90a", options)[1]

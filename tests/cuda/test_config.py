@@ -143,8 +143,8 @@ def test_device_with_too_little_shared_memory() -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (300, 7, 33), (10**6, 10**6, 512)])
 def test_the_least_workspace_is_named(shape: tuple[int, int, int], precision: str) -> None:
     """That of both folds, whichever needs more."""
-    for key_accumulator in (False, True):
-        needs = config.Needs(precision, True, True, True, True, True, key_accumulator)
+    for dk_in_workspace in (False, True):
+        needs = config.Needs(precision, True, True, True, True, True, dk_in_workspace)
         with pytest.raises(ValueError, match="workspace: expected at least") as refused:
             config.blockings(shape, needs, 1, 128, False)
         least = int(str(refused.value).split("at least ")[1].split()[0])
@@ -168,10 +168,10 @@ def test_blocks_fit_the_workspace(
 ) -> None:
     m, n, d = shape
     accumulator = config.product_width(d, precision) * config.ACCUMULATOR_BYTES[precision]
-    for key_accumulator, overlay in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
+    for dk_in_workspace, overlay in ((False, 0), (False, 2), (True, 0), (True, 2), (True, 4)):
         needs = config.Needs(
-            precision, True, True, True, True, True, key_accumulator,
-            overlay_row=overlay and accumulator // overlay,
+            precision, True, True, True, True, True, dk_in_workspace,
+            overlay_row_bytes=overlay and accumulator // overlay,
         )  # fmt: skip
         for square in {False, m == n}:
             size = max(workspace, config.least_workspace(shape, needs, 128))
@@ -181,12 +181,12 @@ def test_blocks_fit_the_workspace(
             assert 1 <= cut.rows <= m
             assert 1 <= cut.columns <= n
             assert not square or cut.rows == cut.columns
-            used = needs.block(cut.rows, cut.columns, d, 128)
-            used += (cut.key_rows - cut.overlaid) * needs.accumulator_row(d)
-            assert used == needs.size(cut, d, 128) <= size
-            assert (cut.key_rows > 0) == key_accumulator
-            assert cut.overlaid * overlay <= cut.key_rows
-            assert not cut.overlaid or cut.key_rows == n
+            used = needs.block_bytes(cut.rows, cut.columns, d, 128)
+            used += (cut.dk_rows - cut.overlaid) * needs.accumulator_row_bytes(d)
+            assert used == needs.blocking_bytes(cut, d, 128) <= size
+            assert (cut.dk_rows > 0) == dk_in_workspace
+            assert cut.overlaid * overlay <= cut.dk_rows
+            assert not cut.overlaid or cut.dk_rows == n
 
 
 @pytest.mark.parametrize("precision", config.OPERAND_BYTES)
@@ -214,8 +214,8 @@ def test_blocks_fit_beside_operands_that_are_staged_once(
     size = (m + n) * config.padded(d, precision) * config.OPERAND_BYTES[precision]
     assert config.staged_once(size, 5 * size) == size
     assert config.staged_once(size, 5 * size - 1) == 0
-    for key_accumulator in (False, True):
-        by_blocks = config.Needs(precision, True, True, True, True, True, key_accumulator)
+    for dk_in_workspace in (False, True):
+        by_blocks = config.Needs(precision, True, True, True, True, True, dk_in_workspace)
         needs = replace(by_blocks, staged_once=size)
         workspace = max(5 * size, config.least_workspace(shape, by_blocks, 128))
         *cuts, bytes_of_both = config.blockings(shape, needs, workspace, 128, False)
@@ -232,22 +232,26 @@ def test_accumulators_that_overlay_gradients(d: int, overlaid: int, square: bool
     n = 65536
     sweep = config.sweep_for("bf16", 2 * d, DEVICES["sm_90a"], False)
     needs = config.Needs(
-        "bf16", False, False, False, True, True, True, sweep, False, overlay_row=2 * d
+        "bf16", False, False, False, True, True, True, sweep, False, overlay_row_bytes=2 * d
     )
     cut = config.blocking((n, n, d), needs, 2**28, 128, square)
     assert cut.overlaid == overlaid
-    assert needs.size(cut, d, 128) <= 2**28
+    assert needs.blocking_bytes(cut, d, 128) <= 2**28
     if overlaid:
-        assert cut.key_rows == n
+        assert cut.dk_rows == n
         assert cut.rows * cut.columns >= 6144 * 6144
     else:
-        assert cut == config.blocking((n, n, d), replace(needs, overlay_row=0), 2**28, 128, square)
+        assert cut == config.blocking(
+            (n, n, d), replace(needs, overlay_row_bytes=0), 2**28, 128, square
+        )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16x3"])
 @pytest.mark.parametrize("overlaid", [False, True])
 @pytest.mark.parametrize("shape", [(200, 128, 520), (385, 257, 1024), (16384, 16384, 2048)])
-def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool, precision: str) -> None:
+def test_cached_exponentials_fit(
+    shape: tuple[int, int, int], overlaid: bool, precision: str
+) -> None:
     """Of all logits, in one block, or of the first columns: as many as fit, 8192 at least.
     Accumulators overlay their destination where more fits then."""
     m, n, d = shape
@@ -255,39 +259,39 @@ def test_kept_exponentials_fit(shape: tuple[int, int, int], overlaid: bool, prec
     sweep = config.sweep_for(precision, 2 * d, DEVICES["sm_90a"], False)
     assert sweep is not None
     needs = config.Needs(
-        precision, True, True, True, True, True, True, sweep, overlay_row=item * d * overlaid
+        precision, True, True, True, True, True, True, sweep, overlay_row_bytes=item * d * overlaid
     )
 
     def blockings(keep: int) -> tuple[config.Blocking, config.Blocking, int]:
         return config.blockings(shape, needs, 2**28, sweep.block_n, False, keep)
 
     first, second, size = blockings(2**40)
-    assert first == second == config.Blocking(m, n, n, 0, kept=n)
-    panel = item * m * config.panel_stride(n, precision)
+    assert first == second == config.Blocking(m, n, n, 0, cached_columns=n)
+    panel = item * m * config.gradient_stride(n, precision)
     assert size > panel + 4 * d * (m + n)
     assert blockings(size) == (first, second, size)
     if overlaid and n >= 256:  # less room: whole all the same, then in part
         first, second, size = blockings(size - 1)
-        assert (first.kept, second.overlaid) == (n, needs.border(n, d))
+        assert (first.cached_columns, second.overlaid) == (n, needs.overlay_border(n, d))
         assert (first.columns, first.overlaid) == (n, 0)
-    kept = n
+    cached = n
     for room in range(size, size // 40, -(size // 40)):
         first, second, taken = blockings(room)
-        if not first.kept:
-            assert second.kept == 0
+        if not first.cached_columns:
+            assert second.cached_columns == 0
             break
         assert taken <= room
-        assert second.kept == second.columns == first.kept <= kept
+        assert second.cached_columns == second.columns == first.cached_columns <= cached
         assert second.rows == first.rows == m
-        kept = first.kept
-        assert kept == n or kept % sweep.block_n == 0
+        cached = first.cached_columns
+        assert cached == n or cached % sweep.block_n == 0
         blocks = second.column_blocks(n)
         assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
         assert blocks[-1].stop == n
-        for border in (kept, second.overlaid):
+        for border in (cached, second.overlaid):
             assert all(b.stop <= border or b.start >= border for b in blocks)
-    assert kept == n if n <= 8192 else 8192 <= kept < 1.1 * 8192
-    assert not blockings(0)[0].kept
+    assert cached == n if n <= 8192 else 8192 <= cached < 1.1 * 8192
+    assert not blockings(0)[0].cached_columns
     # beside operands that are staged once, which the folds then do not stage
     staged = item * (m + n) * config.padded(d, precision)
     needs = replace(needs, staged_once=staged)
@@ -311,22 +315,25 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
     ):  # fmt: skip
         needs = config.Needs(
             precision, staged, staged, False, True, True, accumulator, sweep,
-            overlay_row=item * d, staged_once=once,
+            overlay_row_bytes=item * d, staged_once=once,
         )  # fmt: skip
         found = config.all_keys_blocking(shape, needs, workspace, sweep.block_n)
         weighted = replace(needs, weighted_query=True)
         room = workspace - once
-        more = config.Blocking(m, n, n * accumulator, needs.border(n, d) * accumulator)
+        more = config.Blocking(m, n, n * accumulator, needs.overlay_border(n, d) * accumulator)
         if found is None:
-            assert weighted.size(replace(more, rows=min(m, 2 * 1024)), d, sweep.block_n) > room
+            assert (
+                weighted.blocking_bytes(replace(more, rows=min(m, 2 * 1024)), d, sweep.block_n)
+                > room
+            )
             continue
         first, cut, size = found
         assert first == cut
         assert cut.columns == n
-        assert cut.key_rows == n * accumulator
+        assert cut.dk_rows == n * accumulator
         assert cut.overlaid in (0, more.overlaid)
         assert cut.rows >= min(m, 1024)
-        assert weighted.size(cut, d, sweep.block_n) == size <= room
+        assert weighted.blocking_bytes(cut, d, sweep.block_n) == size <= room
         if cut.rows < m:
             larger = cut.rows + wave
             if wave < 1024 or cut.rows < wave:
@@ -335,14 +342,18 @@ def test_blocks_of_all_keys(shape: tuple[int, int, int], precision: str, workspa
                 larger = -(-m // (128 * (blocks - 1))) * 128
             else:
                 assert cut.rows % wave == 0
-            assert weighted.size(replace(more, rows=min(m, larger)), d, sweep.block_n) > room
+            assert (
+                weighted.blocking_bytes(replace(more, rows=min(m, larger)), d, sweep.block_n) > room
+            )
 
 
 def test_blocks_of_all_keys_have_room_by_default() -> None:
     """Of 65536 rows of 512 features in bfloat16, not of 98304."""
     sweep = config.sweep_for("bf16", 1024, DEVICES["sm_90a"], False)
     for n, rows in ((16384, 4224), (32768, 3328), (65536, 1408)):
-        needs = config.Needs("bf16", False, False, False, True, True, True, sweep, overlay_row=1024)
+        needs = config.Needs(
+            "bf16", False, False, False, True, True, True, sweep, overlay_row_bytes=1024
+        )
         _, cut, _ = config.all_keys_blocking((n, n, 512), needs, 2**28, 128)
         assert (cut.rows, cut.overlaid) == (rows, n // 2 if n > 16384 else 0)
     assert config.all_keys_blocking((98304, 98304, 512), needs, 2**28, 128) is None
@@ -354,18 +365,18 @@ def test_accumulators_that_overlay_nearly_all_of_a_gradient(square: bool) -> Non
     n, d = 65536, 500
     sweep = config.sweep_for("fp16x3", 1024, DEVICES["sm_90a"], False)
     needs = config.Needs(
-        "fp16x3", True, True, False, True, True, True, sweep, False, overlay_row=4 * d
+        "fp16x3", True, True, False, True, True, True, sweep, False, overlay_row_bytes=4 * d
     )
     cut = config.blocking((n, n, d), needs, 2**28, 128, square)
-    assert (cut.overlaid, cut.key_rows) == (64000, n)
+    assert (cut.overlaid, cut.dk_rows) == (64000, n)
     assert cut.rows * cut.columns >= 6144 * 6144
-    assert needs.size(cut, d, 128) <= 2**28
+    assert needs.blocking_bytes(cut, d, 128) <= 2**28
 
 
 def test_a_batch_that_fits_is_one_block() -> None:
     needs = config.Needs("bf16", False, False, True, True, False, False)
     cut = config.blocking((8192, 8192, 512), needs, 2**28, 128, False)
-    assert (cut.rows, cut.columns, cut.key_rows) == (8192, 8192, 0)
+    assert (cut.rows, cut.columns, cut.dk_rows) == (8192, 8192, 0)
 
 
 @given(

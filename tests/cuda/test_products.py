@@ -1,4 +1,4 @@
-"""Which products make dQ and dK of gradient panels: run by NumPy on the host, without a GPU."""
+"""Which products make dQ and dK of gradient blocks: run by NumPy on the host, without a GPU."""
 
 import ctypes
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ FEATURES = {"fp64": "f8", "fp32": "f4", "bf16": BFLOAT16, "bf16x3": "f4"}
 CUBLAS_TYPES = {0: np.dtype("f4"), 1: np.dtype("f8"), 2: np.dtype("f2"), 14: BFLOAT16}
 # of P and of features in two 16-bit parts, and of sums in float32
 BOUND = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 6e-3, "bf16x3": 1e-4}
-UNIT = 4.0  # of panels
+UNIT = 4.0  # of gradient blocks
 
 
 class Device:
@@ -69,8 +69,8 @@ class HostQueue(Queue):
         return cupy.cuda.MemoryPointer(memory, -start % 16)
 
     def split(self, to: int, values: np.ndarray, stride: int, part: int, low: float) -> None:
-        """Values as operands or panels hold them: one part, or the rest beside it in units of 1 /
-        low."""
+        """Values as operands or gradient blocks hold them: one part, or the rest beside it in units
+        of 1 / low."""
         into = host(to, len(values), stride, stride, self.element)
         into[:, : values.shape[1]] = first = values.astype(self.element)
         if part:
@@ -98,7 +98,7 @@ class HostQueue(Queue):
             q, k = a["block"]["q"]["rows"], a["block"]["k"]["rows"]
             top, left = a["block"]["first_row"], a["block"]["first_column"]
             low = LOW_UNITS.get("fp16x3", 1.0) if self.precision == "fp32" else 1.0
-            data, stride, part = (a["panel"][name] for name in ("data", "stride", "part"))
+            data, stride, part = (a["gradient_block"][name] for name in ("data", "stride", "part"))
             self.rows = slice(top, top + q)
             unit: Any = UNIT
             if function == "sweep_online":
@@ -163,7 +163,7 @@ def no_gpu_needed() -> Iterator[None]:
     least_rows=st.sampled_from([1, blocks.ALL_KEYS_ROWS]),
     workspace=st.sampled_from([2**18, 2**20, 2**22, 2**28]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_gradients_are_products_with_all_of_the_panels(
+def test_gradients_are_products_with_all_of_the_gradient_blocks(
     m: int, n: int, d: int, precision: str, workspace: int, wrt: tuple[bool, bool],
     least_rows: int, seed: int,
 ) -> None:  # fmt: skip
@@ -172,14 +172,14 @@ def test_gradients_are_products_with_all_of_the_panels(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "ALL_KEYS_ROWS", least_rows)
         config.all_keys_blocking.cache_clear()
-        gradients_of_panels(m, max(m, n), d, precision, workspace, wrt, seed)
+        gradients_of_blocks(m, max(m, n), d, precision, workspace, wrt, seed)
     config.all_keys_blocking.cache_clear()
 
 
-def gradients_of_panels(
+def gradients_of_blocks(
     m: int, n: int, d: int, precision: str, workspace: int, wrt: tuple[bool, bool], seed: int
 ) -> HostQueue:
-    """Checks the gradients of random panels. Returns the queue that made them."""
+    """Checks the gradients of random gradient blocks. Returns the queue that made them."""
     rng = np.random.default_rng(seed)
     p = rng.standard_normal((m, n))
     query, key = (rng.standard_normal((rows, d)).astype(FEATURES[precision]) for rows in (m, n))
@@ -219,7 +219,7 @@ def test_blocks_of_all_keys_add_to_their_gradients(
     """In one pass. The first accumulators of a 16-bit dK overlay it. A float32 dK holds all."""
     monkeypatch.setattr(blocks, "ALL_KEYS_ROWS", 1)
     config.all_keys_blocking.cache_clear()
-    queue = gradients_of_panels(300, 1500, d, precision, workspace, wrt, 0)
+    queue = gradients_of_blocks(300, 1500, d, precision, workspace, wrt, 0)
     assert len(queue.swept) > 1
     assert sum(queue.swept) == 300
     assert (queue.copied > 0) == (precision == "bf16")

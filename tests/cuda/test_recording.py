@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.gpu import config, recorded
 from infonce.kernels.gpu.device import compiler, recorder
-from infonce.kernels.gpu.schedule import Block, choose_method
+from infonce.kernels.gpu.schedule import BlockFold, choose_method
 from infonce.kernels.gpu.tiled import backend
 from infonce.kernels.linear import Classes, Segments
 from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, moments_pay, slices
@@ -245,7 +245,7 @@ def test_what_other_blocks_overwrite_is_staged_again(monkeypatch: pytest.MonkeyP
         problem = Problem(query, key, 14.0, 1 / m, cupy.empty(m, np.int64), compute="fp32")
         gradients = Gradients(dq, dk)
         epilogue = SoftmaxGradient(cupy.empty(m), cupy.empty(m), None, None, cupy.empty(m))
-        gpu = backend.GPU(problem, gradients, into, Block.of(epilogue, False, True))
+        gpu = backend.GPU(problem, gradients, into, BlockFold.of(epilogue, False, True))
         gpu.buffers.prepare(problem)
         (fold,) = gpu.schedule.folds
         for step, staged in ((m, 2), (m, 2), (m // 2, 5), (m, 7)):
@@ -332,9 +332,9 @@ def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
     clip = {"row_weight": 0.5, "column_weight": 0.5}
 
     def kept(rows: int, d: int, precision: str = "bf16", **options: Any) -> tuple[int, int]:
-        """Blocks that are kept, and others. (Of the former, panels may be wanted anew.)"""
+        """Blocks that are cached, and others. (Query tiles of the former may be wanted anew.)"""
         found = record(rows, rows, d, precision, **clip, **options)
-        return found["kept_gradient"], found["sweep_gradient"] - found["kept_gradient"]
+        return found["cached_gradient"], found["sweep_gradient"] - found["cached_gradient"]
 
     assert kept(16384, 1152, workspace_given=False) == (1, 0)
     assert kept(16384, 1152)[0] == 0

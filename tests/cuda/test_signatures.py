@@ -78,7 +78,7 @@ def test_fields_of_options() -> None:
 
 def test_numbers_and_addresses_in_their_places() -> None:
     ranges = signatures.structure("vectors.cu", "Ranges")
-    assert ranges.leaves({"shared": True, "middle": 2, "unit": 0.5}) == [0.5, 2.0, 1]
+    assert ranges.leaves({"one_exponential": True, "middle": 2, "unit": 0.5}) == [0.5, 2.0, 1]
     signature = signatures.signature("vectors.cu", "per_unit")
     given = {"n": np.int64(5), "x": None, "ranges": 4096, "out": 8192}
     assert signature.arguments(given) == [0, 5, 4096, 8192]

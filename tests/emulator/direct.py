@@ -1,4 +1,4 @@
-"""Kernels launched by themselves: sums of exponentials, a gradient panel, swaps between two ranks.
+"""Kernels launched by themselves: sums of exponentials, a gradient block, swaps between two ranks.
 
 python tests/emulator/direct.py MAILBOXES RANK SEED SOURCES     one of two ranks: see `swapped`
 """
@@ -24,7 +24,7 @@ from infonce.kernels.gpu.device import compiler, signatures
 H200 = config.DeviceProperties("90", 4, 232448, 233472, 150 << 30)
 SCALE, LOG2_E = 8.0, 1 / np.log(2)
 SCALAR = {"value": SCALE, "pointer": 0, "factor": 1.0, "shift": 0}
-NO_PANEL = {"data": 0, "stride": 0, "part": 0}
+NO_GRADIENT_BLOCK = {"data": 0, "stride": 0, "part": 0}
 Edit = Callable[[str], str]  # of a flattened source
 
 
@@ -43,7 +43,7 @@ class Features:
         self.logits = SCALE * q.astype(np.float64) @ k.astype(np.float64).T
         self.positives = on_device(np.arange(m) * 7 % n)
 
-    def block(self, panel_rows: int, block_n: int) -> dict[str, Any]:
+    def block(self, query_tile_rows: int, block_n: int) -> dict[str, Any]:
         """struct Block."""
         width = 2 * self.padded
         sides = {
@@ -52,7 +52,7 @@ class Features:
         }
         return {
             **sides, "width": width, "first_row": 0, "first_column": 0,
-            "row_tiles": -(-self.m // panel_rows), "column_tiles": -(-self.n // block_n),
+            "row_tiles": -(-self.m // query_tile_rows), "column_tiles": -(-self.n // block_n),
             "positives": self.positives.ptr, "set_size": 1, "query_ids": 0, "key_ids": 0,
             "symmetric": False, "triangle": False, "scale": SCALAR,
         }  # fmt: skip
@@ -143,7 +143,8 @@ def sweep_arguments(z: Features, sweep: config.Sweep) -> dict[str, Any]:
     return {
         "q": tensor_map(z.q.ptr, z.m, width, sweep.query_box),
         "k": tensor_map(z.k.ptr, z.n, width, config.BLOCK_M),
-        "block": z.block(sweep.panel_rows, sweep.block_n), "segments": sweep.segments(z.m, z.n),
+        "block": z.block(sweep.query_tile_rows, sweep.block_n),
+        "segments": sweep.segments(z.m, z.n),
     }  # fmt: skip
 
 
@@ -156,13 +157,13 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     marks, positive = engine.Memory(4 * 32 * blocks), engine.Memory(8 * z.m)
     defines = {
         "PRECISION": "BF16", **config.defines(sweep, False, True), "IDS": 0, "FACTORS": 0,
-        "COLUMNS": 1, "MAXIMA": 0, "KEEP": 0,
+        "COLUMNS": 1, "MAXIMA": 0, "CACHE": 0,
     }  # fmt: skip
     arguments = sweep_arguments(z, sweep) | {
         "positive": positive.ptr, "row_pairs": rows.ptr, "row_stride": z.m,
         "column_pairs": columns.ptr, "column_stride": z.n, "written_tiles": marks.ptr,
-        "kept": {"references": 0, "stride": 0, "anew": 0}, "panel": NO_PANEL,
-        "panel_map": np.zeros(1, "V128"), "row_moments": 0, "column_moments": 0,
+        "cached": {"references": 0, "stride": 0, "anew": 0}, "gradient_block": NO_GRADIENT_BLOCK,
+        "gradient_map": np.zeros(1, "V128"), "row_moments": 0, "column_moments": 0,
     }  # fmt: skip
     shared = sweep.shared(False, True)
     launch(
@@ -180,32 +181,32 @@ def sweep_sums(z: Features, seed: int = 0, edit: Edit | None = None) -> tuple[An
     )
 
 
-def sweep_panel(z: Features, seed: int = 0, edit: Edit | None = None) -> Any:
+def sweep_gradient(z: Features, seed: int = 0, edit: Edit | None = None) -> Any:
     """Softmax probabilities [m, n] by sm90/sweep_gradient.cu, 0 for positives."""
     sweep = sweep_of(z)
     stride = -(-z.n // config.BLOCK_M) * config.BLOCK_M
-    panel = engine.Memory(2 * z.m * stride)
+    gradient = engine.Memory(2 * z.m * stride)
     top = z.logits.max(1) * LOG2_E
     share = 1 / np.exp2(z.logits * LOG2_E - top[:, None]).sum(1)
     reference, a = (on_device(v.astype(np.float32)) for v in (top, share))
     u = on_device(np.zeros(z.m, np.float32))
-    shared_factor = on_device(np.ones(1, np.int64))
+    one_exponential = on_device(np.ones(1, np.int64))
     defines = {
         "PRECISION": "BF16", **config.defines(sweep, True, False), "IDS": 0, "FACTORS": 0,
         "COLUMNS": 0,
     }  # fmt: skip
     arguments = sweep_arguments(z, sweep) | {
         "factors": {"row_reference": reference.ptr, "a": a.ptr, "u": u.ptr, "column_reference": 0,
-                    "v": 0, "shared": shared_factor.ptr},
-        "panel": {"data": panel.ptr, "stride": stride, "part": 0},
-        "panel_map": tensor_map(panel.ptr, z.m, 2 * stride, 16), "wanted": 0,
+                    "v": 0, "one_exponential": one_exponential.ptr},
+        "gradient_block": {"data": gradient.ptr, "stride": stride, "part": 0},
+        "gradient_map": tensor_map(gradient.ptr, z.m, 2 * stride, 16), "wanted": 0,
     }  # fmt: skip
     grid, shared = sweep.blocks(z.m, z.n), sweep.shared(True, False)
     launch(
         "sm90/sweep_gradient.cu", "sweep_gradient", grid, sweep.threads, shared, arguments, defines,
         edit, seed,
     )  # fmt: skip
-    return panel.view(ml_dtypes.bfloat16).reshape(z.m, stride)[:, : z.n]
+    return gradient.view(ml_dtypes.bfloat16).reshape(z.m, stride)[:, : z.n]
 
 
 # --- two ranks: a process each, with memory that both map -----------------------------------------

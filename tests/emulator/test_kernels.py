@@ -18,7 +18,7 @@ SCHEDULES = 20
 # A sum of up to 400 exponentials 2^x in float32, |x| < 16, each with one rounding of x
 SUM_BOUND = 400 * 2.0**-24 + 16 * 2.0**-23
 # of a probability in bfloat16
-PANEL_BOUND = 2.0**-8
+GRADIENT_BOUND = 2.0**-8
 SHAPES = {"tiled": (300, 300, 72), "narrow": (300, 300, 128), "rows": (200, 600, 512),
           "wide": (300, 400, 1152)}  # fmt: skip
 
@@ -39,21 +39,22 @@ def sums(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) ->
     return list(got)
 
 
-def panel(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) -> list[Any]:
+def gradient(kernel: str, shape: str, seed: int, edit: direct.Edit | None = None) -> list[Any]:
     z = features(shape)
-    got = direct.sweep_panel(z, seed, edit)
+    got = direct.sweep_gradient(z, seed, edit)
     want = np.exp(z.logits)
     want /= want.sum(1, keepdims=True)
     want[np.arange(z.m), z.positives.view(np.int64)] = 0
     error = (np.abs(got.astype(np.float64) - want) / (want + (want == 0))).max()
-    assert error <= PANEL_BOUND, f"{kernel}: probabilities differ by {error}"
+    assert error <= GRADIENT_BOUND, f"{kernel}: probabilities differ by {error}"
     return [got]
 
 
 CALLS: dict[str, tuple[Callable[..., list[Any]], str, str]] = {
     "tiled sums": (sums, "lse", "tiled"), "narrow sums": (sums, "sweep_lse", "narrow"),
     "sums": (sums, "sweep_lse", "rows"), "wide sums": (sums, "sweep_lse", "wide"),
-    "panel": (panel, "sweep_gradient", "rows"), "wide panel": (panel, "sweep_gradient", "wide"),
+    "gradient": (gradient, "sweep_gradient", "rows"),
+    "wide gradient": (gradient, "sweep_gradient", "wide"),
 }  # fmt: skip
 
 
@@ -107,12 +108,12 @@ FAULTS = {
         "tiled sums", "to += at_chunk(threadIdx.x / 8, threadIdx.x % 8);",
         "to += threadIdx.x / 8 * K_SLICE + threadIdx.x % 8 * 16;", "^lse: sums of rows differ",
     ),
-    "a wrong swizzle of gradient panels": (
-        "panel", "put = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;",
+    "a wrong swizzle of gradient blocks": (
+        "gradient", "put = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;",
         "put = row * PIECE + lane.lane / 16 * 8;", "^sweep_gradient: probabilities differ",
     ),
     "a missing fence before a TMA store": (
-        "panel", "    fence_before_tma_store();\n", "",
+        "gradient", "    fence_before_tma_store();\n", "",
         r"^sweep_gradient: TMA: a store reads what lanes 0xffffffff have written without a fence",
     ),
     "a block of a cluster that ends early": (

@@ -67,7 +67,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
         if found is None or not chosen[0]:
             return found
         (_, n, d), (rows, overlaid) = shape, chosen
-        border = needs.border(n, d) if overlaid and needs.key_accumulator else 0
+        border = needs.overlay_border(n, d) if overlaid and needs.dk_in_workspace else 0
         cut = replace(found[1], rows=min(found[1].rows, rows), overlaid=border)
         return cut, cut, found[2]
 

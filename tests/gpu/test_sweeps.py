@@ -263,7 +263,7 @@ def test_kept_exponentials(
 
     monkeypatch.setattr(buffers.Buffers, "__init__", noted)
     monkeypatch.setattr(select, "_compile_kernels", lambda *_: None)  # which makes them too
-    monkeypatch.setattr(config.workspace, "LEAST_KEPT", 256)
+    monkeypatch.setattr(config.workspace, "MIN_CACHED_COLUMNS", 256)
     asked = {"fp16x3": "fp32"}.get(precision, precision)
     monkeypatch.setattr(config, "all_keys_blocking", lambda *_: None)  # two folds
     anew = 0

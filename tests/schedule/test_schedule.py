@@ -40,7 +40,7 @@ def a_call(
 
 
 def aligned(made: Schedule, parts: Any) -> int:
-    return sum(-(-part.bytes // ALIGNMENT) * ALIGNMENT for part in (*made.kept, *parts))
+    return sum(-(-part.bytes // ALIGNMENT) * ALIGNMENT for part in (*made.cached, *parts))
 
 
 @settings(max_examples=300)
@@ -96,11 +96,11 @@ def test_the_decisions_of_one_call() -> None:
     assert [fold.purpose for fold in one.folds] == [Purpose.ONE_PASS]
     views = schedule(a_call(Loss.VIEWS, 65536, 0, 128), DEVICES["h200"])
     assert [fold.kernel.name for fold in views.folds] == ["sweep_lse", "sweep_narrow"]
-    assert not [part for part in views.folds[1].workspace if part.name == "gradient_panel"]
-    assert made.kept_columns == 0  # products of eight K-slices are no longer than what is saved
+    assert not [part for part in views.folds[1].workspace if part.name == "gradient_block"]
+    assert made.cached_columns == 0  # products of eight K-slices are no longer than what is saved
     wide = schedule(a_call(Loss.BOTH, 16384, 16384, 576), DEVICES["h200"])
-    assert wide.kept_columns == 16384
-    assert wide.folds[0].keeping_kernel is not None
+    assert wide.cached_columns == 16384
+    assert wide.folds[0].caching_kernel is not None
     a100 = schedule(a_call(Loss.BOTH, 65536, 65536, 512), DEVICES["a100"])
     assert [fold.kernel.file for fold in a100.folds] == ["tiled/lse.cu", "tiled/gradient.cu"]
 
@@ -189,12 +189,12 @@ def fold_summaries(made: Schedule) -> list[tuple[Any, ...]]:
                 columns = fold.grid.columns[b]
                 m, n = rows.stop - rows.start, columns.stop - columns.start
                 diagonal = made.call.symmetric and rows == columns
-                kept = columns.stop <= made.kept_columns
+                cached = columns.stop <= made.cached_columns
                 kernel = fold.diagonal_kernel if diagonal else None
-                kernel = (fold.keeping_kernel if kept else None) or kernel or fold.kernel
-                if fold.kept_kernel is not None and kept:
+                kernel = (fold.caching_kernel if cached else None) or kernel or fold.kernel
+                if fold.cached_kernel is not None and cached:
                     strips = -(-m // config.STRIP) * -(-n // 1024)
-                    add(fold.kept_kernel, strips)
+                    add(fold.cached_kernel, strips)
                 half = diagonal and fold.column_sums and fold.shape.square
                 half = half and fold.purpose is Purpose.STATISTICS
                 if isinstance(fold.shape, config.Sweep):

@@ -58,15 +58,15 @@ __device__ __forceinline__ u32 round_pair(float& x0, float& x1) {
 }
 #endif
 
-struct GradientPanel {
+struct GradientBlock {
   Element* data;  // [rows, stride]
   i64 stride;     // elements, a multiple of 8
   i64 part;       // elements of a row that belong to one part (bf16x3, fp16x3)
 };
 
-// Numbers a row and a column, from which gradient panels are computed: tiled/gradient.cu.
+// Numbers a row and a column, from which gradient blocks are computed: tiled/gradient.cu.
 struct Factors {
   const Real *row_reference, *a, *u;   // [rows]
   const Real *column_reference, *v;    // [columns]
-  const i64* shared;
+  const i64* one_exponential;  // 1 if one exponential serves both directions
 };

@@ -44,8 +44,8 @@ struct Pair {
 template <class Self>  // gives each option a base of its own: two bases of one type would take memory
 struct Option {
   enum : bool {  // constants that need no memory
-    MASKS = false,    // some pairs are in neither softmax, and all others are in both
-    SPLITS = false,   // some pairs are in one softmax and not in the other
+    MASKS = false,    // each pair is in both softmaxes or in neither: `excluded` says in which
+    SPLITS = false,   // a pair may be in one softmax and not in the other: `in_row` and `in_column`
     SHIFTS = false,   // `exponent` may differ from x
     SPARSE = false,   // a row often has no pair in a tile
     COMPARES = false  // the product decides: x_ij and x_ji have to be the same number
@@ -63,7 +63,7 @@ struct Option {
   template <class To, class From, class Copy>
   __device__ __forceinline__ static void copy_columns(To&, const From&, Copy) {}
 
-  // Whether neither the softmax of the row nor that of the column has the pair.
+  // Whether neither softmax has the pair: neither that of the row nor that of the column.
   template <class Pair>
   __device__ __forceinline__ static bool excluded(Real, const Pair&) { return false; }
   // SPLITS: whether the softmax of the row, or of the column, has the pair.
@@ -224,12 +224,12 @@ struct All {
     (Each::copy_columns(to, from, copy), ...);
   }
 
-  // x becomes EXCLUDED if neither softmax has the pair.
+  // x becomes EXCLUDED if neither softmax has the pair. For kernels that then ask nothing more.
   template <class Pair>
   __device__ __forceinline__ static void exclude(Real& x, const Pair& p) {
     ((x = Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
-  // The same, for kernels that ask `in_row` and `in_column` before each use.
+  // The same, of options that have MASKS only. For kernels that ask `in_row` and `in_column` before each use.
   template <class Pair>
   __device__ __forceinline__ static void mask(Real& x, const Pair& p) {
     ((x = Each::MASKS && Each::excluded(x, p) ? EXCLUDED : x), ...);

@@ -30,7 +30,7 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
   const Matrix& out = KEYS ? f.dk : f.dq;
   const double* own_inverse = NORMALIZE ? (KEYS ? f.column_inverse : f.row_inverse) : nullptr;
   const i64 rows = KEYS ? f.n : f.m, others = KEYS ? f.m : f.n;
-  const Real* panel = f.x + f.m * f.n;
+  const Real* derivatives = f.x + f.m * f.n;
   const Place at = place();
   Real g[8][8] = {};
 
@@ -43,7 +43,7 @@ __device__ void gradient_tile(const Fused& f, i64 row0, i64 k0, Shared& shared) 
   Element z[SHARE];
   const auto fetch_step = [&](i64 o0) {
     const i64 i = (KEYS ? o0 : row0) + p_row, j = (KEYS ? row0 : o0) + p_column;
-    fetch<P_STEP>(p, panel + i * f.n + j, f.n, j < f.n ? at_most_tile(f.m - i) : 0);
+    fetch<P_STEP>(p, derivatives + i * f.n + j, f.n, j < f.n ? at_most_tile(f.m - i) : 0);
     fetch<Z_STEP>(z, address(other, o0 + z_row, k0 + z_column), other.row_stride,
                   k0 + z_column < f.d ? at_most_tile(others - o0 - z_row) : 0);
   };

@@ -41,9 +41,9 @@ __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool s
   for (int i = 0; i < 4; ++i) {
     const i64 size = arrays.bytes(i), whole = (size + 15) / 16 * 16;
     const i64 each = (size + gridDim.x * 16 - 1) / (gridDim.x * 16) * 16, first = blockIdx.x * each;
-    const i64 mine = first < size ? min(each, size - first) : 0;
-    if (send) copy(buffer + first, arrays.at(i) + first, mine);
-    else copy(arrays.at(i) + first, buffer + first, mine);
+    const i64 own = first < size ? min(each, size - first) : 0;
+    if (send) copy(buffer + first, arrays.at(i) + first, own);
+    else copy(arrays.at(i) + first, buffer + first, own);
     buffer += whole;
   }
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void share(const Arrays& arrays, char* buffer, bool s
 // one before, and so that of the one before that was taken there: two buffers suffice.
 extern "C" __global__ void __launch_bounds__(SWAP_THREADS)
 swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays received,
-     const __grid_constant__ Side other, const __grid_constant__ Side mine, u32* counters, i64 room) {
+     const __grid_constant__ Side other, const __grid_constant__ Side own, u32* counters, i64 room) {
   const u32 number = counters[blockIdx.x] + 1;
   const i64 turn = number % 2 * room;
   share(sent, other.buffers + turn, true);
@@ -60,9 +60,9 @@ swap(const __grid_constant__ Arrays sent, const __grid_constant__ Arrays receive
   __syncthreads();  // all threads have written, and read the counter
   if (threadIdx.x == 0) {
     store_release_system(other.arrived + blockIdx.x, number);
-    while ((int)(load_acquire_system(mine.arrived + blockIdx.x) - number) < 0) __nanosleep(20);
+    while ((int)(load_acquire_system(own.arrived + blockIdx.x) - number) < 0) __nanosleep(20);
     counters[blockIdx.x] = number;
   }
   __syncthreads();
-  share(received, mine.buffers + turn, false);
+  share(received, own.buffers + turn, false);
 }

@@ -11,4 +11,4 @@
 constexpr Real MAX_REFERENCED_SUM = (Real)0x1p64;   // of a thread's terms
 constexpr Real MIN_REFERENCED_SUM = (Real)0x1p-60;  // of all of a row's terms so far
 constexpr int SHARERS = 4;  // threads that share a row
-constexpr int ONLINE_PANEL_ROWS = 128;  // that are swept again together
+constexpr int ONLINE_TILE_ROWS = 128;  // that are swept again together

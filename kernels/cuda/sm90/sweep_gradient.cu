@@ -1,23 +1,23 @@
-// Gradient fold as a sweep (sweep/sweep.cuh): the gradient panel P = dL/dx that tiled/gradient.cu computes, from
+// Gradient fold as a sweep (sweep/sweep.cuh): the gradient block P = dL/dx that tiled/gradient.cu computes, from
 // the same factors, at the speed of the tensor cores.
 #include "sm90/sweep/gradient.cuh"
-#include "sm90/sweep/panel.cuh"
+#include "sm90/sweep/strip.cuh"
 
 struct Gradient : LogitGradient {
   struct WarpgroupShared {
-    GradientPanelStrip::Shared strips;
+    GradientStrip::Shared strips;
   };
 
-  GradientPanelStrip out;
+  GradientStrip out;
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](i64, float) {});
+    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [](i64, float) {});
     if (one_exponential) write<true>(x, t);
     else write<false>(x, t);
   }
   template <bool ONE>
   __device__ __forceinline__ void write(float (&x)[64], int t) {
-    const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
+    const int row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
     float4 v = load_slice(consumer.v, 0);
     SliceColumns columns(consumer.columns, 0, lane);
 #pragma unroll
@@ -31,23 +31,23 @@ struct Gradient : LogitGradient {
     }
   }
   __device__ __forceinline__ void end_tile(int) {}
-  __device__ __forceinline__ void end_panel(const Work&) { out.end(lane); }
+  __device__ __forceinline__ void end_query_tile(const Work&) { out.end(lane); }
 };
 
-// `wanted` [panels of ONLINE_PANEL_ROWS rows], or null: all are.
+// `wanted` [query tiles of ONLINE_TILE_ROWS rows], or null: all are.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
 #endif
 sweep_gradient(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                const __grid_constant__ Block block, i64 segments,
-               const __grid_constant__ Factors factors, const __grid_constant__ GradientPanel panel,
-               const __grid_constant__ TensorMap panel_map, const int* wanted) {
+               const __grid_constant__ Factors factors, const __grid_constant__ GradientBlock gradient_block,
+               const __grid_constant__ TensorMap gradient_map, const int* wanted) {
   SweepShared<Gradient>& shared = sweep_shared<Gradient>();
   const Lane lane;
   Gradient::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   Gradient gradient{{block, lane, shared.consumer[lane.consumer & 1], factors,
-                     (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.shared},
-                    GradientPanelStrip(panel_map, panel, group.strips, lane)};
+                     (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.one_exponential},
+                    GradientStrip(gradient_map, gradient_block, group.strips, lane)};
   sweep(shared, q, k, block, (int)segments, gradient, lane, wanted);
 }

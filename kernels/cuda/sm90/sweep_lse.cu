@@ -24,13 +24,13 @@
 //
 // MAXIMA: each row's reference exponent is its maximum in every tile, because maxima are wanted too.
 //
-// KEEP: the exponentials are kept in the memory of the gradient panel, with the reference exponent of each
-// strip and tile. The gradient fold then needs no products for them (kept_gradient.cu). They are rounded to
-// bfloat16. Where panels have two parts they are float32: the first part's words hold the even columns, the
-// second's the odd ones. Where a tile's logits lie too far apart for one reference exponent, its query
-// panel is marked: it will be computed anew.
+// CACHE: the exponentials are written to the memory of the gradient block, and beside it the reference exponent
+// of each strip and tile. The gradient fold then needs no products for them (cached_gradient.cu). They are rounded
+// to bfloat16. If gradient blocks have two parts, exponentials are float32: the first part's words hold the even
+// columns, the second's the odd ones. If a tile's logits lie too far apart for one reference exponent, its query
+// tile is marked: it will be computed anew.
 #include "sm90/sweep/columns.cuh"
-#include "sm90/sweep/panel.cuh"
+#include "sm90/sweep/strip.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 1
@@ -40,23 +40,23 @@
 #define MAXIMA 0
 #endif
 
-#ifndef KEEP
-#define KEEP 0
+#ifndef CACHE
+#define CACHE 0
 #endif
 
 #ifndef MAX_WRITTEN_TILES
 #define MAX_WRITTEN_TILES 1024  // bits of `written_tiles`: 32 a lane
 #endif
 
-// Rows of a kept tile have reference exponents this close to the strip's. What is lost of a row is below 2^-126
+// Rows of a cached tile have reference exponents this close to the strip's. What is lost of a row is below 2^-126
 // of the strip's exponent then, nothing beside its largest term.
-constexpr float MAX_KEPT_DISTANCE = 64;
+constexpr float MAX_CACHED_DISTANCE = 64;
 
 // Where the exponentials go, and what they are relative to.
-struct Kept {
+struct CachedExponentials {
   float* references;     // [strips of 16 rows, stride]: exponents, a tile each
   i64 stride;
-  int* anew;             // [panels of ONLINE_PANEL_ROWS rows]: 1 for those to be computed anew
+  int* anew;             // [query tiles of ONLINE_TILE_ROWS rows]: 1 for those to be computed anew
 };
 
 struct Lse {
@@ -65,8 +65,8 @@ struct Lse {
     Columns columns;
   };
   struct WarpgroupShared {
-#if KEEP
-    alignas(1024) GradientPanelStrip::Shared pieces;
+#if CACHE
+    alignas(1024) GradientStrip::Shared pieces;
 #endif
     StripSums<COLUMNS ? 4 : 1> strips;
   };
@@ -81,8 +81,8 @@ struct Lse {
   Partials column_partials;  // of this warpgroup, from this thread's column of tile 0 on
   u32* written_tiles;    // [blocks, 32]
   float c;
-  const Kept& kept;
-  const GradientPanelStrip* out;  // KEEP
+  const CachedExponentials& cached;
+  const GradientStrip* out;  // CACHE
   u32 met;  // bit i of lane l: tile 32 l + i has column pairs; all bits, if there are too many tiles
 
   Work work;
@@ -90,16 +90,16 @@ struct Lse {
   Partial row_sum[2];   // so far; four threads share a row's sum
   float reference;     // reference exponent of the strip
   bool steady;         // it is that of all rows' sums
-  Partial column_sum;   // of this thread's column, of all panels so far
+  Partial column_sum;   // of this thread's column, of all query tiles so far
   Partial strip_sum;    // of this thread's column, in the tile and this warp's strip (KEEPS_OWN_STRIP)
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
-    return lane.row_of(work.panel, h);
+    return lane.row_of(work.query_tile, h);
   }
 
-  __device__ __forceinline__ void begin_panel(const Work& w) {
+  __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
-    rows.load(b, w.panel, lane);
+    rows.load(b, w.query_tile, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_sum[h] = Partial::empty();
     steady = false;
@@ -114,7 +114,7 @@ struct Lse {
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](i64 pair, float value) {
+    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 pair, float value) {
       const double logit = b.scale.get() * LOG2_E * (double)value;
       positive[pair] = logit;
       // In a triangle the pair is met once, and its other row is this column
@@ -122,18 +122,18 @@ struct Lse {
     });
     bool good = true;
     if (MAXIMA || !sum_with_shared_reference(x, t)) {
-      if (KEEP) out->written(lane);
+      if (CACHE) out->written(lane);
       good = sum_with_own_references(x, t);
     }
-    if (!KEEP) return;
+    if (!CACHE) return;
     if (lane.lane == 0 && first_row() < b.q.rows) {
-      if (good) kept.references[first_row() / 16 * kept.stride + t] = reference;
-      else kept.anew[first_row() / ONLINE_PANEL_ROWS] = 1;
+      if (good) cached.references[first_row() / 16 * cached.stride + t] = reference;
+      else cached.anew[first_row() / ONLINE_TILE_ROWS] = 1;
     }
   }
 
   __device__ __forceinline__ int first_row() const {  // of this warp's strip
-    return work.panel * PANEL_ROWS + lane.row() - lane.g;
+    return work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
   }
 
   // This thread's column of a tile: of the warp's 32, the one whose sums `join_columns` leaves to it.
@@ -213,21 +213,21 @@ struct Lse {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       row_sum[h].add(tile_sums[h]);
-      good = good && (own[h] == LOW || own[h] >= top - MAX_KEPT_DISTANCE);
+      good = good && (own[h] == LOW || own[h] >= top - MAX_CACHED_DISTANCE);
     }
     steady = false;
     if (fabsf(top) < (float)INFINITY_) reference = top;
     return __all_sync(ALL_LANES, good && reference == top);
   }
 
-  // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN. KEEP
+  // Rows' and columns' sums; false if one of the latter is too small, which is put right if OWN. CACHE
   // stores the exponentials, in pieces, so that each is on its way while the next is computed.
   template <bool OWN>
   __device__ __forceinline__ bool sums(const float (&x)[64], int t, const float (&shift)[2],
                                        const float* weight, float top, Partial (&tile_sums)[2]) {
     bool good = true, small[SLICES / 2];
     const TileColumns tile_columns{x, rows, consumer.columns, lane, c};
-#if KEEP
+#if CACHE
     u32 words[PIECE / 4 * PARTS];
 #endif
     SliceColumns columns(consumer.columns, 0, lane);
@@ -255,22 +255,22 @@ struct Lse {
           const float w0 = OWN ? column0 * weight[0] : column0, w1 = OWN ? column1 * weight[1] : column1;
           moments[k] = fmaf(w0, x[i], w1 * x[i + 2]);
         }
-#if KEEP
-        const float kept0 = OWN ? e0 * weight[0] : e0, kept1 = OWN ? e1 * weight[1] : e1;
+#if CACHE
+        const float cached0 = OWN ? e0 * weight[0] : e0, cached1 = OWN ? e1 * weight[1] : e1;
         u32 *word = words + i % (PIECE / 2) / 2 * PARTS, *below = word + PARTS;  // 8 rows below
         if (PARTS == 2) {
-          word[k % 2] = __float_as_uint(kept0);
-          below[k % 2] = __float_as_uint(kept1);
+          word[k % 2] = __float_as_uint(cached0);
+          below[k % 2] = __float_as_uint(cached1);
         } else if (k % 2 == 0) {
-          *word = __float_as_uint(kept0);
-          *below = __float_as_uint(kept1);
+          *word = __float_as_uint(cached0);
+          *below = __float_as_uint(cached1);
         } else {
-          *word = to_bf16x2(__uint_as_float(*word), kept0);
-          *below = to_bf16x2(__uint_as_float(*below), kept1);
+          *word = to_bf16x2(__uint_as_float(*word), cached0);
+          *below = to_bf16x2(__uint_as_float(*below), cached1);
         }
 #endif
       }
-#if KEEP
+#if CACHE
       if (32 * (s + 1) % PIECE == 0)
         out->store_piece(words, first_row(), t * TILE_COLUMNS + 32 * (s + 1) - PIECE, lane);
 #endif
@@ -286,7 +286,7 @@ struct Lse {
         small[s] = slice_sums.sum < MIN_EXACT_SUM;
       } else {
         // A column beyond the matrix has no terms to lose
-        const bool beyond = KEEP && t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) >= (int)b.k.rows;
+        const bool beyond = CACHE && t * TILE_COLUMNS + 32 * (s - lane.warp) + column(lane) >= (int)b.k.rows;
         if (slice_sums.sum < MIN_EXACT_SUM && !beyond) good = false;
         if (OWN && __any_sync(ALL_LANES, slice_sums.sum < MIN_EXACT_SUM)) slice_sums = tile_columns.own_sums(s);
       }
@@ -303,7 +303,7 @@ struct Lse {
       return;
     }
     // A tile on the diagonal of a triangle holds both (i, j) and (j, i)
-    if (inside(t) && !(b.triangle && t / TILES == work.panel)) {
+    if (inside(t) && !(b.triangle && t / TILES == work.query_tile)) {
       Partial strip[4];
       bool same = true;
 #pragma unroll
@@ -325,8 +325,8 @@ struct Lse {
     }
   }
 
-  __device__ __forceinline__ void end_panel(const Work& w) {
-    if (KEEP) out->end(lane);
+  __device__ __forceinline__ void end_query_tile(const Work& w) {
+    if (CACHE) out->end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       Partial all = row_sum[h];
@@ -348,7 +348,7 @@ struct Lse {
     }
     if (!COLUMNS) return;
     // Of a triangle's tiles on the diagonal, rows' sums are all
-    const int tiles = (int)b.column_tiles, first = w.first + (b.triangle && w.first == w.panel);
+    const int tiles = (int)b.column_tiles, first = w.first + (b.triangle && w.first == w.query_tile);
     mark(first, min(w.last, tiles));
     mark(max(first - tiles, 0), w.last - tiles);
   }
@@ -360,7 +360,7 @@ struct Lse {
       for (int t = 0; inside(t); ++t) column_partials.set(t * TILE_COLUMNS, Partial::empty());
   }
 
-  // After the last panel.
+  // After the last query tile.
   __device__ __forceinline__ void end() {
     if (lane.warpgroup == 0 && lane.warp == 0) written_tiles[blockIdx.x * 32 + lane.lane] = met;
   }
@@ -368,7 +368,7 @@ struct Lse {
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]; column_pairs
 // [STRIPS blocks, column_stride], of which a block's `written_tiles` [32] tell where they are: bit i of number
-// l for tile 32 l + i, or all. KEEP: `kept`, and the panel of exponentials. MOMENTS: row_moments and
+// l for tile 32 l + i, or all. CACHE: `cached`, and the exponentials in `gradient_block`. MOMENTS: row_moments and
 // column_moments, like the pairs; of raw products.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
@@ -377,21 +377,21 @@ __cluster_dims__(BLOCKS, 1, 1)
 sweep_lse(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
           const __grid_constant__ Block block, i64 segments, double* positive, float2* row_pairs,
           i64 row_stride, float2* column_pairs, i64 column_stride, u32* written_tiles,
-          const __grid_constant__ Kept kept, const __grid_constant__ GradientPanel panel,
-          const __grid_constant__ TensorMap panel_map, float* row_moments, float* column_moments) {
+          const __grid_constant__ CachedExponentials cached, const __grid_constant__ GradientBlock gradient_block,
+          const __grid_constant__ TensorMap gradient_map, float* row_moments, float* column_moments) {
   SweepShared<Lse>& shared = sweep_shared<Lse>();
   const Lane lane;
   Lse::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
-  const GradientPanelStrip* out = nullptr;
-#if KEEP
-  const GradientPanelStrip strip(panel_map, panel, group.pieces, lane);
+  const GradientStrip* out = nullptr;
+#if CACHE
+  const GradientStrip strip(gradient_map, gradient_block, group.pieces, lane);
   out = &strip;
 #endif
   const i64 first = (STRIPS * (i64)blockIdx.x + lane.strip()) * column_stride + Lse::column(lane);
   Lse lse{block, lane, shared.consumer[lane.consumer & 1], group, positive,
           Partials{row_pairs, row_moments}, row_stride,
           Partials{column_pairs, column_moments}.from(first), written_tiles,
-          (float)logit_factor(block.scale.get() * LOG2_E), kept, out};
+          (float)logit_factor(block.scale.get() * LOG2_E), cached, out};
   if (COLUMNS && block.column_tiles * TILES > MAX_WRITTEN_TILES) lse.begin();
   sweep(shared, q, k, block, (int)segments, lse, lane);
   if (COLUMNS && lane.warpgroup < WARPGROUPS) lse.end();

@@ -16,14 +16,14 @@ struct Narrow : LogitGradient {
   u32 p[SLICES][4];      // of this consumer's last tile, as products take it
   float sum[WIDTH / 2];  // of its tiles so far
 
-  __device__ __forceinline__ void begin_panel(const Work& w) {
-    LogitGradient::begin_panel(w);
+  __device__ __forceinline__ void begin_query_tile(const Work& w) {
+    LogitGradient::begin_query_tile(w);
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; ++i) sum[i] = 0;
   }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [](i64, float) {});
+    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [](i64, float) {});
     if (one_exponential) round<true>(x, t);
     else round<false>(x, t);
   }
@@ -60,18 +60,18 @@ struct Narrow : LogitGradient {
 
   __device__ __forceinline__ void end_tile(int) {}
 
-  // Consumer 0 writes, then consumer 1 adds. Consumer 1 waits at PANEL_WRITTEN until consumer 0 has
-  // written; consumer 0 arrives there without waiting. Each uses the barrier once a panel, and they
-  // meet at NEW_PANEL before its next use, so no arrival counts for another panel. Warps converge
+  // Consumer 0 writes, then consumer 1 adds. Consumer 1 waits at GRADIENT_WRITTEN until consumer 0 has
+  // written; consumer 0 arrives there without waiting. Each uses the barrier once a query tile, and they
+  // meet at NEW_QUERY_TILE before its next use, so no arrival counts for another query tile. Warps converge
   // first: bar.sync and bar.arrive count all threads of a warp at once, and lanes diverge before them.
-  __device__ __forceinline__ void end_panel(const Work& w) {
+  __device__ __forceinline__ void end_query_tile(const Work& w) {
     fence_accumulators(sum);
     __syncwarp();
-    if (lane.consumer == 1) named_barrier_sync(PANEL_WRITTEN, 128 * WARPGROUPS);
+    if (lane.consumer == 1) named_barrier_sync(GRADIENT_WRITTEN, 128 * WARPGROUPS);
     const bool there = add || lane.consumer == 1;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(w.panel, h);
+      const i64 row = lane.row_of(w.query_tile, h);
       if (row >= b.q.rows) continue;
       float* to = out + row * stride;
 #pragma unroll
@@ -83,7 +83,7 @@ struct Narrow : LogitGradient {
         }
     }
     __syncwarp();
-    if (lane.consumer == 0) named_barrier_arrive(PANEL_WRITTEN, 128 * WARPGROUPS);
+    if (lane.consumer == 0) named_barrier_arrive(GRADIENT_WRITTEN, 128 * WARPGROUPS);
   }
 };
 
@@ -95,7 +95,7 @@ sweep_narrow(const __grid_constant__ TensorMap q, const __grid_constant__ Tensor
   SweepShared<Narrow>& shared = sweep_shared<Narrow>();
   const Lane lane;
   Narrow narrow{{block, lane, shared.consumer[lane.consumer & 1], factors,
-                 (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.shared},
+                 (float)(block.scale.get() * LOG2_E), !COLUMNS || *factors.one_exponential},
                 out, stride, (int)columns, add != 0};
   sweep(shared, q, k, block, (int)segments, narrow, lane);
 }

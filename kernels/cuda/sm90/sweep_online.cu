@@ -1,19 +1,19 @@
-// One-sided losses in one pass, as a sweep (sweep/sweep.cuh): the gradient panel e_ij = 2^(c x_ij - r_i), and
+// One-sided losses in one pass, as a sweep (sweep/sweep.cuh): the gradient block e_ij = 2^(c x_ij - r_i), and
 // the sum of each of its rows. dQ takes nothing but E K, in float32, and one factor u_i for each row, which
 // follows from the log-sum-exps that are known at the end. Then dK takes E' (u Q).
 //
 // Reference exponents r_i are given (reference_exponents.cuh), so there is no maximum to find. A sum
-// outside its bounds tells that r_i does not serve. From that tile on, the tiles of the query panel are
+// outside its bounds tells that r_i does not serve. From that tile on, the tiles of the query tile are
 // searched for the largest product of each row. The caller sets new reference exponents from them, and
-// such panels (`wanted`) are swept once more. The largest product of all may lie in an earlier tile, where
+// such query tiles (`wanted`) are swept once more. The largest product of all may lie in an earlier tile, where
 // the sum was within its bounds still. That tile is within the bounds of the new r_i, too.
 //
 // MOMENTS: sums of e_ij x_ij beside those of e_ij.
 #include "sm90/reference_exponents.cuh"
 #include "sm90/sweep/logits.cuh"
-#include "sm90/sweep/panel.cuh"
+#include "sm90/sweep/strip.cuh"
 
-static_assert(PANEL_ROWS % ONLINE_PANEL_ROWS == 0, "check_references tells which panels are wanted");
+static_assert(QUERY_TILE_ROWS % ONLINE_TILE_ROWS == 0, "check_references tells which query tiles are wanted");
 
 struct Online {
   static constexpr bool SUMS = false, PUBLISHES = false;
@@ -21,7 +21,7 @@ struct Online {
     Columns columns;
   };
   struct WarpgroupShared {
-    GradientPanelStrip::Shared strips;
+    GradientStrip::Shared strips;
   };
 
   const Block& b;
@@ -33,7 +33,7 @@ struct Online {
   float2* row_pairs;  // [slots, row_stride]
   i64 row_stride;
   float* row_moments;  // like the pairs (MOMENTS)
-  GradientPanelStrip out;
+  GradientStrip out;
   double scale;
   float c;
 
@@ -43,12 +43,12 @@ struct Online {
   float sum[2], high[2], moment[2];  // so far; this thread's, of four that share a row
 
   __device__ __forceinline__ i64 row(int h) const {  // of this thread's two
-    return lane.row_of(work.panel, h);
+    return lane.row_of(work.query_tile, h);
   }
 
-  __device__ __forceinline__ void begin_panel(const Work& w) {
+  __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
-    rows.load(b, w.panel, lane);
+    rows.load(b, w.query_tile, lane);
     least = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -65,10 +65,10 @@ struct Online {
   __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](i64 pair, float value) {
+    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 pair, float value) {
       positive[pair] = scale * (double)value;
     });
-    const int first_row = work.panel * PANEL_ROWS + lane.row() - lane.g;
+    const int first_row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
     float e[64], tile_sum[2] = {0, 0};
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
@@ -95,7 +95,7 @@ struct Online {
 
   __device__ __forceinline__ void end_tile(int) {}
 
-  __device__ __forceinline__ void end_panel(const Work& w) {
+  __device__ __forceinline__ void end_query_tile(const Work& w) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -115,7 +115,7 @@ struct Online {
 };
 
 // positive [rows], base-2 logits; row_pairs [ROW_SLOTS segments, row_stride]: (largest product, where
-// it was looked for; sum), and row_moments like them (MOMENTS). `wanted` [panels], or null: all are.
+// it was looked for; sum), and row_moments like them (MOMENTS). `wanted` [query tiles], or null: all are.
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS, 1)
 #if WIDE
 __cluster_dims__(BLOCKS, 1, 1)
@@ -123,14 +123,15 @@ __cluster_dims__(BLOCKS, 1, 1)
 sweep_online(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
              const __grid_constant__ Block block, i64 segments, const float* references,
              const double* before, double* positive, float2* row_pairs, i64 row_stride,
-             const int* wanted, const __grid_constant__ GradientPanel panel,
-             const __grid_constant__ TensorMap panel_map, float* row_moments) {
+             const int* wanted, const __grid_constant__ GradientBlock gradient_block,
+             const __grid_constant__ TensorMap gradient_map, float* row_moments) {
   SweepShared<Online>& shared = sweep_shared<Online>();
   const Lane lane;
   Online::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   const double scale = block.scale.get() * LOG2_E;
   Online online{block, lane, shared.consumer[lane.consumer & 1], references, before, positive,
-                row_pairs, row_stride, row_moments, GradientPanelStrip(panel_map, panel, group.strips, lane), scale,
+                row_pairs, row_stride, row_moments, GradientStrip(gradient_map, gradient_block, group.strips, lane),
+                scale,
                 (float)scale};
   sweep(shared, q, k, block, (int)segments, online, lane, wanted);
 }

@@ -1,10 +1,10 @@
 // Pairwise sigmoid as a sweep (sweep/sweep.cuh): what tiled/sigmoid.cu computes, at the speed of the tensor
 // cores.
 #include "sm90/sweep/logits.cuh"
-#include "sm90/sweep/panel.cuh"
+#include "sm90/sweep/strip.cuh"
 
-#ifndef PANEL
-#define PANEL 1
+#ifndef GRADIENT
+#define GRADIENT 1
 #endif
 
 // Most tiles have no logit near 0. Where all base-2 logits z of a tile are below CALM, series in e = 2^z up
@@ -27,7 +27,7 @@ struct SigmoidLoss {
     Columns columns;
   };
   struct WarpgroupShared {
-    GradientPanelStrip::Shared strips;
+    GradientStrip::Shared strips;
   };
 
   const Block& b;
@@ -38,22 +38,22 @@ struct SigmoidLoss {
   float2* row_sums;    // (loss, sum of P)
   float* row_moments;  // sums of P x (MOMENTS)
   i64 row_stride;
-  GradientPanelStrip out;
+  GradientStrip out;
   double scale;
   float c, bias;  // in base 2
 
   Work work;
   Rows rows;
   float a[2];
-  RowSums sums[2];  // of the panel so far; this thread's columns
+  RowSums sums[2];  // of the query tile so far; this thread's columns
   RowSums tile_sums[2];
 
-  __device__ __forceinline__ void begin_panel(const Work& w) {
+  __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
-    rows.load(b, w.panel, lane);
+    rows.load(b, w.query_tile, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(w.panel, h);
+      const i64 row = lane.row_of(w.query_tile, h);
       a[h] = row < b.q.rows ? row_factor[row] : 0;
       sums[h] = RowSums{};
     }
@@ -62,7 +62,7 @@ struct SigmoidLoss {
   __device__ __forceinline__ void publish(int t) { consumer.columns.publish(b, t, lane); }
 
   __device__ __forceinline__ void tile(float (&x)[64], int t) {
-    prepare(x, rows, consumer.columns, b, work.panel, t, lane, [&](i64 pair, float value) {
+    prepare(x, rows, consumer.columns, b, work.query_tile, t, lane, [&](i64 pair, float value) {
       positive[pair] = scale * (double)value;
     });
 #pragma unroll
@@ -78,7 +78,7 @@ struct SigmoidLoss {
 
   template <int RANGE>
   __device__ __forceinline__ void slices(float (&x)[64], int t) {
-    const int row = work.panel * PANEL_ROWS + lane.row() - lane.g;
+    const int row = work.query_tile * QUERY_TILE_ROWS + lane.row() - lane.g;
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
@@ -115,7 +115,7 @@ struct SigmoidLoss {
         x[i] *= rows.factor[h] * consumer.columns.factor[column_of(i, lane)];
 #endif
       }
-      if (PANEL) out.store(x, s, row, t * TILE_COLUMNS, b, lane);
+      if (GRADIENT) out.store(x, s, row, t * TILE_COLUMNS, b, lane);
     }
   }
 
@@ -127,8 +127,8 @@ struct SigmoidLoss {
     }
   }
 
-  __device__ __forceinline__ void end_panel(const Work& w) {
-    if (PANEL) out.end(lane);
+  __device__ __forceinline__ void end_query_tile(const Work& w) {
+    if (GRADIENT) out.end(lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -137,7 +137,7 @@ struct SigmoidLoss {
         sums[h].gradient += __shfl_xor_sync(ALL_LANES, sums[h].gradient, lanes);
         if (MOMENTS) sums[h].moment += __shfl_xor_sync(ALL_LANES, sums[h].moment, lanes);
       }
-      const i64 row = lane.row_of(w.panel, h);
+      const i64 row = lane.row_of(w.query_tile, h);
       const i64 at = (ROW_SLOTS * w.segment + lane.slot()) * row_stride + row;
       if (lane.t == 0 && row < b.q.rows) {
         row_sums[at] = make_float2(sums[h].loss, sums[h].gradient);
@@ -155,14 +155,14 @@ __cluster_dims__(BLOCKS, 1, 1)
 sweep_sigmoid(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
               const __grid_constant__ Block block, i64 segments,
               const __grid_constant__ Scalar bias, const float* row_factor, double* positive,
-              float2* row_sums, i64 row_stride, const __grid_constant__ GradientPanel panel,
-              const __grid_constant__ TensorMap panel_map, float* row_moments) {
+              float2* row_sums, i64 row_stride, const __grid_constant__ GradientBlock gradient_block,
+              const __grid_constant__ TensorMap gradient_map, float* row_moments) {
   SweepShared<SigmoidLoss>& shared = sweep_shared<SigmoidLoss>();
   const Lane lane;
   const double scale = block.scale.get();
   SigmoidLoss::WarpgroupShared& group = shared.group[lane.warpgroup % WARPGROUPS];
   SigmoidLoss loss{block, lane, shared.consumer[lane.consumer & 1], row_factor, positive, row_sums,
-                   row_moments, row_stride, GradientPanelStrip(panel_map, panel, group.strips, lane),
+                   row_moments, row_stride, GradientStrip(gradient_map, gradient_block, group.strips, lane),
                    scale, (float)logit_factor(scale * LOG2_E), (float)(bias.get() * LOG2_E)};
   sweep(shared, q, k, block, (int)segments, loss, lane);
 }

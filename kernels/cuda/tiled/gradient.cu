@@ -1,4 +1,4 @@
-// Gradient fold: a panel of P = dL/dx, which plain matrix products turn into dQ and dK.
+// Gradient fold: the gradient block P = dL/dx, which plain matrix products turn into dQ and dK.
 //
 // With c = scale log2 e, x = q . k, R and C the log-sum-exps in base 2 of rows and columns:
 //
@@ -8,7 +8,7 @@
 // in units of a power of two that fits the element type. R_i is rounded, as is c, and what the rounding
 // leaves is in the factors:
 //
-//     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `shared`: one exponential
+//     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `one_exponential` for both
 //     P_ij = e a_i + 2^(c x_ij - C_j) v_j                     whatever the range of R and C
 //
 // Options (block/options.cuh) may put another exponent in the place of x, and leave out the term of a row or of a
@@ -80,13 +80,13 @@ __device__ __forceinline__ void differentiate(Products& x, const FactorsShared& 
 
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 gradient(const __grid_constant__ Block block, const __grid_constant__ Factors factors,
-         const __grid_constant__ GradientPanel panel) {
+         const __grid_constant__ GradientBlock gradient_block) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   __shared__ FactorsShared f;
   const Position p;
   const Real c = (Real)(block.scale.get() * LOG2_E);
-  const bool one_exponential = !COLUMNS || *factors.shared;
+  const bool one_exponential = !COLUMNS || *factors.one_exponential;
   Pipeline pipeline(block, stages);
   for (Tile tile = find_tile(block, blockIdx.x); tile.exists; tile = next_tile(block, tile)) {
     prepare(shared, block, tile);
@@ -95,11 +95,12 @@ gradient(const __grid_constant__ Block block, const __grid_constant__ Factors fa
     tile_product(x, pipeline, p);
     apply_factors(x, shared, p);
     exclude(x, shared, block, tile, p);
-    // Else the compiler reads the numbers of rows and columns once for all below, and is short of registers
+    // Without this barrier the compiler reads all row and column numbers of the tile from shared memory at once,
+    // before the code below, and is short of registers
     if (Options::SPARSE) __syncwarp();
     differentiate(x, f, shared, c, one_exponential, p);
     at_positives(x, shared, block, tile, p, 0, [](i64, Real) {});
     apply_factors(x, shared, p);
-    store_gradient_panel(x, panel, block, tile, p);
+    store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

@@ -1,4 +1,4 @@
-// Pairwise sigmoid: loss and panel of dL/dx in one pass; there is no log-sum-exp to wait for.
+// Pairwise sigmoid: loss and gradient block in one pass; there is no log-sum-exp to wait for.
 //
 // With z_ij = scale q_i . k_j + bias and t_ij = 1 at positives, -1 elsewhere:
 //
@@ -6,13 +6,13 @@
 //     P_ij    = -t_ij a_i sigmoid(-t_ij z_ij)
 //
 // A tile yields (loss, sum of P) for each of its rows, and with MOMENTS the sum of P x, over the negatives. Another kernel adds them in a
-// fixed order. With PANEL, P is written for the matrix products that make dQ and dK of it. Positives'
+// fixed order. With GRADIENT, P is written for the matrix products that make dQ and dK of it. Positives'
 // logits are recorded. What follows from them is computed in float64 for each row, and added in full
 // precision when sums and products are complete.
 #include "tiled/tile.cuh"
 
-#ifndef PANEL
-#define PANEL 1
+#ifndef GRADIENT
+#define GRADIENT 1
 #endif
 
 struct SigmoidShared {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void differentiate(Products& x, SigmoidShared& s, Rea
 extern "C" __global__ void __launch_bounds__(TILED_THREADS, MIN_BLOCKS)
 sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias,
         const Real* row_factor, double* positive, Real2* row_sums, i64 row_stride,
-        const __grid_constant__ GradientPanel panel, Real* row_moments) {
+        const __grid_constant__ GradientBlock gradient_block, Real* row_moments) {
   extern __shared__ __align__(128) char stages[];
   __shared__ TileShared shared;
   __shared__ SigmoidShared s;
@@ -88,8 +88,8 @@ sigmoid(const __grid_constant__ Block block, const __grid_constant__ Scalar bias
       row_moments[at] = moment;
 #endif
     }
-    if (!PANEL) continue;
+    if (!GRADIENT) continue;
     apply_factors(x, shared, p);
-    store_gradient_panel(x, panel, block, tile, p);
+    store_gradient_block(x, gradient_block, block, tile, p);
   }
 }

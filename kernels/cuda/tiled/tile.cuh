@@ -1,5 +1,5 @@
-// The epilogues' view of a tile of logits: the numbers of its rows and columns, the pairs that do not
-// count, and how a panel of dL/dx is written.
+// The epilogues' view of a tile of logits: the numbers of its rows and columns, the pairs that neither softmax
+// has, and how a gradient block is written.
 #pragma once
 #include "tiled/product.cuh"
 
@@ -48,12 +48,12 @@ __device__ __forceinline__ void apply_factors(Products& x, const TileShared& s, 
 #pragma unroll
     for (int j = 0; j < LANE_N; ++j)
       if (Options::COMPARES) x[i][j] *= s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
-      // one by one: products of factors would be kept, in as many registers as x
+      // In two multiplications: of products of both factors, the compiler would hold a register for each x
       else x[i][j] = x[i][j] * s.row_factor[p.row(i)] * s.column_factor[p.column(j)];
 }
 
-// Hand each positive's product of the tile to `take(number of the pair in b.positives, x)`, and put
-// `instead` in its place.
+// For each positive in the tile: call `take` with the pair's number in b.positives and its product, and replace
+// the product by `instead`.
 template <typename Take>
 __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, const Block& b,
                                              const Tile& t, const Position& p, Real instead,
@@ -88,8 +88,8 @@ __device__ __forceinline__ void at_positives(Products& x, const TileShared& s, c
   }
 }
 
-// Products that are in neither softmax become EXCLUDED: padding, i = j where symmetric, and pairs that options
-// leave out. They enter no maximum and no sum.
+// Products of pairs that neither softmax has become EXCLUDED, which enters no maximum and no sum: padding, i = j
+// if symmetric, and pairs that options exclude.
 __device__ __forceinline__ void exclude(Products& x, const TileShared& s, const Block& b,
                                         const Tile& t, const Position& p) {
   const int rows = (int)min((i64)BLOCK_M, b.q.rows - t.row);
@@ -129,7 +129,7 @@ __device__ __forceinline__ Real column_sum(Real x) {
   return x + __shfl_xor_sync(ALL_LANES, x, 16);
 }
 
-// --- panels of dL/dx --------------------------------------------------------------------------------------
+// --- gradient blocks --------------------------------------------------------------------------------------
 
 #if PRECISION >= BF16X3
 // One row's elements of this lane, in 8-byte pieces that fill 32-byte sectors: of two column groups,
@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_words(Element* row, const u32 (&w)[LANE_N 
 #endif
 
 // Write the tile; `x` is ruined.
-__device__ __forceinline__ void store_gradient_panel(Products& x, const GradientPanel& out,
+__device__ __forceinline__ void store_gradient_block(Products& x, const GradientBlock& out,
                                                      const Block& b, const Tile& t,
                                                      const Position& p) {
   // padding up to the stride, or to the next part, may be written

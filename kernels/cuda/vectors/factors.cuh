@@ -1,12 +1,12 @@
-// Factors of the gradient: numbers a row and a column, from which the panels of dL/dx are computed.
+// Factors of the gradient: numbers a row and a column, from which gradient blocks are computed.
 #pragma once
 #include "common.cuh"
 
 // What follows from the ranges of the factors.
 struct Ranges {
-  double unit;    // of P in the gradient panels
+  double unit;    // of P in the gradient blocks
   double middle;  // of the log-sum-exps
-  i64 shared;     // one exponential serves both directions
+  i64 one_exponential;  // 1 if one exponential serves both directions
 };
 
 struct FactorSources {
@@ -65,7 +65,7 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
   const bool usable = bound > 1e-300 && bound < INFINITY_;
   out->unit = usable ? bound / largest_element : 1.0;
   out->middle = 0.5 * (parts[0][0] + parts[2][0]);
-  out->shared = f.column_reference && parts[0][0] - parts[2][0] < SPREAD && parts[0][0] - parts[1][0] < 80;
+  out->one_exponential = f.column_reference && parts[0][0] - parts[2][0] < SPREAD && parts[0][0] - parts[1][0] < 80;
 }
 
 struct FactorTargets {
@@ -91,13 +91,13 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
     const double rest = reference(f.row_reference[i], c, h);
     out.row_reference[i] = h;
     out.a[i] = (Real)(f.row_factor[i] * exp2(rest - f.row_reference[i]) * per_unit);
-    if (f.column_reference) out.u[i] = ranges->shared ? (Real)exp2(rest - ranges->middle) : 0;
+    if (f.column_reference) out.u[i] = ranges->one_exponential ? (Real)exp2(rest - ranges->middle) : 0;
   }
   if (f.column_reference && i < n) {
     Real h;
     const double lse = f.column_reference[i], rest = reference(lse, c, h);
     out.column_reference[i] = h;
-    out.v[i] = (Real)(f.column_factor[i] * exp2((ranges->shared ? ranges->middle : rest) - lse) * per_unit);
+    out.v[i] = (Real)(f.column_factor[i] * exp2((ranges->one_exponential ? ranges->middle : rest) - lse) * per_unit);
   }
 }
 
@@ -127,5 +127,5 @@ check_spread(const double* row_reference, const double* column_reference, i64 m,
   const auto smaller = [](double a, double b) { return fmin(a, b); };
   high = block_reduce<RANGE_THREADS>(high, column_memory, larger);
   low = block_reduce<RANGE_THREADS>(low, row_memory, smaller);
-  if (threadIdx.x == 0 && !(high - low < SPREAD)) out->shared = 0;
+  if (threadIdx.x == 0 && !(high - low < SPREAD)) out->one_exponential = 0;
 }

@@ -3,8 +3,8 @@
 #include "sm90/reference_exponents.cuh"
 #include "vectors/sums.cuh"
 
-constexpr int PANEL_ROW_THREADS = 4;  // threads that share a row
-constexpr int PANEL_THREADS = PANEL_ROW_THREADS * ONLINE_PANEL_ROWS;
+constexpr int ONLINE_ROW_THREADS = 4;  // threads that share a row
+constexpr int ONLINE_THREADS = ONLINE_ROW_THREADS * ONLINE_TILE_ROWS;
 
 // The sums over a row's slots.
 struct SlotSums {
@@ -20,15 +20,15 @@ struct SlotSums {
 };
 
 // All threads of a block add the slots of each row of a query tile, in a fixed order. The first
-// ONLINE_PANEL_ROWS threads return the results, a row each.
+// ONLINE_TILE_ROWS threads return the results, a row each.
 __device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* moments, i64 slots, i64 n) {
-  __shared__ SlotSums parts[PANEL_ROW_THREADS][ONLINE_PANEL_ROWS];
-  const int row = threadIdx.x % ONLINE_PANEL_ROWS, part = threadIdx.x / ONLINE_PANEL_ROWS;
-  const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + row;
+  __shared__ SlotSums parts[ONLINE_ROW_THREADS][ONLINE_TILE_ROWS];
+  const int row = threadIdx.x % ONLINE_TILE_ROWS, part = threadIdx.x / ONLINE_TILE_ROWS;
+  const i64 i = blockIdx.x * (i64)ONLINE_TILE_ROWS + row;
   SlotSums all = {0, 0, (Real)-INFINITY_, 0};
   if (i < n)
 #pragma unroll 4
-    for (i64 s = part; s < slots; s += PANEL_ROW_THREADS) {
+    for (i64 s = part; s < slots; s += ONLINE_ROW_THREADS) {
       const Real2 pair = pairs[s * n + i];
       const double moment = moments ? (double)moments[s * n + i] : 0;
       all.add(SlotSums{(double)pair.y, moment, pair.x, pair.y});
@@ -37,34 +37,34 @@ __device__ __forceinline__ SlotSums add_slots(const Real2* pairs, const Real* mo
   __syncthreads();  // the writes of parts[] come before the reads below
   if (part == 0)
 #pragma unroll
-    for (int p = 1; p < PANEL_ROW_THREADS; ++p) all.add(parts[p][row]);
+    for (int p = 1; p < ONLINE_ROW_THREADS; ++p) all.add(parts[p][row]);
   return all;
 }
 
-// A block checks the reference exponents of a query panel. If the sums of all rows are within the bounds, the
+// A block checks the reference exponents of a query tile. If the sums of all rows are within the bounds, the
 // kernel adds the slots to the sums (and to the moments, unless they are null). Otherwise it sets `wanted`: the
-// panel is swept once more. Rows outside the bounds get new reference exponents. Their sums so far, and their
+// query tile is swept once more. Rows outside the bounds get new reference exponents. Their sums so far, and their
 // gradients so far in `acc` [n, acc_stride] (null: none), are scaled to the new reference exponents.
-extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
+extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
               const __grid_constant__ Scale scale, Real* reference, double* sum, double* moment,
               Real* acc, i64 acc_stride, i64 d, int* wanted) {
-  __shared__ Real factor[ONLINE_PANEL_ROWS];
-  const i64 first = blockIdx.x * (i64)ONLINE_PANEL_ROWS, i = first + threadIdx.x;
+  __shared__ Real factor[ONLINE_TILE_ROWS];
+  const i64 first = blockIdx.x * (i64)ONLINE_TILE_ROWS, i = first + threadIdx.x;
   const SlotSums f = add_slots(pairs, moments, slots, n);
-  const bool mine = threadIdx.x < ONLINE_PANEL_ROWS && i < n;
+  const bool has_row = threadIdx.x < ONLINE_TILE_ROWS && i < n;
   bool outside = false;
-  if (mine)
+  if (has_row)
     outside = f.most > SHARERS * MAX_REFERENCED_SUM ||
               (sum[i] + f.sum < MIN_REFERENCED_SUM && f.high > (Real)-INFINITY_);
   const bool again = __syncthreads_or(outside);
   if (threadIdx.x == 0) wanted[blockIdx.x] = again;
   if (!again) {
-    if (mine) sum[i] += f.sum;
-    if (mine && moment) moment[i] += f.moment;
+    if (has_row) sum[i] += f.sum;
+    if (has_row && moment) moment[i] += f.moment;
     return;
   }
-  if (threadIdx.x < ONLINE_PANEL_ROWS) factor[threadIdx.x] = 1;
+  if (threadIdx.x < ONLINE_TILE_ROWS) factor[threadIdx.x] = 1;
   if (outside) {
     const Real now = (Real)(scale.get() * LOG2_E) * f.high;
     if (sum[i] > 0) {
@@ -77,20 +77,20 @@ check_references(const Real2* pairs, const Real* moments, i64 slots, i64 n,
   }
   if (!acc) return;
   __syncthreads();  // the writes of factor[] come before the reads below
-  for (int row = threadIdx.x / 32; row < ONLINE_PANEL_ROWS; row += PANEL_THREADS / 32)
+  for (int row = threadIdx.x / 32; row < ONLINE_TILE_ROWS; row += ONLINE_THREADS / 32)
     if (factor[row] != 1)
       for (i64 k = threadIdx.x % 32; k < d; k += 32)
         acc[(first + row) * acc_stride + k] *= factor[row];
 }
 
-// The sums of panels that were swept once more.
-extern "C" __global__ void __launch_bounds__(PANEL_THREADS)
+// The sums of query tiles that were swept once more.
+extern "C" __global__ void __launch_bounds__(ONLINE_THREADS)
 add_wanted(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* sum, double* moment,
            const int* wanted) {
   if (!wanted[blockIdx.x]) return;
-  const i64 i = blockIdx.x * (i64)ONLINE_PANEL_ROWS + threadIdx.x;
+  const i64 i = blockIdx.x * (i64)ONLINE_TILE_ROWS + threadIdx.x;
   const SlotSums f = add_slots(pairs, moments, slots, n);
-  if (threadIdx.x >= ONLINE_PANEL_ROWS || i >= n) return;
+  if (threadIdx.x >= ONLINE_TILE_ROWS || i >= n) return;
   sum[i] += f.sum;
   if (moment) moment[i] += f.moment;
 }

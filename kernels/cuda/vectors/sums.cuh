@@ -64,17 +64,17 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
     slots = (i64)count * 2;
   }
   const double c = scale.get() * LOG2_E, c_moments = moments ? logit_scale.get() * LOG2_E : 0;
-  Sum mine = {-INFINITY_, 0, 0};
+  Sum own_slots = {-INFINITY_, 0, 0};
   if (i < n) {
 #pragma unroll 4
     for (i64 s = part; s < slots; s += MERGE_ROW_THREADS) {
       const i64 slot = written_tiles ? (i64)met[s / 2] * 2 + s % 2 : s;
       const Real2 pair = pairs[slot * stride + i];
       const double moment = moments ? c_moments * (double)moments[slot * stride + i] : 0;
-      mine = merge(mine, Sum{c * (double)pair.x, (double)pair.y, moment});
+      own_slots = merge(own_slots, Sum{c * (double)pair.x, (double)pair.y, moment});
     }
   }
-  parts[part][lane] = mine;
+  parts[part][lane] = own_slots;
   __syncthreads();  // the writes of parts[] come before the reads below
   if (part != 0 || i >= n) return;
   Sum total = sums.get(i);

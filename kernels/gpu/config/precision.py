@@ -36,7 +36,7 @@ class DeviceProperties:
 
     @property
     def share(self) -> int:
-        """Bytes that a call takes unasked, where no workspace is given and that saves time."""
+        """Bytes that a call may take for cached exponentials if its caller gives no workspace."""
         return self.memory // 32
 
 
@@ -46,7 +46,7 @@ def operands(precision: str, device: DeviceProperties) -> str:
     Hopper multiplies 16-bit numbers fastest. There a float32 operand is the sum of two float16
     parts, and a product is the sum of three products of parts: about as accurate as float32's own
     arithmetic. TF32 has the mantissa of float16, which is twice as fast. Features and gradient
-    panels are scaled by powers of two so that float16 neither overflows nor underflows.
+    blocks are scaled by powers of two so that float16 neither overflows nor underflows.
     """
     if device.capability != "90" or PORTABLE:
         return precision

@@ -1,4 +1,4 @@
-"""Shape of the persistent kernels for Hopper (kernels/cuda/sm90): query panels sweep all keys."""
+"""Shape of the persistent kernels for Hopper (kernels/cuda/sm90): a query tile meets all keys."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from .precision import K_SLICE, OPERAND_PARTS, DeviceProperties
 from .tile import BLOCK_M
 
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
-STRIP = 16  # rows of a gradient panel that a warp has: kernels/cuda/sm90/sweep/panel.cuh
-MAX_ROUNDS = 8  # segments that a worker gets where panels are cut into segments
-# Segments of a panel whose rows do not stay in shared memory. The least of them are in work at the
-# same time, for a few panels: their rows and keys stay in the L2 cache
+STRIP = 16  # rows of a gradient block that a warp has: kernels/cuda/sm90/sweep/strip.cuh
+MAX_ROUNDS = 8  # segments that a worker gets if the keys of a query tile are cut into segments
+# Segments of a query tile that does not stay in shared memory, at least and at most. So many
+# segments of a few query tiles are computed at a time: their rows and keys stay in the L2 cache
 WIDE_SEGMENTS = 8, 64
 # bytes that epilogues keep in shared memory
 # column sums, for each consumer warpgroup: pairs of four strips, or of three with their moments
 SUMS_BYTES = 4 * 1024
 MOMENTS_BYTES = 4608
-PANEL_STRIP_BYTES = 8 * 1024  # a strip of the gradient panel, for each consumer warpgroup
+GRADIENT_STRIP_BYTES = 8 * 1024  # a strip of the gradient block, for each consumer warpgroup
 VECTOR_BYTES = 1024  # a number of each column, for both consumers
 EXTRAS_BYTES = 3 * 1024  # ids of the columns, and factors of normalised ones
 GROUPS_BYTES = 2 * VECTOR_BYTES  # 8 bytes of each column
 BARRIER_BYTES = 256
-PANEL_COST = 14.0  # of starting and ending a panel, in products of one K-slice
-WIDE_PANEL_COST = 3.0  # the same without loading the panel's rows
+QUERY_TILE_COST = 14.0  # of beginning and ending a query tile, in products of one K-slice
+WIDE_QUERY_TILE_COST = 3.0  # the same without loading its rows
 
 
 class Residency(Enum):
     """Where a sweep keeps the rows of queries and dL/dx."""
 
-    RESIDENT = "the query panel stays in shared memory"
+    RESIDENT = "the query tile stays in shared memory"
     STREAMED = "K-slices of queries pass through the pipeline beside those of keys"
     WIDE = "as STREAMED, 128 x 256 logits a block, and a cluster of two blocks shares the keys"
     IN_REGISTERS = "as RESIDENT, and dL/dx stays in registers, where it is multiplied by the keys"
@@ -50,7 +50,7 @@ class Sweep:
     options: int = 0  # how many of limits and biases pairs have
     groups: bool = False
 
-    square = True  # row panels and key tiles are as large: a triangle can be visited
+    square = True  # query tiles and key tiles are as large: a triangle can be visited
 
     @cached_property
     def wide(self) -> bool:
@@ -66,10 +66,10 @@ class Sweep:
 
     # -- shared memory
 
-    def stages(self, panel: bool, sums: bool) -> int:
-        """Stages of the pipeline; `panel`: of a kernel that writes a gradient panel; `sums`: of one
-        that sums columns. (Both, if it keeps exponentials.)"""
-        left = self.shared_memory - self.reserved(panel, sums) - self.query_panel_bytes
+    def stages(self, gradient: bool, sums: bool) -> int:
+        """Stages of the pipeline; `gradient`: of a kernel that writes a gradient block; `sums`: of
+        one that sums columns. (Both, if it caches exponentials.)"""
+        left = self.shared_memory - self.reserved(gradient, sums) - self.query_tile_bytes
         if self.in_registers:  # whole tiles
             return min(6, left // self.stage_bytes // self.k_slices) * self.k_slices
         stages = min(8, left // self.stage_bytes)
@@ -82,30 +82,30 @@ class Sweep:
         return (self.block_n + self.streamed * BLOCK_M) * K_SLICE
 
     @property
-    def query_panel_bytes(self) -> int:
+    def query_tile_bytes(self) -> int:
         """Queries that stay in shared memory."""
-        return 0 if self.streamed else self.k_slices * self.panel_rows * K_SLICE
+        return 0 if self.streamed else self.k_slices * self.query_tile_rows * K_SLICE
 
-    def reserved(self, panel: bool, sums: bool) -> int:
-        """Bytes of shared memory beside the query panel and the stages."""
+    def reserved(self, gradient: bool, sums: bool) -> int:
+        """Bytes of shared memory beside the query tile and the stages."""
         # factors and references of columns; with options, factors alone
         vectors = VECTOR_BYTES * max(2, 1 + self.options)
-        panel_bytes = vectors + (not self.in_registers) * self.warpgroups * PANEL_STRIP_BYTES
+        gradient_bytes = vectors + (not self.in_registers) * self.warpgroups * GRADIENT_STRIP_BYTES
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
         sum_bytes += VECTOR_BYTES * self.options
         names = self.extras * EXTRAS_BYTES + self.groups * GROUPS_BYTES
-        return BARRIER_BYTES + panel * panel_bytes + sums * sum_bytes + names
+        return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + names
 
-    def shared(self, panel: bool, sums: bool) -> int:
+    def shared(self, gradient: bool, sums: bool) -> int:
         """Dynamic shared memory in bytes."""
-        stages = self.stages(panel, sums) * self.stage_bytes
-        return self.query_panel_bytes + stages + self.reserved(panel, sums)
+        stages = self.stages(gradient, sums) * self.stage_bytes
+        return self.query_tile_bytes + stages + self.reserved(gradient, sums)
 
     # -- threads and rows
 
     @cached_property
-    def panel_rows(self) -> int:
-        """Of a query panel."""
+    def query_tile_rows(self) -> int:
+        """Of a query tile."""
         return BLOCK_M // 2 if self.in_registers else self.block_n
 
     @cached_property
@@ -116,7 +116,7 @@ class Sweep:
     @property
     def query_box(self) -> int:
         """Rows of a TMA box of queries."""
-        return min(self.panel_rows, BLOCK_M)
+        return min(self.query_tile_rows, BLOCK_M)
 
     @property
     def cluster(self) -> int:
@@ -135,24 +135,25 @@ class Sweep:
 
     @property
     def rows_at_once(self) -> int:
-        return self.workers * self.panel_rows
+        return self.workers * self.query_tile_rows
 
     def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
         """Thread blocks of a launch."""
-        items = -(-rows // self.panel_rows) * self.segments(rows, columns, triangle)
+        items = -(-rows // self.query_tile_rows) * self.segments(rows, columns, triangle)
         return min(self.workers, items) * self.cluster
 
-    # -- segments of panels, and the partial sums that they leave
+    # -- segments of the keys that a query tile meets, and the partial sums that they leave
 
     def segments(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Into how many segments a panel's tiles are cut, to keep all workers busy to the end."""
-        if self.in_registers:  # one block has a panel's sum in registers
+        """Into how many segments the key tiles of a query tile are cut, to keep all workers busy to
+        the end."""
+        if self.in_registers:  # one thread block has all sums of a query tile in registers
             return 1
         return _segments(self, *self._tiles(rows, columns), triangle)
 
     def _tiles(self, rows: int, columns: int) -> tuple[int, int]:
-        """Query panels, and key tiles."""
-        return -(-rows // self.panel_rows), -(-columns // self.block_n)
+        """Query tiles, and key tiles."""
+        return -(-rows // self.query_tile_rows), -(-columns // self.block_n)
 
     def max_segments(self, rows: int, columns: int) -> int:
         """The most segments that `row_sums` has room for."""
@@ -181,40 +182,39 @@ class Sweep:
 
     def column_sums(self, rows: int, columns: int) -> int:
         """All partial sums that launches of up to rows x columns leave for columns."""
-        panels, tiles = self._tiles(rows, columns)
-        return 2 * columns * min(self.workers, panels * tiles) * self.cluster
+        query_tiles, key_tiles = self._tiles(rows, columns)
+        return 2 * columns * min(self.workers, query_tiles * key_tiles) * self.cluster
 
 
 @lru_cache
-def defines(sweep: Sweep, panel: bool, sums: bool) -> dict[str, int]:
-    """-D options of a sweep's kernel; `panel` and `sums`: see `Sweep.stages`."""
+def defines(sweep: Sweep, gradient: bool, sums: bool) -> dict[str, int]:
+    """-D options of a sweep's kernel; `gradient` and `sums`: see `Sweep.stages`."""
     return {
-        "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(panel, sums),
-        "SHARED": sweep.shared(panel, sums), "WIDE": int(sweep.wide),
+        "K_SLICES": sweep.k_slices, "STAGES": sweep.stages(gradient, sums),
+        "SHARED": sweep.shared(gradient, sums), "WIDE": int(sweep.wide),
         "IN_REGISTERS": int(sweep.in_registers),
     }  # fmt: skip
 
 
 @lru_cache(4096)
-def _segments(sweep: Sweep, panels: int, tiles: int, triangle: bool) -> int:
+def _segments(sweep: Sweep, query_tiles: int, key_tiles: int, triangle: bool) -> int:
     if triangle:
-        tiles = tiles // 2 + tiles % 2  # what every panel has at least
+        key_tiles = key_tiles // 2 + key_tiles % 2  # that every query tile meets at least
+    query_tile_cost = WIDE_QUERY_TILE_COST if sweep.wide else QUERY_TILE_COST
 
     def cost(segments: int) -> float:
-        rounds = -(-panels * segments // sweep.workers)
-        return rounds * (-(-tiles // segments) + panel_cost / sweep.k_slices)
+        rounds = -(-query_tiles * segments // sweep.workers)
+        return rounds * (-(-key_tiles // segments) + query_tile_cost / sweep.k_slices)
 
-    panel_cost = WIDE_PANEL_COST if sweep.wide else PANEL_COST
-
-    most = _max_segments(sweep, panels, tiles)
+    most = _max_segments(sweep, query_tiles, key_tiles)
     least = min(WIDE_SEGMENTS[0], most) if sweep.wide else 1
     return min(range(least, most + 1), key=cost)
 
 
-def _max_segments(sweep: Sweep, panels: int, tiles: int) -> int:
+def _max_segments(sweep: Sweep, query_tiles: int, key_tiles: int) -> int:
     if sweep.wide:
-        return min(tiles, WIDE_SEGMENTS[1])
-    return min(tiles, max(1, MAX_ROUNDS * sweep.workers // panels))
+        return min(key_tiles, WIDE_SEGMENTS[1])
+    return min(key_tiles, max(1, MAX_ROUNDS * sweep.workers // query_tiles))
 
 
 @lru_cache
@@ -240,8 +240,8 @@ def sweep_for(
 
 @lru_cache
 def in_registers(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
-    """The sweep that keeps dL/dx in registers: for rows of up to 256 bytes, where there are panels
-    enough for all workers; else None."""
+    """The sweep that keeps dL/dx in registers: for rows of up to 256 bytes, if there are query
+    tiles for all workers; else None."""
     if sweep is None or sweep.k_slices > 2 or precision not in ("bf16", "fp16"):
         return None
     if rows < sweep.workers * BLOCK_M // 4:

@@ -25,7 +25,7 @@ class Tile:
     options: int = 0  # how many of limits and biases pairs have
     groups: bool = False
 
-    panel_rows = BLOCK_M
+    query_tile_rows = BLOCK_M
 
     @property
     def threads(self) -> int:

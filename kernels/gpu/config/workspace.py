@@ -1,6 +1,6 @@
-"""What a fold keeps in the workspace, and the largest blocks of the logit matrix that fit it.
+"""What a fold needs in the workspace, and the largest blocks of the logit matrix that fit it.
 
-A launch covers one block of the logit matrix, rows x columns. Its panel of dL/dx, and whatever else
+A launch covers one block of the logit matrix, rows x columns. dL/dx of the block, and whatever else
 is temporary, has to fit the workspace.
 """
 
@@ -23,10 +23,11 @@ from .precision import (
 from .sweep import STRIP, Sweep
 from .tile import BLOCK_M, Tile
 
-# Columns whose exponentials are kept, at least, or all: blocks have all rows then, and with fewer
-# columns their products take longer than what is saved
-LEAST_KEPT = 8192
-# Of adding up a tile of an accumulator, and of one product more, in the time of 512 terms of a tile
+# Columns whose exponentials are cached: all, or at least so many. Blocks have all rows then, and
+# products with fewer columns take longer than the cache saves
+MIN_CACHED_COLUMNS = 8192
+# The time to add one tile of an accumulator to another, and to launch one more product. The unit
+# is the time in which a multiprocessor multiplies 512 terms of a tile
 ADDING_COST, LAUNCH_COST = 0.012, 2
 # Least rows of blocks of all keys. With 900, adding to dK costs as much as computing logits again
 ALL_KEYS_ROWS = 1024
@@ -35,73 +36,89 @@ PIECE_ROWS = 64  # of linear.cu: rows that are summed before segments are joined
 
 @dataclass(frozen=True)
 class Needs:
-    """What a fold keeps in the workspace. (Vectors of length M and N are outside it.)"""
+    """What a fold needs in the workspace. (Vectors of length M and N are outside it.)"""
 
     precision: str
     staged_query: bool  # operands are converted or normalised copies
     staged_key: bool
     columns: bool  # columns have sums of their own
-    gradient: bool
-    query_accumulators: int  # so many dQ of a panel accumulate in the workspace
-    key_accumulator: bool  # dK, or in the symmetric case the gradient of all rows
+    gradient: bool  # dL/dx of a block is written
+    dq_accumulators: int  # of a block's rows, side by side; 0: dQ accumulates in its destination
+    dk_in_workspace: bool  # accumulators of dK, or of the gradient of all rows if queries are keys
     sweep: Sweep | None = None  # instead of tiles
     rows: bool = True  # rows have sums
-    # Bytes of a row of dK's destination where accumulators overlay it, whose rows have at least as
-    # many; 0: they have memory of their own
-    overlay_row: int = 0
-    # Bytes of the copies where all rows are copied before the folds; 0: each fold copies a block's
+    # Bytes of a row of dK's destination, if accumulators of dK's first rows may lie there: a row of
+    # an accumulator is as long or longer. 0: all accumulators lie in the workspace
+    overlay_row_bytes: int = 0
+    # Bytes of the copies of all rows, made before the folds; 0: each fold copies a block's rows
     staged_once: int = 0
-    weighted_query: bool = False  # rows of queries are copied once more, for dK
+    weighted_query: bool = False  # a block's queries are copied once more, for dK
     moments: bool = False  # sums have first moments
 
     @property
     def statistics_needs(self) -> Needs:
-        """Of the log-sum-exp fold alone."""
-        return replace(self, gradient=False, query_accumulators=0, key_accumulator=False, rows=True)
+        """Of the log-sum-exp fold."""
+        return replace(self, gradient=False, dq_accumulators=0, dk_in_workspace=False, rows=True)
 
     @property
     def gradient_needs(self) -> Needs:
-        """Of the gradient fold alone."""
+        """Of the gradient fold."""
         return replace(self, columns=False)
 
-    def accumulator_row(self, d: int) -> int:
+    def accumulator_row_bytes(self, d: int) -> int:
         return product_width(d, self.precision) * ACCUMULATOR_BYTES[self.precision]
 
-    def block(self, rows: int, columns: int, d: int, block_n: int) -> int:
-        """Bytes for a block of rows x columns."""
-        partial = (3 if self.moments else 2) * ACCUMULATOR_BYTES[self.precision]
+    def parts(
+        self, rows: int, columns: int, d: int, block_n: int, dq_rows: int = 0, dk_rows: int = 0
+    ) -> dict[str, int]:
+        """Bytes of each part for blocks of up to rows x columns, and for so many rows of dQ's and
+        of dK's accumulators in the workspace."""
+        real, tile = ACCUMULATOR_BYTES[self.precision], self.sweep or Tile(block_n)
         operand_row = padded(d, self.precision) * OPERAND_BYTES[self.precision]
-        tile = self.sweep or Tile(block_n)
-        total = partial * tile.row_sums(rows, columns) if self.rows else 0
-        if self.columns:
-            total += partial * tile.column_sums(rows, columns)
-        if not self.staged_once:
-            total += (self.staged_query * rows + self.staged_key * columns) * operand_row
-        total += self.weighted_query * rows * operand_row
-        if self.gradient:
-            total += self.panel(rows, columns, d)
-        return total + self.query_accumulators * rows * self.accumulator_row(d)
+        accumulator_row = self.accumulator_row_bytes(d)
+        row_sums = tile.row_sums(rows, columns) if self.rows else 0
+        column_sums = tile.column_sums(rows, columns) if self.columns else 0
+        by_block = not self.staged_once
+        sizes = {
+            "query_rows": self.staged_query * by_block * rows * operand_row,
+            "key_rows": self.staged_key * by_block * columns * operand_row,
+            "gradient_block": self.gradient and self.gradient_block_bytes(rows, columns, d),
+            "dq_accumulator": dq_rows * accumulator_row,
+            "dk_accumulator": dk_rows * accumulator_row,
+            "row_partials": 2 * row_sums * real,
+            "row_moments": self.moments * row_sums * real,
+            "column_partials": 2 * column_sums * real,
+            "column_moments": self.moments * column_sums * real,
+            "weighted_queries": self.weighted_query * rows * operand_row,
+        }
+        return {name: size for name, size in sizes.items() if size}
 
-    def panel(self, rows: int, columns: int, d: int) -> int:
+    def gradient_block_bytes(self, rows: int, columns: int, d: int) -> int:
         """Bytes for dL/dx of a block. At least one row of a gradient: finished rows that overlay
         their destination pass through this memory."""
-        size = rows * panel_stride(columns, self.precision) * OPERAND_BYTES[self.precision]
-        return max(size, self.accumulator_row(d))
+        size = rows * gradient_stride(columns, self.precision) * OPERAND_BYTES[self.precision]
+        return max(size, self.accumulator_row_bytes(d))
 
-    def size(self, of: Blocking, d: int, block_n: int) -> int:
+    def block_bytes(self, rows: int, columns: int, d: int, block_n: int, dk_rows: int = 0) -> int:
+        """Bytes of all parts."""
+        dq_rows = self.dq_accumulators * rows
+        return sum(self.parts(rows, columns, d, block_n, dq_rows, dk_rows).values())
+
+    def blocking_bytes(self, of: Blocking, d: int, block_n: int) -> int:
         """Bytes for the largest block, and for the accumulators of dK."""
-        accumulators = (of.key_rows - of.overlaid) * self.accumulator_row(d)
-        return self.block(of.rows, of.columns, d, block_n) + accumulators
+        return self.block_bytes(of.rows, of.columns, d, block_n, of.dk_rows - of.overlaid)
 
-    def border(self, n: int, d: int) -> int:
-        """How many rows of n of dK's accumulators can overlay their destination: whole tiles."""
-        return n * self.overlay_row // self.accumulator_row(d) // BLOCK_M * BLOCK_M
+    def overlay_border(self, n: int, d: int) -> int:
+        """How many of dK's n rows of accumulators can overlay their destination: whole tiles."""
+        return n * self.overlay_row_bytes // self.accumulator_row_bytes(d) // BLOCK_M * BLOCK_M
 
-    def kept(self, rows: int, columns: int, d: int) -> int:
-        """Bytes for the exponentials of rows x columns logits, in a gradient panel, and for what
-        they are relative to."""
+    def cached_parts(self, rows: int, columns: int, d: int) -> dict[str, int]:
+        """Bytes for the exponentials of rows x columns logits, in the form of a gradient block, and
+        for their reference exponents."""
         references = -(-rows // STRIP) * -(-columns // BLOCK_M) * 4
-        return self.panel(rows, columns, d) + references
+        return {
+            "exponentials": self.gradient_block_bytes(rows, columns, d), "references": references,
+        }  # fmt: skip
 
 
 def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
@@ -125,8 +142,8 @@ def staged_once(size: int, workspace: int) -> int:
     return size if size <= workspace // 5 else 0
 
 
-def panel_stride(columns: int, precision: str) -> int:
-    """Elements in a row of a gradient panel, or in each of its parts, which lie side by side; tiles
+def gradient_stride(columns: int, precision: str) -> int:
+    """Elements in a row of a gradient block, or in each of its parts, which lie side by side; tiles
     are written whole."""
     piece = BLOCK_M if precision in OPERAND_PARTS else 8
     return -(-columns // piece) * piece
@@ -160,14 +177,15 @@ class Blocking:
 
     rows: int  # of a block
     columns: int
-    key_rows: int  # rows of dK that accumulate at once; 0: all of them, in their destination
-    overlaid: int = 0  # the first of them, whose accumulators overlay dK's destination
-    # Columns, from the first, whose exponentials the panel holds between the folds, of all rows
-    kept: int = 0
+    # Rows of dK that accumulate at a time; 0: dK accumulates in its destination, all rows at a time
+    dk_rows: int
+    overlaid: int = 0  # of them, from the first: their accumulators lie in dK's destination
+    cached_columns: int = 0  # from the first: exponentials of all rows are cached between the folds
 
     def column_blocks(self, n: int) -> list[slice]:
-        """Blocks of n columns, none on both sides of what is overlaid, or of what is kept."""
-        borders = sorted({0, self.overlaid, self.kept, n})
+        """Blocks of n columns. No block is on both sides of a border: that of the overlaid rows of
+        dK, or that of the cached columns."""
+        borders = sorted({0, self.overlaid, self.cached_columns, n})
         return [of for a, b in pairwise(borders) for of in slices(b, self.columns, a)]
 
 
@@ -176,9 +194,9 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
     m, n, d = shape
     side = least_block_side(m, n)
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
-    least = needs.block(min(side, m), min(side, n), d, block_n)
-    if needs.key_accumulator:
-        least = 2 * max(least, min(side, n) * needs.accumulator_row(d))
+    least = needs.block_bytes(min(side, m), min(side, n), d, block_n)
+    if needs.dk_in_workspace:
+        least = 2 * max(least, min(side, n) * needs.accumulator_row_bytes(d))
     return least
 
 
@@ -186,63 +204,69 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
 def blocking(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool
 ) -> Blocking:
-    """The largest blocks that fit, near square: panels cost traffic in proportion to their edges.
+    """The largest blocks that fit. They are nearly square: what a block's copies and products read
+    is proportional to its sides.
 
-    Accumulators of dK take up to half of the workspace. Where they would take more than a quarter,
-    the first of them overlay dK's destination, if that makes all of them fit; no block straddles
-    the border. Destinations whose rows are nearly as long as an accumulator's hold nearly all.
+    Accumulators of dK take up to half of the workspace. If they would take more than a quarter, and
+    all of them fit in this way, the first of them overlay dK's destination; no block has columns on
+    both sides of that border.
 
     `symmetric`: rows and columns get the same ranges.
     """
     m, n, d = shape
-    row = needs.accumulator_row(d)
+    row = needs.accumulator_row_bytes(d)
     most = max(1, workspace // 2 // row)
-    key_rows, overlaid = min(n, most) if needs.key_accumulator else 0, 0
-    if needs.overlay_row and 2 * key_rows > most:
-        border = needs.border(n, d)
+    dk_rows, overlaid = min(n, most) if needs.dk_in_workspace else 0, 0
+    if needs.overlay_row_bytes and 2 * dk_rows > most:
+        border = needs.overlay_border(n, d)
         if border and n - border <= most:
-            key_rows, overlaid = n, border
-    room = workspace - needs.staged_once - (key_rows - overlaid) * row
+            dk_rows, overlaid = n, border
+    room = workspace - needs.staged_once - (dk_rows - overlaid) * row
     n = max(overlaid, n - overlaid)  # each block lies on one side of the border
     m = n if symmetric else m
 
     def has_room(rows: int, columns: int) -> bool:
-        return needs.block(rows, columns, d, block_n) <= room
+        return needs.block_bytes(rows, columns, d, block_n) <= room
 
     if needs.sweep is not None and needs.gradient and not symmetric:
-        # As many rows as panels run at once, or half, if columns are not too few for the products
+        # Rows of as many query tiles as run at once, or of half as many, unless that leaves too few
+        # columns for the products
         for share in (1, 2):
             rows = _even(m, min(m, needs.sweep.rows_at_once // share))
             if has_room(rows, min(n, rows // 4)):
                 columns = _largest(n, partial(has_room, rows))
-                return Blocking(rows, _even(n, columns), key_rows, overlaid)
+                return Blocking(rows, _even(n, columns), dk_rows, overlaid)
     side = _largest(max(m, n), lambda s: has_room(min(s, m), min(s, n)))
     rows, columns = min(side, m), min(side, n)
     if not symmetric:
         columns = _largest(n, partial(has_room, rows))
         rows = _largest(m, lambda r: has_room(r, columns))
-    return Blocking(_even(m, rows), _even(n, columns), key_rows, overlaid)
+    return Blocking(_even(m, rows), _even(n, columns), dk_rows, overlaid)
 
 
 @lru_cache(1024)
 def blockings(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
-    keep: int = 0, beside: int = 0,
+    cache_bytes: int = 0, beside: int = 0,
 ) -> tuple[Blocking, Blocking, int]:  # fmt: skip
-    """Blocks of the log-sum-exp fold and, with its panels smaller ones, of the gradient fold; and
-    the bytes that serve both. ValueError where blocks that fit would be too many (`few_blocks`).
-    `keep`: so many bytes may be taken to keep exponentials between the folds, as many as fit.
-    `beside`: see `left_to_folds`."""
+    """Blocks of the log-sum-exp fold; those of the gradient fold, which are smaller, as dL/dx takes
+    memory; and the bytes that serve both folds. ValueError if blocks that fit would be too many
+    (`few_blocks`). `cache_bytes`: what the folds may take if they cache exponentials in it, as many
+    as fit; 0: they cache none. `beside`: see `left_to_folds`."""
     folds = needs.statistics_needs, needs.gradient_needs
-    least = max(least_workspace(shape, of, block_n) for of in folds)
+    least = max(least_workspace(shape, of, block_n) for of in folds)  # bytes
     if workspace < least:
+        # The caller's workspace is larger by what lies beside the folds: undo `left_to_folds`
         least, workspace = (size + min(size, beside) for size in (least, workspace))
         raise ValueError(workspace_too_small(shape, least, workspace))
-    kept = _keeping(shape, needs, keep, block_n) if keep else None
-    if kept is not None:
-        return kept
+    caching = _caching_blockings(shape, needs, cache_bytes, block_n) if cache_bytes else None
+    if caching is not None:
+        return caching
     first, second = (blocking(shape, of, workspace, block_n, symmetric) for of in folds)
-    sizes = (of.size(c, shape[2], block_n) for of, c in zip(folds, (first, second), strict=True))
+    sizes = (
+        of.blocking_bytes(c, shape[2], block_n)
+        for of, c in zip(folds, (first, second), strict=True)
+    )
     return first, second, max(sizes)
 
 
@@ -257,11 +281,11 @@ def all_keys_blocking(
     # rows of which tiles of dQ occupy all multiprocessors
     wave = needs.sweep.rows_at_once // -(-d // BLOCK_M) // BLOCK_M * BLOCK_M
     needs = replace(needs, rows=True, columns=False, weighted_query=True)
-    key_rows = n if needs.key_accumulator else 0
+    dk_rows = n if needs.dk_in_workspace else 0
     room = workspace - needs.staged_once
 
     def size(overlaid: int, rows: int) -> int:
-        return needs.size(Blocking(rows, n, key_rows, overlaid), d, block_n)
+        return needs.blocking_bytes(Blocking(rows, n, dk_rows, overlaid), d, block_n)
 
     def rows_of_block(overlaid: int) -> int:
         rows = _largest(m, lambda rows: size(overlaid, rows) <= room)
@@ -269,43 +293,45 @@ def all_keys_blocking(
             return 0
         return rows - rows % wave if ALL_KEYS_ROWS <= wave <= rows < m else _even(m, rows)
 
-    border = needs.border(n, d) if key_rows else 0
+    border = needs.overlay_border(n, d) if dk_rows else 0
     overlaid = border if rows_of_block(border) > rows_of_block(0) else 0
     rows = rows_of_block(overlaid)
     if rows < min(m, ALL_KEYS_ROWS):
         return None
-    of = Blocking(rows, n, key_rows, overlaid)
+    of = Blocking(rows, n, dk_rows, overlaid)
     return of, of, size(overlaid, rows)
 
 
-def _keeping(
+def _caching_blockings(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
 ) -> tuple[Blocking, Blocking, int] | None:
-    """`blockings` that keep the exponentials of as many columns as fit; None if these are too few.
+    """`blockings` that cache the exponentials of as many columns as fit; None if these are too few.
 
-    Blocks have all rows. The first is kept; the gradient panels of the others take its memory.
-    Accumulators of dK overlay their destination only where more is kept then.
+    Blocks have all rows. The first block is cached; gradient blocks of the others take its memory.
+    Accumulators of dK overlay their destination only if more columns are cached then.
     """
     m, n, d = shape
-    key_rows = n if needs.key_accumulator else 0
-    beside_panel = replace(needs.gradient_needs, gradient=False)  # the panel is counted as kept
+    dk_rows = n if needs.dk_in_workspace else 0
+    beside_cache = replace(needs.gradient_needs, gradient=False)  # the cache is the gradient block
 
     def size(overlaid: int, columns: int) -> int:
-        of = Blocking(m, columns, key_rows, overlaid)
-        sizes = (fold.size(of, d, block_n) for fold in (needs.statistics_needs, beside_panel))
-        return needs.kept(m, columns, d) + max(sizes) + needs.staged_once
+        of = Blocking(m, columns, dk_rows, overlaid)
+        sizes = (
+            fold.blocking_bytes(of, d, block_n) for fold in (needs.statistics_needs, beside_cache)
+        )
+        return sum(needs.cached_parts(m, columns, d).values()) + max(sizes) + needs.staged_once
 
     def has_room(overlaid: int, columns: int) -> bool:
         return size(overlaid, columns) <= workspace
 
     found: tuple[Blocking, Blocking, int] | None = None
-    for overlaid in (0, needs.border(n, d)) if key_rows else (0,):
+    for overlaid in (0, needs.overlay_border(n, d)) if dk_rows else (0,):
         columns = _largest(n, partial(has_room, overlaid))
         if columns < n and needs.sweep is not None:
             columns -= columns % needs.sweep.block_n
-        least = min(n, LEAST_KEPT) if found is None else found[0].kept + 1
+        least = min(n, MIN_CACHED_COLUMNS) if found is None else found[0].cached_columns + 1
         if columns >= least:
-            of = Blocking(m, columns, key_rows, overlaid, kept=columns)
+            of = Blocking(m, columns, dk_rows, overlaid, cached_columns=columns)
             found = replace(of, overlaid=0), of, size(overlaid, columns) - needs.staged_once
     return found
 

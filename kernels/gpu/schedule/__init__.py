@@ -1,10 +1,10 @@
 """How a call runs on a GPU, decided before anything runs. Nothing here needs a GPU or CuPy."""
 
-from .call import Block, Call, Loss, Matrix, Purpose
+from .call import BlockFold, Call, Loss, Matrix, Purpose
 from .decisions import ALIGNMENT, Schedule, schedule, tiled_schedule
 from .folds import (
-    KEPT_COLUMNS,
-    Accumulator,
+    CACHED_COLUMNS,
+    AccumulatorRows,
     Fold,
     Kernel,
     OperandRows,
@@ -18,9 +18,9 @@ from .small_batch import OneLaunch, one_launch
 
 __all__ = [
     "ALIGNMENT",
-    "KEPT_COLUMNS",
-    "Accumulator",
-    "Block",
+    "CACHED_COLUMNS",
+    "AccumulatorRows",
+    "BlockFold",
     "Call",
     "Fold",
     "Kernel",

@@ -79,8 +79,8 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Block:
-    """The one fold of a block, in a call over ranks: this rank's queries and some keys."""
+class BlockFold:
+    """The one fold of a block over ranks: this rank's queries and some keys."""
 
     purpose: Purpose | None  # None: no fold, but questions about features
     triangle: bool = False  # each pair of views is visited once
@@ -88,19 +88,19 @@ class Block:
     accumulates: bool = False  # gradients; they may be those of a later fold
 
     @staticmethod
-    def of(epilogue: Any, triangle: bool, accumulates: bool) -> Block:
+    def of(epilogue: Any, triangle: bool, accumulates: bool) -> BlockFold:
         """The fold of an epilogue, or a question."""
         match epilogue:
             case Statistics():
-                return Block(Purpose.STATISTICS, triangle, epilogue.columns is not None)
+                return BlockFold(Purpose.STATISTICS, triangle, epilogue.columns is not None)
             case RetrievalRanks():
-                return Block(Purpose.RANKS, triangle, epilogue.column_rank is not None)
+                return BlockFold(Purpose.RANKS, triangle, epilogue.column_rank is not None)
             case SoftmaxGradient():
                 two_sided = epilogue.column_reference is not None
-                return Block(Purpose.GRADIENT, triangle, two_sided, accumulates)
+                return BlockFold(Purpose.GRADIENT, triangle, two_sided, accumulates)
             case Sigmoid():
-                return Block(Purpose.SIGMOID, triangle, accumulates=accumulates)
-        return Block(None)
+                return BlockFold(Purpose.SIGMOID, triangle, accumulates=accumulates)
+        return BlockFold(None)
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ class Call:
     moments: bool = False  # sums have first moments, from which the gradient of the scale follows
     copied: int = 0  # bytes of the workspace for copies of a joint loss
     adds_query: bool = False  # dQ is added to what is there
-    block: Block | None = None  # None: all folds of a whole call
+    block: BlockFold | None = None  # None: all folds of a whole call
 
     @staticmethod
-    def of(problem: Problem, gradients: Gradients | None, block: Block | None = None) -> Call:
+    def of(problem: Problem, gradients: Gradients | None, block: BlockFold | None = None) -> Call:
         """The description of a problem on a GPU."""
         dq = dk = None
         if gradients is not None:

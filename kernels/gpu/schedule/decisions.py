@@ -21,10 +21,12 @@ from .small_batch import TILE, OneLaunch, one_launch
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
 # kernels/cuda/sm90/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
 ONE_PASS = ("bf16x3", "bf16")
-# Exponentials are kept of rows of so many K-slices: in bfloat16, or in float32 in the place of the
-# two float16 parts of dL/dx. Products of shorter rows take less time than writing and reading
-LEAST_KEPT_SLICES = {"bf16": 9, "fp16x3": 12}
-ALIGNMENT = 256  # of the parts of the workspace
+# Exponentials of rows of so many K-slices, or more, are cached: in bfloat16, or in float32 in the
+# place of the two float16 parts of dL/dx. Products of shorter rows take less time than the cache
+MIN_CACHED_K_SLICES = {"bf16": 9, "fp16x3": 12}
+ALIGNMENT = 256  # bytes, of the parts of the workspace
+# Bytes that aligning takes: less than ALIGNMENT for each part, of which a fold has at most 10
+# (`Needs.parts`), and the cache 2 (`Needs.cached_parts`)
 SLACK = 16 * ALIGNMENT
 
 
@@ -41,9 +43,9 @@ class Schedule:
     sweep: Sweep | None = None  # in the place of tiles
     folds: tuple[Fold, ...] = ()
     one_pass: bool = False
-    kept_columns: int = 0  # whose exponentials one fold leaves to the next
-    kept: tuple[Part, ...] = ()
-    workspace: int = 0  # bytes that serve each fold in turn
+    cached_columns: int = 0  # whose exponentials the log-sum-exp fold leaves to the gradient fold
+    cached: tuple[Part, ...] = ()  # of the workspace, for the exponentials
+    workspace: int = 0  # bytes: the cached parts, and those of each fold in turn
 
 
 def schedule(call: Call, device: DeviceProperties) -> Schedule:
@@ -64,8 +66,8 @@ def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     cut = choose_cut(call, operands, tile, sweep, narrow, device)
     folds = Folds(call, operands, tile, sweep, narrow, cut).all()
     return Schedule(
-        call, "tiled", device, None, operands, tile, sweep, folds, cut.one_pass, cut.gradient.kept,
-        kept_memory(call, cut), cut.workspace,
+        call, "tiled", device, None, operands, tile, sweep, folds, cut.one_pass,
+        cut.gradient.cached_columns, cached_memory(call, cut), cut.workspace,
     )  # fmt: skip
 
 
@@ -197,30 +199,30 @@ def choose_cut(
         staged_once=operands.copied_once,
         columns=call.two_sided or call.symmetric,
         rows=call.loss is Loss.PAIRS or (one_pass and dq_alone),
-        query_accumulators=0 if dq_in_place else dq_copies,
-        key_accumulator=panels and not (dq_in_place if call.symmetric else dk_in_place),
-        overlay_row=0 if call.adds_query else overlay_bytes(whole, operands),
+        dq_accumulators=0 if dq_in_place else dq_copies,
+        dk_in_workspace=panels and not (dq_in_place if call.symmetric else dk_in_place),
+        overlay_row_bytes=0 if call.adds_query else overlay_bytes(whole, operands),
     )  # fmt: skip
-    may_keep = whole_call and call.gradient and may_keep_exponentials(call, held, sweep, dq_alone)
-    most = max(room, device.share) if may_keep and not call.workspace_given else room
+    may_cache = whole_call and call.gradient and may_cache_exponentials(call, held, sweep, dq_alone)
+    most = max(room, device.share) if may_cache and not call.workspace_given else room
     blocks = None
     if one_pass and not dq_alone:
         blocks = config.all_keys_blocking(shape, needs, most, tile.block_n)
         one_pass = blocks is not None
     statistics, gradient, size = blocks or config.blockings(
-        shape, needs, room, tile.block_n, call.symmetric, most if may_keep else 0, beside
+        shape, needs, room, tile.block_n, call.symmetric, most if may_cache else 0, beside
     )
     return Cut(
         needs, statistics, gradient, size + SLACK, one_pass, dq_in_place, dk_in_place, dq_copies
     )
 
 
-def may_keep_exponentials(
+def may_cache_exponentials(
     call: Call, held: str, sweep: Sweep | None, dq_alone: bool
 ) -> bool:  # fmt: skip
-    """Whether keeping exponentials would be right and pay: they need the exponents of bfloat16 or
-    float32, and rows that are long enough."""
-    least = LEAST_KEPT_SLICES.get(held)
+    """Whether the log-sum-exp fold may leave exponentials to the gradient fold: they need the
+    exponents of bfloat16 or float32, and save time if rows are long."""
+    least = MIN_CACHED_K_SLICES.get(held)
     return (
         sweep is not None and least is not None and sweep.k_slices >= least
         and call.loss in (Loss.ROWS, Loss.BOTH)
@@ -241,15 +243,12 @@ def overlay_bytes(out: Matrix | None, operands: Operands) -> int:
     longer than accumulators: finished ones would overwrite others that are not."""
     if out is None or not out.is_contiguous or out.offset:
         return 0
-    accumulator_row = operands.gradient_width * ITEM[operands.accumulator_dtype]
-    return out.row_bytes if out.row_bytes <= accumulator_row else 0
+    accumulator_row_bytes = operands.gradient_width * ITEM[operands.accumulator_dtype]
+    return out.row_bytes if out.row_bytes <= accumulator_row_bytes else 0
 
 
-def kept_memory(call: Call, cut: Cut) -> tuple[Part, ...]:
-    """Exponentials that the gradient fold finds, and what they are relative to."""
-    (m, _, d), columns = call.shape, cut.gradient.kept
-    if columns == 0:
-        return ()
-    references = -(-m // config.STRIP) * -(-columns // config.BLOCK_M) * 4
-    exponentials = Part("exponentials", cut.needs.panel(m, columns, d))
-    return exponentials, Part("references", references)
+def cached_memory(call: Call, cut: Cut) -> tuple[Part, ...]:
+    """Cached exponentials, and their reference exponents."""
+    (m, _, d), columns = call.shape, cut.gradient.cached_columns
+    sizes = cut.needs.cached_parts(m, columns, d) if columns else {}
+    return tuple(Part(name, size) for name, size in sizes.items())

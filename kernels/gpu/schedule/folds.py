@@ -13,8 +13,8 @@ from ..config import Blocking, Needs, Sweep, Tile
 from .call import Call, Loss, Purpose
 from .matrix_products import sums_of_first_block
 
-KEPT_THREADS = 128  # of a block of kept_gradient.cu, and the columns that it has
-KEPT_COLUMNS = 8 * KEPT_THREADS
+CACHED_THREADS = 128  # of a thread block of cached_gradient.cu
+CACHED_COLUMNS = 8 * CACHED_THREADS  # that a thread block of cached_gradient.cu computes
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Accumulator:
+class AccumulatorRows:
     """Where unfinished gradients of rows add up: in their destination, or in the workspace."""
 
     in_place: bool
-    bytes: int = 0  # of the workspace
+    rows: int = 0  # in the workspace
     first_row: int = 0  # in the workspace; rows before it overlay the destination
-    overlaid: int = 0  # how many do
-    copies: int = 1  # sums of parts of the terms, side by side
-    rows_passing: int = 0  # overlaid rows that are finished at a time, in the panel's memory
+    overlaid: int = 0  # rows that overlay the destination
+    copies: int = 1  # of the rows: sums of parts of the terms, side by side
+    rows_passing: int = 0  # overlaid rows that are finished at a time, in the gradient block
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,19 @@ class Fold:
     kernel: Kernel
     workspace: tuple[Part, ...]
     diagonal_kernel: Kernel | None = None  # for blocks on the diagonal, where queries are keys
-    keeping_kernel: Kernel | None = None  # for blocks whose exponentials are kept
-    kept_kernel: Kernel | None = None  # makes gradient panels of exponentials that are kept
+    caching_kernel: Kernel | None = None  # for blocks whose exponentials are cached
+    cached_kernel: Kernel | None = None  # makes gradient blocks of cached exponentials
     column_sums: bool = False
     gradients: bool = False  # of features
-    dq_accumulator: Accumulator | None = None  # None: not wanted, or not in this fold
-    dk_accumulator: Accumulator | None = None  # of a triangle: the same as that of dQ
-    in_registers: bool = False  # dL/dx, which therefore has no panel and no products
+    dq_accumulator: AccumulatorRows | None = None  # None: not wanted, or not in this fold
+    dk_accumulator: AccumulatorRows | None = None  # of a triangle: the same as that of dQ
+    in_registers: bool = False  # dL/dx, which is not written and has no products
 
-    def kernel_of(self, is_diagonal: bool, is_kept: bool) -> Kernel:
+    def kernel_of(self, is_diagonal: bool, is_cached: bool) -> Kernel:
         """The kernel of a block."""
-        variant = self.keeping_kernel if is_kept else self.diagonal_kernel if is_diagonal else None
+        variant = (
+            self.caching_kernel if is_cached else self.diagonal_kernel if is_diagonal else None
+        )
         return variant or self.kernel
 
 
@@ -193,7 +195,7 @@ class Folds:
     # -- kernels and memory
 
     def kernel(
-        self, name: str, shape: Tile | Sweep, *, panel: bool = True, sums: bool = False,
+        self, name: str, shape: Tile | Sweep, *, gradient: bool = True, sums: bool = False,
         **defines: Any,
     ) -> Kernel:  # fmt: skip
         """A kernel of tiled/ or sm90/, with the -D options that the call's options add."""
@@ -208,7 +210,7 @@ class Folds:
                      "LEVELS": shape.levels, "MIN_BLOCKS": shape.min_blocks}  # fmt: skip
             file, shared = f"tiled/{name}.cu", shape.shared
         else:
-            made |= config.defines(shape, panel, sums)
+            made |= config.defines(shape, gradient, sums)
             file, shared = f"sm90/{name}.cu", made["SHARED"]
         return Kernel(file, name, shape.threads, tuple(made.items()), shared)
 
@@ -216,21 +218,15 @@ class Folds:
     def moments(self) -> dict[str, Any]:
         return {"MOMENTS": 1} if self.call.moments else {}
 
-    def partial_sums(self, side: str, number: int) -> tuple[Part, ...]:
-        """Pairs of numbers that tiles leave, and their moments."""
-        real = config.ACCUMULATOR_BYTES[self.operands.precision]
-        pairs = Part(f"{side}_partials", 2 * number * real)
-        return (pairs, *[Part(f"{side}_moments", number * real)] * self.call.moments)
-
-    def staging(self, grid: Grid) -> tuple[Part, ...]:
-        """Copies of a block's rows of queries and of keys, where these are read by block."""
-        rows, columns = grid.largest
-        sides = ("query_rows", self.operands.query, rows), ("key_rows", self.operands.key, columns)
-        return tuple(
-            Part(name, number * side.row_bytes)
-            for name, side, number in sides
-            if side.reading is Reading.BY_BLOCK
+    def memory(
+        self, grid: Grid, dq_rows: int = 0, dk_rows: int = 0, **needs: Any
+    ) -> tuple[Part, ...]:
+        """The parts of the workspace that a fold has, and so many rows of accumulators; `needs`:
+        fields of the cut's needs that differ."""
+        sizes = replace(self.cut.needs, **needs).parts(
+            *grid.largest, self.call.shape[2], self.tile.block_n, dq_rows, dk_rows
         )
+        return tuple(Part(name, size) for name, size in sizes.items())
 
     def grid(self, blocking: Blocking, same_rows: bool, triangle: bool) -> Grid:
         m, n, _ = self.call.shape
@@ -244,36 +240,33 @@ class Folds:
         call, shape = self.call, self.sweep or self.tile
         grid = self.grid(self.cut.statistics, False, triangle)
         columns = columns or triangle
-        parts = self.staging(grid)
-        parts += self.partial_sums("row", shape.row_sums(*grid.largest))
-        if columns:
-            parts += self.partial_sums("column", shape.column_sums(*grid.largest))
+        memory = self.memory(grid, gradient=False, rows=True, columns=columns)
 
-        def kernel(column_sums: bool, keep: bool = False) -> Kernel:
+        def kernel(column_sums: bool, caches: bool = False) -> Kernel:
             defines = {"COLUMNS": int(column_sums), **self.moments}
             if isinstance(shape, Tile):
                 return self.kernel("lse", shape, **defines)
-            defines |= {"MAXIMA": int(call.retrieval_ranks), "KEEP": int(keep)}
-            return self.kernel("sweep_lse", shape, panel=keep, sums=True, **defines)
+            defines |= {"MAXIMA": int(call.retrieval_ranks), "CACHE": int(caches)}
+            return self.kernel("sweep_lse", shape, gradient=caches, sums=True, **defines)
 
         return Fold(
-            Purpose.STATISTICS, grid, shape, kernel(columns), parts, column_sums=columns,
+            Purpose.STATISTICS, grid, shape, kernel(columns), memory, column_sums=columns,
             diagonal_kernel=kernel(columns and shape.square) if call.symmetric else None,
-            keeping_kernel=kernel(columns, True) if self.cut.gradient.kept else None,
+            caching_kernel=kernel(columns, True) if self.cut.gradient.cached_columns else None,
         )  # fmt: skip
 
     def ranks(self, grid: Grid, columns: bool) -> Fold:
         """Counts of the logits above those of positives."""
         kernel = self.kernel("ranks", self.tile, COLUMNS=int(columns))
-        staging = self.staging(grid)
-        return Fold(Purpose.RANKS, grid, self.tile, kernel, staging, column_sums=columns)
+        memory = self.memory(grid, gradient=False, rows=False, columns=False)
+        return Fold(Purpose.RANKS, grid, self.tile, kernel, memory, column_sums=columns)
 
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[Fold, ...]:
         """One fold for all gradients; or dQ first and dK by ranges of keys, if not all of dK can
         accumulate at once."""
         call, blocking = self.call, self.cut.gradient
         n = call.shape[1]
-        ranges = slices(n, blocking.key_rows or n)
+        ranges = slices(n, blocking.dk_rows or n)
         want_query, want_key = self.wanted
         triangle = triangle and len(ranges) == 1 and self.narrow is None
         grid = self.grid(blocking, call.symmetric, triangle)
@@ -287,68 +280,63 @@ class Folds:
         return (*first, *(self.gradient(purpose, part, False, True) for part in range_folds))
 
     def gradient(self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool) -> Fold:
-        """A panel of dL/dx of each block, and the products that make dQ and dK of it."""
+        """dL/dx of each block, and the products that make dQ and dK of it."""
         call, cut, shape = self.call, self.cut, self.narrow or self.sweep or self.tile
-        rows, columns = grid.largest
-        wanted = want_query or want_key
-        panel = cut.needs.gradient and wanted
-        panel_block = (call.shape[0], cut.gradient.kept) if cut.gradient.kept else (rows, columns)
-        panel_bytes = cut.needs.panel(*panel_block, call.shape[2]) if panel else 0
+        wanted, cached = want_query or want_key, cut.gradient.cached_columns > 0
+        has_gradient_block = cut.needs.gradient and wanted
         dq = dk = None
         if grid.triangle and wanted:  # rows and columns add to the same gradients
-            dq = dk = self.accumulator(cut.dq_in_place, 0, call.shape[0], panel_bytes)
+            dq = dk = self.dk_accumulator(grid, cut.dq_in_place)
         else:
             if want_query or (wanted and call.symmetric):
-                copies = 1
-                if cut.dq_copies > 1:
-                    first = grid.columns[0].stop - grid.columns[0].start
-                    made = sums_of_first_block(self.operands.precision, first, columns)
-                    copies = min(cut.dq_copies, made)
-                dq = self.accumulator(cut.dq_in_place, 0, rows, copies=copies)
+                dq = self.dq_accumulator(grid)
             if want_key and not call.symmetric:
-                keys = grid.columns[0].start, grid.columns[-1].stop
-                dk = self.accumulator(cut.dk_in_place, *keys, panel_bytes)
-        sums = self.partial_sums("row", shape.row_sums(rows, columns))
-        weighted = Part("weighted_queries", rows * self.operands.query.row_bytes)
-        sides = ("dq_accumulator", dq), ("dk_accumulator", None if dk is dq else dk)
-        memory = (
-            *self.staging(grid),
-            *[Part("gradient_panel", panel_bytes)] * (panel and not cut.gradient.kept),
-            *[Part(name, of.bytes) for name, of in sides if of is not None and not of.in_place],
-            *(sums if purpose is not Purpose.GRADIENT else ()),
-            *[weighted] * (purpose is Purpose.ONE_PASS and want_key),
-        )
+                dk = self.dk_accumulator(grid, cut.dk_in_place)
+        memory = self.memory(
+            grid, dq.copies * dq.rows if dq else 0, dk.rows if dk and dk is not dq else 0,
+            gradient=has_gradient_block and not cached, rows=purpose is not Purpose.GRADIENT,
+            columns=False, weighted_query=purpose is Purpose.ONE_PASS and want_key,
+        )  # fmt: skip
         return Fold(
             purpose, grid, shape, self.gradient_kernel(purpose, shape, wanted), memory,
-            kept_kernel=self.kept_kernel() if cut.gradient.kept else None, gradients=wanted,
+            cached_kernel=self.cached_kernel() if cached else None, gradients=wanted,
             dq_accumulator=dq, dk_accumulator=dk, in_registers=self.narrow is not None,
         )  # fmt: skip
 
-    def gradient_kernel(self, purpose: Purpose, shape: Tile | Sweep, panel: bool) -> Kernel:
+    def gradient_kernel(self, purpose: Purpose, shape: Tile | Sweep, wanted: bool) -> Kernel:
         """The kernel of a fold that makes gradients, or the loss of a sigmoid alone."""
         tiled = isinstance(shape, Tile)
         if purpose is Purpose.ONE_PASS:
             return self.kernel("sweep_online", shape, **self.moments)
         if purpose is Purpose.SIGMOID:
             name = "sigmoid" if tiled else "sweep_sigmoid"
-            return self.kernel(name, shape, PANEL=int(panel), **self.moments)
+            return self.kernel(name, shape, GRADIENT=int(wanted), **self.moments)
         name = "sweep_narrow" if self.narrow else "gradient" if tiled else "sweep_gradient"
         return self.kernel(name, shape, COLUMNS=int(self.two_sided))
 
-    def kept_kernel(self) -> Kernel:
+    def cached_kernel(self) -> Kernel:
         options = ("PRECISION", self.operands.precision.upper()), ("COLUMNS", int(self.two_sided))
-        return Kernel("sm90/kept_gradient.cu", "kept_gradient", KEPT_THREADS, options)
+        return Kernel("sm90/cached_gradient.cu", "cached_gradient", CACHED_THREADS, options)
 
-    def accumulator(
-        self, in_place: bool, first: int, end: int, panel_bytes: int = 0, copies: int = 1
-    ) -> Accumulator:
-        """Of rows from `first` to `end`; where finished rows can pass through the memory of the
-        panel, some may overlay the destination."""
+    def dq_accumulator(self, grid: Grid) -> AccumulatorRows:
+        """Of the rows of a block, which are finished before the next rows begin."""
+        if self.cut.dq_in_place:
+            return AccumulatorRows(in_place=True)
+        rows, columns = grid.largest
+        first_block = grid.columns[0].stop - grid.columns[0].start
+        sums = sums_of_first_block(self.operands.precision, first_block, columns)
+        return AccumulatorRows(False, rows, copies=min(self.cut.dq_copies, sums))
+
+    def dk_accumulator(self, grid: Grid, in_place: bool) -> AccumulatorRows:
+        """Of the keys of a grid. The first may overlay their destination: finished rows then pass
+        through the memory of the gradient block."""
         if in_place:
-            return Accumulator(in_place=True)
-        overlaid = self.cut.gradient.overlaid if panel_bytes else 0
-        first += overlaid
-        row_bytes = self.cut.needs.accumulator_row(self.call.shape[2])
-        passing = panel_bytes // self.cut.needs.overlay_row if overlaid else 0
-        size = copies * (end - first) * row_bytes
-        return Accumulator(False, size, first, overlaid, copies, passing)
+            return AccumulatorRows(in_place=True)
+        needs, blocking, (m, _, d) = self.cut.needs, self.cut.gradient, self.call.shape
+        first, end = grid.columns[0].start, grid.columns[-1].stop
+        if not (needs.gradient and blocking.overlaid):
+            return AccumulatorRows(False, end - first, first)
+        largest = (m, blocking.cached_columns) if blocking.cached_columns else grid.largest
+        passing = needs.gradient_block_bytes(*largest, d) // needs.overlay_row_bytes
+        first += blocking.overlaid
+        return AccumulatorRows(False, end - first, first, blocking.overlaid, rows_passing=passing)

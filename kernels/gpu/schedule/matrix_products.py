@@ -1,4 +1,4 @@
-"""The products of cuBLAS that make dQ and dK of gradient panels: which rows, terms and parts."""
+"""The products of cuBLAS that make dQ and dK of gradient blocks: which rows, terms and parts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from .. import config
 
-# cuBLAS has fast kernels where sizes along contiguous memory are multiples of 16 bytes: of a row of
-# the panel too. From so many multiplications on, it pays to multiply the keys that remain apart
+# cuBLAS has fast kernels if sizes along contiguous memory are multiples of 16 bytes, also that of a
+# row of the gradient block. From LARGE_PRODUCT multiply-adds on, a product of its own for the keys
+# after the last such multiple saves time
 WHOLE_BYTES = 16
 LARGE_PRODUCT = 2**30
 # Which parts of the two operands are multiplied, small terms first. The product of both low parts
@@ -26,7 +27,7 @@ SUM_BIAS_FACTOR = 1.4
 class Product(NamedTuple):
     """A product of some terms, or a batch of them, each with an accumulator of its own."""
 
-    panel_part: int
+    gradient_part: int
     feature_part: int
     start: int  # the first term
     terms: int
@@ -49,18 +50,18 @@ def key_ranges_of_products(
 
 
 def products(precision: str, k: int, copies: int, is_first: bool) -> Iterator[Product]:
-    """Those of a panel and features that have `k` terms: of each pair of parts, in sums of as many
-    terms as keep float32's accuracy, `copies` of them at once."""
+    """Products of a gradient block and features that have `k` terms: of each pair of parts, in sums
+    of as many terms as keep float32's accuracy, `copies` of them at once."""
     item, limit = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, k)
-    for panel_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
-        high = panel_part == feature_part == 0
-        factor = 1 / LOW_UNITS.get(precision, 1.0) if panel_part else 1.0
+    for gradient_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
+        high = gradient_part == feature_part == 0
+        factor = 1 / LOW_UNITS.get(precision, 1.0) if gradient_part else 1.0
         longest = limit if high or copies > 1 else k
         for start, terms, batch in _sums(k, longest, copies):
             if high and precision in config.MAX_SUM_TERMS:
                 factor = 1 + SUM_BIAS_FACTOR * config.truncation_bias(precision, terms * item)
             new = is_first and start < copies * longest
-            yield Product(panel_part, feature_part, start, terms, batch,
+            yield Product(gradient_part, feature_part, start, terms, batch,
                           start // longest % copies, factor, new)  # fmt: skip
         is_first = False
 

@@ -1,1 +1,1 @@
-"""Logits in tiles of registers, gradients by cuBLAS from panels: any size within the workspace."""
+"""Logits in tiles of registers, gradients by cuBLAS: any size within the workspace."""

@@ -2,7 +2,7 @@
 
 `kernels/gpu/schedule` decides how a call runs; here its folds run, in their order. A fold visits
 blocks of the logit matrix that fit the workspace. The log-sum-exp fold writes nothing but
-(max, sum) pairs of each tile's rows and columns; the gradient fold writes a panel of dL/dx in the
+(max, sum) pairs of each tile's rows and columns; the gradient fold writes dL/dx of a block in the
 precision of the operands, and two plain matrix products accumulate dQ and dK from it in float32
 (float64). Everything is queued on the caller's current stream; nothing waits for the device.
 """
@@ -22,7 +22,7 @@ from ...solve import Solution, limited, retrieval_ranks_of, softmax_gradient, so
 from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import Rows
-from ..schedule import Block, Call, Fold, Purpose, tiled_schedule
+from ..schedule import BlockFold, Call, Fold, Purpose, tiled_schedule
 from ..vectors import TiledVectors
 from .buffers import Buffers
 from .gradient import SoftmaxRun
@@ -45,7 +45,7 @@ class GPU:
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None = None, queue: Queue | None = None,
-        block: Block | None = None,
+        block: BlockFold | None = None,
     ) -> None:  # fmt: skip
         properties = device_properties(cupy.cuda.Device().id)
         self.schedule = tiled_schedule(Call.of(problem, gradients, block), properties)

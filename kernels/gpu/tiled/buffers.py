@@ -77,7 +77,7 @@ class Buffers:
         self.has_pairs = problem.paired  # asked before `materialize_vectors` hides the rule
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
-        if schedule.kept:
+        if schedule.cached:
             self.cached = CachedExponentials(schedule, self.workspace, queue)
         self.logit_scale: Fields = {}  # struct Scale, by which products are multiplied to be logits
         self.pair_vectors: PairVectors | None = None

@@ -84,7 +84,7 @@ class FoldRun:
         fields = {
             "q": self.q.fields(operands.item), "k": self.k.fields(operands.item),
             "width": operands.width, "first_row": rows.start, "first_column": columns.start,
-            "row_tiles": -(-self.q.rows // shape.panel_rows),
+            "row_tiles": -(-self.q.rows // shape.query_tile_rows),
             "column_tiles": -(-self.k.rows // shape.block_n),
             "positives": address(problem.positives, rows.start), "set_size": problem.set_size,
             "query_ids": address(problem.query_ids, rows.start),

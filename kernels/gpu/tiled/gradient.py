@@ -1,4 +1,4 @@
-"""The gradient fold: gradient panels (dL/dx of a block), and the products that use them."""
+"""The gradient fold: gradient blocks (dL/dx of a block), and the products that use them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
 from ..linear import linear_terms
-from ..schedule import KEPT_COLUMNS, Fold
+from ..schedule import CACHED_COLUMNS, Fold
 from .buffers import Buffers
 from .fold import FoldRun
-from .operands import NO_PANEL, Accumulator, CachedExponentials, Operand, Panel
+from .operands import NO_GRADIENT_BLOCK, Accumulator, CachedExponentials, GradientBlock, Operand
 
-# Gradient panels are written in units that bring their largest element near this, as float16
+# Gradient blocks are written in units that bring their largest element near this, as float16
 # overflows at 65504. (A quarter of it: factors of normalised rows are below 2 each)
 LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
 # cuBLAS's names for types and for the arithmetic of a product
@@ -39,7 +39,7 @@ def _host_number(value: float, real: np.dtype[Any]) -> tuple[Array, int]:
 
 
 class GradientRun(FoldRun):
-    """Panels of dL/dx, and the products that make dQ and dK of them."""
+    """Gradient blocks, and the products that make dQ and dK of them."""
 
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, phase: str,
@@ -53,9 +53,11 @@ class GradientRun(FoldRun):
         self.linear: dict[bool, Fields] = {}  # struct LinearTerms of queries, and of keys (True)
         self.dq_accumulator = self.dk_accumulator = None
         if buffers.cached is not None:
-            self.panel = buffers.cached.panel
-        elif "gradient_panel" in self.memory:
-            self.panel = Panel(self.memory["gradient_panel"], self.columns, buffers.precision)
+            self.gradient_block = buffers.cached.block
+        elif "gradient_block" in self.memory:
+            self.gradient_block = GradientBlock(
+                self.memory["gradient_block"], self.columns, buffers.precision
+            )
         if gradients is None or not fold.gradients:
             return
         dq = dk = self.accumulator(fold.dq_accumulator, gradients.query, "dq_accumulator")
@@ -64,26 +66,25 @@ class GradientRun(FoldRun):
         self.dq_accumulator, self.dk_accumulator = dq, dk
 
     def accumulator(
-        self, wanted: schedule.Accumulator | None, out: Array, name: str
+        self, rows: schedule.AccumulatorRows | None, out: Array, name: str
     ) -> Accumulator | None:
-        if wanted is None:
+        if rows is None:
             return None
-        if wanted.in_place:
+        if rows.in_place:
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
         before, width, real = None, self.buffers.operands.gradient_width, self.buffers.real
-        if wanted.overlaid:
-            shape = wanted.overlaid, width
-            before = Accumulator(cupy.ndarray(shape, real, out.data), width, 0)
-        rows = wanted.bytes // (wanted.copies * width * real.itemsize)
-        memory = cupy.ndarray((wanted.copies, rows, width), real, self.memory[name].data)
-        return Accumulator(memory, width, wanted.first_row, before, wanted.copies)
+        if rows.overlaid:
+            before = Accumulator(cupy.ndarray((rows.overlaid, width), real, out.data), width, 0)
+        shape = rows.copies, rows.rows, width
+        memory = cupy.ndarray(shape, real, self.memory[name].data)
+        return Accumulator(memory, width, rows.first_row, before, rows.copies)
 
-    def panel_arguments(self) -> Fields:
-        """The gradient panel of a block, as a sweep takes it."""
+    def gradient_arguments(self) -> Fields:
+        """The gradient block, as a sweep takes it."""
         if not self.fold.gradients:
-            return NO_PANEL
-        tensor_map = self.panel.map(self.launcher.queue, self.q.rows)
-        return {"panel": self.panel.fields, "panel_map": tensor_map}
+            return NO_GRADIENT_BLOCK
+        tensor_map = self.gradient_block.map(self.launcher.queue, self.q.rows)
+        return {"gradient_block": self.gradient_block.fields, "gradient_map": tensor_map}
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
         """dQ_a += P K_b and dK_b += P' Q_a."""
@@ -97,13 +98,13 @@ class GradientRun(FoldRun):
         if to is None:
             return
         self.begin_rows(to, rows)
-        shared = self.grid.triangle  # with the rows of other panels, which have begun it
-        first = b == self.grid.visits(a)[0] and not (shared and a > 0)
+        # of a triangle, the accumulator has all rows: the keys of earlier rows have begun it
+        first = b == self.grid.visits(a)[0] and not (self.grid.triangle and a > 0)
         for keys in self.key_ranges():
             self.product(OP_N, keys, self.k, to, rows.start, first and keys.start == 0)
 
     def begin_rows(self, to: Accumulator, rows: slice) -> None:
-        """An accumulator in the workspace holds the rows of one panel alone, or all rows."""
+        """An accumulator in the workspace holds the rows of one block, or all rows."""
         wanted = self.fold.dq_accumulator
         if not (self.grid.triangle or wanted is None or wanted.in_place):
             to.first = rows.start
@@ -131,18 +132,18 @@ class GradientRun(FoldRun):
         n, k, first_row = self.q.rows, keys.stop - keys.start, keys.start
         if op == OP_T:
             n, k, first_row = k, n, 0
-        operands, real, panel = self.buffers.operands, self.buffers.real, self.panel
+        operands, real, block = self.buffers.operands, self.buffers.real, self.gradient_block
         precision, item, width = operands.precision, operands.item, operands.gradient_width
         given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
-        apart = 1 if op == OP_N else panel.stride  # elements from term to term
+        apart = 1 if op == OP_N else block.stride  # elements from term to term
         for of in schedule.products(precision, k, out.copies, first):
             batch = of.terms * z.stride, of.terms * apart, out.copy_stride, of.batch
             features = of.feature_part * z.part + (first_row + of.start) * z.stride
-            elements = of.panel_part * panel.part + keys.start + of.start * apart
+            elements = of.gradient_part * block.part + keys.start + of.start * apart
             self.launcher.queue.gemm(
                 OP_N, op, width, n, of.terms, _host_number(of.factor, real)[1],
-                z.data + features * item, given, z.stride, panel.data + elements * item, given,
-                panel.stride, _host_number(0.0 if of.is_first else 1.0, real)[1],
+                z.data + features * item, given, z.stride, block.data + elements * item, given,
+                block.stride, _host_number(0.0 if of.is_first else 1.0, real)[1],
                 out.pointer(row) + of.copy * out.copy_stride * real.itemsize, made, out.stride,
                 COMPUTE[precision], -1, *(batch if of.batch > 1 else ()),
             )  # fmt: skip
@@ -153,8 +154,8 @@ class GradientRun(FoldRun):
             self.finish(self.dq_accumulator, rows, self.gradients.query)
 
     def end(self) -> None:
-        """All panels have added to dK. Rows that overlay their destination are converted in the
-        panel's memory, in ascending order: they overwrite only accumulators already read."""
+        """All blocks have added to dK. Rows that overlay their destination are converted in the
+        gradient block, in ascending order: they overwrite only accumulators already read."""
         acc, gradients, wanted = self.dk_accumulator, self.gradients, self.fold.dk_accumulator
         if acc is None or wanted is None:
             return
@@ -162,15 +163,15 @@ class GradientRun(FoldRun):
         out: Array = gradients.query if acc is self.dq_accumulator else gradients.key
         for rows in problems.slices(wanted.overlaid, max(1, wanted.rows_passing)):
             to = out[rows]
-            passing = cupy.ndarray(to.shape, to.dtype, self.panel.memory.data)
+            passing = cupy.ndarray(to.shape, to.dtype, self.gradient_block.memory.data)
             self.finish(acc, rows, passing, rows.start)
             self.launcher.queue.copy(to.data, passing.data, to.nbytes)
         self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
 
     def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
         """Completes the gradients of `rows`, of queries or of keys: adds the positives, multiplies
-        by the panels' unit, differentiates through the normalisation, and writes to `out`, whose
-        first row is row `first`."""
+        by the unit of gradient blocks, differentiates through the normalisation, and writes to
+        `out`, whose first row is row `first`."""
         buffers, problem, gradients = self.buffers, self.problem, self.gradients
         assert gradients is not None
         n, d = rows.stop - rows.start, problem.shape[2]
@@ -212,7 +213,7 @@ class GradientRun(FoldRun):
         )  # fmt: skip
 
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
-        """The unit in which panels are written, and whether one exponential serves both sides."""
+        """The unit of gradient blocks, and whether one exponential serves both sides."""
         self.launcher.launch(
             "vectors.cu", "ranges", 1, RANGE_THREADS,
             {
@@ -248,8 +249,8 @@ class SoftmaxRun(GradientRun):
                     biased = cupy.empty(len(bias))
                     buffers.add_bias(reference, bias, LOG2_E, biased)
                     sources[f"{name}_reference"] = biased
-        # dL/dx at a positive bounds its row's panel elements, unless it is one of several, or there
-        # are linear terms
+        # dL/dx at a positive bounds its row of the gradient block, unless the row has several
+        # positives or linear terms
         one = not epilogue.linear and problem.set_size == 1
         self.find_ranges(m, n, by_factor=not one, **sources)
         self.positive_gradient = sources["positive_gradient"]
@@ -288,7 +289,7 @@ class SoftmaxRun(GradientRun):
             "a": address(self.a, rows.start), "u": address(self.u, rows.start),
             "column_reference": address(self.column_reference, columns.start),
             "v": address(self.v, columns.start),
-            "shared": self.unit.data.ptr + RANGES.offset("shared"),
+            "one_exponential": self.unit.data.ptr + RANGES.offset("one_exponential"),
         }  # fmt: skip
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
@@ -297,36 +298,38 @@ class SoftmaxRun(GradientRun):
             self.add_in_registers(rows, columns, b, factors)
             return
         if cached is not None:
-            self.panel = cached.panel
+            self.gradient_block = cached.block
             if cached.has(columns):
-                self.panel, wanted = cached.panel.from_column(columns.start), cached.anew
+                self.gradient_block = cached.block.from_column(columns.start)
+                wanted = cached.anew
                 self.from_cached(cached, rows, columns, factors)
         arguments: Fields = {"factors": factors}
         if isinstance(self.shape, config.Tile):
-            arguments["panel"] = self.panel.fields
+            arguments["gradient_block"] = self.gradient_block.fields
         else:
-            arguments |= {**self.panel_arguments(), "wanted": wanted}
+            arguments |= {**self.gradient_arguments(), "wanted": wanted}
         self.launch(self.fold.kernel, rows, columns, arguments)
         self.multiply(rows, columns, a, b)
 
     def from_cached(
         self, cached: CachedExponentials, rows: slice, columns: slice, factors: Fields
     ) -> None:
-        """The panel of exponentials becomes the gradient panel, but for query panels that are
-        wanted anew."""
-        kernel, strips, n = self.fold.kept_kernel, -(-self.q.rows // config.STRIP), self.k.rows
+        """Cached exponentials become the gradient block, except for query tiles that are to be
+        computed anew."""
+        kernel, strips, n = self.fold.cached_kernel, -(-self.q.rows // config.STRIP), self.k.rows
         assert kernel is not None
         self.launcher.run(
-            kernel, strips * -(-n // KEPT_COLUMNS),
+            kernel, strips * -(-n // CACHED_COLUMNS),
             {
                 "b": self.block_fields(rows, columns, False), "f": factors,
-                "panel": self.panel.fields, "reference_stride": cached.tiles, "strips": strips,
+                "gradient_block": self.gradient_block.fields, "reference_stride": cached.tiles,
+                "strips": strips,
                 "references": address(cached.references) + 4 * (columns.start // config.BLOCK_M),
             },
         )  # fmt: skip
 
     def add_in_registers(self, rows: slice, columns: slice, b: int, factors: Fields) -> None:
-        """dQ_a += dL/dx K_b, without a panel."""
+        """dQ_a += dL/dx K_b, without a gradient block."""
         to = self.dq_accumulator
         assert to is not None
         self.begin_rows(to, rows)

@@ -12,7 +12,7 @@ from ..device.arguments import BASE_2, address, sums_fields
 from ..schedule import Fold
 from .buffers import Buffers
 from .fold import FoldRun
-from .operands import NO_PANEL, NOTHING_KEPT
+from .operands import NO_GRADIENT_BLOCK, NOTHING_CACHED
 
 
 class StatisticsRun(FoldRun):
@@ -63,10 +63,11 @@ class StatisticsRun(FoldRun):
             "column_moments": memory.get(f"{side}_moments"), "column_stride": n,
         }  # fmt: skip
         if isinstance(shape, config.Sweep):
-            arguments |= {"written_tiles": self.written_tiles, "kept": NOTHING_KEPT} | NO_PANEL
+            arguments |= {"written_tiles": self.written_tiles, "cached": NOTHING_CACHED}
+            arguments |= NO_GRADIENT_BLOCK
             if cached is not None:
-                arguments |= {"kept": cached.fields, "panel": cached.panel.fields}
-                arguments["panel_map"] = cached.panel.map(self.launcher.queue, m)
+                arguments |= {"cached": cached.fields, "gradient_block": cached.block.fields}
+                arguments["gradient_map"] = cached.block.map(self.launcher.queue, m)
         self.launch(kernel, rows, columns, arguments, triangle)
         self.merge("row", row_slots, stats.rows, rows)
         if column_slots:

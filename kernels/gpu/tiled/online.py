@@ -19,8 +19,8 @@ class OnlineRun(GradientRun):
     """Sums of 2^(x2 - r), and the same times keys. The reference exponent r of a row follows its
     logits: kernels/cuda/sm90/reference_exponents.cuh.
 
-    Where dK is wanted, a block has all keys. Then the sums of its rows are complete, and the panel
-    is multiplied once more, by queries that are weighted with their rows' units."""
+    Where dK is wanted, a block has all keys. Then the sums of its rows are complete, and the
+    gradient block is multiplied once more, by queries that are weighted with their rows' units."""
 
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: OnlineSoftmax,
@@ -31,7 +31,7 @@ class OnlineRun(GradientRun):
         m = problem.shape[0]
         # 0 serves unit rows while their largest logit lies within +-40 or so
         self.references = self.launcher.queue.zeros(m, buffers.real)
-        # which query panels are to be swept once more
+        # which query tiles are to be swept once more
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
         self.row_unit = cupy.empty(m)
         self.positive_gradient = cupy.empty(m)
@@ -53,7 +53,7 @@ class OnlineRun(GradientRun):
                 "references": reference, "before": row_sum,
                 "positive": address(self.epilogue.positive_logits, start), "row_pairs": self.pairs,
                 "row_stride": n, "row_moments": self.moments, "wanted": wanted,
-                **self.panel_arguments(),
+                **self.gradient_arguments(),
             }  # fmt: skip
             self.launch(self.fold.kernel, rows, columns, arguments, segments=segments)
             return shape.segment_slots * segments
@@ -62,23 +62,23 @@ class OnlineRun(GradientRun):
         if b > 0 and self.dq_accumulator is not None:
             acc, acc_stride = self.dq_accumulator.pointer(start), self.dq_accumulator.stride
         slots = sweep(None, shape.segments(n, self.k.rows))
-        self.launch_panels(
+        self.launch_query_tiles(
             "check_references", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
             scale=self.scale, reference=reference, sum=row_sum, moment=row_moment,
             acc=acc, acc_stride=acc_stride, d=d, wanted=self.wanted,
         )  # fmt: skip
-        # Mostly none, or a few panels that all multiprocessors share
+        # Mostly none, or a few query tiles that all multiprocessors share
         slots = sweep(self.wanted, shape.max_segments(n, self.k.rows))
-        self.launch_panels(
+        self.launch_query_tiles(
             "add_wanted", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
             sum=row_sum, moment=row_moment, wanted=self.wanted,
         )  # fmt: skip
         self.add_to_rows(rows, a, b)
 
-    def launch_panels(self, kernel: str, rows: int, /, **arguments: Any) -> None:
-        """A thread block for each query panel, four threads a row."""
-        panels = -(-rows // config.BLOCK_M)
-        self.launcher.launch("vectors.cu", kernel, panels, 4 * config.BLOCK_M, arguments)
+    def launch_query_tiles(self, kernel: str, rows: int, /, **arguments: Any) -> None:
+        """A thread block for each query tile, four threads a row."""
+        tiles = -(-rows // config.BLOCK_M)
+        self.launcher.launch("vectors.cu", kernel, tiles, 4 * config.BLOCK_M, arguments)
 
     def end_rows(self, rows: slice) -> None:
         start, n, sums = rows.start, rows.stop - rows.start, self.epilogue.rows

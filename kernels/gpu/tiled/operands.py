@@ -20,8 +20,8 @@ from ..schedule import ALIGNMENT, Fold, OperandRows, Part, Reading, Schedule
 
 
 class Workspace:
-    """The workspace of a call: one allocation, which each fold divides anew, after what is kept for
-    all folds. It goes back to CuPy's pool with the call's buffers, after an error too."""
+    """The workspace of a call: one allocation, which each fold divides anew, after the cached
+    exponentials. It goes back to CuPy's pool with the call's buffers, after an error too."""
 
     def __init__(self, schedule: Schedule, queue: Queue) -> None:
         self.schedule, self.queue = schedule, queue
@@ -31,11 +31,11 @@ class Workspace:
         self.layout: tuple[int, int] | None = None
 
     def parts(self, parts: Sequence[Part]) -> dict[str, Array]:
-        """Arrays of bytes for the parts that are kept and for those of a fold, by name."""
+        """Arrays of bytes for cached exponentials and for the parts of a fold, by name."""
         if self.memory is None:
             self.memory = self.queue.scratch(self.schedule.workspace)
         found, start = {}, 0
-        for part in (*self.schedule.kept, *parts):
+        for part in (*self.schedule.cached, *parts):
             found[part.name] = cupy.ndarray(part.bytes, np.uint8, self.memory.data + start)
             start += -(-part.bytes // ALIGNMENT) * ALIGNMENT
         assert start <= self.schedule.workspace
@@ -139,24 +139,24 @@ class OperandSide(Features):
         return made
 
 
-# --- gradient panels ------------------------------------------------------------------------------
+# --- gradient blocks ------------------------------------------------------------------------------
 
 
-class Panel:
+class GradientBlock:
     """dL/dx of a block: `columns` elements a row, or in each part of a row."""
 
     def __init__(self, memory: Array, columns: int, precision: str) -> None:
         self.memory, self.precision, self.first = memory, precision, 0
         self.item = config.element_bytes(precision)
         # elements from part to part of a row, and from row to row
-        self.part = config.panel_stride(columns, precision)
+        self.part = config.gradient_stride(columns, precision)
         self.stride = config.OPERAND_PARTS.get(precision, 1) * self.part
 
-    def from_column(self, first: int) -> Panel:
+    def from_column(self, first: int) -> GradientBlock:
         """The same memory without the columns before `first`."""
-        panel = copy(self)
-        panel.first = self.first + first
-        return panel
+        rest = copy(self)
+        rest.first = self.first + first
+        return rest
 
     @property
     def data(self) -> int:
@@ -165,7 +165,7 @@ class Panel:
 
     @property
     def fields(self) -> Fields:
-        """struct GradientPanel."""
+        """struct GradientBlock."""
         return {"data": self.data, "stride": self.stride, "part": self.part}
 
     def map(self, queue: Queue, rows: int) -> Any:
@@ -174,36 +174,38 @@ class Panel:
         return queue.tensor_map(self.data, rows, width, stride, config.STRIP, self.precision)
 
 
-NO_PANEL: Fields = {
-    "panel": {"data": 0, "stride": 0, "part": 0},
-    "panel_map": np.zeros(SIZE, np.uint8).view(f"V{SIZE}"),
+NO_GRADIENT_BLOCK: Fields = {
+    "gradient_block": {"data": 0, "stride": 0, "part": 0},
+    "gradient_map": np.zeros(SIZE, np.uint8).view(f"V{SIZE}"),
 }
 
 
 class CachedExponentials:
     """Exponentials of the first columns' logits, which the log-sum-exp fold leaves to the gradient
-    fold in the memory of the gradient panel: see kernels/cuda/sm90/sweep_lse.cu."""
+    fold in the form of a gradient block: see kernels/cuda/sm90/sweep_lse.cu."""
 
     def __init__(self, schedule: Schedule, workspace: Workspace, queue: Queue) -> None:
         assert schedule.operands is not None
-        self.columns, m = schedule.kept_columns, schedule.call.shape[0]
+        self.columns, m = schedule.cached_columns, schedule.call.shape[0]
         memory = workspace.parts(())
-        self.panel = Panel(memory["exponentials"], self.columns, schedule.operands.precision)
+        self.block = GradientBlock(
+            memory["exponentials"], self.columns, schedule.operands.precision
+        )
         self.tiles = -(-self.columns // config.BLOCK_M)
         self.references = memory["references"]
         self.anew = queue.zeros(-(-m // config.BLOCK_M), np.int32)
 
     def has(self, columns: slice) -> bool:
-        """Whether exponentials of a block of these columns are kept."""
+        """Whether exponentials of a block of these columns are cached."""
         return bool(columns.stop <= self.columns)
 
     @property
     def fields(self) -> Fields:
-        """struct Kept."""
+        """struct CachedExponentials."""
         return {"references": self.references, "stride": self.tiles, "anew": self.anew}
 
 
-NOTHING_KEPT: Fields = {"references": 0, "stride": 0, "anew": 0}
+NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "anew": 0}
 
 
 # --- accumulators ---------------------------------------------------------------------------------
@@ -211,8 +213,8 @@ NOTHING_KEPT: Fields = {"references": 0, "stride": 0, "anew": 0}
 
 @dataclass
 class Accumulator:
-    """Unfinished gradients of rows first.., [rows, stride], in the panels' unit: the sum of
-    `copies` of them, one after another. Those of rows before `first` may overlay their
+    """Unfinished gradients of rows first.., [rows, stride], in the unit of gradient blocks: the sum
+    of `copies` of them, one after another. Those of rows before `first` may overlay their
     destination: `before`."""
 
     array: Array

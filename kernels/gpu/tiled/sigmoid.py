@@ -11,7 +11,6 @@ from ..device.arguments import address
 from ..schedule import Fold
 from .buffers import Buffers
 from .gradient import GradientRun
-from .operands import NO_PANEL
 
 
 class SigmoidRun(GradientRun):
@@ -39,10 +38,9 @@ class SigmoidRun(GradientRun):
             "row_stride": n, "row_moments": moments,
         }  # fmt: skip
         if isinstance(self.shape, config.Sweep):
-            arguments |= self.panel_arguments()
+            arguments |= self.gradient_arguments()
         else:
-            has_panel = self.fold.gradients
-            arguments["panel"] = self.panel.fields if has_panel else NO_PANEL["panel"]
+            arguments["gradient_block"] = self.gradient_arguments()["gradient_block"]
         self.launch(self.fold.kernel, rows, columns, arguments)
         self.launcher.vectors(
             "add_pairs", n, pairs=sums, z=moments, slots=self.shape.row_slots(n, self.k.rows),

@@ -180,7 +180,7 @@ def computed(call: Call, way: dict[str, Any]) -> Any:
     with ExitStack() as stack:
         stack.enter_context(engine.schedule(way["schedule"]))
         for target, value in (
-            ((config.workspace, "LEAST_KEPT"), 256),
+            ((config.workspace, "MIN_CACHED_COLUMNS"), 256),
             ((problems, "FEW_LOGITS"), problems.FEW_LOGITS * way["few_logits"]),
         ):
             stack.enter_context(mock.patch.object(*target, value))

@@ -69,7 +69,7 @@ CALLS: list[tuple[str, str, str, str, int, int, int, dict[str, Any]]] = [
     ("Hopper", "tiled", "info_nce", "fp32", 140, 140, 72, {"key_bias": BIAS}),
     ("Hopper", "tiled", "nt_xent", "bf16", 140, 0, 1152, {}),
     ("Hopper", "tiled", "info_nce", "fp16", 70, 300, 1152, {"weights": WEIGHTS[:70]}),
-    # kept_gradient.cu
+    # cached_gradient.cu
     ("Hopper", "tiled", "clip", "bf16", 130, 130, 600, {}),
     ("Hopper", "tiled", "clip", "fp32", 130, 130, 400, {}),
     # sweep_narrow.cu, sweep_online.cu, sweep_sigmoid.cu
@@ -90,7 +90,7 @@ assert len(CALLS) == 50
 
 @pytest.fixture(autouse=True)
 def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config.workspace, "LEAST_KEPT", 128)
+    monkeypatch.setattr(config.workspace, "MIN_CACHED_COLUMNS", 128)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join(map(str, call[:7])))

@@ -42,7 +42,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("sm90/sweep_narrow.cu", "__syncwarp();"):
         "bar.sync and bar.arrive count warps, whose lanes have to be together; the emulator counts "
         "threads",
-    ("sm90/sweep/panel.cuh", "__syncwarp();"):
+    ("sm90/sweep/strip.cuh", "__syncwarp();"):
         "after `written`, lane 0 starts the next stores itself; it keeps the lanes together",
     ("tiled/gradient.cu", "if (Options::SPARSE) __syncwarp();"):
         "no synchronisation: it keeps the compiler from using more registers",

@@ -3,7 +3,7 @@
 #include "sm90/sweep/logits.cuh"
 #include "sm90/sweep/partial.cuh"
 
-// A row's sum in a tile may be this: sums over all strips and panels stay below 2^127. What a row or a
+// A row's sum in a tile may be this: sums over all strips and query tiles stay below 2^127. What a row or a
 // column has lost is below 2^-126 a term, nothing beside a sum of 2^-80.
 constexpr float MAX_TILE_SUM = 0x1p80f;
 constexpr float MIN_EXACT_SUM = 0x1p-80f;

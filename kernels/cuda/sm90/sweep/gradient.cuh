@@ -28,12 +28,12 @@ struct LogitGradient {
   Rows rows;
   float reference[2], a[2], u[2];
 
-  __device__ __forceinline__ void begin_panel(const Work& w) {
+  __device__ __forceinline__ void begin_query_tile(const Work& w) {
     work = w;
-    rows.load(b, w.panel, lane);
+    rows.load(b, w.query_tile, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(w.panel, h);
+      const i64 row = lane.row_of(w.query_tile, h);
       const bool inside = row < b.q.rows;
       reference[h] = inside ? factors.row_reference[row] : 0;
       a[h] = inside ? factors.a[row] : 0;

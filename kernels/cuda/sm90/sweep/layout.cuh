@@ -23,14 +23,14 @@
 #ifndef SHARED
 #define SHARED 232448  // bytes that a launch gives
 #endif
-constexpr int PANEL_ROWS = WIDE ? 256 : IN_REGISTERS ? 64 : 128;  // of a query panel
-constexpr int BLOCKS = WIDE ? 2 : 1;                               // of a cluster, which share a query panel
+constexpr int QUERY_TILE_ROWS = WIDE ? 256 : IN_REGISTERS ? 64 : 128;  // of a query tile
+constexpr int BLOCKS = WIDE ? 2 : 1;                               // of a cluster, which share a query tile
 constexpr int TILES = WIDE ? 2 : 1;  // of TILE_COLUMNS keys each, that are multiplied at once: a key tile
 #define STREAMED (WIDE || PRECISION == FP16X3)        // rows of Q come with the keys
-constexpr int STRIPS = PANEL_ROWS / 64 / BLOCKS;      // of 64 rows, that a block has of its query panel
+constexpr int STRIPS = QUERY_TILE_ROWS / 64 / BLOCKS;      // of 64 rows, that a block has of its query tile
 constexpr int HALVES = STREAMED ? 1 : STRIPS;         // warpgroups of a consumer, 64 rows each
 constexpr int WARPGROUPS = 2 * HALVES;
-constexpr int OWN_ROWS = PANEL_ROWS / BLOCKS;
+constexpr int OWN_ROWS = QUERY_TILE_ROWS / BLOCKS;
 constexpr int SLICES = 8;  // of a tile, 16 columns each: what epilogues do at once
 constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;
 
@@ -38,18 +38,18 @@ constexpr int SWEEP_THREADS = 128 * WARPGROUPS + 128;
 //
 // PING_PONG + c: consumer c waits here for its turn at the tensor cores. The other consumer arrives,
 // without waiting, when it has issued its products. If warpgroups are not in step, each half of the
-// panel has two such barriers, PING_PONG + 2 half + c.
+// query tile has two such barriers, PING_PONG + 2 half + c.
 //
-// NEW_PANEL: all consumer warpgroups have ended the last panel. Tiles alternate between consumers over
-// all panels, so in a new panel a consumer may get a key tile that the other one had before. It then
+// NEW_QUERY_TILE: all consumer warpgroups have ended the last query tile. Tiles alternate between consumers over
+// all query tiles, so in a new query tile a consumer may get a key tile that the other one had before. It then
 // reads the column pairs that the other one wrote: both keep them at one place in `column_pairs`, one
-// for each strip of 64 rows (sweep_lse.cu). NEW_PANEL also separates two uses of PANEL_WRITTEN.
+// for each strip of 64 rows (sweep_lse.cu). NEW_QUERY_TILE also separates two uses of GRADIENT_WRITTEN.
 //
-// PANEL_WRITTEN: consumer 0 has written its gradients of the panel, to which consumer 1 adds its own
+// GRADIENT_WRITTEN: consumer 0 has written its gradients of the query tile, to which consumer 1 adds its own
 // (sweep_narrow.cu).
 constexpr int PING_PONG = 1 + WARPGROUPS;
-constexpr int NEW_PANEL = PING_PONG + 2 * HALVES;
-constexpr int PANEL_WRITTEN = NEW_PANEL + 1;
+constexpr int NEW_QUERY_TILE = PING_PONG + 2 * HALVES;
+constexpr int GRADIENT_WRITTEN = NEW_QUERY_TILE + 1;
 
 constexpr int K_SLICE_TILE_BYTES = TILE_COLUMNS * K_SLICE;
 constexpr int STAGE_ROWS_BYTES = STREAMED ? OWN_ROWS * K_SLICE : 0;  // of queries, before the keys
@@ -61,47 +61,47 @@ constexpr int FEATURE_SLICES = K_SLICES / PARTS;  // K-slices of one part
 constexpr int TILE_STAGES = WIDE && PARTS == 2 ? 3 * FEATURE_SLICES : K_SLICES;
 // Warps that read a stage: those of one consumer, or (STREAMED) of all, in all blocks of the cluster
 constexpr int READERS = 4 * BLOCKS * (STREAMED ? WARPGROUPS : HALVES);
-constexpr int PANELS_AT_ONCE = 8;  // WIDE: that meet the same keys, which then come from the L2 cache
+constexpr int QUERY_TILES_AT_ONCE = 8;  // WIDE: that meet the same keys, which then come from the L2 cache
 
-// A query panel, and the key tiles that it meets in one segment: first .. last. In a triangle they go
+// A query tile, and the key tiles that it meets in one segment: first .. last. In a triangle they go
 // on from the last key tile to key tile 0.
 struct Work {
-  int panel, segment, first, last;
+  int query_tile, segment, first, last;
 };
 
-// In a triangle a panel meets the tiles from the diagonal on and half way round, so that each pair of
-// panels meets once and all panels have the same work. Of panels of which only some are wanted, the
-// segments go to different blocks of threads. Where rows of Q do not stay (WIDE), a few panels and a few
+// In a triangle a query tile meets the tiles from the diagonal on and half way round, so that each pair of
+// query tiles meets once and all query tiles have the same work. Of query tiles of which only some are wanted, the
+// segments go to different blocks of threads. Where rows of Q do not stay (WIDE), a few query tiles and a few
 // segments are in work at a time, so that their rows and keys stay in the L2 cache.
 __device__ __forceinline__ Work get_work(const Block& b, int segments, int item, bool some) {
-  const int panels = (int)b.row_tiles, tiles = (int)b.column_tiles;
+  const int query_tiles = (int)b.row_tiles, tiles = (int)b.column_tiles;
   Work w;
-  int first = 0, together = panels;
+  int first = 0, together = query_tiles;
   if (WIDE && !some) {
-    first = item / (PANELS_AT_ONCE * segments) * PANELS_AT_ONCE;
-    together = min(PANELS_AT_ONCE, panels - first);
+    first = item / (QUERY_TILES_AT_ONCE * segments) * QUERY_TILES_AT_ONCE;
+    together = min(QUERY_TILES_AT_ONCE, query_tiles - first);
     item -= first * segments;
   }
-  w.panel = some ? item / segments : first + item % together;
+  w.query_tile = some ? item / segments : first + item % together;
   w.segment = some ? item % segments : item / together;
   int start = 0, count = tiles;
   if (b.triangle) {
-    start = w.panel;
-    count = tiles / 2 + (tiles % 2 || w.panel < tiles / 2);
+    start = w.query_tile;
+    count = tiles / 2 + (tiles % 2 || w.query_tile < tiles / 2);
   }
   w.first = start + (int)((i64)count * w.segment / segments);
   w.last = start + (int)((i64)count * (w.segment + 1) / segments);
   return w;
 }
 
-// Whether a panel is visited where only some are: `wanted` has a number for each ONLINE_PANEL_ROWS rows.
-__device__ __forceinline__ bool is_wanted(const int* wanted, const Block& b, int panel) {
-  constexpr int EACH = (PANEL_ROWS + ONLINE_PANEL_ROWS - 1) / ONLINE_PANEL_ROWS;
+// Whether a query tile is visited where only some are: `wanted` has a number for each ONLINE_TILE_ROWS rows.
+__device__ __forceinline__ bool is_wanted(const int* wanted, const Block& b, int query_tile) {
+  constexpr int EACH = (QUERY_TILE_ROWS + ONLINE_TILE_ROWS - 1) / ONLINE_TILE_ROWS;
   bool any = false;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const i64 at = (i64)panel * EACH + i;
-    any |= at * ONLINE_PANEL_ROWS < b.q.rows && wanted[at];
+    const i64 at = (i64)query_tile * EACH + i;
+    any |= at * ONLINE_TILE_ROWS < b.q.rows && wanted[at];
   }
   return any;
 }
@@ -114,9 +114,9 @@ struct SweepShared {  // TMA boxes begin at multiples of 1024 bytes, as all size
   alignas(16) char k[STAGES][STAGE_BYTES];
   typename Epilogue::WarpgroupShared group[WARPGROUPS];  // what a warpgroup writes of a tile
   typename Epilogue::ConsumerShared consumer[2];         // the columns of a consumer's tile
-  // mbarriers: TMA has written a stage; consumers have read it. The same for the panel's rows of Q
+  // mbarriers: TMA has written a stage; consumers have read it. The same for the query tile's rows of Q
   alignas(8) u64 full[STAGES], empty[STAGES];
-  u64 panel_full, panel_empty;
+  u64 queries_full, queries_empty;
 };
 
 // A number that is the same in all lanes of the warp. After the shuffle, the compiler does not compute it
@@ -143,12 +143,12 @@ struct Lane {
   __device__ int strip() const { return STREAMED ? consumer : half; }
   // Which of a segment's ROW_SLOTS sums is this consumer's.
   __device__ int slot() const { return STREAMED ? 0 : consumer; }
-  // The first of this thread's two rows in the panel; the other is eight below.
+  // The first of this thread's two rows in the query tile; the other is eight below.
   __device__ int row() const {
     return (BLOCKS > 1 ? (int)cluster_rank() * OWN_ROWS : 0) + strip() * 64 + warp * 16 + g;
   }
   // The first or the second of them, in the block.
-  __device__ i64 row_of(int panel, int h) const { return (i64)panel * PANEL_ROWS + row() + 8 * h; }
+  __device__ i64 row_of(int query_tile, int h) const { return (i64)query_tile * QUERY_TILE_ROWS + row() + 8 * h; }
   __device__ void sync_warpgroup() const { named_barrier_sync(1 + warpgroup, 128); }
   // This takes the named barrier of the consumer's first warpgroup, which may use it for sync_warpgroup
   // too: between any two uses all of the consumer meets at PING_PONG.

@@ -3,22 +3,22 @@
 #pragma once
 #include "sm90/sweep/sweep.cuh"
 
-// What a thread knows of its two rows of a query panel.
+// What a thread knows of its two rows of a query tile.
 struct Rows : Options::RowNumbers<2> {
   int positive[2];  // column of the positive in the block, or -1; of SETS, `at_positives` looks them up
-  int diagonal;     // of one set of rows: the panel's first row as a column of the block; else far away
+  int diagonal;     // of one set of rows: the query tile's first row as a column of the block; else far away
   int end;          // all columns before this one are inside for all rows; 0 if some rows are outside
 #if FACTORS
   float factor[2];
 #endif
-  __device__ __forceinline__ void load(const Block& b, int panel, const Lane& lane) {
-    const i64 itself = b.first_row + (i64)panel * PANEL_ROWS - b.first_column;
+  __device__ __forceinline__ void load(const Block& b, int query_tile, const Lane& lane) {
+    const i64 itself = b.first_row + (i64)query_tile * QUERY_TILE_ROWS - b.first_column;
     const int far = 1 << 30;
     diagonal = warp_uniform(b.symmetric && itself > -far && itself < far ? (int)itself : far);
-    end = warp_uniform((i64)(panel + 1) * PANEL_ROWS <= b.q.rows ? (int)b.k.rows : 0);
+    end = warp_uniform((i64)(query_tile + 1) * QUERY_TILE_ROWS <= b.q.rows ? (int)b.k.rows : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(panel, h);
+      const i64 row = lane.row_of(query_tile, h);
       const bool inside = row < b.q.rows;
       positive[h] = inside && !SETS ? column(b, b.positives[row]) : -1;
 #if FACTORS
@@ -123,7 +123,7 @@ __device__ __forceinline__ void set_aside(float (&x)[64], const int (&at)[2], co
 // i = j where symmetric, and pairs that options mask.
 template <class Take>
 __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const Columns& columns,
-                                        const Block& b, int panel, int tile, const Lane& lane,
+                                        const Block& b, int query_tile, int tile, const Lane& lane,
                                         Take take) {
 #if FACTORS
 #pragma unroll
@@ -136,12 +136,12 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
     int at[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 row = lane.row_of(panel, h);
+      const i64 row = lane.row_of(query_tile, h);
       at[h] = rows.positive[h] - first;
       if (SETS && row < b.q.rows) at[h] = Rows::column(b, b.positives[row * each + number]) - first;
     }
     set_aside(x, at, lane, [&](int h, float value) {
-      take(lane.row_of(panel, h) * each + number, value);
+      take(lane.row_of(query_tile, h) * each + number, value);
     });
   }
   if (Options::MASKS)
@@ -150,12 +150,12 @@ __device__ __forceinline__ void prepare(float (&x)[64], const Rows& rows, const 
       Options::mask(x[i], Pair<Rows, Columns>{rows, columns, i / 2 % 2, column_of(i, lane)});
     }
   const int diagonal = rows.diagonal - first;
-  const bool crossed = diagonal > -PANEL_ROWS && diagonal < TILE_COLUMNS;
+  const bool crossed = diagonal > -QUERY_TILE_ROWS && diagonal < TILE_COLUMNS;
   if (!crossed && first + TILE_COLUMNS <= rows.end) return;
   int end[2], itself[2];  // columns from `end` on are outside
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool inside = lane.row_of(panel, h) < b.q.rows;
+    const bool inside = lane.row_of(query_tile, h) < b.q.rows;
     end[h] = inside ? (int)min(b.k.rows - first, (i64)TILE_COLUMNS) : 0;
     itself[h] = crossed ? diagonal + lane.row() + 8 * h : -1;
   }

@@ -4,7 +4,7 @@
 //
 // WIDE (rows of more than 1024 bytes): a block multiplies 128 rows with 256 keys, since shared memory
 // delivers 128 bytes a clock: a product of 128 x 128 reads more than that. A cluster of two blocks shares
-// the keys: each fetches half of them, for both. Its query panel is 256 rows, so that tiles of the
+// the keys: each fetches half of them, for both. Its query tile is 256 rows, so that tiles of the
 // cluster are square. With BF16X3 the products of parts come one after another, small ones first, each
 // with its own K-slices of rows and keys.
 //
@@ -91,8 +91,8 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   PipelineState pipe;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !is_wanted(wanted, b, w.panel)) continue;
-    epilogue.begin_panel(w);
+    if (wanted && !is_wanted(wanted, b, w.query_tile)) continue;
+    epilogue.begin_query_tile(w);
     for (int t = w.first; t < w.last; ++t) {
       const int first = (t < tiles ? t : t - tiles) * TILES;
       float x[TILES][64];
@@ -109,6 +109,6 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
         epilogue.end_tile(tile);
       }
     }
-    epilogue.end_panel(w);
+    epilogue.end_query_tile(w);
   }
 }

@@ -3,7 +3,7 @@
 //
 //              key tiles, 128 rows of K each, streamed one K-slice (64 elements of D) at a time
 //             +----+----+----+----+----+----+- - -
-//   128 rows  |  0 |  1 |  2 |  3 |  4 |  5 |          a query panel: its rows of Q stay in shared
+//   128 rows  |  0 |  1 |  2 |  3 |  4 |  5 |          a query tile: its rows of Q stay in shared
 //    of Q     +----+----+----+----+----+----+- - -     memory while all key tiles pass by
 //
 //   consumer 0      products of tile 0 | epilogue of tile 0 | products of tile 2 | epilogue of tile 2
@@ -14,8 +14,8 @@
 // of tiled/product.cuh: wgmma in place of mma.sync, TMA in place of cp.async, a producer warp that does
 // nothing but load, and epilogues that run while the other consumer multiplies.
 //
-// The grid is persistent: one block of threads a multiprocessor, which takes one query panel after
-// another. A consumer is two warpgroups, each with 64 of the panel's rows. The two consumers
+// The grid is persistent: one block of threads a multiprocessor, which takes one query tile after
+// another. A consumer is two warpgroups, each with 64 of the query tile's rows. The two consumers
 // ping-pong: while one has the tensor cores, the other has the epilogue of its last tile. Exponentials
 // cost no time of their own as long as an epilogue is shorter than the products of a tile.
 //
@@ -27,16 +27,16 @@
 // (sweep/streamed.cuh).
 //
 // IN_REGISTERS (rows of up to 256 bytes): dL/dx of a tile is multiplied with the tile's keys at once, and
-// dQ is accumulated in registers (sweep_narrow.cu). A query panel is 64 rows, and a consumer one
+// dQ is accumulated in registers (sweep_narrow.cu). A query tile is 64 rows, and a consumer one
 // warpgroup. In its turn a consumer issues two products: dL/dx of its last tile times those keys, and
 // the logits of its next tile. A tile's keys stay in their stages until both are done.
 //
 // The epilogue says what becomes of logits:
-//     begin_panel(work)     a new query panel
+//     begin_query_tile(work)     a new query tile
 //     publish(tile)         writes what the consumer needs of the tile's columns to shared memory
 //     tile(x, tile)         the logits are complete, and what was published can be read
 //     end_tile(tile)        after a barrier of the warpgroup, if the epilogue SUMS columns
-//     end_panel(work)
+//     end_query_tile(work)
 //     end()                 if the epilogue SUMS columns
 #pragma once
 #include "sm90/sweep/layout.cuh"
@@ -50,17 +50,17 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rank = BLOCKS > 1 ? cluster_rank() : 0;
   PipelineState pipe;
-  u32 panels = 0;
+  u32 query_tiles = 0;
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !is_wanted(wanted, b, w.panel)) continue;
-    const int row = w.panel * PANEL_ROWS + rank * OWN_ROWS;
+    if (wanted && !is_wanted(wanted, b, w.query_tile)) continue;
+    const int row = w.query_tile * QUERY_TILE_ROWS + rank * OWN_ROWS;
 #if !STREAMED
-    // All consumers' reads of the last panel's rows come before these loads
-    barrier_wait(s.panel_empty, (panels & 1) ^ 1);
-    barrier_expect(s.panel_full, sizeof s.q);
+    // All consumers' reads of the last query tile's rows come before these loads
+    barrier_wait(s.queries_empty, (query_tiles & 1) ^ 1);
+    barrier_expect(s.queries_full, sizeof s.q);
     for (int i = 0; i < K_SLICES; ++i)
-      tma_load(s.q[i], q, s.panel_full, i * K_SLICE_ELEMENTS, row);
+      tma_load(s.q[i], q, s.queries_full, i * K_SLICE_ELEMENTS, row);
 #endif
     for (int t = w.first; t < w.last; ++t) {
       const int column = (t < tiles ? t : t - tiles) * TILES * TILE_COLUMNS;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void produce(SweepShared<Epilogue>& s, const TensorMa
         else tma_load(keys, k, full, feature, column);
       }
     }
-    ++panels;
+    ++query_tiles;
   }
 }
 
@@ -152,32 +152,32 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
   const int tiles = (int)b.column_tiles, items = (int)b.row_tiles * segments;
   const u32 rows = shared_descriptor(shared_address(s.q) + lane.half * 64 * K_SLICE);
   PipelineState pipe;
-  u32 panels = 0;
+  u32 query_tiles = 0;
   // The two warpgroups of a consumer are in step if they share published columns, or if the ring is too
-  // short for one to run ahead of the other. Else each half of the panel has a ping-pong of its own:
+  // short for one to run ahead of the other. Else each half of the query tile has a ping-pong of its own:
   // one half's products fill the time in which both consumers of the other half have epilogues.
   constexpr bool IN_STEP = Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS || 2 * K_SLICES >= STAGES;
   const int ping_pong = PING_PONG + (IN_STEP ? 0 : 2 * lane.half);
   const int sharers = 2 * 128 * (IN_STEP ? HALVES : 1);
-  bool mine = lane.consumer == 0;  // a consumer takes every other tile, over all panels
+  bool has_turn = lane.consumer == 0;  // a consumer takes every other tile, over all query tiles
   int held = -1;                   // first stage of this consumer's last tile, while its keys are needed
-  if (!mine) named_barrier_arrive(ping_pong, sharers);  // consumer 0 begins
+  if (!has_turn) named_barrier_arrive(ping_pong, sharers);  // consumer 0 begins
   for (int item = blockIdx.x / BLOCKS; item < items; item += gridDim.x / BLOCKS) {
     const Work w = get_work(b, segments, item, wanted);
-    if (wanted && !is_wanted(wanted, b, w.panel)) continue;
-    if (panels > 0) named_barrier_sync(NEW_PANEL, 128 * WARPGROUPS);  // why: see NEW_PANEL
-    epilogue.begin_panel(w);
-    barrier_wait(s.panel_full, panels & 1);  // the TMA writes of the rows come before the reads of wgmma
-    for (int t = w.first; t < w.last; ++t, mine = !mine) {
-      // A consumer arrives at panel_empty when its last products of the panel are done
+    if (wanted && !is_wanted(wanted, b, w.query_tile)) continue;
+    if (query_tiles > 0) named_barrier_sync(NEW_QUERY_TILE, 128 * WARPGROUPS);  // why: see NEW_QUERY_TILE
+    epilogue.begin_query_tile(w);
+    barrier_wait(s.queries_full, query_tiles & 1);  // the TMA writes of the rows come before the reads of wgmma
+    for (int t = w.first; t < w.last; ++t, has_turn = !has_turn) {
+      // A consumer arrives at queries_empty when its last products of the query tile are done
       const bool last = t + 2 >= w.last;
-      if (!mine) {
+      if (!has_turn) {
         pipe.skip_tile();
         if (last && t == w.first && t + 1 == w.last) {
-          // The waits of all lanes for panel_full come before the loads of the next panel, whose phase
+          // The waits of all lanes for queries_full come before the loads of the next query tile, whose phase
           // a lane would mistake for the one before
           __syncwarp();
-          if (lane.lane == 0) barrier_arrive(s.panel_empty);
+          if (lane.lane == 0) barrier_arrive(s.queries_empty);
         }
         continue;
       }
@@ -198,7 +198,7 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       if (!IN_REGISTERS) release_stage(s, pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1, lane);
       else if (held >= 0) release_stages_of_tile(s, held, lane);
       held = first;
-      if (last && lane.lane == 0) barrier_arrive(s.panel_empty);
+      if (last && lane.lane == 0) barrier_arrive(s.queries_empty);
       fence_accumulators(x);
       // The writes of publish come before the reads of tile
       if (Epilogue::PUBLISHES || HAS_COLUMN_NUMBERS) lane.sync_consumer();
@@ -214,8 +214,8 @@ __device__ __forceinline__ void consume(SweepShared<Epilogue>& s, const Block& b
       held = -1;
     }
 #endif
-    epilogue.end_panel(w);
-    ++panels;
+    epilogue.end_query_tile(w);
+    ++query_tiles;
   }
 }
 #endif
@@ -227,14 +227,14 @@ __device__ __forceinline__ SweepShared<Epilogue>& sweep_shared() {
   return *(SweepShared<Epilogue>*)memory;
 }
 
-// The whole of a kernel but its epilogue. It visits the query panels that are `wanted` [panels] (null:
+// The whole of a kernel but its epilogue. It visits the query tiles that are `wanted` [query tiles] (null:
 // all of them).
 template <class Epilogue>
 __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap& q,
                                       const TensorMap& k, const Block& b, int segments,
                                       Epilogue& epilogue, const Lane& lane,
                                       const int* wanted = nullptr) {
-  if (wanted) {  // mostly none of this block's panels is: then the block ends at once
+  if (wanted) {  // mostly none of this block's query tiles is: then the block ends at once
     const int items = (int)b.row_tiles * segments, step = gridDim.x / BLOCKS;
     bool any = false;
     for (int item = blockIdx.x / BLOCKS + threadIdx.x * step; item < items;
@@ -247,8 +247,8 @@ __device__ __forceinline__ void sweep(SweepShared<Epilogue>& s, const TensorMap&
       barrier_init(s.full[i], 1);
       barrier_init(s.empty[i], READERS);
     }
-    barrier_init(s.panel_full, 1);
-    barrier_init(s.panel_empty, 4 * WARPGROUPS);
+    barrier_init(s.queries_full, 1);
+    barrier_init(s.queries_empty, 4 * WARPGROUPS);
     fence_barrier_init();
   }
   // The initial values of the mbarriers are written before any thread, or TMA, uses them

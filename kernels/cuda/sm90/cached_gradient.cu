@@ -1,13 +1,13 @@
-// Gradient fold where the exponentials of a block were kept (sweep_lse.cu): the panel of them becomes the
-// gradient panel P = dL/dx, in place and without products.
+// Gradient fold of a block whose exponentials are cached (sweep_lse.cu): they become the gradient block
+// P = dL/dx, in place and without products.
 //
-// Kept is e = 2^(c x_ij - r), as sweep_lse.cu wrote it, with one reference exponent r for 16 rows and 128 columns. With the
-// factors of sweep/gradient.cuh and s_i = 2^(r - R_i),
+// The cache holds e = 2^(c x_ij - r), as sweep_lse.cu wrote it, with one reference exponent r for 16 rows and
+// 128 columns. With the factors of sweep/gradient.cuh and s_i = 2^(r - R_i),
 //
-//     P_ij = e (a_i s_i + u_i s_i v_j)              `shared`: one exponential
+//     P_ij = e (a_i s_i + u_i s_i v_j)              `one_exponential` for both directions
 //     P_ij = e (a_i s_i + v_j 2^(r - C_j))          whatever the range of R and C
 //
-// Query panels that are to be computed anew hold anything here, and are overwritten afterwards.
+// Query tiles that are to be computed anew hold anything here; another kernel overwrites them.
 #include "block/block.cuh"
 
 #ifndef COLUMNS
@@ -16,19 +16,19 @@
 
 constexpr int STRIP = 16;      // rows with one reference exponent, all by one thread
 constexpr int GROUP = 8;       // columns of a thread: 16 bytes
-constexpr int KEPT_THREADS = 128;
+constexpr int CACHED_THREADS = 128;
 constexpr int AT_ONCE = 4 / PARTS;  // rows whose loads are in flight together
 
-// A block of threads has 16 rows of KEPT_THREADS * GROUP columns.
-extern "C" __global__ void __launch_bounds__(KEPT_THREADS)
-kept_gradient(const __grid_constant__ PlainBlock b, const __grid_constant__ Factors f,
-              const __grid_constant__ GradientPanel panel, const float* references,
+// A block of threads has 16 rows of CACHED_THREADS * GROUP columns.
+extern "C" __global__ void __launch_bounds__(CACHED_THREADS)
+cached_gradient(const __grid_constant__ PlainBlock b, const __grid_constant__ Factors f,
+              const __grid_constant__ GradientBlock gradient_block, const float* references,
               i64 reference_stride, i64 strips) {
   const i64 strip = blockIdx.x % strips, row0 = strip * STRIP;
-  const i64 column = (blockIdx.x / strips * KEPT_THREADS + threadIdx.x) * GROUP;
+  const i64 column = (blockIdx.x / strips * CACHED_THREADS + threadIdx.x) * GROUP;
   if (column >= b.k.rows) return;
   const float r = references[strip * reference_stride + column / TILE_COLUMNS];
-  const bool one = !COLUMNS || *f.shared;
+  const bool one = !COLUMNS || *f.one_exponential;
   float w[GROUP], factor[GROUP];
 #pragma unroll
   for (int i = 0; i < GROUP; ++i) {
@@ -37,8 +37,8 @@ kept_gradient(const __grid_constant__ PlainBlock b, const __grid_constant__ Fact
     w[i] = COLUMNS && inside ? f.v[j] * (one ? 1 : exp2_(r - f.column_reference[j])) : 0;
     factor[i] = b.k.factor && inside ? b.k.factor[j] : 1;
   }
-  uint4* at = (uint4*)(panel.data + row0 * panel.stride + column);
-  const i64 step = panel.stride / GROUP, part_step = panel.part / GROUP;
+  uint4* at = (uint4*)(gradient_block.data + row0 * gradient_block.stride + column);
+  const i64 step = gradient_block.stride / GROUP, part_step = gradient_block.part / GROUP;
   const int rows = (int)min((i64)STRIP, b.q.rows - row0);
 #pragma unroll
   for (int first = 0; first < STRIP; first += AT_ONCE) {

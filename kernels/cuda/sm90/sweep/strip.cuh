@@ -1,28 +1,28 @@
-// Gradient panels, dL/dx, as sweeps write them.
+// Gradient blocks, dL/dx, as sweeps write them: a strip of rows at a time.
 #pragma once
 #include "sm90/sweep/sweep.cuh"
 
-// A warp's strip of a tile of the gradient panel, 16 rows. The warp writes 128 bytes of each row to shared
+// A warp's strip of a tile of the gradient block, 16 rows. The warp writes 128 bytes of each row to shared
 // memory, and a TMA store takes them from there. Shared memory limits the speed here; of all ways to
 // store a strip, this one passes through it least often.
 constexpr int PIECE = 64;  // columns
 
-struct GradientPanelStrip {
+struct GradientStrip {
   struct Shared {
     alignas(16) Element piece[4][16 * PIECE];  // one a warp; TMA boxes, as in SweepShared
   };
   const TensorMap& map;
-  const GradientPanel& panel;
+  const GradientBlock& gradient_block;
   Element* piece;
   int put;  // where in it this lane's eight elements go
 
-  __device__ __forceinline__ GradientPanelStrip(const TensorMap& map, const GradientPanel& panel,
+  __device__ __forceinline__ GradientStrip(const TensorMap& map, const GradientBlock& gradient_block,
                                                 Shared& shared, const Lane& lane)
-      : map(map), panel(panel), piece(shared.piece[lane.warp]) {
+      : map(map), gradient_block(gradient_block), piece(shared.piece[lane.warp]) {
     const int row = lane.lane % 16;  // a box with 128-byte swizzle, as shared_descriptor has it
     put = row * PIECE + (lane.lane / 16 ^ row % 8) * 8;
   }
-  // Slice s of the strip from row `row` and column `column` of the panel on.
+  // Slice s of the strip from row `row` and column `column` of the gradient block on.
   __device__ __forceinline__ void store(float (&x)[64], int s, int row, int column, const Block&,
                                         const Lane& lane) const {
     const int first = 16 * s % PIECE;
@@ -36,7 +36,7 @@ struct GradientPanelStrip {
       piece_read(lane);
 #pragma unroll
       for (int back = PIECE / 16 - 1; back >= 0; --back) write(x, s - back);
-      send(row, column + part * (int)panel.part, lane);
+      send(row, column + part * (int)gradient_block.part, lane);
     }
   }
   // A piece of the strip, of words as they are: for each pair of columns, one for each part.
@@ -49,7 +49,7 @@ struct GradientPanelStrip {
       for (int k = 0; k < PIECE / 4; k += 4)
         stmatrix_x4(piece + (put ^ 4 * k), words[PARTS * k + part], words[PARTS * (k + 1) + part],
                     words[PARTS * (k + 2) + part], words[PARTS * (k + 3) + part]);
-      send(row, column + part * (int)panel.part, lane);
+      send(row, column + part * (int)gradient_block.part, lane);
     }
   }
   // What was stored is written. Else later stores to the same place could come before it.
