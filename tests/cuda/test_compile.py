@@ -155,10 +155,9 @@ def test_sweeps(name: str, precision: str, width: int) -> None:
         assert sweep.stages(gradient, not gradient) >= 3
         assert sweep.shared(gradient, not gradient) <= DEVICES["sm_90a"].shared_memory
         defines = {
-            "PRECISION": precision.upper(), "K_SLICES": sweep.k_slices,
-            "STAGES": sweep.stages(gradient, not gradient), "WIDE": int(sweep.wide),
-            "SHARED": sweep.shared(gradient, not gradient), "IDS": int(extras),
-            "FACTORS": int(extras), "MOMENTS": int(moments), **({option: variant} if option else {}),
+            "PRECISION": precision.upper(), **config.defines(sweep, gradient, not gradient),
+            "IDS": int(extras), "FACTORS": int(extras), "MOMENTS": int(moments),
+            **({option: variant} if option else {}),
             **({"MAXIMA": int(extras)} if name == "lse" else {}),
         }  # fmt: skip
         options = ("--ptxas-options=-v",)
