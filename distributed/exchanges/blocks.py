@@ -8,7 +8,8 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from infonce.kernels.problem import Array, Gradients, Problem, fast_replace, least_block_side
+from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
+from infonce.kernels.room import least_block_side
 from infonce.kernels.solve import Backend, Vectors, fold_block
 
 from infonce import arrays

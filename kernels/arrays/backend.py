@@ -24,10 +24,9 @@ from ..problem import (
     Problem,
     Statistics,
     as_sets,
-    few_blocks,
     slices,
-    workspace_too_small,
 )
+from ..room import few_blocks, workspace_too_small
 from ..solve import Vectors, retrieval_ranks_of
 from .fold import ArrayFold
 

@@ -26,10 +26,9 @@ from ..problem import (
     SoftmaxGradient,
     Statistics,
     as_sets,
-    few_blocks,
     slices,
-    workspace_too_small,
 )
+from ..room import few_blocks, workspace_too_small
 from ..solve import Solution, Vectors, one_pass
 from . import one_block
 from .context import Context

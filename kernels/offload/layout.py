@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..problem import Gradients, Problem, least_block_side, workspace_too_small
+from ..problem import Gradients, Problem
+from ..room import least_block_side, workspace_too_small
 
 # Rows of a panel, or a power of two times as many. Products with gradient panels then fill all
 # multiprocessors of Hopper's largest cards: 66 tiles of 128 rows by two of 256 features
@@ -77,7 +78,7 @@ def least_workspace(rows: int, row: RowBytes) -> int:
 
 
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
-    """The largest panels that fit. ValueError if they are too many (`problem.few_blocks`).
+    """The largest panels that fit. ValueError if they are too many (`room.few_blocks`).
 
     If the smaller side fits with its gradient, it stays. Otherwise a quarter of the workspace is
     for what stays.

@@ -21,7 +21,6 @@ from infonce.distributed.exchanges import blocks
 from infonce.distributed.partition import Partition
 from infonce.distributed.transports import nccl as transports
 from infonce.distributed.transports.peers import Copies
-from infonce.kernels import problem as problems
 from infonce.kernels.gpu import config, shard, vectors
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import backend as tiled
@@ -29,6 +28,7 @@ from infonce.kernels.gpu.tiled.backend import GPU
 from infonce.kernels.linear import LinearTerm, Segments
 from infonce.kernels.offload import layout
 from infonce.kernels.problem import Gradients, Problem, SoftmaxGradient, Statistics, Sums
+from infonce.kernels.room import least_block_side
 
 pytestmark = pytest.mark.extras
 WEIGHTS = {"clip": (0.5, 0.5), "lit": (1.0, 0.0), "info_nce": (1.0, 0.0), "siglip": (1.0, 0.0)}
@@ -273,7 +273,7 @@ def test_room_that_is_enough() -> None:
         needs = config.Needs("fp64", True, True, True, True, 1, True, weighted_query=True)
         assert config.least_workspace((m, n, d), needs, 128) < enough
         row = layout.RowBytes(8 * d, 8 * d, 8 * d, layout.block_row(m, n, d, 8, 8))
-        assert layout.least_workspace(problems.least_block_side(m, n), row) < enough
+        assert layout.least_workspace(least_block_side(m, n), row) < enough
 
 
 def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,29 @@
+"""How small blocks may be, and the error where the workspace has no room for these."""
+
+from __future__ import annotations
+
+import math
+
+
+def few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
+    """Whether blocks of rows x columns are few enough for m x n logits: 4 sqrt(m n) at most. What
+    they cost besides their logits is then no more than a multiple of vectors of length m and n."""
+    blocks = -(-m // rows) * -(-n // columns)
+    return blocks * blocks <= 16 * max(1, m * n)
+
+
+def least_block_side(m: int, n: int) -> int:
+    """The least side of square blocks for which `few_blocks` holds."""
+    side = max(1, math.isqrt(math.isqrt(m * n)) // 2)
+    while not few_blocks(m, n, side, side):
+        side += 1
+    return side
+
+
+def workspace_too_small(shape: tuple[int, int, int], least: int, workspace: int) -> str:
+    """The message of the ValueError for a workspace that has no room for the least blocks."""
+    m, n, d = shape
+    return (
+        f"workspace: expected at least {least} bytes for {m} x {n} logits and features of width "
+        f"{d}, got {workspace}"
+    )
