@@ -2,7 +2,7 @@
 
 Each rank states its call in two strings of bytes. Its terms follow from shapes, dtypes, devices and
 plain options: calls that are alike have the same, which are kept. Where all ranks send the same
-terms as for their last call, what followed from them holds. Its numbers may be others in each call.
+terms as for their last call, its schedule holds. Its numbers may be others in each call.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from infonce.kernels.problem import Array, Problem
 
 from infonce import arrays, spec
-from infonce.checks.call import Request
+from infonce.checks.call import Request, check
 from infonce.checks.rows import compared_as
+from infonce.checks.validation import Batch
 from infonce.spec import NAMES, Loss
 
 from .communicators.base import Communicator, RankError
-from .exchanges import blocks
-from .exchanges import choice as exchanges
-from .partition import Partition
+from .exchanges.partition import Partition
+from .schedule import Schedule, Terms, decide, require_options, room_of
 from .transports import choice as transports
 
 BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
@@ -35,6 +35,7 @@ Statement = tuple[bytes, bytes]  # terms, numbers
 SHARED = [name for name in spec.COMPILED if name not in ("method", "reduction", "precision")]
 OF_RANKS = ("gradient_scale", "transport", "exchange")  # so do these of distributed/losses.py
 MOST_TERMS = 64  # that are kept
+UNBOUNDED = 2**62  # bytes of a workspace: more than any address
 _terms: dict[tuple[Any, ...], bytes] = {}
 
 
@@ -77,14 +78,9 @@ def require_none(failures: Sequence[Failure], error: Exception | None) -> None:
             raise AgreedError(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
 
 
-def packed(facts: Any) -> bytes:
-    """Facts of a call as they are sent, and as `require_same` compares them."""
-    return pickle.dumps(facts)
-
-
 def require_same(everyone: Sequence[Sequence[bytes]]) -> None:
     """`AgreedError` of a ValueError that names the first fact in which a rank differs. Each rank
-    has one or more packed dictionaries of facts, the later in the place of the earlier."""
+    has one or more pickled dictionaries of facts, the later in the place of the earlier."""
     for r, facts in enumerate(everyone):
         if facts == everyone[0]:
             continue
@@ -105,102 +101,151 @@ def _together(packed_facts: Sequence[bytes]) -> dict[str, Any]:
     return facts
 
 
-# -- what ranks state
+# -- a call, as its rank checks and states it
 
 
 @dataclass(frozen=True)
-class Told:
-    """The terms of one rank."""
+class Call:
+    """The arguments of this rank's call, but for its features."""
 
-    sizes: Any  # list of the rows of its arrays; None: it cannot read them
-    failure: Failure = None  # of its checks
-    facts: bytes = b""  # packed; of a checked call, like what follows
-    offers: dict[str, str | None] = field(default_factory=dict)  # transports
-    device: str | None = None  # name of the GPU
-    room: int = 0  # bytes for buffers of an exchange
-    weighted: bool = False  # whether rows have weights
-    positive: bool = True  # whether a weight may be positive
+    kind: Loss
+    labels: Any
+    bias: Any
+    options: Options
+    rank_options: Options
+    with_grad: bool
+
+    def check(
+        self, features: list[Array], queries: Partition, keys: Partition, rank: int
+    ) -> Request:
+        """The checked call, of a batch that is split into these shards."""
+        options = self.options
+        require_options(options, self.rank_options)
+        if not queries.total or not keys.total:
+            raise ValueError(
+                f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
+            )
+        rows = queries.total // (1 + self.kind.joint)
+        batch = Batch(rows, keys.total, queries.starts[rank])
+        request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
+        if request.problem.method == "naive":
+            if request.on_gpu:
+                raise ValueError(
+                    'method: expected "auto" or "tiled" over ranks with arrays on GPUs, got "naive"'
+                )
+            request.problem.workspace = UNBOUNDED
+        return request
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What follows from the terms of all ranks."""
+def agree_on(
+    call: Call, features: list[Array], unreadable: Exception | None, ranks: Communicator
+) -> tuple[Request, Schedule]:
+    """This rank's checked call, and the schedule of all ranks. `AgreedError` on all of them where
+    the call of one is refused, or calls differ; `unreadable`: why there are no features."""
+    shapes = [tuple(getattr(z, "shape", ())) for z in features]
+    sizes = [shape[0] if len(shape) == 2 else 1 for shape in shapes]  # others are refused later
+    last, error = ranks.agreed, unreadable
+    stated = pickle.dumps(Terms(sizes)), b""
+    if error is None and last is not None and last.is_for(call.kind.joint, ranks.rank, sizes):
+        try:
+            request = call.check(features, last.queries, last.keys, ranks.rank)
+            stated = statement(call, request, features, sizes)
+        except Exception as refusal:
+            error = refusal
+    if error is not None:
+        stated = failed(None if unreadable else sizes, error)
+    everyone = ranks.allgather(stated)
+    if last is not None and [terms for terms, _ in everyone] == last.terms:
+        require_same([(numbers,) for _, numbers in everyone])
+        return request, last
+    terms = unpacked(everyone)
+    require_none([of.failure if of.sizes is None else None for of in terms], error)
+    rows = [
+        [sum(of.sizes or ()) if call.kind.joint else (of.sizes or ())[side] for of in terms]
+        for side in (0, -1)
+    ]
+    queries, keys = map(Partition, rows)
+    if all(of.facts or of.failure for of in terms):
+        require_none([of.failure for of in terms], error)
+    else:  # a rank has not known the rows of the others: all check their calls again
 
-    terms: list[bytes]
-    joint: bool  # `Loss.joint`: queries and keys are the rows of both arguments
-    sizes: list[Any]
-    queries: Partition
-    keys: Partition
-    exchange: str
-    transport: str  # its name
-    weighted: bool
-    tight: bool  # see `blocks.tight`
+        def check_again() -> tuple[Request, Statement]:
+            request = call.check(features, queries, keys, ranks.rank)
+            return request, statement(call, request, features, sizes)
 
-    def fits(self, kind: Loss, rank: int, sizes: list[int]) -> bool:
-        """Whether a call of this loss with so many rows on this rank may have the same queries and
-        keys."""
-        return self.joint == kind.joint and bool(self.sizes[rank] == sizes)
+        request, everyone = agree(ranks, check_again)
+        terms = unpacked(everyone)
+    require_same([(of.facts, numbers) for of, (_, numbers) in zip(terms, everyone, strict=True)])
+    try:
+        ranks.agreed = decide(
+            [of for of, _ in everyone], terms, request, queries, keys, ranks, call.rank_options
+        )
+    except ValueError as error:
+        raise AgreedError(error) from None
+    return request, ranks.agreed
 
 
-def failed(sizes: list[int] | None, failure: Failure) -> Statement:
+def failed(sizes: list[int] | None, error: Exception) -> Statement:
     """What a rank states that has no checked call."""
-    return packed(Told(sizes, failure)), b""
+    return pickle.dumps(Terms(sizes, failure_of(error))), b""
 
 
-def statement(
-    kind: Loss, request: Request, features: list[Array], sizes: list[int], labels: Any,
-    with_grad: bool, options: Options, rank_options: Options,
-) -> Statement:  # fmt: skip
+def unpacked(everyone: Sequence[Statement]) -> list[Terms]:
+    """The terms of all ranks."""
+    return [pickle.loads(terms) for terms, _ in everyone]
+
+
+def statement(call: Call, request: Request, features: list[Array], sizes: list[int]) -> Statement:
     """What a rank states of its checked call."""
-    labelled = "not given" if labels is None else "given"
+    options, problem = call.options, request.problem
+    labelled = "not given" if call.labels is None else "given"
     compared = {
-        "labels": compared_as(labels) if kind.classes else labelled,
+        "labels": compared_as(call.labels) if call.kind.classes else labelled,
         **{name: compared_as(options.get(name)) for name in NAMES},
     }
-    problem, given = request.problem, options.get("weights")
-    on_gpu, weighted = arrays.on_gpu(problem.query), problem.weights is not None
-    positive = given is None or on_gpu or bool(np.any(arrays.native(given, "weights")))
-    rank_settings = {name: rank_options[name] for name in OF_RANKS}
+    given, weighted = options.get("weights"), problem.weights is not None
+    positive = given is None or request.on_gpu or bool(np.any(arrays.native(given, "weights")))
+    rank_settings = {name: call.rank_options[name] for name in OF_RANKS}
     rank_settings["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
     library = os.environ.get(transports.CUDA_AWARE)
     key = request.static, *rank_settings.values(), *compared.values(), library, weighted, positive
     terms = _terms.get(key)
     if terms is None:
         device = None
-        if on_gpu:
+        if request.on_gpu:
             from .transports.gpu import device_name
 
             device = device_name()
-        facts = _facts(kind, request, features, compared, with_grad, options) | rank_settings
-        terms = packed(Told(
-            sizes, None, packed(facts), transports.offers(on_gpu), device,
-            exchanges.room(problem), weighted, positive,
+        facts = _facts(call, request, features, compared) | rank_settings
+        terms = pickle.dumps(Terms(
+            sizes, None, pickle.dumps(facts), transports.offers(request.on_gpu), device,
+            room_of(request), weighted, positive,
         ))  # fmt: skip
         if len(_terms) >= MOST_TERMS:
             _terms.clear()
         _terms[key] = terms
-    return terms, packed(_numbers(problem, options))
+    return terms, pickle.dumps(_numbers(problem, options))
 
 
 def _facts(
-    kind: Loss, request: Request, features: list[Array], compared: dict[str, str],
-    with_grad: bool, options: Options,
-) -> dict[str, Any]:  # fmt: skip
+    call: Call, request: Request, features: list[Array], compared: dict[str, str]
+) -> dict[str, Any]:
     """What has to be the same on all ranks, in the order in which they are compared; None for
     `_numbers`."""
-    problem, first = request.problem, kind.arguments[0]
+    kind, problem = call.kind, request.problem
+    first = kind.arguments[0]
     return {
-        "function": f"{kind.name}_loss{'_and_grad' * with_grad}",
+        "function": f"{kind.name}_loss{'_and_grad' * call.with_grad}",
         **{
             f"{name}: dtype": z.dtype.name for name, z in zip(kind.arguments, features, strict=True)
         },
         f"{first}: width": problem.shape[2],
-        f"{first}: place": "a GPU" if arrays.on_gpu(features[0]) else "the host",
+        f"{first}: place": "a GPU" if request.on_gpu else "the host",
         "scale": None,
         "bias": None,
         **compared,
         **{
-            name: "given" if options.get(name) is not None else "not given"
+            name: "given" if call.options.get(name) is not None else "not given"
             for name in ("weights", "key_bias")
         },
         "method": "naive" if problem.method == "naive" else "tiled",
@@ -224,61 +269,3 @@ def _numbers(problem: Problem, options: Options) -> dict[str, Any]:
     if type(grad_out) is not float:
         grad_out = float(grad_out) if np.ndim(grad_out) == 0 else "per row"
     return {"scale": scale, "bias": bias, "grad_out": grad_out}
-
-
-def told(everyone: Sequence[Statement]) -> list[Told]:
-    """The terms of all ranks."""
-    return [pickle.loads(terms) for terms, _ in everyone]
-
-
-def require_same_numbers(everyone: Sequence[Statement]) -> None:
-    """`AgreedError` on all ranks that names the first number in which a rank differs."""
-    require_same([(numbers,) for _, numbers in everyone])
-
-
-def agreed(
-    everyone: Sequence[Statement], request: Request, queries: Partition, keys: Partition,
-    ranks: Communicator, options: Options, rank_options: Options,
-) -> Agreed:  # fmt: skip
-    """What follows from the terms of all ranks, and from nothing else; `AgreedError` on all of them
-    where their statements disagree."""
-    parts = told(everyone)
-    require_same([(of.facts, numbers) for of, (_, numbers) in zip(parts, everyone, strict=True)])
-    if options.get("weights") is not None and not any(of.positive for of in parts):
-        error = "weights: expected a positive sum over all ranks, got zeros alone"
-        raise AgreedError(ValueError(error))
-    devices, offered = [of.device for of in parts], [of.offers for of in parts]
-    on_gpu = devices[0] is not None
-    if on_gpu and ranks.size > 1:
-        _one_gpu_each(offered, devices, ranks)
-    try:
-        transport = transports.choose(rank_options["transport"], offered)
-        exchange = exchanges.choose(
-            rank_options["exchange"], request.problem, request.gradients, keys, ranks,
-            [of.room for of in parts],
-        )  # fmt: skip
-    except ValueError as error:
-        raise AgreedError(error) from None
-    if on_gpu and ranks.size == 1:
-        transport = "staged"  # nothing is sent
-    return Agreed(
-        [terms for terms, _ in everyone], request.problem.joint, [of.sizes for of in parts],
-        queries, keys, exchange, transport, any(of.weighted for of in parts),
-        blocks.tight(request.problem, queries, keys),
-    )  # fmt: skip
-
-
-def _one_gpu_each(
-    offered: Sequence[dict[str, str | None]], devices: Sequence[str | None], ranks: Communicator
-) -> None:
-    """NCCL needs a GPU for each rank: withdraw its offer where two ranks share one."""
-    processes = ranks.peers.processes if ranks.peers else []
-    machines = [process.machine for process in processes] or [""] * ranks.size
-    places = list(zip(machines, devices, strict=True))
-    for r, place in enumerate(places):
-        if place in places[:r]:
-            other = places.index(place)
-            offered[r]["nccl"] = (
-                f"it shares {place[1]} with rank {other}: more ranks than GPUs, or no "
-                "cupy.cuda.Device(rank % gpus).use() on each rank"
-            )

@@ -17,7 +17,7 @@ import numpy as np
 from infonce.distributed import losses as distributed
 from infonce.distributed.communicators.base import TIMEOUT, Communicator
 from infonce.distributed.communicators.mpi import connect
-from infonce.distributed.exchanges import choice as exchanges
+from infonce.distributed.schedule import EXCHANGES
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
@@ -37,7 +37,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="Of random features.")
 @click.option("--steps", type=click.IntRange(1), default=None, help="Steps, or timed repeats.")
 @click.option("--transport", default="auto", show_default=True)
-@click.option("--exchange", type=click.Choice(exchanges.CHOICES), default="auto", show_default=True)
+@click.option("--exchange", type=click.Choice(EXCHANGES), default="auto", show_default=True)
 @click.option("--workspace", type=common.Bytes(), default=None)
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=TIMEOUT,
               show_default=True, help="Seconds to wait for other ranks.")  # fmt: skip

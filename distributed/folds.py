@@ -38,12 +38,9 @@ from infonce.kernels.problem import (
 )
 from infonce.kernels.solve import BlockQuestion, Vectors, mirror_positive_logits, retrieval_ranks_of
 
-from .communicators.base import Communicator
-from .exchanges import choice
 from .exchanges.arrays import gradient_arrays, key_arrays, names, with_arrays
-from .exchanges.base import Keys, RowType
-from .partition import Partition
-from .transports.base import Exchanger
+from .exchanges.base import Exchange, Keys, RowType
+from .exchanges.partition import Partition
 
 # `solve.fold_block` on a backend
 FoldBlock = Callable[
@@ -57,12 +54,13 @@ class FoldsOverRanks:
     """The backend of one problem over ranks: see `infonce.kernels.solve.Backend`.
 
     `problem` has this rank's rows and keys, contiguous; its positives are indices of the keys of
-    all ranks. `start` is the index of this rank's first key.
+    all ranks. `start` is the index of this rank's first key. Makes `gradients.dots` if wanted.
     """
 
     def __init__(
-        self, problem: Problem, start: int, keys: Partition, round: Round,
-        fold_block: FoldBlock, labelled: bool, vectors: Vectors, real: np.dtype[Any],
+        self, problem: Problem, gradients: Gradients | None, start: int, keys: Partition,
+        round: Round, fold_block: FoldBlock, labelled: bool, vectors: Vectors,
+        real: np.dtype[Any],
     ) -> None:  # fmt: skip
         self.start, self.keys, self.real = start, keys, real
         self.round, self.fold_block = round, fold_block
@@ -71,6 +69,8 @@ class FoldsOverRanks:
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
         m = len(problem.query)
+        if gradients is not None and problem.dots:
+            gradients.dots = vectors.zeros(m if gradients.want_query else keys.total)
         self.all_marks = vectors.zeros(m + 1)
         self.not_finite = NotFinite(self.all_marks[:m], self.all_marks[m:])
         self.local: dict[bool, Array] = {}  # kept by `_positives`
@@ -382,19 +382,6 @@ class FoldsOverRanks:
         )
 
 
-def folds_over_ranks(
-    exchange: str, problem: Problem, gradients: Gradients | None, keys: Partition,
-    ranks: Communicator, transport: Exchanger, fold_block: FoldBlock, labelled: bool,
-    vectors: Vectors,
-) -> FoldsOverRanks:  # fmt: skip
-    """The backend of a call that takes this exchange. Makes `gradients.dots` if wanted."""
-    if gradients is not None and problem.dots:
-        gradients.dots = vectors.zeros(
-            len(problem.query) if gradients.want_query else keys.total
-        )  # fmt: skip
-    own = key_arrays(problem)
-    run = choice.make(exchange, vectors.xp, problem, own, keys, ranks, transport).run
-    return FoldsOverRanks(
-        problem, keys.starts[ranks.rank], keys, lambda _, *arguments: run(*arguments), fold_block,
-        labelled, vectors, choice.real_of(problem),
-    )  # fmt: skip
+def rounds_of(exchange: Exchange) -> Round:
+    """The rounds of an exchange, which leaves results where visits put them."""
+    return lambda _, *arguments: exchange.run(*arguments)

@@ -12,22 +12,25 @@ from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
 from infonce.kernels.solve import Solution, solve
 
 from .communicators.base import Communicator
-from .folds import folds_over_ranks
-from .partition import Partition
+from .exchanges.arrays import key_arrays
+from .exchanges.gather import Gather
+from .exchanges.partition import Partition
+from .folds import FoldsOverRanks, rounds_of
+from .schedule import Schedule, real_of
 from .transports.base import Divisors, Transport, totals
 
 
 def solution(
-    exchange: str, problem: Problem, gradients: Gradients | None, queries: Partition,
-    keys: Partition, ranks: Communicator, transport: Transport, divisors: Divisors, dtype: Any,
+    how: Schedule, problem: Problem, gradients: Gradients | None, ranks: Communicator,
+    transport: Transport, divisors: Divisors, dtype: Any,
 ) -> Solution | None:  # fmt: skip
     """The solution by a plan, its numbers summed over ranks; None for a call that has none. Some
     ranks may have one and others not: their exchanges are the same."""
     if (
-        exchange != "gather"
+        how.exchange != "gather"
         or ranks.size == 1
         or transport.queued(Queue()) is None
-        or 0 in (len(problem.query), *keys.rows)
+        or 0 in (len(problem.query), *how.keys.rows)
         or problem.progress is not None
         or not problem.plain
         or problem.positives is not None
@@ -37,9 +40,9 @@ def solution(
     ):
         return None
     properties = device_properties(problem.query.device.id)
-    start = queries.starts[ranks.rank]
+    start = how.queries.starts[ranks.rank]
     # of exchanges that are measured, nothing is in graphs
-    place = ranks, transport, start, tuple(keys.rows), divisors, dtype, transport.measured
+    place = ranks, transport, start, tuple(how.keys.rows), divisors, dtype, transport.measured
     made = plan.call(
         _build, properties, problem, gradients, place, graphs=True, plans=transport.plans
     )  # fmt: skip
@@ -60,9 +63,11 @@ def _build(
     def fold_block(*block: Any) -> None:
         recorded.block(*block, *[None] * (7 - len(block)), queue)
 
-    folds = folds_over_ranks(
-        "gather", problem, gradients, Partition(list(rows)), ranks, through, fold_block, False,
-        vectors,
+    keys = Partition(list(rows))
+    gather = Gather(vectors.xp, ranks.rank, through, keys, key_arrays(problem), False)
+    folds = FoldsOverRanks(
+        problem, gradients, keys.starts[ranks.rank], keys, rounds_of(gather), fold_block, False,
+        vectors, real_of(problem),
     )  # fmt: skip
     found = solve(problem, folds, gradients)
     return {

@@ -108,6 +108,11 @@ def native(array: Array, name: str = "array") -> Array:
         ) from None
 
 
+def natives(arrays: Sequence[Array], names: Sequence[str]) -> list[Array]:
+    """The arguments of these names by `native`."""
+    return list(map(native, arrays, names))
+
+
 def _viewed(array: Array) -> Array:
     """Another library's array, or a subclass of NumPy's."""
     if isinstance(array, np.ndarray):

@@ -22,11 +22,11 @@ def loss(
 ) -> Array:
     """The loss alone, of the caller's arrays."""
     with arrays.on_stream_of(callers[0]):
-        features = list(map(arrays.native, callers, kind.arguments))
+        features = arrays.natives(callers, kind.arguments)
         with arrays.compute_context(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
             arrays.warn_of_lost_gradients(kind, callers, bias, options)
-            return arrays.converter_to(callers[0])(reduced_loss(request, _solve(request)))
+            return loss_of(request, _solve(request), callers[0])
 
 
 def loss_and_grad(
@@ -39,18 +39,22 @@ def loss_and_grad(
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
     with arrays.on_stream_of(callers[0]):
-        features = list(map(arrays.native, callers, kind.arguments))
+        features = arrays.natives(callers, kind.arguments)
         with arrays.compute_context(features[0]):
             request = check(
                 kind, features, labels, bias, options, with_grad=True, grad_buffers=grad_buffers
             )
-            return loss_and_grad_of(kind, request, _solve(request), arrays.converter_to(callers[0]))
+            return result_of(kind, request, _solve(request), callers[0])
 
 
-def loss_and_grad_of(
-    kind: Loss, request: Request, solution: Solution, convert: Callable[[Array], Array]
-) -> LossAndGrad:
-    """The result of a call; `convert` makes arrays of the caller's library."""
+def loss_of(request: Request, solution: Solution, caller: Array) -> Array:
+    """The loss, as an array of the library of `caller`."""
+    return arrays.converter_to(caller)(_reduced(request, solution))
+
+
+def result_of(kind: Loss, request: Request, solution: Solution, caller: Array) -> LossAndGrad:
+    """The result of a call, in arrays of the library of `caller`."""
+    convert = arrays.converter_to(caller)
     wrt, given_out, feature_grads = request.wrt, request.given_out, request.feature_grads
     if request.joined is not None:
         for name, part in zip(QueryKeyGrads._fields, np.split(request.joined, 2), strict=False):
@@ -64,7 +68,7 @@ def loss_and_grad_of(
     if kind.sigmoid:
         grads["bias"] = convert(_zero_d(request, solution.bias_grad)) if "bias" in wrt else None
     return LossAndGrad(
-        convert(reduced_loss(request, solution)),
+        convert(_reduced(request, solution)),
         kind.grads(**grads),
         _lse(request, solution, convert),
         _metrics(request, solution, convert) if request.metrics else None,
@@ -122,7 +126,7 @@ def _backend(offload: bool, on_gpu: bool) -> Any:
     return backend
 
 
-def reduced_loss(request: Request, solution: Solution) -> Array:
+def _reduced(request: Request, solution: Solution) -> Array:
     """The loss by `reduction`."""
     if solution.loss is not None:
         return _zero_d(request, solution.loss)

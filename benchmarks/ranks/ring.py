@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from infonce.distributed.exchanges.choice import CHOICES
+from infonce.distributed.schedule import EXCHANGES
 
 from infonce.cli import machine
 from infonce.cli.common import to_json
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[65536, 262144])
     parser.add_argument("--dim", type=int, nargs="+", default=[512])
     parser.add_argument("--steps", type=int, default=5, help="timed, the median counts")
-    parser.add_argument("--exchange", choices=CHOICES, default="ring")
+    parser.add_argument("--exchange", choices=EXCHANGES, default="ring")
     parser.add_argument("--launcher", type=shlex.split, default=["mpiexec"])
     parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
     parser.add_argument("--output", type=Path, default=RESULTS / "ring.json")

@@ -55,8 +55,7 @@ def with_arrays(
 
 def vectors_of(problem: Problem) -> int:
     """Numbers of a key that a fold sends with its features, at most: factors, ids, groups, biases,
-    limits,
-    and the segment and factor of each linear term."""
+    limits, and the segment and factor of each linear term."""
     with_ids = problem.key_ids is not None
     names = with_ids + (problem.key_groups is not None)
     terms = (1 + with_ids) * (problem.label_smoothing != 0) + (problem.classes is not None)

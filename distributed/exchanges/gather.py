@@ -23,9 +23,9 @@ from infonce.kernels.problem import Array
 
 from ..communicators.base import Pending
 from ..cost import chunks_of
-from ..partition import Partition
 from ..transports.base import Exchanger
 from .base import Combine, Keep, Keys, RowType, Visit, none_of
+from .partition import Partition
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from typing import Any
 from infonce.kernels.problem import Array
 
 from ..communicators.base import Pending, Shifts
-from ..partition import Partition
 from ..transports.base import Exchanger
 from .base import Combine, Keep, Keys, RowType, Visit, none_of
 from .gather import Gather, added
+from .partition import Partition
 
 
 class Inside:

@@ -17,9 +17,9 @@ from typing import Any
 
 from infonce.kernels.problem import Array
 
-from ..partition import Partition
 from ..transports.base import Exchanger
 from .base import Combine, Keep, Keys, RowType, Visit, none_of
+from .partition import Partition
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infonce.distributed.call import require_method
+from infonce.distributed.schedule import require_method
 
 from .. import docstrings, losses, spec
 from ..arrays import kinds, native

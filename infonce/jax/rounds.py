@@ -17,18 +17,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from infonce.distributed.call import (
-    UNBOUNDED,
+from infonce.distributed.agreement import UNBOUNDED
+from infonce.distributed.exchanges.base import Combine, Keep, Keys, RowType, Visit, none_of
+from infonce.distributed.exchanges.gather import added
+from infonce.distributed.exchanges.partition import Partition
+from infonce.distributed.folds import FoldsOverRanks
+from infonce.distributed.run import (
+    Folding,
     find_classes,
+    folding,
     own_positives,
     require_pairs,
     unpaired,
 )
-from infonce.distributed.exchanges import blocks, choice
-from infonce.distributed.exchanges.base import Combine, Keep, Keys, RowType, Visit, none_of
-from infonce.distributed.exchanges.gather import added
-from infonce.distributed.folds import FoldsOverRanks
-from infonce.distributed.partition import Partition
+from infonce.distributed.schedule import real_of
 
 from .. import arrays, dispatch
 from ..checks.call import Request, check
@@ -202,14 +204,14 @@ def plan(call: Call, given: dict[str, Any]) -> Plan:
     with np.errstate(**SILENT):
         request = _checked(call, given, 0)
         problem, gradients = request.problem, request.gradients
-        real = np.dtype(jax.dtypes.canonicalize_dtype(choice.real_of(problem)))
+        real = np.dtype(jax.dtypes.canonicalize_dtype(real_of(problem)))
         if gradients is not None and gradients.want_query:
             gradients.query = np.empty(problem.query.shape, real)
         rounds = _Rehearsal(
             np, 0, axis.size, given["keys"], problem.leaves_out, np.empty(0, BITS), iter(()),
             np.empty(given["keys"].shape, real),
         )  # fmt: skip
-        how = blocks.folding(request)
+        how = folding(request)
 
         def rehearse(
             block: Problem, triangle: bool, epilogue: Any, gradients: Any, *_: Any
@@ -250,7 +252,7 @@ def _run(
     assert call.axis is not None
     rank = int(given["rank"])
     request = _checked(call, given, rank)
-    how, ends = blocks.folding(request), "loss" in out
+    how, ends = folding(request), "loss" in out
     xp = how.vectors.xp
     left = [xp.empty(0, BITS), *(of["left"].view(BITS)[1:, 0] for of in past)]
     arrived = (of["arrived"].view(BITS)[..., 0] for of in past)
@@ -271,7 +273,7 @@ def _run(
             out["left"].view(BITS)[1:, 0] = flat
         out["travelling"].view(BITS)[..., 0] = stop.payload
         return
-    result = dispatch.loss_and_grad_of(call.kind, request, solution, lambda array: array)
+    result = dispatch.result_of(call.kind, request, solution, given["keys"])
     deliver(call, result, out, call.kind.arguments)
     if out["weight"] is not None:
         shares = request.problem.row_shares
@@ -291,7 +293,7 @@ def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
     )
     request.joined, request.feature_grads = None, {}  # gradients of both are in `dq`
     problem = request.problem
-    if arrays.on_gpu(problem.query):
+    if request.on_gpu:
         from ..kernels.gpu import select
 
         problem = request.problem = select.plain(problem)
@@ -304,7 +306,7 @@ def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
 
 
 def _solve(
-    call: Call, given: dict[str, Any], request: Request, rank: int, how: blocks.Folding,
+    call: Call, given: dict[str, Any], request: Request, rank: int, how: Folding,
     rounds: Rounds, real: np.dtype[Any],
 ) -> Solution:  # fmt: skip
     """This device's part of the loss, and of its gradients."""
@@ -313,12 +315,9 @@ def _solve(
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not labelled:
         problem.positives = own_positives(how.vectors.xp, problem, first)
-    if gradients is not None and problem.dots:
-        rows = len(problem.query) if gradients.want_query else total
-        gradients.dots = how.vectors.zeros(rows)
     folds = FoldsOverRanks(
-        problem, rank * len(problem.key), Partition([len(problem.key)] * devices), rounds.run,
-        how.fold_block, labelled, how.vectors, real,
+        problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
+        rounds.run, how.fold_block, labelled, how.vectors, real,
     )  # fmt: skip
     if call.kind.classes:
         find_classes(folds, problem, first)
@@ -329,7 +328,7 @@ def _solve(
     if problem.weights is not None:
         problem.row_shares = problem.weights
         problem.upstream = problem.upstream * problem.weights
-    if arrays.on_gpu(problem.query) and not call.kind.classes:
+    if request.on_gpu and not call.kind.classes:
         from ..kernels.gpu import select
 
         problem = select.without_weights(problem, problem.by_row)

@@ -60,7 +60,7 @@ def changed(**values: Any) -> Say:
         others = {name: x for name, x in values.items() if name not in numbers}
         if others:
             told["facts"] = pickle.dumps(known | others)
-            terms = pickle.dumps(agreement.Told(**told))
+            terms = pickle.dumps(agreement.Terms(**told))
         return terms, pickle.dumps(numbers)
 
     return say
@@ -74,13 +74,29 @@ def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     terms, numbers = ranks.statement(**{name: np.array(value) for name, value in first.items()})
     agreed, other = ranks.agreed, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
     with monkeypatch.context() as patch:
-        for function in ("told", "_facts"):
+        for function in ("unpacked", "_facts"):
             patch.setattr(agreement, function, None)
         again = ranks.statement(**{name: np.array(value) for name, value in other.items()})
     assert len(ranks.said) == 2  # the statement, and sums
     assert again[0] == terms == ranks.statement(scale=5.0)[0]
     assert (pickle.loads(numbers), pickle.loads(again[1])) == (first, other)
     assert ranks.agreed is agreed
+
+
+def test_a_schedule_has_all_decisions_and_can_be_printed() -> None:
+    ranks = Mirror()
+    ranks.statement(rows=6, scale=3.0)
+    printed = repr(ranks.agreed)
+    for decision in (
+        "queries=Partition(rows=[6, 6])", "keys=Partition(rows=[6, 6])", "exchange='gather'",
+        "transport='mpi'", "pieces=1", "dtype('float64')", "may_lack_room=False",
+    ):  # fmt: skip
+        assert decision in printed
+    assert "terms" not in printed
+    ranks.statement("clip", rows=15, scale=3.0, exchange="ring", workspace=4000)
+    how = ranks.agreed
+    assert (how.exchange, how.pieces, how.keys.rows) == ("ring", 2, [15, 15])
+    assert how.may_lack_room
 
 
 def test_terms_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +203,11 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_are_those_of_the_rank_that_has_them() -> None:
-    """Told in the place of terms; what was agreed before holds for the next call."""
+    """Stated in the place of terms; what was agreed before holds for the next call."""
     ranks = Mirror()
     ranks.statement(scale=3.0)
     agreed = ranks.agreed
-    failure = "ValueError", "text: expected what it is not"
+    failure = ValueError("text: expected what it is not")
     ranks.other = lambda value: agreement.failed([6, 6], failure) if len(value) == 2 else value
     with pytest.raises(ValueError, match=r"^rank 1: text: expected what it is not$"):
         ranks.statement(scale=3.0)

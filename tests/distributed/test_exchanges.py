@@ -13,13 +13,12 @@ import pytest
 from host_device import Memory
 from hypothesis import example, given
 from hypothesis import strategies as st
-from infonce.distributed import cost
+from infonce.distributed import cost, schedule
 from infonce.distributed.communicators.processes import Peers, Process
-from infonce.distributed.exchanges import choice
 from infonce.distributed.exchanges.gather import Gather
 from infonce.distributed.exchanges.hierarchical import Hierarchical
+from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.exchanges.ring import Ring
-from infonce.distributed.partition import Partition
 from infonce.kernels.problem import Problem
 
 
@@ -195,10 +194,13 @@ def ranks_of(*hosts: str) -> Any:
     return SimpleNamespace(size=len(hosts), rank=0, peers=peers)
 
 
-def chosen(asked: str, ranks: Any, workspace: int = 2**30, rows: int = 5) -> str:
+def chosen(
+    asked: str, ranks: Any, workspace: int = 2**30, rows: int = 5, on_gpu: bool = False
+) -> str:
     problem = Problem(*np.zeros((2, rows, 4)), 1.0, 1.0, workspace=workspace)  # type: ignore[misc]
     keys = Partition([rows] * ranks.size)
-    return choice.choose(asked, problem, None, keys, ranks, [workspace // 2])
+    hosts = schedule.hosts_of(ranks)
+    return schedule.choose_exchange(asked, problem, None, on_gpu, keys, hosts, workspace // 2)
 
 
 def test_hosts_that_a_hierarchical_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,22 +219,21 @@ def test_hosts_that_a_hierarchical_exchange_takes(monkeypatch: pytest.MonkeyPatc
 def test_hosts_by_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ranks_of(*"aaabbb")
     monkeypatch.setenv("INFONCE_LOCAL_SIZE", "2")
-    assert choice.hosts_of(ranks) == [[0, 1], [2, 3], [4, 5]]
+    assert schedule.hosts_of(ranks) == [[0, 1], [2, 3], [4, 5]]
     for word in ("4", "0", "-2", "two"):
         monkeypatch.setenv("INFONCE_LOCAL_SIZE", word)
         with pytest.raises(ValueError, match=f"a divisor of the 6 ranks, got '{word}'"):
             chosen("ring", ranks)
     monkeypatch.delenv("INFONCE_LOCAL_SIZE")
-    assert choice.hosts_of(SimpleNamespace(size=3, peers=None)) == [[0, 1, 2]]  # type: ignore[arg-type]
+    assert schedule.hosts_of(SimpleNamespace(size=3, peers=None)) == [[0, 1, 2]]  # type: ignore[arg-type]
 
 
 def test_auto_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs, where the model says so and its buffers fit; never on one host."""
     monkeypatch.delenv("INFONCE_LOCAL_SIZE", raising=False)
-    monkeypatch.setattr(choice.arrays, "on_gpu", lambda array: True)
     asked: list[Any] = []
     monkeypatch.setattr(cost, "fastest", lambda *of: asked.append(of) or of[-1][-1])
-    assert chosen("auto", ranks_of(*"aabb")) == "hierarchical"
-    assert chosen("auto", ranks_of(*"aabbb")) == "gather"
-    assert chosen("auto", ranks_of(*"aabb"), workspace=100) == "ring"
+    assert chosen("auto", ranks_of(*"aabb"), on_gpu=True) == "hierarchical"
+    assert chosen("auto", ranks_of(*"aabbb"), on_gpu=True) == "gather"
+    assert chosen("auto", ranks_of(*"aabb"), workspace=100, on_gpu=True) == "ring"
     assert [(of[2], of[3].gpus) for of in asked] == [(4, 2), (5, 3), (4, 2)]

@@ -16,9 +16,8 @@ from cupy.cuda import runtime
 from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.distributed import planned
-from infonce.distributed.exchanges import blocks
-from infonce.distributed.partition import Partition
+from infonce.distributed import planned, schedule
+from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.transports import nccl as transports
 from infonce.distributed.transports.peers import Copies
 from infonce.kernels.gpu import config, shard, vectors
@@ -198,14 +197,13 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         query, key = (cupy.empty((8, 64), "float32") for _ in range(2))
         plain = Problem(query, key, 14.0, 0.1, None, 0.1)
         rows = Partition([8, 8])
+        how: Any = SimpleNamespace(exchange="gather", queries=rows, keys=rows)
         for option, steps in (
             ({}, False), ({"margin": 0.1}, True), ({"decoupled": True}, True),
             ({"hardness": 2.0}, True), ({"label_smoothing": 0.1}, True),
         ):  # fmt: skip
             problem = replace(plain, **option)
-            found = planned.solution(
-                "gather", problem, None, rows, rows, ranks, transport, (16.0, 1.0), query.dtype
-            )
+            found = planned.solution(how, problem, None, ranks, transport, (16.0, 1.0), query.dtype)
             assert (found is None) == steps
             assert shard.VectorsOverRanks().known(problem) != steps
             if steps:
@@ -269,7 +267,7 @@ def test_room_for_a_block_is_known_before_it_is_there(
 def test_room_that_is_enough() -> None:
     """Where ranks ask each other whether there is room, and only there, there may be none."""
     for m, n, d in itertools.product((1, 64, 8192, 10**6), (1, 65536, 10**7), (1, 512, 20000)):
-        enough = blocks._enough(m, n, d)
+        enough = schedule.enough_room(m, n, d)
         needs = config.Needs("fp64", True, True, True, True, 1, True, weighted_query=True)
         assert config.least_workspace((m, n, d), needs, 128) < enough
         row = layout.RowBytes(8 * d, 8 * d, 8 * d, layout.block_row(m, n, d, 8, 8))

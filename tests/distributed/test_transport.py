@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from infonce.distributed import call, folds
+from infonce.distributed import agreement, call, folds, run
 from infonce.distributed.communicators import base, mpi, processes
+from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.losses import RANK_OPTIONS
-from infonce.distributed.partition import Partition
 from infonce.distributed.transports import choice
 from infonce.kernels.solve import Vectors
 
@@ -96,14 +96,14 @@ def test_reduction_over_ranks(
 ) -> None:  # fmt: skip
     """By ranks whose steps on vectors differ, too."""
     x, y = np.random.default_rng(0).standard_normal((2, 12, 5))
-    folding = call.blocks.folding
+    folding = run.folding
     queues: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
 
     def with_vectors(request: Any) -> Any:
         vectors = (kind if len(request.problem.query) == 7 else Vectors)(np)
         return dataclasses.replace(folding(request), vectors=vectors)
 
-    monkeypatch.setattr(call.blocks, "folding", with_vectors)
+    monkeypatch.setattr(run, "folding", with_vectors)
     want = infonce.clip_loss_and_grad(x, y, scale=3.0, reduction=reduction)
 
     def work(rank: int) -> Any:
@@ -178,11 +178,12 @@ def test_other_ranks_are_told_first(fails: bool, monkeypatch: pytest.MonkeyPatch
             if fails:
                 raise OSError("nobody hears")
 
-    def solve(self: Any, *of: Any) -> Any:
-        self.transport = types.SimpleNamespace(close=lambda: steps.append("closed"))
+    def solution(*of: Any) -> Any:
         raise ArithmeticError("no more of this")
 
-    monkeypatch.setattr(call._Call, "solve", solve)
+    transport = types.SimpleNamespace(close=lambda: steps.append("closed"))
+    monkeypatch.setattr(call.transports, "make", lambda *_: transport)
+    monkeypatch.setattr(run, "solution", solution)
     with pytest.raises(OSError if fails else ArithmeticError):
         distributed.clip_loss(np.ones((2, 2)), np.ones((2, 2)), scale=1.0, comm=Told())
     assert steps == ["told of no more of this", "closed"]
@@ -304,9 +305,10 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
         for loss in ("clip", "info_nce", "siglip"):
             bias = -1.0 if loss == "siglip" else None
             kind = spec.LOSSES[loss]
-            call._Call(kind, Alone(), None, bias, {"scale": 3.0}, RANK_OPTIONS, True).evaluate(
-                [x, y]
-            )
+            ranks = Alone()
+            asked = agreement.Call(kind, None, bias, {"scale": 3.0}, RANK_OPTIONS, True)
+            request, how = agreement.agree_on(asked, [x, y], None, ranks)
+            run.solution(request, how, False, False, ranks, choice.make(how.transport, ranks))
         alive = [of() for of in rings]  # before a collection, which the end of this may begin
     finally:
         gc.enable()

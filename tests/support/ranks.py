@@ -20,8 +20,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from infonce.distributed import cost
+from infonce.distributed import run as run_of_ranks
 from infonce.distributed.communicators.mpi import connect
-from infonce.distributed.exchanges import blocks
 from infonce.kernels.cpu.backend import CPU
 from infonce.kernels.problem import Problem
 from mpi4py import MPI
@@ -351,7 +351,7 @@ def compute_on(place: str) -> None:
     from infonce.kernels.solve import Vectors
 
     folding = functools.partial(offloading.fold_block, Host())
-    blocks.folding = lambda _: blocks.Folding(folding, Vectors(np), offloading.layout)
+    run_of_ranks.folding = lambda _: run_of_ranks.Folding(folding, Vectors(np), offloading.layout)
     validation.gpu_missing = lambda: None
 
 
@@ -392,7 +392,7 @@ def main() -> None:
         # which checks set
         with (
             patch.object(cost, "CHUNK", cost.CHUNK),
-            patch.object(blocks, "folding", blocks.folding),
+            patch.object(run_of_ranks, "folding", run_of_ranks.folding),
             patch.object(validation, "gpu_missing", validation.gpu_missing),
             patch.dict(os.environ, INFONCE_LOCAL_SIZE=str(OF_HOSTS[(len(OF_HOSTS) - 1) // 2])),
         ):

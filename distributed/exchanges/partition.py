@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 
+@dataclass(frozen=True)
 class Partition:
-    """Rank r holds rows [start(r), start(r) + rows[r]) of the whole batch."""
+    """Rank r holds rows [starts[r], starts[r] + rows[r]) of the whole batch."""
 
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
-        self.starts = [0, *accumulate(rows)]
+    rows: list[int]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        return [0, *accumulate(self.rows)]
 
     @property
     def total(self) -> int:

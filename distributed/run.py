@@ -1,0 +1,248 @@
+"""The run of a call over ranks, of which all is decided: the folds, and sums over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+from infonce.kernels.conclude import weighted
+from infonce.kernels.linear import partners
+from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
+from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
+
+from infonce.checks.call import Request
+from infonce.checks.rows import row_weights
+
+from .agreement import agree
+from .communicators.base import Communicator, Shifts
+from .exchanges.arrays import key_arrays
+from .exchanges.base import Keys
+from .folds import FoldBlock, FoldsOverRanks, rounds_of
+from .schedule import Schedule, exchange_of
+from .transports.base import Divisors, Transport, sum_over_ranks, totals
+
+
+def solution(
+    request: Request, how: Schedule, labelled: bool, ddp: bool, ranks: Communicator,
+    transport: Transport,
+) -> Solution:  # fmt: skip
+    """Loss and gradients of the batch, for this rank's rows. `ddp`: gradients times the ranks."""
+    if request.on_gpu:
+        request.problem = _on_gpu()[0].plain(request.problem)
+    problem, gradients = request.problem, request.gradients
+    rows = how.queries.total // (1 + how.joint)
+    divisor, times = float(rows), float(ranks.size if ddp else 1)
+    if how.weighted and problem.classes is None:  # of classes, weights follow from all labels
+        divisor = weigh(request, problem, rows, ranks, transport)
+    if ddp:
+        problem.upstream = problem.upstream * times
+    if request.on_gpu:
+        select, planned = _on_gpu()
+        problem = select.without_weights(problem, problem.by_row)
+        found: Solution | None = planned.solution(
+            how, problem, gradients, ranks, transport, _divisors(request, divisor, times),
+            request.dtype,
+        )  # fmt: skip
+        if found is not None:
+            return found
+    fold, first = folding(request), how.queries.starts[ranks.rank]
+    vectors = fold.vectors
+    problem.key = vectors.xp.ascontiguousarray(problem.key)
+    if not labelled:
+        problem.positives = own_positives(vectors.xp, problem, first)
+    exchange = exchange_of(how, vectors.xp, ranks.rank, key_arrays(problem), transport)
+    folds = FoldsOverRanks(
+        problem, gradients, how.keys.starts[ranks.rank], how.keys, rounds_of(exchange),
+        fold.fold_block, labelled, vectors, how.real,
+    )  # fmt: skip
+    if problem.classes is not None:
+        find_classes(folds, problem, first)
+        divisor = weigh(request, problem, rows, ranks, transport)
+    elif problem.symmetric and labelled:
+        wrong = unpaired(folds, problem, first)
+        agree(ranks, lambda: require_pairs(problem, *wrong))
+    found = solve(problem, folds, gradients)
+    if found.loss is None and request.reduction != "none":
+        found.loss = weighted(vectors.xp, found.losses, problem.row_shares).sum()
+    sums = totals(
+        transport, vectors, found.loss, found, _divisors(request, divisor, times), request.dtype
+    )
+    if request.metrics and found.direction_losses is not None:
+        rows_loss, columns_loss = found.direction_losses
+        losses = rows_loss.sum(), None if columns_loss is None else columns_loss.sum()
+        numbers = {
+            side: (loss, float(how.queries.total))
+            for side, loss in zip(("rows", "columns"), losses, strict=True)
+        }
+        means = sum_over_ranks(transport, vectors, numbers, rows_loss.dtype)
+        found.mean_losses = means["rows"], means.get("columns")
+    for name, value in sums.items():
+        setattr(found, name, value)
+    return found
+
+
+def weigh(
+    request: Request, problem: Problem, rows: int, ranks: Communicator, transport: Transport
+) -> float:
+    """Give rows their weights; return the sum of weights over ranks, which divides a mean."""
+    mine = float(len(problem.query) // (1 + problem.joint))
+    if problem.weights is not None:
+        mine = transport.read(problem.weights.sum())
+        problem.row_shares = problem.weights
+        problem.upstream = problem.upstream * problem.weights
+    total = _sum(ranks.allgather(mine)) or 1.0  # no row has a positive: the loss is 0
+    if request.reduction == "mean":
+        problem.upstream = problem.upstream * (rows / total)
+    return total
+
+
+def _divisors(request: Request, total: float, times: float) -> Divisors:
+    return total if request.reduction == "mean" else 1.0, times
+
+
+def _sum(values: Sequence[float]) -> float:
+    """The sum, rounded once; NaN or infinity where a value is."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+@cache
+def _on_gpu() -> tuple[Any, Any]:
+    """The modules for arrays on GPUs: an import statement takes time that small batches notice."""
+    from infonce.kernels.gpu import select
+
+    from . import planned
+
+    return select, planned
+
+
+# -- positives
+
+
+def own_positives(xp: Any, problem: Problem, first: int) -> Array:
+    """The positives of a shard that has no labels, whose first row is row `first` of the batch."""
+    m, own = len(problem.query), xp.arange(len(problem.query))
+    return first + ((own + m // 2) % max(m, 1) if problem.symmetric else own)
+
+
+def find_classes(folds: FoldsOverRanks, problem: Problem, first: int) -> None:
+    """The positives of rows, which are on any rank, and the weights of those that have none."""
+    own = folds.xp.arange(len(problem.query)) + first
+    members = folds.members(problem.classes)
+    problem.positives, has_positive = partners(folds.xp, members, own, problem.decoupled)
+    problem.weights = row_weights(folds.xp, problem.weights, has_positive)
+
+
+def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array, Array]:
+    """Of views, whose labels are each other: whether a row is not the label of its label; and the
+    label of its label."""
+    xp, mine = folds.xp, folds.xp.arange(len(problem.positives)) + first
+    back = folds.take_at_positives(problem, problem.positives)
+    wrong = (back != mine) | (problem.positives == mine) | (problem.positives < 0)
+    if problem.marks is not None:
+        wrong |= xp.isnan(problem.marks)
+    return wrong, back
+
+
+def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, None]:
+    """ValueError where there are `unpaired` rows. Nothing to state to other ranks."""
+    if bool(wrong.any()):
+        i = int(wrong.argmax())
+        raise ValueError(
+            f"labels: expected two rows that are each other's label, got "
+            f"{int(problem.positives[i])} at position {i}, whose own is {int(back[i])}"
+        )
+    return None, None
+
+
+# -- the blocks that a rank folds
+
+
+@dataclass(frozen=True)
+class Folding:
+    """How blocks are folded: the function, the mathematics on vectors, and what raises ValueError
+    where the workspace has no room for a block with these gradients."""
+
+    fold_block: FoldBlock
+    vectors: Vectors
+    require_room: Callable[[Problem, Gradients | None], Any]
+
+
+def folding(request: Request) -> Folding:
+    """How blocks are folded where the arrays of a call are."""
+    ahead = None
+    if request.gradients is not None:
+        ahead = Gradients(want_key=False, add_query=True)
+    if request.offload:
+        from infonce.kernels.offload import copies, layout
+
+        return Folding(copies.fold_block, Vectors(np, exponent_scaled=True), layout.layout)
+    if request.on_gpu:
+        from infonce.kernels.gpu import shard
+
+        fold = partial(shard.fold_block, ahead=ahead)
+        return Folding(fold, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead))
+    from infonce.kernels.cpu.backend import CPU
+
+    # Both folds leave out the same pairs if their tiles are the same. (Other losses have the same
+    # bits with gradients and without.)
+    same_tiles = ahead if request.problem.leaves_out else None
+
+    def backend(problem: Problem, gradients: Gradients | None) -> Backend:
+        return CPU(problem, gradients, same_tiles)
+
+    return Folding(_on(backend), Vectors(np), backend)
+
+
+def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
+    """`solve.fold_block` on such backends."""
+    return lambda problem, triangle, epilogue, gradients, *sums: fold_block(
+        backend(problem, gradients), problem, triangle, epilogue, gradients, *sums
+    )
+
+
+def require_room(request: Request, how: Schedule, rank: int) -> tuple[None, None]:
+    """ValueError where the workspace has no room for the least parts of a block of this rank.
+    Nothing to state to other ranks."""
+    problem, gradients, fold = request.problem, request.gradients, folding(request)
+    m, _, d = problem.shape
+    empty = fold.vectors.xp.empty
+    for count, own in _visits(how, rank):
+        if not m or not count:
+            continue
+        symmetric = problem.symmetric and own
+        key = problem.key if own else empty((count, d), problem.key.dtype)
+        block = fast_replace(problem, key=key, symmetric=symmetric, key_shard=not own)
+        fold.require_room(block, None)
+        if gradients is not None:
+            fold.require_room(block, fast_replace(
+                gradients, query=empty((m, d), how.real), add_query=True,
+                key=empty((count, d), how.real),
+                want_key=gradients.want_key or (problem.symmetric and not own),
+            ))  # fmt: skip
+    return None, None
+
+
+def _visits(how: Schedule, rank: int) -> list[tuple[int, bool]]:
+    """The blocks of a round on this rank, the largest first: numbers of keys, and whether they are
+    its own shard."""
+    found = set()
+
+    def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
+        found.add((len(keys), keys.mine and keys.whole))
+
+    exchange_of(how, None, rank, [], _Nothing()).run([], visit, half=how.symmetric)
+    return sorted(found, reverse=True)
+
+
+class _Nothing:
+    """Sends no arrays: an `Exchanger` that has none to send, and its `Pending`."""
+
+    def exchange(self, shifts: Shifts) -> _Nothing:
+        return self
+
+    def wait(self) -> None:
+        """Nothing is under way."""

@@ -1,0 +1,253 @@
+"""How a call over ranks is computed: all that is decided, from the terms of all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+from infonce.kernels.problem import Array, Gradients, Problem
+from infonce.kernels.room import least_block_side
+
+from infonce.checks import validation
+from infonce.checks.call import Request
+
+from . import cost
+from .communicators.base import Communicator
+from .exchanges.arrays import vectors_of
+from .exchanges.base import Exchange
+from .exchanges.gather import Gather
+from .exchanges.hierarchical import Hierarchical
+from .exchanges.partition import Partition
+from .exchanges.ring import Ring
+from .transports import choice as transports
+from .transports.base import Exchanger
+
+EXCHANGES = ("auto", "ring", "gather", "hierarchical")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a rank states of a call: all that a schedule depends on."""
+
+    sizes: list[int] | None  # rows of its arrays; None: it cannot read them
+    failure: tuple[str, str] | None = None  # type and message of the error of its checks
+    facts: bytes = b""  # packed; of a checked call, like what follows
+    offers: dict[str, str | None] = field(default_factory=dict)  # transports
+    device: str | None = None  # name of the GPU
+    room: int = 0  # bytes for buffers of an exchange
+    weighted: bool = False  # whether rows have weights
+    positive: bool = True  # whether a weight may be positive
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The decisions of a call, the same on all ranks."""
+
+    joint: bool  # `Loss.joint`: queries and keys are the rows of both arguments
+    sizes: list[Any]  # rows of the arrays of each rank
+    queries: Partition
+    keys: Partition
+    exchange: str
+    local_size: int | None  # ranks of a host; None unless each has as many, one after another
+    pieces: int  # in which a shard goes round a ring
+    symmetric: bool  # queries are keys
+    same_pairs: bool  # rounds visit the same keys together: see `Exchange`
+    transport: str  # its name
+    real: np.dtype[Any]  # of sums that travel
+    weighted: bool  # whether rows have weights
+    may_lack_room: bool  # the workspace may be too small for a block of a rank
+    terms: list[bytes] = field(repr=False)  # of all ranks
+
+    def is_for(self, joint: bool, rank: int, sizes: list[int]) -> bool:
+        """Whether a call with so many rows on this rank may have the same queries and keys."""
+        return self.joint == joint and bool(self.sizes[rank] == sizes)
+
+
+def decide(
+    everyone: Sequence[bytes], terms: Sequence[Terms], request: Request, queries: Partition,
+    keys: Partition, ranks: Communicator, rank_options: Mapping[str, Any],
+) -> Schedule:  # fmt: skip
+    """The schedule that follows from the terms of all ranks (`everyone`: as they were sent), and
+    from what all calls have in common. ValueError on all ranks where there is none."""
+    problem = request.problem
+    if not any(of.positive for of in terms):
+        raise ValueError("weights: expected a positive sum over all ranks, got zeros alone")
+    devices, offered = [of.device for of in terms], [of.offers for of in terms]
+    if request.on_gpu and ranks.size > 1:
+        _one_gpu_each(offered, devices, ranks)
+    transport = transports.choose(rank_options["transport"], offered)
+    if request.on_gpu and ranks.size == 1:
+        transport = "staged"  # nothing is sent
+    hosts = hosts_of(ranks)
+    exchange = choose_exchange(
+        rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, hosts,
+        min(of.room for of in terms),
+    )  # fmt: skip
+    real = real_of(problem)
+    row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * real.itemsize)
+    return Schedule(
+        joint=problem.joint,
+        sizes=[of.sizes for of in terms],
+        queries=queries,
+        keys=keys,
+        exchange=exchange,
+        local_size=local_size(hosts),
+        pieces=max(1, -(-keys.largest // max(1, problem.workspace // 2 // row))),
+        symmetric=problem.symmetric,
+        same_pairs=problem.leaves_out,
+        transport=transport,
+        real=real,
+        weighted=any(of.weighted for of in terms),
+        may_lack_room=may_lack_room(problem, queries, keys),
+        terms=list(everyone),
+    )
+
+
+def real_of(problem: Problem) -> np.dtype[Any]:
+    """The dtype of sums that travel."""
+    return np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
+
+
+# -- transports and exchanges
+
+
+def require_options(options: Mapping[str, Any], rank_options: Mapping[str, Any]) -> None:
+    """ValueError where an option is none that a call over ranks takes."""
+    for name, choices in (
+        ("gradient_scale", ("global", "ddp")),
+        ("transport", transports.CHOICES),
+        ("exchange", EXCHANGES),
+    ):
+        validation.choice(name, rank_options[name], choices)
+    require_method(options)
+
+
+def require_method(options: Mapping[str, Any]) -> None:
+    """ValueError where the method is none that a call over ranks takes."""
+    if options.get("method") == "fused":
+        raise ValueError(
+            'method: expected "auto", "tiled" or "naive" over ranks, got "fused": no logits are '
+            "kept from one fold to the next"
+        )
+
+
+def _one_gpu_each(
+    offered: Sequence[dict[str, str | None]], devices: Sequence[str | None], ranks: Communicator
+) -> None:
+    """NCCL needs a GPU for each rank: withdraw its offer where two ranks share one."""
+    processes = ranks.peers.processes if ranks.peers else []
+    machines = [process.machine for process in processes] or [""] * ranks.size
+    places = list(zip(machines, devices, strict=True))
+    for r, place in enumerate(places):
+        if place in places[:r]:
+            other = places.index(place)
+            offered[r]["nccl"] = (
+                f"it shares {place[1]} with rank {other}: more ranks than GPUs, or no "
+                "cupy.cuda.Device(rank % gpus).use() on each rank"
+            )
+
+
+def hosts_of(ranks: Communicator) -> list[list[int]]:
+    """The ranks of each host: as INFONCE_LOCAL_SIZE says, so many each, or by their processes."""
+    given = os.environ.get("INFONCE_LOCAL_SIZE", "")
+    if given:
+        size = int(given) if given.isdecimal() else 0
+        if not size or ranks.size % size:
+            raise ValueError(
+                f"INFONCE_LOCAL_SIZE: expected a divisor of the {ranks.size} ranks, got {given!r}"
+            )
+        return [list(range(r, r + size)) for r in range(0, ranks.size, size)]
+    hosts = ranks.peers.hosts if ranks.peers else []
+    return hosts or [list(range(ranks.size))]
+
+
+def local_size(hosts: list[list[int]]) -> int | None:
+    """Ranks of a host; None unless each has as many, one after another."""
+    size = len(hosts[0])
+    in_order = [list(range(size * h, size * (h + 1))) for h in range(len(hosts))]
+    return size if hosts == in_order else None
+
+
+def choose_exchange(
+    asked: str, problem: Problem, gradients: Gradients | None, on_gpu: bool, keys: Partition,
+    hosts: list[list[int]], room: int,
+) -> str:  # fmt: skip
+    """The exchange of a call, whose buffers have so much `room` on each rank. ValueError where
+    gathered keys do not fit, or hosts are not alike."""
+    if asked == "ring":
+        return asked
+    d, item = problem.shape[2], problem.key.dtype.itemsize
+    with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
+    sums = d * real_of(problem).itemsize if with_sums else 0
+    row = d * item + 8 * vectors_of(problem), max(sums, 24)
+    least = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *row)}
+    size = local_size(hosts)
+    if size is not None:
+        least["hierarchical"] = cost.hierarchical_bytes(keys.rows, size, *row)
+    elif asked == "hierarchical":
+        raise ValueError(
+            'exchange: expected as many ranks on each host, one after another, for "hierarchical", '
+            f'got hosts with ranks {", ".join(map(str, hosts))}; exchange="ring" takes any'
+        )
+    if asked != "auto":
+        if least[asked] > room:
+            raise ValueError(
+                f"workspace: expected at least {2 * least[asked]} bytes to gather keys of width "
+                f'{d} by exchange="{asked}", {keys.total} over {len(keys.rows)} ranks, got '
+                f'{problem.workspace}; "ring" takes less'
+            )
+        return asked
+    fitting = [name for name, needed in least.items() if needed <= room]
+    if not on_gpu:
+        return "gather" if "gather" in fitting else "ring"
+    machine = cost.Machine(gpus=size or max(map(len, hosts)))
+    return cost.fastest(keys.largest, d, len(keys.rows), machine, tuple(fitting))
+
+
+def exchange_of(
+    how: Schedule, xp: Any, rank: int, key_arrays: list[Array], transport: Exchanger
+) -> Exchange:
+    """The exchange of a call, for this rank's arrays of keys."""
+    if how.exchange == "hierarchical":
+        assert how.local_size is not None
+        return Hierarchical(
+            xp, rank, transport, how.keys, how.local_size, key_arrays, how.same_pairs
+        )
+    if how.exchange == "gather":
+        return Gather(xp, rank, transport, how.keys, key_arrays, how.same_pairs)
+    return Ring(xp, rank, transport, how.keys, how.pieces, how.symmetric, how.same_pairs)
+
+
+# -- memory
+
+
+def room_of(request: Request) -> int:
+    """Bytes that buffers of an exchange may take on this rank: half of the workspace."""
+    problem = request.problem
+    half = int(problem.workspace // 2)
+    if problem.workspace_given or not request.on_gpu:
+        return half
+    from infonce.kernels.gpu.device.launcher import device_properties
+
+    share: int = device_properties(problem.query.device.id).share
+    return max(half, share)
+
+
+def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool:
+    """Whether the workspace may be too small for a block of some rank: all ranks say the same."""
+    if problem.method == "naive":
+        return True  # it is not the workspace that bounds the logits
+    half = problem.linear_terms or problem.joint  # which take up to the other half
+    enough = enough_room(queries.largest, keys.total, problem.shape[2])
+    return bool(problem.workspace // (1 + half) < enough)
+
+
+@cache
+def enough_room(m: int, n: int, d: int) -> int:
+    """More bytes than the least parts of any block take."""
+    side: int = max(128, 2 * least_block_side(m, n))
+    return side * (64 * (side + d) + 2**18)
