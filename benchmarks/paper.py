@@ -4,7 +4,7 @@
 
 The paper (Cheng et al.: Breaking the Memory Barrier: Near Infinite Batch Size Scaling for
 Contrastive Loss, 2024) gives the peak of training's loss for ViT-L/14, features of width 768, on
-8 A800: Table 1, and Table 2 for 448k and 4096k rows. Here: what `infonce.distributed.model` says,
+8 A800: Table 1, and Table 2 for 448k and 4096k rows. Here: what `infonce.distributed.cost` says,
 which the tests hold CPU ranks to, and recorded runs with as many rows on a GPU.
 
 A second record, paper-batches.json, has what the model gives of Table 2: memory of the loss at the
@@ -21,7 +21,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infonce.distributed import model
+from infonce.distributed import cost
+from infonce.kernels.problem import WORKSPACE
 
 from infonce.cli import machine
 from infonce.cli.common import to_json
@@ -52,8 +53,8 @@ COLUMNS = ("CLIP", "OpenCLIP", "Inf-CL", "Inf-CL, offload")
 def row(batch: int, measured: dict[int, float]) -> dict[str, Any]:
     """One batch, in 1024 rows: the paper's figures and ours, GB on a GPU."""
     rows = 1024 * batch // GPUS
-    shards = 4 * rows * DIM * model.ITEM  # features of two sides, and their gradients
-    above = model.memory(rows, DIM)
+    shards = 4 * rows * DIM * cost.ITEM  # features of two sides, and their gradients
+    above = cost.memory(rows, DIM)
 
     def in_gb(size: float | None) -> float | None:
         return None if size is None else round(size / GB, 2)
@@ -64,7 +65,7 @@ def row(batch: int, measured: dict[int, float]) -> dict[str, Any]:
         "infonce (GB)": in_gb(above + shards),
         "of it above features and gradients (GB)": in_gb(above),
         "the same measured (GB)": in_gb(measured.get(rows)),
-        "infonce, offload (GB)": in_gb(model.memory(rows, DIM, offload=True)),
+        "infonce, offload (GB)": in_gb(cost.memory(rows, DIM, offload=True)),
     }
 
 
@@ -72,8 +73,8 @@ def loss_bytes(batch: float, gpus: int, dim: int, offload: bool) -> float:
     """Memory of the loss on a GPU by the model: what a call takes; features and gradients, too,
     if they are there."""
     rows = int(1024 * batch) // gpus
-    shards = 0 if offload else 4 * rows * dim * model.ITEM
-    return float(model.memory(rows, dim, offload=offload) + shards)
+    shards = 0 if offload else 4 * rows * dim * cost.ITEM
+    return float(cost.memory(rows, dim, offload=offload) + shards)
 
 
 def greatest_batch(size: float, gpus: int, dim: int) -> int:
@@ -137,12 +138,12 @@ def main() -> None:
         "commit": machine.commit(),
         "date": machine.now(),
         "settings": {"gpus": GPUS, "dim": DIM, "features": "bfloat16",
-                     "workspace_bytes": model.WORKSPACE},
+                     "workspace_bytes": WORKSPACE},
         "results": [row(batch, measured) for batch in PAPER],
     }  # fmt: skip
     arguments.output.write_text(to_json(report) + "\n")
     report["device"] = "Inf-CL: the paper's, A800; infonce and local loss: by models"
-    report["settings"] = {"features": "bfloat16", "workspace_bytes": model.WORKSPACE}
+    report["settings"] = {"features": "bfloat16", "workspace_bytes": WORKSPACE}
     report["results"] = batches()
     (arguments.output.parent / "paper-batches.json").write_text(to_json(report) + "\n")
 

@@ -26,9 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import dropwhile, takewhile
+from math import sqrt
 
-import numpy as np
 from infonce.kernels.problem import WORKSPACE
 
 
@@ -209,24 +208,6 @@ def fastest(
     return min(among, key=lambda name: EXCHANGES[name](rows, dim, ranks, machine).seconds)
 
 
-def fastest_up_to(name: str, dim: int, ranks: int, machine: Machine | None = None) -> float:
-    """Rows on each GPU up to which this is the fastest exchange, from the fewest for which it is;
-    0: for none; infinity: for any number."""
-    rows = 2.0 ** np.arange(6, 20.01, 0.125)
-    others = dropwhile(lambda b: fastest(b, dim, ranks, machine) != name, rows)
-    found = list(takewhile(lambda b: fastest(b, dim, ranks, machine) == name, others))
-    return np.inf if found and found[-1] == rows[-1] else float(max(found, default=0.0))
-
-
-def rows_in(room: float, dim: int, ranks: int, gpus: int | None = None) -> float:
-    """Rows on each GPU whose gathered keys and sums fit `room` bytes: of all ranks, or with `gpus`
-    on a host by the hierarchical exchange."""
-    row, shards = (dim * ITEM + 24, dim * DK), [1] * ranks
-    if gpus is None:
-        return room / gather_bytes(shards, *row)
-    return room / hierarchical_bytes(shards, gpus, *row)
-
-
 def memory(
     rows: int, dim: int, workspace: int = WORKSPACE, offload: bool = False
 ) -> float:  # fmt: skip
@@ -257,5 +238,5 @@ def hidden_from(dim: int, link: Link, machine: Machine | None = None) -> float:
     for share, size in zip((2, 6), transfer_bytes(1.0, dim), strict=True):
         # share b b D / rate = latency + size b / bandwidth
         a, b = share * dim / machine.rate, size / link.bandwidth
-        rows = max(rows, (b + np.sqrt(b * b + 4 * a * link.latency)) / (2 * a))
-    return float(rows)
+        rows = max(rows, (b + sqrt(b * b + 4 * a * link.latency)) / (2 * a))
+    return rows

@@ -45,8 +45,8 @@ exchange : {"auto", "ring", "gather", "hierarchical"}
     "hierarchical": a gather inside nodes and a ring between them; ValueError unless all nodes have
     the same number of ranks, numbered node by node (INFONCE_LOCAL_SIZE=n makes nodes of n ranks).
     "gather" and "hierarchical": ValueError if their buffers do not fit half of the workspace
-    (without a workspace, 1/32 of a GPU's memory). "auto": on GPUs the fastest by
-    `infonce.distributed.model` of those that fit, "hierarchical" only over several nodes; on CPUs
+    (without a workspace, 1/32 of a GPU's memory). "auto": on GPUs the fastest of those that fit, by
+    the model of `infonce.distributed.cost`, "hierarchical" only over several nodes; on CPUs
     "gather" if it fits, else "ring".
 timeout : float or None, default 300
     Seconds to wait for other ranks, in the first call as in later ones. Then `RankError` names the

@@ -1,17 +1,21 @@
 """The scaling model against recorded runs, and against what must hold."""
 
+import importlib
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from infonce.distributed import cost, model
+from infonce.distributed import cost
+from infonce.kernels.problem import WORKSPACE
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 RUNS = [
     run
     for name in ("ring.json", "ring-large.json")
@@ -21,14 +25,21 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['batch']} over {run['gpus']}")
 def test_recorded_runs(run: dict[str, float]) -> None:
-    predicted = model.predict(run["batch"] / run["gpus"], int(run["dim"]), int(run["gpus"]))
+    predicted = cost.predict(run["batch"] / run["gpus"], int(run["dim"]), int(run["gpus"]))
     assert abs(predicted.seconds / run["step_s"] - 1) < 0.06
 
 
-@pytest.mark.parametrize("program", ["demo", "model"])
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program, which is no part of the package."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "ranks"))
+    return importlib.import_module("model")
+
+
+@pytest.mark.parametrize("program", ["distributed/demo.py", "benchmarks/ranks/model.py"])
 def test_programs_run_by_their_path(program: str) -> None:
     """Not as parts of a package alone."""
-    path = Path(__file__).parents[2] / "distributed" / f"{program}.py"
+    path = ROOT / program
     done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--dim" in done.stdout
@@ -38,15 +49,15 @@ def test_recorded_gathers() -> None:
     """Of two GPUs, by one call over MPI. Hosts differ by more than GPUs do, and few rows notice."""
     for run in json.loads((RESULTS / "exchanges-mpi.json").read_text())["results"]:
         rows = run["batch"] / run["gpus"]
-        predicted = model.predict_gather(rows, int(run["dim"]), int(run["gpus"]))
+        predicted = cost.predict_gather(rows, int(run["dim"]), int(run["gpus"]))
         assert abs(predicted.seconds / run["gather_mpi_s"] - 1) < 0.15, run["batch"]
 
 
 def test_hidden_from_is_where_transfers_vanish() -> None:
-    machine = replace(model.Machine(), start=0.0)
-    rows = model.hidden_from(512, machine.inside, machine)
-    more, fewer = (model.predict(f * rows, 512, 8, machine) for f in (1.01, 0.9))
-    home = machine.inside.latency + 1.01 * rows * 512 * model.DK / machine.inside.bandwidth
+    machine = replace(cost.Machine(), start=0.0)
+    rows = cost.hidden_from(512, machine.inside, machine)
+    more, fewer = (cost.predict(f * rows, 512, 8, machine) for f in (1.01, 0.9))
+    home = machine.inside.latency + 1.01 * rows * 512 * cost.DK / machine.inside.bandwidth
     assert more.exposed == pytest.approx(home, rel=1e-9)
     assert fewer.exposed > home
 
@@ -56,22 +67,20 @@ def test_hierarchical_needs_less_of_the_network() -> None:
     for machine in (cost.Machine(), slow):
         ring, gather, hierarchical = (
             of(4096, 512, 64, machine).exposed
-            for of in (model.predict, model.predict_gather, model.predict_hierarchical)
+            for of in (cost.predict, cost.predict_gather, cost.predict_hierarchical)
         )
         assert hierarchical < min(ring, gather)
-    assert model.predict_hierarchical(4096, 512, 8) == model.predict_hierarchical(
-        4096, 512, 8, slow
-    )
+    assert cost.predict_hierarchical(4096, 512, 8) == cost.predict_hierarchical(4096, 512, 8, slow)
 
 
 def test_one_gpu_computes_only() -> None:
-    machine = replace(model.Machine(), start=0.0)
-    step = model.predict(1000, 512, 1, machine)
+    machine = replace(cost.Machine(), start=0.0)
+    step = cost.predict(1000, 512, 1, machine)
     assert step.exposed == pytest.approx(0, abs=1e-12)
     assert step.efficiency == pytest.approx(1)
 
 
-def test_exchanges_that_are_fastest() -> None:
+def test_exchanges_that_are_fastest(model: Any) -> None:
     """The gather where ranks have few rows or share a host; the hierarchical one on more hosts; the
     ring in the place of both where a network would carry all of dK late."""
     for ranks in (2, 8, 64, 1024):
@@ -81,14 +90,14 @@ def test_exchanges_that_are_fastest() -> None:
     assert cost.fastest(8192, 512, 64) == "hierarchical"
     assert cost.fastest(2**17, 512, 1024) == "hierarchical"
     assert cost.fastest(2**17, 512, 1024, None, ("gather", "ring")) == "ring"
-    rows = cost.fastest_up_to("gather", 512, 1024)
+    rows = model.fastest_up_to("gather", 512, 1024)
     assert cost.fastest(0.9 * rows, 512, 1024) == "gather"
     assert cost.fastest(1.2 * rows, 512, 1024) == "hierarchical"
-    rows = cost.fastest_up_to("hierarchical", 512, 64)
+    rows = model.fastest_up_to("hierarchical", 512, 64)
     assert cost.fastest(0.9 * rows, 512, 64) == "hierarchical"
     assert cost.fastest(1.2 * rows, 512, 64) != "hierarchical"
-    assert cost.fastest_up_to("gather", 512, 2) == np.inf
-    assert cost.fastest_up_to("hierarchical", 512, 8) == 0
+    assert model.fastest_up_to("gather", 512, 2) == np.inf
+    assert model.fastest_up_to("hierarchical", 512, 8) == 0
 
 
 def test_gather_of_one_host_uses_its_links() -> None:
@@ -119,7 +128,7 @@ def test_sums_in_parts() -> None:
     assert cost.chunks_of(99 * cost.CHUNK, 2) == 2
 
 
-def test_command(tmp_path: Path) -> None:
+def test_command(tmp_path: Path, model: Any) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "ring.png"
     done = CliRunner().invoke(model.main, ["--output", str(picture)])
@@ -131,15 +140,15 @@ def test_command(tmp_path: Path) -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="rows, dim, ranks"):
-        model.predict(0, 512, 8)
+        cost.predict(0, 512, 8)
     with pytest.raises(ValueError, match="rows, dim, workspace"):
-        model.memory(0, 512)
+        cost.memory(0, 512)
 
 
 def test_memory_grows_with_the_rows() -> None:
     rows, dim = 2**17, 512
-    shard = rows * dim * model.DK  # dQ
-    beyond = model.memory(rows, dim) - shard - model.VECTORS * rows
-    assert 1.2 * model.WORKSPACE < beyond <= 1.5 * model.WORKSPACE
-    assert model.memory(rows, dim, offload=True) == model.WORKSPACE + model.VECTORS * rows
-    assert model.memory(1000, dim) < model.WORKSPACE / 10  # which is a ceiling
+    shard = rows * dim * cost.DK  # dQ
+    beyond = cost.memory(rows, dim) - shard - cost.VECTORS * rows
+    assert 1.2 * WORKSPACE < beyond <= 1.5 * WORKSPACE
+    assert cost.memory(rows, dim, offload=True) == WORKSPACE + cost.VECTORS * rows
+    assert cost.memory(1000, dim) < WORKSPACE / 10  # which is a ceiling

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from infonce.distributed import cost, model
+from infonce.distributed import cost
 from infonce.distributed.communicators.mpi import connect
 from ranks import COMM, RANK, SIZE, accuracy, compare, say
 
@@ -42,14 +42,14 @@ def memory() -> None:
     rows, d, workspace, rng = 6000, 64, 2**21, np.random.default_rng(RANK)
     sides = [rng.standard_normal((rows, d)).astype(np.float16) for _ in range(2)]
     out = [np.empty_like(z) for z in sides]
-    ring, most = peak(workspace=workspace), model.memory(rows, d, workspace)
-    whole = rows * d * (2 * model.ITEM + 3 * model.DK)
+    ring, most = peak(workspace=workspace), cost.memory(rows, d, workspace)
+    whole = rows * d * (2 * cost.ITEM + 3 * cost.DK)
     assert 0.5 * most < ring < most < whole + workspace, (ring, most, whole)
 
-    buffers = cost.gather_bytes([rows] * SIZE, d * model.ITEM + 24, d * model.DK)
+    buffers = cost.gather_bytes([rows] * SIZE, d * cost.ITEM + 24, d * cost.DK)
     gather = peak(exchange="gather", workspace=2 * buffers)
     # the workspace, buffers, dQ and a block's share of it, vectors
-    most = 3 * buffers + 2 * rows * d * model.DK + model.VECTORS * rows * SIZE
+    most = 3 * buffers + 2 * rows * d * cost.DK + cost.VECTORS * rows * SIZE
     assert buffers < gather < most, (gather, buffers, most)
 
 

@@ -1,8 +1,12 @@
-"""How long a call over ranks takes: `python -m infonce.distributed.model`. See cost.py."""
+"""Predict the time of calls over ranks by the model of `infonce.distributed.cost`.
+
+python benchmarks/ranks/model.py [--dim 512] [--rows 32768] [--rate 610] [--output picture.png]
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +16,19 @@ from infonce.distributed.cost import (
     DK,
     ITEM,
     NVLINK,
-    VECTORS,
-    Link,
     Machine,
-    Step,
-    fastest_up_to,
+    fastest,
+    gather_bytes,
     hidden_from,
+    hierarchical_bytes,
     memory,
     predict,
     predict_gather,
     predict_hierarchical,
-    rows_in,
-    transfer_bytes,
 )
-from infonce.kernels.problem import WORKSPACE
 from rich.table import Table
 
 from infonce.cli import common
-
-__all__ = [
-    "DK",
-    "ITEM",
-    "NVLINK",
-    "VECTORS",
-    "WORKSPACE",
-    "Link",
-    "Machine",
-    "Step",
-    "fastest_up_to",
-    "hidden_from",
-    "memory",
-    "predict",
-    "predict_gather",
-    "predict_hierarchical",
-    "rows_in",
-    "transfer_bytes",
-]
 
 
 @click.command()
@@ -125,5 +106,23 @@ def _figure(dim: int, machine: Machine, counts: list[int]) -> Any:
     return figure
 
 
+def fastest_up_to(name: str, dim: int, ranks: int, machine: Machine | None = None) -> float:
+    """Rows on each GPU up to which this is the fastest exchange, from the fewest for which it is;
+    0: for none; infinity: for any number."""
+    rows = 2.0 ** np.arange(6, 20.01, 0.125)
+    others = dropwhile(lambda b: fastest(b, dim, ranks, machine) != name, rows)
+    found = list(takewhile(lambda b: fastest(b, dim, ranks, machine) == name, others))
+    return np.inf if found and found[-1] == rows[-1] else float(max(found, default=0.0))
+
+
+def rows_in(room: float, dim: int, ranks: int, gpus: int | None = None) -> float:
+    """Rows on each GPU whose gathered keys and sums fit `room` bytes: of all ranks, or with `gpus`
+    on a host by the hierarchical exchange."""
+    row, shards = (dim * ITEM + 24, dim * DK), [1] * ranks
+    if gpus is None:
+        return room / gather_bytes(shards, *row)
+    return room / hierarchical_bytes(shards, gpus, *row)
+
+
 if __name__ == "__main__":
-    main(prog_name="python -m infonce.distributed.model")
+    main()
