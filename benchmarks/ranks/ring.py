@@ -1,4 +1,4 @@
-"""Time calls over the GPUs of this host: runs the demo of infonce.distributed for each size.
+"""Time calls over the GPUs of this host: runs step.py for each size.
 
 python benchmarks/ranks/ring.py [--gpus 1 2 4 8] [--batch 65536 262144] [--dim 512]
     [--exchange ring] [--launcher "mpirun --allow-run-as-root"]
@@ -25,14 +25,14 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def measured(arguments: argparse.Namespace, gpus: int, batch: int, dim: int) -> dict[str, Any]:
-    """One run of the demo; what it wrote."""
+    """One run of step.py; what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
-        demo = ["-m", "infonce.distributed.demo", "--gpu", "--output", str(output)]
+        step = [str(Path(__file__).parent / "step.py"), "--gpu", "--output", str(output)]
         size = ["--batch", str(batch), "--dim", str(dim), "--steps", str(arguments.steps)]
         size += ["--exchange", arguments.exchange, "--workspace", "256MiB"]
         subprocess.run(
-            [*arguments.launcher, "-n", str(gpus), sys.executable, *demo, *size],
+            [*arguments.launcher, "-n", str(gpus), sys.executable, *step, *size],
             check=True, timeout=arguments.limit, stdout=sys.stderr,
         )  # fmt: skip
         row: dict[str, Any] = json.loads(output.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,41 @@ class Evaluation:
     top5: tuple[float, float | None]
     left: Array
     right: Array
+
+
+class Halves:
+    """Two encoders, of the left and the right halves of digits, and the digits."""
+
+    def __init__(self, digits: Any, rng: np.random.Generator, dim: int) -> None:
+        order = rng.permutation(len(digits.images))
+        images = (digits.images[order] / 16).astype(np.float32)
+        images -= images[HELD_OUT:].mean(0)
+        halves = [images[:, :, half].reshape(len(images), -1) for half in (slice(4), slice(4, 8))]
+        self.classes = digits.target[order][:HELD_OUT]
+        self.held_out = [half[:HELD_OUT] for half in halves]
+        self.left, self.right = (half[HELD_OUT:] for half in halves)
+        self.encoders = [Encoder(rng, self.left.shape[1], dim) for _ in range(2)]
+        parameters = [p for encoder in self.encoders for p in encoder.parameters]
+        self.adam = Adam(parameters, decay=WEIGHT_DECAY)
+
+    def forward(self, chosen: Array, noise: Callable[[], Array] = lambda: 0.0) -> list[Array]:
+        """Embeddings of the chosen digits that are not held out, with noise on their pixels."""
+        sides = zip(self.encoders, (self.left, self.right), strict=True)
+        return [encoder.forward(x[chosen] + noise()) for encoder, x in sides]
+
+    def backward(self, gradients: Sequence[Array]) -> list[Array]:
+        """Gradients of all parameters."""
+        sides = zip(self.encoders, gradients, strict=True)
+        return [g for encoder, dz in sides for g in encoder.backward(dz)]
+
+    def evaluate(self, scale: Any, method: Any = "auto") -> Evaluation:
+        """Of the digits that are held out."""
+        u, v = (e.forward(x) for e, x in zip(self.encoders, self.held_out, strict=True))
+        result = infonce.clip_loss_and_grad(
+            u, v, scale=scale, normalize=True, method=method, wrt=(), metrics=True
+        )
+        assert result.metrics is not None
+        return Evaluation(float(result.loss), result.metrics.top(1), result.metrics.top(5), u, v)
 
 
 @dataclass
@@ -181,40 +217,21 @@ def train(
 ) -> Run:
     """Train on the digits that are not held out."""
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(digits.images))
-    images = (digits.images[order] / 16).astype(np.float32)
-    images -= images[HELD_OUT:].mean(0)
-    halves = [images[:, :, half].reshape(len(images), -1) for half in (slice(4), slice(4, 8))]
-    held_out = [half[:HELD_OUT] for half in halves]
-    left, right = (half[HELD_OUT:] for half in halves)
-
-    encoders = [Encoder(rng, left.shape[1], dim) for _ in range(2)]
+    halves = Halves(digits, rng, dim)
     log_scale = np.array(np.log(scale))
-    adam = Adam([p for encoder in encoders for p in encoder.parameters], decay=WEIGHT_DECAY)
     scale_adam = Adam([log_scale], decay=0.0)
-
-    def evaluate() -> Evaluation:
-        u, v = (e.forward(x) for e, x in zip(encoders, held_out, strict=True))
-        result = infonce.clip_loss_and_grad(
-            u, v, scale=np.exp(log_scale), normalize=True, method=method, wrt=(), metrics=True
-        )
-        assert result.metrics is not None
-        return Evaluation(float(result.loss), result.metrics.top(1), result.metrics.top(5), u, v)
-
-    before = evaluate()
-    run = Run(before, before, digits.target[order][:HELD_OUT], scale)
-    steps = epochs * (len(left) // batch)
+    before = halves.evaluate(np.exp(log_scale), method)
+    run = Run(before, before, halves.classes, scale)
+    rows, width = halves.left.shape
+    steps = epochs * (rows // batch)
     start = time.perf_counter()
     with progress_bar() as progress:
         for epoch in range(epochs):
-            shuffled = rng.permutation(len(left))
-            for i in range(len(left) // batch):
+            shuffled = rng.permutation(rows)
+            for i in range(rows // batch):
                 chosen = shuffled[i * batch : (i + 1) * batch]
-                u, v = (
-                    e.forward(
-                        x[chosen] + NOISE * rng.standard_normal((batch, x.shape[1]), np.float32)
-                    )
-                    for e, x in zip(encoders, (left, right), strict=True)
+                u, v = halves.forward(
+                    chosen, lambda: NOISE * rng.standard_normal((batch, width), np.float32)
                 )
                 began = time.perf_counter()
                 out = infonce.clip_loss_and_grad(
@@ -222,10 +239,8 @@ def train(
                 )
                 run.loss_seconds.append(time.perf_counter() - began)
                 run.losses.append(float(out.loss))
-                gradients = encoders[0].backward(out.grads.image)
-                gradients += encoders[1].backward(out.grads.text)
                 rate = LEARNING_RATE * 0.5 * (1 + np.cos(np.pi * len(run.losses) / steps))
-                adam.update(gradients, rate)
+                halves.adam.update(halves.backward(out.grads[:2]), rate)
                 if learn:  # d loss / d log scale
                     scale_adam.update([out.grads.scale * np.exp(log_scale)], rate)
                     np.minimum(log_scale, np.log(LARGEST_SCALE), out=log_scale)
@@ -233,7 +248,7 @@ def train(
                 progress("training", epoch + 1, epochs)
     run.seconds = time.perf_counter() - start
     run.scale = float(np.exp(log_scale))
-    run.after = evaluate()
+    run.after = halves.evaluate(run.scale, method)
     tracemalloc.start()
     infonce.clip_loss_and_grad(u, v, scale=run.scale, normalize=True, method=method)
     run.loss_bytes = tracemalloc.get_traced_memory()[1]

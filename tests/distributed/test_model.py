@@ -36,7 +36,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("model")
 
 
-@pytest.mark.parametrize("program", ["distributed/demo.py", "benchmarks/ranks/model.py"])
+@pytest.mark.parametrize(
+    "program", ["distributed/demo.py", "benchmarks/ranks/model.py", "benchmarks/ranks/step.py"]
+)
 def test_programs_run_by_their_path(program: str) -> None:
     """Not as parts of a package alone."""
     path = ROOT / program

@@ -176,7 +176,7 @@ def test_rank_in_trouble_at_any_point(seed: int) -> None:
         assert float(error[1]) < timeout + 1, said
 
 
-@pytest.mark.parametrize("where", ["world", "another", "demo"])
+@pytest.mark.parametrize("where", ["world", "another", "step"])
 def test_first_call_is_bounded(where: str) -> None:
     """By the timeout of that call."""
     status, said = run(3, f"ranks_trouble:first:{where}:2", shell=SHELL, limit=40)
@@ -346,12 +346,11 @@ def test_ablation(variant: str, tmp_path: Path) -> None:
     assert logits < row["peak_measured_bytes"] < blocks * logits + 2**20
 
 
-def test_demo_times_random_features(tmp_path: Path) -> None:
+def test_step_of_random_features(tmp_path: Path) -> None:
     assert MPIEXEC is not None
-    output = tmp_path / "row.json"
+    output, path = tmp_path / "row.json", HERE.parents[1] / "benchmarks" / "ranks" / "step.py"
     done = subprocess.run(
-        command(2, "-m", "infonce.distributed.demo", "--batch", "301", "--dim", "9",
-                "--output", str(output)),
+        command(2, str(path), "--batch", "301", "--dim", "9", "--output", str(output)),
         capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -225,13 +225,15 @@ def first(where: str, timeout: str) -> None:
     if where == "another":
         distributed.clip_loss(x, x, scale=1.0, timeout=60)
         comm = COMM.Dup()
-    demo = importlib.import_module("infonce.distributed.demo") if where == "demo" else None
+    if where == "step":
+        sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "ranks"))
+    step = importlib.import_module("step") if where == "step" else None
     if RANK == 1:
         time.sleep(60)
     began = time.monotonic()
     try:
-        if demo is not None:
-            demo.main(["--batch", "60", "--timeout", timeout], standalone_mode=False)
+        if step is not None:
+            step.main(["--batch", "60", "--timeout", timeout], standalone_mode=False)
         distributed.clip_loss(x, x, scale=1.0, timeout=float(timeout), comm=comm)
     except Exception as error:
         say(f"rank {RANK} after {time.monotonic() - began:.1f} s: {error}")
