@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from infonce.kernels.gpu import plan, recorded
-from infonce.kernels.gpu.device.launcher import device_properties
 from infonce.kernels.gpu.device.launches import Queue
 from infonce.kernels.gpu.shard import QueuedVectors
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
@@ -39,12 +38,11 @@ def solution(
         or not problem.key.flags.c_contiguous
     ):
         return None
-    properties = device_properties(problem.query.device.id)
     start = how.queries.starts[ranks.rank]
     # of exchanges that are measured, nothing is in graphs
     place = ranks, transport, start, tuple(how.keys.rows), divisors, dtype, transport.measured
     made = plan.call(
-        _build, properties, problem, gradients, place, graphs=True, plans=transport.plans
+        _build, problem, gradients, place, graphs=True, plans=transport.plans
     )  # fmt: skip
     return recorded.solution_of(made)
 

@@ -32,7 +32,7 @@ def solution(
 ) -> Solution:  # fmt: skip
     """Loss and gradients of the batch, for this rank's rows. `ddp`: gradients times the ranks."""
     if request.on_gpu:
-        request.problem = _on_gpu()[0].plain(request.problem)
+        request.problem = _on_gpu()[0].readable_by_kernels(request.problem)
     problem, gradients = request.problem, request.gradients
     rows = how.queries.total // (1 + how.joint)
     divisor, times = float(rows), float(ranks.size if ddp else 1)
@@ -41,8 +41,8 @@ def solution(
     if ddp:
         problem.upstream = problem.upstream * times
     if request.on_gpu:
-        select, planned = _on_gpu()
-        problem = select.without_weights(problem, problem.by_row)
+        problem = problem.without_weights() if problem.by_row else problem
+        planned = _on_gpu()[1]
         found: Solution | None = planned.solution(
             how, problem, gradients, ranks, transport, _divisors(request, divisor, times),
             request.dtype,
@@ -112,11 +112,11 @@ def _sum(values: Sequence[float]) -> float:
 @cache
 def _on_gpu() -> tuple[Any, Any]:
     """The modules for arrays on GPUs: an import statement takes time that small batches notice."""
-    from infonce.kernels.gpu import select
+    from infonce.kernels.gpu.device import arguments
 
     from . import planned
 
-    return select, planned
+    return arguments, planned
 
 
 # -- positives

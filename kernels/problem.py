@@ -132,6 +132,15 @@ class Problem:
         """Whether negatives above a limit are left out: see `targets.limits`."""
         return self.false_negative_margin < math.inf
 
+    def without_weights(self) -> Problem:
+        """The problem for kernels, which find the weights of rows in `upstream`."""
+        return self if self.weights is None else fast_replace(self, weights=None)
+
+    def with_limits(self, row_limits: Array) -> Problem:
+        """The problem with these limits, see `targets.limits`."""
+        both = self.symmetric or self.two_sided  # key i is the positive of query i
+        return fast_replace(self, limits=row_limits, key_limits=row_limits if both else None)
+
     @property
     def linear_terms(self) -> bool:
         """Whether the loss has terms that are linear in the logits: see `linear`."""

@@ -61,7 +61,7 @@ from .targets import limits
 
 
 class Backend(Protocol):
-    """What `solve` asks of the CPU and of ranks. Options ask for more: see `linear.Summing`."""
+    """What `solve` asks of the CPU and of ranks. Linear terms ask for more: `linear.Summing`."""
 
     @property
     def vectors(self) -> Vectors:
@@ -96,6 +96,10 @@ class Backend(Protocol):
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         """[M] or [M, P]: per_key[positives], of a vector over all keys; any value for none."""
+        ...
+
+    def positive_dots(self, problem: Problem) -> Array:
+        """[M] or [M, P] float64: the dot products of rows and their positives; 0 for none."""
         ...
 
 
@@ -170,7 +174,7 @@ def _solve_softmax(
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
     if problem.leaves_out:
-        problem = limited(problem, backend, vectors)
+        problem = problem.with_limits(vectors.limits(problem, backend.positive_dots(problem)))
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and backend.online(problem, gradients)
     if online:
@@ -204,13 +208,6 @@ def solution_of(end: Conclusion, stats: Statistics, loss: Any, scale_grad: Any) 
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
         (rows.loss, None if columns is None else columns.loss), scale_grad=scale_grad, loss=loss,
     )  # fmt: skip
-
-
-def limited(problem: Problem, backend: Any, vectors: Vectors) -> Problem:
-    """The problem with its limits."""
-    row_limits = vectors.limits(problem, backend.positive_dots(problem))
-    both = problem.symmetric or problem.two_sided  # key i is the positive of query i
-    return fast_replace(problem, limits=row_limits, key_limits=row_limits if both else None)
 
 
 class Vectors:

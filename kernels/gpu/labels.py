@@ -11,7 +11,7 @@ import numpy as np
 from ..linear import Classes, Segments
 from ..problem import Array
 from . import plan
-from .device.launcher import Launcher, device_properties
+from .device.launcher import Launcher
 from .device.launches import Queue
 
 SORT_THREADS, SORT_ROWS = 1024, 2048
@@ -56,8 +56,8 @@ def order_of(segment: Array) -> Array:
 def classes(labels: Array, decoupled: bool, unsigned: bool = False) -> tuple[Classes, Array, Array]:
     """The classes of rows, of which those of negative labels are alone, unless labels are bits of
     `unsigned` ones; `linear.partners` of them, the latter as numbers."""
-    least, device = 2 if decoupled else 3, device_properties(labels.device.id)
-    made = plan.call(_classes, device, labels, least, not unsigned, graphs=True)
+    least = 2 if decoupled else 3
+    made = plan.call(_classes, labels, least, not unsigned, graphs=True)
     places = Segments(made["place"], made["place"], -(-len(labels) // least), made["order"])
     found = Classes(made["ids"], made["ids"], in_sums=places, others=made["others"])
     return found, made["positives"], made["present"]

@@ -32,8 +32,9 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from ..problem import Array, Progress
-from .config import DeviceProperties, precision
+from .config import precision
 from .device.cublas import workspace
+from .device.launcher import device_properties
 from .device.launches import Queue
 from .device.recorder import Launch, Placeholder, Pointer, Recorder, TooLong, placeholder_of
 from .device.streams import capture_under_way, identity, note_capture
@@ -52,9 +53,8 @@ Build = Callable[..., dict[str, "Array | None"]]
 
 
 def call(
-    build: Build, device: DeviceProperties, *parts: Any, graphs: bool = False,
-    plans: dict[Any, Any] | None = None,
-) -> dict[str, Array]:  # fmt: skip
+    build: Build, *parts: Any, graphs: bool = False, plans: dict[Any, Any] | None = None
+) -> dict[str, Array]:
     """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one.
     `graphs`: what is asked for again at the same addresses is captured in CUDA graphs. `plans`:
     where they are kept, if not until `forget`."""
@@ -62,10 +62,14 @@ def call(
     arrays: list[Array] = []
     numbers: list[float] = []
     like = tuple(_describe(part, arrays, numbers) for part in parts)
-    key = runtime.getDevice(), device, precision.PORTABLE, build, like
+    device = runtime.getDevice()
+    key = device, device_properties(device), precision.PORTABLE, build, like
     plan = plans.get(key)
     if plan is None:
-        plan = _recorded(build, parts, arrays, graphs)
+        try:
+            plan = Plan(build, parts, arrays, graphs)
+        except TooLong:
+            plan = Queue()
         _keep(plans, MAX_PLANS, key, plan)
     if isinstance(plan, Plan):
         return plan.run(arrays, numbers)
@@ -108,15 +112,6 @@ class OwnedPlans(dict[Any, Any]):
     def clear(self) -> None:
         with _lock:
             super().clear()
-
-
-def _recorded(
-    build: Build, parts: Sequence[Any], given: Sequence[Array], graphs: bool
-) -> Plan | Queue:  # fmt: skip
-    try:
-        return Plan(build, parts, given, graphs)
-    except TooLong:
-        return Queue()
 
 
 def forget() -> None:

@@ -6,12 +6,15 @@ it makes, by name (`plan.Build`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
 from ..solve import BlockQuestion, Solution
+from . import plan
 from .device.launches import Queue
-from .schedule import BlockFold
+from .schedule import BlockFold, Call
 from .tiled.backend import GPU
 from .vectors import TiledVectors
 
@@ -19,7 +22,8 @@ from .vectors import TiledVectors
 def solution(
     problem: Problem, gradients: Gradients | None, queue: Queue
 ) -> dict[str, Array | None]:
-    found = GPU(problem, gradients, queue).solve(problem, gradients)
+    gpu = GPU(problem, gradients, queue)
+    found = gpu.solve(problem, gradients)
     made = {
         "losses": found.losses if found.loss is None else None, "loss": found.loss,
         "row_lse": found.row_lse, "column_lse": found.column_lse,
@@ -35,6 +39,18 @@ def solution(
             "column_rank": stats.column_rank,
         }  # fmt: skip
     return made
+
+
+_compiled: set[tuple[int, Call]] = set()  # kinds of calls, by device
+
+
+def compile_kernels(problem: Problem, gradients: Gradients | None) -> None:
+    """All kernels of a first call of its kind, side by side. Plans have theirs compiled so."""
+    kind = problem.query.device.id, Call.of(problem, gradients)
+    if kind not in _compiled:
+        _compiled.add(kind)
+        silent = replace(problem, progress=None)
+        plan.compile_kernels(solution, problem.progress, silent, gradients)
 
 
 def solution_of(made: dict[str, Array]) -> Solution:

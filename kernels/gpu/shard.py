@@ -15,8 +15,8 @@ from ..conclusion import Conclusion
 from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Sigmoid, Statistics, Sums
 from ..solve import BlockQuestion
 from . import plan as gpu_plan
-from . import recorded, select
-from .device.arguments import Fields, address, matrix, sums_fields
+from . import recorded
+from .device.arguments import Fields, address, matrix, readable_by_kernels, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
 from .schedule import BlockFold, Call, tiled_schedule
@@ -31,12 +31,12 @@ def fold_block(
     """`solve.fold_block` on the current device; `ahead`: gradients of a later fold of blocks like
     these, whose workspace this fold takes too. What takes operations on arrays has no plan."""
     # blocks do not look at classes, whose arrays a plan would depend on
-    block = problems.fast_replace(select.plain(problem), classes=None)
+    block = problems.fast_replace(readable_by_kernels(problem), classes=None)
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
     by_kernels = problem.plain_logits and not callable(epilogue)
     by_kernels = by_kernels and not getattr(epilogue, "linear", ())
     if problem.progress is None and by_kernels:
-        gpu_plan.call(recorded.block, device_properties(problem.query.device.id), *parts)
+        gpu_plan.call(recorded.block, *parts)
     else:
         recorded.block(*parts, Queue())
 
@@ -45,7 +45,7 @@ def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients
     """ValueError where the workspace has no room for a block; arguments as for `fold_block`."""
     block = BlockFold(None, accumulates=gradients is not None)
     properties = device_properties(problem.query.device.id)
-    tiled_schedule(Call.of(select.plain(problem), gradients or ahead, block), properties)
+    tiled_schedule(Call.of(readable_by_kernels(problem), gradients or ahead, block), properties)
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:
@@ -112,8 +112,7 @@ class VectorsOverRanks(ElementwiseVectors):
         return 0 not in problem.shape and problem.progress is None and problem.plain
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
-        properties = device_properties(problem.query.device.id)
-        return gpu_plan.call(build, properties, _bare(problem), *parts)
+        return gpu_plan.call(build, _bare(problem), *parts)
 
 
 class QueuedVectors(VectorsOverRanks):

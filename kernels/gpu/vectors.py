@@ -122,15 +122,14 @@ class Scalars:
     """The scale, that of exponents and the bias, as kernels take them; and what holds them."""
 
     def __init__(self, launcher: Launcher, problem: Problem) -> None:
-        self.scale, self._scale = scalar(problem.scale)
-        self.exponent_scale, self._exponent_scale = self.scale, None
-        if problem.hardness:
-            self._exponent_scale = cupy.empty(1)
-            launcher.vectors(
-                "raise_scale", 1, scale=self.scale, by=problem.hardness, out=self._exponent_scale
-            )
-            self.exponent_scale, _ = scalar(self._exponent_scale)
+        self.scale, self._scale = self.exponent_scale, _ = scalar(problem.scale)
         self.bias, self._bias = scalar(0.0 if problem.bias is None else problem.bias)
+        if problem.hardness:
+            self._raised = cupy.empty(1)
+            self.exponent_scale, _ = scalar(self._raised)
+            launcher.vectors(
+                "raise_scale", 1, scale=self.scale, by=problem.hardness, out=self._raised
+            )
 
     def row_options(self, problem: Problem) -> Fields:
         """struct RowOptions."""
@@ -142,11 +141,11 @@ class Scalars:
 class TiledVectors(ElementwiseVectors):
     """The steps of a whole call in a kernel each: kernels/cuda/vectors.cu."""
 
-    def __init__(self, launcher: Launcher, scalars: Scalars, features: Array) -> None:
+    def __init__(self, launcher: Launcher, problem: Problem) -> None:
         super().__init__()
-        self.launcher, self.scalars = launcher, scalars
+        self.launcher, self.scalars = launcher, Scalars(launcher, problem)
         # results are float64 for float64 features, else float32; the caller converts what differs
-        self.double = features.dtype == np.float64 or launcher.precision == "fp64"
+        self.double = problem.query.dtype == np.float64 or launcher.precision == "fp64"
         self.out = np.dtype(np.float64 if self.double else np.float32)
         self.any_key = cupy.empty(1)
 
@@ -155,8 +154,7 @@ class TiledVectors(ElementwiseVectors):
         """Without folds: the steps of one of many ranks."""
         device = cupy.cuda.Device()
         precision = config.operands(problem.compute, device_properties(device.id))
-        launcher = Launcher(device, precision, queue)
-        return TiledVectors(launcher, Scalars(launcher, problem), problem.query)
+        return TiledVectors(Launcher(device, precision, queue), problem)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:
         """The problem with its vectors as arrays, and struct DefaultVectors for the

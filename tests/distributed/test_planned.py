@@ -186,7 +186,6 @@ def test_large_sums_go_home_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go step by step, by backends of blocks."""
-    monkeypatch.setattr(planned, "device_properties", lambda _: DEVICES["sm_90a"])
     monkeypatch.setattr(planned.plan, "call", lambda *_, **__: {})
     transport: Any = object.__new__(transports.NCCL)
     ranks: Any = SimpleNamespace(rank=0, size=2)
@@ -220,7 +219,7 @@ def test_blocks_of_operations_on_arrays_have_no_plan(monkeypatch: pytest.MonkeyP
     """Linear terms, questions, limits and biases: a plan records kernels alone."""
     built: list[str] = []
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
-    monkeypatch.setattr(shard.select, "plain", lambda problem: problem)
+    monkeypatch.setattr(shard, "readable_by_kernels", lambda problem: problem)
     monkeypatch.setattr(shard.gpu_plan, "call", lambda *_: built.append("a plan"))
     monkeypatch.setattr(shard.recorded, "block", lambda *_: built.append("steps"))
     query: Any = SimpleNamespace(device=SimpleNamespace(id=0))
@@ -279,7 +278,7 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(shard, "device_properties", lambda _: DEVICES["sm_90a"])
     given: list[Problem] = []
     made = {"loss": "the sum"}
-    monkeypatch.setattr(shard.gpu_plan, "call", lambda *parts: given.append(parts[2]) or made)
+    monkeypatch.setattr(shard.gpu_plan, "call", lambda *parts: given.append(parts[1]) or made)
     into = recorder.Recorder()
     with cupy.cuda.using_allocator(into.malloc):
         query, key = (cupy.empty((8, 64), "float32") for _ in range(2))
@@ -287,7 +286,8 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     problem = Problem(
         query, key, 14.0, weights, reduction_weight=0.1, weights=weights, row_shares=weights
     )
-    problem = shard.select.without_weights(problem, problem.by_row)
+    assert problem.by_row
+    problem = problem.without_weights()
     assert problem.plain
     vectors = shard.VectorsOverRanks()
     assert vectors.totals(problem, losses, None, None, None)[0] == "the sum"
@@ -296,4 +296,4 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     separate = replace(problem, reduction_weight=None)
     assert vectors.totals(separate, losses, None, None, None)[0] is None
     smoothed = replace(problem, weights=weights, label_smoothing=0.1)
-    assert shard.select.without_weights(smoothed, smoothed.by_row) is smoothed
+    assert not smoothed.by_row

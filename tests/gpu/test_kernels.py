@@ -32,7 +32,8 @@ from judge import KINDS, LOSSES, VIEWS, arguments, judged, pairs
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels.gpu import config, select
+    from infonce.kernels.gpu import config
+    from infonce.kernels.gpu import recorded as gpu_recorded
     from infonce.kernels.gpu.device.launcher import device_properties
     from infonce.kernels.gpu.schedule import decisions
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
@@ -312,7 +313,7 @@ def test_destinations_lend_memory(
             outs[name] = whole[16:-16]
         with monkeypatch.context() as patch:
             patch.setattr(gpu_gradients, "Accumulator", recorded)
-            patch.setattr(select, "_compile_kernels", lambda *_: None)  # which makes them too
+            patch.setattr(gpu_recorded, "compile_kernels", lambda *_: None)  # which makes them too
             overlaid = run(loss, args, precision, 10.0, outs=outs, **options)
             assert sum(acc.before is not None for acc in made) == 1
             patch.setattr(decisions, "overlay_bytes", lambda *of: 0)

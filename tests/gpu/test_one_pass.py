@@ -26,7 +26,7 @@ from judge import KINDS, arguments, judged, pairs
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels.gpu import select
+    from infonce.kernels.gpu import recorded
     from infonce.kernels.gpu.device import launcher
     from infonce.kernels.gpu.tiled import backend, online
 
@@ -51,7 +51,7 @@ def blocks_swept(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         swept.append(np.flatnonzero(host(self.wanted[:panels])).tolist())
 
     monkeypatch.setattr(online.OnlineRun, "block", watched)
-    monkeypatch.setattr(select, "_compile_kernels", lambda *_: None)  # it records too
+    monkeypatch.setattr(recorded, "compile_kernels", lambda *_: None)  # it records too
     return swept
 
 

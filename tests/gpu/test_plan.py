@@ -29,6 +29,7 @@ pytestmark = gpu_only
 if not MISSING:
     import cupy
     from infonce.kernels.gpu import plan as gpu_plan
+    from infonce.kernels.gpu import recorded
     from infonce.kernels.gpu import select as gpu_select
     from infonce.kernels.gpu.device import compiler, recorder
 
@@ -116,7 +117,7 @@ def test_what_has_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that show their progress, and calls of more steps than a plan records."""
     args = features(loss, smaller(600, 200), 64, np.float32, 0)
     told: list[str] = []
-    monkeypatch.setattr(gpu_select, "_compiled", set())
+    monkeypatch.setattr(recorded, "_compiled", set())
     for known in ("_modules", "_functions", "_started"):
         monkeypatch.setattr(compiler, known, {})
     for _ in range(2):

@@ -10,7 +10,8 @@ from judge import LOSSES, VIEWS, arguments, judged, pairs
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels.gpu import config, select
+    from infonce.kernels.gpu import config
+    from infonce.kernels.gpu import recorded as gpu_recorded
     from infonce.kernels.gpu.device.launcher import Launcher, device_properties
     from infonce.kernels.gpu.device.launches import Queue
     from infonce.kernels.gpu.schedule import matrix_products
@@ -88,7 +89,7 @@ def test_features_are_staged_once_where_they_fit(
         rows(launcher, kernel, *shape, **given)
 
     monkeypatch.setattr(Launcher, "rows", recorded)
-    monkeypatch.setattr(select, "_compile_kernels", lambda *_: None)  # which launches them too
+    monkeypatch.setattr(gpu_recorded, "compile_kernels", lambda *_: None)  # which launches them too
     results = []
     for workspace in (least, least - 1):
         staged.clear()

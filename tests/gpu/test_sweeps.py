@@ -30,7 +30,7 @@ from judge import (
 pytestmark = gpu_only
 if not MISSING:
     import cupy
-    from infonce.kernels.gpu import select
+    from infonce.kernels.gpu import recorded
     from infonce.kernels.gpu.device import launcher
     from infonce.kernels.gpu.tiled import backend, buffers
     from infonce.kernels.gpu.tiled import gradient as gpu_gradients
@@ -262,7 +262,7 @@ def test_kept_exponentials(
         calls.append(self)
 
     monkeypatch.setattr(buffers.Buffers, "__init__", noted)
-    monkeypatch.setattr(select, "_compile_kernels", lambda *_: None)  # which makes them too
+    monkeypatch.setattr(recorded, "compile_kernels", lambda *_: None)  # which makes them too
     monkeypatch.setattr(config.workspace, "MIN_CACHED_COLUMNS", 256)
     asked = {"fp16x3": "fp32"}.get(precision, precision)
     monkeypatch.setattr(config, "all_keys_blocking", lambda *_: None)  # two folds

@@ -161,7 +161,7 @@ def nothing_runs() -> Iterator[SimpleNamespace]:
     def function(device: Any, file: str, name: str, shared: int = 0, **defines: Any) -> Direct:
         return Direct(now.into, file, name, defines)
 
-    def call(build: Any, device: Any, *parts: Any, **_: Any) -> Any:
+    def call(build: Any, *parts: Any, **_: Any) -> Any:
         return {k: v for k, v in build(*parts, now.into).items() if v is not None}
 
     def host_number(value: float, real: Any) -> tuple[Any, int]:

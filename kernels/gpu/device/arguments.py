@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import cupy
 import numpy as np
 
-from ...problem import LN_2, Array, Sums
+from ...problem import LN_2, Array, Problem, Sums
 
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
 Fields = dict[str, Any]  # of a structure that a kernel takes, by the names that CUDA gives them
@@ -35,6 +36,20 @@ def whole_strides(array: Array) -> Array:
     item = array.dtype.itemsize
     rows, columns = array.strides
     return cupy.ascontiguousarray(array) if rows % item or columns % item else array
+
+
+def readable_by_kernels(problem: Problem) -> Problem:
+    """The problem as kernels read it: numbers on the device in float64, strides whole elements."""
+    changed = {
+        name: value.astype(np.float64)
+        for name, value in (("scale", problem.scale), ("bias", problem.bias))
+        if isinstance(value, cupy.ndarray) and value.dtype != np.float64
+    }
+    query = whole_strides(problem.query)
+    key = query if problem.symmetric else whole_strides(problem.key)
+    if query is not problem.query or key is not problem.key:
+        changed |= {"query": query, "key": key}
+    return replace(problem, **changed) if changed else problem
 
 
 def matrix_values(array: Array | None, first: int = 0) -> tuple[int, int, int, int]:

@@ -8,6 +8,7 @@ run in which order. It sees shapes, dtypes, strides and options, never an array.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -58,6 +59,7 @@ def schedule(call: Call, device: DeviceProperties) -> Schedule:
     return tiled_schedule(call, device)
 
 
+@lru_cache(1024)
 def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     """How a call, or a block of one, runs by folds over blocks."""
     operands = choose_operands(call, device)

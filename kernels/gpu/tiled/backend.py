@@ -18,12 +18,11 @@ import numpy as np
 
 from ...linear import Segments, SegmentSums, segment_sums
 from ...problem import Array, Epilogue, Gradients, OnlineSoftmax, Problem, Sigmoid, fast_replace
-from ...solve import Solution, limited, retrieval_ranks_of, softmax_gradient, solution_of
+from ...solve import Solution, retrieval_ranks_of, softmax_gradient, solution_of
 from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import Rows
 from ..schedule import BlockFold, Call, Fold, Purpose, tiled_schedule
-from ..vectors import TiledVectors
 from .buffers import Buffers
 from .gradient import SoftmaxRun
 from .lse import RanksRun, StatisticsRun
@@ -50,8 +49,7 @@ class GPU:
         properties = device_properties(cupy.cuda.Device().id)
         self.schedule = tiled_schedule(Call.of(problem, gradients, block), properties)
         self.buffers = Buffers(problem, self.schedule, queue or Queue())
-        launcher, scalars = self.buffers.launcher, self.buffers.scalars
-        self.vectors = TiledVectors(launcher, scalars, problem.query)
+        self.vectors = self.buffers.vectors
 
     def solve(self, problem: Problem, gradients: Gradients | None) -> Solution:
         """Loss, log-sum-exps and gradients of a whole call."""
@@ -63,18 +61,16 @@ class GPU:
         if problem.bias is not None:
             return self._solve_sigmoid(problem, gradients, dots)
         problem, stats = vectors.statistics(problem)
-        if problem.leaves_out:
-            problem = limited(problem, self, vectors)
-        self.buffers.prepare(problem)
-        epilogues = {
+        epilogues: dict[Purpose, Epilogue] = {
             Purpose.STATISTICS: stats, Purpose.RANKS: retrieval_ranks_of(stats, problem),
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
         }  # fmt: skip
+        if problem.leaves_out:
+            problem = problem.with_limits(vectors.limits(problem, self.positive_dots(problem)))
+        self.buffers.prepare(problem)
         sums = [fold for fold in folds if fold.purpose in epilogues]
         for fold in sums:
-            RUNS[fold.purpose](
-                self.buffers, problem, fold, epilogues[fold.purpose], gradients
-            ).run()
+            self.run((fold,), problem, epilogues[fold.purpose], gradients)
         triangle = sums[0].grid.triangle
         end = vectors.conclude(problem, stats, triangle, gradients is not None, self)
         self.run(folds[len(sums) :], problem, softmax_gradient(problem, end), gradients)

@@ -14,7 +14,7 @@ from ..device.launcher import Launcher
 from ..device.launches import Queue
 from ..linear import Rows
 from ..schedule import Schedule
-from ..vectors import Scalars
+from ..vectors import TiledVectors
 from .operands import CachedExponentials, OperandSide, Workspace
 
 
@@ -73,7 +73,8 @@ class Buffers:
         self.key = self.query
         if not problem.symmetric:
             self.key = OperandSide(*side, problem.key, operands.key)
-        self.scalars = Scalars(self.launcher, problem)
+        self.vectors = TiledVectors(self.launcher, problem)
+        self.scalars = self.vectors.scalars
         self.has_pairs = problem.paired  # asked before `materialize_vectors` hides the rule
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
