@@ -294,9 +294,9 @@ def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
     request.joined, request.feature_grads = None, {}  # gradients of both are in `dq`
     problem = request.problem
     if request.on_gpu:
-        from ..kernels.gpu import select
+        from ..kernels.gpu.device.arguments import readable_by_kernels
 
-        problem = request.problem = select.plain(problem)
+        problem = request.problem = readable_by_kernels(problem)
     if problem.method == "naive":
         problem.workspace = UNBOUNDED
     # what travels is known before the program runs, wherever it does
@@ -328,10 +328,8 @@ def _solve(
     if problem.weights is not None:
         problem.row_shares = problem.weights
         problem.upstream = problem.upstream * problem.weights
-    if request.on_gpu and not call.kind.classes:
-        from ..kernels.gpu import select
-
-        problem = select.without_weights(problem, problem.by_row)
+    if request.on_gpu and not call.kind.classes and problem.by_row:
+        problem = problem.without_weights()
     solution = solve(problem, folds, gradients)
     if request.reduction != "none":
         xp, loss = how.vectors.xp, solution.loss

@@ -18,6 +18,7 @@ from infonce.kernels.gpu.schedule import (
     Reading,
     Schedule,
     schedule,
+    tiled_schedule,
 )
 
 from infonce.explanation.devices import GPUS
@@ -37,6 +38,15 @@ def a_call(
     dq = query if "q" in wrt else None
     dk = key if "k" in wrt and loss is not Loss.VIEWS else None
     return Call(loss, query, key, dq, dk, compute, "tiled", **options)
+
+
+def test_a_schedule_is_looked_up_by_its_call() -> None:
+    """Equal calls on one device have one schedule; another call has another."""
+    call, device = a_call(Loss.BOTH, 4096, 4096, 512), DEVICES["h200"]
+    found = tiled_schedule(call, device)
+    assert tiled_schedule(a_call(Loss.BOTH, 4096, 4096, 512), device) is found
+    assert tiled_schedule(call, DEVICES["a100"]) != found
+    assert tiled_schedule(replace(call, ids=True), device) != found
 
 
 def aligned(made: Schedule, parts: Any) -> int:
