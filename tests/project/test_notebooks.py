@@ -1,12 +1,15 @@
 """The notebooks: what is committed has its plots, and every cell still runs."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from infonce.notebooks import style
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -34,7 +37,7 @@ def said(notebook: Any) -> str:
 def test_all_are_there() -> None:
     assert [path.stem for path in NOTEBOOKS] == [
         "01_log_sum_exp", "02_precision_ladder", "03_order_and_determinism", "04_tiles_and_ring",
-        "05_training", "06_gpu_speed", "07_variants",
+        "05_training", "06_gpu_speed", "07_variants", "08_precision_explorer",
     ]  # fmt: skip
 
 
@@ -54,28 +57,55 @@ def test_committed_with_its_plots(path: Path) -> None:
 @named
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of the kernel's own machinery
-def test_runs(path: Path) -> None:
+def test_runs_in_a_folder_of_its_own(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("ipykernel")
-    notebook = nbformat.read(path, as_version=4)
+    shutil.copy(path, tmp_path)
+    notebook = nbformat.read(tmp_path / path.name, as_version=4)
     recorded = len(plots(notebook))
     client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     # beside other tests: threads of BLAS that wait for a core cost more than they bring
     client.execute(env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     assert len(plots(notebook)) == recorded
     assert "No GPU: skips" in said(notebook) or "GPU available" in said(notebook)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def first_cell(path: Path, before: str, folder: Path) -> list[str]:
+    """Lines that the first cell writes as it fails, after the statements `before`."""
+    code = f"{before}\n{code_cells(nbformat.read(path, as_version=4))[0].source}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, timeout=60
+    )
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()
 
 
 @named
-def test_says_what_to_install(path: Path) -> None:
+def test_says_what_to_install(path: Path, tmp_path: Path) -> None:
     """Its first cell, where a library is missing."""
-    first = code_cells(nbformat.read(path, as_version=4))[0].source
-    without = f"import sys; sys.modules['matplotlib'] = None\n{first}"
-    done = subprocess.run(
-        [sys.executable, "-c", without], capture_output=True, text=True, cwd=FOLDER, timeout=60
-    )
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: this notebook needs matplotlib; from the checkout's root:")
-    assert last.endswith("pip install -e '.[notebooks]'")
+    last = first_cell(path, "import sys; sys.modules['matplotlib'] = None", tmp_path)[-1]
+    want = "ImportError: this notebook needs matplotlib: python -m pip install "
+    assert last == want + "'infonce-kernels[notebooks]'"
+
+
+@pytest.mark.parametrize("name", ["04_tiles_and_ring", "06_gpu_speed"])
+def test_says_where_records_are(name: str, tmp_path: Path) -> None:
+    """Where infonce is a wheel, far from a checkout."""
+    wheel = "import infonce; infonce.__file__ = '/nowhere/lib/infonce/__init__.py'"
+    last = first_cell(FOLDER / f"{name}.ipynb", wheel, tmp_path)[-1]
+    assert last.startswith("FileNotFoundError: this notebook draws the recorded runs in benchmarks")
+    assert str(tmp_path) in last
+
+
+def test_records_that_are_missing_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert style.record("gpu.json")["results"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(style.infonce, "__file__", "/nowhere/lib/infonce/__init__.py")
+    assert style.record("gpu.json", skipped="a table") is None
+    assert capsys.readouterr().out.startswith("No records: skips a table.")
+    with pytest.raises(FileNotFoundError, match="recorded runs"):
+        style.record("gpu.json")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from infonce.distributed import Communicator, RankError
 
 Array = Any
@@ -40,12 +41,12 @@ class World:
 
     def __post_init__(self) -> None:
         self.values = [None] * self.size
-        pairs = itertools.product(range(self.size), repeat=2)
+        pairs = itertools.product(range(self.size), range(self.size))
         self.inboxes = {pair: queue.Queue() for pair in pairs}
         self.barrier = threading.Barrier(self.size)
 
 
-class Rank(Communicator):
+class Rank(Communicator):  # type: ignore[misc]
     """One rank, on one thread."""
 
     def __init__(self, world: World, rank: int) -> None:

@@ -36,7 +36,8 @@ def rounded(x: Array, form: str) -> Array:
     if form in ("fp16", "bf16"):
         return x.astype(dtype).astype(np.float32)
     top = np.abs(x).max(initial=0.0)
-    room = float(ml_dtypes.finfo(dtype).max) / 2
+    largest = ml_dtypes.finfo(dtype).max  # type: ignore[no-untyped-call]
+    room = float(largest) / 2
     power = np.float32(np.exp2(np.floor(np.log2(room / top)))) if top > 0 else np.float32(1)
     return (x * power).astype(dtype).astype(np.float32) / power
 
