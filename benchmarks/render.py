@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-DOCS = HERE.parent / "docs"
 PAGES = [HERE.parent / "README.md", HERE / "NOTES.md"]
-PAGES += [DOCS / f"{name}.md" for name in ("kernels", "migrating", "results")]
+PAGES += [HERE.parent / "docs" / f"{name}.md" for name in ("kernels", "migrating", "results")]
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<kind>results|peers|goals|ladder):(?P<name>[\w.-]+) begin -->\n).*?"
     r"(?P<end><!-- (?P=kind):(?P=name) end -->)",
@@ -275,8 +274,7 @@ def roofline(record: Mapping[str, Any], path: Path) -> None:
 
 
 def over_compiled(record: Mapping[str, Any], path: Path) -> None:
-    """Plot CLIP's time over torch.compile's: of most widths against the width, of most batches
-    against the batch."""
+    """Plot CLIP's time over torch.compile's, against the width and against the batch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
