@@ -27,7 +27,7 @@ LN_2 = 0.6931471805599453
 SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
 # For np.errstate, in every thread: a value out of range becomes infinity or NaN, without a warning
 SILENT: Any = {"all": "ignore"}
-FEW_LOGITS = 2**24  # see `moments_pay`
+FEW_LOGITS = 2**24  # see `uses_moments`
 
 
 @dataclass(eq=False)  # not frozen: a frozen one takes three times as long to make
@@ -67,7 +67,7 @@ class Problem:
     workspace_given: bool = True  # by the caller, who gets no more than that
     marks: Array = None  # [M] float64 added to losses: NaN for rows whose labels are not taken
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
-    moments: bool = False  # that of the scale comes from moments (`moments_pay`)
+    moments: bool = False  # that of the scale comes from moments (`uses_moments`)
     weights: Array = None  # [M] float64, of each row's loss, where they are not all 1
     row_shares: Array = None  # [M] float64, of each row's loss in the result, where they differ
     query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
@@ -186,7 +186,7 @@ def as_sets(positives: Array) -> Array:
     return positives[:, None] if positives.ndim == 1 else positives
 
 
-def moments_pay(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:
+def uses_moments(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:
     """Whether the gradient of the scale is to come from moments of the logits (`Sums.moment`) in
     the fold of the loss. Otherwise it is sum_i <dQ_i, q_i>, from feature gradients.
 

@@ -24,7 +24,7 @@ spacing of float64 numbers is larger than the difference between a log-sum-exp a
 logit. So probabilities are 2^(x2 - r) divided by sum_j 2^(x2_ij - r), where the reference exponent
 r is the largest logit. Whatever the logits, no probability exceeds 1.
 
-**The gradient of the scale** has two sources (`problem.moments_pay`). One is the first fold alone:
+**The gradient of the scale** has two sources (`problem.uses_moments`). One is the first fold alone:
 the derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives' logits under
 their softmax, and that of a row's loss ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. It does not see the
 rounding of dL/dx to 16 bits. The other is ``sum_i <dQ_i, q_i>``, with feature gradients. It does

@@ -19,7 +19,7 @@ from ..kernels.problem import (
     Problem,
     fast_replace,
     materialize_vectors,
-    moments_pay,
+    uses_moments,
 )
 from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, NAMES, VECTORS, Loss
 from . import norms, outputs, rows, softmax, validation
@@ -73,7 +73,7 @@ class _StaticChecks:
     want_query: bool
     want_key: bool
     scalar_grads: bool  # the gradients of scale and bias are wanted
-    moments: bool  # see `moments_pay`
+    moments: bool  # see `uses_moments`
     reduction: str
     row_share: float  # weight of a row in the reduced loss
     dtype: np.dtype[Any]  # of the loss
@@ -322,7 +322,7 @@ def _check_static(
         want_query=want_query,
         want_key=want_key,
         scalar_grads=scalar_grads,
-        moments=scalar_grads and moments_pay(logits, want_query or want_key, on_cpu),
+        moments=scalar_grads and uses_moments(logits, want_query or want_key, on_cpu),
         reduction=o["reduction"],
         row_share=1.0 / batch.rows if o["reduction"] == "mean" else 1.0,
         dtype=DOUBLE if "float64" in dtypes else SINGLE,

@@ -11,7 +11,7 @@ from typing import Any
 from .. import spec
 from ..checks import validation
 from ..kernels.gpu.schedule import Call, Loss, Matrix, Schedule, schedule
-from ..kernels.problem import WORKSPACE, moments_pay
+from ..kernels.problem import WORKSPACE, uses_moments
 from .devices import GPU, GPUS
 from .work import Work, work_of
 
@@ -154,7 +154,8 @@ def _call(
     return Call(
         _sums_of(kind), query, key, dq if wants_query else None, dk if wants_key else None,
         validation.precision(precision, {dtype}, False),
-        moments=bool(wanted & {"scale", "bias"}) and moments_pay(m * n, bool(feature_names), False),
+        moments=bool(wanted & {"scale", "bias"})
+        and uses_moments(m * n, bool(feature_names), False),
         classes=kind.classes, class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
         copied=copied,
     )  # fmt: skip

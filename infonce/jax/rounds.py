@@ -36,7 +36,7 @@ from .. import arrays, dispatch
 from ..checks.call import Request, check
 from ..checks.validation import Batch
 from ..kernels.conclude import weighted
-from ..kernels.problem import SILENT, Array, Problem, moments_pay
+from ..kernels.problem import SILENT, Array, Problem, uses_moments
 from ..kernels.solve import Solution, solve
 from .callback import Call, deliver, integers, options_of, stand_in
 
@@ -300,7 +300,7 @@ def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
     if problem.method == "naive":
         problem.workspace = UNBOUNDED
     # what travels is known before the program runs, wherever it does
-    pays = moments_pay(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
+    pays = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
     problem.moments = problem.scalar_grads and pays
     return request
 

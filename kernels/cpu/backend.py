@@ -42,7 +42,7 @@ TRIANGLE_SIDE = (
     896  # of a tile if one triangle is visited: tiles on the diagonal are computed whole
 )
 GROUP_TILE = 512, 304  # smaller tiles have fewer pairs of different groups
-THREADING_PAYS = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
+MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -70,7 +70,7 @@ class CPU:
             self.dtype,
             query,
             query if problem.symmetric else self._side(problem, problem.key),
-            threads=thread_count() if m * n * d >= THREADING_PAYS else 1,
+            threads=thread_count() if m * n * d >= MIN_THREADED_CALL else 1,
             gradient=(gradients or ahead) is not None,
             both_folds=gradients is not None,
             query_in_place=gradients is not None and self._in_place(problem, gradients),

@@ -23,7 +23,7 @@ from .operands import DTYPES, SQUARES, Norms, Side, norms_of, readable_in_place,
 from .workers import BLAS, BUFFER_POOL, POOLS, thread_count
 
 MOST_LOGITS = 2**20
-THREADING_PAYS = 2**23  # multiply-adds of a product; with fewer, a second thread saves nothing
+MIN_THREADED_BLOCK = 2**23  # multiply-adds of the logits; with fewer, a second thread saves nothing
 NO_IDS = np.empty(0, np.int64)
 
 
@@ -51,7 +51,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution | None:
     problem = materialize_vectors(problem, np)
     m, n, d = problem.shape
     dtype = DTYPES[problem.compute]
-    threads = min(thread_count(), m, n) if m * n * d >= THREADING_PAYS else 1
+    threads = min(thread_count(), m, n) if m * n * d >= MIN_THREADED_BLOCK else 1
     query = key = _Rows(problem.query, dtype, problem.normalize)
     if not problem.symmetric:
         key = _Rows(problem.key, dtype, problem.normalize)

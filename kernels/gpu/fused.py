@@ -16,7 +16,7 @@ from .device.arguments import NO_MATRIX, address, matrix_values, scalar_values, 
 from .device.launcher import device_properties
 from .device.signatures import structure
 from .device.streams import identity
-from .schedule.small_batch import THREADS, TILE, one_launch
+from .schedule.fused import THREADS, TILE, one_launch
 
 # struct Fused is packed by position, in this order: names would take 2% of a small batch's time
 FIELDS = (

@@ -204,7 +204,7 @@ def draw(seed: int, number: int) -> Drawn:
         options["workspace"] = int(rng.integers(2**17, 2**21))
     tiles = [(16, 24), (64, 96), (40, 8), cpu.TILE][rng.integers(4)]
     patches = {"TILE": tiles, "TRIANGLE_SIDE": int(rng.choice([16, 50, 896])),
-               "THREADING_PAYS": int(rng.choice([0, cpu.THREADING_PAYS]))}  # fmt: skip
+               "MIN_THREADED_CALL": int(rng.choice([0, cpu.MIN_THREADED_CALL]))}  # fmt: skip
     with np.errstate(divide="ignore"):
         norms = [float(np.sqrt((z.astype(np.longdouble) ** 2).sum(axis=1)).max()) for z in scaled]
     return Drawn(call, name, compute, options, patches, (min(norms), max(norms)))

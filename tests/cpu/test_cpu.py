@@ -27,7 +27,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several panels and threads at test sizes."""
     monkeypatch.setattr(cpu, "TILE", (32, 48))
     monkeypatch.setattr(cpu, "TRIANGLE_SIDE", 32)
-    monkeypatch.setattr(cpu, "THREADING_PAYS", 0)
+    monkeypatch.setattr(cpu, "MIN_THREADED_CALL", 0)
 
 
 def bits(out: infonce.LossAndGrad) -> list[bytes]:
@@ -79,7 +79,7 @@ def _several_threads(args: Any) -> None:
 
 def test_threads_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", "3")
-    monkeypatch.setattr(cpu, "THREADING_PAYS", 0)
+    monkeypatch.setattr(cpu, "MIN_THREADED_CALL", 0)
     args = pairs("random", 600, 600, 16, np.float32, 5)
 
     def workers() -> set[int | None]:
@@ -103,7 +103,7 @@ def test_a_child_process_has_threads_of_its_own() -> None:
     code = (
         "import os, numpy as np, infonce\n"
         "from infonce.kernels.cpu import backend as cpu\n"
-        "cpu.THREADING_PAYS = 0\n"
+        "cpu.MIN_THREADED_CALL = 0\n"
         "a, b = np.random.default_rng(0).standard_normal((2, 600, 16))\n"
         "want = infonce.clip_loss(a, b, scale=0.3)\n"
         "child = os.fork()\n"
@@ -266,8 +266,9 @@ def test_ctrl_c_ends_a_long_run() -> None:
 def test_bad_thread_count(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFONCE_NUM_THREADS", value)
     args = pairs("random", 600, 600, 16, np.float64, 5)
-    for module, method in ((cpu, "tiled"), (one_block, "auto")):
-        monkeypatch.setattr(module, "THREADING_PAYS", 0)
+    monkeypatch.setattr(cpu, "MIN_THREADED_CALL", 0)
+    monkeypatch.setattr(one_block, "MIN_THREADED_BLOCK", 0)
+    for method in ("tiled", "auto"):
         with pytest.raises(ValueError, match=r"INFONCE_NUM_THREADS.*positive integer"):
             infonce.clip_loss(*args, scale=3.0, method=method)
 

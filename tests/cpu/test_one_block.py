@@ -85,7 +85,7 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
 @given(calls(), st.sampled_from([2**60, 0]))
 def test_same_as_in_many_blocks(case: Any, threading_pays: int) -> None:
     loss, args, options = case
-    with mock.patch.object(one_block, "THREADING_PAYS", threading_pays):
+    with mock.patch.object(one_block, "MIN_THREADED_BLOCK", threading_pays):
         got, used = in_one_block(loss, *args, **options)
     assert used
     with mock.patch.object(backend, "TILE", (24, 16)):

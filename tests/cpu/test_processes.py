@@ -16,7 +16,7 @@ numpys = [of["filepath"] for of in threadpool_info() if of["user_api"] == "blas"
 import infonce
 from infonce.kernels.cpu import backend
 
-backend.THREADING_PAYS = 0
+backend.MIN_THREADED_CALL = 0
 a, b = np.random.default_rng(0).standard_normal((2, 600, 16))
 
 def loss(**options):

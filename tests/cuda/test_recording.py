@@ -20,7 +20,7 @@ from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.schedule import BlockFold, choose_method
 from infonce.kernels.gpu.tiled import backend
 from infonce.kernels.linear import Classes, Segments
-from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, moments_pay, slices
+from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, slices, uses_moments
 
 pytestmark = pytest.mark.extras
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16x3": "float32",
@@ -220,7 +220,7 @@ def test_the_gradient_of_the_scale(loss: dict[str, Any], precision: str) -> None
 def test_many_logits_are_launched_as_before(loss: dict[str, Any]) -> None:
     """From 2^24 logits on, the gradient of the scale is at hardly any cost."""
     for rows, few in ((4096, True), (4104, False)):
-        moments = moments_pay(rows * rows, True, False)
+        moments = uses_moments(rows * rows, True, False)
         assert moments == few
         shape = rows, rows, 128, "bf16"
         without = launches(recording(*shape, **loss))

@@ -265,7 +265,7 @@ def test_where_moments_pay() -> None:
         (few, True, False, True), (few + 1, True, False, False), (few + 1, False, False, True),
         (few, True, True, False), (few + 1, False, True, True),
     ):  # fmt: skip
-        assert problems.moments_pay(logits, features_too, on_cpu) == pay
+        assert problems.uses_moments(logits, features_too, on_cpu) == pay
 
 
 @pytest.mark.parametrize("name", MARGIN)

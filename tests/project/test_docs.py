@@ -194,7 +194,8 @@ def test_page_of_methods_has_the_limits_of_the_code() -> None:
     page = " ".join((DOCS / "methods.md").read_text().split())
     assert f"The default is {problem.WORKSPACE // 2**20} MiB" in page
     assert f"chunks of {layout.WAVE} rows" in page
-    logits, rows, multiply_adds = method.PAYS_LOGITS, method.PAYS_SIDE, method.PAYS
+    logits, rows = method.MAX_FUSED_LOGITS, method.MAX_FUSED_ROWS
+    multiply_adds = method.MAX_FUSED_MULTIPLY_ADDS
     limits = (
         f"up to 2^{math.log2(logits):.0f} logits, {rows} rows on each side and "
         f"2^{math.log2(multiply_adds):.0f} multiply-adds"

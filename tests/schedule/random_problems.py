@@ -23,7 +23,7 @@ from infonce.kernels.problem import (
     SoftmaxGradient,
     Statistics,
     Sums,
-    moments_pay,
+    uses_moments,
 )
 
 KIB, GIB = 2**10, 2**30
@@ -176,7 +176,7 @@ class Drawing:
             workspace=workspace or WORKSPACE, workspace_given=workspace is not None,
             progress=(lambda *_: None) if self.some(16) else None,
             marks=self.vector(m) if positives is not None else None, scalar_grads=scalars,
-            moments=scalars and moments_pay(m * n, gradients is not None, False),
+            moments=scalars and uses_moments(m * n, gradients is not None, False),
             **({"row_weight": 0.5, "column_weight": 0.5} if loss == "both" else {}), **options,
         )  # fmt: skip
         return Drawn(rng.choice([*DEVICES, *HOPPERS, *HOPPERS]), problem, gradients)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from infonce.kernels.gpu import config
-from infonce.kernels.problem import Gradients, Problem, moments_pay
+from infonce.kernels.problem import Gradients, Problem, uses_moments
 from judge import (
     cancelling,
     largest_logit,
@@ -126,7 +126,7 @@ def evaluate(
     pair = ids if isinstance(ids, tuple) else (ids, ids)
     upstream = cupy.full(m, 1.0 / m) if upstream is None else cupy.asarray(upstream)
     wanted = [a for a in kind.arguments if a not in kind.locked] if wrt is None else list(wrt)
-    moments = gradient and moments_pay(m * len(key), bool(wanted), False)
+    moments = gradient and uses_moments(m * len(key), bool(wanted), False)
     problem = Problem(
         query=query, key=key, scale=scale, upstream=upstream, positives=positives,
         row_weight=kind.row_weight, column_weight=kind.column_weight,

@@ -12,9 +12,9 @@ from .folds import (
     Part,
     Reading,
 )
+from .fused import OneLaunch, one_launch
 from .matrix_products import key_ranges_of_products, products
 from .method import choose_method, has_plan, needs_kernels_alone
-from .small_batch import OneLaunch, one_launch
 
 __all__ = [
     "ALIGNMENT",

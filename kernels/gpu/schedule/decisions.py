@@ -16,8 +16,8 @@ from .. import config
 from ..config import DeviceProperties, Needs, Sweep, Tile, precision
 from .call import ITEM, Call, Loss, Matrix
 from .folds import Cut, Fold, Folds, OperandRows, Operands, Part, Reading
+from .fused import TILE, OneLaunch, one_launch
 from .method import choose_method
-from .small_batch import TILE, OneLaunch, one_launch
 
 # One pass takes elements 2^(x - r) with a reference exponent r that need not be the maximum: see
 # kernels/cuda/sm90/reference_exponents.cuh. Bfloat16 has the exponents of float32, float16 has not
@@ -192,17 +192,18 @@ def choose_cut(
         dq_copies == 1 and not call.adds_query and accumulates_in_place(dq, operands)
     )
     dk_in_place = dk is None or accumulates_in_place(dk, operands)
-    panels = call.gradient and narrow is None
+    writes_gradient = call.gradient and narrow is None
     whole = dq if call.symmetric else dk
     needs = Needs(
-        precision=held, sweep=sweep, moments=call.moments, gradient=panels,
+        precision=held, sweep=sweep, moments=call.moments, gradient=writes_gradient,
         staged_query=operands.query.reading is not Reading.IN_PLACE,
         staged_key=operands.key.reading is not Reading.IN_PLACE,
         staged_once=operands.copied_once,
         columns=call.two_sided or call.symmetric,
         rows=call.loss is Loss.PAIRS or (one_pass and dq_alone),
         dq_accumulators=0 if dq_in_place else dq_copies,
-        dk_in_workspace=panels and not (dq_in_place if call.symmetric else dk_in_place),
+        dk_in_workspace=writes_gradient
+        and not (dq_in_place if call.symmetric else dk_in_place),
         overlay_row_bytes=0 if call.adds_query else overlay_bytes(whole, operands),
     )  # fmt: skip
     may_cache = whole_call and call.gradient and may_cache_exponentials(call, held, sweep, dq_alone)

@@ -1,4 +1,7 @@
-"""Which method a call takes, and whether kernels alone do all of it."""
+"""Which method a call takes: naive, fused or tiled; and whether kernels alone do all of it.
+
+How a call of the method fused runs is decided in fused.py, and how a tiled one in decisions.py.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from ...naive import WITH_OPTIONS
 from ...problem import Problem
 from .call import Call
 
-PAYS = 2**28  # multiply-adds up to which one launch beats a graph of several with tensor cores,
-PAYS_LOGITS = 2**18  # and logits,
-PAYS_SIDE = 2048  # and rows of a side: one block meets them all
+# The largest calls for which one launch takes less time than a graph of several with tensor cores
+MAX_FUSED_MULTIPLY_ADDS = 2**28  # of the logits
+MAX_FUSED_LOGITS = 2**18
+MAX_FUSED_ROWS = 2048  # of either side: one thread block meets all of them
 
 
 def choose_method(asked: Problem | Call) -> str:
@@ -21,9 +25,13 @@ def choose_method(asked: Problem | Call) -> str:
         _require_one_launch(asked)
         return "fused" if asked.plain else "naive"
     m, n, d = asked.shape
-    if m * n > PAYS_LOGITS or max(m, n) > PAYS_SIDE or m * n * d > PAYS or asked.retrieval_ranks:
+    is_small = (
+        m * n <= MAX_FUSED_LOGITS and max(m, n) <= MAX_FUSED_ROWS
+        and m * n * d <= MAX_FUSED_MULTIPLY_ADDS
+    )  # fmt: skip
+    if not is_small or not asked.plain or asked.retrieval_ranks:
         return "tiled"
-    return "fused" if asked.plain and logit_bytes(asked, True) <= asked.workspace else "tiled"
+    return "fused" if logit_bytes(asked, True) <= asked.workspace else "tiled"
 
 
 def logit_bytes(asked: Problem | Call, plain: bool) -> int:
@@ -49,9 +57,9 @@ def _require_one_launch(asked: Problem | Call) -> None:
 
 
 def needs_kernels_alone(problem: Problem) -> bool:
-    """Whether losses follow from sums by kernels alone, without operations on arrays. Such are
-    taken by label smoothing with ids, for which ids are numbered, and by limits or biases of pairs
-    together with linear terms or a joint loss."""
+    """Whether losses follow from sums by kernels, without operations on arrays. These need
+    operations on arrays: label smoothing with ids, because ids are numbered for it; and limits or
+    biases of pairs together with linear terms or a joint loss."""
     known = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
     alone = problem.plain_logits or not (problem.linear_terms or problem.joint)

@@ -21,9 +21,10 @@ from .operands import CachedExponentials, OperandSide, Workspace
 class PairVectors:
     """Groups, limits and biases of pairs, as kernels take them (kernels/cuda/block/options.cuh).
 
-    Kernels add the bias of a column to all of its logits, not to those alone of which it is the
-    key. That changes no softmax of the column, and adds the bias to its log-sum-exp
-    (`column_bias`). Where rows are keys of their columns, so it is with them (`row_bias`).
+    `column_bias` is the bias of the column's key. Kernels add it to all logits of the column, so
+    that both directions share one exponential. It cancels in the softmax over the column, and adds
+    to the column's log-sum-exp, from which `StatisticsRun` subtracts it. `row_bias` is the same for
+    rows that are keys of the columns' softmax (`Problem.query_bias`).
     """
 
     def __init__(self, buffers: Buffers, problem: Problem) -> None:

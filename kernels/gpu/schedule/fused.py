@@ -1,4 +1,5 @@
-"""A small batch in one launch: how its logits are cut. See kernels/cuda/fused."""
+"""How a small batch runs in one launch, the method fused: its kernel, grid and memory. See
+kernels/cuda/fused; method.py decides which calls take it."""
 
 from __future__ import annotations
 
