@@ -39,15 +39,13 @@ from infonce.kernels.problem import (
 from infonce.kernels.solve import BlockQuestion, Vectors, mirror_positive_logits, retrieval_ranks_of
 
 from .exchanges.arrays import gradient_arrays, key_arrays, names, with_arrays
-from .exchanges.base import Exchange, Keys, RowType
+from .exchanges.base import Combine, Exchange, Keep, Keys, Round, RowType, Visit
 from .exchanges.partition import Partition
 
 # `solve.fold_block` on a backend
 FoldBlock = Callable[
     [Problem, bool, Epilogue | BlockQuestion, Gradients | None, NotFinite | None, Sums | None], None
 ]
-# Runs a round: (arrays that its visits fill, then the arguments of `Exchange.run`)
-Round = Callable[..., None]
 
 
 class FoldsOverRanks:
@@ -59,11 +57,12 @@ class FoldsOverRanks:
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None, start: int, keys: Partition,
-        round: Round, fold_block: FoldBlock, labelled: bool, vectors: Vectors,
+        exchange: Exchange, fold_block: FoldBlock, labelled: bool, vectors: Vectors,
         real: np.dtype[Any],
     ) -> None:  # fmt: skip
         self.start, self.keys, self.real = start, keys, real
-        self.round, self.fold_block = round, fold_block
+        self.exchange, self.fold_block = exchange, fold_block
+        self.same_pairs = problem.leaves_out  # in all rounds
         self.vectors, self.xp = vectors, vectors.xp
         # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
@@ -74,6 +73,14 @@ class FoldsOverRanks:
         self.all_marks = vectors.zeros(m + 1)
         self.not_finite = NotFinite(self.all_marks[:m], self.all_marks[m:])
         self.local: dict[bool, Array] = {}  # kept by `_positives`
+
+    def round(
+        self, results: Sequence[Array], own: list[Array], visit: Visit,
+        types: Sequence[RowType] = (), combine: Combine | None = None, keep: Keep | None = None,
+        half: bool = False,
+    ) -> None:  # fmt: skip
+        """Run a `Round`."""
+        self.exchange.run(Round(own, visit, types, combine, keep, half, self.same_pairs, results))
 
     # -- the methods of a backend
 
@@ -380,8 +387,3 @@ class FoldsOverRanks:
         return lambda phase, done, total: report(
             phase, keys.step * total + done, keys.steps * total
         )
-
-
-def rounds_of(exchange: Exchange) -> Round:
-    """The rounds of an exchange, which leaves results where visits put them."""
-    return lambda _, *arguments: exchange.run(*arguments)

@@ -14,7 +14,7 @@ from .communicators.base import Communicator
 from .exchanges.arrays import key_arrays
 from .exchanges.gather import Gather
 from .exchanges.partition import Partition
-from .folds import FoldsOverRanks, rounds_of
+from .folds import FoldsOverRanks
 from .schedule import Schedule, real_of
 from .transports.base import Divisors, Transport, totals
 
@@ -62,9 +62,9 @@ def _build(
         recorded.block(*block, *[None] * (7 - len(block)), queue)
 
     keys = Partition(list(rows))
-    gather = Gather(vectors.xp, ranks.rank, through, keys, key_arrays(problem), False)
+    gather = Gather(vectors.xp, ranks.rank, through, keys, key_arrays(problem))
     folds = FoldsOverRanks(
-        problem, gradients, keys.starts[ranks.rank], keys, rounds_of(gather), fold_block, False,
+        problem, gradients, keys.starts[ranks.rank], keys, gather, fold_block, False,
         vectors, real_of(problem),
     )  # fmt: skip
     found = solve(problem, folds, gradients)

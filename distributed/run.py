@@ -20,8 +20,8 @@ from infonce.checks.rows import row_weights
 from .agreement import agree
 from .communicators.base import Communicator, Shifts
 from .exchanges.arrays import key_arrays
-from .exchanges.base import Keys
-from .folds import FoldBlock, FoldsOverRanks, rounds_of
+from .exchanges.base import Keys, Round
+from .folds import FoldBlock, FoldsOverRanks
 from .schedule import Schedule, exchange_of
 from .transports.base import Divisors, Transport, sum_over_ranks, totals
 
@@ -56,7 +56,7 @@ def solution(
         problem.positives = own_positives(vectors.xp, problem, first)
     exchange = exchange_of(how, vectors.xp, ranks.rank, key_arrays(problem), transport)
     folds = FoldsOverRanks(
-        problem, gradients, how.keys.starts[ranks.rank], how.keys, rounds_of(exchange),
+        problem, gradients, how.keys.starts[ranks.rank], how.keys, exchange,
         fold.fold_block, labelled, vectors, how.real,
     )  # fmt: skip
     if problem.classes is not None:
@@ -210,7 +210,7 @@ def require_room(request: Request, how: Schedule, rank: int) -> tuple[None, None
     problem, gradients, fold = request.problem, request.gradients, folding(request)
     m, _, d = problem.shape
     empty = fold.vectors.xp.empty
-    for count, own in _visits(how, rank):
+    for count, own in _visits(request, how, rank):
         if not m or not count:
             continue
         symmetric = problem.symmetric and own
@@ -226,7 +226,7 @@ def require_room(request: Request, how: Schedule, rank: int) -> tuple[None, None
     return None, None
 
 
-def _visits(how: Schedule, rank: int) -> list[tuple[int, bool]]:
+def _visits(request: Request, how: Schedule, rank: int) -> list[tuple[int, bool]]:
     """The blocks of a round on this rank, the largest first: numbers of keys, and whether they are
     its own shard."""
     found = set()
@@ -234,7 +234,9 @@ def _visits(how: Schedule, rank: int) -> list[tuple[int, bool]]:
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
         found.add((len(keys), keys.mine and keys.whole))
 
-    exchange_of(how, None, rank, [], _Nothing()).run([], visit, half=how.symmetric)
+    exchange_of(how, None, rank, [], _Nothing()).run(
+        Round([], visit, half=how.symmetric, same_pairs=request.problem.leaves_out)
+    )
     return sorted(found, reverse=True)
 
 

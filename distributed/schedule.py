@@ -55,7 +55,6 @@ class Schedule:
     local_size: int | None  # ranks of a host; None unless each has as many, one after another
     pieces: int  # in which a shard goes round a ring
     symmetric: bool  # queries are keys
-    same_pairs: bool  # rounds visit the same keys together: see `Exchange`
     transport: str  # its name
     real: np.dtype[Any]  # of sums that travel
     weighted: bool  # whether rows have weights
@@ -98,7 +97,6 @@ def decide(
         local_size=local_size(hosts),
         pieces=max(1, -(-keys.largest // max(1, problem.workspace // 2 // row))),
         symmetric=problem.symmetric,
-        same_pairs=problem.leaves_out,
         transport=transport,
         real=real,
         weighted=any(of.weighted for of in terms),
@@ -214,12 +212,10 @@ def exchange_of(
     """The exchange of a call, for this rank's arrays of keys."""
     if how.exchange == "hierarchical":
         assert how.local_size is not None
-        return Hierarchical(
-            xp, rank, transport, how.keys, how.local_size, key_arrays, how.same_pairs
-        )
+        return Hierarchical(xp, rank, transport, how.keys, how.local_size, key_arrays)
     if how.exchange == "gather":
-        return Gather(xp, rank, transport, how.keys, key_arrays, how.same_pairs)
-    return Ring(xp, rank, transport, how.keys, how.pieces, how.symmetric, how.same_pairs)
+        return Gather(xp, rank, transport, how.keys, key_arrays)
+    return Ring(xp, rank, transport, how.keys, how.pieces, how.symmetric)
 
 
 # -- memory

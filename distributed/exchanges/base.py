@@ -36,30 +36,49 @@ Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the f
 Keep = Callable[..., None]
 
 
+@dataclass(frozen=True)
+class Round:
+    """One round over the ranks, in which each visits the keys of all of them.
+
+    A visit may compute sums over this rank's queries, one row a key. They go to the rank of the
+    keys, which gets its own in `keep`: the sums of all ranks, added by `combine` in an order that
+    depends on nothing but the number of ranks and how many of them are on a host. The last addition
+    may be left to `keep`.
+
+    Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards meets
+    on one of its two ranks, which computes the sums of both: rank r visits the n // 2 shards before
+    its own. (With an even number of ranks, shards n / 2 steps apart meet on both, and each computes
+    those of its rows alone.) `same_pairs`: all rounds of a call visit the same keys together, this
+    rank's own first, and each pair of shards meets once.
+    """
+
+    own: list[Array]  # this rank's arrays of keys
+    visit: Visit
+    types: Sequence[RowType] = ()  # of the sums
+    combine: Combine | None = None
+    keep: Keep | None = None
+    half: bool = False
+    same_pairs: bool = False
+    results: Sequence[Array] = ()  # what visits fill, but for sums
+
+    def reach(self, shards: int) -> int:
+        """Distance of the farthest shard that is visited."""
+        return shards // 2 if self.half else shards - 1
+
+    def summed(self, shards: int) -> int:
+        """Distance of the farthest shard with sums; 0: none but perhaps the own one."""
+        if not self.types:
+            return 0
+        return (shards - 1 + self.same_pairs) // 2 if self.half else shards - 1
+
+    def leaves(self, place: int, distance: int, shards: int) -> bool:
+        """Whether a pair of shards that could meet on both ranks is left to the other one."""
+        return self.half and self.same_pairs and place < distance == shards / 2
+
+
 class Exchange(Protocol):
-    """How ranks get each other's keys; `run` is one round. Where rounds are to be `alike`, each of
-    them visits the same keys together, its own first, and each pair of shards meets once."""
+    """How ranks get each other's keys."""
 
-    def run(
-        self,
-        own: list[Array],
-        visit: Visit,
-        types: Sequence[RowType] = (),
-        combine: Combine | None = None,
-        keep: Keep | None = None,
-        half: bool = False,
-    ) -> None:
-        """Visit the keys of every rank, with the arrays that their rank passes as `own`.
-
-        A visit may compute sums over this rank's queries, one row a key: `types` are their shapes
-        and dtypes. They go to the rank of the keys, which gets its own in `keep`: the sums of all
-        ranks, added by `combine` in an order that depends on nothing but the number of ranks and
-        how many of them are on a host. The last addition may be left to `keep`.
-
-        Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards
-        meets on one of its two ranks, which computes the sums of both: rank r visits the n // 2
-        shards before its own. (With an even number of ranks, shards n / 2 steps apart meet on both,
-        and each computes those of its rows alone. Where rounds are to be `alike`, one of the two
-        visits no keys there, and the other computes the sums of both.)
-        """
+    def run(self, round: Round) -> None:
+        """Visit the keys of every rank."""
         ...

@@ -24,7 +24,7 @@ from infonce.kernels.problem import Array
 from ..communicators.base import Pending
 from ..cost import chunks_of
 from ..transports.base import Exchanger
-from .base import Combine, Keep, Keys, RowType, Visit, none_of
+from .base import Combine, Keys, Round, RowType, none_of
 from .partition import Partition
 
 
@@ -37,25 +37,15 @@ class Gather:
     transport: Exchanger
     partition: Partition  # of the keys
     keys: list[Array]  # arrays of this rank's keys that several rounds visit
-    alike: bool  # see `Exchange`; sums go home at once
     # of these, by their index: how far they were gathered, and the array
     gathered: dict[int, tuple[int, Array]] = field(default_factory=dict)
 
-    def run(
-        self,
-        own: list[Array],
-        visit: Visit,
-        types: Sequence[RowType] = (),
-        combine: Combine | None = None,
-        keep: Keep | None = None,
-        half: bool = False,
-    ) -> None:
+    def run(self, round: Round) -> None:
         """See `Exchange`."""
         n, r = len(self.partition.rows), self.rank
         rows, starts = self.partition.rows, self.partition.starts
-        reach = n // 2 if half else n - 1  # distance of the farthest shard that is visited
-        # of the farthest with sums
-        summed = ((n - 1 + self.alike) // 2 if half else n - 1) if types else 0
+        own, visit, types, half = round.own, round.visit, round.types, round.half
+        reach, summed = round.reach(n), round.summed(n)
         # rows of the shards of ranks r - d, ..., r - 1
         near = [0, *accumulate(rows[(r - d) % n] for d in range(1, reach + 1))]
         pending, everyone = self._gather(own, near)
@@ -71,9 +61,9 @@ class Gather:
             self.xp.empty((mine + summed, rows[r], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
         # one while keys arrive: a sigmoid loss is the same with gradients and without
-        own_first = pending is not None or self.alike
+        own_first = pending is not None or round.same_pairs
         chunks = list(self._chunks(reach, summed, () if own_first else types))
-        if half and self.alike and 2 * reach == n:  # of shards that one of two ranks visits
+        if half and round.same_pairs and 2 * reach == n:  # of shards that one of two ranks visits
             chunks = [(reach, reach), *self._chunks(reach - 1, reach - 1, ())]
         order = [None, *chunks] if own_first else [*chunks, None]  # None: the own block
         leaving: list[Pending] = []
@@ -91,7 +81,7 @@ class Gather:
             span = slice(first, first + near[far] - near[last - 1])
             sums = [of(array, far, last) for array in others] if last <= summed else []
             arrays = [of(array, far, last) for array in everyone]
-            if half and self.alike and r < far == n / 2:
+            if round.leaves(r, far, n):
                 visit(*none_of(arrays), sums)
             else:
                 visit(Keys(False, span, True, step, len(order)), arrays, sums)
@@ -104,8 +94,8 @@ class Gather:
                 leaving.append(self.transport.exchange(home))
         for arriving in leaving:
             arriving.wait()
-        if combine is not None and keep is not None and types and mine + summed:
-            keep(slice(0, rows[r]), *added(parts, combine, 2))
+        if round.combine is not None and round.keep is not None and types and mine + summed:
+            round.keep(slice(0, rows[r]), *added(parts, round.combine, 2))
 
     def _gather(self, own: list[Array], near: list[int]) -> tuple[Pending | None, list[Array]]:
         """Arrays of the shards in reach: what is under way to them, if features are, and they."""

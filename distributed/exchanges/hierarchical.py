@@ -21,6 +21,7 @@ each pair of shards meets on one rank, hosts go half way round as ranks do insid
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -28,7 +29,7 @@ from infonce.kernels.problem import Array
 
 from ..communicators.base import Pending, Shifts
 from ..transports.base import Exchanger
-from .base import Combine, Keep, Keys, RowType, Visit, none_of
+from .base import Keys, Round, RowType, none_of
 from .gather import Gather, added
 from .partition import Partition
 
@@ -64,15 +65,15 @@ class Hierarchical:
 
     def __init__(
         self, xp: Any, rank: int, transport: Exchanger, partition: Partition, local_size: int,
-        keys: list[Array], alike: bool,
+        keys: list[Array],
     ) -> None:  # fmt: skip
         self.xp, self.rank, self.transport, self.partition = xp, rank, transport, partition
-        self.local_size, self.alike = local_size, alike
+        self.local_size = local_size
         self.ranks = len(partition.rows)
         self.hosts = self.ranks // local_size
         self.host, self.place = divmod(rank, local_size)
         self.inside = Inside(transport, self.ranks, local_size, self.place)
-        self.gather = Gather(xp, self.place, self.inside, self.shards(0), keys, alike)
+        self.gather = Gather(xp, self.place, self.inside, self.shards(0), keys)
 
     def first_rank(self, step: int) -> int:
         """Of the host so many steps before this one."""
@@ -83,20 +84,11 @@ class Hierarchical:
         first = self.first_rank(step)
         return Partition(self.partition.rows[first : first + self.local_size])
 
-    def run(
-        self,
-        own: list[Array],
-        visit: Visit,
-        types: Sequence[RowType] = (),
-        combine: Combine | None = None,
-        keep: Keep | None = None,
-        half: bool = False,
-    ) -> None:
+    def run(self, round: Round) -> None:
         """See `Exchange`."""
-        reach = self.hosts // 2 if half else self.hosts - 1  # step of the last host visited
-        # of the last with sums
-        summed = ((self.hosts - 1 + self.alike) // 2 if half else reach) if types else 0
-        pipeline = Pipeline(self, own, types, combine, reach, summed)
+        visit, combine = round.visit, round.combine
+        reach, summed = round.reach(self.hosts), round.summed(self.hosts)  # in steps
+        pipeline = Pipeline(self, round, reach, summed)
         complete: list[list[Array]] = []  # sums of this rank's keys: over its host, over others
         steps = reach
 
@@ -122,31 +114,28 @@ class Hierarchical:
                 combine(sums, other)  # type: ignore[misc]  # there is one, as there are sums
             complete.append([array.copy() for array in sums])
 
-        self.gather.run(own, visit_inside, types, combine, keep_inside, half)
+        self.gather.run(replace(round, visit=visit_inside, keep=keep_inside))
         for step in range(1, reach + 1):
             pipeline.advance(step + 2)
             arrays = pipeline.keys(step)
             sums = pipeline.sums(step) if step <= summed else []
-            if half and self.alike and self.host < step == self.hosts / 2:
+            if round.leaves(self.host, step, self.hosts):
                 visit(*none_of(arrays), sums)
                 continue
             start = self.partition.starts[self.first_rank(step)]
             rows = slice(start, start + self.shards(step).total)
             visit(Keys(False, rows, True, steps - reach + step - 1, steps), arrays, sums)
         complete += pipeline.finish()
-        if keep is not None and complete:
-            keep(slice(0, self.partition.rows[self.rank]), *complete)
+        if round.keep is not None and complete:
+            round.keep(slice(0, self.partition.rows[self.rank]), *complete)
 
 
 class Pipeline:
     """The keys and sums of other hosts in one round, and the exchanges that carry them."""
 
-    def __init__(
-        self, way: Hierarchical, own: list[Array], types: Sequence[RowType],
-        combine: Combine | None, reach: int, summed: int,
-    ) -> None:  # fmt: skip
-        self.way, self.own, self.types, self.combine = way, own, types, combine
-        self.like: list[RowType] = [(array.shape[1:], array.dtype) for array in own]
+    def __init__(self, way: Hierarchical, round: Round, reach: int, summed: int) -> None:
+        self.way, self.own, self.types, self.combine = way, round.own, round.types, round.combine
+        self.like: list[RowType] = [(array.shape[1:], array.dtype) for array in self.own]
         self.reach, self.summed = reach, summed  # steps of the last hosts visited, and with sums
         self.shards = [way.shards(step) for step in range(reach + 1)]
         self.largest = max(shards.largest for shards in self.shards)

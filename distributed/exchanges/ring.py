@@ -11,14 +11,13 @@ workspace, shards go round in pieces, one piece of each at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from infonce.kernels.problem import Array
 
 from ..transports.base import Exchanger
-from .base import Combine, Keep, Keys, RowType, Visit, none_of
+from .base import Keys, Round, RowType, none_of
 from .partition import Partition
 
 
@@ -32,23 +31,14 @@ class Ring:
     partition: Partition  # of the keys
     pieces: int  # a shard goes round in so many pieces, one round each
     symmetric: bool  # queries are keys
-    alike: bool  # see `Exchange`
 
-    def run(
-        self,
-        own: list[Array],
-        visit: Visit,
-        types: Sequence[RowType] = (),
-        combine: Combine | None = None,
-        keep: Keep | None = None,
-        half: bool = False,
-    ) -> None:
+    def run(self, round: Round) -> None:
         """See `Exchange`."""
         n, r = len(self.partition.rows), self.rank
-        steps = n // 2 + 1 if half else n
+        own, visit, types = round.own, round.visit, round.types
+        steps = round.reach(n) + 1
         # steps that compute sums
-        summed = range(1, (n + 1 + self.alike) // 2) if half else range(n)
-        summed = summed if types else range(0)
+        summed = range(round.half, round.summed(n) + 1) if types else range(0)
         largest = -(-self.partition.largest // self.pieces)
         like: list[RowType] = [(array.shape[1:], array.dtype) for array in own]
         stores: dict[tuple[int, bool], list[Array]] = {}
@@ -86,7 +76,7 @@ class Ring:
                     step = s + j * steps
                     keys = Keys(k == r, shards[k], self.pieces == 1, step, self.pieces * steps)
                     # Half way round an even ring, both ranks of a pair meet: one of them computes
-                    if half and self.alike and r < s == n / 2:
+                    if round.leaves(r, s, n):
                         visit(*none_of(arrays), sums)
                     else:
                         visit(keys, arrays, sums)
@@ -95,15 +85,15 @@ class Ring:
                     visit(Keys(True, whole, True, 0, self.pieces * steps), own, [])
                 if pending is not None:
                     pending.wait()
-                if combine is not None and arrived:
-                    combine(sums, arrived)
+                if round.combine is not None and arrived:
+                    round.combine(sums, arrived)
                 arrays = incoming
                 carried = sums or carried
-            if summed and keep is not None:
+            if summed and round.keep is not None:
                 if n > 1:
                     rows = shards[r].stop - shards[r].start
                     complete = buffers((summed[-1] + 1) % 3, rows, True)
                     home = {n - summed[-1]: (carried, complete)}
                     self.transport.exchange(home).wait()
                     carried = complete
-                keep(mine, carried)
+                round.keep(mine, carried)

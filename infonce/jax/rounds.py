@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from infonce.distributed.agreement import UNBOUNDED
-from infonce.distributed.exchanges.base import Combine, Keep, Keys, RowType, Visit, none_of
+from infonce.distributed.exchanges.base import Keys, Round, none_of
 from infonce.distributed.exchanges.gather import added
 from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.folds import FoldsOverRanks
@@ -71,13 +71,12 @@ class _Stop(BaseException):
 
 @dataclass
 class Rounds:
-    """The rounds of one callback: a `distributed.folds.Round`."""
+    """The rounds of one callback: a `distributed.exchanges.base.Exchange`."""
 
     xp: Any  # numpy or cupy
     rank: int  # of this device
     devices: int
     keys: Array  # [N, D], of all devices
-    alike: bool  # see `distributed.exchanges.base.Exchange`
     left: Array  # by earlier callbacks
     arrived: Iterator[Array]  # [devices, vectors, keys of a device], of each travel until now
     key_sums: Array = None  # [N, D] output
@@ -89,17 +88,11 @@ class Rounds:
         default_factory=dict
     )  # by id: own, gathered
 
-    def run(
-        self, results: Sequence[Array], own: list[Array], visit: Visit,
-        types: Sequence[RowType] = (), combine: Combine | None = None, keep: Keep | None = None,
-        half: bool = False,
-    ) -> None:  # fmt: skip
-        """See `Exchange.run`. `results` are what the visits fill, but for their sums. Sums that are
-        features stay in `key_sums`."""
+    def run(self, round: Round) -> None:
+        """See `Exchange`. Sums that are features stay in `key_sums`."""
         n, k, xp = self.devices, len(self.keys) // self.devices, self.xp
-        reach = n // 2 if half else n - 1  # as in `Gather`: distance of the farthest shard
-        summed = ((n - 1 + self.alike) // 2 if half else n - 1) if types else 0
-        mine = 0 if half else 1
+        own, visit, types = round.own, round.visit, round.types
+        summed, mine = round.summed(n), 0 if round.half else 1
         sums: list[Array] = []
         if types and mine + summed:
             self.has_key_sums = any(tail for tail, _ in types)
@@ -107,10 +100,10 @@ class Rounds:
             if not self.has_key_sums:
                 sums = [xp.empty(n * k, dtype) for _, dtype in types]
         gathered = self._gather(own)
-        if not self._restore(results):
+        if not self._restore(round.results):
             span = slice(self.rank * k, (self.rank + 1) * k)
             visit(Keys(True, span, True, 0, 1), own, [part[span] for part in sums if mine])
-            for shards, absent, with_sums in self._others(reach, summed, half):
+            for shards, absent, with_sums in self._others(round):
                 keys = slice(shards.start * k, shards.stop * k)
                 others = [array[keys] for array in gathered]
                 to_keys = [part[keys] for part in sums if with_sums]
@@ -118,8 +111,8 @@ class Rounds:
                     visit(*none_of(others), to_keys)
                 else:
                     visit(Keys(False, keys, True, 0, 1), others, to_keys)
-            self.fresh += results
-            self.complete = not results
+            self.fresh += round.results
+            self.complete = not round.results
         if not sums or self.has_key_sums:
             return
         payload = xp.stack([part.view(BITS).reshape(n, k) for part in sums], axis=1)
@@ -128,20 +121,23 @@ class Rounds:
         parts = [
             xp.ascontiguousarray(found[order, i]).view(dtype) for i, (_, dtype) in enumerate(types)
         ]
-        assert combine is not None
-        assert keep is not None
-        keep(slice(0, k), *added(parts, combine, 2))
+        assert round.combine is not None
+        assert round.keep is not None
+        round.keep(slice(0, k), *added(parts, round.combine, 2))
 
-    def _others(self, reach: int, summed: int, half: bool) -> Iterator[tuple[slice, bool, bool]]:
+    def _others(self, round: Round) -> Iterator[tuple[slice, bool, bool]]:
         """The visits of other devices' keys, which are consecutive: a range of devices, whether
         their keys are left to another device, and whether there are sums for them."""
         n, r = self.devices, self.rank
+        reach, summed = round.reach(n), round.summed(n)
         distances = [(reach, summed + 1), (summed, 1)]
-        if half and self.alike and 2 * reach == n:  # the farthest visits one of two devices
+        if (
+            round.half and round.same_pairs and 2 * reach == n
+        ):  # the farthest visits one of two devices
             distances = [(reach, reach), (reach - 1, 1)]
         for far, near in distances:
             first, count = (r - far) % n, far - near + 1
-            absent = half and self.alike and r < far == n / 2
+            absent = round.leaves(r, far, n)
             for shards in (slice(first, min(first + count, n)), slice(0, first + count - n)):
                 if shards.start < shards.stop:
                     yield shards, absent, far <= summed
@@ -208,7 +204,7 @@ def plan(call: Call, given: dict[str, Any]) -> Plan:
         if gradients is not None and gradients.want_query:
             gradients.query = np.empty(problem.query.shape, real)
         rounds = _Rehearsal(
-            np, 0, axis.size, given["keys"], problem.leaves_out, np.empty(0, BITS), iter(()),
+            np, 0, axis.size, given["keys"], np.empty(0, BITS), iter(()),
             np.empty(given["keys"].shape, real),
         )  # fmt: skip
         how = folding(request)
@@ -257,8 +253,8 @@ def _run(
     left = [xp.empty(0, BITS), *(of["left"].view(BITS)[1:, 0] for of in past)]
     arrived = (of["arrived"].view(BITS)[..., 0] for of in past)
     rounds = Rounds(
-        xp, rank, call.axis.size, given["keys"], request.problem.leaves_out, xp.concatenate(left),
-        arrived, out.get("key_sums"),
+        xp, rank, call.axis.size, given["keys"], xp.concatenate(left), arrived,
+        out.get("key_sums"),
     )  # fmt: skip
     if ends and plan.key_sums and call.kind.symmetric:  # sums for half of the other devices
         rounds.key_sums[...] = 0
@@ -317,7 +313,7 @@ def _solve(
         problem.positives = own_positives(how.vectors.xp, problem, first)
     folds = FoldsOverRanks(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
-        rounds.run, how.fold_block, labelled, how.vectors, real,
+        rounds, how.fold_block, labelled, how.vectors, real,
     )  # fmt: skip
     if call.kind.classes:
         find_classes(folds, problem, first)

@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from infonce.distributed import cost, schedule
 from infonce.distributed.communicators.processes import Peers, Process
+from infonce.distributed.exchanges.base import Round
 from infonce.distributed.exchanges.gather import Gather
 from infonce.distributed.exchanges.hierarchical import Hierarchical
 from infonce.distributed.exchanges.partition import Partition
@@ -78,24 +79,24 @@ class Wire:
 
 def exchange_by_name(
     name: str, xp: Any, rank: int, wire: Wire, keys: Partition, local_size: int, own: Any,
-    symmetric: bool, alike: bool,
+    symmetric: bool,
 ) -> Any:  # fmt: skip
     if name == "ring":
-        return Ring(xp, rank, wire, keys, 1, symmetric, alike)
+        return Ring(xp, rank, wire, keys, 1, symmetric)
     if name == "gather":
-        return Gather(xp, rank, wire, keys, own, alike)
-    return Hierarchical(xp, rank, wire, keys, local_size, own, alike)
+        return Gather(xp, rank, wire, keys, own)
+    return Hierarchical(xp, rank, wire, keys, local_size, own)
 
 
 @pytest.mark.parametrize("name", ["ring", "gather", "hierarchical"])
 @given(
     hosts=st.integers(1, 5), local_size=st.integers(1, 4), seed=st.integers(0, 10**6),
-    half=st.booleans(), alike=st.booleans(), with_sums=st.sampled_from([True, True, False]),
+    half=st.booleans(), same_pairs=st.booleans(), with_sums=st.sampled_from([True, True, False]),
 )  # fmt: skip
-@example(hosts=4, local_size=3, seed=2, half=False, alike=False, with_sums=True)
-@example(hosts=2, local_size=2, seed=1, half=True, alike=True, with_sums=True)
+@example(hosts=4, local_size=3, seed=2, half=False, same_pairs=False, with_sums=True)
+@example(hosts=2, local_size=2, seed=1, half=True, same_pairs=True, with_sums=True)
 def test_every_key_meets_every_rank(
-    name: str, hosts: int, local_size: int, seed: int, half: bool, alike: bool, with_sums: bool
+    name: str, hosts: int, local_size: int, seed: int, half: bool, same_pairs: bool, with_sums: bool
 ) -> None:
     """Once in each of two rounds, in order, and its sums are those of all ranks; or half of them,
     where a pair of shards meets on one rank."""
@@ -110,9 +111,7 @@ def test_every_key_meets_every_rank(
         start, stop = keys.starts[rank : rank + 2]
         own = [np.arange(start, stop), np.arange(start, stop)[:, None] * [1.0, 2.0]]
         wire = Wire(wires, rank)
-        exchange = exchange_by_name(
-            name, memories[rank], rank, wire, keys, local_size, own, half, alike
-        )
+        exchange = exchange_by_name(name, memories[rank], rank, wire, keys, local_size, own, half)
         for _ in range(2):
             found: list[tuple[int, bool]] = []
             sums_of_own = np.zeros((stop - start, 4), np.int64)
@@ -137,7 +136,7 @@ def test_every_key_meets_every_rank(
                     into[mine] += sums[0]
 
             types = [((4,), np.dtype(np.int64))] * with_sums
-            exchange.run(own, visit, types, combine, keep, half)
+            exchange.run(Round(own, visit, types, combine, keep, half, same_pairs))
             met[rank].append(found)
             complete[rank].append(sums_of_own)
 
@@ -165,7 +164,7 @@ def test_every_key_meets_every_rank(
             one, other = (
                 dict(met[r][round_index]).get(keys.starts[s]) for r, s in ((a, b), (b, a))
             )
-            if with_sums and alike:
+            if with_sums and same_pairs:
                 assert {one, other} == {True, None}
             elif with_sums:
                 assert {one, other} in ({True, None}, {False})
