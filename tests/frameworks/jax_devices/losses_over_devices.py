@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from reference_problems import FEATURES, LOSSES, call_of, drawn_problem
 
 import infonce.jax as ij
+from infonce import spec
 
 # --- all losses and options -----------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ def drawn(name: str, seed: int) -> None:
     numbers = {"scale": jnp.asarray(given.pop("scale"))}
     if name == "siglip":
         numbers["bias"] = jnp.asarray(problem.bias)
-    arrays = ("labels", "ids", "weights", "key_bias")
+    arrays = ("labels", *spec.NAMES, *spec.VECTORS)
     by_row = {k: given.pop(k) for k in arrays if given.get(k) is not None}
     given = {k: v for k, v in given.items() if v is not None} | {"reduction": reduction}
     upstream = np.ones(rows)
