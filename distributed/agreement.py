@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from infonce.kernels.problem import Array, Problem
+from infonce.kernels.targets import guide_width
 
 from infonce import arrays, spec
 from infonce.checks.call import Request, check
@@ -202,6 +203,7 @@ def statement(call: Call, request: Request, features: list[Array], sizes: list[i
     compared = {
         "labels": compared_as(call.labels) if call.kind.classes else labelled,
         **{name: compared_as(options.get(name)) for name in NAMES},
+        "guide": _guide_of(request.problem),
     }
     given, weighted = options.get("weights"), problem.weights is not None
     positive = given is None or request.on_gpu or bool(np.any(arrays.native(given, "weights")))
@@ -225,6 +227,12 @@ def statement(call: Call, request: Request, features: list[Array], sizes: list[i
             _terms.clear()
         _terms[key] = terms
     return terms, pickle.dumps(_numbers(problem, options))
+
+
+def _guide_of(problem: Problem) -> str:
+    if not problem.guided:
+        return "not given"
+    return f"{problem.guide_key.dtype.name} of width {guide_width(problem)}"
 
 
 def _facts(

@@ -52,6 +52,8 @@ def solution(
     fold, first = folding(request), how.queries.starts[ranks.rank]
     vectors = fold.vectors
     problem.key = vectors.xp.ascontiguousarray(problem.key)
+    if problem.guided:
+        problem.guide_key = vectors.xp.ascontiguousarray(problem.guide_key)
     if not labelled:
         problem.positives = own_positives(vectors.xp, problem, first)
     exchange = exchange_of(how, vectors.xp, ranks.rank, key_arrays(problem), transport)
@@ -181,8 +183,11 @@ def folding(request: Request) -> Folding:
 
         return Folding(copies.fold_block, Vectors(np, exponent_scaled=True), layout.layout)
     if request.on_gpu:
-        from infonce.kernels.gpu import shard
+        from infonce.kernels.gpu import select, shard
 
+        if request.problem.needs_arrays:
+            on_arrays = select.array_blocks
+            return Folding(_on(on_arrays), shard.VectorsOverRanks(), on_arrays)
         fold = partial(shard.fold_block, ahead=ahead)
         return Folding(fold, shard.VectorsOverRanks(), partial(shard.require_room, ahead=ahead))
     from infonce.kernels.cpu.backend import CPU

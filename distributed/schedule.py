@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from infonce.kernels.problem import Array, Gradients, Problem
 from infonce.kernels.room import least_block_side
+from infonce.kernels.targets import guide_width
 
 from infonce.checks import validation
 from infonce.checks.call import Request
 
 from . import cost
 from .communicators.base import Communicator
-from .exchanges.arrays import vectors_of
+from .exchanges.arrays import guide_bytes, vectors_of
 from .exchanges.base import Exchange
 from .exchanges.gather import Gather
 from .exchanges.hierarchical import Hierarchical
@@ -88,6 +89,7 @@ def decide(
     )  # fmt: skip
     real = real_of(problem)
     row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * real.itemsize)
+    row += 2 * guide_bytes(problem)
     return Schedule(
         joint=problem.joint,
         sizes=[of.sizes for of in terms],
@@ -238,7 +240,7 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
     if problem.method == "naive":
         return True  # it is not the workspace that bounds the logits
     half = problem.linear_terms or problem.joint  # which take up to the other half
-    enough = enough_room(queries.largest, keys.total, problem.shape[2])
+    enough = enough_room(queries.largest, keys.total, problem.shape[2] + guide_width(problem))
     return bool(problem.workspace // (1 + half) < enough)
 
 

@@ -28,6 +28,8 @@ class LossOptions(TypedDict, total=False):
     hardness: float
     key_bias: Any
     false_negative_margin: float
+    guide: Any
+    guide_margin: float
     normalize: bool
     reduction: Reduction
     method: Method
@@ -145,6 +147,25 @@ OPTIONS: dict[str, Option] = {
         its own positive. Gradients of another dtype than the products accumulate as a whole in the
         workspace: ValueError if they do not fit. Not with ``metrics=True``.""",
         flag="Leave out negatives this much more similar than the positive.",
+        compiled=True,
+    ),
+    "guide": Option(
+        None,
+        "pair of float arrays ([M, E] of rows, [N, E] of columns), optional",
+        """Features of the same samples by another model, the guide, whose dot products tell likely
+        positives: a negative is left out if its product by the guide exceeds that of the row's
+        positive (of several, the largest) by more than `guide_margin`. In CLIP each direction
+        compares with its own positive. nt_xent takes one array [2B, E]. Guides get no gradient;
+        ``normalize=True`` normalises them too; they are multiplied in the precision of the
+        features. Not with `offload` or ``metrics=True``. On a GPU, "auto" and "tiled" compute
+        blocks by operations on arrays.""",
+    ),
+    "guide_margin": Option(
+        0.0,
+        "float, default 0",
+        """How far above that of the positive a negative's product by the `guide` may be; inf leaves
+        out none.""",
+        flag="How far above the positive's a negative's product by the guide may be.",
         compiled=True,
     ),
     "normalize": Option(
@@ -281,6 +302,8 @@ SOFTMAX = (
     "hardness",
     "key_bias",
     "false_negative_margin",
+    "guide",
+    "guide_margin",
 )
 # Options that mean nothing together, or are not supported: the smoothed targets are those of a
 # softmax over the keys that take part, all of which the denominator has, once
@@ -288,6 +311,7 @@ EXCLUSIVE = (
     ("label_smoothing", "decoupled"),
     ("label_smoothing", "hardness"),
     ("label_smoothing", "false_negative_margin"),
+    ("label_smoothing", "guide"),
     ("groups", "label_smoothing", "ids"),
 )
 
@@ -324,7 +348,9 @@ SIGLIP = Loss(
 )  # fmt: skip
 SUP_CON = Loss(
     "sup_con", ("features",), FeaturesGrads, symmetric=True, classes=True,
-    refused=(*NAMES, "margin", "hardness", "false_negative_margin", "metrics"),
+    refused=(
+        *NAMES, "margin", "hardness", "false_negative_margin", "guide", "guide_margin", "metrics",
+    ),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), QueryKeyGrads, symmetric=True, square=True, joint=True,

@@ -19,7 +19,7 @@ from .linear import Segments, SegmentSums, sums_of
 from .norms import near_one
 from .problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
 from .solve import Solution, Vectors
-from .targets import limits
+from .targets import guide_problem, limits
 
 MATRICES, WITH_OPTIONS = 4, 10  # the most M x N arrays alive at once
 
@@ -27,7 +27,7 @@ MATRICES, WITH_OPTIONS = 4, 10  # the most M x N arrays alive at once
 def matrix_bytes(problem: Problem) -> int:
     """What the matrices take."""
     m, n, _ = problem.shape
-    matrices = MATRICES if problem.plain else WITH_OPTIONS
+    matrices = MATRICES if problem.plain else WITH_OPTIONS + problem.guided
     return matrices * m * n * (8 if problem.compute == "fp64" else 4)
 
 
@@ -48,11 +48,22 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
     index = xp.where(present, index.reshape(present.shape), m * n)  # of the positives in x
     by_row = by_column = None  # whether a direction leaves out a pair
-    if problem.leaves_out:
-        dots = xp.where(present, x.flat[index], np.nan)
-        limit = limits(xp, problem, dots).astype(dtype)
-        by_row = x.all > limit[:, None]
-        by_column = x.all > limit if problem.two_sided else None
+    if problem.has_limits:
+        by_row, by_column = _left_out(xp, problem, x, index)
+    if problem.guided:
+        guide, products = guide_problem(problem), Matrix(xp, m, n, dtype)
+        guides = [
+            normalized_rows(xp, z, problem.normalize, dtype)[0] for z in (guide.query, guide.key)
+        ]
+        xp.matmul(guides[0], guides[1].T, out=products.all)
+        products.flat[~xp.isfinite(products.flat)] = np.nan
+        found = _left_out(xp, guide, products, index)
+        by_row, by_column = (
+            one if other is None else one | other
+            for one, other in zip(found, (by_row, by_column), strict=True)
+        )
+        x.all[xp.isnan(products.all)] = np.nan
+        del products
     scale = xp.asarray(problem.scale, dtype)
     x.flat *= scale
     positive = x.flat[index]
@@ -83,6 +94,13 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     if gradients.key is not None:
         gradients.key[...] = normalization_backward(xp, g.T @ u, v, key_norms)
     return solution
+
+
+def _left_out(xp: Any, problem: Problem, dots: Matrix, index: Array) -> tuple[Array, Array | None]:
+    """Whether rows, and columns of a two-sided loss, leave out a pair, by these products."""
+    at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
+    limit = limits(xp, problem, at_positives).astype(dots.flat.dtype)
+    return dots.all > limit[:, None], dots.all > limit if problem.two_sided else None
 
 
 class Matrix:

@@ -82,11 +82,15 @@ class Problem:
     false_negative_margin: float = math.inf
     limits: Array = None  # [M] float64: of each row, see `targets.limits`; and [N] of each column,
     key_limits: Array = None  # where columns have a softmax
+    guide_query: Array = None  # [M, E] features of the guide, whose products have limits
+    guide_key: Array = None  # [N, E]; `guide_query` itself if `symmetric`
+    guide_margin: float = 0.0
+    guide_limits: Array = None  # as `limits`
+    guide_key_limits: Array = None
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
     copied: int = 0  # bytes of the workspace for copies of a joint loss: features, gradients
-    # `linear.Segments`: the positives of a row are all others of its class; `positives` has those
-    # that are alone as such
-    classes: Any = None
+    # the positives of a row are all others of its class; `positives` has those that are alone
+    classes: Any = None  # `linear.Segments`
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -130,16 +134,24 @@ class Problem:
     @property
     def leaves_out(self) -> bool:
         """Whether negatives above a limit are left out: see `targets.limits`."""
+        return self.has_limits or self.guided
+
+    @property
+    def has_limits(self) -> bool:
         return self.false_negative_margin < math.inf
 
     def without_weights(self) -> Problem:
         """The problem for kernels, which find the weights of rows in `upstream`."""
         return self if self.weights is None else fast_replace(self, weights=None)
 
-    def with_limits(self, row_limits: Array) -> Problem:
-        """The problem with these limits, see `targets.limits`."""
-        both = self.symmetric or self.two_sided  # key i is the positive of query i
-        return fast_replace(self, limits=row_limits, key_limits=row_limits if both else None)
+    @property
+    def guided(self) -> bool:
+        return self.guide_query is not None
+
+    @property
+    def needs_arrays(self) -> bool:
+        """Whether an option is taken by no kernel of a GPU, but by operations on arrays."""
+        return self.guided
 
     @property
     def linear_terms(self) -> bool:

@@ -57,7 +57,7 @@ from .problem import (
     materialize_vectors,
     slices,
 )
-from .targets import limits
+from .targets import limited, limits
 
 
 class Backend(Protocol):
@@ -174,7 +174,7 @@ def _solve_softmax(
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
     if problem.leaves_out:
-        problem = problem.with_limits(vectors.limits(problem, backend.positive_dots(problem)))
+        problem = limited(problem, backend, vectors)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and backend.online(problem, gradients)
     if online:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .problem import LN_2, LOG2_E, Array, Problem, as_sets
+from .problem import LN_2, LOG2_E, Array, Problem, as_sets, fast_replace
 
 
 @dataclass
@@ -56,6 +56,33 @@ def limits(xp: Any, problem: Problem, dots: Array) -> Array:
     [M] or [M, P]. Without a positive there is no limit."""
     top = as_sets(xp.where(problem.positives < 0, -xp.inf, dots)).max(axis=1)
     return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
+
+
+def guide_problem(problem: Problem) -> Problem:
+    """The problem whose features are those of the guide, and whose limits follow from them."""
+    return fast_replace(
+        problem, query=problem.guide_query, key=problem.guide_key, guide_query=None,
+        guide_key=None, false_negative_margin=problem.guide_margin, limits=None, key_limits=None,
+    )  # fmt: skip
+
+
+def guide_width(problem: Problem) -> int:
+    """Features of a row of the guide; 0 without."""
+    return int(problem.guide_query.shape[1]) if problem.guided else 0
+
+
+def limited(problem: Problem, backend: Any, vectors: Any) -> Problem:
+    """The problem with its limits."""
+    both = problem.symmetric or problem.two_sided  # key i is the positive of query i
+    if problem.has_limits:
+        rows = vectors.limits(problem, backend.positive_dots(problem))
+        problem = fast_replace(problem, limits=rows, key_limits=rows if both else None)
+    if problem.guided:
+        guide = guide_problem(problem)
+        rows = vectors.limits(guide, backend.positive_dots(guide))
+        columns = rows if both else None
+        problem = fast_replace(problem, guide_limits=rows, guide_key_limits=columns)
+    return problem
 
 
 def targets(

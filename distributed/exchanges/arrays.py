@@ -7,8 +7,11 @@ from typing import Any
 
 from infonce.kernels.linear import LinearTerm
 from infonce.kernels.problem import Array, Problem, SoftmaxGradient, fast_replace
+from infonce.kernels.targets import guide_width
 
-PER_KEY = ("key", "key_ids", "key_groups", "key_bias", "key_limits")  # fields of `Problem`
+PER_KEY = (  # fields of `Problem`
+    "key", "key_ids", "key_groups", "key_bias", "key_limits", "guide_key", "guide_key_limits",
+)  # fmt: skip
 
 
 def names(problem: Problem) -> list[str]:
@@ -55,9 +58,17 @@ def with_arrays(
 
 def vectors_of(problem: Problem) -> int:
     """Numbers of a key that a fold sends with its features, at most: factors, ids, groups, biases,
-    limits, and the segment and factor of each linear term."""
+    limits, the features of a guide, and the segment and factor of each linear term."""
     with_ids = problem.key_ids is not None
     names = with_ids + (problem.key_groups is not None)
     terms = (1 + with_ids) * (problem.label_smoothing != 0) + (problem.classes is not None)
-    vectors: int = 3 + names + (problem.key_bias is not None) + problem.leaves_out + 2 * terms
+    vectors: int = 3 + names + (problem.key_bias is not None) + problem.has_limits + 2 * terms
+    if problem.guided:
+        vectors += 2 + guide_bytes(problem) // 8
     return vectors
+
+
+def guide_bytes(problem: Problem) -> int:
+    """Bytes of the guide's features of a key."""
+    item = problem.guide_key.dtype.itemsize if problem.guided else 0
+    return int(guide_width(problem) * item)

@@ -5,6 +5,7 @@ The checks of single arguments are in `validation`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,7 @@ class _StaticChecks:
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
 # checked in every call
-PER_CALL = frozenset({"out", "grad_out", "progress", *NAMES, *VECTORS})
+PER_CALL = frozenset({"out", "grad_out", "progress", "guide", *NAMES, *VECTORS})
 NUMBERS = frozenset({"scale", "temperature"})  # checked in every call where they are arrays
 MOST_TEMPLATE_LOGITS = 2**20  # of larger batches, the vectors of templates would add up
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}
@@ -130,7 +131,7 @@ def check(
     an_array = loss.sigmoid and static.bias is None
     bias = validation.number("bias", bias) if an_array else static.bias
     if static.check_finite:
-        norms.require_finite(static.xp, loss, arrays)
+        norms.require_finite(static.xp, loss.arguments, arrays)
     if static.wide_products and isinstance(scale, float):
         norms.require_finite_logits(loss, arrays, scale)
     if static.template is not None:
@@ -199,6 +200,10 @@ def _problem(
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
         problem.query_bias = problem.key_bias if loss.symmetric else None
+    if (guide := get("guide")) is not None:
+        guides = rows.guide(xp, loss, guide, arrays, static.check_finite)
+        if problem.guide_margin < math.inf:
+            problem.guide_query, problem.guide_key = guides
     softmax.require_metrics(problem)
     return problem
 
@@ -233,7 +238,8 @@ def _request(
             query_gradient, key_gradient if want_key else None, None, want_query, want_key
         )
     if loss.joint and not static.offload:
-        problem.copied = query.nbytes + (0 if joined is None else joined.nbytes)
+        copies = query, joined, problem.guide_query
+        problem.copied = sum(0 if z is None else z.nbytes for z in copies)
     return Request(
         problem, gradients, outs, given_out, static.wrt, static.reduction, static.dtype,
         static.metrics, static.return_logits, static.offload, xp is not np, static, joined,
@@ -274,7 +280,7 @@ def _check_static(
 ) -> _StaticChecks:  # fmt: skip
     """All checks that read no element of an array."""
     o = _options(loss, options, with_grad)
-    validation.features(loss, arrays, array_kinds, 1 if batch is None else 0)
+    validation.features(loss.arguments, arrays, array_kinds, 1 if batch is None else 0)
     query, key = arrays[0], arrays[-1]
     on_host = array_kinds[0][2] is None
     on_cpu = on_host and not o["offload"]
@@ -285,6 +291,8 @@ def _check_static(
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
     dtypes = {z.dtype.name for z in arrays}
+    if o["offload"] and o["guide"] is not None:
+        raise ValueError("offload: expected False with guide, got True")
     if o["offload"]:
         validation.offload(loss, o["method"], query)
     compute = validation.precision(o["precision"], dtypes, on_cpu)

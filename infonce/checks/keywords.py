@@ -17,6 +17,7 @@ TENSORS = {
     "scale": "float | Tensor | None",
     "weights": "Tensor | None",
     "key_bias": "Tensor | None",
+    "guide": "Tensor | tuple[Tensor, Tensor] | None",
 }
 # Of the process group that shares a batch: those of infonce.distributed, `group` being its `comm`
 GROUP: Keywords = {
@@ -47,9 +48,11 @@ def torch_module(loss: Loss) -> Keywords:
 
 def jax_function(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.jax`, which has this loss."""
-    names = ["temperature", "scale", *NAMES, *VECTORS, *COMPILED, "metrics"]
+    names = ["temperature", "scale", *NAMES, *VECTORS, "guide", *COMPILED, "metrics"]
     views: Keywords = {"labels": ("ArrayLike | None", None)} if _of_views(loss) else {}
-    return _table(names, dict.fromkeys(TENSORS, "ArrayLike | None"), loss) | views | AXIS
+    types = {name: written.replace("Tensor", "ArrayLike") for name, written in TENSORS.items()}
+    types |= dict.fromkeys(("temperature", "scale"), "ArrayLike | None")
+    return _table(names, types, loss) | views | AXIS
 
 
 def _of_views(loss: Loss) -> bool:

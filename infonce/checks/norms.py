@@ -29,9 +29,9 @@ def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
         yield from (start + xp.flatnonzero(bad)).tolist()
 
 
-def require_finite(xp: Any, loss: Loss, arrays: Sequence[Array]) -> None:
+def require_finite(xp: Any, names: Sequence[str], arrays: Sequence[Array]) -> None:
     """ValueError where a feature is NaN or infinite."""
-    for name, z in zip(loss.arguments, arrays, strict=True):
+    for name, z in zip(names, arrays, strict=True):
         for row in rows_not_finite(xp, z):
             raise ValueError(f"{name}: expected finite values, got NaN or infinity in row {row}")
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import kinds, native
 from ..kernels.linear import Classes, partners
 from ..kernels.problem import Array
 from ..spec import Loss
-from .validation import integers, listed, numbers, what
+from .norms import require_finite
+from .validation import features, integers, listed, numbers, what
 
 
 def positives(
@@ -165,6 +167,32 @@ def names(
     if is_uint64(pair[0]) != is_uint64(pair[1]):  # below 0 are ids that the other side cannot have
         rows, columns = xp.where(rows < 0, -1, rows), xp.where(columns < 0, -2, columns)
     return rows, columns
+
+
+def guide(
+    xp: Any, loss: Loss, given: Any, arrays: Sequence[Array], check_finite: bool
+) -> tuple[Array, Array]:
+    """Features of the guide of queries and of keys, with as many rows as these arrays of features;
+    those of both arguments of a joint loss in one array."""
+    sides, names = [given], ["guide"]
+    if len(arrays) > 1:
+        names = ["guide[0]", "guide[1]"]
+        if not (isinstance(given, (tuple, list)) and len(given) == 2):
+            first, last = loss.arguments
+            raise TypeError(f"guide: expected a pair (of {first}, of {last}), got {what(given)}")
+        sides = list(given)
+    made = [native(side, name) for side, name in zip(sides, names, strict=True)]
+    both = [arrays[0], *made]
+    features([loss.arguments[0], *names], both, kinds(both), 0)
+    for name, z, rows in zip(names, made, arrays, strict=True):
+        if z.shape != (len(rows), made[0].shape[1]):
+            expected = f"({len(rows)}, {made[0].shape[1]})"
+            raise ValueError(f"{name}: expected shape {expected}, got {z.shape}")
+    if check_finite:
+        require_finite(xp, names, made)
+    if loss.joint:
+        made = [xp.concatenate(made)]
+    return made[0], made[-1]
 
 
 def is_uint64(values: Array) -> bool:

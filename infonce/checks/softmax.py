@@ -17,7 +17,9 @@ RANGES = {
     "label_smoothing": (0.0, math.nextafter(1, 0), "a number in [0, 1)"),
     "hardness": (0.0, SCALES["fp64"][1], f"a number in [0, {SCALES['fp64'][1]!r}]"),
     "false_negative_margin": (-LARGEST, math.inf, "a number or inf"),
+    "guide_margin": (-LARGEST, math.inf, "a number or inf"),
 }
+ARRAYS = ("key_bias", "guide")  # that are checked in every call
 
 
 def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -42,7 +44,9 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
                 f"{name}: expected {DEFAULTS[name]!r} with {' and '.join(others)}, got "
                 f"{what(o[name])}"
             )
-    return tuple((name, o[name]) for name in SOFTMAX if name != "key_bias" and given(name))
+    if given("guide_margin") and o["guide"] is None:
+        raise ValueError(f"guide_margin: expected 0.0 without guide, got {what(o['guide_margin'])}")
+    return tuple((name, o[name]) for name in SOFTMAX if name not in ARRAYS and given(name))
 
 
 def require_metrics(problem: Problem) -> None:
@@ -57,7 +61,8 @@ def require_metrics(problem: Problem) -> None:
     if sets:
         raise ValueError("metrics: expected one positive a row, got labels with none or several")
     changes = {
-        "key_bias": problem.key_bias is not None, "false_negative_margin": problem.leaves_out,
+        "key_bias": problem.key_bias is not None, "guide": problem.guided,
+        "false_negative_margin": problem.has_limits,
     }  # fmt: skip
     for name, given in changes.items():
         if given:
@@ -68,9 +73,9 @@ def _checked(name: str, value: Any) -> Any:
     """A plain number of the options of the softmax, within its range; other options unchanged."""
     if name in FLAGS:
         return bool(value)
-    if name == "key_bias":
+    if name in ARRAYS:
         return value
-    value = number(name, value, infinite=name == "false_negative_margin")
+    value = number(name, value, infinite=RANGES[name][1] == math.inf)
     if not isinstance(value, float):
         raise TypeError(f"{name}: expected a number, got {what(value)}")
     low, high, expected = RANGES[name]

@@ -127,10 +127,11 @@ def wrt(loss: Loss, given: Any) -> frozenset[str]:
 
 
 def features(
-    loss: Loss, arrays: Sequence[Array], kinds: Sequence[tuple[Any, ...] | None], least: int
-) -> None:
+    names: Sequence[str], arrays: Sequence[Array], kinds: Sequence[tuple[Any, ...] | None],
+    least: int,
+) -> None:  # fmt: skip
     """Arrays of features, of these `arrays.kinds`: of at least so many rows, on one device."""
-    for name, z, kind in zip(loss.arguments, arrays, kinds, strict=True):
+    for name, z, kind in zip(names, arrays, kinds, strict=True):
         if kind is None:
             hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
             if hasattr(z, "to_numpy"):
@@ -145,12 +146,12 @@ def features(
             raise ValueError(
                 f"{name}: expected at least one row and one feature, got shape {shape}"
             )
-    names = ["the host" if kind[2] is None else f"GPU {kind[2]}" for kind in kinds if kind]
-    if names[0] != names[-1]:
-        raise ValueError(
-            f"{loss.arguments[-1]}: expected an array on {names[0]} like {loss.arguments[0]}, "
-            f"got one on {names[-1]}"
-        )
+    places = ["the host" if kind[2] is None else f"GPU {kind[2]}" for kind in kinds if kind]
+    for name, place in zip(names, places, strict=True):
+        if place != places[0]:
+            raise ValueError(
+                f"{name}: expected an array on {places[0]} like {names[0]}, got one on {place}"
+            )
 
 
 def shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -> None:

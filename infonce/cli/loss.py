@@ -81,6 +81,12 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=PATH,
     help="Index of each query's key, or of several (info_nce); class of each row (sup_con); .npy.",
 )
+@click.option(
+    "--guide",
+    "guides",
+    multiple=True,
+    help="Embeddings of another model that tell likely positives; twice: of rows and of columns.",
+)
 @_spec_options
 @click.option(
     "--workspace",
@@ -105,6 +111,7 @@ def loss(
     text: str | None,
     kind: str,
     labels: Path | None,
+    guides: tuple[str, ...],
     bias: float | None,
     metrics: bool | None,
     grad_out: Path | None,
@@ -139,6 +146,8 @@ def loss(
     for name, files in sides.items():
         if len(files) > 2:
             raise click.UsageError(f"{flag(name)}: expected one file or two, got {len(files)}")
+    if guides and len(guides) != len(sources):
+        raise click.UsageError(f"--guide: expected {len(sources)} for {kind}, got {len(guides)}")
     if grad_out is None and (force or grad_dtype):
         raise click.UsageError("--force and --grad-dtype need --grad-out")
     several = temperatures is not None and len(temperatures) > 1
@@ -155,6 +164,7 @@ def loss(
     if grad_out is not None:
         files = [split(source)[0] for source in sources.values()]
         files += [*paths.values(), *chain(*sides.values())]
+        files += [split(guide)[0] for guide in guides]
         with_grad = [name for name in chosen.arguments if name not in chosen.locked]
         check_gradient_files(grad_out, with_grad, files, force)
 
@@ -170,6 +180,9 @@ def loss(
         arrays = [open_npy(path) for path in files]
         if arrays:
             options[name] = arrays[0] if len(arrays) == 1 else tuple(arrays)
+    if guides:
+        opened = tuple(open_embeddings(source) for source in guides)
+        options["guide"] = opened if len(opened) > 1 else opened[0]
     options["metrics"] = _ranked(chosen, options) if metrics is None else metrics
 
     names = {name: f"{name} ({source})" for name, source in sources.items()}
@@ -179,6 +192,8 @@ def loss(
         for name, files in sides.items()
         for i, path in enumerate(files)
     }
+    several_guides = len(guides) > 1
+    names |= {f"guide{f'[{i}]' * several_guides}": f"--guide ({g})" for i, g in enumerate(guides)}
     start = time.perf_counter()
     results = []
     values: Sequence[float | None] = temperatures or [None]
@@ -197,6 +212,7 @@ def loss(
     size = sum(z.nbytes for z in features.values())
     peak = peak_resident()
     record = _record(chosen, options, temperatures, paths, sides)
+    record |= {"guide": list(guides)} if guides else {}
     report = {
         "loss": kind,
         "inputs": {
@@ -254,7 +270,7 @@ def _ranked(kind: Loss, options: Mapping[str, Any]) -> bool:
     single = labels is None or (
         labels.ndim == 1 and labels.dtype.kind in "iu" and labels.min(initial=0) >= 0
     )
-    changed = "key_bias" in options or options["false_negative_margin"] != math.inf
+    changed = {"key_bias", "guide"} & options.keys() or options["false_negative_margin"] != math.inf
     return single and not changed and "metrics" not in kind.refused
 
 
@@ -271,7 +287,7 @@ def _record(
             record = {name: values[0] for name, values in record.items()}
     if kind.sigmoid:
         record["bias"] = options.get("bias", kind.bias)
-    names = [name for name in SOFTMAX if name not in (*VECTORS, *kind.refused)]
+    names = [name for name in SOFTMAX if name not in ("guide", *VECTORS, *kind.refused)]
     record |= {name: options[name] for name in ("normalize", *names)}
     record |= {name: str(path) for name, path in paths.items()}
     return record | {name: [*map(str, files)] for name, files in sides.items() if files}

@@ -56,6 +56,7 @@ def explain(
     normalize: bool = False,
     ids: bool = False,
     groups: bool = False,
+    guide: bool = False,
     metrics: bool = False,
 ) -> Explanation:
     """How a call of a loss with gradients would run on a GPU.
@@ -82,8 +83,8 @@ def explain(
         "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
     precision, method, workspace, wrt, normalize, metrics
         As in the functions of the losses. An empty `wrt` explains the loss alone.
-    ids, groups : bool, default False
-        Whether the call has ids, or groups.
+    ids, groups, guide : bool, default False
+        Whether the call has ids, groups or a guide.
 
     Returns
     -------
@@ -106,7 +107,9 @@ def explain(
     for name, value in sizes.items():
         if not validation.is_integer(value) or value < 1:
             raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
-    flags = {"normalize": normalize, "ids": ids, "groups": groups, "metrics": metrics}
+    flags = {
+        "normalize": normalize, "ids": ids, "groups": groups, "guide": guide, "metrics": metrics,
+    }  # fmt: skip
     for name, value in flags.items():
         validation.flag(name, value)
         if value and name in kind.refused:
@@ -121,7 +124,7 @@ def explain(
     call = replace(
         _call(kind, (rows, columns, features), dtype, precision, wanted), method=method,
         workspace=given or WORKSPACE, workspace_given=given is not None, normalize=normalize,
-        ids=ids, groups=groups, retrieval_ranks=metrics,
+        ids=ids, groups=groups, retrieval_ranks=metrics, needs_arrays=guide,
     )  # fmt: skip
     made = schedule(call, gpu.properties)
     lines = tuple(work_of(made, gpu))
@@ -197,6 +200,8 @@ def _notes(made: Schedule) -> list[str]:
     call, operands = made.call, made.operands
     if made.method == "naive":
         return ["the logits are kept in memory; the kernels of kernels/cuda/naive run in turn"]
+    if made.method == "arrays":
+        return ["an option is taken by no kernel: operations on arrays compute blocks in turn"]
     if operands is None:
         return []
     names = ("queries", operands.query), ("keys", operands.key)

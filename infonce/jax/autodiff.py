@@ -61,8 +61,8 @@ def _forward(call: Call, given: dict[str, Any]) -> Any:
         if value is not None and value.perturbed and name not in call.kind.locked
     }
     wanted = tuple(dtypes)
-    for name in VECTORS:
-        if given[name] is not None and given[name].perturbed:
+    for name in (*VECTORS, "guide"):
+        if any(leaf.perturbed for leaf in jax.tree.leaves(given[name])):
             raise ValueError(
                 f"{name}: expected an array that is not differentiated, as it gets no gradient, "
                 "got one that is: jax.lax.stop_gradient makes one"
@@ -93,6 +93,7 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
         "scale": grads.get("scale"),
         "bias": grads.get("bias"),
         "labels": None,
+        "guide": None,
         "grad_out": None,
         **dict.fromkeys((*NAMES, *VECTORS)),
     },)  # fmt: skip

@@ -96,6 +96,7 @@ def options_of(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     for name in NAMES:
         value = given[name]
         arrays[name] = tuple(map(integers, value)) if isinstance(value, tuple) else integers(value)
+    arrays["guide"] = given["guide"]
     options |= {name: array for name, array in arrays.items() if array is not None}
     return {**options, "metrics": call.metrics}
 

@@ -23,7 +23,7 @@ from . import axis
 from .autodiff import parts
 from .callback import Axis, Call, Wide, stand_in
 
-ARGUMENTS = ("scale", "temperature", "metrics", *spec.NAMES, *spec.VECTORS)
+ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.NAMES, *spec.VECTORS)
 
 
 def _apply(
@@ -35,16 +35,21 @@ def _apply(
     *,
     scale: Any = None,
     temperature: Any = None,
+    guide: Any = None,
     metrics: bool = False,
     axis_name: Any = None,
     **options: Any,
 ) -> Any:
     vectors = {name: options.pop(name, None) for name in spec.VECTORS}
     names = {name: options.pop(name, None) for name in spec.NAMES}
-    others = {"scale": scale, "temperature": temperature, "metrics": metrics, **names}
+    others = {
+        "scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide, **names,
+    }  # fmt: skip
     require_known(kind, features, options)
     over = None
     if axis_name is not None:
+        if guide is not None:
+            raise ValueError("guide: expected None with axis_name, got one")
         over = axis.axis_of(axis_name, kind, features)
         require_method(options)
     elif labels is not None and kind.symmetric and not kind.classes:
@@ -62,6 +67,7 @@ def _apply(
         "bias": None if bias is None else _floating(bias, dtype),
         "labels": None if labels is None else exact(labels),
         **{name: each(exact, integers) for name, integers in names.items()},
+        "guide": jax.tree.map(jnp.asarray, tuple(guide) if isinstance(guide, list) else guide),
         **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
     }
@@ -95,6 +101,7 @@ def check_traced(
         **options,
         "wrt": (),
         **{name: each(_known, options.get(name)) for name in spec.NAMES},
+        "guide": jax.tree.map(_known, options.get("guide")),
         **{name: _known(options.get(name), 1) for name in ("scale", "temperature", *spec.VECTORS)},
     }
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
@@ -102,7 +109,7 @@ def check_traced(
     stand_ins = [np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in features]
     batch = None
     if over is not None:
-        validation.features(kind, stand_ins, kinds(stand_ins), 1)
+        validation.features(kind.arguments, stand_ins, kinds(stand_ins), 1)
         columns = len(stand_ins[-1]) * (1 + kind.joint)
         batch = Batch(len(stand_ins[0]) * over.size, columns * over.size)
     check(kind, stand_ins, _known(labels), _known(bias), options, True, batch)
@@ -156,8 +163,9 @@ DOC = """
         One of them: logits are ``scale * <q, k>``, and scale = 1 / temperature.
     metrics : bool, default False
         Return ``(loss, infonce.Metrics)``. (In `jit` count ``(metrics.row_rank == 0).mean()``.)
-    weights, key_bias : arrays, optional
-        As in `infonce.{loss}`. They get no gradient.
+    weights, key_bias, guide : arrays, optional
+        As in `infonce.{loss}`, as far as it has them; a pair of arrays for `guide`, and not with
+        `axis_name`. They get no gradient.
     axis_name : name, or tuple of names, optional
         Axis of `jax.shard_map` or `jax.pmap`: the loss is that of the rows of all its devices, and
         gradients are for the rows of this device, as in `infonce.distributed.{loss}`. What is known
@@ -175,7 +183,7 @@ DOC = """
     TypeError, ValueError
         While tracing, naming the argument, what came and what was expected. TypeError also for
         forward mode (`jax.jvp`, `jax.jacfwd`) and for second derivatives: they are not supported.
-        ValueError also for `weights` and `key_bias` that are differentiated.
+        ValueError also for `weights`, `key_bias` and `guide` that are differentiated.
     jax.errors.JaxRuntimeError
         For what is known only when the program runs: values of labels, scale and bias that are
         arguments of `jit` (on a CPU), and a workspace that is too small. The message is at its end.

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from . import common
-from .common import BiasedSoftmax, Gradients, Ids, Reference
+from .common import BiasedSoftmax, Gradients, Guide, Ids, Reference
 
 
 @common.silent
@@ -19,6 +19,7 @@ def clip(
     groups: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    guide: Guide | None = None,
     **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """Symmetric contrastive loss of CLIP, with its gradients.
@@ -47,9 +48,13 @@ def clip(
         Divide the rows of both by their L2 norms first. CLIP does.
     weights : array_like [N], optional
         Upstream gradient of each pair's loss; 1/N by default.
+    guide : tuple of array_like (image guide [N, E], text guide [N, E]), optional
+        Features of another model, the guide: its products exclude likely positives by
+        `guide_margin`, as `common.softmax_loss` defines it. They get no gradient; `normalize`
+        normalises them too.
     **options
-        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
-        `false_negative_margin`, as `common.softmax_loss` defines them, in both directions; but
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias`, `false_negative_margin`
+        and `guide_margin`, as `common.softmax_loss` defines them, in both directions; but
         `key_bias` is that of the texts, and only images against texts have it.
 
     Returns
@@ -88,10 +93,18 @@ def clip(
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 
     dot = u @ v.T
-    row_losses, r, row_slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)
+    guide_dot = common.guide_products(guide, normalize)
+    row_losses, r, row_slope = common.softmax_loss(
+        dot, positive, excluded, scale=scale, guide_dot=guide_dot, **options
+    )
     options_of_columns: BiasedSoftmax = {**options, "key_bias": None}
     column_losses, c, column_slope = common.softmax_loss(
-        dot.T, positive, excluded.T, scale=scale, **options_of_columns
+        dot.T,
+        positive,
+        excluded.T,
+        scale=scale,
+        guide_dot=None if guide_dot is None else guide_dot.T,
+        **options_of_columns,
     )
     losses = (row_losses + column_losses) / 2
 

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Ids = ArrayLike | tuple[ArrayLike, ArrayLike]
+Guide = tuple[ArrayLike, ArrayLike]  # of queries [M, E] and of keys [N, E]
 Gradients = dict[str, Array | float | None]
 
 
@@ -35,6 +36,7 @@ class Softmax(TypedDict, total=False):
     label_smoothing: float
     hardness: float
     false_negative_margin: float
+    guide_margin: float
 
 
 class BiasedSoftmax(Softmax, total=False):
@@ -163,6 +165,17 @@ def other_groups(groups: Ids | None, positive: Mask) -> Mask:
     return differ & ~positive
 
 
+def guide_products(guide: Guide | None, normalize_rows: bool) -> Array | None:
+    """Products [M, N] of the features of a guide, divided by their L2 norms if asked for."""
+    if guide is None:
+        return None
+    query, key = map(as_features, guide)
+    if normalize_rows:
+        query, key = normalize(query)[0], normalize(key)[0]
+    products: Array = query @ key.T
+    return products
+
+
 def sum_exp(x: Array, axis: int) -> tuple[Array, Array]:
     """The largest element along `axis`, ``peak``, and ``sum exp(x - peak)``; both are 0 where every
     element is -inf or there is none."""
@@ -211,6 +224,8 @@ def softmax_loss(
     hardness: float = 0.0,
     key_bias: ArrayLike | None = None,
     false_negative_margin: float = np.inf,
+    guide_dot: Array | None = None,
+    guide_margin: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """Cross-entropy of each row against its positives, and its slope.
 
@@ -246,6 +261,11 @@ def softmax_loss(
         Added to the logits of each key, 0 by default.
     false_negative_margin : float
         Negatives with ``dot_ij > max over P(i) of dot_ij + false_negative_margin`` are excluded.
+    guide_dot : ndarray [M, N], optional
+        Products by another model, the guide: constants. Negatives with
+        ``guide_dot_ij > max over P(i) of guide_dot_ij + guide_margin`` are excluded. NaN makes the
+        logit NaN.
+    guide_margin : float
 
     Returns
     -------
@@ -278,9 +298,15 @@ def softmax_loss(
     Logits above 2^53 have no digits for what a log-sum-exp is above the largest of them. So n_i and
     m_i are kept as their peak and a sum, and peaks are subtracted first: ``p_ij`` never exceeds 1.
     """
-    limit = np.max(dot, axis=1, initial=-np.inf, where=positive) + false_negative_margin
     has_positive: Mask = np.any(positive, axis=1)
-    excluded = excluded | (~positive & has_positive[:, None] & (dot > limit[:, None]))
+    compared = [(dot, false_negative_margin)]
+    if guide_dot is not None:
+        dot = dot + 0.0 * guide_dot
+        compared = [(dot, false_negative_margin), (guide_dot, guide_margin)]
+    for products, above in compared:
+        limit = np.max(products, axis=1, initial=-np.inf, where=positive) + above
+        likely = ~positive & has_positive[:, None] & (products > limit[:, None])
+        excluded = excluded | likely
     bias = 0.0 if key_bias is None else np.asarray(key_bias, np.float64)
     logits = scale * (dot - margin * positive) + bias
     weighted = np.where(positive, logits, logits + hardness * dot)  # as the sum of r_i has them

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from . import common
-from .common import Gradients, Reference, Softmax
+from .common import Gradients, Guide, Reference, Softmax
 
 
 @common.silent
@@ -19,6 +19,7 @@ def gte(
     groups: ArrayLike | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    guide: Guide | None = None,
     **options: Unpack[Softmax],
 ) -> Reference:
     """Contrastive loss of GTE, whose denominator joins four comparisons, with its gradients.
@@ -46,9 +47,13 @@ def gte(
         Divide the rows of both by their L2 norms first.
     weights : array_like [B], optional
         Upstream gradient of each pair's loss; 1/B by default.
+    guide : tuple of array_like (query guide [B, E], key guide [B, E]), optional
+        Features of another model, the guide: its products exclude likely positives by
+        `guide_margin`, as `common.softmax_loss` defines it. They get no gradient; `normalize`
+        normalises them too.
     **options
-        `margin`, `decoupled`, `label_smoothing`, `hardness` and `false_negative_margin`, as
-        `common.softmax_loss` defines them.
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `false_negative_margin` and
+        `guide_margin`, as `common.softmax_loss` defines them.
 
     Returns
     -------
@@ -97,8 +102,15 @@ def gte(
     w = common.row_weights(weights, positive)
 
     dot = z @ z.T
+    both = None if guide is None else np.concatenate([np.asarray(g) for g in guide])
+    guide_dot = common.guide_products(None if both is None else (both, both), normalize)
     losses, lse, slope = common.softmax_loss(
-        side_by_side(dot), positive, excluded, scale=scale, **options
+        side_by_side(dot),
+        positive,
+        excluded,
+        scale=scale,
+        guide_dot=None if guide_dot is None else side_by_side(guide_dot),
+        **options,
     )
 
     slope *= w[:, None]

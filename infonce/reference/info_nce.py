@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from . import common
-from .common import BiasedSoftmax, Gradients, Ids, Reference
+from .common import BiasedSoftmax, Gradients, Guide, Ids, Reference
 
 
 @common.silent
@@ -20,6 +20,7 @@ def info_nce(
     groups: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    guide: Guide | None = None,
     **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """InfoNCE loss of queries against keys, with its gradients.
@@ -52,9 +53,13 @@ def info_nce(
     weights : array_like [M], optional
         Upstream gradient of each row's loss; by default that of the mean over rows that have a
         positive.
+    guide : tuple of array_like (query guide [M, E], key guide [N, E]), optional
+        Features of another model, the guide: its products exclude likely positives by
+        `guide_margin`, as `common.softmax_loss` defines it. They get no gradient; `normalize`
+        normalises them too.
     **options
-        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
-        `false_negative_margin`, as `common.softmax_loss` defines them.
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias`, `false_negative_margin`
+        and `guide_margin`, as `common.softmax_loss` defines them.
 
     Returns
     -------
@@ -98,7 +103,10 @@ def info_nce(
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 
     dot = q @ k.T
-    losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)
+    guide_dot = common.guide_products(guide, normalize)
+    losses, lse, slope = common.softmax_loss(
+        dot, positive, excluded, scale=scale, guide_dot=guide_dot, **options
+    )
 
     dx = w[:, None] * slope
     dq, dk = scale * (dx @ k), scale * (dx.T @ q)

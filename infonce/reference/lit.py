@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from . import common
-from .common import BiasedSoftmax, Gradients, Ids, Reference
+from .common import BiasedSoftmax, Gradients, Guide, Ids, Reference
 
 
 @common.silent
@@ -19,6 +19,7 @@ def lit(
     groups: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    guide: Guide | None = None,
     **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """Contrastive loss of texts against locked images, with its gradients.
@@ -46,9 +47,13 @@ def lit(
         Divide the rows of both by their L2 norms first.
     weights : array_like [N], optional
         Upstream gradient of each row's loss; 1/N by default.
+    guide : tuple of array_like (text guide [N, E], image guide [N, E]), optional
+        Features of another model, the guide: its products exclude likely positives by
+        `guide_margin`, as `common.softmax_loss` defines it. They get no gradient; `normalize`
+        normalises them too.
     **options
-        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
-        `false_negative_margin`, as `common.softmax_loss` defines them.
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias`, `false_negative_margin`
+        and `guide_margin`, as `common.softmax_loss` defines them.
 
     Returns
     -------
@@ -83,7 +88,10 @@ def lit(
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 
     dot = t @ v.T
-    losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)
+    guide_dot = common.guide_products(guide, normalize)
+    losses, lse, slope = common.softmax_loss(
+        dot, positive, excluded, scale=scale, guide_dot=guide_dot, **options
+    )
 
     dx = w[:, None] * slope
     dt = scale * (dx @ v)

@@ -18,6 +18,7 @@ def nt_xent(
     groups: ArrayLike | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
+    guide: ArrayLike | None = None,
     **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """Normalized temperature-scaled cross-entropy of SimCLR, with its gradients.
@@ -44,9 +45,13 @@ def nt_xent(
         Divide the rows by their L2 norms first. SimCLR does.
     weights : array_like [2B], optional
         Upstream gradient of each row's loss; 1/2B by default.
+    guide : array_like [2B, E], optional
+        Features of another model, the guide: its products exclude likely positives by
+        `guide_margin`, as `common.softmax_loss` defines it. They get no gradient; `normalize`
+        normalises them too.
     **options
-        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias` and
-        `false_negative_margin`, as `common.softmax_loss` defines them.
+        `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias`, `false_negative_margin`
+        and `guide_margin`, as `common.softmax_loss` defines them.
 
     Returns
     -------
@@ -87,7 +92,11 @@ def nt_xent(
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive) | itself
 
     dot = z @ z.T
-    losses, lse, slope = common.softmax_loss(dot, positive, excluded, scale=scale, **options)
+    pair = None if guide is None else (guide, guide)
+    guide_dot = common.guide_products(pair, normalize)
+    losses, lse, slope = common.softmax_loss(
+        dot, positive, excluded, scale=scale, guide_dot=guide_dot, **options
+    )
 
     g = w[:, None] * slope
     dz = scale * ((g + g.T) @ z)

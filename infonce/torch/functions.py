@@ -38,8 +38,13 @@ def _apply(
         if not isinstance(z, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
         _check(kind, name, z, features[0])
-    for name in VECTORS:
-        if getattr(options.get(name), "requires_grad", False) and torch.is_grad_enabled():
+    constants = [(name, options.get(name)) for name in VECTORS]
+    if (guide := options.get("guide")) is not None:
+        constants += [
+            ("guide", z) for z in (guide if isinstance(guide, (tuple, list)) else [guide])
+        ]
+    for name, value in constants:
+        if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: expected a tensor that requires no gradient, as it gets none, got one "
                 "that does: .detach() makes one"
@@ -118,8 +123,9 @@ DOC = """
         Its processes share the batch: each passes its own rows, and gets the loss of all rows and
         gradients that DDP's average makes those of that loss; ``gradient_scale="global"`` where
         gradients are summed. Also `timeout`, `transport` and `exchange`, of `infonce.distributed`.
-    weights, key_bias : tensors, optional
-        As in `infonce.{loss}`. They get no gradient.
+    weights, key_bias, guide : tensors, optional
+        As in `infonce.{loss}`, as far as it has them; a pair of tensors for `guide`. They get no
+        gradient.
     labels, bias, ids, groups, {options}
         As in `infonce.{loss}`, as far as it has them.
 
@@ -131,7 +137,7 @@ DOC = """
     ------
     TypeError, ValueError
         Before any work, naming the argument, what came and what was expected. ValueError also for
-        `weights` and `key_bias` that require a gradient.
+        `weights`, `key_bias` and `guide` that require a gradient.
     RuntimeError
         For second derivatives, forward mode and `torch.vmap`, which are not supported.
         `torch.func.grad` and `vjp` are.

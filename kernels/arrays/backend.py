@@ -28,6 +28,7 @@ from ..problem import (
 )
 from ..room import few_blocks, workspace_too_small
 from ..solve import Vectors, retrieval_ranks_of
+from ..targets import guide_width
 from .fold import ArrayFold
 
 BLOCK_ARRAYS = 8  # arrays of a block's size that are alive at once, at most
@@ -68,12 +69,14 @@ class ArrayBlocks:
     def _block(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of a block. ValueError if the workspace has no room for any."""
         m, n, d = problem.shape
+        width = d + guide_width(problem)
         item = self.dtype.itemsize
         sums = self.key_rows * d * item
+        arrays = BLOCK_ARRAYS + problem.guided
 
         def size(side: int) -> int:
             rows, columns = min(m, side), min(n, side)
-            return item * (BLOCK_ARRAYS * rows * columns + ROW_ARRAYS * (rows + columns) * d)
+            return item * (arrays * rows * columns + ROW_ARRAYS * (rows + columns) * width)
 
         side = min(MOST_ROWS, max(m, n))
         while size(side) + sums > problem.workspace:
@@ -111,7 +114,7 @@ class ArrayBlocks:
     def _finite(self, features: Array) -> Array:
         xp, out = self.xp, self.xp.empty(len(features), bool)
         for rows in slices(len(features), self.block[0]):
-            out[rows] = xp.isfinite(features[rows]).all(axis=1)
+            out[rows] = xp.isfinite(features[rows].astype(self.dtype, copy=False)).all(axis=1)
         return out
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:

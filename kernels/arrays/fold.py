@@ -155,6 +155,8 @@ class ArrayFold:
             x.all[own] = -np.inf
         if problem.query_ids is not None:
             x.all[problem.query_ids[rows, None] == problem.key_ids[columns]] = -np.inf
+        if problem.query_groups is not None:
+            x.all[problem.query_groups[rows, None] != problem.key_groups[columns]] = -np.inf
         if isinstance(epilogue, SoftmaxGradient):
             return self._gradient(epilogue, x, index, rows, columns, left_out)
         logits = positive.astype(np.float64)
@@ -175,17 +177,34 @@ class ArrayFold:
         before = as_sets(out[rows])
         out[rows] = self.xp.where(inside, logits, before).reshape(out[rows].shape)
 
-    def _left_out(
-        self, dots: Array, rows: slice, columns: slice
-    ) -> tuple[Array | None, Array | None]:
-        """Whether rows, and columns, leave out a pair: see `Problem.leaves_out`."""
-        problem = self.problem
-        if problem.limits is None:
+    def _left_out(self, x: Array, rows: slice, columns: slice) -> tuple[Array | None, Array | None]:
+        """Whether rows, and columns, leave out a pair of these dot products: see
+        `Problem.leaves_out`. Where the guide's product is not finite, x becomes NaN."""
+        problem, xp = self.problem, self.xp
+        if not problem.leaves_out:
             return None, None
-        by_row = dots > problem.limits[rows].astype(dots.dtype)[:, None]
-        if problem.key_limits is None:
-            return by_row, None
-        return by_row, dots > problem.key_limits[columns].astype(dots.dtype)
+        compared = []
+        if problem.has_limits:
+            compared.append((x, problem.limits, problem.key_limits))
+        if problem.guided:
+            query, key = (
+                self.backend.unit_rows(problem, guide)[0]
+                for guide in (problem.guide_query[rows], problem.guide_key[columns])
+            )
+            guide = query @ key.T
+            guide[~xp.isfinite(guide)] = np.nan
+            compared.append((guide, problem.guide_limits, problem.guide_key_limits))
+        by_row = by_column = None
+        for dots, limits, key_limits in compared:
+            limit = limits[rows].astype(dots.dtype)[:, None]
+            above = dots > limit
+            by_row = above if by_row is None else by_row | above
+            if key_limits is not None:
+                above = dots > key_limits[columns].astype(dots.dtype)
+                by_column = above if by_column is None else by_column | above
+        if problem.guided:
+            x[xp.isnan(guide)] = np.nan
+        return by_row, by_column
 
     def _exponents(self, x: Array) -> Array:
         """Of negatives, without biases."""

@@ -76,6 +76,11 @@ class CPU:
             query_in_place=gradients is not None and self._in_place(problem, gradients),
             accumulators=self._accumulator_rows(problem, gradients),
         )
+        if problem.guided:
+            guide_query = self._side(problem, problem.guide_query)
+            self.context.guide_query = self.context.guide_key = guide_query
+            if not problem.symmetric:
+                self.context.guide_key = self._side(problem, problem.guide_key)
         self.tile = self._tile(problem)
 
     def _side(self, problem: Problem, features: Array) -> Side:
@@ -84,19 +89,27 @@ class CPU:
 
     def not_finite_marks(self, problem: Problem) -> Array:
         """See `Backend`. The folds alone are not enough: they take a logit of -inf for an excluded
-        pair."""
+        pair, and the largest logit of those that are not NaN."""
         bad = not_finite(problem.query)
         if problem.key is not problem.query:
             bad |= not_finite(problem.key).any()
         elif bad.any():
             bad[:] = True
+        if problem.guided:
+            bad |= (bad_guide := not_finite(problem.guide_query))
+            of_columns = (problem.symmetric or problem.two_sided) and bad_guide.any()
+            bad |= of_columns or not_finite(problem.guide_key).any()
         return np.where(bad, np.nan, 0.0)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
 
     def positive_dots(self, problem: Problem) -> Array:
-        return dots_at(self.context.query, self.context.key, problem.positives)
+        context = self.context
+        query, key = context.query, context.key
+        if context.guide_query is not None and problem.query is context.guide_query.features:
+            query, key = context.guide_query, context.guide_key or key
+        return dots_at(query, key, problem.positives)
 
     def segment_sums(
         self, problem: Problem, segments: Segments, columns: bool

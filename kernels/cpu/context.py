@@ -26,16 +26,32 @@ class Context:
     both_folds: bool  # here: logits may be kept from one fold to the next
     query_in_place: bool  # dQ accumulates in its destination
     accumulators: int  # rows of dK that accumulate in the workspace; 0: in their destination
-    # Logits of the LSE fold that the workspace has room for: the gradient fold reuses them
+    guide_query: Side | None = None
+    guide_key: Side | None = None
+    # Memory of blocks of the LSE fold that the workspace has room for: the gradient fold reuses it
     kept_logits: dict[Block, Array] = field(default_factory=dict)
     kept_memory: Array | None = None
     kept_grid: Grid | None = None
     # The memory of each worker of the LSE fold, by the block whose logits it still has
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
+    def block_elements(self, logits: int) -> int:
+        """Elements that the logits of a block take, with the marks of a guide: a byte each."""
+        return logits + (self.guide_query is not None) * -(-logits // self.dtype.itemsize)
+
+    def block_of(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
+        """The logits [m, n] of a block in its memory, and the marks of a guide."""
+        x, rest = memory[: m * n].reshape(m, n), memory[m * n :]
+        if self.guide_query is None:
+            return x, None
+        return x, rest.view(np.uint8)[: m * n].reshape(m, n)
+
     def worker_elements(self, d: int, bm: int, bn: int) -> int:
         """Elements in the buffers of a worker."""
-        elements = bm * bn
+        elements = self.block_elements(bm * bn)
+        for side, rows in ((self.guide_query, bm), (self.guide_key, bn)):
+            if side is not None and not side.direct:
+                elements += rows * side.features.shape[1]
         elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d
         accumulator = 0 if self.query_in_place else bm * d
         return int(elements + self.gradient * (accumulator + max(bm, bn) * d))
@@ -57,18 +73,17 @@ class Context:
             if not grid.triangle and a < self.threads and b == 0 and problem.method != "fused":
                 continue  # a worker's last block: it stays in the worker's buffer
             rows, columns = grid.rows[a], grid.columns[b]
-            shape = rows.stop - rows.start, columns.stop - columns.start
-            size = shape[0] * shape[1] * self.dtype.itemsize
+            logits = (rows.stop - rows.start) * (columns.stop - columns.start)
+            elements = self.block_elements(logits)
+            size = elements * self.dtype.itemsize
             lacking += max(0, size - room)
             if size <= room:
                 room -= size
-                places[a, b] = slice(used, used + shape[0] * shape[1]), shape
-                used += shape[0] * shape[1]
+                places[a, b] = slice(used, used + elements)
+                used += elements
         self.kept_grid = grid
         self.kept_memory = memory = BUFFER_POOL.take(used, self.dtype)
-        self.kept_logits = {
-            block: memory[elements].reshape(shape) for block, (elements, shape) in places.items()
-        }
+        self.kept_logits = {block: memory[place] for block, place in places.items()}
         if problem.method == "fused" and lacking:
             raise ValueError(
                 f'method: "fused" keeps the {m} x {n} logits within workspace = '

@@ -53,11 +53,14 @@ class Fold:
             None if bias is None else (bias * (LOG2_E / self.c)).astype(dtype)
             for bias in (problem.key_bias, problem.query_bias)
         )
-        self.limits, self.key_limits = (
+        self.limits, self.key_limits, self.guide_limits, self.guide_key_limits = (
             None if limits is None else limits.astype(dtype)
-            for limits in (problem.limits, problem.key_limits)
-        )
-        self.alike = self.key_bias is None and self.limits is None  # the logits of both directions
+            for limits in (
+                problem.limits, problem.key_limits, problem.guide_limits, problem.guide_key_limits
+            )
+        )  # fmt: skip
+        # the logits of both directions
+        self.alike = self.key_bias is None and not problem.leaves_out
         if isinstance(epilogue, SoftmaxGradient):
             self._factors(epilogue)
         elif isinstance(epilogue, Sigmoid):
@@ -140,10 +143,6 @@ class Fold:
     def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(bias of keys, limits) of a tile, of its rows and of its columns, whose keys are rows.
         Each is None without the option."""
-
-        def part(vector: Array | None, of: slice) -> Array | None:
-            return None if vector is None else vector[of]
-
         return (
             (part(self.key_bias, columns), part(self.limits, rows)),
             (part(self.query_bias, rows), part(self.key_limits, columns)),
@@ -199,3 +198,8 @@ class Fold:
             destination[rows] += g
         elif destination is not None:
             np.copyto(destination[rows], g, casting="same_kind")
+
+
+def part(vector: Array | None, of: slice) -> Array | None:
+    """Some elements of a vector that an option may lack."""
+    return None if vector is None else vector[of]

@@ -18,7 +18,8 @@ from ..problem import (
     Sums,
 )
 from . import tile_ops as tile
-from .fold import Fold
+from .elementary import compiled, wide_vectors
+from .fold import Fold, part
 from .workers import BUFFER_POOL, Cancelled
 
 
@@ -46,9 +47,14 @@ class Worker:
             used += size
             return memory[used - size : used].reshape(shape)
 
-        self.logits = buffer(bm * bn)
+        self.logits = buffer(context.block_elements(bm * bn))
         self.query_buffer = None if context.query.direct else buffer(bm, d)
         self.key_buffer = None if context.key.direct else buffer(bn, d)
+        self.guide_query_buffer, self.guide_key_buffer = (
+            None if side is None or side.direct else buffer(rows, side.features.shape[1])
+            for side, rows in ((context.guide_query, bm), (context.guide_key, bn))
+        )
+        self.marks: Array | None = None  # of the tile, by the guide
         if fold.gradients is not None:
             self.product = buffer(max(bm, bn), d)
             self.dq = None if context.query_in_place else buffer(bm, d)
@@ -106,15 +112,21 @@ class Worker:
         """The tile's raw products, -inf for excluded pairs. The gradient fold reuses kept ones."""
         fold, problem = self.fold, self.fold.problem
         kept = fold.kept_logits.get((a, b))
+        memory = self.logits if kept is None else kept
+        x, self.marks = fold.context.block_of(memory, len(q), len(k))
         if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
-            return kept
-        x = kept if kept is not None else self.logits[: len(q) * len(k)].reshape(len(q), len(k))
+            return x
         if self.buffered == (a, b):
             self.buffered = None
             return x
         self.buffered = None if kept is not None else (a, b)
-        np.matmul(q, k.T, out=x)
         rows, columns = fold.grid.rows[a], fold.grid.columns[b]
+        spoiled = None
+        if self.marks is not None:
+            spoiled = self.mark(x, rows, columns, self.marks)
+        np.matmul(q, k.T, out=x)
+        if spoiled is not None:
+            x[spoiled] = np.nan
         if not isinstance(fold.epilogue, SoftmaxGradient):
             logits = fold.epilogue.positive_logits[rows]
             if isinstance(fold.epilogue, RetrievalRanks):
@@ -129,8 +141,27 @@ class Worker:
         if problem.query_ids is not None:
             tile.exclude_ids(x, problem.query_ids[rows], problem.key_ids[columns])
         if problem.query_groups is not None:
-            tile.exclude_other_groups(x, problem.query_groups[rows], problem.key_groups[columns])
+            tile.exclude_ids(x, problem.query_groups[rows], problem.key_groups[columns], False)
         return x
+
+    def mark(self, g: Array, rows: slice, columns: slice, marks: Array) -> Array | None:
+        """The tile's marks by the guide, whose products are put into g. Where they are not finite,
+        if some are not."""
+        fold, context = self.fold, self.fold.context
+        assert context.guide_query is not None
+        assert context.guide_key is not None
+        query = context.guide_query.block(rows, self.guide_query_buffer)
+        key = query
+        if not (fold.grid.triangle and rows == columns):  # as the features of a diagonal tile
+            key = context.guide_key.block(columns, self.guide_key_buffer)
+        np.matmul(query, key.T, out=g)
+        assert fold.guide_limits is not None
+        limits = fold.guide_limits[rows]
+        if mark_pairs(g, limits, part(fold.guide_key_limits, columns), marks):
+            return None
+        not_finite = ~np.isfinite(g)
+        marks[not_finite] = 0
+        return not_finite
 
     def epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
@@ -140,7 +171,9 @@ class Worker:
         if isinstance(epilogue, SoftmaxGradient):
             by_row, by_column = fold.directions(rows, columns)
             if epilogue.column_reference is None:
-                tile.softmax_gradient(x, fold.c, fold.row_reference[rows], fold.a[rows], *by_row)
+                tile.softmax_gradient(
+                    x, fold.c, fold.row_reference[rows], fold.a[rows], *by_row, self.marks
+                )
             elif fold.shared:
                 tile.softmax_gradient_shared(
                     x, fold.c, fold.row_reference[rows], fold.a[rows], fold.u[rows],
@@ -150,6 +183,7 @@ class Worker:
                 tile.softmax_gradient_two_sided(
                     x, fold.c, fold.row_reference[rows], fold.a[rows],
                     fold.column_reference[columns], fold.b[columns], *by_row, *by_column,
+                    self.marks,
                 )  # fmt: skip
             positives = fold.problem.positives[rows].reshape(len(x), -1)
             values = fold.positive_gradient[rows].reshape(positives.shape)
@@ -195,9 +229,9 @@ class Worker:
                 x, fold.c, *tile_rows.arrays, *tile_columns.arrays, partial[0], partial[-1]
             )
         else:
-            tile.row_statistics(x, fold.c, *tile_rows.arrays, *by_row)
+            tile.row_statistics(x, fold.c, *tile_rows.arrays, *by_row, self.marks)
             if both:
-                tile.column_statistics(x, fold.c, *tile_columns.arrays, *by_column)
+                tile.column_statistics(x, fold.c, *tile_columns.arrays, *by_column, self.marks)
 
         def merge() -> None:
             # Rows too: in the symmetric case, columns of earlier panels are these rows
@@ -269,3 +303,24 @@ class Worker:
         positives = context.key.take(problem.positives[rows])
         positive_gradient = -a * end.negative_probability
         g += np.multiply(positives, positive_gradient[:, None], out=positives, casting="same_kind")
+
+
+# --- a loop that Numba compiles ------------------------------------------------------------------
+
+
+@compiled
+def mark_pairs(g, limits, key_limits, marks):  # type: ignore[no-untyped-def]
+    """marks[i, j] = which direction leaves out a pair, whose product by the guide is g[i, j].
+    Whether all products are finite."""
+    wide_vectors()
+    zero = g.dtype.type(0)
+    total = zero
+    for i in range(g.shape[0]):
+        row, limit, out = g[i], limits[i], marks[i]
+        for j in range(row.size):
+            bits = np.uint8(tile.BY_ROW) if row[j] > limit else np.uint8(0)
+            if key_limits is not None:
+                bits |= np.uint8(tile.BY_COLUMN) if row[j] > key_limits[j] else np.uint8(0)
+            out[j] = bits
+            total += row[j] * zero
+    return total == zero

@@ -43,7 +43,7 @@ def _require(m: int, n: int, needed: int) -> None:
         )
 
 
-def _valid(problem: Problem) -> Any:
+def valid_scale(problem: Problem) -> Any:
     """The scale; one on the device that is out of range becomes NaN, as kernels have it."""
     if not isinstance(problem.scale, cupy.ndarray):
         return problem.scale
@@ -74,7 +74,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     matrices = 2 * m * n * real.itemsize if problem.plain else naive.matrix_bytes(problem)
     _require(m, n, matrices + 2 * (m + n) * d * real.itemsize)
     if not problem.plain:
-        problem = fast_replace(problem, scale=_valid(problem))
+        problem = fast_replace(problem, scale=valid_scale(problem))
         return naive.solve(problem, gradients, ElementwiseVectors())
     problem = materialize_vectors(problem, cupy)
     device = cupy.cuda.Device()

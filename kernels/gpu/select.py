@@ -1,4 +1,4 @@
-"""Which of naive, fused, planned and tiled a call takes on the GPU."""
+"""Which of naive, fused, planned, tiled and arrays a call takes on the GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import cupy
 
+from .. import problem as problems
+from .. import solve as blocks
+from ..arrays.backend import ArrayBlocks
 from ..problem import Gradients, Problem
 from ..solve import Solution
 from . import fused as gpu_fused
+from . import linear, recorded
 from . import naive as gpu_naive
 from . import plan as gpu_plan
-from . import recorded
 from .device.arguments import readable_by_kernels
 from .schedule import choose_method, has_plan, needs_kernels_alone
 from .tiled.backend import GPU
+from .vectors import ElementwiseVectors
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -25,7 +29,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             return solve(problem, gradients)
     bare = problem.without_weights() if needs_kernels_alone(problem) else problem
     method = choose_method(bare)
-    on_arrays = method == "naive" and not bare.plain
+    on_arrays = method == "arrays" or (method == "naive" and not bare.plain)
     return METHODS[method](problem if on_arrays else bare, gradients)
 
 
@@ -50,4 +54,18 @@ def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
     return gpu.solve(problem, gradients)
 
 
-METHODS = {"naive": gpu_naive.solve, "fused": gpu_fused.solve, "tiled": _tiled}
+def _on_arrays(problem: Problem, gradients: Gradients | None) -> Solution:
+    """By folds over blocks, whose work is operations on arrays."""
+    scale = gpu_naive.valid_scale(problem)
+    problem = problems.fast_replace(readable_by_kernels(problem), scale=scale)
+    return blocks.solve(problem, array_blocks(problem, gradients), gradients)
+
+
+def array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
+    """The backend of blocks that are CuPy's arrays."""
+    return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.Rows.of)
+
+
+METHODS = {
+    "naive": gpu_naive.solve, "fused": gpu_fused.solve, "tiled": _tiled, "arrays": _on_arrays,
+}  # fmt: skip

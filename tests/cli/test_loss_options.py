@@ -38,6 +38,7 @@ def test_options_are_those_of_the_functions(pair, files):
     assert close(said["value"]["total"], expected.loss)
     assert said["options"] == given | {
         "temperature": None, "scale": 3.0, "normalize": False, "label_smoothing": 0.0,
+        "guide_margin": 0.0,
         "weights": str(files["weights"]),
     }  # fmt: skip
     assert said["retrieval"] is None  # the logits are others
@@ -181,3 +182,23 @@ def test_labels_and_ids_of_64_bits(pair, tmp_path):
     words = fail("loss", image, text, "--loss", "info_nce", "--labels", tmp_path / "eye.npy",
                  "--scale", 3)  # fmt: skip
     assert "got key 0 more than once in row 0: labels.argmax(axis=1) makes labels of one" in words
+
+
+def test_guides_are_embeddings_of_files(pair, tmp_path):
+    image, text, u, v = pair
+    guide = np.random.default_rng(8).normal(size=(2, M, 3))
+    paths = [tmp_path / "image_guide.npy", tmp_path / "text_guide.npy"]
+    for path, z in zip(paths, guide, strict=True):
+        np.save(path, z)
+    flags = ("--guide", paths[0], "--guide", paths[1], "--guide-margin", 0.3)
+    said = report(image, text, *flags)
+    expected = reference.clip(u, v, scale=3.0, guide=tuple(guide), guide_margin=0.3)
+    assert close(said["value"]["total"], expected.loss)
+    assert expected.loss != reference.clip(u, v, scale=3.0).loss
+    assert said["options"]["guide"] == list(map(str, paths))
+    assert said["options"]["guide_margin"] == 0.3
+    assert said["retrieval"] is None
+    assert "--guide: expected 2 for clip, got 1" in fail("loss", image, text, *flags[:2])
+    np.save(paths[1], guide[1, :3])
+    words = "expected shape"
+    assert words in fail("loss", image, text, *flags, "--scale", 3)

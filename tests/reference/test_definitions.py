@@ -71,7 +71,7 @@ def test_gradients_are_central_differences_of_the_value(name):
     @given(problems(names=(name,), options=EITHER, groups=EITHER), st.integers(0, 2**32 - 1))
     def check(problem, seed):
         # The one is not differentiated, the other jumps.
-        for option in ("hardness", "false_negative_margin"):
+        for option in ("hardness", "false_negative_margin", "guide", "guide_margin"):
             problem.softmax.pop(option, None)
         rng = np.random.default_rng(seed)
         # A row close to the origin turns so fast that a difference over 1e-4 says little.

@@ -24,6 +24,7 @@ NEUTRAL = {
     "label_smoothing": 0.0,
     "hardness": 0.0,
     "false_negative_margin": np.inf,
+    "guide_margin": 0.0,
 }
 
 # ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from definitions import gte_by_definition, kept_keys, rows_by_definition, unit
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -25,83 +26,6 @@ EPS = np.finfo(np.float64).eps
 
 EITHER, NO, YES = st.booleans(), st.just(False), st.just(True)
 quick = settings(max_examples=30, deadline=None, derandomize=True, database=None)
-
-
-def kept_keys(i, positives, columns, ids, groups, itself_too=True):
-    """Keys that query i is compared with."""
-    kept = []
-    for j in range(columns):
-        if j == i and not itself_too:
-            continue
-        if j not in positives and ids[0] is not None and ids[0][i] == ids[1][j]:
-            continue
-        if j not in positives and groups[0] is not None and groups[0][i] != groups[1][j]:
-            continue
-        kept.append(j)
-    return kept
-
-
-def row_by_definition(
-    dot,
-    positives,
-    kept,
-    *,
-    scale,
-    margin=0.0,
-    decoupled=False,
-    label_smoothing=0.0,
-    hardness=0.0,
-    key_bias=None,
-    false_negative_margin=None,
-):
-    """Loss and log-sum-exp of one row, from its products with the kept keys: log sum exp, less the
-    mean over the targets. What is not differentiated is real."""
-    if positives and false_negative_margin is not None:
-        limit = max(dot[p].real for p in positives) + false_negative_margin
-        kept = [j for j in kept if j in positives or dot[j].real <= limit]
-    x, total, target = {}, 0.0, {}
-    for j in kept:
-        x[j] = scale * (dot[j] - margin * (j in positives))
-        if key_bias is not None:
-            x[j] = x[j] + key_bias[j]
-        if j in positives:
-            total = total + (0 if decoupled else np.exp(x[j]))
-            target[j] = (1 - label_smoothing) / len(positives) + label_smoothing / len(kept)
-        else:
-            total = total + np.exp(hardness * dot[j].real) * np.exp(x[j])
-            target[j] = label_smoothing / len(kept)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total)  # -inf where nothing takes part
-    return (lse - sum(target[j] * x[j] for j in kept) if positives else 0.0), lse
-
-
-def rows_by_definition(dot, positives, ids, groups, itself_too=True, **options):
-    """Row by row."""
-    rows = [
-        row_by_definition(
-            dot[i], positive_keys,
-            kept_keys(i, positive_keys, len(dot[i]), ids, groups, itself_too), **options,
-        )
-        for i, positive_keys in enumerate(positives)
-    ]  # fmt: skip
-    losses, lse = zip(*rows, strict=True)
-    return np.array(losses), np.array(lse)
-
-
-def gte_by_definition(q, k, ids, groups, **options):
-    """Four comparisons for each pair."""
-    ids = range(len(q)) if ids is None else ids
-    groups = [0] * len(q) if groups is None else groups
-    rows = []
-    for i in range(len(q)):
-        others = [j for j in range(len(q)) if ids[j] != ids[i] and groups[j] == groups[i]]
-        dots = [(q[i] * k[i]).sum()]
-        for j in others:
-            compared = (q[i], k[j]), (q[j], k[i]), (q[i], q[j]), (k[i], k[j])
-            dots += [(a * b).sum() for a, b in compared]
-        rows.append(row_by_definition(dots, {0}, range(len(dots)), **options))
-    losses, lse = zip(*rows, strict=True)
-    return np.array(losses), np.array(lse)
 
 
 def each_once(labels: np.ndarray) -> np.ndarray:
@@ -159,16 +83,23 @@ class Problem(NamedTuple):
         """Losses, their weighted sum, and the log-sum-exps, by definition."""
         a, b = self.features[0], self.features[-1]
         if self.normalize:
-            a = a / np.sqrt((a * a).sum(axis=1, keepdims=True))
-            b = b / np.sqrt((b * b).sum(axis=1, keepdims=True))
+            a, b = unit(a), unit(b)
         dot, rows, positives = a @ b.T, len(a), self.positives()
         paired = [z if isinstance(z, tuple) else (z, z) for z in (self.ids, self.groups)]
         options = {"scale": self.scale, **self.softmax}
+        guide = options.pop("guide", None)
+        if guide is not None:
+            guide = guide if isinstance(guide, tuple) else (guide, guide)
+            guide = tuple(map(unit, guide)) if self.normalize else guide
+            options["guide_dot"] = guide[0] @ guide[1].T
         if self.name == "gte":
-            losses, lse = gte_by_definition(a, b, self.ids, self.groups, **options)
+            options.pop("guide_dot", None)
+            losses, lse = gte_by_definition(a, b, self.ids, self.groups, guide, **options)
         elif self.name == "clip":
             row, r = rows_by_definition(dot, positives, *paired, **options)
             options.pop("key_bias", None)
+            if guide is not None:
+                options["guide_dot"] = options["guide_dot"].T
             turned = [sides[::-1] for sides in paired]
             column, c = rows_by_definition(dot.T, positives, *turned, **options)
             losses, lse = (row + column) / 2, (r, c)
@@ -220,6 +151,8 @@ def call_of(problem, reduction="mean"):
     for names in spec.EXCLUSIVE:
         if {*names} <= softmax.keys() | named:
             del softmax[next(name for name in reversed(names) if name in softmax)]
+    if "guide" not in softmax:
+        softmax.pop("guide_margin", None)
     options = {"scale": problem.scale, "normalize": problem.normalize}
     options |= {name: getattr(problem, name) for name in spec.NAMES}
     if problem.labels is not None:
@@ -233,7 +166,7 @@ def call_of(problem, reduction="mean"):
     return problem._replace(softmax=softmax, weights=weights), options | softmax
 
 
-def softmax_options(name, columns, rng):
+def softmax_options(name, rows, columns, rng):
     """Some of the options that a loss takes. Each as often as not: draws of its own would be
     correlated."""
     options = {}
@@ -245,6 +178,10 @@ def softmax_options(name, columns, rng):
         options["false_negative_margin"] = rng.uniform(-0.5, 0.5)
     if rng.random() < 0.5 and name != "gte":
         options["key_bias"] = rng.normal(size=columns)
+    if rng.random() < 0.3 and name != "sup_con":
+        guide = rng.normal(size=(rows, 3)), rng.normal(size=(columns, 3))
+        options["guide"] = guide[0] if name == "nt_xent" else guide
+        options["guide_margin"] = rng.uniform(-0.5, 0.5)
     form = rng.integers(3)
     if form == 1:
         options["decoupled"] = True
@@ -279,7 +216,7 @@ def drawn_problem(name, rng, rows, columns, width):
         ids = drawn_names(name, rng, 6, rows, columns)
     if rng.random() < 0.3 and name != "sup_con":
         groups = drawn_names(name, rng, 3, rows, columns)
-    softmax = softmax_options(name, columns, rng) if name != "siglip" else {}
+    softmax = softmax_options(name, rows, columns, rng) if name != "siglip" else {}
     problem = Problem(
         name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
         groups=groups, normalize=bool(rng.random() < 0.5), softmax=softmax,
@@ -335,7 +272,7 @@ def problems(
         groups = drawn_names(name, rng, 2, rows, columns)
     softmax = {}
     if name != "siglip" and draw(options):
-        softmax = softmax_options(name, columns, rng)
+        softmax = softmax_options(name, rows, columns, rng)
     problem = Problem(
         name,
         features,

@@ -21,9 +21,10 @@ from ...result import LossAndGrad, Metrics
 from ...spec import NAMES, VECTORS, WAITING, Loss
 
 NOTHING: frozenset[str] = frozenset()
-KEPT = frozenset({"temperature", *NAMES, *VECTORS})
+PAIRS = (*NAMES, "guide")  # one array or one for either side
+KEPT = frozenset({"temperature", *PAIRS, *VECTORS})
 UNTRACKED = (
-    "labels", *(f"{side} {name}" for name in NAMES for side in ("row", "column")), *VECTORS
+    "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *VECTORS
 )  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
 WAITING_DTYPES = {getattr(torch, name): getattr(torch, other) for name, other in WAITING.items()}
@@ -106,12 +107,13 @@ class Call:
 
     @property
     def _own(self) -> tuple[Any, ...]:
-        """By `UNTRACKED`; ids and groups that are no pair are those of rows."""
+        """By `UNTRACKED`; ids, groups and guides that are no pair are those of rows."""
         get = self.options.get
         sides: list[Any] = []
-        for name in NAMES:
+        for name in PAIRS:
             value = get(name)
-            pair: Any = value if is_pair(value) else (value, None)
+            both = isinstance(value, (tuple, list)) and len(value) == 2
+            pair: Any = value if is_pair(value) or (both and name == "guide") else (value, None)
             sides += pair
         return (self.labels, *sides, *[get(name) for name in VECTORS])
 
@@ -127,10 +129,10 @@ class Call:
         given = [
             x if tensor is None else tensor for x, tensor in zip(self._own, tensors, strict=True)
         ]
-        labels, *sides = given[: 1 + 2 * len(NAMES)]
-        vectors = given[1 + 2 * len(NAMES) :]
+        labels, *sides = given[: 1 + 2 * len(PAIRS)]
+        vectors = given[1 + 2 * len(PAIRS) :]
         options = {**self.options, **dict(zip(VECTORS, vectors, strict=True))}
-        for name, rows, columns in zip(NAMES, sides[::2], sides[1::2], strict=True):
+        for name, rows, columns in zip(PAIRS, sides[::2], sides[1::2], strict=True):
             options[name] = rows if columns is None else (rows, columns)
         return replace(self, labels=labels, options=options)
 

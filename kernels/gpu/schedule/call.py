@@ -134,6 +134,7 @@ class Call:
     moments: bool = False  # sums have first moments, from which the gradient of the scale follows
     copied: int = 0  # bytes of the workspace for copies of a joint loss
     adds_query: bool = False  # dQ is added to what is there
+    needs_arrays: bool = False  # an option is taken by no kernel
     block: BlockFold | None = None  # None: all folds of a whole call
 
     @staticmethod
@@ -157,7 +158,8 @@ class Call:
             bool(problem.margin or problem.decoupled or problem.hardness),
             problem.weights is not None, problem.label_smoothing != 0.0, classes is not None,
             0 if sums is None else sums.count, problem.joint, problem.retrieval_ranks,
-            problem.moments, problem.copied, gradients is not None and gradients.add_query, block,
+            problem.moments, problem.copied, gradients is not None and gradients.add_query,
+            problem.needs_arrays, block,
         )  # fmt: skip
 
     @property
@@ -205,7 +207,8 @@ class Call:
     def plain(self) -> bool:
         """Whether each row has one positive, and a softmax of the logits as they are."""
         numbers = self.pair_options or self.row_numbers or self.weights
-        return not (numbers or self.set_size > 1 or self.linear_terms or self.joint)
+        changed = numbers or self.needs_arrays or self.linear_terms or self.joint
+        return not (changed or self.set_size > 1)
 
     @property
     def one_softmax(self) -> bool:

@@ -52,7 +52,7 @@ class Schedule:
 def schedule(call: Call, device: DeviceProperties) -> Schedule:
     """How a call runs on a device."""
     method = choose_method(call)
-    if method == "naive":
+    if method in ("naive", "arrays"):
         return Schedule(call, method, device)
     if method == "fused":
         return Schedule(call, method, device, one_launch=launch_of(call, device))

@@ -16,14 +16,17 @@ MAX_FUSED_ROWS = 2048  # of either side: one thread block meets all of them
 
 
 def choose_method(asked: Problem | Call) -> str:
-    """One launch for a small batch, else folds over blocks, unless the caller wants another method.
+    """One launch for a small batch, else folds over blocks, unless the caller wants another method;
+    folds by operations on arrays ("arrays") for options that no kernel takes.
     ValueError for one launch of logits that do not fit the workspace, or that are to be ranked."""
     method = asked.method
-    if method in ("naive", "tiled"):
-        return method
     if method == "fused":
         _require_one_launch(asked)
         return "fused" if asked.plain else "naive"
+    if asked.needs_arrays and method != "naive":
+        return "arrays"
+    if method in ("naive", "tiled"):
+        return method
     m, n, d = asked.shape
     is_small = (
         m * n <= MAX_FUSED_LOGITS and max(m, n) <= MAX_FUSED_ROWS

@@ -19,6 +19,7 @@ import numpy as np
 from ...linear import Segments, SegmentSums, segment_sums
 from ...problem import Array, Epilogue, Gradients, OnlineSoftmax, Problem, Sigmoid, fast_replace
 from ...solve import Solution, retrieval_ranks_of, softmax_gradient, solution_of
+from ...targets import limited
 from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import Rows
@@ -66,7 +67,7 @@ class GPU:
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
         }  # fmt: skip
         if problem.leaves_out:
-            problem = problem.with_limits(vectors.limits(problem, self.positive_dots(problem)))
+            problem = limited(problem, self, vectors)
         self.buffers.prepare(problem)
         sums = [fold for fold in folds if fold.purpose in epilogues]
         for fold in sums:

@@ -1,0 +1,263 @@
+"""Guides: which negatives they leave out, by every method of the CPU and by array operations."""
+
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from host_device import Rows
+from infonce.kernels.arrays.backend import ArrayBlocks
+from infonce.kernels.cpu import backend
+from infonce.kernels.problem import Gradients
+from infonce.kernels.solve import Solution, Vectors, solve
+from judge import VIEWS, viewed
+from reference_problems import Problem, one_problem
+
+import infonce
+from infonce import reference
+
+NAMES = ("info_nce", "nt_xent", "clip", "lit", "gte")
+METHODS = ("naive", "fused", "tiled", "arrays")
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of a call by a method; "arrays" takes the place of "tiled"."""
+    if request.param != "arrays":
+        return {"method": request.param}
+
+    def by_arrays(problem: Any, gradients: Gradients | None) -> Solution:
+        array_blocks = ArrayBlocks(problem, gradients, Vectors(np), Rows)
+        array_blocks.block = min(7, problem.shape[0]), min(5, problem.shape[1])
+        return solve(problem, array_blocks, gradients)
+
+    monkeypatch.setattr(backend, "solve", by_arrays)
+    return {}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "TILE", (16, 24))
+    monkeypatch.setattr(backend, "TRIANGLE_SIDE", 16)
+
+
+def guided(name: str, rows: int = 6, seed: int = 0, **options: Any) -> Problem:
+    """A problem with a guide of another width."""
+    problem = one_problem(name, seed, rows)
+    guide = tuple(np.random.default_rng(seed + 9).normal(size=(len(problem.features), rows, 5)))
+    guide = guide if len(guide) > 1 else guide[0]
+    return problem._replace(softmax={"guide": guide, **options})
+
+
+def given_options(problem: Problem) -> dict[str, Any]:
+    return {key: v for key, v in problem.options().items() if key != "weights"}
+
+
+def called(problem: Problem, **options: Any) -> infonce.LossAndGrad:
+    function = getattr(infonce, f"{problem.name}_loss_and_grad")
+    result: infonce.LossAndGrad = function(*problem.features, **given_options(problem), **options)
+    return result
+
+
+def near(got: infonce.LossAndGrad, want: Any, tolerance: float = 1e-12) -> None:
+    np.testing.assert_allclose(got.loss, want.loss, rtol=tolerance, atol=tolerance)
+    for field, gradient in want.grads.items():
+        if gradient is not None:
+            have = getattr(got.grads, field)
+            np.testing.assert_allclose(have, gradient, rtol=tolerance, atol=tolerance)
+
+
+def bits(result: infonce.LossAndGrad) -> list[bytes]:
+    return [np.asarray(z).tobytes() for z in (result.loss, *result.grads) if z is not None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_guide_below_all_margins_has_the_bits_of_none(name: str, method: dict[str, Any]) -> None:
+    problem = guided(name, guide_margin=np.inf)
+    assert bits(called(problem, **method)) == bits(called(problem._replace(softmax={}), **method))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_guide_of_the_features_is_false_negative_margin(
+    name: str, method: dict[str, Any]
+) -> None:
+    problem = guided(name, rows=40)
+    features = problem.features if len(problem.features) > 1 else problem.features[0]
+    softmax = {"guide": features, "guide_margin": 0.3}
+    got = called(problem._replace(softmax=softmax), **method)
+    other = problem._replace(softmax={"false_negative_margin": 0.3})
+    near(got, other.reference())
+    assert got.loss < called(problem._replace(softmax={}), **method).loss  # some are left out
+
+
+def test_pairs_that_are_left_out(method: dict[str, Any]) -> None:
+    """Of the positive 1.0, and a margin 0.5, negatives of 1.4 stay and of 1.6 do not."""
+    query, key = np.ones((1, 1)), np.array([[0.3], [0.2], [0.7], [0.1]])
+    guide = np.ones((1, 1)), np.array([[1.0], [1.4], [1.6], [-2.0]])
+    options: dict[str, Any] = {"scale": 3.0, **method}
+    got = infonce.info_nce_loss_and_grad(query, key, guide=guide, guide_margin=0.5, **options)
+    kept = infonce.info_nce_loss_and_grad(query, key[[0, 1, 3]], **options)
+    np.testing.assert_allclose(got.loss, kept.loss, rtol=1e-14)
+    assert got.grads.key[2] == 0
+
+
+def test_each_direction_compares_with_its_own_positive(method: dict[str, Any]) -> None:
+    """By the guide, positives are 1 and 3, the pair (0, 1) is 2: row 0 leaves it out, column 1 does
+    not."""
+    z = np.zeros((2, 1))
+    guide = np.array([[1.0, 0.0], [0.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 1.0]])
+    loss = infonce.clip_loss(z, z, scale=1.0, guide=guide, reduction="none", **method)
+    np.testing.assert_allclose(loss, [np.log(2) / 2, np.log(2)], rtol=1e-14)
+
+
+@pytest.mark.parametrize("workspace", [None, 20_000])
+@pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_of_the_cpu(
+    small_tiles: None, name: str, normalize: bool, grad_dtype: Any, workspace: int | None
+) -> None:
+    """Logits and marks are kept from pass to pass, and computed again; with other options."""
+    problem = guided(name, 58, guide_margin=0.2, false_negative_margin=0.4, hardness=0.5)
+    problem = problem._replace(normalize=normalize, ids=np.arange(58) // 3)
+    for key_bias in {"gte": [None]}.get(name, [None, np.linspace(-1, 1, 58)]):
+        softmax = problem.softmax | ({} if key_bias is None else {"key_bias": key_bias})
+        problem = problem._replace(softmax=softmax)
+        got = called(problem, method="tiled", grad_dtype=grad_dtype, workspace=workspace)
+        near(got, problem.reference(), 1e-11 if grad_dtype == np.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", NAMES)
+def test_both_folds_leave_out_the_same_pairs(small_tiles: None, name: str, grad_dtype: Any) -> None:
+    """The guide's rows differ by rounding, so that digits beyond float32 decide which pairs take
+    part. Slopes of a row add up to 0 if those in its sum are those in its gradient."""
+    rng = np.random.default_rng(2)
+    guide = rng.standard_normal(37) / 6 + 6e-8 * rng.standard_normal((2, 150, 37))
+    z = rng.standard_normal((2, 150, 8)).astype(np.float32)
+    z[:, :, -1] = 1.0  # whose gradient is the sum of the slopes
+    pair = name != "nt_xent"
+    features, guides = (tuple(of) if pair else of[:1] for of in (z, guide.astype(np.float32)))
+    for workspace in (None, 40_000):
+        got = getattr(infonce, f"{name}_loss_and_grad")(
+            *features, scale=1.0, reduction="sum", grad_dtype=grad_dtype, method="tiled",
+            workspace=workspace, guide=guides if pair else guides[0],
+        )  # fmt: skip
+        lse = np.concatenate(got.lse) if name == "clip" else got.lse
+        assert len(np.unique(lse.round(2))) > 20
+        total = sum(gradient[:, -1].sum() for gradient in got.grads[:-1] if gradient is not None)
+        assert np.abs(total).max() < 1e-3
+
+
+@pytest.mark.parametrize("how", VIEWS)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ">f4"])
+def test_strides_and_dtypes_of_guides(how: str, dtype: Any, method: dict[str, Any]) -> None:
+    """Numbers that all dtypes hold exactly, behind any strides; features of another dtype."""
+    problem = guided("clip", 20)
+    rng = np.random.default_rng(1)
+    guide = tuple(rng.integers(-2, 3, (2, 20, 5)).astype(np.float64))
+    want = problem._replace(softmax={"guide": guide, "guide_margin": 0.5}).reference()
+    guide = tuple(viewed(z.astype(dtype), how) for z in guide)
+    near(called(problem._replace(softmax={"guide": guide, "guide_margin": 0.5}), **method), want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_guide_that_is_not_finite_makes_losses_nan(
+    name: str, bad: float, method: dict[str, Any]
+) -> None:
+    problem = guided(name)
+    guide = problem.softmax["guide"]
+    (guide if isinstance(guide, np.ndarray) else guide[0])[2, 1] = bad
+    with np.errstate(invalid="ignore"):
+        want = problem.reference()
+    options = given_options(problem) | method
+    losses = getattr(infonce, f"{name}_loss")(*problem.features, reduction="none", **options)
+    assert np.isnan(losses[2])
+    np.testing.assert_array_equal(np.isnan(losses), np.isnan(want.losses))
+    side = "guide: " if name == "nt_xent" else r"guide\[0\]: "
+    with pytest.raises(ValueError, match=side + "expected finite values, got .* in row 2"):
+        called(problem, check_finite=True, **method)
+
+
+def test_peak_memory_is_within_the_workspace() -> None:
+    m, d, e, workspace = 3000, 32, 48, 8 * 2**20
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((2, m, d), np.float32)
+    guide = tuple(rng.standard_normal((2, m, e), np.float32))
+    out = {name: np.empty((m, d), np.float32) for name in ("image", "text")}
+    options: dict[str, Any] = {"scale": 0.1, "normalize": True, "guide": guide}
+    infonce.clip_loss_and_grad(*z, workspace=workspace, **options)
+    backend.BUFFER_POOL.clear()
+    tracemalloc.start()
+    infonce.clip_loss_and_grad(*z, workspace=workspace, out=out, **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert workspace / 2 < peak < workspace + 60 * 8 * m
+
+
+def test_too_small_a_workspace_says_what_is_enough() -> None:
+    problem = guided("clip", 64)
+    options: dict[str, Any] = {"grad_dtype": np.float32, "method": "tiled"}
+    with pytest.raises(ValueError, match="workspace: expected at least") as error:
+        called(problem, workspace=1000, **options)
+    least = int(str(error.value).split()[4])
+    near(called(problem, workspace=least, **options), problem.reference(), 1e-6)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        called(problem, workspace=least - 1, **options)
+
+
+Z = np.random.default_rng(0).standard_normal((4, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        ("clip", {"guide": Z}, TypeError, r"guide: expected a pair \(of image, of text\), got nd"),
+        ("clip", {"guide": (Z,)}, TypeError, "guide: expected a pair"),
+        ("nt_xent", {"guide": (Z, Z)}, TypeError, "guide: expected an array, got tuple"),
+        ("clip", {"guide": (Z, [1.0])}, TypeError, r"guide\[1\]: expected an array, got list"),
+        ("clip", {"guide": (Z, Z[:3])}, ValueError, r"guide\[1\]: expected shape \(4, 3\), got"),
+        ("clip", {"guide": (Z, Z[:, :2])}, ValueError, r"guide\[1\]: expected shape \(4, 3\), got"),
+        ("clip", {"guide": (Z[0], Z)}, ValueError, r"guide\[0\]: expected 2 dimensions"),
+        ("clip", {"guide": (Z[:, :0],) * 2}, ValueError, r"guide\[0\]: expected at least one"),
+        ("clip", {"guide": (Z.astype(int), Z)}, TypeError, r"guide\[0\]: expected dtype float64"),
+        ("clip", {"guide_margin": 0.1}, ValueError, "guide_margin: expected 0.0 without guide"),
+        ("clip", {"guide": (Z, Z), "guide_margin": np.nan}, ValueError, "guide_margin: expected"),
+        ("clip", {"guide": (Z, Z), "guide_margin": "1"}, TypeError, "guide_margin: expected a num"),
+        ("clip", {"guide": (Z, Z), "metrics": True}, ValueError, "metrics: expected False with g"),
+        ("clip", {"guide": (Z, Z), "label_smoothing": 0.1}, ValueError, "label_smoothing: exp"),
+        ("clip", {"guide": (Z, Z), "offload": True}, ValueError, "offload: expected False with g"),
+        ("siglip", {"guide": (Z, Z)}, ValueError, "guide: expected None for siglip, which"),
+        ("siglip", {"guide_margin": 1.0}, ValueError, "guide_margin: expected 0.0 for siglip"),
+    ],
+)  # fmt: skip
+def test_bad_guides(name: str, options: dict[str, Any], error: Any, words: str) -> None:
+    features = (Z,) if name == "nt_xent" else (Z, Z)
+    for end in ("", "_and_grad"):
+        if not end and "metrics" in options:
+            continue
+        function = getattr(infonce, f"{name}_loss{end}")
+        with pytest.raises(error, match=words):
+            function(*features, scale=1.0, **options)
+
+
+def test_sup_con_has_no_guide() -> None:
+    with pytest.raises(ValueError, match="guide: expected None for sup_con, which has none"):
+        infonce.sup_con_loss(Z, np.arange(4) % 2, scale=1.0, guide=Z)
+
+
+def test_the_published_mask_of_gist() -> None:
+    """GISTEmbed's mask over queries and keys: similarities by the guide above the positive's."""
+    problem = guided("info_nce", 12, seed=3)._replace(normalize=True)
+    query, key = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in problem.features)
+    guides = problem.softmax["guide"]
+    guide = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in guides]
+    similarity = guide[0] @ guide[1].T
+    scores = 2.0 * (query @ key.T)
+    scores[similarity > similarity.diagonal()[:, None]] = -np.inf
+    loss = np.log(np.exp(scores).sum(axis=1)) - scores.diagonal()
+    np.testing.assert_allclose(called(problem).loss, loss.mean(), rtol=1e-13)
+    want = reference.info_nce(*problem.features, scale=2.0, normalize=True, guide=tuple(guides))
+    np.testing.assert_allclose(want.loss, loss.mean(), rtol=1e-13)
