@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from definitions import gte_by_definition, kept_keys, rows_by_definition, unit
 from hypothesis import settings
 from hypothesis import strategies as st
+from judge import gte_by_definition, kept_keys, rows_by_definition, unit
 
 from infonce import reference, spec
 
