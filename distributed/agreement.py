@@ -205,8 +205,8 @@ def statement(call: Call, request: Request, features: list[Array], sizes: list[i
         **{name: compared_as(options.get(name)) for name in NAMES},
         "guide": _guide_of(request.problem),
     }
-    given, weighted = options.get("weights"), problem.weights is not None
-    positive = given is None or request.on_gpu or bool(np.any(arrays.native(given, "weights")))
+    weights, weighted = options.get("weights"), problem.weights is not None
+    positive = weights is None or request.on_gpu or bool(np.any(arrays.native(weights, "weights")))
     rank_settings = {name: call.rank_options[name] for name in OF_RANKS}
     rank_settings["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
     library = os.environ.get(transports.CUDA_AWARE)

@@ -330,12 +330,12 @@ class FoldsOverRanks:
         own = keys.whole and keys.mine
         symmetric = problem.symmetric and own
         no_local = self.own_positives and not keys.mine
-        given = dict(zip(names(problem), arrays, strict=False))
+        key_fields = dict(zip(names(problem), arrays, strict=False))
         if symmetric:
-            given["key"] = problem.query
+            key_fields["key"] = problem.query
         block = fast_replace(
             problem,
-            **given,
+            **key_fields,
             positives=self._positives(problem, keys, no_local),
             key_shard=not own,
             no_local_positives=no_local,

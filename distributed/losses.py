@@ -91,10 +91,10 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         else:  # as `bind` would, whose time small batches notice
             arguments = dict(zip(names, args, strict=False))
         arguments = defaults | arguments
-        given = [arguments[name] for name in kind.arguments]
+        callers = [arguments[name] for name in kind.arguments]
         rank_options = {name: options.pop(name, default) for name, default in RANK_OPTIONS.items()}
         labels, bias = arguments.get("labels"), arguments.get("bias")
-        return evaluate(kind, given, labels, bias, options, rank_options, with_grad)
+        return evaluate(kind, callers, labels, bias, options, rank_options, with_grad)
 
     over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*positional, *keywords]

@@ -153,12 +153,12 @@ def _one_gpu_each(
 
 def hosts_of(ranks: Communicator) -> list[list[int]]:
     """The ranks of each host: as INFONCE_LOCAL_SIZE says, so many each, or by their processes."""
-    given = os.environ.get("INFONCE_LOCAL_SIZE", "")
-    if given:
-        size = int(given) if given.isdecimal() else 0
+    setting = os.environ.get("INFONCE_LOCAL_SIZE", "")
+    if setting:
+        size = int(setting) if setting.isdecimal() else 0
         if not size or ranks.size % size:
             raise ValueError(
-                f"INFONCE_LOCAL_SIZE: expected a divisor of the {ranks.size} ranks, got {given!r}"
+                f"INFONCE_LOCAL_SIZE: expected a divisor of the {ranks.size} ranks, got {setting!r}"
             )
         return [list(range(r, r + size)) for r in range(0, ranks.size, size)]
     hosts = ranks.peers.hosts if ranks.peers else []

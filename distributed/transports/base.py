@@ -98,12 +98,12 @@ def sum_over_ranks(
 ) -> dict[str, Array]:  # fmt: skip
     """Of each name: the sum over ranks of a 0-d array, divided by a number; 0-d of `dtype`. Ranks
     are added in their order: bitwise the same on every rank and in every run."""
-    given = {name: number for name, (number, _) in numbers.items() if number is not None}
-    if not given:
+    wanted = {name: number for name, (number, _) in numbers.items() if number is not None}
+    if not wanted:
         return {}
-    rank_values = through.allgather(list(given.values()))
-    divisors = [numbers[name][1] for name in given]
-    return dict(zip(given, vectors.sum_over_ranks(rank_values, divisors, dtype), strict=True))
+    rank_values = through.allgather(list(wanted.values()))
+    divisors = [numbers[name][1] for name in wanted]
+    return dict(zip(wanted, vectors.sum_over_ranks(rank_values, divisors, dtype), strict=True))
 
 
 def totals(
