@@ -199,11 +199,12 @@ def unpacked(everyone: Sequence[Statement]) -> list[Terms]:
 def statement(call: Call, request: Request, features: list[Array], sizes: list[int]) -> Statement:
     """What a rank states of its checked call."""
     options, problem = call.options, request.problem
+    guide = _guide_of(problem)
     labelled = "not given" if call.labels is None else "given"
     compared = {
         "labels": compared_as(call.labels) if call.kind.classes else labelled,
         **{name: compared_as(options.get(name)) for name in NAMES},
-        "guide": _guide_of(request.problem),
+        "guide": guide,
     }
     weights, weighted = options.get("weights"), problem.weights is not None
     positive = weights is None or request.on_gpu or bool(np.any(arrays.native(weights, "weights")))
