@@ -35,7 +35,6 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
 def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
     """By folds over blocks; if there is no memory for what a call takes unasked, without that."""
-    problem = readable_by_kernels(problem)
     try:
         return _by_folds(problem, gradients)
     except MemoryError:
@@ -45,10 +44,11 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
-    if has_plan(problem):
+    problem, by_kernels = readable_by_kernels(problem), needs_kernels_alone(problem)
+    if has_plan(problem, by_kernels):
         made = gpu_plan.call(recorded.solution, problem, gradients, graphs=True)
         return recorded.solution_of(made)
-    if needs_kernels_alone(problem):
+    if by_kernels:
         recorded.compile_kernels(problem, gradients)
     gpu = GPU(problem, gradients)
     return gpu.solve(problem, gradients)

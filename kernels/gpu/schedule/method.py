@@ -69,7 +69,7 @@ def needs_kernels_alone(problem: Problem) -> bool:
     return known and alone and not smoothed_ids
 
 
-def has_plan(problem: Problem) -> bool:
+def has_plan(problem: Problem, by_kernels: bool) -> bool:
     """Whether a tiled call may be recorded. Operations on arrays cannot be; and a caller who wants
     to see its progress sees it launched."""
-    return problem.progress is None and needs_kernels_alone(problem)
+    return by_kernels and problem.progress is None

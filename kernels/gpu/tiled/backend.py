@@ -68,7 +68,6 @@ class GPU:
         }  # fmt: skip
         if problem.leaves_out:
             problem = limited(problem, self, vectors)
-        self.buffers.prepare(problem)
         sums = [fold for fold in folds if fold.purpose in epilogues]
         for fold in sums:
             self.run((fold,), problem, epilogues[fold.purpose], gradients)
@@ -82,7 +81,6 @@ class GPU:
         self, problem: Problem, gradients: Gradients | None, dots: Array | None
     ) -> Solution:
         problem, epilogue = self.vectors.sigmoid(problem)
-        self.buffers.prepare(problem)
         self.run(self.schedule.folds, problem, epilogue, gradients)
         losses = self.vectors.mark_not_finite(problem, epilogue, self)
         bias_grad = epilogue.bias_grad if problem.scalar_grads else None
@@ -96,7 +94,6 @@ class GPU:
         if callable(epilogue):
             epilogue(self, problem)
             return
-        self.buffers.prepare(problem)
         self.run(self.schedule.folds, problem, epilogue, gradients)
 
     def run(
@@ -104,6 +101,8 @@ class GPU:
         gradients: Gradients | None,
     ) -> None:  # fmt: skip
         """Folds of one epilogue, in their order."""
+        if not self.buffers.logit_scale:  # these are the first
+            self.buffers.prepare(problem)
         for before, fold in zip((None, *folds), folds, strict=False):
             dq_alone = before is not None and before.dk_accumulator is None
             if dq_alone and isinstance(epilogue, Sigmoid):
