@@ -145,16 +145,15 @@ def agree_on(
     the call of one is refused, or calls differ; `unreadable`: why there are no features."""
     shapes = [tuple(getattr(z, "shape", ())) for z in features]
     sizes = [shape[0] if len(shape) == 2 else 1 for shape in shapes]  # others are refused later
-    last, error = ranks.agreed, unreadable
-    stated = pickle.dumps(Terms(sizes)), b""
+    last, error, stated = ranks.agreed, unreadable, None
     if error is None and last is not None and last.is_for(call.kind.joint, ranks.rank, sizes):
         try:
             request = call.check(features, last.queries, last.keys, ranks.rank)
             stated = statement(call, request, features, sizes)
         except Exception as refusal:
             error = refusal
-    if error is not None:
-        stated = failed(None if unreadable else sizes, error)
+    if stated is None:
+        stated = unchecked(None if unreadable else sizes, error)
     everyone = ranks.allgather(stated)
     if last is not None and [terms for terms, _ in everyone] == last.terms:
         require_same([(numbers,) for _, numbers in everyone])
@@ -186,8 +185,8 @@ def agree_on(
     return request, ranks.agreed
 
 
-def failed(sizes: list[int] | None, error: Exception) -> Statement:
-    """What a rank states that has no checked call."""
+def unchecked(sizes: list[int] | None, error: Exception | None) -> Statement:
+    """What a rank states that has not checked its call, or whose checks have raised `error`."""
     return pickle.dumps(Terms(sizes, failure_of(error))), b""
 
 

@@ -208,7 +208,7 @@ def test_errors_are_those_of_the_rank_that_has_them() -> None:
     ranks.statement(scale=3.0)
     agreed = ranks.agreed
     failure = ValueError("text: expected what it is not")
-    ranks.other = lambda value: agreement.failed([6, 6], failure) if len(value) == 2 else value
+    ranks.other = lambda value: agreement.unchecked([6, 6], failure) if len(value) == 2 else value
     with pytest.raises(ValueError, match=r"^rank 1: text: expected what it is not$"):
         ranks.statement(scale=3.0)
     with pytest.raises(TypeError, match=r"^rank 0: text: expected an array"):
