@@ -11,7 +11,7 @@ import numpy as np
 from . import arrays
 from .checks.call import Request, check
 from .kernels.conclude import weighted
-from .kernels.problem import LN_2, Array, Problem
+from .kernels.problem import LN_2, Array, Gradients, Problem
 from .kernels.solve import Solution
 from .result import LossAndGrad, Metrics, QueryKeyGrads
 from .spec import Loss
@@ -92,12 +92,17 @@ def _lse(
 
 
 def _solve(request: Request) -> Solution:
+    return solve(request.problem, request.gradients, request.offload, request.on_gpu)
+
+
+def solve(
+    problem: Problem, gradients: Gradients | None, offload: bool = False, on_gpu: bool = False
+) -> Solution:
+    """The solution of a checked problem."""
     try:
-        solution: Solution = _backend(request.offload, request.on_gpu).solve(
-            request.problem, request.gradients
-        )
+        solution: Solution = _backend(offload, on_gpu).solve(problem, gradients)
     except MemoryError as error:
-        raise_with_advice(error, request.problem)
+        raise_with_advice(error, problem)
     return solution
 
 

@@ -38,7 +38,7 @@ def _apply(
         if not isinstance(z, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
         _check(kind, name, z, features[0])
-    constants = [(name, options.get(name)) for name in VECTORS]
+    constants = [(name, options[name]) for name in VECTORS if name in options]
     if (guide := options.get("guide")) is not None:
         constants += [
             ("guide", z) for z in (guide if isinstance(guide, (tuple, list)) else [guide])

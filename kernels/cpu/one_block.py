@@ -104,8 +104,10 @@ class _Rows:
     """Features as BLAS reads them: in the compute dtype, of unit length where that is asked for."""
 
     def __init__(self, features: Array, dtype: np.dtype[Any], normalize: bool) -> None:
-        self.z, self.side = features, Side(features, dtype, None)
+        self.z = features
+        self.side: Side | None = None  # of features that are normalised
         if normalize:
+            self.side = Side(features, dtype, None)
             self.z, inverse = np.empty(features.shape, dtype), np.empty(len(features))
             least, most = SQUARES[dtype.itemsize] if features.dtype.itemsize == 8 else (0.0, np.inf)
             if features.dtype not in DTYPES.values() or not features.dtype.isnative:
@@ -134,7 +136,7 @@ def _store(
     def store(to: Array, left: Array, right: Array, own: _Rows, rows: slice) -> None:
         direct = to.dtype == g.dtype and to.flags.c_contiguous and to.dtype.isnative
         out = np.matmul(left[rows], right, out=to[rows] if direct else None)
-        if own.side.norms is not None:
+        if own.side is not None:
             dots, z = np.empty(len(out)), own.z[rows]
             row_dots(out, z, dots)
             out = own.side.to_features(out, z, dots, rows, to.dtype)

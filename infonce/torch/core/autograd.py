@@ -19,6 +19,7 @@ from ... import dispatch
 from ...checks.rows import is_pair
 from ...result import LossAndGrad, Metrics
 from ...spec import NAMES, VECTORS, WAITING, Loss
+from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
 PAIRS = (*NAMES, "guide")  # one array or one for either side
@@ -57,6 +58,11 @@ def evaluate(
 ) -> LossAndGrad:
     """Loss and the gradients named in `wrt`, as tensors; torch allocates those of features, which
     without `grad_out` wait for it."""
+    is_plain = labels is None and "grad_out" not in more and more.get("metrics", False) is False
+    if is_plain and features[0].is_cpu and options.get("group") is None:
+        result = repeated.evaluate(kind, features, scale, bias, options, wrt)
+        if result is not None:
+            return result
     given = {**options, **more, "scale": scale, "wrt": wrt}
     grad_buffers = {}
     for name, z in zip(kind.arguments, features, strict=True):
@@ -140,7 +146,9 @@ class Call:
         """For another pass, keep copies of what may change in place unseen. (Of tensors autograd
         sees it.)"""
         options = self.options
-        self.labels, self.scale, self.bias = map(_kept, (self.labels, self.scale, self.bias))
+        if self.labels is not None:
+            self.labels = _kept(self.labels)
+        self.scale, self.bias = _kept(self.scale), _kept(self.bias)
         for name in KEPT.intersection(options):
             options[name] = _kept(options[name])
 

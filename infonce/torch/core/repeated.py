@@ -1,0 +1,119 @@
+"""Calls on the CPU that differ from an earlier one in features, scale and bias alone.
+
+A training loop makes the same call again and again, and in a small batch the checks take longer
+than the products. Here the checks are those of the first call, and its problem is the template of
+the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ... import arrays, dispatch
+from ...checks.call import DOUBLE, PLAIN, SINGLE, check
+from ...kernels.problem import SCALES, SILENT, Gradients, Problem, fast_replace
+from ...result import LossAndGrad
+from ...spec import Loss
+
+MOST_TEMPLATES = 256
+DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
+NUMBERS = (float, int)
+_templates: dict[tuple[Any, ...], Problem | None] = {}  # None: calls that are checked each time
+
+
+def evaluate(
+    kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any],
+    wrt: frozenset[str],
+) -> LossAndGrad | None:  # fmt: skip
+    """Loss and gradients of a call like an earlier one. None: the call has to be checked."""
+    types = tuple(map(type, options.values()))  # for True == 1
+    if not PLAIN.issuperset(types):
+        return None
+    key = (
+        kind, wrt, scale is None, bias is None, types, *options.items(),
+        *[(z.shape, z.dtype, z.is_cpu) for z in features],
+    )  # fmt: skip
+    if key not in _templates:
+        if len(_templates) >= MOST_TEMPLATES:
+            _templates.clear()
+        _templates[key] = _template(kind, features, scale, bias, {**options, "wrt": wrt})
+    template = _templates[key]
+    if template is None:
+        return None
+    scale = template.scale if scale is None else _number(scale)
+    low, high = SCALES[template.compute]
+    if type(scale) not in NUMBERS or not low <= scale <= high:
+        return None
+    if kind.sigmoid:
+        bias = template.bias if bias is None else _number(bias)
+        if type(bias) not in NUMBERS or not math.isfinite(bias):
+            return None
+    query = key = arrays.native(features[0], kind.arguments[0])
+    if not kind.symmetric:
+        key = arrays.native(features[1], kind.arguments[1])
+    problem = fast_replace(template, query=query, key=key, scale=scale, bias=bias)
+    return _solved(kind, problem, features, wrt)
+
+
+def _template(
+    kind: Loss, features: Sequence[Tensor], scale: Any, bias: Any, options: dict[str, Any]
+) -> Problem | None:  # fmt: skip
+    """The checked problem of a call, without its features."""
+    numbers = [value for value in (scale, bias) if isinstance(value, Tensor)]
+    on_cpu = all(tensor.is_cpu for tensor in (*features, *numbers))
+    if not on_cpu or not DTYPES.keys() >= {z.dtype for z in features}:
+        return None
+    if scale is not None:
+        options["scale"] = scale
+    with np.errstate(**SILENT):
+        natives = arrays.natives(features, kind.arguments)
+        request = check(kind, natives, None, bias, options, with_grad=True)
+    static = request.static
+    if static.wide_products or static.check_finite or static.reduction == "none":
+        return None
+    from ...kernels.cpu.one_block import fits  # takes time to import
+
+    return static.template if fits(request.problem) else None
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.is_cpu else value
+
+
+def _solved(
+    kind: Loss, problem: Problem, features: Sequence[Tensor], wrt: frozenset[str]
+) -> LossAndGrad | None:
+    """Loss and gradients of a checked problem; None where one block is not enough for it."""
+    names = kind.arguments
+    outs: dict[str, Any] = {
+        name: np.empty(z.shape, DTYPES[z.dtype])
+        for name, z in zip(names, features, strict=True)
+        if name in wrt
+    }
+    gradients = None
+    if outs:
+        query_gradient = outs.get(names[0])
+        key_gradient = None if kind.symmetric else outs.get(names[1])
+        gradients = Gradients(
+            query_gradient, key_gradient, None, query_gradient is not None, key_gradient is not None
+        )
+    with np.errstate(**SILENT):
+        solution = dispatch.solve(problem, gradients)
+    if solution.loss is None:
+        return None
+    dtype = DOUBLE if DOUBLE in (problem.query.dtype, problem.key.dtype) else SINGLE
+    grads = {name: torch.from_numpy(outs[name]) if name in outs else None for name in names}
+    grads["scale"] = _zero_d(solution.scale_grad, dtype) if "scale" in wrt else None
+    if kind.sigmoid:
+        grads["bias"] = _zero_d(solution.bias_grad, dtype) if "bias" in wrt else None
+    return LossAndGrad(_zero_d(solution.loss, dtype), kind.grads(**grads))
+
+
+def _zero_d(value: Any, dtype: np.dtype[Any]) -> Tensor:
+    return torch.from_numpy(np.asarray(value, dtype))

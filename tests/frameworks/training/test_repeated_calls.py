@@ -1,0 +1,153 @@
+"""Calls of infonce.torch like an earlier one, whose checks are not made again."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from infonce.kernels.cpu import one_block  # noqa: E402
+
+import infonce  # noqa: E402
+import infonce.torch  # noqa: E402
+from infonce.torch.core import repeated  # noqa: E402
+
+pytestmark = [pytest.mark.extras, pytest.mark.usefixtures("no_templates")]
+ARGUMENTS = {"clip": 2, "lit": 2, "info_nce": 2, "nt_xent": 1, "siglip": 2}
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"normalize": True}, {"margin": 0.1}, {"reduction": "sum", "normalize": True},
+    {"precision": "fp64"},
+]  # fmt: skip
+
+
+@pytest.fixture
+def no_templates() -> None:
+    repeated._templates.clear()
+
+
+def batch(loss: str, dtype: Any, seed: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [
+        torch.tensor(0.3 * rng.standard_normal((12, 7)), dtype=dtype, requires_grad=True)
+        for _ in range(ARGUMENTS[loss])
+    ]
+
+
+def bits(loss: str, features: list[Any], numbers: dict[str, Any], options: dict[str, Any]) -> list:
+    """Of the loss and of all gradients."""
+    for tensor in (*features, *numbers.values()):
+        tensor.grad = None
+    value = getattr(infonce.torch, f"{loss}_loss")(*features, **numbers, **options)
+    value.backward()
+    grads = [tensor.grad for tensor in (*features, *numbers.values())]
+    return [None if z is None else (z.dtype, z.numpy().tobytes()) for z in (value.detach(), *grads)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "plain")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("loss", ARGUMENTS)
+def test_the_same_bits(
+    loss: str, dtype: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loss == "siglip" and "margin" in options:
+        options = {}
+    if dtype == torch.float64 and "normalize" not in options:
+        options = {**options, "normalize": True}  # other float64 products are checked each time
+
+    def all_bits() -> list[Any]:
+        results = []
+        for seed in range(3):
+            numbers = {"scale": torch.tensor(5.0 + seed, dtype=dtype, requires_grad=True)}
+            if loss == "siglip":
+                numbers["bias"] = torch.tensor(-2.0 - seed, dtype=dtype, requires_grad=True)
+            results.append(bits(loss, batch(loss, dtype, seed), numbers, options))
+        return results
+
+    got = all_bits()
+    assert [template is not None for template in repeated._templates.values()] == [True]
+    monkeypatch.setattr(repeated, "evaluate", lambda *_: None)
+    assert all_bits() == got
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"scale": torch.tensor(-1.0)}, "scale: expected a positive number, got -1.0"),
+        ({"scale": torch.tensor(float("nan"))}, "scale: expected a finite number, got nan"),
+        ({"scale": torch.tensor(1e30)}, r"scale: expected a number in .* for products in float32"),
+        ({"scale": torch.tensor(True)}, "scale: expected a number or 0-d array, got True|bool"),
+        ({"scale": -3}, "scale: expected a positive number, got -3"),
+        ({"scale": 5.0, "normalize": 1}, "normalize: expected True or False, got int 1"),
+        ({"scale": 5.0, "temperature": 0.2}, "temperature, scale: expected one of them, got both"),
+        ({"temperature": -0.1}, "temperature: expected a positive number, got -0.1"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_after_a_good_call(keywords: dict[str, Any], message: str) -> None:
+    good = {"scale": torch.tensor(5.0)} if "scale" in keywords else {"temperature": 0.2}
+    if "normalize" in keywords:
+        good["normalize"] = True
+    for features in (batch("clip", torch.float32, seed) for seed in (0, 1)):
+        infonce.torch.clip_loss(*features, **good)
+    with pytest.raises((TypeError, ValueError), match=message):
+        infonce.torch.clip_loss(*features, **keywords)
+
+
+def test_bias_that_is_not_finite_is_said_after_a_good_call() -> None:
+    features = batch("siglip", torch.float32, 0)
+    infonce.torch.siglip_loss(*features, scale=5.0, bias=torch.tensor(-3.0))
+    with pytest.raises(ValueError, match="bias: expected a finite number, got inf"):
+        infonce.torch.siglip_loss(*features, scale=5.0, bias=torch.tensor(float("inf")))
+
+
+def test_temperature_is_not_that_of_an_earlier_call() -> None:
+    features = batch("clip", torch.float32, 0)
+    for temperature in (0.1, 0.5):
+        got = infonce.torch.clip_loss(*features, temperature=temperature)
+        arrays = [z.detach().numpy() for z in features]
+        want = infonce.clip_loss_and_grad(*arrays, temperature=temperature).loss
+        assert float(got.detach()) == float(want)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "none"}, {"check_finite": True}, {"method": "tiled"}, {"decoupled": True}],
+    ids=str,
+)
+def test_other_calls_are_checked_each_time(options: dict[str, Any]) -> None:
+    features = batch("clip", torch.float32, 0)
+    want = infonce.clip_loss(*[z.detach().numpy() for z in features], scale=5.0, **options)
+    for _ in range(2):
+        got = infonce.torch.clip_loss(*features, scale=5.0, **options)
+        np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-6)  # with gradients
+    assert list(repeated._templates.values()) == [None]
+    with torch.no_grad():
+        features[0][3, 2] = float("nan")
+    if options == {"check_finite": True}:
+        with pytest.raises(ValueError, match="image: expected finite values, got NaN"):
+            infonce.torch.clip_loss(*features, scale=5.0, **options)
+
+
+def test_features_that_are_not_finite_make_the_loss_nan() -> None:
+    features = batch("clip", torch.float32, 0)
+    for value in (1.0, float("nan"), float("inf"), 1.0):
+        with torch.no_grad():
+            features[1][2, 3] = value
+        loss = infonce.torch.clip_loss(*features, scale=5.0)
+        assert bool(loss.isfinite()) == (value == 1.0)
+
+
+def test_many_blocks_where_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = batch("clip", torch.float32, 0)
+    want = infonce.torch.clip_loss(*features, scale=5.0)
+    monkeypatch.setattr(one_block, "solve", lambda *_: None)
+    torch.testing.assert_close(infonce.torch.clip_loss(*features, scale=5.0), want)
+
+
+def test_few_templates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated, "MOST_TEMPLATES", 3)
+    for rows in range(4, 12):
+        z = torch.zeros(rows, 3, requires_grad=True)
+        infonce.torch.clip_loss(z, z.detach(), scale=1.0, normalize=False)
+        assert 1 <= len(repeated._templates) <= 3
