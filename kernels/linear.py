@@ -128,14 +128,14 @@ class LinearGradient:
     ) -> None:
         segments = term.segments.numbered(xp)
         assert segments.count is not None
-        mine, others, rows, known = segments.rows, segments.columns, key, term.key_sums
+        own, others, rows, known = segments.rows, segments.columns, key, term.key_sums
         factor, their_factor = term.row_factor, term.column_factor
         if is_key_side:
-            mine, others, rows, known = others, mine, query, term.query_sums
+            own, others, rows, known = others, own, query, term.query_sums
             factor, their_factor = their_factor, factor
         elif symmetric:
             their_factor = factor
-        self.segment, self.itself, self.factor = mine, 2.0 * symmetric, factor
+        self.segment, self.itself, self.factor = own, 2.0 * symmetric, factor
         grouping = others, segments.count
         self.sums = self.weighted = None
         if factor is not None:
@@ -185,11 +185,11 @@ def sums_of(
 ) -> tuple[SegmentSums, SegmentSums | None]:
     """`Summing.segment_sums` of numbered segments, from the products."""
 
-    def sums_over(others: Array, mine: Array, products: Array, bias: Array | None) -> SegmentSums:
-        number = xp.bincount(others, minlength=segments.count)[mine] - float(problem.symmetric)
-        biases = xp.zeros(len(mine))
+    def sums_over(others: Array, own: Array, products: Array, bias: Array | None) -> SegmentSums:
+        number = xp.bincount(others, minlength=segments.count)[own] - float(problem.symmetric)
+        biases = xp.zeros(len(own))
         if bias is not None:
-            biases += xp.bincount(others, bias, segments.count)[mine]
+            biases += xp.bincount(others, bias, segments.count)[own]
             if problem.symmetric:
                 biases -= bias
         return SegmentSums(products, number, biases)

@@ -229,10 +229,10 @@ class Vectors:
         xp = self.xp
         top = xp.maximum(sums.max, other.max)
         finite = xp.where(xp.isneginf(top), 0.0, top)  # two empty sums: no difference of infinities
-        mine, others = xp.exp2(sums.max - finite), xp.exp2(other.max - finite)
-        sums.sum[:] = sums.sum * mine + other.sum * others
+        own_factor, other_factor = xp.exp2(sums.max - finite), xp.exp2(other.max - finite)
+        sums.sum[:] = sums.sum * own_factor + other.sum * other_factor
         if sums.moment is not None:
-            sums.moment[:] = sums.moment * mine + other.moment * others
+            sums.moment[:] = sums.moment * own_factor + other.moment * other_factor
         sums.max[:] = top
 
     def zeros(self, n: int) -> Array:

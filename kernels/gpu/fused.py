@@ -121,8 +121,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
     q = matrix_values(query)
     k = q if symmetric else matrix_values(key)
-    scale, _kept = scalar_values(problem.scale)
-    bias, _kept_too = scalar_values(problem.bias) if sigmoid else NO_SCALAR
+    scale, _held = scalar_values(problem.scale)
+    bias, _held_too = scalar_values(problem.bias) if sigmoid else NO_SCALAR
     barrier = _barrier(device)
     upstream, each = problem.upstream, None
     if not isinstance(upstream, float):

@@ -101,8 +101,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         "positives": problem.positives, "query_ids": problem.query_ids,
         "key_ids": problem.key_ids, "symmetric": symmetric,
     }  # fmt: skip
-    scale, _kept = scalar(problem.scale)
-    bias, _kept_too = scalar(problem.bias if sigmoid else 0.0)
+    scale, _held = scalar(problem.scale)
+    bias, _held_too = scalar(problem.bias if sigmoid else 0.0)
     x = cupy.empty((m, n), real)
     launch("similarity", tiles(m, n), u=u, v=v, m=m, n=n, d=d, scale=scale, pairs=pairs, x=x)
 

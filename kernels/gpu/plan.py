@@ -57,7 +57,7 @@ def call(
 ) -> dict[str, Array]:
     """What `build(*parts, queue)` returns, by the plan for parts like these, if they have one.
     `graphs`: what is asked for again at the same addresses is captured in CUDA graphs. `plans`:
-    where they are kept, if not until `forget`."""
+    where they are stored, if not until `forget`."""
     plans = _plans if plans is None else plans
     arrays: list[Array] = []
     numbers: list[float] = []
@@ -70,7 +70,7 @@ def call(
             plan = Plan(build, parts, arrays, graphs)
         except TooLong:
             plan = Queue()
-        _keep(plans, MAX_PLANS, key, plan)
+        _store(plans, MAX_PLANS, key, plan)
     if isinstance(plan, Plan):
         return plan.run(arrays, numbers)
     return {name: array for name, array in build(*parts, plan).items() if array is not None}
@@ -120,27 +120,29 @@ def forget() -> None:
         _plans.clear()
 
 
-def _keep(kept: dict[Any, Any], most: int, key: Any, new: Any) -> None:
+def _store(stored: dict[Any, Any], most: int, key: Any, new: Any) -> None:
     """A plan, or the arguments of one, in the place of the oldest. While a capture is under way, no
-    graph is freed: those with graphs stay, and `new` is not kept if all have some."""
+    graph is freed: those with graphs stay, and `new` is not stored if all have some."""
     with _lock:
-        while len(kept) >= most and key not in kept:
+        while len(stored) >= most and key not in stored:
             stay = capture_under_way()
-            old = (k for k, of in kept.items() if not stay or not getattr(of, "graph_bytes", None))
+            old = (
+                k for k, of in stored.items() if not stay or not getattr(of, "graph_bytes", None)
+            )
             oldest = next(old, None)
             if oldest is None:
                 return
-            del kept[oldest]
-        kept[key] = new
+            del stored[oldest]
+        stored[key] = new
 
 
 def _free_graphs(size: int) -> None:
     """The oldest of all plans, until there is room for so many bytes."""
     everyone = chain.from_iterable(of.values() for of in (_plans, *_owned.values()))
     plans = [plan for plan in everyone if isinstance(plan, Plan)]
-    kept = [(of.number, plan.known, key) for plan in plans for key, of in plan.known.items()]
+    captured = [(of.number, plan.known, key) for plan in plans for key, of in plan.known.items()]
     size += sum(plan.graph_bytes for plan in plans)
-    for _, known, key in sorted(kept, key=itemgetter(0)):
+    for _, known, key in sorted(captured, key=itemgetter(0)):
         if size <= MAX_GRAPH_BYTES:
             break
         if known[key].graph_bytes:
@@ -306,14 +308,14 @@ class Plan:
         if arguments is None:
             starts = self._starts(given, shared.ptr, alone)
             arguments = self._arguments(starts, numbers, stream)
-            _keep(self.known, MAX_ARGUMENTS, key, arguments)
+            _store(self.known, MAX_ARGUMENTS, key, arguments)
         elif not (arguments.final or capturing):
             with _lock:
                 if not capture_under_way():
                     starts = self._starts(given, shared.ptr, alone)
                     arguments = self._captured(starts, numbers, stream, arguments)
                     _free_graphs(arguments.graph_bytes)
-                    _keep(self.known, MAX_ARGUMENTS, key, arguments)
+                    _store(self.known, MAX_ARGUMENTS, key, arguments)
         for do, values in arguments.calls:
             do(*values)
         return {

@@ -5,10 +5,10 @@
 //     loss_i  = sum_j softplus(-t_ij z_ij)
 //     P_ij    = -t_ij a_i sigmoid(-t_ij z_ij)
 //
-// A tile yields (loss, sum of P) for each of its rows, and with MOMENTS the sum of P x, over the negatives. Another kernel adds them in a
-// fixed order. With GRADIENT, P is written for the matrix products that make dQ and dK of it. Positives'
-// logits are recorded. What follows from them is computed in float64 for each row, and added in full
-// precision when sums and products are complete.
+// A tile yields (loss, sum of P) for each of its rows, and with MOMENTS the sum of P x, over the negatives. Another
+// kernel adds these sums in a fixed order. With GRADIENT, P is written for the matrix products that make dQ and dK
+// of it. Positives' logits are recorded. Their losses and gradients are computed in float64 for each row, and added
+// in full precision when sums and products are complete.
 #include "tiled/tile.cuh"
 
 #ifndef GRADIENT

@@ -26,8 +26,9 @@ extern "C" __global__ void mark_not_finite(i64 m, double* losses, const double* 
   if (i < m) losses[i] += *any_key_not_finite + (bad ? bad[i] : 0);
 }
 
-// From positives' logits without the bias: out = -a sigmoid(-z), and what positives add to the sums over
-// the negatives: softplus(-z), out, and out times the product of the features. A row whose positive is not among these keys adds nothing.
+// From positives' logits without the bias: out = -a sigmoid(-z). To the sums over the negatives, a positive adds
+// softplus(-z), out, and out times the product of the features. A row whose positive is not among these keys adds
+// nothing.
 extern "C" __global__ void sigmoid_positives(const double* logits, const double* a,
                                              const i64* positives, i64 n,
                                              const __grid_constant__ Scalar bias,

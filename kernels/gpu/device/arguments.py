@@ -78,8 +78,8 @@ def scalar_values(value: Any) -> tuple[tuple[float, int, float, int], Array]:
 
 def scalar(value: Any) -> tuple[Fields, Array]:
     """`scalar_values` by their names."""
-    values, kept = scalar_values(value)
-    return dict(zip(SCALAR, values, strict=True)), kept
+    values, held = scalar_values(value)
+    return dict(zip(SCALAR, values, strict=True)), held
 
 
 def sums_fields(sums: Sums | None, first: int = 0) -> Fields:

@@ -83,17 +83,17 @@ class Kernel:
         self.signature = signature(self.file, name, given_options(defines))
 
     def __call__(self, blocks: int, threads: int, shared: int = 0, **arguments: Any) -> None:
-        kept: list[Any] = []  # until the kernel is launched
+        held: list[Any] = []  # until the kernel is launched
         for parameter, kind in self.signature.fields:
             value = arguments.get(parameter)
             if not isinstance(kind, Structure) or value is None or isinstance(value, Mapping):
                 continue
             if kind.name == "Matrix":
-                kept.append(whole_strides(value))
-                arguments[parameter] = matrix(kept[-1])
+                held.append(whole_strides(value))
+                arguments[parameter] = matrix(held[-1])
             else:
                 arguments[parameter], array = scalar(value)
-                kept.append(array)
+                held.append(array)
         packed = tuple(self.signature.arguments(arguments))
         device = cupy.cuda.Device()
         function = compiler.function(device, self.file, self.name, shared, **self.defines)
