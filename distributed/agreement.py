@@ -21,7 +21,7 @@ from infonce import arrays, spec
 from infonce.checks.call import Request, check
 from infonce.checks.rows import compared_as
 from infonce.checks.validation import Batch
-from infonce.spec import NAMES, Loss
+from infonce.spec import ARRAYS, NAMES, Loss
 
 from .communicators.base import Communicator, RankError
 from .exchanges.partition import Partition
@@ -32,8 +32,9 @@ BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportErr
 Options = Mapping[str, Any]
 Statement = tuple[bytes, bytes]  # terms, numbers
 # Options that have to be the same on all ranks and are fields of `Problem` by the same name: all
-# but three that are compared as they are resolved
-SHARED = [name for name in spec.COMPILED if name not in ("method", "reduction", "precision")]
+# but four that are compared as they are resolved
+RESOLVED = "method", "reduction", "precision", "in_batch"
+SHARED = [name for name in spec.COMPILED if name not in RESOLVED]
 OF_RANKS = ("gradient_scale", "transport", "exchange")  # so do these of distributed/losses.py
 MOST_TERMS = 64  # that are kept
 UNBOUNDED = 2**62  # bytes of a workspace: more than any address
@@ -162,7 +163,7 @@ def agree_on(
     require_none([of.failure if of.sizes is None else None for of in terms], error)
     rows = [
         [sum(of.sizes or ()) if call.kind.joint else (of.sizes or ())[side] for of in terms]
-        for side in (0, -1)
+        for side in (0, call.kind.key_argument)
     ]
     queries, keys = map(Partition, rows)
     if all(of.facts or of.failure for of in terms):
@@ -252,10 +253,8 @@ def _facts(
         "scale": None,
         "bias": None,
         **compared,
-        **{
-            name: "given" if call.options.get(name) is not None else "not given"
-            for name in ("weights", "key_bias")
-        },
+        **{name: "given" if call.options.get(name) is not None else "not given" for name in ARRAYS},
+        "in_batch": call.options.get("in_batch", True),
         "method": "naive" if problem.method == "naive" else "tiled",
         **{name: getattr(problem, name) for name in SHARED},
         "metrics": problem.retrieval_ranks,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infonce import arrays, dispatch
-from infonce.spec import Loss
+from infonce.spec import Loss, with_own
 
 from . import run
 from .agreement import AgreedError, Call, agree, agree_on
@@ -24,6 +24,7 @@ def evaluate(
     """The result of one call on this rank, of the caller's arrays; `rank_options` are those of
     distributed/losses.py."""
     ranks = _connected(rank_options)
+    kind, callers, options = with_own(kind, callers, options)
     pairs_views = kind.symmetric and not kind.classes  # whose labels are no argument of one process
     if ranks.size == 1 and not (pairs_views and labels is not None):
         require_options(options, rank_options)

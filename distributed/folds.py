@@ -36,7 +36,8 @@ from infonce.kernels.problem import (
     Sums,
     fast_replace,
 )
-from infonce.kernels.solve import BlockQuestion, Vectors, mirror_positive_logits, retrieval_ranks_of
+from infonce.kernels.solve import BlockQuestion, Vectors, retrieval_ranks_of
+from infonce.kernels.targets import mirror_positive_logits
 
 from .exchanges.arrays import gradient_arrays, key_arrays, names, with_arrays
 from .exchanges.base import Combine, Exchange, Keep, Keys, Round, RowType, Visit

@@ -14,13 +14,14 @@ from .kernels.conclude import weighted
 from .kernels.problem import LN_2, Array, Gradients, Problem
 from .kernels.solve import Solution
 from .result import LossAndGrad, Metrics, QueryKeyGrads
-from .spec import Loss
+from .spec import Loss, with_own
 
 
 def loss(
     kind: Loss, callers: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
     """The loss alone, of the caller's arrays."""
+    kind, callers, options = with_own(kind, callers, options)
     with arrays.on_stream_of(callers[0]):
         features = arrays.natives(callers, kind.arguments)
         with arrays.compute_context(features[0]):
@@ -38,6 +39,7 @@ def loss_and_grad(
     grad_buffers: dict[str, Any] | None = None,
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
+    kind, callers, options = with_own(kind, callers, options)
     with arrays.on_stream_of(callers[0]):
         features = arrays.natives(callers, kind.arguments)
         with arrays.compute_context(features[0]):

@@ -16,6 +16,15 @@ class QueryKeyGrads(NamedTuple):
     scale: Array | None
 
 
+class QueryKeyOwnGrads(NamedTuple):
+    """Gradients of `info_nce` with `own`."""
+
+    query: Array | None
+    key: Array | None
+    own: Array | None
+    scale: Array | None
+
+
 class FeaturesGrads(NamedTuple):
     """Gradients of `nt_xent` and `sup_con`."""
 

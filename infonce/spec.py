@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, get_args
 
-from .result import FeaturesGrads, ImageTextGrads, QueryKeyGrads, SigmoidGrads, TextImageGrads
+from .result import (
+    FeaturesGrads,
+    ImageTextGrads,
+    QueryKeyGrads,
+    QueryKeyOwnGrads,
+    SigmoidGrads,
+    TextImageGrads,
+)
 
 Reduction = Literal["mean", "sum", "none"]
 Method = Literal["auto", "naive", "fused", "tiled"]
@@ -21,6 +28,9 @@ class LossOptions(TypedDict, total=False):
     scale: Any
     ids: Any
     groups: Any
+    own: Any
+    own_mask: Any
+    in_batch: bool
     weights: Any
     margin: float
     decoupled: bool
@@ -91,6 +101,29 @@ OPTIONS: dict[str, Option] = {
         blocks without a common group are not computed: sort the samples by their groups. Not with
         `label_smoothing` and `ids` together.""",
         flag="Pairs of different groups are no negatives, .npy; once, or for rows and for columns.",
+    ),
+    "own": Option(
+        None,
+        "array [M, K, features], optional",
+        """Negatives of each row alone, such as mined ones: ``scale * <q_i, own_ik>`` joins the
+        softmax of row i. Options count them as other negatives, but for `key_bias`, which they have
+        not. They get a gradient, ``grads.own``. Copies of rows, up to 8 MiB, are beside the
+        workspace. Not with `label_smoothing`, `guide`, `offload` and ``metrics=True``.""",
+        flag="Negatives of each row alone, [rows, K, features], .npy (info_nce).",
+    ),
+    "own_mask": Option(
+        None,
+        "bool array [M, K], optional",
+        """Which of `own` count; others are not read, so they may hold anything.""",
+        flag="Which of --own count, bool [rows, K], .npy.",
+    ),
+    "in_batch": Option(
+        True,
+        "bool, default True",
+        """False, with `own`: row i is compared with its positives and its own negatives alone. On
+        the CPU, blocks without a positive are not computed.""",
+        flag="Whether other rows' keys are negatives; with --own they need not be.",
+        compiled=True,
     ),
     "weights": Option(
         None,
@@ -282,6 +315,7 @@ DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.ite
 COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
 NAMES = ("ids", "groups")  # integers of samples: one array, or a pair, of rows and of columns
 VECTORS = ("weights", "key_bias")  # arguments of compiled programs; they get no gradient
+ARRAYS = (*VECTORS, "own_mask")  # beside features; they get no gradient
 # In PyTorch and JAX gradients are computed with the loss, and wait for the upstream gradient in
 # these dtypes: what float16 has no range for, a large upstream gradient would not bring back
 WAITING = {"float16": "float32"}
@@ -307,12 +341,17 @@ SOFTMAX = (
 )
 # Options that mean nothing together, or are not supported: the smoothed targets are those of a
 # softmax over the keys that take part, all of which the denominator has, once
+OWN = ("own", "own_mask", "in_batch")
 EXCLUSIVE = (
     ("label_smoothing", "decoupled"),
     ("label_smoothing", "hardness"),
     ("label_smoothing", "false_negative_margin"),
     ("label_smoothing", "guide"),
     ("groups", "label_smoothing", "ids"),
+    ("own", "label_smoothing"),
+    ("own", "guide"),
+    ("own", "offload"),
+    ("own", "metrics"),
 )
 
 
@@ -321,7 +360,7 @@ class Loss:
     """The data by which losses differ."""
 
     name: str
-    arguments: tuple[str, ...]  # feature arrays, rows of the logit matrix first
+    arguments: tuple[str, ...]  # rows of the logit matrix, its columns, negatives of rows alone
     grads: type
     row_weight: float = 1.0
     column_weight: float = 0.0
@@ -335,25 +374,50 @@ class Loss:
     classes: bool = False  # labels are classes: the positives of a row are all others of its class
     joint: bool = False  # rows i of both arguments have one softmax, over all rows of both
 
+    @property
+    def key_argument(self) -> int:
+        """The place of the keys among the arguments: queries may be the keys."""
+        return min(1, len(self.arguments) - 1)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether rows have negatives of their own."""
+        return len(self.arguments) > 2
+
 
 INFO_NCE = Loss("info_nce", ("query", "key"), QueryKeyGrads)
-NT_XENT = Loss("nt_xent", ("features",), FeaturesGrads, symmetric=True)
+INFO_NCE_OWN = replace(INFO_NCE, arguments=("query", "key", "own"), grads=QueryKeyOwnGrads)
+NT_XENT = Loss("nt_xent", ("features",), FeaturesGrads, symmetric=True, refused=OWN)
 CLIP = Loss(
-    "clip", ("image", "text"), ImageTextGrads, row_weight=0.5, column_weight=0.5, square=True
-)
-LIT = Loss("lit", ("text", "image"), TextImageGrads, square=True, locked=("image",))
+    "clip", ("image", "text"), ImageTextGrads, row_weight=0.5, column_weight=0.5, square=True,
+    refused=OWN,
+)  # fmt: skip
+LIT = Loss("lit", ("text", "image"), TextImageGrads, square=True, locked=("image",), refused=OWN)
 SIGLIP = Loss(
     "siglip", ("image", "text"), SigmoidGrads, square=True, sigmoid=True, scale=10.0, bias=-10.0,
-    refused=(*SOFTMAX, "metrics"),
+    refused=(*SOFTMAX, *OWN, "metrics"),
 )  # fmt: skip
 SUP_CON = Loss(
     "sup_con", ("features",), FeaturesGrads, symmetric=True, classes=True,
     refused=(
-        *NAMES, "margin", "hardness", "false_negative_margin", "guide", "guide_margin", "metrics",
+        *NAMES, *OWN, "margin", "hardness", "false_negative_margin", "guide", "guide_margin", "metrics",
     ),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), QueryKeyGrads, symmetric=True, square=True, joint=True,
-    refused=("key_bias", "metrics", "return_logits"),
+    refused=("key_bias", *OWN, "metrics", "return_logits"),
 )  # fmt: skip
+
+
+def with_own(
+    kind: Loss, arrays: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Loss, Sequence[Any], Mapping[str, Any]]:
+    """The loss, its arrays and its options; own negatives are an array of the loss."""
+    own = options.get("own")
+    if own is None or kind is not INFO_NCE:
+        return kind, arrays, options
+    others = {name: value for name, value in options.items() if name != "own"}
+    return INFO_NCE_OWN, (*arrays, own), others
+
+
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from .arrays.own import OwnNegatives
 from .conclude import Direction
-from .conclusion import conclusion
+from .conclusion import Conclusion, conclusion
 from .linear import Segments, SegmentSums, sums_of
-from .norms import near_one
+from .norms import normalization_backward, normalized_rows
 from .problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
 from .solve import Solution, Vectors
 from .targets import guide_problem, limits
@@ -79,12 +80,18 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     marks = xp.where(finite, 0.0, np.nan)
     if problem.marks is not None:
         marks += problem.marks
+    own = None
     if problem.bias is not None:
         solution, g = _sigmoid(xp, problem, x, index, marks)
     else:
         logits = xp.where(present, LOG2_E * positive.astype(np.float64), np.nan)
+        if problem.own is not None:
+            own = OwnNegatives(xp, problem)
+            marks = marks + own.not_finite()
         dense = _Dense(xp, u, v, marks)
-        solution, g = _softmax(vectors, problem, x, logits, index, (by_row, by_column), dense)
+        solution, g, end = _softmax(
+            vectors, problem, x, logits, index, (by_row, by_column), dense, own
+        )
     solution.logits = x.all
     if gradients is None:
         return solution
@@ -93,13 +100,16 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         gradients.query[...] = normalization_backward(xp, g @ v, u, norms)
     if gradients.key is not None:
         gradients.key[...] = normalization_backward(xp, g.T @ u, v, key_norms)
+    if own is not None:
+        own.add_gradients(end.rows.reference, end.row_factor * problem.scale, gradients)
     return solution
 
 
 def _left_out(xp: Any, problem: Problem, dots: Matrix, index: Array) -> tuple[Array, Array | None]:
     """Whether rows, and columns of a two-sided loss, leave out a pair, by these products."""
     at_positives = xp.where((problem.positives >= 0), dots.flat[index], np.nan)
-    limit = limits(xp, problem, at_positives).astype(dots.flat.dtype)
+    problem.limits = limits(xp, problem, at_positives)
+    limit = problem.limits.astype(dots.flat.dtype)
     return dots.all > limit[:, None], dots.all > limit if problem.two_sided else None
 
 
@@ -114,32 +124,6 @@ class Matrix:
         """Another one."""
         m, n = self.all.shape
         return Matrix(xp, m, n, self.flat.dtype)
-
-
-Norms = tuple[Array, Array | None] | None  # |z_i| = norms[i] 2^exponent[i]; no exponent: 0
-
-
-def normalized_rows(
-    xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]
-) -> tuple[Array, Norms]:
-    """Features in the compute dtype, normalised if asked for (zero rows stay zero); their norms."""
-    if not normalize:
-        return z.astype(dtype, copy=False), None
-    wide, exponent = z.astype(np.float64), None
-    if z.dtype.itemsize == 8:  # whose squares may over- or underflow
-        wide, exponent = near_one(xp, wide)
-    norms = xp.linalg.norm(wide, axis=1, keepdims=True)
-    norms[norms == 0] = np.inf
-    return (wide / norms).astype(dtype), (norms, exponent)
-
-
-def normalization_backward(xp: Any, g: Array, u: Array, norms: Norms) -> Array:
-    """dL/dz = (g - u <g, u>) / |z|, where g = dL/du and u = z / |z|."""
-    if norms is None:
-        return g
-    length, exponent = norms
-    g = (g - u * (g * u).sum(axis=1, keepdims=True)) / length
-    return g if exponent is None else xp.ldexp(g, -exponent[:, None])
 
 
 class _Dense:
@@ -174,9 +158,9 @@ def _same(xp: Any, problem: Problem, segments: Segments) -> Array:
 
 def _softmax(
     vectors: Vectors, problem: Problem, x: Matrix, positive_logits: Array, index: Array,
-    left_out: tuple[Array | None, Array | None], dense: _Dense,
-) -> tuple[Solution, Array]:  # fmt: skip
-    """Per-row losses, log-sum-exps and dL/dx.
+    left_out: tuple[Array | None, Array | None], dense: _Dense, own: OwnNegatives | None,
+) -> tuple[Solution, Array, Conclusion]:  # fmt: skip
+    """Per-row losses, log-sum-exps and dL/dx; and what these follow from.
 
     Positives are kept out of the sums, because in softplus(LSE of the negatives - positive) nothing
     cancels but logits. They are put back at the end.
@@ -195,6 +179,9 @@ def _softmax(
         p = xp.empty_like(g)
         column_sums = matrix_sums(xp, exponents, 0, problem.moments, None, left_out[1], p)
     stats = Statistics(sums, column_sums, positive_logits)
+    if own is not None:
+        stats.rows = Sums(*(None if vector is None else vector.copy() for vector in sums.arrays))
+        vectors.merge(stats.rows, own.sums())
     end = conclusion(vectors, problem, stats, False, dense, 1.0)  # the transpose is added below
     rows, columns = end.rows, end.columns
     upstream = problem.upstream
@@ -226,7 +213,7 @@ def _softmax(
         column_factor = 0.0 if term.column_factor is None else term.column_factor
         factor = term.row_factor[:, None] + column_factor
         g -= (_same(xp, problem, term.segments) * factor).astype(dtype)
-    return solution, g + g.T if problem.symmetric else g
+    return solution, g + g.T if problem.symmetric else g, end
 
 
 def matrix_sums(

@@ -1,4 +1,4 @@
-"""Rows of float64 of any finite norm: their squares and products may over- or underflow."""
+"""Norms of rows: of float64 rows of any finite norm, whose squares may over- or underflow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from .problem import SILENT, Array, slices
+
+Norms = tuple[Array, Array | None] | None  # |z_i| = norms[i] 2^exponent[i]; no exponent: 0
 
 
 def near_one(xp: Any, z: Array) -> tuple[Array, Array]:
@@ -31,3 +33,26 @@ def has_moderate_squares(z: Array) -> bool:
     """Whether all norms of float64 rows are well within the root of the range. Quick; False where
     that is not certain."""
     return bool(np.einsum("ij,ij->", z, z) < 2.0**900)
+
+
+def normalized_rows(
+    xp: Any, z: Array, normalize: bool, dtype: np.dtype[Any]
+) -> tuple[Array, Norms]:
+    """Features in the compute dtype, normalised if asked for (zero rows stay zero); their norms."""
+    if not normalize:
+        return z.astype(dtype, copy=False), None
+    wide, exponent = z.astype(np.float64), None
+    if z.dtype.itemsize == 8:  # whose squares may over- or underflow
+        wide, exponent = near_one(xp, wide)
+    norms = xp.linalg.norm(wide, axis=1, keepdims=True)
+    norms[norms == 0] = np.inf
+    return (wide / norms).astype(dtype), (norms, exponent)
+
+
+def normalization_backward(xp: Any, g: Array, u: Array, norms: Norms) -> Array:
+    """dL/dz = (g - u <g, u>) / |z|, where g = dL/du and u = z / |z|."""
+    if norms is None:
+        return g
+    length, exponent = norms
+    g = (g - u * (g * u).sum(axis=1, keepdims=True)) / length
+    return g if exponent is None else xp.ldexp(g, -exponent[:, None])

@@ -87,6 +87,8 @@ class Problem:
     guide_margin: float = 0.0
     guide_limits: Array = None  # as `limits`
     guide_key_limits: Array = None
+    own: Array = None  # [M, K, D] negatives of row i alone: see `arrays.own`
+    own_mask: Array = None  # [M, K] bool: those that count; None: all
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
     copied: int = 0  # bytes of the workspace for copies of a joint loss: features, gradients
     # the positives of a row are all others of its class; `positives` has those that are alone
@@ -105,9 +107,10 @@ class Problem:
 
     @property
     def plain_logits(self) -> bool:
-        """Whether each logit is a scaled product, and in the sums of its row and of its column, but
-        for those that ids exclude."""
-        return self.key_bias is None and self.query_groups is None and not self.leaves_out
+        """Whether each logit is a scaled product of a query and a key, and in the sums of its row
+        and of its column, but for those that ids exclude."""
+        names = self.query_groups is None and self.own is None
+        return names and self.key_bias is None and not self.leaves_out
 
     @property
     def plain_targets(self) -> bool:
@@ -385,6 +388,7 @@ class Gradients:
     want_query: bool = True
     want_key: bool = True
     add_query: bool = False  # add dQ to the contents of `query`
+    own: Array | None = None  # [M, K, D] destination
 
 
 @dataclass

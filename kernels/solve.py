@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from .arrays.own import joined
 from .conclude import Direction, conclude
 from .conclusion import Conclusion, conclusion
 from .problem import (
@@ -57,7 +58,7 @@ from .problem import (
     materialize_vectors,
     slices,
 )
-from .targets import limited, limits
+from .targets import limited, limits, mirror_positive_logits
 
 
 class Backend(Protocol):
@@ -182,11 +183,14 @@ def _solve_softmax(
     else:
         backend.fold(problem, grid, stats, None)
 
+    own = joined(vectors, problem, stats)
     end = vectors.conclude(problem, stats, grid.triangle, gradients is not None, backend)
     dots = None if gradients is None else gradients.dots
-    if gradients is not None and not online:
+    if gradients is not None and not online and (gradients.want_query or gradients.want_key):
         epilogue = softmax_gradient(problem, end)
         _gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
+    if own is not None:
+        own.finish(end, gradients)
     loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
     return solution_of(end, stats, loss, scale_grad)
 
@@ -344,15 +348,6 @@ def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
     if problem.two_sided:  # key i is the positive of query i
         ranks.column_positive_logits, ranks.column_rank = stats.positive_logits, stats.column_rank
     return ranks
-
-
-def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
-    """Positives' logits of all rows, after a fold over one triangle of pairs (i, j).
-
-    Only the smaller index of a pair has its logit; the larger takes it from there.
-    """
-    visited = (positives > xp.arange(len(positives))) | (positives < 0)
-    return xp.where(visited, logits, logits[positives])
 
 
 def _gradient_fold(

@@ -85,6 +85,15 @@ def limited(problem: Problem, backend: Any, vectors: Any) -> Problem:
     return problem
 
 
+def mirror_positive_logits(xp: Any, logits: Array, positives: Array) -> Array:
+    """Positives' logits of all rows, after a fold over one triangle of pairs (i, j).
+
+    Only the smaller index of a pair has its logit; the larger takes it from there.
+    """
+    visited = (positives > xp.arange(len(positives))) | (positives < 0)
+    return xp.where(visited, logits, logits[positives])
+
+
 def targets(
     xp: Any, problem: Problem, logits: Array, smoothing: Smoothing | None,
     bias: Array | None = None,

@@ -22,7 +22,7 @@ from ..kernels.problem import (
     materialize_vectors,
     uses_moments,
 )
-from ..spec import CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, NAMES, VECTORS, Loss
+from ..spec import ARRAYS, CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, NAMES, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
 from .validation import Batch
@@ -90,7 +90,7 @@ class _StaticChecks:
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
 # checked in every call
-PER_CALL = frozenset({"out", "grad_out", "progress", "guide", *NAMES, *VECTORS})
+PER_CALL = frozenset({"out", "grad_out", "progress", "guide", *NAMES, *ARRAYS})
 NUMBERS = frozenset({"scale", "temperature"})  # checked in every call where they are arrays
 MOST_TEMPLATE_LOGITS = 2**20  # of larger batches, the vectors of templates would add up
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}
@@ -136,7 +136,7 @@ def check(
         norms.require_finite_logits(loss, arrays, scale)
     if static.template is not None:
         problem = fast_replace(
-            static.template, query=arrays[0], key=arrays[-1], scale=scale, bias=bias
+            static.template, query=arrays[0], key=arrays[loss.key_argument], scale=scale, bias=bias
         )
     else:
         problem = _problem(loss, static, arrays, labels, scale, bias, options, batch)
@@ -155,11 +155,13 @@ def _problem(
     grad_out, progress = get("grad_out", 1.0), get("progress")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
-    query, key = arrays[0], arrays[-1]
+    query, key = arrays[0], arrays[loss.key_argument]
     xp, reduction = static.xp, static.reduction
     positives = marks = classes = has_positive = None
     row_ids, column_ids = rows.names(xp, loss, "ids", get("ids"), len(query), len(key))
     groups = rows.names(xp, loss, "groups", get("groups"), len(query), len(key))
+    if get("in_batch") is False:  # no row has a key's group
+        groups = xp.zeros(len(query), xp.int64), xp.ones(len(key), xp.int64)
     if loss.classes:
         decoupled, whole = bool(get("decoupled")), batch is None  # else classes have rows elsewhere
         classes, positives, has_positive = rows.classes(
@@ -204,6 +206,8 @@ def _problem(
         guides = rows.guide(xp, loss, guide, arrays, static.check_finite)
         if problem.guide_margin < math.inf:
             problem.guide_query, problem.guide_key = guides
+    if loss.has_own:
+        problem.own, problem.own_mask = arrays[2], rows.own_mask(xp, get("own_mask"), arrays[2])
     softmax.require_metrics(problem)
     return problem
 
@@ -232,11 +236,11 @@ def _request(
             xp, loss, static.new, outs, query.shape, DOUBLE if wide else SINGLE
         )
         gradients = Gradients(joint_gradient, want_key=False)
-    elif want_query or want_key:
-        query_gradient, key_gradient = outs.get(loss.arguments[0]), outs.get(loss.arguments[-1])
-        gradients = Gradients(
-            query_gradient, key_gradient if want_key else None, None, want_query, want_key
-        )
+    elif want_query or want_key or "own" in outs:
+        query_gradient = outs.get(loss.arguments[0])
+        key_gradient = outs.get(loss.arguments[loss.key_argument]) if want_key else None
+        gradients = Gradients(query_gradient, key_gradient, None, want_query, want_key)
+        gradients.own = outs.get("own")
     if loss.joint and not static.offload:
         copies = query, joined, problem.guide_query
         problem.copied = sum(0 if z is None else z.nbytes for z in copies)
@@ -281,7 +285,7 @@ def _check_static(
     """All checks that read no element of an array."""
     o = _options(loss, options, with_grad)
     validation.features(loss.arguments, arrays, array_kinds, 1 if batch is None else 0)
-    query, key = arrays[0], arrays[-1]
+    query, key = arrays[0], arrays[loss.key_argument]
     on_host = array_kinds[0][2] is None
     on_cpu = on_host and not o["offload"]
     whole = batch is None
@@ -305,7 +309,7 @@ def _check_static(
     softmax_options = softmax.options(loss, o)
     wrt = validation.wrt(loss, o["wrt"]) if with_grad else frozenset()
     want_query = loss.arguments[0] in wrt
-    want_key = not loss.symmetric and loss.arguments[-1] in wrt
+    want_key = not loss.symmetric and loss.arguments[loss.key_argument] in wrt
     scalar_grads = not wrt.isdisjoint(SCALARS)
     logits = batch.rows * batch.columns
     grad_dtype = validation.grad_dtype(o["grad_dtype"])

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ..spec import COMPILED, NAMES, OPTIONS, VECTORS, GradOptions, Loss, LossOptions
+from ..spec import ARRAYS, COMPILED, NAMES, OPTIONS, GradOptions, Loss, LossOptions
 
 Keywords = dict[str, tuple[str, Any]]  # name -> type as it is written, default
 
@@ -18,6 +18,8 @@ TENSORS = {
     "weights": "Tensor | None",
     "key_bias": "Tensor | None",
     "guide": "Tensor | tuple[Tensor, Tensor] | None",
+    "own": "Tensor | None",
+    "own_mask": "Tensor | None",
 }
 # Of the process group that shares a batch: those of infonce.distributed, `group` being its `comm`
 GROUP: Keywords = {
@@ -48,7 +50,7 @@ def torch_module(loss: Loss) -> Keywords:
 
 def jax_function(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.jax`, which has this loss."""
-    names = ["temperature", "scale", *NAMES, *VECTORS, "guide", *COMPILED, "metrics"]
+    names = ["temperature", "scale", *NAMES, "own", *ARRAYS, "guide", *COMPILED, "metrics"]
     views: Keywords = {"labels": ("ArrayLike | None", None)} if _of_views(loss) else {}
     types = {name: written.replace("Tensor", "ArrayLike") for name, written in TENSORS.items()}
     types |= dict.fromkeys(("temperature", "scale"), "ArrayLike | None")

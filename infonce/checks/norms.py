@@ -25,7 +25,8 @@ LARGEST_LOGIT = 2.0**1010  # sums of so large numbers stay within float64
 def rows_not_finite(xp: Any, z: Array) -> Iterator[int]:
     """Rows that hold NaN or infinity, in order."""
     for start in range(0, len(z), 4096):
-        bad = ~xp.isfinite(z[start : start + 4096].astype(np.float64)).all(axis=1)
+        finite = xp.isfinite(z[start : start + 4096].astype(np.float64))
+        bad = ~finite.reshape(len(finite), -1).all(axis=1)
         yield from (start + xp.flatnonzero(bad)).tolist()
 
 
@@ -38,10 +39,11 @@ def require_finite(xp: Any, names: Sequence[str], arrays: Sequence[Array]) -> No
 
 def require_finite_logits(loss: Loss, arrays: Sequence[Array], scale: Any) -> None:
     """ValueError where products of finite float64 features may overflow."""
-    if all(z.itemsize == 8 and has_moderate_squares(z) for z in arrays):
+    flat = [z.reshape(-1, z.shape[-1]) for z in arrays]
+    if all(z.itemsize == 8 and has_moderate_squares(z) for z in flat):
         return
-    norms = [log2_norms(z).max(initial=-np.inf) for z in arrays]  # of NaN, NaN: so is the loss
-    largest = 2.0 * max(norms) if loss.joint else norms[0] + norms[-1]
+    norms = [log2_norms(z).max(initial=-np.inf) for z in flat]  # of NaN, NaN: so is the loss
+    largest = 2.0 * max(norms) if loss.joint else norms[0] + max(norms[1:] or norms)
     if largest + math.log2(scale) > math.log2(LARGEST_LOGIT):
         name = loss.arguments[int(np.argmax(norms))]
         sizes = " and ".join(
@@ -68,7 +70,7 @@ def warn_if_far_from_one(loss: Loss, arrays: Sequence[Array]) -> None:
     global _warned
     if _warned:
         return
-    for name, z in zip(loss.arguments, arrays, strict=True):
+    for name, z in list(zip(loss.arguments, arrays, strict=True))[:2]:
         norms = log2_norms(z[:: max(1, len(z) // SAMPLE)])
         norms = norms[np.isfinite(norms)]
         if len(norms) and max(norms.max(), -norms.min()) > math.log2(MOST):

@@ -91,6 +91,18 @@ def _gpu_labels() -> Any:
     return labels
 
 
+def own_mask(xp: Any, mask: Any, own: Array) -> Array | None:
+    """[M, K] bool, contiguous: which own negatives count; None: all."""
+    if mask is None:
+        return None
+    mask = listed("own_mask", mask, "bool")
+    if mask.dtype != bool:
+        raise TypeError(f"own_mask: expected dtype bool, got {mask.dtype}")
+    if mask.shape != own.shape[:2]:
+        raise ValueError(f"own_mask: expected shape {own.shape[:2]} like own, got {mask.shape}")
+    return xp.asarray(mask)
+
+
 def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> Array | None:
     """`Problem.weights`: those given, and 0 for rows without a positive."""
     if has_positive is None or (xp is np and has_positive.all()):

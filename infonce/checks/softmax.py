@@ -29,6 +29,8 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         o[name] = _checked(name, o[name])
 
     def given(name: str) -> bool:
+        if name == "own" and loss.has_own:
+            return True
         default = DEFAULTS[name]
         return o[name] is not None if default is None else bool(o[name] != default)
 
@@ -46,6 +48,10 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
             )
     if given("guide_margin") and o["guide"] is None:
         raise ValueError(f"guide_margin: expected 0.0 without guide, got {what(o['guide_margin'])}")
+    for name in ("own_mask", "in_batch"):
+        default = DEFAULTS[name]
+        if given(name) and not loss.has_own:
+            raise ValueError(f"{name}: expected {default!r} without own, got {what(o[name])}")
     return tuple((name, o[name]) for name in SOFTMAX if name not in ARRAYS and given(name))
 
 

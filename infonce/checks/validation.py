@@ -140,9 +140,13 @@ def features(
         shape, dtype, _ = kind
         if not is_float(dtype):
             raise TypeError(f"{name}: expected dtype {', '.join(FLOATS)}, got {dtype}")
-        if len(shape) != 2:
+        if name == "own":
+            if len(shape) != 3 or shape[0] != len(arrays[0]) or shape[2] != arrays[0].shape[1]:
+                m, d = arrays[0].shape
+                raise ValueError(f"own: expected shape ({m}, K, {d}) like query, got {shape}")
+        elif len(shape) != 2:
             raise ValueError(f"{name}: expected 2 dimensions [rows, features], got shape {shape}")
-        if shape[0] < least or shape[1] == 0:
+        if shape[0] < least or 0 in shape[1:]:
             raise ValueError(
                 f"{name}: expected at least one row and one feature, got shape {shape}"
             )
@@ -156,7 +160,7 @@ def features(
 
 def shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -> None:
     """Queries and keys, of this `batch`, that the loss takes together."""
-    first, last = loss.arguments[0], loss.arguments[-1]
+    first, last = loss.arguments[0], loss.arguments[loss.key_argument]
     if query.shape[1] != key.shape[1]:
         raise ValueError(
             f"{last}: expected width {query.shape[1]} like {first}, got shape {key.shape}"

@@ -18,7 +18,7 @@ import infonce
 from ..checks import norms, validation
 from ..reference import normalize
 from ..result import LossAndGrad
-from ..spec import CHOICES, LOSSES, NAMES, OPTIONS, SOFTMAX, VECTORS, Loss
+from ..spec import ARRAYS, CHOICES, LOSSES, NAMES, OPTIONS, SOFTMAX, Loss
 from . import loss_report, machine
 from .common import (
     UNITS_HELP,
@@ -55,7 +55,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
             switch += f"/{flag(f'no_{name}')}"
         elif name in CHOICES:
             type_ = click.Choice(CHOICES[name])
-        elif name in (*NAMES, *VECTORS):
+        elif name in (*NAMES, "own", *ARRAYS):
             type_ = PATH
         decorate = click.option(
             switch, type=type_, default=option.default, help=option.flag, multiple=name in NAMES
@@ -159,13 +159,14 @@ def loss(
     if plot is not None:
         check_destination(plot)
 
-    paths = {"labels": labels, **{name: options.pop(name) for name in VECTORS}}
+    paths = {"labels": labels, **{name: options.pop(name) for name in ("own", *ARRAYS)}}
     paths = {name: path for name, path in paths.items() if path is not None}
     if grad_out is not None:
         files = [split(source)[0] for source in sources.values()]
         files += [*paths.values(), *chain(*sides.values())]
         files += [split(guide)[0] for guide in guides]
         with_grad = [name for name in chosen.arguments if name not in chosen.locked]
+        with_grad += ["own"] * ("own" in paths)
         check_gradient_files(grad_out, with_grad, files, force)
 
     from ..kernels.cpu import backend as cpu  # noqa: F401  the compiler's own memory is not the loss's
@@ -203,7 +204,7 @@ def loss(
             results.append(_evaluate(chosen, features, names, wrt=(), **options))
             continue
         with GradientFiles(
-            grad_out, {name: features[name] for name in with_grad}, grad_dtype
+            grad_out, {name: (features | options)[name] for name in with_grad}, grad_dtype
         ) as gradients:
             results.append(_evaluate(chosen, features, names, out=gradients.arrays, **options))
             gradients.commit(_scalars(results[0]))
@@ -270,7 +271,8 @@ def _ranked(kind: Loss, options: Mapping[str, Any]) -> bool:
     single = labels is None or (
         labels.ndim == 1 and labels.dtype.kind in "iu" and labels.min(initial=0) >= 0
     )
-    changed = {"key_bias", "guide"} & options.keys() or options["false_negative_margin"] != math.inf
+    arrays = {"key_bias", "guide", "own"} & options.keys()
+    changed = arrays or options["false_negative_margin"] != math.inf
     return single and not changed and "metrics" not in kind.refused
 
 
@@ -287,9 +289,10 @@ def _record(
             record = {name: values[0] for name, values in record.items()}
     if kind.sigmoid:
         record["bias"] = options.get("bias", kind.bias)
-    names = [name for name in SOFTMAX if name not in ("guide", *VECTORS, *kind.refused)]
+    names = [name for name in SOFTMAX if name not in ("guide", *ARRAYS, *kind.refused)]
     record |= {name: options[name] for name in ("normalize", *names)}
     record |= {name: str(path) for name, path in paths.items()}
+    record |= {"in_batch": options["in_batch"]} if "own" in paths else {}
     return record | {name: [*map(str, files)] for name, files in sides.items() if files}
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from .. import dispatch
-from ..spec import NAMES, VECTORS, Loss
+from ..spec import ARRAYS, NAMES, VECTORS, Loss
 from . import axis
 from .callback import Call, call_out, deliver, integers, options_of, outputs
 
@@ -95,7 +95,7 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
         "labels": None,
         "guide": None,
         "grad_out": None,
-        **dict.fromkeys((*NAMES, *VECTORS)),
+        **dict.fromkeys((*NAMES, *ARRAYS)),
     },)  # fmt: skip
 
 

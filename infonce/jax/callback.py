@@ -21,7 +21,7 @@ except ImportError as error:
 
 from ..kernels.problem import SILENT
 from ..result import LossAndGrad
-from ..spec import NAMES, VECTORS, WAITING, Loss
+from ..spec import ARRAYS, NAMES, WAITING, Loss
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["halves"], meta_fields=["dtype"])
@@ -92,7 +92,7 @@ class Call:
 def options_of(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """The options of `checks.call.check`, from the arrays of a callback."""
     options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
-    arrays = {name: given[name] for name in ("grad_out", *VECTORS)}
+    arrays = {name: given[name] for name in ("grad_out", *ARRAYS)}
     for name in NAMES:
         value = given[name]
         arrays[name] = tuple(map(integers, value)) if isinstance(value, tuple) else integers(value)
@@ -105,7 +105,7 @@ def outputs(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """Shapes and dtypes of what a call returns: {"loss": ..., "metrics": {...}, and the gradients
     in `call.wrt` by name}."""
     features = given["features"]
-    m, n = len(features[0]), len(features[-1])
+    m, n = len(features[0]), len(features[call.kind.key_argument])
     double = any(z.dtype == jnp.float64 for z in features)
     rows = (m,) if call.reduction == "none" else ()
     wide, whole = (jax.dtypes.canonicalize_dtype(t) for t in (np.float64, np.int64))

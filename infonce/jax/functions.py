@@ -23,7 +23,7 @@ from . import axis
 from .autodiff import parts
 from .callback import Axis, Call, Wide, stand_in
 
-ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.NAMES, *spec.VECTORS)
+ARGUMENTS = ("scale", "temperature", "guide", "metrics", *spec.NAMES, *spec.ARRAYS)
 
 
 def _apply(
@@ -40,11 +40,13 @@ def _apply(
     axis_name: Any = None,
     **options: Any,
 ) -> Any:
-    vectors = {name: options.pop(name, None) for name in spec.VECTORS}
+    kind, features, others = spec.with_own(kind, features, options)
+    options = dict(others)
+    if kind.has_own and axis_name is not None:
+        raise ValueError("own: expected None with axis_name, got an array")
+    vectors = {name: options.pop(name, None) for name in spec.ARRAYS}
     names = {name: options.pop(name, None) for name in spec.NAMES}
-    others = {
-        "scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide, **names,
-    }  # fmt: skip
+    numbers = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
     require_known(kind, features, options)
     over = None
     if axis_name is not None:
@@ -54,7 +56,7 @@ def _apply(
         require_method(options)
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
-    check_traced(kind, features, labels, bias, {**options, **vectors, **others}, over)
+    check_traced(kind, features, labels, bias, {**options, **names, **vectors, **numbers}, over)
     if temperature is not None:
         scale = 1.0 / temperature
     scale = kind.scale if scale is None else scale
@@ -102,7 +104,7 @@ def check_traced(
         "wrt": (),
         **{name: each(_known, options.get(name)) for name in spec.NAMES},
         "guide": jax.tree.map(_known, options.get("guide")),
-        **{name: _known(options.get(name), 1) for name in ("scale", "temperature", *spec.VECTORS)},
+        **{name: _known(options.get(name), 1) for name in ("scale", "temperature", *spec.ARRAYS)},
     }
     if jax.default_backend() != "cpu" and options.get("precision") in spec.CHOICES["precision"]:
         del options["precision"]  # a GPU has more precisions than the CPU, as which this is checked

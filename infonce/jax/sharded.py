@@ -20,7 +20,7 @@ from ..spec import Loss
 from . import functions
 
 # arguments with one number a row, beside features and `spec.NAMES`
-BY_ROW = ("labels", *spec.VECTORS)
+BY_ROW = ("labels", *spec.ARRAYS)
 NUMBERS = ("scale", "temperature", "bias")
 
 

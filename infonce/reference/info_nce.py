@@ -21,6 +21,9 @@ def info_nce(
     normalize: bool = False,
     weights: ArrayLike | None = None,
     guide: Guide | None = None,
+    own: ArrayLike | None = None,
+    own_mask: ArrayLike | None = None,
+    in_batch: bool = True,
     **options: Unpack[BiasedSoftmax],
 ) -> Reference:
     """InfoNCE loss of queries against keys, with its gradients.
@@ -57,6 +60,13 @@ def info_nce(
         Features of another model, the guide: its products exclude likely positives by
         `guide_margin`, as `common.softmax_loss` defines it. They get no gradient; `normalize`
         normalises them too.
+    own : array_like [M, K, D], optional
+        Keys that are negatives of row i alone: x_ik = scale * <q_i, own_ik> is one more term of its
+        sum. They have no `key_bias`.
+    own_mask : array_like of bool [M, K], optional
+        Which of `own` count; all by default.
+    in_batch : bool
+        False: of `key`, row i is compared with its positives alone.
     **options
         `margin`, `decoupled`, `label_smoothing`, `hardness`, `key_bias`, `false_negative_margin`
         and `guide_margin`, as `common.softmax_loss` defines them.
@@ -64,7 +74,8 @@ def info_nce(
     Returns
     -------
     Reference
-        With `grads` for ``query``, ``key`` and ``scale``, and `lse` of the rows.
+        With `grads` for ``query``, ``key``, ``scale`` and, if given, ``own``; and `lse` of the
+        rows.
 
     Notes
     -----
@@ -102,17 +113,41 @@ def info_nce(
     w = common.row_weights(weights, positive)
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
 
+    if not in_batch:
+        excluded = ~positive
     dot = q @ k.T
     guide_dot = common.guide_products(guide, normalize)
+    if own is not None:
+        # One more column for each own negative: of row i, K of its own
+        o = common.as_features(own)
+        count = o.shape[1]
+        kept = np.ones((rows, count), np.bool_) if own_mask is None else np.asarray(own_mask)
+        o = np.where(kept[:, :, None], o, 1.0)
+        if normalize:
+            unit, o_norm = common.normalize(o.reshape(-1, o.shape[2]))
+            o = unit.reshape(o.shape)
+        dot = np.hstack([dot, np.einsum("id,ikd->ik", q, o)])
+        positive = np.hstack([positive, np.zeros((rows, count), np.bool_)])
+        excluded = np.hstack([excluded, ~kept])
+        if options.get("key_bias") is not None:
+            options["key_bias"] = np.append(np.asarray(options["key_bias"]), np.zeros(count))
     losses, lse, slope = common.softmax_loss(
         dot, positive, excluded, scale=scale, guide_dot=guide_dot, **options
     )
 
     dx = w[:, None] * slope
-    dq, dk = scale * (dx @ k), scale * (dx.T @ q)
+    dq, dk = scale * (dx[:, :columns] @ k), scale * (dx[:, :columns].T @ q)
+    if own is not None:
+        dq = dq + scale * np.einsum("ik,ikd->id", dx[:, columns:], o)
+        do = scale * dx[:, columns:, None] * q[:, None, :]
+        if normalize:
+            through = common.normalize_backward(do.reshape(unit.shape), unit, o_norm)
+            do = through.reshape(do.shape)
     if normalize:
         dq = common.normalize_backward(dq, q, q_norm)
         dk = common.normalize_backward(dk, k, k_norm)
     dscale = float(np.sum(dx * common.scale_slope(dot, positive, **options)))
     grads: Gradients = {"query": dq, "key": dk, "scale": dscale}
+    if own is not None:
+        grads["own"] = do
     return Reference(losses, float(w @ losses), grads, lse)

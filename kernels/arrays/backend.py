@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..linear import Segments, SegmentSums, segment_sums
-from ..naive import Norms, normalized_rows
+from ..norms import Norms, normalized_rows
 from ..problem import (
     Array,
     Epilogue,

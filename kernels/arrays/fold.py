@@ -8,7 +8,8 @@ import numpy as np
 
 from ..conclude import rounded_reference
 from ..linear import LinearGradient
-from ..naive import Matrix, Norms, matrix_sums, normalization_backward
+from ..naive import Matrix, matrix_sums
+from ..norms import Norms, normalization_backward
 from ..problem import (
     LOG2_E,
     Array,

@@ -234,6 +234,20 @@ def cases() -> None:
     )
     near(got, want, "loss of ids in two dtypes")
 
+    # negatives of rows alone
+    own, mask = rng.standard_normal((20, 2, 3)), rng.random((20, 2)) < 0.8
+    for more in ({}, {"in_batch": False}, {"false_negative_margin": 0.3, "normalize": True}):
+        labels = rng.permutation(20)
+        own_options: dict[str, Any] = {"scale": 2.0, **more}
+        want = infonce.info_nce_loss_and_grad(x, y, labels, own=own, own_mask=mask, **own_options)
+        got = distributed.info_nce_loss_and_grad(
+            x[rows], y[rows], labels[rows], own=own[rows], own_mask=mask[rows], **own_options
+        )
+        near(got.loss, want.loss, "loss of own negatives")
+        near(got.grads.scale, want.grads.scale, "d scale of own negatives")
+        for name in ("query", "key", "own"):
+            near(getattr(got.grads, name), getattr(want.grads, name)[rows], f"d {name}")
+
     # a feature that is not finite, in sums over all keys
     x[17, 1] = np.nan
     for name in ("clip", "gte"):

@@ -8,6 +8,7 @@ from infonce import spec
 
 Q = np.random.default_rng(0).standard_normal((6, 4))
 K = np.random.default_rng(1).standard_normal((6, 4))
+OWN = np.random.default_rng(2).standard_normal((6, 2, 4))
 READ_ONLY = np.zeros((6, 4))
 READ_ONLY.flags.writeable = False
 
@@ -88,6 +89,22 @@ CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
      ["groups: expected None for sup_con"]),
     ("clip", (Q, K), {"groups": np.zeros(6, int), "ids": np.arange(6), "label_smoothing": 0.1},
      ValueError, ["groups: expected None with label_smoothing and ids", "(6,)"]),
+    ("info_nce", (Q, K), {"own": OWN[:5]}, ValueError, ["own", "(6, K, 4)", "(5, 2, 4)"]),
+    ("info_nce", (Q, K), {"own": OWN[:, :, :3]}, ValueError, ["own", "(6, K, 4)", "(6, 2, 3)"]),
+    ("info_nce", (Q, K), {"own": OWN[:, 0]}, ValueError, ["own", "(6, K, 4)", "(6, 4)"]),
+    ("info_nce", (Q, K), {"own": OWN[:, :0]}, ValueError, ["own", "at least one", "(6, 0, 4)"]),
+    ("info_nce", (Q, K), {"own": OWN.astype(int)}, TypeError, ["own", "float64", "int64"]),
+    ("info_nce", (Q, K), {"own": OWN, "own_mask": np.ones((6, 3), bool)}, ValueError,
+     ["own_mask", "(6, 2)", "(6, 3)"]),
+    ("info_nce", (Q, K), {"own": OWN, "own_mask": np.ones((6, 2))}, TypeError,
+     ["own_mask", "bool", "float64"]),
+    ("info_nce", (Q, K), {"own_mask": np.ones((6, 2), bool)}, ValueError,
+     ["own_mask", "None without own"]),
+    ("info_nce", (Q, K), {"in_batch": False}, ValueError, ["in_batch: expected True without own"]),
+    ("clip", (Q, K), {"in_batch": False}, ValueError, ["in_batch", "True for clip", "False"]),
+    ("info_nce", (Q, K), {"own": OWN, "label_smoothing": 0.1}, ValueError,
+     ["own", "None with label_smoothing"]),
+    ("info_nce", (Q, K), {"own": OWN, "metrics": True}, ValueError, ["own", "None with metrics"]),
     ("clip", (Q, K), {"weights": [1.0] * 5}, ValueError, ["weights", "(6,)", "(5,)"]),
     ("clip", (Q, K), {"weights": ["1"] * 6}, TypeError, ["weights", "numbers", "<U1"]),
     ("clip", (Q, K), {"weights": [1, 1, 1, -2, 1, 1]}, ValueError,

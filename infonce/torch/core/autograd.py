@@ -18,14 +18,14 @@ from torch import Tensor
 from ... import dispatch
 from ...checks.rows import is_pair
 from ...result import LossAndGrad, Metrics
-from ...spec import NAMES, VECTORS, WAITING, Loss
+from ...spec import ARRAYS, NAMES, WAITING, Loss
 from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
 PAIRS = (*NAMES, "guide")  # one array or one for either side
-KEPT = frozenset({"temperature", *PAIRS, *VECTORS})
+KEPT = frozenset({"temperature", *PAIRS, *ARRAYS})
 UNTRACKED = (
-    "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *VECTORS
+    "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *ARRAYS
 )  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
 WAITING_DTYPES = {getattr(torch, name): getattr(torch, other) for name, other in WAITING.items()}
@@ -121,7 +121,7 @@ class Call:
             both = isinstance(value, (tuple, list)) and len(value) == 2
             pair: Any = value if is_pair(value) or (both and name == "guide") else (value, None)
             sides += pair
-        return (self.labels, *sides, *[get(name) for name in VECTORS])
+        return (self.labels, *sides, *[get(name) for name in ARRAYS])
 
     @property
     def untracked(self) -> tuple[Tensor | None, ...]:
@@ -137,7 +137,7 @@ class Call:
         ]
         labels, *sides = given[: 1 + 2 * len(PAIRS)]
         vectors = given[1 + 2 * len(PAIRS) :]
-        options = {**self.options, **dict(zip(VECTORS, vectors, strict=True))}
+        options = {**self.options, **dict(zip(ARRAYS, vectors, strict=True))}
         for name, rows, columns in zip(PAIRS, sides[::2], sides[1::2], strict=True):
             options[name] = rows if columns is None else (rows, columns)
         return replace(self, labels=labels, options=options)

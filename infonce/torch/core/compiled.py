@@ -119,7 +119,7 @@ def apply(
     if metrics or not fits or settings["reduction"] == "none" or transformed():
         raise ValueError(
             "in a compiled graph: expected labels, weights and key_bias as tensors, no metrics, "
-            f"{', '.join(NAMES)}, guide, reduction='none' nor torch.func, and as options "
+            f"{', '.join(NAMES)}, own, guide, reduction='none' nor torch.func, and as options "
             f"plain values of {', '.join(COMPILED)}"
         )
     if not isinstance(scale, Tensor):

@@ -132,7 +132,7 @@ def loss_and_grad(
 ) -> LossAndGrad:
     """`infonce.distributed` over a process group; gradients as DDP wants them, which averages."""
     function = getattr(distributed, f"{kind.name}_loss_and_grad")
-    given = dict(zip(kind.arguments, features, strict=True))
+    given: dict[str, Any] = dict(zip(kind.arguments, features, strict=True))
     if labels is not None:
         given["labels"] = labels
     if kind.sigmoid:

@@ -119,6 +119,7 @@ class Call:
     normalize: bool = False
     ids: bool = False
     groups: bool = False
+    own: bool = False  # rows have negatives of their own
     set_size: int = 1  # positives of each query
     key_bias: bool = False
     query_bias: bool = False  # of queries that are keys of the columns' softmax
@@ -152,7 +153,7 @@ class Call:
             _loss_of(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
             problem.compute, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
-            problem.set_size,
+            problem.own is not None, problem.set_size,
             problem.key_bias is not None, problem.query_bias is not None, problem.leaves_out,
             problem.limits is not None,
             bool(problem.margin or problem.decoupled or problem.hardness),
@@ -207,13 +208,14 @@ class Call:
     def plain(self) -> bool:
         """Whether each row has one positive, and a softmax of the logits as they are."""
         numbers = self.pair_options or self.row_numbers or self.weights
-        changed = numbers or self.needs_arrays or self.linear_terms or self.joint
+        changed = numbers or self.own or self.needs_arrays or self.linear_terms or self.joint
         return not (changed or self.set_size > 1)
 
     @property
     def one_softmax(self) -> bool:
         """Whether rows alone have sums, from which all that is wanted follows."""
-        options = self.linear_terms or self.joint or (self.row_numbers and self.pair_options)
+        numbers = bool(self.row_numbers and self.pair_options)
+        options = self.linear_terms or self.joint or self.own or numbers
         return (
             self.loss is Loss.ROWS and self.set_size == 1 and not (self.retrieval_ranks or options)
         )

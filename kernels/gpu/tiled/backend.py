@@ -16,6 +16,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from ...arrays.own import joined
 from ...linear import Segments, SegmentSums, segment_sums
 from ...problem import Array, Epilogue, Gradients, OnlineSoftmax, Problem, Sigmoid, fast_replace
 from ...solve import Solution, retrieval_ranks_of, softmax_gradient, solution_of
@@ -72,8 +73,11 @@ class GPU:
         for fold in sums:
             self.run((fold,), problem, epilogues[fold.purpose], gradients)
         triangle = sums[0].grid.triangle
+        own = joined(vectors, problem, stats)
         end = vectors.conclude(problem, stats, triangle, gradients is not None, self)
         self.run(folds[len(sums) :], problem, softmax_gradient(problem, end), gradients)
+        if own is not None:
+            own.finish(end, gradients)
         loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
         return solution_of(end, stats, loss, scale_grad)
 
