@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infonce import arrays, dispatch
-from infonce.spec import Loss, with_own
+from infonce.checks.keywords import with_own
+from infonce.spec import Loss
 
 from . import run
 from .agreement import AgreedError, Call, agree, agree_on

@@ -10,11 +10,12 @@ import numpy as np
 
 from . import arrays
 from .checks.call import Request, check
+from .checks.keywords import with_own
 from .kernels.conclude import weighted
 from .kernels.problem import LN_2, Array, Gradients, Problem
 from .kernels.solve import Solution
 from .result import LossAndGrad, Metrics, QueryKeyGrads
-from .spec import Loss, with_own
+from .spec import Loss
 
 
 def loss(

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, get_args
 
-from .result import (
-    FeaturesGrads,
-    ImageTextGrads,
-    QueryKeyGrads,
-    QueryKeyOwnGrads,
-    SigmoidGrads,
-    TextImageGrads,
-)
+from . import result
 
 Reduction = Literal["mean", "sum", "none"]
 Method = Literal["auto", "naive", "fused", "tiled"]
@@ -105,10 +98,10 @@ OPTIONS: dict[str, Option] = {
     "own": Option(
         None,
         "array [M, K, features], optional",
-        """Negatives of each row alone, such as mined ones: ``scale * <q_i, own_ik>`` joins the
-        softmax of row i. Options count them as other negatives, but for `key_bias`, which they have
-        not. They get a gradient, ``grads.own``. Copies of rows, up to 8 MiB, are beside the
-        workspace. Not with `label_smoothing`, `guide`, `offload` and ``metrics=True``.""",
+        """Negatives of each row alone: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
+        count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. Copies
+        of rows, up to 8 MiB, are beside the workspace. Not with `label_smoothing`, `guide`,
+        `offload` and ``metrics=True``.""",
         flag="Negatives of each row alone, [rows, K, features], .npy (info_nce).",
     ),
     "own_mask": Option(
@@ -339,19 +332,14 @@ SOFTMAX = (
     "guide",
     "guide_margin",
 )
+OWN = ("own", "own_mask", "in_batch")
 # Options that mean nothing together, or are not supported: the smoothed targets are those of a
 # softmax over the keys that take part, all of which the denominator has, once
-OWN = ("own", "own_mask", "in_batch")
-EXCLUSIVE = (
-    ("label_smoothing", "decoupled"),
-    ("label_smoothing", "hardness"),
-    ("label_smoothing", "false_negative_margin"),
-    ("label_smoothing", "guide"),
+UNSMOOTHED = ("decoupled", "hardness", "false_negative_margin", "guide")
+EXCLUSIVE: tuple[tuple[str, ...], ...] = (
+    *(("label_smoothing", other) for other in UNSMOOTHED),
     ("groups", "label_smoothing", "ids"),
-    ("own", "label_smoothing"),
-    ("own", "guide"),
-    ("own", "offload"),
-    ("own", "metrics"),
+    *(("own", other) for other in ("label_smoothing", "guide", "offload", "metrics")),
 )
 
 
@@ -376,48 +364,37 @@ class Loss:
 
     @property
     def key_argument(self) -> int:
-        """The place of the keys among the arguments: queries may be the keys."""
+        """The place of the keys among the arguments."""
         return min(1, len(self.arguments) - 1)
 
     @property
     def has_own(self) -> bool:
-        """Whether rows have negatives of their own."""
         return len(self.arguments) > 2
 
 
-INFO_NCE = Loss("info_nce", ("query", "key"), QueryKeyGrads)
-INFO_NCE_OWN = replace(INFO_NCE, arguments=("query", "key", "own"), grads=QueryKeyOwnGrads)
-NT_XENT = Loss("nt_xent", ("features",), FeaturesGrads, symmetric=True, refused=OWN)
+INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads)
+INFO_NCE_OWN = replace(INFO_NCE, arguments=("query", "key", "own"), grads=result.QueryKeyOwnGrads)
+NT_XENT = Loss("nt_xent", ("features",), result.FeaturesGrads, symmetric=True, refused=OWN)
 CLIP = Loss(
-    "clip", ("image", "text"), ImageTextGrads, row_weight=0.5, column_weight=0.5, square=True,
-    refused=OWN,
+    "clip", ("image", "text"), result.ImageTextGrads, row_weight=0.5, column_weight=0.5,
+    square=True, refused=OWN,
 )  # fmt: skip
-LIT = Loss("lit", ("text", "image"), TextImageGrads, square=True, locked=("image",), refused=OWN)
+LIT = Loss(
+    "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",), refused=OWN
+)
 SIGLIP = Loss(
-    "siglip", ("image", "text"), SigmoidGrads, square=True, sigmoid=True, scale=10.0, bias=-10.0,
-    refused=(*SOFTMAX, *OWN, "metrics"),
+    "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
+    bias=-10.0, refused=(*SOFTMAX, *OWN, "metrics"),
 )  # fmt: skip
 SUP_CON = Loss(
-    "sup_con", ("features",), FeaturesGrads, symmetric=True, classes=True,
+    "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
-        *NAMES, *OWN, "margin", "hardness", "false_negative_margin", "guide", "guide_margin", "metrics",
+        *NAMES, *OWN, "margin", "hardness", "false_negative_margin", "guide", "guide_margin",
+        "metrics",
     ),
 )  # fmt: skip
 GTE = Loss(
-    "gte", ("query", "key"), QueryKeyGrads, symmetric=True, square=True, joint=True,
+    "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
     refused=("key_bias", *OWN, "metrics", "return_logits"),
 )  # fmt: skip
-
-
-def with_own(
-    kind: Loss, arrays: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[Loss, Sequence[Any], Mapping[str, Any]]:
-    """The loss, its arrays and its options; own negatives are an array of the loss."""
-    own = options.get("own")
-    if own is None or kind is not INFO_NCE:
-        return kind, arrays, options
-    others = {name: value for name, value in options.items() if name != "own"}
-    return INFO_NCE_OWN, (*arrays, own), others
-
-
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

@@ -107,20 +107,16 @@ class Problem:
 
     @property
     def plain_logits(self) -> bool:
-        """Whether each logit is a scaled product of a query and a key, and in the sums of its row
-        and of its column, but for those that ids exclude."""
-        names = self.query_groups is None and self.own is None
-        return names and self.key_bias is None and not self.leaves_out
+        """Whether logits are scaled products, in the sums of both sides, but for equal ids."""
+        arrays = self.query_groups, self.own, self.key_bias
+        return all(array is None for array in arrays) and not self.leaves_out
 
     @property
     def plain_targets(self) -> bool:
         """Whether all rows have one positive, with the logit of the softmax, and no more terms."""
-        return (
-            self.set_size == 1
-            and self.weights is None
-            and not (self.margin or self.decoupled or self.hardness)
-            and not (self.linear_terms or self.joint)
-        )
+        numbers = self.margin or self.decoupled or self.hardness
+        others = numbers or self.linear_terms or self.joint
+        return self.set_size == 1 and self.weights is None and not others
 
     @property
     def by_row(self) -> bool:

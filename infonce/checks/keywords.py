@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ..spec import ARRAYS, COMPILED, NAMES, OPTIONS, GradOptions, Loss, LossOptions
+from ..spec import (
+    ARRAYS,
+    COMPILED,
+    INFO_NCE,
+    INFO_NCE_OWN,
+    NAMES,
+    OPTIONS,
+    GradOptions,
+    Loss,
+    LossOptions,
+)
 
 Keywords = dict[str, tuple[str, Any]]  # name -> type as it is written, default
 
@@ -91,3 +101,14 @@ def unexpected(function: str, name: str, known: Collection[str], hint: str = "")
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
     return TypeError(f"{function}: unexpected keyword argument {name!r} ({hint})")
+
+
+def with_own(
+    kind: Loss, arrays: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Loss, Sequence[Any], Mapping[str, Any]]:
+    """The loss, its arrays and its options; own negatives are an array of the loss."""
+    own = options.get("own")
+    if own is None or kind is not INFO_NCE:
+        return kind, arrays, options
+    others = {name: value for name, value in options.items() if name != "own"}
+    return INFO_NCE_OWN, (*arrays, own), others

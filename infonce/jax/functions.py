@@ -40,7 +40,7 @@ def _apply(
     axis_name: Any = None,
     **options: Any,
 ) -> Any:
-    kind, features, others = spec.with_own(kind, features, options)
+    kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
     if kind.has_own and axis_name is not None:
         raise ValueError("own: expected None with axis_name, got an array")

@@ -34,7 +34,7 @@ def _apply(
         if options.get("group") is None and (group_options := options.keys() - PLAIN - {"group"}):
             raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
         labels = options.pop("labels", labels)
-    kind, features, others = spec.with_own(kind, features, options)
+    kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
     for name, z in zip(kind.arguments, features, strict=True):
         if not isinstance(z, Tensor):

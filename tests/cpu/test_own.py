@@ -39,8 +39,9 @@ def test_options_and_sizes(monkeypatch: pytest.MonkeyPatch, method: str) -> None
         m, n, k = len(query), len(key), own.shape[1]
         dtype = data.draw(st.sampled_from([np.float64, np.float32, np.float16]))
         options: dict[str, Any] = {"scale": 4.0, "normalize": data.draw(st.booleans())}
-        options |= softmax_options("info_nce", n, rng)
-        options.pop("label_smoothing", None)
+        options |= softmax_options("info_nce", m, n, rng)
+        for other in ("label_smoothing", "guide", "guide_margin"):
+            options.pop(other, None)
         if n < m or data.draw(st.booleans()):
             labels = rng.integers(-1, n, (m, data.draw(st.integers(1, 3))))
             options["labels"] = each_once(labels)

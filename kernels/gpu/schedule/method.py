@@ -61,8 +61,8 @@ def _require_one_launch(asked: Problem | Call) -> None:
 
 def needs_kernels_alone(problem: Problem) -> bool:
     """Whether losses follow from sums by kernels, without operations on arrays. These need
-    operations on arrays: own negatives; label smoothing with ids, because ids are numbered for it; and limits or
-    biases of pairs together with linear terms or a joint loss."""
+    operations on arrays: own negatives; label smoothing with ids, because ids are numbered for it;
+    and groups, limits or biases of pairs together with linear terms or a joint loss."""
     known = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
     alone = problem.plain_logits or not (problem.linear_terms or problem.joint)
