@@ -342,7 +342,10 @@ def _check_static(
         return_logits=bool(o["return_logits"]),
         offload=bool(o["offload"]),
         softmax=softmax_options,
-        has_template=on_cpu and whole and logits <= MOST_TEMPLATE_LOGITS and not loss.joint,
+        has_template=on_cpu
+        and whole
+        and logits <= MOST_TEMPLATE_LOGITS
+        and not (loss.joint or loss.has_own),
     )
 
 

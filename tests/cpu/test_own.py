@@ -125,6 +125,13 @@ def test_without_the_batch_blocks_with_a_positive_are_visited(
     assert sorted(visited) == [(a, a) for a in range(4)]
 
 
+def test_calls_that_differ_in_own_negatives_alone() -> None:
+    query, key, own, _ = problem()
+    for other in (own, -own):
+        got = infonce.info_nce_loss(query, key, own=other, scale=3.0)
+        near(got, reference.info_nce(query, key, own=other, scale=3.0).loss)
+
+
 def test_given_destinations() -> None:
     query, key, own, _ = problem()
     out = {"own": np.full(own.shape, np.nan), "query": np.full(query.shape, np.nan)}
