@@ -214,7 +214,7 @@ def test_tiled_kernels_with_limits_and_biases(name: str, precision: str) -> None
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("columns", [0, 1])
 @pytest.mark.parametrize("precision", ["bf16", "fp16x3"])
-def test_kept_exponentials(precision: str, columns: int, extras: bool, moments: bool) -> None:
+def test_cached_exponentials(precision: str, columns: int, extras: bool, moments: bool) -> None:
     """The log-sum-exp sweep that stores them, and the kernel that makes a gradient of them."""
     one_in(2, (precision == "bf16") + columns + extras + moments)
     sweep = config.sweep_for(precision, 2304, DEVICES["sm_90a"], extras, moments)

@@ -246,7 +246,7 @@ def test_portable_kernels(loss: str, multiprocessors: int, monkeypatch: pytest.M
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "bf16"), ("float32", "fp16x3")])
 @pytest.mark.parametrize("loss", ["clip", "info_nce"])
 @pytest.mark.parametrize("kind", ["random", "rising", "lengths"])
-def test_kept_exponentials(
+def test_cached_exponentials(
     loss: str, kind: str, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exponentials kept between the folds: of all logits in one block, of all on either side of the
