@@ -1,11 +1,14 @@
 """The notebooks: what is committed has its plots, and every cell still runs."""
 
+import importlib.machinery
 import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -109,3 +112,46 @@ def test_records_that_are_missing_are_skipped(
     assert capsys.readouterr().out.startswith("No records: skips a table.")
     with pytest.raises(FileNotFoundError, match="recorded runs"):
         style.record("gpu.json")
+
+
+class Slider:
+    """What `explore` needs of ipywidgets' SelectionSlider."""
+
+    def __init__(self, *, value: Any, **_layout: Any) -> None:
+        self.value, self.watchers = value, []
+
+    def observe(self, watcher: Any, name: str) -> None:
+        assert name == "value"
+        self.watchers.append(watcher)
+
+    def move(self, value: Any) -> None:
+        self.value = value
+        for watcher in self.watchers:
+            watcher({})
+
+
+def test_sliders_draw_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ipywidgets and a kernel are, whatever the environment's variables; first of all
+    without them."""
+    shown: list[Any] = []
+    widgets = types.ModuleType("ipywidgets")
+    widgets.__spec__ = importlib.machinery.ModuleSpec("ipywidgets", None)
+    widgets.SelectionSlider, widgets.Output, widgets.VBox = Slider, MagicMock, list  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ipywidgets", widgets)
+    ipython = pytest.importorskip("IPython")
+    monkeypatch.setattr(ipython.display, "display", shown.append)
+    drawn: list[tuple[int, str]] = []
+
+    def draw(rows: int, form: str) -> None:
+        drawn.append((rows, form))
+
+    choices = {"rows": (8, [8, 16]), "form": ("fp16", ["fp16", "bf16"])}
+    style.explore(draw, **choices)  # no kernel
+    assert drawn == [(8, "fp16")]
+    assert not shown
+    monkeypatch.setattr(ipython, "get_ipython", MagicMock())
+    style.explore(draw, **choices)
+    ((rows, form, _picture),) = shown
+    rows.move(16)
+    form.move("bf16")
+    assert drawn[1:] == [(8, "fp16"), (16, "fp16"), (16, "bf16")]

@@ -140,7 +140,7 @@ const Plots = (() => {
     for (const c of text.replace("-", text[0] === "-" ? "−" : "-")) {
       exponent ||= c === "e" || c === "I" || c === "N";
       const digit = c >= "0" && c <= "9" && !exponent;
-      if (digit && (seen > 0 || c !== "0")) seen += 1;
+      if (digit && (seen > 0 || c !== "0" || value === 0)) seen += 1;
       const now = digit && seen > right;
       if (now !== wrong && (digit || exponent)) flush(), (run = ""), (wrong = now);
       run += c;
