@@ -28,6 +28,9 @@ SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
 # For np.errstate, in every thread: a value out of range becomes infinity or NaN, without a warning
 SILENT: Any = {"all": "ignore"}
 FEW_LOGITS = 2**24  # see `uses_moments`
+# Fields of `Problem` that decide which pairs count: vectors of numbers of queries, and of keys
+QUERY_VECTORS = ("query_ids", "query_groups", "query_bias", "limits", "guide_limits")
+KEY_VECTORS = ("key_ids", "key_groups", "key_bias", "key_limits", "guide_key_limits")
 
 
 @dataclass(eq=False)  # not frozen: a frozen one takes three times as long to make
@@ -45,11 +48,9 @@ class Problem:
     key: Array  # [N, D]; `query` itself if `symmetric`
     scale: Any  # number, or 0-d array on the device
     upstream: Any  # [M] float64; a number if it is the same for all rows
-    # [M] int64: the key that is row i's positive, or [M, P] several, -1 for none; None: the loss's
-    # default
+    # [M] int64: row i's positive key; [M, P]: several, -1 for none; None: the loss's default
     positives: Array = None
-    # of a row's loss in the reduced loss, beside `row_shares`; None: not reduced
-    reduction_weight: float | None = None
+    reduction_weight: float | None = None  # of each row's loss, times `row_shares`; None: no sum
     row_weight: float = 1.0  # weight of the softmax over keys
     column_weight: float = 0.0  # weight of the softmax over queries
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
@@ -177,8 +178,7 @@ class Problem:
 
     @property
     def dots_lack_margin(self) -> bool:
-        """Whether a part of the gradient of the scale is not in `Gradients.dots`, which do not see
-        the margin: see `conclusion`."""
+        """Whether `Gradients.dots` lack the margin's part of the scale's gradient: `conclusion`."""
         return self.dots and self.margin != 0.0
 
     @property

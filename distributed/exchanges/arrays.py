@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from infonce.kernels.linear import LinearTerm
-from infonce.kernels.problem import Array, Problem, SoftmaxGradient, fast_replace
+from infonce.kernels.problem import KEY_VECTORS, Array, Problem, SoftmaxGradient, fast_replace
 from infonce.kernels.targets import guide_width
 
-PER_KEY = (  # fields of `Problem`
-    "key", "key_ids", "key_groups", "key_bias", "key_limits", "guide_key", "guide_key_limits",
-)  # fmt: skip
+PER_KEY = "key", *KEY_VECTORS, "guide_key"  # fields of `Problem`
 
 
 def names(problem: Problem) -> list[str]:

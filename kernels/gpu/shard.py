@@ -191,9 +191,9 @@ class QueuedVectors(VectorsOverRanks):
         return self.tiled.mark(fold.losses, bad.rows, bad.any_key)
 
 
+_NO_VECTORS = dict.fromkeys(problems.QUERY_VECTORS + problems.KEY_VECTORS)
+
+
 def _bare(problem: Problem) -> Problem:
     """The problem without what steps on vectors do not look at."""
-    return problems.fast_replace(
-        problem, normalize=False, query_ids=None, key_ids=None, query_groups=None, key_groups=None,
-        marks=None,
-    )  # fmt: skip
+    return problems.fast_replace(problem, normalize=False, marks=None, **_NO_VECTORS)

@@ -26,6 +26,8 @@ import numpy as np
 from .. import solve as blocks
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import (
+    KEY_VECTORS,
+    QUERY_VECTORS,
     Array,
     Epilogue,
     Gradients,
@@ -103,10 +105,7 @@ def fold_block(
 
 def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
     """The problem with its vectors on the device."""
-    names = (
-        "upstream", "positives", "query_ids", "key_ids", "query_groups", "key_groups", "query_bias",
-        "key_bias", "limits", "key_limits", "weights", "row_shares",
-    )  # fmt: skip
+    names = "upstream", "positives", "weights", "row_shares", *QUERY_VECTORS, *KEY_VECTORS
     host_vectors = {name: getattr(problem, name) for name in names}
     made = {name: device.put(v) for name, v in host_vectors.items() if isinstance(v, np.ndarray)}
     if (classes := problem.classes) is not None:

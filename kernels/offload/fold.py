@@ -10,6 +10,8 @@ import numpy as np
 
 from ..linear import LinearGradient
 from ..problem import (
+    KEY_VECTORS,
+    QUERY_VECTORS,
     Array,
     Epilogue,
     Gradients,
@@ -202,22 +204,13 @@ class StreamedFold:
         if self.context.on_diagonal:
             no_local = no_local or apart(rows, columns)
 
-        def part(vector: Array, of: slice) -> Array:
-            return None if vector is None else vector[of]
-
         block = fast_replace(
             problem,
             query=queries.features,
             key=keys.features,
             positives=self.device.vectors.local_positives(problem.positives[rows], columns),
-            query_ids=part(problem.query_ids, rows),
-            key_ids=part(problem.key_ids, columns),
-            query_groups=part(problem.query_groups, rows),
-            key_groups=part(problem.key_groups, columns),
-            query_bias=part(problem.query_bias, rows),
-            key_bias=part(problem.key_bias, columns),
-            limits=part(problem.limits, rows),
-            key_limits=part(problem.key_limits, columns),
+            **parts(problem, QUERY_VECTORS, rows),
+            **parts(problem, KEY_VECTORS, columns),
             symmetric=symmetric,
             key_shard=problem.key_shard or not diagonal,
             no_local_positives=no_local,
@@ -257,3 +250,9 @@ class StreamedFold:
         self.done += 1
         if problem.progress is not None:
             problem.progress(self.epilogue.phase, self.done, self.total)
+
+
+def parts(problem: Problem, names: Sequence[str], rows: slice) -> dict[str, Array]:
+    """The elements `rows` of these vectors of a problem; None where it has none."""
+    vectors = {name: getattr(problem, name) for name in names}
+    return {name: None if z is None else z[rows] for name, z in vectors.items()}
