@@ -63,6 +63,13 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
         for name, options in given.items():
             found[loss, name] = call(loss, query, key, **options)
     half = rows // 2
+    dims = dim // 4, dim // 2, dim
+    found["clip", f"dims {dims}"] = call("clip", query, key, dims=dims)
+    for d in dims[:-1]:
+        found["clip", f"first {d} features"] = call("clip", query[:, :d], key[:, :d])
+    mined = query[: 4 * (rows // 4)].reshape(rows // 4, 4, dim)
+    both = query[: rows // 4], key[: rows // 4]
+    found["info_nce", f"{rows // 4} rows with 4 of own"] = call("info_nce", *both, own=mined)
     found["nt_xent", "plain"] = call("nt_xent", query)
     found["sup_con", f"{CLASSES} classes"] = call("sup_con", query, xp.arange(rows) % CLASSES)
     found["gte", f"{half} pairs"] = call("gte", query[:half], key[:half])

@@ -35,7 +35,8 @@ Statement = tuple[bytes, bytes]  # terms, numbers
 # but four that are compared as they are resolved
 RESOLVED = "method", "reduction", "precision", "in_batch"
 SHARED = [name for name in spec.COMPILED if name not in RESOLVED]
-OF_RANKS = ("gradient_scale", "transport", "exchange")  # so do these of distributed/losses.py
+# so do these of distributed/losses.py, and the prefixes of which a call is one
+OF_RANKS = ("gradient_scale", "transport", "exchange", "dims")
 MOST_TERMS = 64  # that are kept
 UNBOUNDED = 2**62  # bytes of a workspace: more than any address
 _terms: dict[tuple[Any, ...], bytes] = {}
@@ -208,7 +209,7 @@ def statement(call: Call, request: Request, features: list[Array], sizes: list[i
     }
     weights, weighted = options.get("weights"), problem.weights is not None
     positive = weights is None or request.on_gpu or bool(np.any(arrays.native(weights, "weights")))
-    rank_settings = {name: call.rank_options[name] for name in OF_RANKS}
+    rank_settings = {name: call.rank_options.get(name) for name in OF_RANKS}
     rank_settings["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
     library = os.environ.get(transports.CUDA_AWARE)
     key = request.static, *rank_settings.values(), *compared.values(), library, weighted, positive

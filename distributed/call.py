@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infonce import arrays, dispatch
+from infonce.checks import prefixes
 from infonce.checks.keywords import with_own
 from infonce.spec import Loss
 
@@ -24,6 +25,15 @@ def evaluate(
 ) -> Any:  # fmt: skip
     """The result of one call on this rank, of the caller's arrays; `rank_options` are those of
     distributed/losses.py."""
+    if prefixes.taken(kind, options):
+        dims = options["dims"], options.get("dim_weights")
+
+        def of_prefix(features: Sequence[Any], others: Mapping[str, Any]) -> Any:
+            same = {**rank_options, "dims": repr(dims)}  # on all ranks
+            return evaluate(kind, features, labels, bias, others, same, with_grad)
+
+        over_prefixes: Any = prefixes.loss_and_grad if with_grad else prefixes.loss
+        return over_prefixes(kind, callers, options, of_prefix)
     ranks = _connected(rank_options)
     kind, callers, options = with_own(kind, callers, options)
     pairs_views = kind.symmetric and not kind.classes  # whose labels are no argument of one process

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import arrays
+from .checks import prefixes
 from .checks.call import Request, check
 from .checks.keywords import with_own
 from .kernels.conclude import weighted
@@ -22,6 +23,10 @@ def loss(
     kind: Loss, callers: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
 ) -> Array:
     """The loss alone, of the caller's arrays."""
+    if prefixes.taken(kind, options):
+        return prefixes.loss(
+            kind, callers, options, lambda z, others: loss(kind, z, labels, bias, others)
+        )
     kind, callers, options = with_own(kind, callers, options)
     with arrays.on_stream_of(callers[0]):
         features = arrays.natives(callers, kind.arguments)
@@ -40,6 +45,10 @@ def loss_and_grad(
     grad_buffers: dict[str, Any] | None = None,
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
+    if prefixes.taken(kind, options):
+        return prefixes.loss_and_grad(
+            kind, callers, options, lambda z, others: loss_and_grad(kind, z, labels, bias, others)
+        )
     kind, callers, options = with_own(kind, callers, options)
     with arrays.on_stream_of(callers[0]):
         features = arrays.natives(callers, kind.arguments)

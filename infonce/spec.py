@@ -24,6 +24,8 @@ class LossOptions(TypedDict, total=False):
     own: Any
     own_mask: Any
     in_batch: bool
+    dims: Any
+    dim_weights: Any
     weights: Any
     margin: float
     decoupled: bool
@@ -65,15 +67,12 @@ class Option:
     compiled: bool = False  # taken by jax.jit and torch.compile: a plain value, fixed in a program
 
 
+# fmt: off
 OPTIONS: dict[str, Option] = {
-    "temperature": Option(
-        None,
-        "float or array of one number",
+    "temperature": Option(None, "float or array of one number",
         """Divides the dot products: ``scale = 1 / temperature``. Pass one of the two.""",
     ),
-    "scale": Option(
-        None,
-        "float or array of one number",
+    "scale": Option(None, "float or array of one number",
         """Multiplies the dot products. ValueError outside of [2^-511, 2^53] for products in
         float64, of [2^-63, 2^24] in float32 or less (a temperature below 1.1e-16, 6e-8): above,
         rounding alone changes the logits of unit rows by 1. A 0-d array on a GPU is not read before
@@ -95,79 +94,69 @@ OPTIONS: dict[str, Option] = {
         `label_smoothing` and `ids` together.""",
         flag="Pairs of different groups are no negatives, .npy; once, or for rows and for columns.",
     ),
-    "own": Option(
-        None,
-        "array [M, K, features], optional",
+    "own": Option(None, "array [M, K, features], optional",
         """Negatives of each row alone: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
         count as other negatives, without a `key_bias`, and have a gradient, ``grads.own``. Copies
         of rows, up to 8 MiB, are beside the workspace. Not with `label_smoothing`, `guide`,
         `offload` and ``metrics=True``.""",
         flag="Negatives of each row alone, [rows, K, features], .npy (info_nce).",
     ),
-    "own_mask": Option(
-        None,
-        "bool array [M, K], optional",
+    "own_mask": Option(None, "bool array [M, K], optional",
         """Which of `own` count; others are not read, so they may hold anything.""",
         flag="Which of --own count, bool [rows, K], .npy.",
     ),
-    "in_batch": Option(
-        True,
-        "bool, default True",
+    "in_batch": Option(True, "bool, default True",
         """False, with `own`: row i is compared with its positives and its own negatives alone. On
         the CPU, blocks without a positive are not computed.""",
         flag="Whether other rows' keys are negatives; with --own they need not be.",
         compiled=True,
     ),
-    "weights": Option(
-        None,
-        "float array [M], optional",
+    "dims": Option(None, "increasing integers, optional",
+        """Widths of prefixes of the features: the loss is the sum of those of the first d features,
+        for each d, times `dim_weights`. With `normalize=True`, each prefix is divided by its own
+        norm. Log-sum-exps, metrics and logits are those of the last. Not with `own`.""",
+        flag="Widths of prefixes whose losses are summed, as in 64,128,256.",
+    ),
+    "dim_weights": Option(None, "numbers, optional",
+        """Weight of each prefix of `dims`; 1 by default.""",
+        flag="Weights of the prefixes, as in 0.5,0.5,1.",
+    ),
+    "weights": Option(None, "float array [M], optional",
         """Weight of each row's loss (of each pair's, in both directions), at least 0. The mean
         divides by the sum of the weights, not by M.""",
         flag="Weight of each row's loss, .npy.",
     ),
-    "margin": Option(
-        0.0,
-        "float, default 0",
+    "margin": Option(0.0, "float, default 0",
         """Additive margin, subtracted from the dot products of positives.""",
         flag="Subtracted from the dot products of positives.",
         compiled=True,
     ),
-    "decoupled": Option(
-        False,
-        "bool, default False",
+    "decoupled": Option(False, "bool, default False",
         """Leave the positives out of the denominator: the loss of a row is n - p, with n the
         log-sum-exp of its negatives and p its positive logit. A row without negatives has loss
         -inf.""",
         flag="Leave positives out of the denominator.",
         compiled=True,
     ),
-    "label_smoothing": Option(
-        0.0,
-        "float in [0, 1), default 0",
+    "label_smoothing": Option(0.0, "float in [0, 1), default 0",
         """Share of the targets that is spread over all keys that take part, positives included.
         The rest of the targets, 1 - label_smoothing, is on the positives of a row.""",
         flag="Share of the targets that is spread over all keys.",
         compiled=True,
     ),
-    "hardness": Option(
-        0.0,
-        "float, default 0",
+    "hardness": Option(0.0, "float, default 0",
         """Weights negatives by their similarity: each counts ``exp(hardness <q, k>)`` times. This
         weight is not differentiated. Exponents of negatives have scale + hardness, not scale.""",
         flag="Negatives count exp(hardness * dot product) times.",
         compiled=True,
     ),
-    "key_bias": Option(
-        None,
-        "float array [N], optional",
+    "key_bias": Option(None, "float array [N], optional",
         """Bias of each key, added to its logits in the rows' softmax, positives included: pass
         -log Q_j for keys that were sampled with probability Q_j. The bias gets no gradient. Not
         with ``metrics=True``.""",
         flag="Added to the logits of each key, .npy.",
     ),
-    "false_negative_margin": Option(
-        math.inf,
-        "float, default inf",
+    "false_negative_margin": Option(math.inf, "float, default inf",
         """Leaves out likely positives: negatives whose dot product exceeds that of the row's
         positive (of several, the largest) by more than this. In CLIP each direction compares with
         its own positive. Gradients of another dtype than the products accumulate as a whole in the
@@ -186,32 +175,24 @@ OPTIONS: dict[str, Option] = {
         features. Not with `offload` or ``metrics=True``. On a GPU, "auto" and "tiled" compute
         blocks by operations on arrays.""",
     ),
-    "guide_margin": Option(
-        0.0,
-        "float, default 0",
+    "guide_margin": Option(0.0, "float, default 0",
         """How far above that of the positive a negative's product by the `guide` may be; inf leaves
         out none.""",
         flag="How far above the positive's a negative's product by the guide may be.",
         compiled=True,
     ),
-    "normalize": Option(
-        False,
-        "bool, default False",
+    "normalize": Option(False, "bool, default False",
         """Divide rows by their L2 norm first, and differentiate through the norm. It may be any
         finite number. A row of zeros stays zero and gets a zero gradient. If it is not passed, rows
         far from unit norm in host memory cause one warning.""",
         flag="Divide rows by their L2 norm first.",
         compiled=True,
     ),
-    "reduction": Option(
-        "mean",
-        '{"mean", "sum", "none"}',
+    "reduction": Option("mean", '{"mean", "sum", "none"}',
         """Reduction of the losses of rows; "none" returns all M of them.""",
         compiled=True,
     ),
-    "method": Option(
-        "auto",
-        '{"auto", "naive", "fused", "tiled"}',
+    "method": Option("auto", '{"auto", "naive", "fused", "tiled"}',
         """How many logits are kept in memory, beside inputs, outputs and vectors of length M or N:
 
         - "naive" keeps the M x N logits, however large, and copies of them
@@ -237,9 +218,7 @@ OPTIONS: dict[str, Option] = {
         flag="Precision of the products; the CPU has fp64 and fp32.",
         compiled=True,
     ),
-    "workspace": Option(
-        None,
-        "int or str, default 256 MiB",
+    "workspace": Option(None, "int or str, default 256 MiB",
         """Upper limit of temporary memory, in bytes or as text such as "1.5GiB", for "fused" and
         "tiled". Vectors of length M or N, and cuBLAS's workspace for CUDA graphs on a GPU, are not
         counted. ValueError that names the least sufficient workspace if the M x N logits would need
@@ -248,62 +227,45 @@ OPTIONS: dict[str, Option] = {
         wide rows, to keep exponentials of the logits from the losses to the gradients.""",
         compiled=True,
     ),
-    "offload": Option(
-        False,
-        "bool, default False",
+    "offload": Option(False, "bool, default False",
         """Keep features and gradients in host memory (NumPy, also memory-mapped or pinned), and
         compute on the current GPU, some rows at a time: for batches larger than its memory.
         `workspace` limits the memory of these rows on the GPU: a larger workspace copies features
         fewer times. Pinned features are copied directly.""",
     ),
-    "check_finite": Option(
-        False,
-        "bool, default False",
+    "check_finite": Option(False, "bool, default False",
         """Raise ValueError, naming argument and row, if a feature is NaN or infinite. Otherwise
         such a feature makes the loss NaN.""",
         flag="Refuse NaN and infinity, naming the row.",
     ),
-    "progress": Option(
-        None,
-        "callable (phase, done, total), optional",
+    "progress": Option(None, "callable (phase, done, total), optional",
         """Called in the calling thread as blocks complete, and in a first call on a GPU as kernels
         are compiled. On a GPU, a call with `progress` is not recorded, so it launches its kernels
         anew.""",
     ),
-    "wrt": Option(
-        None,
-        "sequence of str, optional",
+    "wrt": Option(None, "sequence of str, optional",
         """Names of the arguments whose gradients to compute, "scale" and "bias" included; all by
         default. An empty sequence computes only the loss.""",
     ),
-    "grad_dtype": Option(
-        None,
-        "dtype, optional",
+    "grad_dtype": Option(None, "dtype, optional",
         """Dtype of the feature gradients; by default that of each feature array.""",
     ),
-    "grad_out": Option(
-        1.0,
-        "float or array, default 1",
+    "grad_out": Option(1.0, "float or array, default 1",
         """Upstream gradient of the loss: a number, or [M] with ``reduction="none"``.""",
     ),
-    "out": Option(
-        None,
-        "mapping or sequence of arrays, optional",
+    "out": Option(None, "mapping or sequence of arrays, optional",
         """Preallocated feature gradients, by name or in argument order; any strides without
         overlap.""",
     ),
-    "metrics": Option(
-        False,
-        "bool, default False",
+    "metrics": Option(False, "bool, default False",
         """Also return the retrieval ranks of positives: see `infonce.Metrics`. Not with
         ``method="fused"`` on a GPU.""",
     ),
-    "return_logits": Option(
-        False,
-        "bool, default False",
+    "return_logits": Option(False, "bool, default False",
         """Also return the logits; ``method="naive"`` only.""",
     ),
 }
+# fmt: on
 DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
 NAMES = ("ids", "groups")  # integers of samples: one array, or a pair, of rows and of columns
@@ -333,6 +295,7 @@ SOFTMAX = (
     "guide_margin",
 )
 OWN = ("own", "own_mask", "in_batch")
+DIMS = ("dims", "dim_weights")
 # Options that mean nothing together, or are not supported: the smoothed targets are those of a
 # softmax over the keys that take part, all of which the denominator has, once
 UNSMOOTHED = ("decoupled", "hardness", "false_negative_margin", "guide")
@@ -389,12 +352,12 @@ SIGLIP = Loss(
 SUP_CON = Loss(
     "sup_con", ("features",), result.FeaturesGrads, symmetric=True, classes=True,
     refused=(
-        *NAMES, *OWN, "margin", "hardness", "false_negative_margin", "guide", "guide_margin",
+        *NAMES, *OWN, *DIMS, "margin", "hardness", "false_negative_margin", "guide", "guide_margin",
         "metrics",
     ),
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
-    refused=("key_bias", *OWN, "metrics", "return_logits"),
+    refused=("key_bias", *OWN, *DIMS, "metrics", "return_logits"),
 )  # fmt: skip
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

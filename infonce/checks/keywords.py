@@ -10,6 +10,7 @@ from typing import Any
 from ..spec import (
     ARRAYS,
     COMPILED,
+    DIMS,
     INFO_NCE,
     INFO_NCE_OWN,
     NAMES,
@@ -60,7 +61,7 @@ def torch_module(loss: Loss) -> Keywords:
 
 def jax_function(loss: Loss) -> Keywords:
     """The keywords of a function of `infonce.jax`, which has this loss."""
-    names = ["temperature", "scale", *NAMES, "own", *ARRAYS, "guide", *COMPILED, "metrics"]
+    names = ["temperature", "scale", *NAMES, "own", *DIMS, *ARRAYS, "guide", *COMPILED, "metrics"]
     views: Keywords = {"labels": ("ArrayLike | None", None)} if _of_views(loss) else {}
     types = {name: written.replace("Tensor", "ArrayLike") for name, written in TENSORS.items()}
     types |= dict.fromkeys(("temperature", "scale"), "ArrayLike | None")

@@ -48,6 +48,8 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
             )
     if given("guide_margin") and o["guide"] is None:
         raise ValueError(f"guide_margin: expected 0.0 without guide, got {what(o['guide_margin'])}")
+    if given("dim_weights"):
+        raise ValueError(f"dim_weights: expected None without dims, got {what(o['dim_weights'])}")
     for name in ("own_mask", "in_batch"):
         default = DEFAULTS[name]
         if given(name) and not loss.has_own:

@@ -46,12 +46,12 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
 
 class List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """Values separated by commas, each once."""
+    """Values separated by commas, each once where they are `distinct`."""
 
     name = "list"
 
-    def __init__(self, item: Callable[[str], Any]) -> None:
-        self.item = item
+    def __init__(self, item: Callable[[str], Any], distinct: bool = True) -> None:
+        self.item, self.distinct = item, distinct
 
     def convert(self, value: Any, param: Any, ctx: Any) -> list[Any]:
         try:
@@ -59,7 +59,7 @@ class List(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         except ValueError as error:
             self.fail(str(error))
         for item in items:
-            if items.count(item) > 1:
+            if self.distinct and items.count(item) > 1:
                 self.fail(f"expected each once, got {item} more than once")
         return items
 

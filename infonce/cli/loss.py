@@ -18,7 +18,7 @@ import infonce
 from ..checks import norms, validation
 from ..reference import normalize
 from ..result import LossAndGrad
-from ..spec import ARRAYS, CHOICES, LOSSES, NAMES, OPTIONS, SOFTMAX, Loss
+from ..spec import ARRAYS, CHOICES, DIMS, LOSSES, NAMES, OPTIONS, SOFTMAX, Loss
 from . import loss_report, machine
 from .common import (
     UNITS_HELP,
@@ -57,6 +57,8 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type_ = click.Choice(CHOICES[name])
         elif name in (*NAMES, "own", *ARRAYS):
             type_ = PATH
+        elif name in DIMS:
+            type_ = List(int) if name == "dims" else List(float, distinct=False)
         decorate = click.option(
             switch, type=type_, default=option.default, help=option.flag, multiple=name in NAMES
         )
@@ -293,6 +295,7 @@ def _record(
     record |= {name: options[name] for name in ("normalize", *names)}
     record |= {name: str(path) for name, path in paths.items()}
     record |= {"in_batch": options["in_batch"]} if "own" in paths else {}
+    record |= {name: options[name] for name in DIMS if options[name] is not None}
     return record | {name: [*map(str, files)] for name, files in sides.items() if files}
 
 

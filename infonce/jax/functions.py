@@ -13,7 +13,7 @@ from infonce.distributed.schedule import require_method
 
 from .. import docstrings, losses, spec
 from ..arrays import kinds, native
-from ..checks import keywords, validation
+from ..checks import keywords, prefixes, validation
 from ..checks.call import check
 from ..checks.rows import is_pair
 from ..checks.validation import Batch
@@ -40,6 +40,17 @@ def _apply(
     axis_name: Any = None,
     **options: Any,
 ) -> Any:
+    if prefixes.taken(kind, options):
+        require_known(kind, features, {})
+        parts_of, given = prefixes.prefixes(kind, features, options)
+        given |= {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
+        outs = [
+            _apply(kind, [z[:, :d] for z in features], labels, bias, axis_name=axis_name, **given)
+            for d, _ in parts_of
+        ]
+        losses = [out[0] for out in outs] if metrics else outs
+        total = sum(w * loss for (_, w), loss in zip(parts_of, losses, strict=True))
+        return (total, outs[-1][1]) if metrics else total
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
     if kind.has_own and axis_name is not None:
@@ -47,6 +58,7 @@ def _apply(
     vectors = {name: options.pop(name, None) for name in spec.ARRAYS}
     names = {name: options.pop(name, None) for name in spec.NAMES}
     numbers = {"scale": scale, "temperature": temperature, "metrics": metrics, "guide": guide}
+    numbers |= {name: options.pop(name, None) for name in spec.DIMS}  # refused, if there are any
     require_known(kind, features, options)
     over = None
     if axis_name is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import docstrings, losses, spec
-from ..checks import keywords, validation
+from ..checks import keywords, prefixes, validation
 from ..spec import GRAD_ONLY, VECTORS, Loss, LossOptions
 from .core import autograd, compiled
 
@@ -34,6 +34,8 @@ def _apply(
         if options.get("group") is None and (group_options := options.keys() - PLAIN - {"group"}):
             raise TypeError(f"{function}: expected group with {min(group_options)}, got None")
         labels = options.pop("labels", labels)
+    if prefixes.taken(kind, options):
+        return _over_prefixes(kind, features, options, labels, bias)
     kind, features, others = keywords.with_own(kind, features, options)
     options = dict(others)
     for name, z in zip(kind.arguments, features, strict=True):
@@ -67,6 +69,22 @@ def _apply(
     call = autograd.Call(kind, labels, scale, bias, options, metrics)
     loss = autograd.apply(call, features)
     return (loss, call.metrics) if metrics else loss
+
+
+def _over_prefixes(
+    kind: Loss, features: Sequence[Tensor], options: dict[str, Any], labels: Any, bias: Any
+) -> Any:
+    """The sum over prefixes, which autograd differentiates; metrics of the last one."""
+    for name, z in zip(kind.arguments, features, strict=True):
+        if not isinstance(z, Tensor) or z.ndim != 2:
+            raise TypeError(f"{name}: expected a tensor [rows, features], got {validation.what(z)}")
+    parts, others = prefixes.prefixes(kind, features, options)
+    total: Any = 0.0
+    out: Any = None
+    for d, weight in parts:
+        out = _apply(kind, [z[:, :d] for z in features], dict(others), labels, bias)
+        total = total + weight * (out[0] if others.get("metrics") else out)
+    return (total, out[1]) if others.get("metrics") else total
 
 
 def require_known(function: str, options: Collection[str], known: Collection[str]) -> None:

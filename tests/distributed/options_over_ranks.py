@@ -248,6 +248,15 @@ def cases() -> None:
         for name in ("query", "key", "own"):
             near(getattr(got.grads, name), getattr(want.grads, name)[rows], f"d {name}")
 
+    # prefixes of the features
+    for name in ("clip", "siglip"):
+        given: dict[str, Any] = {"scale": 2.0, "dims": (1, 3), "dim_weights": (0.5, 2.0)}
+        want = getattr(infonce, f"{name}_loss_and_grad")(x, y, **given)
+        got = getattr(distributed, f"{name}_loss_and_grad")(x[rows], y[rows], **given)
+        near(got.loss, want.loss, "loss of prefixes")
+        near(got.grads.text, want.grads.text[rows], "d text of prefixes")
+        near(got.grads.scale, want.grads.scale, "d scale of prefixes")
+
     # a feature that is not finite, in sums over all keys
     x[17, 1] = np.nan
     for name in ("clip", "gte"):

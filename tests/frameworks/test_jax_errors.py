@@ -30,7 +30,16 @@ def test_bad_calls_are_those_of_arrays(
 ) -> None:  # fmt: skip
     """While JAX traces, but for a workspace that the computation finds too small."""
     options = {"scale": 2.0, **options}
-    taken = {"scale", "temperature", "own", "metrics", *spec.NAMES, *spec.ARRAYS, *spec.COMPILED}
+    taken = {
+        "scale",
+        "temperature",
+        "own",
+        "metrics",
+        *spec.NAMES,
+        *spec.ARRAYS,
+        *spec.COMPILED,
+        *spec.DIMS,
+    }
     if spec.DEFAULTS.keys() & options.keys() - taken:
         error, words = TypeError, ["unexpected keyword argument"]
     function = functools.partial(getattr(ij, f"{loss}_loss"), **options)

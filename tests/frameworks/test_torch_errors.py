@@ -26,6 +26,8 @@ def test_bad_calls_are_those_of_arrays(
     if refused := spec.GRAD_ONLY - {"metrics"} & options.keys():
         error, words = TypeError, ["unexpected keyword argument", min(refused)]
     given = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in args]
+    if isinstance(options.get("own"), np.ndarray):
+        options = options | {"own": torch.from_numpy(options["own"])}
     for z in given:
         if isinstance(z, torch.Tensor) and z.is_floating_point():
             z.requires_grad_()

@@ -1,0 +1,134 @@
+"""`dims=`: the sum of a loss over prefixes of the features, each of which is a call of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..kernels.problem import Array
+from ..result import LossAndGrad
+from ..spec import Loss
+from . import outputs, validation
+
+Evaluate = Callable[[Sequence[Array], Mapping[str, Any]], Any]  # of features and options
+
+
+def taken(loss: Loss, options: Mapping[str, Any]) -> bool:
+    """Whether a call is one of several prefixes. (A loss that has none refuses it later.)"""
+    return options.get("dims") is not None and "dims" not in loss.refused
+
+
+def prefixes(
+    loss: Loss, features: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[list[tuple[int, float]], dict[str, Any]]:
+    """Widths and weights of the prefixes, and the other options."""
+    others = dict(options)
+    dims, weights = others.pop("dims"), others.pop("dim_weights", None)
+    if options.get("own") is not None:
+        raise ValueError(f"dims: expected None with own, got {validation.what(dims)}")
+    width = min(z.shape[1] for z in features)
+    expected = f"dims: expected increasing integers in [1, {width}]"
+    try:
+        listed = list(dims)
+    except TypeError:
+        raise TypeError(f"{expected}, got {validation.what(dims)}") from None
+    if not all(map(validation.is_integer, listed)):
+        raise TypeError(f"{expected}, got {validation.what(dims)}")
+    widths = [int(d) for d in listed]
+    ends = [0, *widths, width + 1]
+    if not widths or any(a >= b for a, b in pairwise(ends)):
+        raise ValueError(f"{expected}, got {widths}")
+    if weights is None:
+        return [(d, 1.0) for d in widths], others
+    weights = [validation.number("dim_weights", w) for w in _listed(weights)]
+    if len(weights) != len(widths):
+        raise ValueError(f"dim_weights: expected {len(widths)} numbers like dims, got {weights}")
+    if not all(isinstance(w, float) and math.isfinite(w) for w in weights):
+        raise TypeError(f"dim_weights: expected numbers, got {validation.what(weights)}")
+    return list(zip(widths, weights, strict=True)), others
+
+
+def _listed(weights: Any) -> list[Any]:
+    try:
+        return list(weights)
+    except TypeError:
+        raise TypeError(f"dim_weights: expected numbers, got {validation.what(weights)}") from None
+
+
+def loss(kind: Loss, callers: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate) -> Any:
+    """The loss alone."""
+    with arrays.on_stream_of(callers[0]):
+        features = arrays.natives(callers, kind.arguments)
+        parts, others = _parts(kind, features, options)
+        losses = [evaluate([z[:, :d] for z in features], others) for d, _ in parts]
+        return arrays.converter_to(callers[0])(_weighted(losses, parts))
+
+
+def loss_and_grad(
+    kind: Loss, callers: Sequence[Any], options: Mapping[str, Any], evaluate: Evaluate
+) -> LossAndGrad:
+    """Loss and gradients. Log-sum-exps, metrics and logits are those of the last prefix."""
+    with arrays.on_stream_of(callers[0]):
+        features = arrays.natives(callers, kind.arguments)
+        parts, others = _parts(kind, features, options)
+        wrt = validation.wrt(kind, others.get("wrt"))
+        grad_dtype = validation.grad_dtype(others.pop("grad_dtype", None))
+        named = dict(zip(kind.arguments, features, strict=True))
+        new = {
+            name: (z.shape, grad_dtype or validation.native_order(z.dtype))
+            for name, z in named.items()
+            if name in wrt
+        }
+        xp = arrays.namespace(features[0])
+        grads, given = outputs.gradient_arrays(
+            xp, kind, features, others.pop("out", None), new, grad_dtype
+        )
+        grad_out = others.pop("grad_out", 1.0)
+        if not isinstance(grad_out, (int, float)):
+            grad_out = xp.asarray(arrays.native(grad_out, "grad_out"))
+        wide = [np.float32 for z in grads.values() if z.dtype.itemsize < 4]
+        results: list[LossAndGrad] = []
+        scalars: dict[str, Any] = {}
+        sums = {name: xp.zeros(z.shape, wide[0]) if wide else z for name, z in grads.items()}
+        for z in sums.values():
+            z[...] = 0
+        for d, weight in parts:
+            inner = {**others, "grad_out": grad_out * weight}
+            if wide:
+                inner["grad_dtype"] = wide[0]
+            result = evaluate([z[:, :d] for z in features], inner)
+            results.append(result)
+            for name, gradient in result.grads._asdict().items():
+                if name in sums:
+                    sums[name][:, :d] += gradient
+                elif gradient is not None:
+                    scalars[name] = scalars.get(name, 0.0) + gradient
+        for name, z in grads.items():
+            if z is not sums[name]:
+                z[...] = sums[name]
+        convert, last = arrays.converter_to(callers[0]), results[-1]
+        found = {name: given.get(name, convert(z)) for name, z in grads.items()}
+        found |= {name: convert(xp.asarray(number)) for name, number in scalars.items()}
+        loss = convert(_weighted([result.loss for result in results], parts))
+        every = last.grads._replace(**found)
+        return LossAndGrad(loss, every, last.lse, last.metrics, last.logits)
+
+
+def _parts(
+    kind: Loss, features: Sequence[Array], options: Mapping[str, Any]
+) -> tuple[list[tuple[int, float]], dict[str, Any]]:
+    kinds = arrays.kinds(features)
+    validation.features(kind.arguments, features, kinds, 0)
+    return prefixes(kind, features, options)
+
+
+def _weighted(losses: Sequence[Array], parts: Sequence[tuple[int, float]]) -> Array:
+    """The weighted sum, in the dtype of the losses."""
+    dtype = losses[0].dtype
+    total = sum(w * loss.astype(np.float64) for loss, (_, w) in zip(losses, parts, strict=True))
+    return arrays.namespace(losses[0]).asarray(total, dtype)

@@ -1,0 +1,141 @@
+"""`dims`: the sum of a loss over prefixes of the features."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judge import assert_grad, viewed
+from reference_problems import FEATURES, one_problem, quick
+
+import infonce
+from infonce import distributed, reference
+
+NAMES = ("info_nce", "nt_xent", "clip", "lit", "siglip")
+
+
+def function(name: str, end: str = "_and_grad", module: Any = infonce) -> Any:
+    return getattr(module, f"{name}_loss{end}")
+
+
+def summed(name: str, features: Any, dims: Any, by: Any, **options: Any) -> tuple[float, dict]:
+    """Loss and gradients by the references of all prefixes."""
+    total, grads = 0.0, {}
+    for d, w in zip(dims, by, strict=True):
+        found = getattr(reference, name)(*(z[:, :d] for z in features), **options)
+        total += w * found.loss
+        for field, gradient in found.grads.items():
+            if isinstance(gradient, np.ndarray):
+                if field not in grads:
+                    grads[field] = np.zeros(
+                        features[0 if len(features) == 1 else FEATURES[name].index(field)].shape
+                    )
+                grads[field][:, :d] += w * gradient
+            elif gradient is not None:
+                grads[field] = grads.get(field, 0.0) + w * gradient
+    return total, grads
+
+
+@pytest.mark.parametrize("method", ["naive", "tiled", "auto"])
+@pytest.mark.parametrize("name", NAMES)
+def test_sum_of_prefixes(name: str, method: str) -> None:
+    @settings(quick, max_examples=25)
+    @given(st.data())
+    def check(data: Any) -> None:
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+        dtype = data.draw(st.sampled_from([np.float64, np.float32, np.float16]))
+        rows, d = 2 * data.draw(st.integers(1, 9)), data.draw(st.integers(1, 12))
+        dims = sorted(rng.choice(np.arange(1, d + 1), data.draw(st.integers(1, d)), False).tolist())
+        weights = rng.uniform(0.1, 2.0, len(dims)).tolist()
+        strides = data.draw(st.sampled_from(["contiguous", "every other", "transposed"]))
+        features = [
+            viewed((rng.standard_normal((rows, d)) / d**0.5).astype(dtype), strides)
+            for _ in FEATURES[name]
+        ]
+        options = {"scale": 3.0, "normalize": data.draw(st.booleans())}
+        out = function(name)(*features, dims=dims, dim_weights=weights, method=method, **options)
+        total, grads = summed(name, features, dims, weights, **options)
+        alone = function(name, "")(
+            *features, dims=dims, dim_weights=weights, method=method, **options
+        )
+        near = {"float64": 1e-12}.get(np.dtype(dtype).name, 1e-5) * (1 + total)
+        assert abs(out.loss - total) <= near
+        assert abs(alone - total) <= near
+        for field, want in grads.items():
+            got = getattr(out.grads, field)
+            assert np.shape(got) == np.shape(want)
+            assert_grad(got, want, np.dtype(dtype).name, 20.0, terms=10.0 * len(dims))
+
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_features_are_no_prefix(name: str) -> None:
+    features = one_problem(name, rows=12).features
+    width = features[0].shape[1]
+    plain, got = (function(name)(*features, scale=2.0, **more) for more in ({}, {"dims": (width,)}))
+    for have, want in zip((got.loss, *got.grads), (plain.loss, *plain.grads), strict=True):
+        assert (have is None) == (want is None)
+        assert want is None or np.array_equal(have, want)
+
+
+def test_given_destinations_and_upstream_gradients() -> None:
+    image, text = one_problem("clip", rows=12, width=6).features
+    out = {"image": np.full(image.shape, np.nan)}
+    upstream = np.linspace(-1, 1, 12)
+    got = infonce.clip_loss_and_grad(
+        image, text, scale=2.0, dims=(2, 4), out=out, reduction="none", grad_out=upstream,
+        wrt=("image",),
+    )  # fmt: skip
+    _, grads = summed("clip", (image, text), (2, 4), (1.0, 1.0), scale=2.0, weights=upstream)
+    assert got.grads.image is out["image"]
+    np.testing.assert_allclose(out["image"], grads["image"], rtol=1e-12, atol=1e-13)
+    assert not out["image"][:, 4:].any()
+    assert got.grads.text is None
+    assert got.grads.scale is None
+    assert got.loss.shape == (12,)
+
+
+def test_one_rank() -> None:
+    image, text = one_problem("clip", rows=12, width=6).features
+    want = infonce.clip_loss_and_grad(image, text, scale=2.0, dims=(2, 4))
+    got = distributed.clip_loss_and_grad(image, text, scale=2.0, dims=(2, 4))
+    assert got.loss == want.loss
+    assert np.array_equal(got.grads.image, want.grads.image)
+
+
+@pytest.mark.extras
+def test_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    import infonce.torch
+
+    z = one_problem("siglip", rows=12, width=6).features
+    image, text = (torch.tensor(side, requires_grad=True) for side in z)
+    bias = torch.tensor(-1.5, dtype=torch.float64, requires_grad=True)
+    loss = infonce.torch.siglip_loss(
+        image, text, bias, scale=2.0, dims=(2, 6), dim_weights=(0.5, 2.0)
+    )
+    loss.backward()
+    total, grads = summed("siglip", z, (2, 6), (0.5, 2.0), scale=2.0, bias=-1.5)
+    np.testing.assert_allclose(loss.item(), total, rtol=1e-12)
+    np.testing.assert_allclose(image.grad, grads["image"], rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(bias.grad, grads["bias"], rtol=1e-12)
+
+
+@pytest.mark.extras
+def test_jax() -> None:
+    jax = pytest.importorskip("jax")
+    import infonce.jax
+
+    z = [side.astype(np.float32) for side in one_problem("clip", rows=12, width=6).features]
+
+    @jax.jit
+    def loss(image: Any, text: Any, scale: Any) -> Any:
+        return infonce.jax.clip_loss(image, text, scale=scale, dims=(2, 6), dim_weights=(0.5, 2.0))
+
+    got, grads = jax.value_and_grad(loss, (0, 1, 2))(*z, 2.0)
+    total, want = summed("clip", z, (2, 6), (0.5, 2.0), scale=2.0)
+    np.testing.assert_allclose(got, total, rtol=1e-5)
+    for gradient, field in zip(grads, ("image", "text", "scale"), strict=True):
+        np.testing.assert_allclose(gradient, want[field], rtol=1e-3, atol=1e-6)
