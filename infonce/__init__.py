@@ -14,6 +14,8 @@ from .explanation import Explanation, explain
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
+    distill_loss,
+    distill_loss_and_grad,
     gte_loss,
     gte_loss_and_grad,
     info_nce_loss,
@@ -42,6 +44,8 @@ __all__ = [
     "capture",
     "clip_loss",
     "clip_loss_and_grad",
+    "distill_loss",
+    "distill_loss_and_grad",
     "explain",
     "grad_cache",
     "gte_loss",

@@ -12,6 +12,7 @@ from . import arrays
 from .checks import prefixes
 from .checks.call import Request, check
 from .checks.keywords import with_own
+from .checks.teacher import add_teacher
 from .kernels.conclude import weighted
 from .kernels.problem import LN_2, Array, Gradients, Problem
 from .kernels.solve import Solution
@@ -20,8 +21,9 @@ from .spec import Loss
 
 
 def loss(
-    kind: Loss, callers: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any]
-) -> Array:
+    kind: Loss, callers: Sequence[Array], labels: Any, bias: Any, options: Mapping[str, Any],
+    teacher: Any = None,
+) -> Array:  # fmt: skip
     """The loss alone, of the caller's arrays."""
     if prefixes.taken(kind, options):
         return prefixes.loss(
@@ -32,6 +34,8 @@ def loss(
         features = arrays.natives(callers, kind.arguments)
         with arrays.compute_context(features[0]):
             request = check(kind, features, labels, bias, options, with_grad=False)
+            if teacher is not None:
+                add_teacher(kind, request, features, teacher)
             arrays.warn_of_lost_gradients(kind, callers, bias, options)
             return loss_of(request, _solve(request), callers[0])
 
@@ -43,6 +47,7 @@ def loss_and_grad(
     bias: Any,
     options: Mapping[str, Any],
     grad_buffers: dict[str, Any] | None = None,
+    teacher: Any = None,
 ) -> LossAndGrad:
     """The loss and the gradients in `wrt`: in `grad_buffers`, where an adapter passes them."""
     if prefixes.taken(kind, options):
@@ -56,6 +61,8 @@ def loss_and_grad(
             request = check(
                 kind, features, labels, bias, options, with_grad=True, grad_buffers=grad_buffers
             )
+            if teacher is not None:
+                add_teacher(kind, request, features, teacher)
             return result_of(kind, request, _solve(request), callers[0])
 
 

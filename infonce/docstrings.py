@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
 from .checks.keywords import Keywords, signature
+from .checks.teacher import DISTILL
 from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
 ERRORS = """
@@ -30,9 +31,15 @@ def _paragraph(name: str) -> str:
     return f"{name} : {option.type}\n{textwrap.indent(inspect.cleandoc(option.doc), '    ')}"
 
 
+def _loss_of(function: str) -> Loss:
+    name = function.removesuffix("_and_grad").removesuffix("_loss")
+    return DISTILL if name == DISTILL.name else LOSSES[name]
+
+
 def _example(function: str, with_grad: bool) -> str:
-    loss = LOSSES[function.removesuffix("_and_grad").removesuffix("_loss")]
+    loss = _loss_of(function)
     arguments = [*loss.arguments, *(["labels"] if loss.classes else [])]
+    arguments += ["teacher_query", "teacher_key"] if loss.taught else []
     arguments += [*(["temperature=0.07"] if loss.scale is None else []), "normalize=True"]
     example = f"{'out' if with_grad else 'loss'} = infonce.{function}({', '.join(arguments)})"
     fields = [name for name in loss.grads.__annotations__ if name not in loss.locked]
@@ -44,6 +51,9 @@ def documented(function: _F) -> _F:
     """Append the common keywords to the docstring, and spell them out in the signature."""
     with_grad = function.__name__.endswith("_and_grad")
     options = get_type_hints(GradOptions if with_grad else LossOptions)
+    loss = _loss_of(function.__name__)
+    if loss.taught:
+        options = {name: type_ for name, type_ in options.items() if name not in loss.refused}
     sections = [("Other Parameters", "\n".join(_paragraph(name) for name in options))]
     returns = (
         "LossAndGrad"

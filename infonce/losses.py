@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from . import dispatch, spec
+from .checks import validation
+from .checks.teacher import DISTILL, DISTILL_ROWS, Teacher
 from .docstrings import documented
 from .result import Array, LossAndGrad
 from .spec import GradOptions, LossOptions
@@ -320,3 +322,75 @@ def gte_loss_and_grad(query: Array, key: Array, **options: Unpack[GradOptions]) 
     Li et al.: Towards General Text Embeddings with Multi-stage Contrastive Learning, 2023.
     """
     return dispatch.loss_and_grad(spec.GTE, (query, key), None, None, options)
+
+
+def _distilled(two_sided: bool) -> spec.Loss:
+    validation.flag("two_sided", two_sided)
+    return DISTILL if two_sided else DISTILL_ROWS
+
+
+@documented
+def distill_loss(
+    query: Array, key: Array, teacher_query: Array, teacher_key: Array, *,
+    teacher_temperature: Any = None, teacher_scale: Any = None, two_sided: bool = True,
+    **options: Unpack[LossOptions],
+) -> Array:  # fmt: skip
+    """Distillation loss: cross-entropy with the softmax of a teacher's logits.
+
+    With logits ``x_ij = scale * <query_i, key_j>`` and p their softmax over keys, p^T the softmax
+    of ``teacher_scale * <teacher_query_i, teacher_key_j>``,
+
+    ``loss = - mean_i sum_j p^T_ij log p_ij``.
+
+    Parameters
+    ----------
+    query : array [M, D]
+    key : array [N, D]
+    teacher_query : array [M, E]
+    teacher_key : array [N, E]
+        Features of the same samples by the teacher, of any width. They get no gradient;
+        ``normalize=True`` normalises them too.
+    teacher_temperature, teacher_scale : float or array of one number, optional
+        One of them, or none: then the teacher has the student's.
+    two_sided : bool, default True
+        Half of that loss, and half of the same loss of keys, for which queries compete, as in CLIP:
+        then M = N. False: the loss of queries.
+
+    References
+    ----------
+    Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015; Yang et al.: CLIP-KD,
+    2024.
+    """
+    teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale)
+    return dispatch.loss(_distilled(two_sided), (query, key), None, None, options, teacher)
+
+
+@documented
+def distill_loss_and_grad(
+    query: Array, key: Array, teacher_query: Array, teacher_key: Array, *,
+    teacher_temperature: Any = None, teacher_scale: Any = None, two_sided: bool = True,
+    **options: Unpack[GradOptions],
+) -> LossAndGrad:  # fmt: skip
+    """Distillation loss, with gradients for queries, keys and the scale.
+
+    ``dx = (p - p^T) / M`` (`two_sided`: half of it, and half of the same of columns),
+    ``dquery = scale dx key``, ``dkey = scale dx' query``,
+    ``dscale = sum_ij dx_ij <query_i, key_j>``. See `distill_loss`.
+
+    Parameters
+    ----------
+    query : array [M, D]
+    key : array [N, D]
+    teacher_query : array [M, E]
+    teacher_key : array [N, E]
+    teacher_temperature, teacher_scale, two_sided
+        As in `distill_loss`.
+
+    References
+    ----------
+    Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015; Yang et al.: CLIP-KD,
+    2024.
+    """
+    teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale)
+    kind = _distilled(two_sided)
+    return dispatch.loss_and_grad(kind, (query, key), None, None, options, teacher=teacher)

@@ -172,8 +172,7 @@ OPTIONS: dict[str, Option] = {
         positive (of several, the largest) by more than `guide_margin`. In CLIP each direction
         compares with its own positive. nt_xent takes one array [2B, E]. Guides get no gradient;
         ``normalize=True`` normalises them too; they are multiplied in the precision of the
-        features. Not with `offload` or ``metrics=True``. On a GPU, "auto" and "tiled" compute
-        blocks by operations on arrays.""",
+        features. Not with `offload` or ``metrics=True``.""",
     ),
     "guide_margin": Option(0.0, "float, default 0",
         """How far above that of the positive a negative's product by the `guide` may be; inf leaves
@@ -324,6 +323,7 @@ class Loss:
     refused: tuple[str, ...] = ()  # options that mean nothing for it
     classes: bool = False  # labels are classes: the positives of a row are all others of its class
     joint: bool = False  # rows i of both arguments have one softmax, over all rows of both
+    taught: bool = False  # targets are the probabilities of a teacher, and no positives
 
     @property
     def key_argument(self) -> int:

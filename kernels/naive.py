@@ -218,12 +218,12 @@ def _softmax(
 
 def matrix_sums(
     xp: Any, x: Array, axis: int, moments: bool, bias: Array | None, left_out: Array | None,
-    p: Array,
+    p: Array, of: Array | None = None,
 ) -> Sums:  # fmt: skip
     """From the negatives' logits along one axis: their sums, and in `p` their exponentials.
-    Exponents are differences of logits: x, with its bias, minus the largest one. Moments are of x
-    alone."""
-    unbiased = x
+    Exponents are differences of logits: x, with its bias, minus the largest one. Moments are `of`
+    others, or of x alone."""
+    unbiased = x if of is None else of
     if bias is not None:
         x = x + bias.astype(x.dtype)
     if left_out is not None:

@@ -153,7 +153,7 @@ def fold_block(
     if to_clear is not None:
         to_clear.clear()
     if gradients is not None and isinstance(epilogue, SoftmaxGradient | Sigmoid):
-        _gradient_fold(problem, backend, triangle, epilogue, gradients)
+        gradient_fold(problem, backend, triangle, epilogue, gradients)
     else:
         backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
     if not_finite is not None:
@@ -188,7 +188,7 @@ def _solve_softmax(
     dots = None if gradients is None else gradients.dots
     if gradients is not None and not online and (gradients.want_query or gradients.want_key):
         epilogue = softmax_gradient(problem, end)
-        _gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
+        gradient_fold(problem, backend, problem.symmetric, epilogue, gradients)
     if own is not None:
         own.finish(end, gradients)
     loss, scale_grad, _ = vectors.totals(problem, end.losses, end.log_scale_grad, dots, None)
@@ -350,7 +350,7 @@ def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
     return ranks
 
 
-def _gradient_fold(
+def gradient_fold(
     problem: Problem, backend: Backend, triangle: bool, epilogue: SoftmaxGradient | Sigmoid,
     gradients: Gradients,
 ) -> None:  # fmt: skip
@@ -382,7 +382,7 @@ def _solve_sigmoid(
     if gradients is None:
         backend.fold(problem, backend.grid(problem, False), epilogue, None)
     else:
-        _gradient_fold(problem, backend, False, epilogue, gradients)
+        gradient_fold(problem, backend, False, epilogue, gradients)
     losses = vectors.mark_not_finite(problem, epilogue, backend)
     bias_grad = epilogue.bias_grad if problem.scalar_grads else None
     dots = None if gradients is None else gradients.dots

@@ -172,7 +172,8 @@ def shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -
             f"{first}: expected an even number of rows, two views of each sample, "
             f"got shape {query.shape}"
         )
-    if not (loss.square or loss.symmetric or labelled) and batch.columns < batch.rows:
+    free = loss.square or loss.symmetric or loss.taught or labelled
+    if not free and batch.columns < batch.rows:
         came = f"shape {key.shape}" if len(key) == batch.columns else f"{batch.columns} in all"
         raise ValueError(
             f"{last}: expected at least {batch.rows} rows, the positive of query i being key i "

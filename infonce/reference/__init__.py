@@ -10,6 +10,7 @@ of that sum and the log-sum-exps.
 
 from .clip import clip
 from .common import Reference, normalize, normalize_backward
+from .distill import distill
 from .gte import gte
 from .info_nce import info_nce
 from .lit import lit
@@ -20,6 +21,7 @@ from .sup_con import sup_con
 __all__ = [
     "Reference",
     "clip",
+    "distill",
     "gte",
     "info_nce",
     "lit",

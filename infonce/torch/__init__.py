@@ -18,6 +18,7 @@ from .._names import extra, missing
 
 with extra("torch"):
     from .caching import grad_cache
+    from .core.distillation import distill_loss
     from .functions import (
         clip_loss,
         gte_loss,
@@ -46,6 +47,7 @@ __all__ = [
     "SigLIPLoss",
     "SupConLoss",
     "clip_loss",
+    "distill_loss",
     "grad_cache",
     "gte_loss",
     "info_nce_loss",

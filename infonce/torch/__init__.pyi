@@ -9,6 +9,7 @@ from torch.nn import Module, Parameter
 
 from ..spec import Method, Precision, Reduction
 from .caching import grad_cache as grad_cache
+from .core.distillation import distill_loss as distill_loss
 
 __all__ = [
     "CLIPLoss",
@@ -19,6 +20,7 @@ __all__ = [
     "SigLIPLoss",
     "SupConLoss",
     "clip_loss",
+    "distill_loss",
     "grad_cache",
     "gte_loss",
     "info_nce_loss",

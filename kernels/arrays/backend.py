@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..distill.problem import TaughtProblem
 from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import Norms, normalized_rows
 from ..problem import (
@@ -70,9 +71,11 @@ class ArrayBlocks:
         """Rows and columns of a block. ValueError if the workspace has no room for any."""
         m, n, d = problem.shape
         width = d + guide_width(problem)
+        if isinstance(problem, TaughtProblem):
+            width += problem.teacher_query.shape[1]
         item = self.dtype.itemsize
         sums = self.key_rows * d * item
-        arrays = BLOCK_ARRAYS + problem.guided
+        arrays = BLOCK_ARRAYS + (problem.guided or isinstance(problem, TaughtProblem))
 
         def size(side: int) -> int:
             rows, columns = min(m, side), min(n, side)
@@ -108,6 +111,10 @@ class ArrayBlocks:
         xp = self.xp
         bad = ~self._finite(problem.query)
         bad |= bad.any() if problem.symmetric else ~self._finite(problem.key).all()
+        if isinstance(problem, TaughtProblem):
+            bad_teacher = ~self._finite(problem.teacher_query)
+            bad |= bad_teacher | (bad_teacher.any() & problem.two_sided)
+            bad |= ~self._finite(problem.teacher_key).all()
         marks = xp.where(bad, np.nan, 0.0)
         return marks if problem.marks is None else marks + problem.marks
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..conclude import rounded_reference
+from ..distill.problem import TaughtGradient, TaughtProblem
 from ..linear import LinearGradient
 from ..naive import Matrix, matrix_sums
 from ..norms import Norms, normalization_backward
@@ -22,6 +23,9 @@ from ..problem import (
     Statistics,
     as_sets,
 )
+
+Sides = tuple[Array | None, Array | None]  # of rows, of columns
+Factors = tuple[Array, Array, Array | None, Array | None]  # reference and factor of either side
 
 
 class ArrayFold:
@@ -44,7 +48,9 @@ class ArrayFold:
                 self.positive_ratio = self.exponent_ratio
         self.key_sums: Array = None  # dK of the grid's columns
         if isinstance(epilogue, SoftmaxGradient):
-            self._factors(epilogue)
+            self.factors = self._factors(epilogue)
+            if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
+                self.teacher_factors = self._factors(epilogue.teacher)
         self.linear: tuple[list[Any], list[Any]] = [], []  # of queries, of keys
         if gradients is not None and isinstance(epilogue, SoftmaxGradient) and epilogue.linear:
             query, key = backend.linear_rows(problem)
@@ -63,16 +69,17 @@ class ArrayFold:
             else:
                 self.key_sums = xp.zeros((keys.stop - keys.start, problem.shape[2]), dtype)
 
-    def _factors(self, epilogue: SoftmaxGradient) -> None:
+    def _factors(self, epilogue: SoftmaxGradient) -> Factors:
         """Reference exponents and factors, in natural units and the compute dtype."""
-        self.row_reference, self.row_factor, _ = rounded_reference(
-            self.xp, LOG2_E, epilogue.row_reference, epilogue.row_factor, self.dtype
+        rows = epilogue.row_reference, epilogue.row_factor
+        reference, factor, _ = rounded_reference(self.xp, LOG2_E, *rows, self.dtype)
+        if epilogue.column_reference is None or epilogue.column_factor is None:
+            return reference, factor, None, None
+        columns = epilogue.column_reference, epilogue.column_factor
+        column_reference, column_factor, _ = rounded_reference(
+            self.xp, LOG2_E, *columns, self.dtype
         )
-        self.column_reference = None
-        if epilogue.column_reference is not None and epilogue.column_factor is not None:
-            self.column_reference, self.column_factor, _ = rounded_reference(
-                self.xp, LOG2_E, epilogue.column_reference, epilogue.column_factor, self.dtype
-            )
+        return reference, factor, column_reference, column_factor
 
     def panel(self, a: int, rows: slice) -> None:
         """Fold the blocks of some rows, from left to right."""
@@ -144,6 +151,8 @@ class ArrayFold:
         xp.matmul(query, key.T, out=x.all)
         left_out = self._left_out(x.all, rows, columns)
         x.flat *= self.scale
+        if isinstance(problem, TaughtProblem):
+            return self._taught(problem, x.all, rows, columns)
         positives = as_sets(problem.positives[rows]) - columns.start
         inside = (as_sets(problem.positives[rows]) >= 0) & (positives >= 0) & (positives < n)
         index = xp.where(inside, xp.arange(m)[:, None] * n + positives, m * n)
@@ -178,7 +187,7 @@ class ArrayFold:
         before = as_sets(out[rows])
         out[rows] = self.xp.where(inside, logits, before).reshape(out[rows].shape)
 
-    def _left_out(self, x: Array, rows: slice, columns: slice) -> tuple[Array | None, Array | None]:
+    def _left_out(self, x: Array, rows: slice, columns: slice) -> Sides:
         """Whether rows, and columns, leave out a pair of these dot products: see
         `Problem.leaves_out`. Where the guide's product is not finite, x becomes NaN."""
         problem, xp = self.problem, self.xp
@@ -213,7 +222,7 @@ class ArrayFold:
             return x
         return x * self.xp.asarray(self.exponent_ratio, self.dtype)
 
-    def _biases(self, rows: slice, columns: slice) -> tuple[Array | None, Array | None]:
+    def _biases(self, rows: slice, columns: slice) -> Sides:
         """[1, n] of the keys of rows, and [m, 1] of those of columns, which are rows."""
         key_bias, query_bias = self.problem.key_bias, self.problem.query_bias
         return (
@@ -223,7 +232,7 @@ class ArrayFold:
 
     def _statistics(
         self, stats: Statistics, x: Array, rows: slice, columns: slice,
-        left_out: tuple[Array | None, Array | None],
+        left_out: Sides,
     ) -> None:  # fmt: skip
         problem, vectors = self.problem, self.backend.vectors
         x, memory = self._exponents(x), self.xp.empty_like(x)
@@ -238,6 +247,29 @@ class ArrayFold:
             )
             vectors.merge(total, found)
 
+    def _taught(
+        self, problem: TaughtProblem, x: Array, rows: slice, columns: slice
+    ) -> Array | None:
+        """Fold a block with the logits of a teacher."""
+        query, key = (
+            self.backend.unit_rows(problem, z)[0]
+            for z in (problem.teacher_query[rows], problem.teacher_key[columns])
+        )
+        t = query @ key.T
+        t *= self.xp.asarray(problem.teacher_scale, self.dtype)
+        if isinstance(self.epilogue, TaughtGradient):
+            g = self._softmax_gradient(self.factors, x, rows, columns)
+            g -= self._softmax_gradient(self.teacher_factors, t, rows, columns)
+            return g
+        stats = self.epilogue
+        self._statistics(stats, x, rows, columns, (None, None))
+        memory = self.xp.empty_like(t)
+        for total, of, axis in ((stats.teacher_rows, rows, 1), (stats.teacher_columns, columns, 0)):
+            if total is not None:
+                found = matrix_sums(self.xp, t, axis, True, None, None, memory, x)
+                self.backend.vectors.merge(total.part(of), found)
+        return None
+
     def _count(self, ranks: RetrievalRanks, x: Array, rows: slice, columns: slice) -> None:
         logits = LOG2_E * x.astype(np.float64)
         if self.positive_ratio is not None:
@@ -249,24 +281,29 @@ class ArrayFold:
 
     def _gradient(
         self, epilogue: SoftmaxGradient, x: Matrix, index: Array, rows: slice, columns: slice,
-        left_out: tuple[Array | None, Array | None],
+        left_out: Sides,
     ) -> Array:  # fmt: skip
-        exponents = self._exponents(x.all)
-        row_bias, column_bias = self._biases(rows, columns)
         gradient = x.like(self.xp)
-        gradient.all[...] = self._probabilities(
-            exponents, row_bias, left_out[0], self.row_reference[rows, None]
+        exponents, biases = self._exponents(x.all), self._biases(rows, columns)
+        gradient.all[...] = self._softmax_gradient(
+            self.factors, exponents, rows, columns, biases, left_out
         )
-        gradient.all[...] *= self.row_factor[rows, None]
-        if self.column_reference is not None:
-            of_columns = self._probabilities(
-                exponents, column_bias, left_out[1], self.column_reference[columns]
-            )
-            of_columns *= self.column_factor[columns]
-            gradient.all[...] += of_columns
-        values = as_sets(epilogue.positive_gradient[rows]).astype(self.dtype)
-        gradient.flat[index] = values
+        gradient.flat[index] = as_sets(epilogue.positive_gradient[rows]).astype(self.dtype)
         return gradient.all
+
+    def _softmax_gradient(
+        self, factors: Factors, x: Array, rows: slice, columns: slice,
+        biases: Sides = (None, None), left_out: Sides = (None, None),
+    ) -> Array:  # fmt: skip
+        """The probabilities of rows, and of columns, times their factors."""
+        row_reference, row_factor, column_reference, column_factor = factors
+        g = self._probabilities(x, biases[0], left_out[0], row_reference[rows, None])
+        g *= row_factor[rows, None]
+        if column_reference is not None and column_factor is not None:
+            p = self._probabilities(x, biases[1], left_out[1], column_reference[columns])
+            p *= column_factor[columns]
+            g += p
+        return g
 
     def _probabilities(
         self, x: Array, bias: Array | None, left_out: Array | None, reference: Array

@@ -16,6 +16,8 @@ import numpy as np
 
 from .. import naive
 from .. import solve as blocks
+from ..distill.problem import TaughtProblem
+from ..distill.solve import solve as solve_distillation
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import (
     Array,
@@ -47,6 +49,8 @@ MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes lo
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     """Loss and gradients of `problem`: from the full matrix of logits, in one block, or in many."""
+    if isinstance(problem, TaughtProblem):
+        return solve_distillation(problem, CPU(problem, gradients), gradients)
     if problem.method == "naive":
         require_memory(problem, naive.matrix_bytes(problem))
         return naive.solve(problem, gradients, CPU.vectors)
@@ -77,11 +81,17 @@ class CPU:
             accumulators=self._accumulator_rows(problem, gradients),
         )
         if problem.guided:
-            guide_query = self._side(problem, problem.guide_query)
-            self.context.guide_query = self.context.guide_key = guide_query
-            if not problem.symmetric:
-                self.context.guide_key = self._side(problem, problem.guide_key)
+            self._add_sides(problem, problem.guide_query, problem.guide_key)
+        elif isinstance(problem, TaughtProblem):
+            self._add_sides(problem, problem.teacher_query, problem.teacher_key)
+            self.context.has_teacher = True
         self.tile = self._tile(problem)
+
+    def _add_sides(self, problem: Problem, query: Array, key: Array) -> None:
+        """The features of a guide or of a teacher."""
+        self.context.other_query = self.context.other_key = self._side(problem, query)
+        if not problem.symmetric:
+            self.context.other_key = self._side(problem, key)
 
     def _side(self, problem: Problem, features: Array) -> Side:
         norms = norms_of(features, self.dtype) if problem.normalize else None
@@ -95,10 +105,11 @@ class CPU:
             bad |= not_finite(problem.key).any()
         elif bad.any():
             bad[:] = True
-        if problem.guided:
-            bad |= (bad_guide := not_finite(problem.guide_query))
-            of_columns = (problem.symmetric or problem.two_sided) and bad_guide.any()
-            bad |= of_columns or not_finite(problem.guide_key).any()
+        context = self.context
+        if context.other_query is not None and context.other_key is not None:
+            bad |= (bad_other := not_finite(context.other_query.features))
+            of_columns = (problem.symmetric or problem.two_sided) and bad_other.any()
+            bad |= of_columns or not_finite(context.other_key.features).any()
         return np.where(bad, np.nan, 0.0)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
@@ -107,8 +118,8 @@ class CPU:
     def positive_dots(self, problem: Problem) -> Array:
         context = self.context
         query, key = context.query, context.key
-        if context.guide_query is not None and problem.query is context.guide_query.features:
-            query, key = context.guide_query, context.guide_key or key
+        if context.other_query is not None and problem.query is context.other_query.features:
+            query, key = context.other_query, context.other_key or key
         return dots_at(query, key, problem.positives)
 
     def segment_sums(

@@ -26,8 +26,9 @@ class Context:
     both_folds: bool  # here: logits may be kept from one fold to the next
     query_in_place: bool  # dQ accumulates in its destination
     accumulators: int  # rows of dK that accumulate in the workspace; 0: in their destination
-    guide_query: Side | None = None
-    guide_key: Side | None = None
+    other_query: Side | None = None  # features of a guide, or of a teacher
+    other_key: Side | None = None
+    has_teacher: bool = False
     # Memory of blocks of the LSE fold that the workspace has room for: the gradient fold reuses it
     kept_logits: dict[Block, Array] = field(default_factory=dict)
     kept_memory: Array | None = None
@@ -36,20 +37,24 @@ class Context:
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
     def block_elements(self, logits: int) -> int:
-        """Elements that the logits of a block take, with the marks of a guide: a byte each."""
-        return logits + (self.guide_query is not None) * -(-logits // self.dtype.itemsize)
+        """Elements that the logits of a block take, with the marks of a guide, a byte each, or with
+        the logits of a teacher."""
+        if self.other_query is None:
+            return logits
+        return logits + (logits if self.has_teacher else -(-logits // self.dtype.itemsize))
 
     def block_of(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
-        """The logits [m, n] of a block in its memory, and the marks of a guide."""
+        """The logits [m, n] of a block in its memory, and a guide's marks or a teacher's logits."""
         x, rest = memory[: m * n].reshape(m, n), memory[m * n :]
-        if self.guide_query is None:
+        if self.other_query is None:
             return x, None
-        return x, rest.view(np.uint8)[: m * n].reshape(m, n)
+        rest = rest if self.has_teacher else rest.view(np.uint8)
+        return x, rest[: m * n].reshape(m, n)
 
     def worker_elements(self, d: int, bm: int, bn: int) -> int:
         """Elements in the buffers of a worker."""
         elements = self.block_elements(bm * bn)
-        for side, rows in ((self.guide_query, bm), (self.guide_key, bn)):
+        for side, rows in ((self.other_query, bm), (self.other_key, bn)):
             if side is not None and not side.direct:
                 elements += rows * side.features.shape[1]
         elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d

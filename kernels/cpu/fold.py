@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..conclude import rounded_reference
+from ..distill.problem import TaughtGradient, TaughtProblem
 from ..linear import LinearGradient
 from ..problem import (
     LOG2_E,
@@ -61,8 +62,14 @@ class Fold:
         )  # fmt: skip
         # the logits of both directions
         self.alike = self.key_bias is None and not problem.leaves_out
+        self.teacher_c = 0.0
+        if isinstance(problem, TaughtProblem):
+            self.teacher_c = float(problem.teacher_scale) * LOG2_E
         if isinstance(epilogue, SoftmaxGradient):
-            self._factors(epilogue)
+            self.positive_gradient = epilogue.positive_gradient.astype(dtype)
+            self.factors = Factors(epilogue, self.c, dtype, self.alike)
+            if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
+                self.teacher_factors = Factors(epilogue.teacher, self.teacher_c, dtype, True)
         elif isinstance(epilogue, Sigmoid):
             self.a = epilogue.row_factor.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
@@ -110,35 +117,6 @@ class Fold:
         elif isinstance(epilogue, Statistics) and context.both_folds:
             context.keep_logits(problem, grid)
             self.kept_logits = context.kept_logits
-
-    def _factors(self, epilogue: SoftmaxGradient) -> None:
-        """Reference exponents and factors in the compute dtype; `shared`: one exponential serves
-        both directions."""
-        dtype = self.context.dtype
-        self.positive_gradient = epilogue.positive_gradient.astype(dtype)
-        self.row_reference, self.a, rounded = self._reference(
-            epilogue.row_reference, epilogue.row_factor
-        )
-        self.shared = False
-        if epilogue.column_reference is None or epilogue.column_factor is None:
-            return
-        high, low, least = rounded.max(), rounded.min(), epilogue.column_reference.min()
-        # Shared while no column's terms underflow beside a row's reference, and differences of
-        # references are exact enough
-        close = high - least < 40 and high - low < 80
-        self.shared = bool(self.alike and close and max(abs(high), abs(low)) < EXACT)
-        if self.shared:
-            middle = 0.5 * (high + least)
-            self.u = np.exp2(rounded - middle).astype(dtype)
-            column_exponentials = np.exp2(middle - epilogue.column_reference)
-            self.v = (epilogue.column_factor * column_exponentials).astype(dtype)
-        else:
-            self.column_reference, self.b, _ = self._reference(
-                epilogue.column_reference, epilogue.column_factor
-            )
-
-    def _reference(self, reference: Array, factor: Array) -> tuple[Array, Array, Array]:
-        return rounded_reference(np, self.c, reference, factor, self.context.dtype)
 
     def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(bias of keys, limits) of a tile, of its rows and of its columns, whose keys are rows.
@@ -198,6 +176,37 @@ class Fold:
             destination[rows] += g
         elif destination is not None:
             np.copyto(destination[rows], g, casting="same_kind")
+
+
+class Factors:
+    """Reference exponents and factors of a gradient in the compute dtype. Logits are c times raw
+    products; `shared`: one exponential serves both directions."""
+
+    def __init__(
+        self, epilogue: SoftmaxGradient, c: float, dtype: np.dtype[Any], same_logits: bool
+    ) -> None:
+        """`same_logits`: the two directions have the same."""
+        self.c, self.shared = c, False
+        self.row_reference, self.a, rounded = rounded_reference(
+            np, c, epilogue.row_reference, epilogue.row_factor, dtype
+        )
+        self.two_sided = epilogue.column_reference is not None
+        if epilogue.column_reference is None or epilogue.column_factor is None:
+            return
+        high, low, least = rounded.max(), rounded.min(), epilogue.column_reference.min()
+        # Shared while no column's terms underflow beside a row's reference, and differences of
+        # references are exact enough
+        close = high - least < 40 and high - low < 80
+        self.shared = bool(same_logits and close and max(abs(high), abs(low)) < EXACT)
+        if self.shared:
+            middle = 0.5 * (high + least)
+            self.u = np.exp2(rounded - middle).astype(dtype)
+            column_exponentials = np.exp2(middle - epilogue.column_reference)
+            self.v = (epilogue.column_factor * column_exponentials).astype(dtype)
+        else:
+            self.column_reference, self.b, _ = rounded_reference(
+                np, c, epilogue.column_reference, epilogue.column_factor, dtype
+            )
 
 
 def part(vector: Array | None, of: slice) -> Array | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ..conclude import conclude
+from ..distill import tiles as distillation
+from ..distill.problem import TaughtStatistics
 from ..problem import (
     Array,
     OnlineSoftmax,
@@ -19,7 +22,7 @@ from ..problem import (
 )
 from . import tile_ops as tile
 from .elementary import compiled, wide_vectors
-from .fold import Fold, part
+from .fold import Factors, Fold, part
 from .workers import BUFFER_POOL, Cancelled
 
 
@@ -50,11 +53,11 @@ class Worker:
         self.logits = buffer(context.block_elements(bm * bn))
         self.query_buffer = None if context.query.direct else buffer(bm, d)
         self.key_buffer = None if context.key.direct else buffer(bn, d)
-        self.guide_query_buffer, self.guide_key_buffer = (
+        self.other_query_buffer, self.other_key_buffer = (
             None if side is None or side.direct else buffer(rows, side.features.shape[1])
-            for side, rows in ((context.guide_query, bm), (context.guide_key, bn))
+            for side, rows in ((context.other_query, bm), (context.other_key, bn))
         )
-        self.marks: Array | None = None  # of the tile, by the guide
+        self.other: Array | None = None  # of the tile: a guide's marks, or a teacher's products
         if fold.gradients is not None:
             self.product = buffer(max(bm, bn), d)
             self.dq = None if context.query_in_place else buffer(bm, d)
@@ -113,7 +116,7 @@ class Worker:
         fold, problem = self.fold, self.fold.problem
         kept = fold.kept_logits.get((a, b))
         memory = self.logits if kept is None else kept
-        x, self.marks = fold.context.block_of(memory, len(q), len(k))
+        x, self.other = fold.context.block_of(memory, len(q), len(k))
         if kept is not None and isinstance(fold.epilogue, SoftmaxGradient):
             return x
         if self.buffered == (a, b):
@@ -122,8 +125,10 @@ class Worker:
         self.buffered = None if kept is not None else (a, b)
         rows, columns = fold.grid.rows[a], fold.grid.columns[b]
         spoiled = None
-        if self.marks is not None:
-            spoiled = self.mark(x, rows, columns, self.marks)
+        if fold.teacher_c:
+            self.multiply_others(rows, columns, self.other)
+        elif self.other is not None:
+            spoiled = self.mark(x, rows, columns, self.other)
         np.matmul(q, k.T, out=x)
         if spoiled is not None:
             x[spoiled] = np.nan
@@ -144,17 +149,22 @@ class Worker:
             tile.exclude_ids(x, problem.query_groups[rows], problem.key_groups[columns], False)
         return x
 
+    def multiply_others(self, rows: slice, columns: slice, out: Array | None) -> None:
+        """The products of the guide's features, or of the teacher's."""
+        fold, context = self.fold, self.fold.context
+        assert context.other_query is not None
+        assert context.other_key is not None
+        query = context.other_query.block(rows, self.other_query_buffer)
+        key = query
+        if not (fold.grid.triangle and rows == columns):  # as the features of a diagonal tile
+            key = context.other_key.block(columns, self.other_key_buffer)
+        np.matmul(query, key.T, out=out)
+
     def mark(self, g: Array, rows: slice, columns: slice, marks: Array) -> Array | None:
         """The tile's marks by the guide, whose products are put into g. Where they are not finite,
         if some are not."""
-        fold, context = self.fold, self.fold.context
-        assert context.guide_query is not None
-        assert context.guide_key is not None
-        query = context.guide_query.block(rows, self.guide_query_buffer)
-        key = query
-        if not (fold.grid.triangle and rows == columns):  # as the features of a diagonal tile
-            key = context.guide_key.block(columns, self.guide_key_buffer)
-        np.matmul(query, key.T, out=g)
+        fold = self.fold
+        self.multiply_others(rows, columns, g)
         assert fold.guide_limits is not None
         limits = fold.guide_limits[rows]
         if mark_pairs(g, limits, part(fold.guide_key_limits, columns), marks):
@@ -169,22 +179,14 @@ class Worker:
         """Apply the fold's epilogue to a tile. Returns what has to run in the panels' order."""
         fold, epilogue = self.fold, self.fold.epilogue
         if isinstance(epilogue, SoftmaxGradient):
-            by_row, by_column = fold.directions(rows, columns)
-            if epilogue.column_reference is None:
-                tile.softmax_gradient(
-                    x, fold.c, fold.row_reference[rows], fold.a[rows], *by_row, self.marks
-                )
-            elif fold.shared:
-                tile.softmax_gradient_shared(
-                    x, fold.c, fold.row_reference[rows], fold.a[rows], fold.u[rows],
-                    fold.v[columns],
-                )  # fmt: skip
-            else:
-                tile.softmax_gradient_two_sided(
-                    x, fold.c, fold.row_reference[rows], fold.a[rows],
-                    fold.column_reference[columns], fold.b[columns], *by_row, *by_column,
-                    self.marks,
-                )  # fmt: skip
+            options = *fold.directions(rows, columns), None if fold.teacher_c else self.other
+            self.softmax_gradient(x, fold.factors, rows, columns, *options)
+            if fold.teacher_c:
+                t, plain = self.other, ((None, None), (None, None), None)
+                assert t is not None
+                self.softmax_gradient(t, fold.teacher_factors, rows, columns, *plain)
+                np.subtract(x, t, out=x)
+                return None
             positives = fold.problem.positives[rows].reshape(len(x), -1)
             values = fold.positive_gradient[rows].reshape(positives.shape)
             tile.insert_positives(x, positives, columns.start, values)
@@ -208,12 +210,34 @@ class Worker:
             return None
         if isinstance(epilogue, RetrievalRanks):
             c = fold.positive_c
-            tile.count_above(x, c, epilogue.positive_logits[rows], epilogue.row_rank[rows])
+            count_above(x, c, epilogue.positive_logits[rows], epilogue.row_rank[rows])
             if epilogue.column_rank is None:
                 return None
             counts = epilogue.column_positive_logits[columns], epilogue.column_rank[columns]
-            return lambda: tile.count_above_columns(x, c, *counts)
+            return lambda: count_above_columns(x, c, *counts)
+        if isinstance(epilogue, TaughtStatistics):
+            constants = fold.c, fold.teacher_c
+            merge = distillation.statistics(epilogue, x, self.other, *constants, rows, columns)
+            if epilogue.columns is not None:
+                return merge
+            return merge()
         return self.statistics(epilogue, x, rows, columns, diagonal)
+
+    def softmax_gradient(
+        self, x: Array, factors: Factors, rows: slice, columns: slice, by_row: Any, by_column: Any,
+        marks: Array | None,
+    ) -> None:  # fmt: skip
+        """Raw products x become the softmax's part of dL/dx; the others as `Fold.directions`."""
+        c, r, a = factors.c, factors.row_reference[rows], factors.a[rows]
+        if not factors.two_sided:
+            tile.softmax_gradient(x, c, r, a, *by_row, marks)
+        elif factors.shared:
+            tile.softmax_gradient_shared(x, c, r, a, factors.u[rows], factors.v[columns])
+        else:
+            tile.softmax_gradient_two_sided(
+                x, c, r, a, factors.column_reference[columns], factors.b[columns],
+                *by_row, *by_column, marks,
+            )  # fmt: skip
 
     def statistics(
         self, stats: Statistics, x: Array, rows: slice, columns: slice, diagonal: bool
@@ -229,23 +253,23 @@ class Worker:
                 x, fold.c, *tile_rows.arrays, *tile_columns.arrays, partial[0], partial[-1]
             )
         else:
-            tile.row_statistics(x, fold.c, *tile_rows.arrays, *by_row, self.marks)
+            tile.row_statistics(x, fold.c, *tile_rows.arrays, *by_row, self.other)
             if both:
-                tile.column_statistics(x, fold.c, *tile_columns.arrays, *by_column, self.marks)
+                tile.column_statistics(x, fold.c, *tile_columns.arrays, *by_column, self.other)
 
         def merge() -> None:
             # Rows too: in the symmetric case, columns of earlier panels are these rows
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
                 threshold = fold.rank_threshold[rows]
-                tile.count_above(x, fold.positive_c, threshold, stats.row_rank[rows])
+                count_above(x, fold.positive_c, threshold, stats.row_rank[rows])
             if both:
                 assert stats.columns is not None
                 tile.merge(*stats.columns.part(columns).arrays, *tile_columns.arrays)
                 if stats.column_rank is not None:
                     threshold = fold.rank_threshold[columns]
                     ranks = stats.column_rank[columns]
-                    tile.count_above_columns(x, fold.positive_c, threshold, ranks)
+                    count_above_columns(x, fold.positive_c, threshold, ranks)
 
         if stats.columns is not None:
             return merge
@@ -305,7 +329,7 @@ class Worker:
         g += np.multiply(positives, positive_gradient[:, None], out=positives, casting="same_kind")
 
 
-# --- a loop that Numba compiles ------------------------------------------------------------------
+# --- loops that Numba compiles ------------------------------------------------------------------
 
 
 @compiled
@@ -324,3 +348,27 @@ def mark_pairs(g, limits, key_limits, marks):  # type: ignore[no-untyped-def]
             out[j] = bits
             total += row[j] * zero
     return total == zero
+
+
+@compiled
+def count_above(x, c, row_threshold, row_rank):  # type: ignore[no-untyped-def]
+    """row_rank[i] += how many logits of row i exceed row_threshold[i]."""
+    wide_vectors()
+    for i in range(x.shape[0]):
+        row = x[i]
+        threshold = x.dtype.type(row_threshold[i] / c)
+        count = 0
+        for j in range(row.size):
+            count += row[j] > threshold
+        row_rank[i] += count
+
+
+@compiled
+def count_above_columns(x, c, column_threshold, column_rank):  # type: ignore[no-untyped-def]
+    """column_rank[j] += how many logits of column j exceed column_threshold[j]."""
+    wide_vectors()
+    threshold = (column_threshold / c).astype(x.dtype)
+    for i in range(x.shape[0]):
+        row = x[i]
+        for j in range(row.size):
+            column_rank[j] += row[j] > threshold[j]

@@ -105,11 +105,16 @@ def merge(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def value_of(of, row, i, j):  # type: ignore[no-untyped-def]
+    return row[j] if of is None else of[i, j]
+
+
+@compiled
 def row_statistics(  # type: ignore[no-untyped-def]
-    x, c, row_max, row_sum, row_moment, key_bias=None, limits=None, marks=None
+    x, c, row_max, row_sum, row_moment, key_bias=None, limits=None, marks=None, of=None
 ):
     """(max, sum) of 2^(c y) of each row of the tile, y being x as `seen`; and the moment
-    sum_j 2^(c y - max) c x, unless `row_moment` is None."""
+    sum_j 2^(c y - max) c x, unless `row_moment` is None; with `of` [m, n] in the place of x."""
     wide_vectors()
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
@@ -130,7 +135,7 @@ def row_statistics(  # type: ignore[no-untyped-def]
             e = exp2(scale * (y - top))
             total += e
             if row_moment is not None:
-                moment += e * (row[j] if y != low else zero)
+                moment += e * (value_of(of, row, i, j) if y != low else zero)
         row_sum[i] = total
         if row_moment is not None:
             row_moment[i] = np.float64(c) * np.float64(moment)
@@ -138,7 +143,15 @@ def row_statistics(  # type: ignore[no-untyped-def]
 
 @compiled
 def column_statistics(  # type: ignore[no-untyped-def]
-    x, c, column_max, column_sum, column_moment, key_bias=None, limits=None, marks=None
+    x,
+    c,
+    column_max,
+    column_sum,
+    column_moment,
+    key_bias=None,
+    limits=None,
+    marks=None,
+    of=None,
 ):
     """The same of each column of the tile, with the columns' own maxima. Rows are its keys."""
     wide_vectors()
@@ -166,7 +179,7 @@ def column_statistics(  # type: ignore[no-untyped-def]
             e = exp2(scale * (y - high[j]))
             sums[j] += e
             if column_moment is not None:
-                moments[j] += e * (row[j] if y != low else zero)
+                moments[j] += e * (value_of(of, row, i, j) if y != low else zero)
     for j in range(n):
         empty = column_max[j] == -np.inf
         column_sum[j] = 0.0 if empty else np.float64(sums[j])
@@ -235,30 +248,6 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
     # the terms that underflowed are below m 2^-126 (float32): negligible in a sum of 2^-80
     if least < 2.0**-80:
         column_statistics(x, c, column_max, column_sum, column_moment)
-
-
-@compiled
-def count_above(x, c, row_threshold, row_rank):  # type: ignore[no-untyped-def]
-    """row_rank[i] += how many logits of row i exceed row_threshold[i]."""
-    wide_vectors()
-    for i in range(x.shape[0]):
-        row = x[i]
-        threshold = x.dtype.type(row_threshold[i] / c)
-        count = 0
-        for j in range(row.size):
-            count += row[j] > threshold
-        row_rank[i] += count
-
-
-@compiled
-def count_above_columns(x, c, column_threshold, column_rank):  # type: ignore[no-untyped-def]
-    """column_rank[j] += how many logits of column j exceed column_threshold[j]."""
-    wide_vectors()
-    threshold = (column_threshold / c).astype(x.dtype)
-    for i in range(x.shape[0]):
-        row = x[i]
-        for j in range(row.size):
-            column_rank[j] += row[j] > threshold[j]
 
 
 # --- gradient fold --------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import cupy
 from .. import problem as problems
 from .. import solve as blocks
 from ..arrays.backend import ArrayBlocks
+from ..distill.problem import TaughtProblem
+from ..distill.solve import solve as solve_distillation
 from ..problem import Gradients, Problem
 from ..solve import Solution
 from . import fused as gpu_fused
@@ -27,6 +29,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     if device.id != cupy.cuda.runtime.getDevice():
         with device:
             return solve(problem, gradients)
+    if isinstance(problem, TaughtProblem):
+        return _on_arrays(problem, gradients)
     bare = problem.without_weights() if needs_kernels_alone(problem) else problem
     method = choose_method(bare)
     on_arrays = method == "arrays" or (method == "naive" and not bare.plain)
@@ -58,6 +62,8 @@ def _on_arrays(problem: Problem, gradients: Gradients | None) -> Solution:
     """By folds over blocks, whose work is operations on arrays."""
     scale = gpu_naive.valid_scale(problem)
     problem = problems.fast_replace(readable_by_kernels(problem), scale=scale)
+    if isinstance(problem, TaughtProblem):
+        return solve_distillation(problem, array_blocks(problem, gradients), gradients)
     return blocks.solve(problem, array_blocks(problem, gradients), gradients)
 
 

@@ -108,3 +108,44 @@ def test_jax_refuses_guides_that_are_differentiated() -> None:
         losses.clip_loss(*features, guide=guide, scale=1.0, axis_name="x")
     with pytest.raises(ValueError, match=r"guide\[1\]: expected shape \(12, 3\)"):
         losses.clip_loss(*features, guide=(guide[0], guide[1][:3]), scale=1.0)
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_distillation_in_torch(dtype: str, two_sided: bool) -> None:
+    torch = pytest.importorskip("torch")
+    import infonce.torch as losses
+
+    arrays = [z.astype(dtype) for z in (*Z, *GUIDE)]
+    options: dict[str, Any] = {"teacher_scale": 2.0, "normalize": True, "two_sided": two_sided}
+    want = infonce.distill_loss_and_grad(*arrays, scale=3.0, **options)
+    tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3}[dtype]
+    for reduction in ("mean", "none"):
+        tensors = [torch.tensor(z) for z in arrays]
+        scale = torch.tensor(3.0, requires_grad=True)
+        for z in tensors[:2]:
+            z.requires_grad_()
+        loss = losses.distill_loss(*tensors, scale=scale, reduction=reduction, **options)
+        assert loss.shape == ((12,) if reduction == "none" else ())
+        (2.0 * loss.mean()).backward()
+        np.testing.assert_allclose(loss.detach().mean(), want.loss, rtol=1e-5)
+        np.testing.assert_allclose(scale.grad, 2 * want.grads.scale, rtol=1e-5, atol=1e-6)
+        for z, gradient in zip(tensors[:2], want.grads[:2], strict=True):
+            assert z.grad.dtype == z.dtype
+            np.testing.assert_allclose(z.grad, 2 * gradient, rtol=tolerance, atol=tolerance)
+    temperature = torch.tensor(1 / 3.0, dtype=torch.float64, requires_grad=True)
+    losses.distill_loss(*tensors, temperature=temperature, **options).backward()
+    np.testing.assert_allclose(temperature.grad, -9 * want.grads.scale, rtol=1e-4, atol=1e-6)
+
+
+def test_bad_distillation_in_torch() -> None:
+    torch = pytest.importorskip("torch")
+    import infonce.torch as losses
+
+    z = torch.eye(3)
+    with pytest.raises(TypeError, match="teacher_key: expected a tensor, got"):
+        losses.distill_loss(z, z, z, np.eye(3), scale=1.0)
+    with pytest.raises(ValueError, match="temperature, scale: expected one of them, got neither"):
+        losses.distill_loss(z, z, z, z)
+    with pytest.raises(ValueError, match=r"teacher_key: expected shape \(3, 3\), got \(2, 3\)"):
+        losses.distill_loss(z, z, z, z[:2], scale=1.0)

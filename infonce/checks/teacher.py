@@ -1,0 +1,56 @@
+"""The checks of a teacher: its features and its scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..arrays import kinds, native
+from ..kernels.distill.problem import taught
+from ..kernels.problem import Array
+from ..result import QueryKeyGrads
+from ..spec import NAMES, OWN, SOFTMAX, Loss
+from . import norms, validation
+from .call import Request
+
+# Distillation, whose functions have arguments of their own: with the columns' softmax, and without
+REFUSED = (*NAMES, *SOFTMAX, *OWN, "offload", "metrics", "return_logits")
+DISTILL = Loss(
+    "distill", ("query", "key"), QueryKeyGrads, row_weight=0.5, column_weight=0.5, square=True,
+    refused=REFUSED, taught=True,
+)  # fmt: skip
+DISTILL_ROWS = Loss("distill", ("query", "key"), QueryKeyGrads, refused=REFUSED, taught=True)
+
+
+class Teacher(NamedTuple):
+    """The arguments of a teacher, as the caller passes them."""
+
+    query: Any
+    key: Any
+    temperature: Any
+    scale: Any
+
+
+def add_teacher(loss: Loss, request: Request, features: Sequence[Array], teacher: Teacher) -> None:
+    """Make the problem of a checked call one with this teacher."""
+    names = "teacher_query", "teacher_key"
+    made = [native(z, name) for name, z in zip(names, teacher, strict=False)]
+    both = [features[0], *made]
+    validation.features([loss.arguments[0], *names], both, kinds(both), 0)
+    for name, z, rows in zip(names, made, features, strict=True):
+        if z.shape != (len(rows), made[0].shape[1]):
+            expected = f"({len(rows)}, {made[0].shape[1]})"
+            raise ValueError(f"{name}: expected shape {expected}, got {z.shape}")
+    problem, static = request.problem, request.static
+    scale = problem.scale
+    given = teacher.temperature, teacher.scale
+    if given != (None, None):
+        if None not in given:
+            raise ValueError("teacher_temperature, teacher_scale: expected one of them, got both")
+        try:
+            scale = validation.scale(loss, *given, problem.compute)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"teacher_{error}") from None
+    if static.check_finite:
+        norms.require_finite(static.xp, names, made)
+    request.problem = taught(problem, made[0], made[1], scale)

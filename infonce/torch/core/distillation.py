@@ -1,0 +1,111 @@
+"""Distillation as a node of autograd's graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ... import losses
+from ...checks import validation
+
+NAMES = ("scale", "query", "key")  # what has a gradient
+
+
+class _Distillation(torch.autograd.Function):
+    """loss = f(scale, query, key); the gradients are computed with it, or for each row later."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, options: dict[str, Any], teacher: tuple[Tensor, Tensor], *inputs: Any
+    ) -> Tensor:
+        wanted = [n for n, need in zip(NAMES, ctx.needs_input_grad[2:], strict=True) if need]
+        ctx.later = options.get("reduction") == "none"
+        result = _evaluated(options, teacher, inputs, () if ctx.later else wanted)
+        ctx.options, ctx.teacher, ctx.wanted = options, teacher, wanted
+        ctx.dtypes = [getattr(z, "dtype", None) for z in inputs]
+        grads = [None if ctx.later else getattr(result.grads, name) for name in NAMES]
+        tensors = [z if isinstance(z, Tensor) else None for z in inputs]
+        ctx.plain_scale = None if isinstance(inputs[0], Tensor) else inputs[0]
+        ctx.save_for_backward(*(tensors if ctx.later else grads))
+        loss: Tensor = result.loss
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        grads = ctx.saved_tensors
+        if ctx.later:
+            scale, *features = ctx.saved_tensors
+            inputs = [ctx.plain_scale if scale is None else scale, *features]
+            result = _evaluated(ctx.options, ctx.teacher, inputs, ctx.wanted, grad_out=upstream)
+            grads, upstream = [getattr(result.grads, name) for name in NAMES], None
+        return None, None, *(
+            None if grad is None else (grad if upstream is None else grad * upstream).to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+        )  # fmt: skip
+
+
+def _evaluated(
+    options: dict[str, Any], teacher: tuple[Tensor, Tensor], inputs: Any, wrt: Any, **more: Any
+) -> Any:
+    scale, *features = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
+    return losses.distill_loss_and_grad(
+        *features, *(z.detach() for z in teacher), scale=scale, wrt=wrt, **options, **more
+    )
+
+
+def distill_loss(
+    query: Tensor, key: Tensor, teacher_query: Tensor, teacher_key: Tensor, *,
+    temperature: Any = None, scale: Any = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Distillation loss of `infonce.distill_loss`, for autograd.
+
+    >>> loss = infonce.torch.distill_loss(query, key, teacher_query, teacher_key, scale=20.0)
+    >>> loss.backward()
+
+    ``loss = - mean_i sum_j p^T_ij log p_ij``, of queries and, by default, of keys as well.
+
+    Parameters
+    ----------
+    query, key : tensors [M, D], [N, D], CPU or CUDA
+    teacher_query, teacher_key : tensors [M, E], [N, E]
+        They get no gradient.
+    scale, temperature : float or 0-d tensor
+        One of them; a tensor gets its gradient.
+    options
+        As in `infonce.distill_loss`.
+
+    Returns
+    -------
+    0-d tensor, or [M] with ``reduction="none"``
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any work, naming the argument, what came and what was expected.
+
+    References
+    ----------
+    Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015.
+    """
+    names = "query", "key", "teacher_query", "teacher_key"
+    given = query, key, teacher_query, teacher_key
+    for name, z in zip(names, given, strict=True):
+        if not isinstance(z, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {validation.what(z)}")
+        if z.device != query.device:
+            raise ValueError(
+                f"{name}: expected a tensor on {query.device} like query, got one on {z.device}"
+            )
+    if (temperature is None) == (scale is None):
+        came = "neither" if scale is None else "both"
+        raise ValueError(f"temperature, scale: expected one of them, got {came}")
+    scale = 1.0 / temperature if scale is None else scale
+    if isinstance(scale, Tensor):
+        scale = scale.reshape(())
+    teacher = teacher_query, teacher_key
+    loss: Tensor = _Distillation.apply(options, teacher, scale, query, key)
+    return loss

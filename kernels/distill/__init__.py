@@ -1,0 +1,1 @@
+"""Distillation: a softmax whose targets are the probabilities of a teacher."""

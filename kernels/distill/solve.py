@@ -1,0 +1,84 @@
+"""Distillation as two folds: cross-entropies with the softmax of a teacher's logits.
+
+    loss_i = log sum_j exp(x_ij) - sum_j p^T_ij x_ij,    dloss_i / dx_ij = p_ij - p^T_ij
+
+The mean of the logits under the teacher's softmax is a moment of the teacher's sums. Probabilities
+of student and teacher are computed alike, so that those of equal logits cancel to 0.
+"""
+
+from __future__ import annotations
+
+from ..conclude import Direction
+from ..problem import LN_2, Array, Gradients, SoftmaxGradient, Sums, fast_replace
+from ..solve import Backend, Solution, Vectors, gradient_fold
+from .problem import TaughtGradient, TaughtProblem, TaughtStatistics
+
+Pair = tuple[Direction, Direction]  # of student and teacher
+
+
+def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None) -> Solution:
+    """Loss, log-sum-exps and gradients."""
+    vectors, xp = backend.vectors, backend.vectors.xp
+    m, n, _ = problem.shape
+    if gradients is not None and problem.dots and gradients.dots is None:
+        gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
+    problem = fast_replace(problem, positives=xp.full(m, -1))
+    if isinstance(problem.upstream, float):
+        problem = fast_replace(problem, upstream=xp.full(m, problem.upstream))
+    _, begun = vectors.statistics(problem)
+    stats = TaughtStatistics(
+        begun.rows, begun.columns, begun.positive_logits,
+        teacher_rows=vectors.identity(m, True),
+        teacher_columns=vectors.identity(n, True) if problem.two_sided else None,
+    )  # fmt: skip
+    backend.fold(problem, backend.grid(problem, False), stats, None)
+
+    marks = backend.not_finite_marks(problem)
+    rows, row_loss, slope = _side(vectors, stats.rows, stats.teacher_rows)
+    losses, columns = problem.row_weight * row_loss + marks, None
+    if problem.two_sided:
+        columns, column_loss, column_slope = _side(vectors, stats.columns, stats.teacher_columns)
+        losses = losses + problem.column_weight * column_loss
+        if slope is not None:
+            slope = problem.row_weight * slope + problem.column_weight * column_slope
+    log_scale_grad = None if slope is None else problem.upstream * (slope + marks)
+    if gradients is not None:
+        of_student, of_teacher = (
+            _gradient(problem, rows[which], columns and columns[which]) for which in (0, 1)
+        )
+        epilogue = TaughtGradient(**of_student.__dict__, teacher=of_teacher)
+        gradient_fold(problem, backend, False, epilogue, gradients)
+    dots = None if gradients is None else gradients.dots
+    loss, scale_grad, _ = vectors.totals(problem, losses, log_scale_grad, dots, None)
+    column_lse = None if columns is None else columns[0].lse
+    return Solution(losses, rows[0].lse, column_lse, scale_grad=scale_grad, loss=loss)
+
+
+def _side(
+    vectors: Vectors, student: Sums | None, teacher: Sums | None
+) -> tuple[Pair, Array, Array]:
+    """Of rows, or of columns: what follows from either's sums, losses and, if the student's sums
+    have moments, d loss / d log(scale)."""
+    assert student is not None
+    assert teacher is not None
+    no_positive = vectors.xp.full(len(student.max), -vectors.xp.inf)
+    of_student, of_teacher = (
+        vectors.direction(Sums(sums.max, sums.sum), no_positive) for sums in (student, teacher)
+    )
+    target = LN_2 * teacher.moment / teacher.sum  # mean logit
+    slope = None
+    if student.moment is not None:
+        slope = LN_2 * student.moment / student.sum - target
+    return (of_student, of_teacher), of_student.lse - target, slope
+
+
+def _gradient(
+    problem: TaughtProblem, rows: Direction, columns: Direction | None
+) -> SoftmaxGradient:
+    """Probabilities, with the weights of losses."""
+    a = problem.upstream * (problem.row_weight * problem.scale) * rows.reference_probability
+    zeros = 0.0 * problem.upstream  # no row has a positive
+    if columns is None:
+        return SoftmaxGradient(rows.reference, a, None, None, zeros)
+    b = problem.upstream * (problem.column_weight * problem.scale) * columns.reference_probability
+    return SoftmaxGradient(rows.reference, a, columns.reference, b, zeros)

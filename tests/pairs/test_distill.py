@@ -1,0 +1,247 @@
+"""Distillation: the specification, and every method of the CPU and array operations beside it."""
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from host_device import Rows
+from hypothesis import given
+from hypothesis import strategies as st
+from infonce.kernels.arrays.backend import ArrayBlocks
+from infonce.kernels.cpu import backend
+from infonce.kernels.distill.solve import solve
+from infonce.kernels.problem import Gradients
+from infonce.kernels.solve import Solution, Vectors
+from judge import VIEWS, assert_grad, assert_loss, largest_logit, viewed
+from reference_problems import quick
+
+import infonce
+from infonce import reference
+
+METHODS = ("naive", "fused", "tiled", "arrays")
+NUMBERS: dict[str, Any] = {"scale": 2.0, "teacher_scale": 3.0}
+
+
+def features(m: int, n: int, seed: int = 0, d: int = 4, e: int = 3) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    sizes = (m, d), (n, d), (m, e), (n, e)
+    return tuple(rng.normal(size=size) for size in sizes)
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of a call by a method; "arrays" takes the place of "tiled", in small blocks."""
+    monkeypatch.setattr(backend, "TILE", (16, 24))
+    if request.param != "arrays":
+        return {"method": request.param}
+
+    def by_arrays(problem: Any, gradients: Gradients | None) -> Solution:
+        blocks = ArrayBlocks(problem, gradients, Vectors(np), Rows)
+        blocks.block = min(7, problem.shape[0]), min(5, problem.shape[1])
+        return solve(problem, blocks, gradients)
+
+    monkeypatch.setattr(backend, "solve", by_arrays)
+    return {}
+
+
+def near(got: infonce.LossAndGrad, want: reference.Reference, tolerance: float = 1e-12) -> None:
+    pairs = [(got.loss, want.loss)]
+    pairs += [(getattr(got.grads, name), gradient) for name, gradient in want.grads.items()]
+    lse = want.lse if isinstance(want.lse, tuple) else (want.lse,)
+    pairs += zip(got.lse if isinstance(got.lse, tuple) else (got.lse,), lse, strict=True)
+    for have, expected in pairs:
+        np.testing.assert_allclose(have, expected, rtol=tolerance, atol=tolerance)
+
+
+# --- the specification ----------------------------------------------------------------------------
+
+
+def by_definition(q: Any, k: Any, tq: Any, tk: Any, scale: Any, two_sided: bool) -> Any:
+    """The mean, in any number type."""
+
+    def rows(x: Any, t: Any) -> Any:
+        target = np.exp(t) / np.exp(t).sum(axis=1, keepdims=True)
+        log_p = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+        return -(target * log_p).sum(axis=1)
+
+    x, t = scale * (q @ k.T), 3.0 * (tq @ tk.T)
+    losses = (rows(x, t) + rows(x.T, t.T)) / 2 if two_sided else rows(x, t)
+    return losses.mean()
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_gradients_are_the_complex_step_of_the_definition(two_sided: bool) -> None:
+    @quick
+    @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 99))
+    def check(m: int, n: int, seed: int) -> None:
+        n = m if two_sided else n
+        args = features(m, n, seed)
+        want = reference.distill(*args, two_sided=two_sided, **NUMBERS)
+        definition = by_definition(*args, 2.0, two_sided)
+        np.testing.assert_allclose(want.loss, definition, rtol=1e-12, atol=1e-12)
+        for position, name in enumerate(("query", "key")):
+            for index in np.ndindex(args[position].shape):
+                moved = [z.astype(complex) for z in args]
+                moved[position][index] += 1e-30j
+                slope = by_definition(*moved, 2.0, two_sided).imag / 1e-30
+                np.testing.assert_allclose(want.grads[name][index], slope, rtol=1e-11, atol=1e-12)
+        slope = by_definition(*args, 2.0 + 1e-30j, two_sided).imag / 1e-30
+        np.testing.assert_allclose(want.grads["scale"], slope, rtol=1e-11, atol=1e-12)
+
+    check()
+
+
+# --- every method ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (30, 30), (58, 58), (30, 17), (17, 58)])
+def test_float64_is_the_specification(
+    m: int, n: int, normalize: bool, method: dict[str, Any]
+) -> None:
+    args = features(m, n)
+    for two_sided in (True, False)[m != n :]:
+        options = {"two_sided": two_sided, "normalize": normalize, **NUMBERS}
+        want = reference.distill(*args, **options)
+        near(infonce.distill_loss_and_grad(*args, **options, **method), want)
+        loss = infonce.distill_loss(*args, **options, **method)
+        np.testing.assert_allclose(loss, want.loss, rtol=1e-12, atol=1e-12)
+        got = infonce.distill_loss_and_grad(*args, wrt="scale", **options, **method)
+        np.testing.assert_allclose(got.grads.scale, want.grads["scale"], rtol=1e-11, atol=1e-12)
+        got = infonce.distill_loss_and_grad(*args, wrt="key", **options, **method)
+        np.testing.assert_allclose(got.grads.key, want.grads["key"], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("workspace", [None, 40_000])
+@pytest.mark.parametrize("grad_dtype", [np.float32, np.float64])
+def test_weights_and_little_workspace(
+    monkeypatch: pytest.MonkeyPatch, grad_dtype: Any, workspace: int | None
+) -> None:
+    """Logits of both are kept from pass to pass, or computed again; keys by ranges."""
+    monkeypatch.setattr(backend, "TILE", (16, 24))
+    args, weights = features(58, 58, d=6), np.linspace(0, 2, 58)
+    got = infonce.distill_loss_and_grad(
+        *args, weights=weights, grad_dtype=grad_dtype, workspace=workspace, method="tiled",
+        **NUMBERS,
+    )  # fmt: skip
+    want = reference.distill(*args, weights=weights / weights.sum(), **NUMBERS)
+    near(got, want, 1e-11 if grad_dtype == np.float64 else 1e-6)
+    each = infonce.distill_loss(*args, reduction="none", **NUMBERS)
+    np.testing.assert_allclose(each, want.losses, rtol=1e-12)
+    total = infonce.distill_loss(*args, reduction="sum", **NUMBERS)
+    np.testing.assert_allclose(total, want.losses.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("scale", [5.0, 100.0])
+def test_small_dtypes_are_within_their_bounds(
+    scale: float, dtype: str, method: dict[str, Any]
+) -> None:
+    args = features(60, 60, d=16, e=8)
+    args = tuple((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(dtype) for z in args)
+    want = reference.distill(*args, scale=scale, teacher_scale=scale / 2)
+    got = infonce.distill_loss_and_grad(*args, scale=scale, teacher_scale=scale / 2, **method)
+    logit = largest_logit(scale, *args[:2])
+    assert_loss(got.loss, want.loss, dtype, logit)
+    for name in ("query", "key"):
+        assert_grad(getattr(got.grads, name), want.grads[name], dtype, logit)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_a_teacher_equal_to_the_student_gives_no_gradient(
+    scale: float, dtype: Any, method: dict[str, Any]
+) -> None:
+    query, key, *_ = (z.astype(dtype) for z in features(58, 58, d=16))
+    got = infonce.distill_loss_and_grad(query, key, query, key, scale=scale, **method)
+    assert not got.grads.query.any()
+    assert not got.grads.key.any()
+    probabilities = np.exp(scale * (query @ key.T).astype(np.float64) - got.lse[0][:, None])
+    assert got.loss >= 0
+    assert probabilities.sum() == pytest.approx(58, rel=1e-4)
+
+
+def test_the_cross_entropy_is_at_least_the_entropy_of_the_teacher(method: dict[str, Any]) -> None:
+    for seed in range(20):
+        query, key, teacher_query, teacher_key = features(9, 9, seed)
+        loss = infonce.distill_loss(query, key, teacher_query, teacher_key, **NUMBERS, **method)
+        entropy = infonce.distill_loss(
+            teacher_query, teacher_key, teacher_query, teacher_key, scale=3.0, **method
+        )
+        assert loss >= entropy - 1e-12
+
+
+@pytest.mark.parametrize("how", VIEWS)
+def test_strides_and_dtypes_of_teachers(how: str, method: dict[str, Any]) -> None:
+    args = tuple(np.round(z, 1) for z in features(20, 20))
+    want = reference.distill(*args[:2], *(z.astype(np.float32) for z in args[2:]), **NUMBERS)
+    teachers = (viewed(z.astype(np.float32), how) for z in args[2:])
+    near(infonce.distill_loss_and_grad(*args[:2], *teachers, **NUMBERS, **method), want)
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_makes_the_loss_nan(
+    at: int, bad: float, method: dict[str, Any]
+) -> None:
+    args = features(6, 6)
+    args[at][2, 1] = bad
+    assert np.isnan(infonce.distill_loss(*args, **NUMBERS, **method))
+    losses = infonce.distill_loss(*args, reduction="none", two_sided=False, **NUMBERS, **method)
+    np.testing.assert_array_equal(np.isnan(losses), (np.arange(6) == 2) | (at % 2 == 1))
+    name = ("query", "key", "teacher_query", "teacher_key")[at]
+    with pytest.raises(ValueError, match=f"{name}: expected finite values, got .* in row 2"):
+        infonce.distill_loss(*args, check_finite=True, **NUMBERS)
+
+
+def test_temperatures_are_inverse_scales() -> None:
+    args = features(6, 6)
+    want = infonce.distill_loss(*args, **NUMBERS)
+    got = infonce.distill_loss(*args, temperature=0.5, teacher_temperature=1 / 3)
+    np.testing.assert_allclose(got, want, rtol=1e-13)
+    shared = infonce.distill_loss(*args, scale=2.0)
+    np.testing.assert_allclose(shared, infonce.distill_loss(*args, scale=2.0, teacher_scale=2.0))
+
+
+def test_peak_memory_is_within_the_workspace() -> None:
+    m, d, e, workspace = 3000, 32, 48, 8 * 2**20
+    args = tuple(z.astype(np.float32) for z in features(m, m, d=d, e=e))
+    out = {name: np.empty((m, d), np.float32) for name in ("query", "key")}
+    options: dict[str, Any] = {"scale": 0.1, "normalize": True, "workspace": workspace}
+    infonce.distill_loss_and_grad(*args, **options)
+    backend.BUFFER_POOL.clear()
+    tracemalloc.start()
+    infonce.distill_loss_and_grad(*args, out=out, **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert workspace / 2 < peak < workspace + 130 * 8 * m  # vectors of student and teacher
+
+
+Q, K, TQ, TK = features(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "words"),
+    [
+        ((Q, K, TQ[:3], TK), {}, ValueError, r"teacher_query: expected shape \(4, 3\), got \(3, 3"),
+        ((Q, K, TQ, TK[:, :2]), {}, ValueError, r"teacher_key: expected shape \(4, 3\), got"),
+        ((Q, K[:3], TQ, TK[:3]), {}, ValueError, "key: expected 4 rows like query"),
+        ((Q, K, TQ, [1.0]), {}, TypeError, "teacher_key: expected an array, got list"),
+        ((Q, K, TQ.astype(int), TK), {}, TypeError, "teacher_query: expected dtype float64"),
+        ((Q, K, TQ[0], TK), {}, ValueError, "teacher_query: expected 2 dimensions"),
+        ((Q, K, TQ, TK), {"teacher_scale": -1.0}, ValueError, "teacher_scale: expected a positive"),
+        ((Q, K, TQ, TK), {"teacher_temperature": "x"}, TypeError, "teacher_temperature: exp"),
+        ((Q, K, TQ, TK), {"teacher_scale": 1.0, "teacher_temperature": 1.0}, ValueError,
+         "teacher_temperature, teacher_scale: expected one of them, got both"),
+        ((Q, K, TQ, TK), {"two_sided": 1}, TypeError, "two_sided: expected True or False"),
+        ((Q, K, TQ, TK), {"margin": 0.1}, ValueError, "margin: expected 0.0 for distill"),
+        ((Q, K, TQ, TK), {"ids": np.arange(4)}, ValueError, "ids: expected None for distill"),
+        ((Q, K, TQ, TK), {"offload": True}, ValueError, "offload: expected"),
+        ((Q, K, TQ, TK), {"scale": None}, ValueError, "temperature, scale: expected one of them"),
+    ],
+)  # fmt: skip
+def test_bad_calls(args: Any, options: dict[str, Any], error: Any, words: str) -> None:
+    for function in (infonce.distill_loss, infonce.distill_loss_and_grad):
+        with pytest.raises(error, match=words):
+            function(*args, **{"scale": 1.0, **options})
