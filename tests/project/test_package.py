@@ -63,7 +63,7 @@ def test_a_name_that_is_not_there_tells_what_is(name: str, near: str) -> None:
     said = str(caught.value)
     assert said.startswith(f"module 'infonce' has no attribute {name!r}")
     assert (f"(did you mean {near}" in said) == bool(near)
-    losses = ("clip", "gte", "info_nce", "lit", "nt_xent", "siglip", "sup_con")
+    losses = ("clip", "distill", "gte", "info_nce", "lit", "nt_xent", "siglip", "sup_con")
     assert said.endswith("losses are " + ", ".join(f"{loss}_loss" for loss in losses))
 
 

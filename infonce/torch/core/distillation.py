@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ... import losses
 from ...checks import validation
+from .autograd import AGAIN
 
 NAMES = ("scale", "query", "key")  # what has a gradient
 
@@ -34,8 +34,9 @@ class _Distillation(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"create_graph: expected False, got True: {AGAIN}")
         grads = ctx.saved_tensors
         if ctx.later:
             scale, *features = ctx.saved_tensors
@@ -51,10 +52,10 @@ class _Distillation(torch.autograd.Function):
 def _evaluated(
     options: dict[str, Any], teacher: tuple[Tensor, Tensor], inputs: Any, wrt: Any, **more: Any
 ) -> Any:
-    scale, *features = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
-    return losses.distill_loss_and_grad(
-        *features, *(z.detach() for z in teacher), scale=scale, wrt=wrt, **options, **more
-    )
+    scale, query, key = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
+    teacher_query, teacher_key = (z.detach() for z in teacher)
+    given = {**options, **more, "scale": scale, "wrt": wrt}
+    return losses.distill_loss_and_grad(query, key, teacher_query, teacher_key, **given)
 
 
 def distill_loss(
