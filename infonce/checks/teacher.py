@@ -9,12 +9,12 @@ from ..arrays import kinds, native
 from ..kernels.distill.problem import taught
 from ..kernels.problem import Array
 from ..result import QueryKeyGrads
-from ..spec import NAMES, OWN, SOFTMAX, Loss
+from ..spec import DIMS, NAMES, OWN, SOFTMAX, Loss
 from . import norms, validation
 from .call import Request
 
 # Distillation, whose functions have arguments of their own: with the columns' softmax, and without
-REFUSED = (*NAMES, *SOFTMAX, *OWN, "offload", "metrics", "return_logits")
+REFUSED = (*NAMES, *SOFTMAX, *OWN, *DIMS, "offload", "metrics", "return_logits")
 DISTILL = Loss(
     "distill", ("query", "key"), QueryKeyGrads, row_weight=0.5, column_weight=0.5, square=True,
     refused=REFUSED, taught=True,
