@@ -62,6 +62,10 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     for loss in ("clip", "info_nce"):
         for name, options in given.items():
             found[loss, name] = call(loss, query, key, **options)
+    teacher = bench.inputs(Case(spec.CLIP, rows, dim, dtype))[0]
+    for loss in ("clip", "info_nce"):
+        found[loss, "guide"] = call(loss, query, key, guide=tuple(teacher))
+    found["clip", "distillation"] = call("distill", query, key, *teacher)
     half = rows // 2
     dims = dim // 4, dim // 2, dim
     found["clip", f"dims {dims}"] = call("clip", query, key, dims=dims)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from . import functions
+from .core.distillation import distill_loss
 from .core.drop_in import DropIn, gathered, require
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss"]
@@ -179,8 +180,8 @@ class DistillClipLoss(ClipLoss):
 
     ``distill = -1/(2N) sum_i (softmax_row(t)_i log softmax_row(x)_i' + the same of columns)``.
 
-    The distillation is over all logits of both models: it keeps their matrices, and over ranks it
-    gathers the features of all, of as many rows each.
+    No matrix of logits is kept. Over ranks, the distillation gathers the features of all, of as
+    many rows each, and each rank computes it. Teachers get no gradient.
 
     Parameters
     ----------
@@ -211,8 +212,9 @@ class DistillClipLoss(ClipLoss):
         sides = [image_features, text_features, dist_image_features, dist_text_features]
         if group := self._group():
             sides = [self._of_all(side, group) for side in sides]
-        x, t = logit_scale * sides[0] @ sides[1].T, dist_logit_scale * sides[2] @ sides[3].T
-        distill = (_cross_entropy(t, x) + _cross_entropy(t.T, x.T)) / 2
+        if isinstance(dist_logit_scale, Tensor):
+            dist_logit_scale = dist_logit_scale.detach()
+        distill = distill_loss(*sides, scale=logit_scale, teacher_scale=dist_logit_scale)
         if output_dict:
             return {"contrastive_loss": contrastive, "distill_loss": distill}
         return contrastive, distill
@@ -223,11 +225,6 @@ class DistillClipLoss(ClipLoss):
         sides = gathered(rows, group)
         sides[self.rank] = rows.detach() + self.world_size * (rows - rows.detach())
         return torch.cat(sides)
-
-
-def _cross_entropy(teacher: Tensor, student: Tensor) -> Tensor:
-    """Of the softmax of each row of logits, mean over rows."""
-    return nn.functional.cross_entropy(student, teacher.softmax(dim=1))
 
 
 class SigLipLoss(_OpenClip):
