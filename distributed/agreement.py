@@ -1,8 +1,9 @@
 """Agreement of ranks before any work: errors of one rank are raised on all, calls are the same.
 
-Each rank states its call in two strings of bytes. Its terms follow from shapes, dtypes, devices and
-plain options: calls that are alike have the same, which are kept. Where all ranks send the same
-terms as for their last call, its schedule holds. Its numbers may be others in each call.
+Each rank states its call in two strings of bytes, its terms and its numbers. The terms follow from
+shapes, dtypes, devices and plain options. Calls with the same of these have the same terms, so the
+terms are kept from call to call. If all ranks send the same terms as for their last call, the
+schedule of that call holds. The numbers may differ from call to call.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from .transports import choice as transports
 BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
 Options = Mapping[str, Any]
 Statement = tuple[bytes, bytes]  # terms, numbers
-# Options that have to be the same on all ranks and are fields of `Problem` by the same name: all
-# but four that are compared as they are resolved
+# Options of COMPILED have to be the same on all ranks. `_facts` compares the resolved values of
+# these four, and for each other option the field of `Problem` with its name.
 RESOLVED = "method", "reduction", "precision", "in_batch"
 SHARED = [name for name in spec.COMPILED if name not in RESOLVED]
-# so do these of distributed/losses.py, and the prefixes of which a call is one
-OF_RANKS = ("gradient_scale", "transport", "exchange", "dims")
-MOST_TERMS = 64  # that are kept
+# keywords of distributed/losses.py that have to be the same on all ranks, and the widths of prefixes
+RANK_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
+MOST_TERMS = 64  # terms that are kept
 UNBOUNDED = 2**62  # bytes of a workspace: more than any address
 _terms: dict[tuple[Any, ...], bytes] = {}
 
@@ -54,25 +55,28 @@ Failure = tuple[str, str] | None  # type and message
 
 
 def agree(ranks: Communicator, function: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
-    """`function` returns a result for this rank and a message for all; this returns the result and
-    the messages of all ranks. An error on any rank is raised on all, as `AgreedError`."""
+    """Run `function` on each rank, and return its result and the messages of all ranks.
+
+    `function` returns (result for this rank, message for all ranks). An error on any rank is raised
+    on all ranks, as `AgreedError`.
+    """
     result = error = message = None
     try:
         result, message = function()
     except Exception as e:
         error = e
-    everyone = ranks.allgather((failure_of(error), message))
-    require_none([failure for failure, _ in everyone], error)
-    return result, [message for _, message in everyone]
+    outcomes = ranks.allgather((failure_of(error), message))
+    require_none([failure for failure, _ in outcomes], error)
+    return result, [message for _, message in outcomes]
 
 
 def failure_of(error: Exception | None) -> Failure:
-    """An error as it is sent to other ranks."""
+    """The form in which an error is sent to other ranks."""
     return None if error is None else (type(error).__name__, str(error))
 
 
 def require_none(failures: Sequence[Failure], error: Exception | None) -> None:
-    """`AgreedError` of the first rank's failure; `error` is that of this rank."""
+    """Raise the first failure of a rank as `AgreedError`. `error` is this rank's own."""
     for r, failure in enumerate(failures):
         if failure is not None:
             if len(failures) == 1 and error is not None:
@@ -81,13 +85,16 @@ def require_none(failures: Sequence[Failure], error: Exception | None) -> None:
             raise AgreedError(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
 
 
-def require_same(everyone: Sequence[Sequence[bytes]]) -> None:
-    """`AgreedError` of a ValueError that names the first fact in which a rank differs. Each rank
-    has one or more pickled dictionaries of facts, the later in the place of the earlier."""
-    for r, facts in enumerate(everyone):
-        if facts == everyone[0]:
+def require_same(facts_by_rank: Sequence[Sequence[bytes]]) -> None:
+    """Raise an `AgreedError` that names the first fact in which a rank differs from rank 0.
+
+    Each rank has one or more pickled dictionaries of facts. A later dictionary replaces facts of
+    those before it.
+    """
+    for r, facts in enumerate(facts_by_rank):
+        if facts == facts_by_rank[0]:
             continue
-        first, other = (_together(of) for of in (everyone[0], facts))
+        first, other = _unpack_facts(facts_by_rank[0]), _unpack_facts(facts)
         for name in {**first, **other}:
             if other.get(name) != first.get(name):
                 error = (
@@ -97,19 +104,19 @@ def require_same(everyone: Sequence[Sequence[bytes]]) -> None:
                 raise AgreedError(ValueError(error))
 
 
-def _together(packed_facts: Sequence[bytes]) -> dict[str, Any]:
+def _unpack_facts(packed_facts: Sequence[bytes]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for part in packed_facts:
         facts |= pickle.loads(part)
     return facts
 
 
-# -- a call, as its rank checks and states it
+# -- a rank's call: its check and its statement
 
 
 @dataclass(frozen=True)
-class Call:
-    """The arguments of this rank's call, but for its features."""
+class RankCall:
+    """The arguments of this rank's call, except its features."""
 
     kind: Loss
     labels: Any
@@ -121,14 +128,14 @@ class Call:
     def check(
         self, features: list[Array], queries: Partition, keys: Partition, rank: int
     ) -> Request:
-        """The checked call, of a batch that is split into these shards."""
+        """Check the call, given the shards of the batch."""
         options = self.options
         require_options(options, self.rank_options)
         if not queries.total or not keys.total:
             raise ValueError(
                 f"{self.kind.arguments[0]}: expected at least one row over all ranks, got none"
             )
-        rows = queries.total // (1 + self.kind.joint)
+        rows = queries.total // (2 if self.kind.joint else 1)
         batch = Batch(rows, keys.total, queries.starts[rank])
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
         if request.problem.method == "naive":
@@ -141,12 +148,15 @@ class Call:
 
 
 def agree_on(
-    call: Call, features: list[Array], unreadable: Exception | None, ranks: Communicator
+    call: RankCall, features: list[Array], unreadable: Exception | None, ranks: Communicator
 ) -> tuple[Request, Schedule]:
-    """This rank's checked call, and the schedule of all ranks. `AgreedError` on all of them where
-    the call of one is refused, or calls differ; `unreadable`: why there are no features."""
+    """This rank's checked call, and the schedule of all ranks.
+
+    `unreadable` is the error that reading the features has raised, or None. `AgreedError` on all
+    ranks if a rank's call is refused, or if calls differ.
+    """
     shapes = [tuple(getattr(z, "shape", ())) for z in features]
-    sizes = [shape[0] if len(shape) == 2 else 1 for shape in shapes]  # others are refused later
+    sizes = [shape[0] if len(shape) == 2 else 1 for shape in shapes]  # the checks refuse the others
     last, error, stated = ranks.agreed, unreadable, None
     if error is None and last is not None and last.is_for(call.kind.joint, ranks.rank, sizes):
         try:
@@ -156,49 +166,53 @@ def agree_on(
             error = refusal
     if stated is None:
         stated = unchecked(None if unreadable else sizes, error)
-    everyone = ranks.allgather(stated)
-    if last is not None and [terms for terms, _ in everyone] == last.terms:
-        require_same([(numbers,) for _, numbers in everyone])
+    statements = ranks.allgather(stated)
+    if last is not None and [packed for packed, _ in statements] == last.packed_terms:
+        require_same([(numbers,) for _, numbers in statements])
         return request, last
-    terms = unpacked(everyone)
-    require_none([of.failure if of.sizes is None else None for of in terms], error)
+    terms = unpack_terms(statements)
+    require_none([each.failure if each.sizes is None else None for each in terms], error)
+    sizes_by_rank = [each.sizes or [] for each in terms]
     rows = [
-        [sum(of.sizes or ()) if call.kind.joint else (of.sizes or ())[side] for of in terms]
+        [sum(sizes) if call.kind.joint else sizes[side] for sizes in sizes_by_rank]
         for side in (0, call.kind.key_argument)
     ]
     queries, keys = map(Partition, rows)
-    if all(of.facts or of.failure for of in terms):
-        require_none([of.failure for of in terms], error)
-    else:  # a rank has not known the rows of the others: all check their calls again
+    if all(each.facts or each.failure for each in terms):
+        require_none([each.failure for each in terms], error)
+    else:  # a rank did not know the numbers of rows of the others: all check their calls again
 
         def check_again() -> tuple[Request, Statement]:
             request = call.check(features, queries, keys, ranks.rank)
             return request, statement(call, request, features, sizes)
 
-        request, everyone = agree(ranks, check_again)
-        terms = unpacked(everyone)
-    require_same([(of.facts, numbers) for of, (_, numbers) in zip(terms, everyone, strict=True)])
+        request, statements = agree(ranks, check_again)
+        terms = unpack_terms(statements)
+    require_same(
+        [(each.facts, numbers) for each, (_, numbers) in zip(terms, statements, strict=True)]
+    )
     try:
-        ranks.agreed = decide(
-            [of for of, _ in everyone], terms, request, queries, keys, ranks, call.rank_options
-        )
+        packed_terms = [packed for packed, _ in statements]
+        ranks.agreed = decide(packed_terms, terms, request, queries, keys, ranks, call.rank_options)
     except ValueError as error:
         raise AgreedError(error) from None
     return request, ranks.agreed
 
 
 def unchecked(sizes: list[int] | None, error: Exception | None) -> Statement:
-    """What a rank states that has not checked its call, or whose checks have raised `error`."""
+    """The statement of a rank whose call is not checked, or is refused with `error`."""
     return pickle.dumps(Terms(sizes, failure_of(error))), b""
 
 
-def unpacked(everyone: Sequence[Statement]) -> list[Terms]:
+def unpack_terms(statements: Sequence[Statement]) -> list[Terms]:
     """The terms of all ranks."""
-    return [pickle.loads(terms) for terms, _ in everyone]
+    return [pickle.loads(terms) for terms, _ in statements]
 
 
-def statement(call: Call, request: Request, features: list[Array], sizes: list[int]) -> Statement:
-    """What a rank states of its checked call."""
+def statement(
+    call: RankCall, request: Request, features: list[Array], sizes: list[int]
+) -> Statement:
+    """The statement of a rank whose call is checked."""
     options, problem = call.options, request.problem
     guide = _guide_of(problem)
     labelled = "not given" if call.labels is None else "given"
@@ -209,7 +223,7 @@ def statement(call: Call, request: Request, features: list[Array], sizes: list[i
     }
     weights, weighted = options.get("weights"), problem.weights is not None
     positive = weights is None or request.on_gpu or bool(np.any(arrays.native(weights, "weights")))
-    rank_settings = {name: call.rank_options.get(name) for name in OF_RANKS}
+    rank_settings = {name: call.rank_options.get(name) for name in RANK_KEYWORDS}
     rank_settings["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
     library = os.environ.get(transports.CUDA_AWARE)
     key = request.static, *rank_settings.values(), *compared.values(), library, weighted, positive
@@ -238,14 +252,14 @@ def _guide_of(problem: Problem) -> str:
 
 
 def _facts(
-    call: Call, request: Request, features: list[Array], compared: dict[str, str]
+    call: RankCall, request: Request, features: list[Array], compared: dict[str, str]
 ) -> dict[str, Any]:
-    """What has to be the same on all ranks, in the order in which they are compared; None for
-    `_numbers`."""
+    """The facts that have to be the same on all ranks, in the order of their comparison. The facts
+    of `_numbers` are None here."""
     kind, problem = call.kind, request.problem
     first = kind.arguments[0]
     return {
-        "function": f"{kind.name}_loss{'_and_grad' * call.with_grad}",
+        "function": f"{kind.name}_loss{'_and_grad' if call.with_grad else ''}",
         **{
             f"{name}: dtype": z.dtype.name for name, z in zip(kind.arguments, features, strict=True)
         },
@@ -268,7 +282,7 @@ def _facts(
 
 
 def _numbers(problem: Problem, options: Options) -> dict[str, Any]:
-    """The facts that may be others in each call."""
+    """The facts that may differ from call to call."""
     scale, bias = (
         value if isinstance(value, (float, int, type(None))) else "an array on a GPU"
         for value in (problem.scale, problem.bias)

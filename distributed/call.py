@@ -1,4 +1,4 @@
-"""One call of a loss over ranks: what is computed, how, and its run."""
+"""One call of a loss over ranks: agreement of the ranks, run, and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infonce.checks.keywords import with_own
 from infonce.spec import Loss
 
 from . import run
-from .agreement import AgreedError, Call, agree, agree_on
+from .agreement import AgreedError, RankCall, agree, agree_on
 from .communicators.base import Communicator
 from .communicators.mpi import connect
 from .schedule import require_options
@@ -36,7 +36,8 @@ def evaluate(
         return over_prefixes(kind, callers, options, of_prefix)
     ranks = _connected(rank_options)
     kind, callers, options = with_own(kind, callers, options)
-    pairs_views = kind.symmetric and not kind.classes  # whose labels are no argument of one process
+    # functions of one process take no labels for losses that pair views
+    pairs_views = kind.symmetric and not kind.classes
     if ranks.size == 1 and not (pairs_views and labels is not None):
         require_options(options, rank_options)
         function = dispatch.loss_and_grad if with_grad else dispatch.loss
@@ -50,11 +51,11 @@ def evaluate(
             except Exception as error:
                 unreadable = error
             with arrays.compute_context(features[0] if features else None):
-                call = Call(kind, labels, bias, options, rank_options, with_grad)
+                call = RankCall(kind, labels, bias, options, rank_options, with_grad)
                 request, how = agree_on(call, features, unreadable, ranks)
                 transport = transports.make(how.transport, ranks)
                 try:
-                    if how.may_lack_room:  # known on all ranks before anything is sent
+                    if how.may_lack_room:  # all ranks learn of an error before they send arrays
                         agree(ranks, lambda: run.require_room(request, how, ranks.rank))
                     ddp = rank_options["gradient_scale"] == "ddp"
                     solution = run.solution(request, how, labels is not None, ddp, ranks, transport)
@@ -69,7 +70,7 @@ def evaluate(
         raise agreed.error from None
     except BaseException as error:
         try:
-            ranks.fail(error)  # first: the other ranks wait
+            ranks.fail(error)  # before anything else, because the other ranks wait
         finally:
             if transport is not None:
                 transport.close()

@@ -153,10 +153,10 @@ class FoldsOverRanks:
                 total[:] = 0
             self._block(problem, keys, arrays, add, None)
 
-        def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
+        def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
             self._add(sums, *others)
             for own, arrived in zip(column_sums.arrays, sums, strict=True):
-                own[mine] = arrived
+                own[own_rows] = arrived
 
         own, kinds = [*key_arrays(problem), segments.columns], [((), np.float64)] * (3 * columns)
         self.round(rows.arrays, own, visit, kinds, self._add, keep)
@@ -206,7 +206,7 @@ class FoldsOverRanks:
             columns = None
             if sums:
                 columns = Sums(*sums[:sum_count])
-            elif half and keys.mine:
+            elif half and keys.are_own:
                 columns = stats.rows  # one triangle of this block
             part = fast_replace(stats, columns=columns, row_rank=None, column_rank=None)
             to_clear = columns if sums else None
@@ -223,14 +223,16 @@ class FoldsOverRanks:
         def combine(sums: list[Array], *others: list[Array]) -> None:
             for arrived in others:
                 self.vectors.merge(Sums(*sums[:sum_count]), Sums(*arrived[:sum_count]))
-                for mine, theirs in zip(sums[sum_count:], arrived[sum_count:], strict=True):
-                    mine[:] = xp.where(xp.isnan(mine), theirs, mine)
+                for logits, others_logits in zip(
+                    sums[sum_count:], arrived[sum_count:], strict=True
+                ):
+                    logits[:] = xp.where(xp.isnan(logits), others_logits, logits)
 
-        def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
+        def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
             assert stats.columns is not None
-            to = list(stats.columns.part(mine).arrays[:sum_count])
+            to = list(stats.columns.part(own_rows).arrays[:sum_count])
             if half:
-                combine([*to, stats.positive_logits[mine]], sums, *others)
+                combine([*to, stats.positive_logits[own_rows]], sums, *others)
                 return
             combine(sums, *others)
             for own, arrived in zip(to, sums, strict=True):
@@ -263,9 +265,9 @@ class FoldsOverRanks:
                 part = fast_replace(ranks, column_positive_logits=arrays[-1], column_rank=sums[0])
             self._block(problem, keys, arrays, part, None)
 
-        def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
+        def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
             self._add(sums, *others)
-            ranks.column_rank[mine] = sums[0]
+            ranks.column_rank[own_rows] = sums[0]
 
         self.round([ranks.row_rank], own, visit, [((), np.int64)] * by_columns, self._add, keep)
 
@@ -292,26 +294,26 @@ class FoldsOverRanks:
             if isinstance(part, SoftmaxGradient) and len(arrays) > key_array_count:
                 part = with_arrays(problem, part, arrays[key_array_count:])
             key = sums[0] if sums else None
-            mine = fast_replace(
+            block_gradients = fast_replace(
                 gradients, query=dq, key=key, want_key=key is not None, dots=dots,
                 add_query=dq is not None and not self._triangle(problem, keys, part),
             )  # fmt: skip
             if dots is not None and not gradients.want_query:
-                mine.dots = dots[: len(keys)]
-            if not self._block(problem, keys, arrays, part, mine):
+                block_gradients.dots = dots[: len(keys)]
+            if not self._block(problem, keys, arrays, part, block_gradients):
                 if key is not None:
                     vectors.assign(key, 0.0)
-            elif mine.dots is not None:
-                total = wanted[: len(mine.dots)]
-                vectors.add(total, mine.dots)
+            elif (block_dots := block_gradients.dots) is not None:
+                total = wanted[: len(block_dots)]
+                vectors.add(total, block_dots)
                 if half and sums:  # sum_j <dK_j, k_j> of the block equals its sum_i <dQ_i, q_i>
-                    vectors.add(total, mine.dots)
+                    vectors.add(total, block_dots)
 
-        def keep(mine: slice, sums: list[Array], *others: list[Array]) -> None:
+        def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
             if not half:
-                vectors.assign(gradients.key[mine], sums[0], *(other[0] for other in others))
+                vectors.assign(gradients.key[own_rows], sums[0], *(other[0] for other in others))
             elif dq is not None:
-                self._add([dq[mine]], sums, *others)
+                self._add([dq[own_rows]], sums, *others)
 
         kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
         self.round([], own, visit, kinds, self._add, keep, half)
@@ -320,17 +322,17 @@ class FoldsOverRanks:
 
     def _add(self, sums: Sequence[Array], *others: Sequence[Array]) -> None:
         for other in others:
-            for mine, theirs in zip(sums, other, strict=True):
-                self.vectors.add(mine, theirs)
+            for total, part in zip(sums, other, strict=True):
+                self.vectors.add(total, part)
 
     def _block(
         self, problem: Problem, keys: Keys, arrays: list[Array], epilogue: Epilogue | BlockQuestion,
         gradients: Gradients | None, to_clear: Sums | None = None,
     ) -> bool:  # fmt: skip
         """Fold the block of these keys; False if it is empty."""
-        own = keys.whole and keys.mine
+        own = keys.are_uncut and keys.are_own
         symmetric = problem.symmetric and own
-        no_local = self.own_positives and not keys.mine
+        no_local = self.own_positives and not keys.are_own
         key_fields = dict(zip(names(problem), arrays, strict=False))
         if symmetric:
             key_fields["key"] = problem.query
@@ -361,7 +363,7 @@ class FoldsOverRanks:
     def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion) -> bool:
         """Whether a block of a symmetric problem visits each pair of rows once. That of gradients
         has to be the first one: it does not add to dQ."""
-        if not (problem.symmetric and keys.whole and keys.mine):
+        if not (problem.symmetric and keys.are_uncut and keys.are_own):
             return False
         if isinstance(epilogue, Statistics):
             return epilogue.columns is not None
@@ -369,7 +371,7 @@ class FoldsOverRanks:
 
     def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
         """Indices of the positives among these keys; -1 where the positive is not one of them."""
-        same = self.own_positives and (no_local or keys.whole)
+        same = self.own_positives and (no_local or keys.are_uncut)
         if same and no_local in self.local:
             return self.local[no_local]
         local = self._local(problem.positives, keys)

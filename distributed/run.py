@@ -237,7 +237,7 @@ def _visits(request: Request, how: Schedule, rank: int) -> list[tuple[int, bool]
     found = set()
 
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-        found.add((len(keys), keys.mine and keys.whole))
+        found.add((len(keys), keys.are_own and keys.are_uncut))
 
     exchange_of(how, None, rank, [], _Nothing()).run(
         Round([], visit, half=how.symmetric, same_pairs=request.problem.leaves_out)

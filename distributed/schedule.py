@@ -1,4 +1,4 @@
-"""How a call over ranks is computed: all that is decided, from the terms of all ranks."""
+"""All decisions of a call over ranks, from the terms of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infonce.checks.call import Request
 
 from . import cost
 from .communicators.base import Communicator
-from .exchanges.arrays import guide_bytes, vectors_of
+from .exchanges.arrays import guide_bytes, numbers_per_key
 from .exchanges.base import Exchange
 from .exchanges.gather import Gather
 from .exchanges.hierarchical import Hierarchical
@@ -32,11 +32,12 @@ EXCHANGES = ("auto", "ring", "gather", "hierarchical")
 
 @dataclass(frozen=True)
 class Terms:
-    """What a rank states of a call: all that a schedule depends on."""
+    """A rank's part of what a schedule depends on."""
 
     sizes: list[int] | None  # rows of its arrays; None: it cannot read them
     failure: tuple[str, str] | None = None  # type and message of the error of its checks
-    facts: bytes = b""  # packed; of a checked call, like what follows
+    # the fields below have values only if the checks have passed
+    facts: bytes = b""  # pickled `agreement._facts`
     offers: dict[str, str | None] = field(default_factory=dict)  # transports
     device: str | None = None  # name of the GPU
     room: int = 0  # bytes for buffers of an exchange
@@ -53,14 +54,14 @@ class Schedule:
     queries: Partition
     keys: Partition
     exchange: str
-    local_size: int | None  # ranks of a host; None unless each has as many, one after another
-    pieces: int  # in which a shard goes round a ring
+    local_size: int | None  # see the function `local_size`
+    pieces: int  # number of parts in which a shard goes round a ring
     symmetric: bool  # queries are keys
     transport: str  # its name
-    real: np.dtype[Any]  # of sums that travel
+    real: np.dtype[Any]  # dtype of sums that travel
     weighted: bool  # whether rows have weights
     may_lack_room: bool  # the workspace may be too small for a block of a rank
-    terms: list[bytes] = field(repr=False)  # of all ranks
+    packed_terms: list[bytes] = field(repr=False)  # pickled `Terms` of all ranks
 
     def is_for(self, joint: bool, rank: int, sizes: list[int]) -> bool:
         """Whether a call with so many rows on this rank may have the same queries and keys."""
@@ -68,15 +69,16 @@ class Schedule:
 
 
 def decide(
-    everyone: Sequence[bytes], terms: Sequence[Terms], request: Request, queries: Partition,
+    packed_terms: Sequence[bytes], terms: Sequence[Terms], request: Request, queries: Partition,
     keys: Partition, ranks: Communicator, rank_options: Mapping[str, Any],
 ) -> Schedule:  # fmt: skip
-    """The schedule that follows from the terms of all ranks (`everyone`: as they were sent), and
-    from what all calls have in common. ValueError on all ranks where there is none."""
+    """The schedule of a call, from the terms of all ranks and from what their calls have in
+    common. `packed_terms` are the pickled `terms`. ValueError on all ranks if no schedule fits."""
     problem = request.problem
-    if not any(of.positive for of in terms):
+    if not any(rank_terms.positive for rank_terms in terms):
         raise ValueError("weights: expected a positive sum over all ranks, got zeros alone")
-    devices, offered = [of.device for of in terms], [of.offers for of in terms]
+    devices = [rank_terms.device for rank_terms in terms]
+    offered = [rank_terms.offers for rank_terms in terms]
     if request.on_gpu and ranks.size > 1:
         _one_gpu_each(offered, devices, ranks)
     transport = transports.choose(rank_options["transport"], offered)
@@ -85,25 +87,26 @@ def decide(
     hosts = hosts_of(ranks)
     exchange = choose_exchange(
         rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, hosts,
-        min(of.room for of in terms),
+        min(rank_terms.room for rank_terms in terms),
     )  # fmt: skip
     real = real_of(problem)
-    row = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * real.itemsize)
-    row += 2 * guide_bytes(problem)
+    # a ring has two buffers of keys and three of sums
+    key_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * real.itemsize)
+    key_bytes += 2 * guide_bytes(problem)
     return Schedule(
         joint=problem.joint,
-        sizes=[of.sizes for of in terms],
+        sizes=[rank_terms.sizes for rank_terms in terms],
         queries=queries,
         keys=keys,
         exchange=exchange,
         local_size=local_size(hosts),
-        pieces=max(1, -(-keys.largest // max(1, problem.workspace // 2 // row))),
+        pieces=max(1, -(-keys.largest // max(1, problem.workspace // 2 // key_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
         real=real,
-        weighted=any(of.weighted for of in terms),
+        weighted=any(rank_terms.weighted for rank_terms in terms),
         may_lack_room=may_lack_room(problem, queries, keys),
-        terms=list(everyone),
+        packed_terms=list(packed_terms),
     )
 
 
@@ -116,7 +119,7 @@ def real_of(problem: Problem) -> np.dtype[Any]:
 
 
 def require_options(options: Mapping[str, Any], rank_options: Mapping[str, Any]) -> None:
-    """ValueError where an option is none that a call over ranks takes."""
+    """ValueError if a call over ranks does not take the value of an option."""
     for name, choices in (
         ("gradient_scale", ("global", "ddp")),
         ("transport", transports.CHOICES),
@@ -127,7 +130,7 @@ def require_options(options: Mapping[str, Any], rank_options: Mapping[str, Any])
 
 
 def require_method(options: Mapping[str, Any]) -> None:
-    """ValueError where the method is none that a call over ranks takes."""
+    """ValueError if a call over ranks does not take the method."""
     if options.get("method") == "fused":
         raise ValueError(
             'method: expected "auto", "tiled" or "naive" over ranks, got "fused": no logits are '
@@ -138,21 +141,22 @@ def require_method(options: Mapping[str, Any]) -> None:
 def _one_gpu_each(
     offered: Sequence[dict[str, str | None]], devices: Sequence[str | None], ranks: Communicator
 ) -> None:
-    """NCCL needs a GPU for each rank: withdraw its offer where two ranks share one."""
+    """Withdraw NCCL's offer of ranks that share a GPU: NCCL needs a GPU for each rank."""
     processes = ranks.peers.processes if ranks.peers else []
     machines = [process.machine for process in processes] or [""] * ranks.size
-    places = list(zip(machines, devices, strict=True))
-    for r, place in enumerate(places):
-        if place in places[:r]:
-            other = places.index(place)
+    gpus = list(zip(machines, devices, strict=True))
+    for r, gpu in enumerate(gpus):
+        if gpu in gpus[:r]:
+            other = gpus.index(gpu)
             offered[r]["nccl"] = (
-                f"it shares {place[1]} with rank {other}: more ranks than GPUs, or no "
+                f"it shares {gpu[1]} with rank {other}: more ranks than GPUs, or no "
                 "cupy.cuda.Device(rank % gpus).use() on each rank"
             )
 
 
 def hosts_of(ranks: Communicator) -> list[list[int]]:
-    """The ranks of each host: as INFONCE_LOCAL_SIZE says, so many each, or by their processes."""
+    """The ranks of each host: INFONCE_LOCAL_SIZE ranks each if it is set, else those whose
+    processes are on one machine."""
     setting = os.environ.get("INFONCE_LOCAL_SIZE", "")
     if setting:
         size = int(setting) if setting.isdecimal() else 0
@@ -166,7 +170,7 @@ def hosts_of(ranks: Communicator) -> list[list[int]]:
 
 
 def local_size(hosts: list[list[int]]) -> int | None:
-    """Ranks of a host; None unless each has as many, one after another."""
+    """Number of ranks of each host; None if hosts differ in it, or ranks are not host by host."""
     size = len(hosts[0])
     in_order = [list(range(size * h, size * (h + 1))) for h in range(len(hosts))]
     return size if hosts == in_order else None
@@ -176,32 +180,35 @@ def choose_exchange(
     asked: str, problem: Problem, gradients: Gradients | None, on_gpu: bool, keys: Partition,
     hosts: list[list[int]], room: int,
 ) -> str:  # fmt: skip
-    """The exchange of a call, whose buffers have so much `room` on each rank. ValueError where
-    gathered keys do not fit, or hosts are not alike."""
+    """The exchange of a call: the one that is `asked`, or for "auto" the fastest that fits.
+
+    `room` is the number of bytes for buffers on each rank. ValueError if the exchange that is asked
+    does not fit, or needs as many ranks on each host.
+    """
     if asked == "ring":
         return asked
     d, item = problem.shape[2], problem.key.dtype.itemsize
     with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
     sums = d * real_of(problem).itemsize if with_sums else 0
-    row = d * item + 8 * vectors_of(problem), max(sums, 24)
-    least = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *row)}
+    key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(sums, 24)
+    least_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
     size = local_size(hosts)
     if size is not None:
-        least["hierarchical"] = cost.hierarchical_bytes(keys.rows, size, *row)
+        least_bytes["hierarchical"] = cost.hierarchical_bytes(keys.rows, size, *key_and_sum_bytes)
     elif asked == "hierarchical":
         raise ValueError(
             'exchange: expected as many ranks on each host, one after another, for "hierarchical", '
             f'got hosts with ranks {", ".join(map(str, hosts))}; exchange="ring" takes any'
         )
     if asked != "auto":
-        if least[asked] > room:
+        if least_bytes[asked] > room:
             raise ValueError(
-                f"workspace: expected at least {2 * least[asked]} bytes to gather keys of width "
-                f'{d} by exchange="{asked}", {keys.total} over {len(keys.rows)} ranks, got '
+                f"workspace: expected at least {2 * least_bytes[asked]} bytes to gather keys of "
+                f'width {d} by exchange="{asked}", {keys.total} over {len(keys.rows)} ranks, got '
                 f'{problem.workspace}; "ring" takes less'
             )
         return asked
-    fitting = [name for name, needed in least.items() if needed <= room]
+    fitting = [name for name, needed in least_bytes.items() if needed <= room]
     if not on_gpu:
         return "gather" if "gather" in fitting else "ring"
     machine = cost.Machine(gpus=size or max(map(len, hosts)))
@@ -224,28 +231,35 @@ def exchange_of(
 
 
 def room_of(request: Request) -> int:
-    """Bytes that buffers of an exchange may take on this rank: half of the workspace."""
+    """Bytes that buffers of an exchange may take on this rank.
+
+    They are half of the workspace; if no workspace is given, a share of the GPU's memory if that is
+    more.
+    """
     problem = request.problem
-    half = int(problem.workspace // 2)
+    half_workspace = int(problem.workspace // 2)
     if problem.workspace_given or not request.on_gpu:
-        return half
+        return half_workspace
     from infonce.kernels.gpu.device.launcher import device_properties
 
     share: int = device_properties(problem.query.device.id).share
-    return max(half, share)
+    return max(half_workspace, share)
 
 
 def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool:
-    """Whether the workspace may be too small for a block of some rank: all ranks say the same."""
+    """Whether the workspace may be too small for a block of a rank; the same on all ranks."""
     if problem.method == "naive":
-        return True  # it is not the workspace that bounds the logits
-    half = problem.linear_terms or problem.joint  # which take up to the other half
+        return True  # the workspace does not bound the logits of this method
+    # linear terms, and copies of a joint loss, take up to half of the workspace
+    shares_workspace = problem.linear_terms or problem.joint
+    block_bytes = problem.workspace // (2 if shares_workspace else 1)
     enough = enough_room(queries.largest, keys.total, problem.shape[2] + guide_width(problem))
-    return bool(problem.workspace // (1 + half) < enough)
+    return bool(block_bytes < enough)
 
 
 @cache
 def enough_room(m: int, n: int, d: int) -> int:
-    """More bytes than the least parts of any block take."""
+    """An upper bound of the least workspace, in bytes, of a block of up to m rows, n keys and width
+    d."""
     side: int = max(128, 2 * least_block_side(m, n))
     return side * (64 * (side + d) + 2**18)

@@ -30,14 +30,14 @@ def load_mpi() -> Any:
         raise ImportError(
             f"mpi4py cannot be imported ({error}): pip install 'infonce-kernels[mpi]'"
         ) from (None)
-    except RuntimeError as error:  # mpi4py is there, a library is not
+    except RuntimeError as error:  # mpi4py is installed, but no MPI library
         raise ImportError(
             f"mpi4py finds no MPI library ({error}): pip install 'infonce-kernels[mpi]' brings one"
         ) from None
     return MPI
 
 
-_attribute: Any = None  # MPI key of the attribute by which a communicator keeps its MPIRanks
+_attribute: Any = None  # the MPI key under which a communicator keeps its MPIRanks
 
 
 def connect(comm: Any = None) -> Communicator:
@@ -54,7 +54,7 @@ def connect(comm: Any = None) -> Communicator:
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise ValueError("comm: expected an intra-communicator that this rank is part of")
     if _attribute is None:
-        # MPI deletes attributes of all ranks in its end, too, when nothing is to be sent any more
+        # When MPI ends, it deletes the attributes of COMM_WORLD too. No rank may send then.
         _attribute = MPI.Comm.Create_keyval(
             delete_fn=lambda comm, key, ranks: comm == MPI.COMM_WORLD or ranks.free()
         )
@@ -67,10 +67,11 @@ def connect(comm: Any = None) -> Communicator:
 
 
 class MPIRanks(Communicator):
-    """A communicator on duplicates of mpi4py's, apart from the caller's own messages.
+    """The ranks of an mpi4py communicator.
 
-    The first allgather makes the duplicates, within the timeout of any other. It uses mpi4py's
-    Idup, Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
+    Messages go over two duplicates of it, apart from the caller's own. The first allgather makes
+    the duplicates, within the timeout of any other. The functions of mpi4py used here are Idup,
+    Iallgather, Isend, Irecv, Iprobe, Testall, Ibarrier and Abort.
     """
 
     peers: Peers
@@ -139,7 +140,7 @@ class MPIRanks(Communicator):
         return everyone
 
     def _complete(self, request: Any, *used: Any) -> None:
-        """Wait for a collective operation on the buffers `used`. If that fails, so does the
+        """Wait for a collective operation on the buffers `used`. An error breaks the
         communicator."""
         try:
             self.until(lambda: bool(self._checked(request.Test)))
@@ -210,14 +211,15 @@ class MPIRanks(Communicator):
         if self._control is None:
             return
         gone = self.peers.gone()
+        # after `gone()`: a rank that is gone may have sent its reason before
         with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone
-            self._hear()  # after that look: it may have left a message
-        for r, (last, why) in self._ended.items():
+            self._hear()
+        for r, (last_call, reason) in self._ended.items():
             gone.pop(r, None)
-            if self.call > last:
-                raise RankError(why)
-        for what in gone.values():
-            raise RankError(what)
+            if last_call < self.call:  # it ended before this call
+                raise RankError(reason)
+        for message in gone.values():
+            raise RankError(message)
 
     def _hear(self) -> None:
         status = self.MPI.Status()
@@ -225,19 +227,19 @@ class MPIRanks(Communicator):
             message = bytearray(status.Get_count(self.MPI.BYTE))
             source = status.Get_source()
             self._control.Recv([message, self.MPI.BYTE], source, CONTROL_TAG)
-            what, call, text = pickle.loads(message)
-            if what == FAILED:
+            kind, call, text = pickle.loads(message)
+            if kind == FAILED:
                 raise RankError(text)
-            if what == ENDED:
+            if kind == ENDED:
                 self._ended[source] = call, text
             else:
                 self._waiting[source] = call
 
-    def _tell(self, what: str, text: str = "") -> None:
-        """Send a control message to every other rank that can be reached."""
+    def _tell(self, kind: str, text: str = "") -> None:
+        """Send a control message of a kind (FAILED, ENDED, WAITING) to all ranks in reach."""
         if self._control is None:
             return
-        message = bytearray(pickle.dumps((what, self.call, text)))
+        message = bytearray(pickle.dumps((kind, self.call, text)))
         for r in range(self.size):
             if r != self.rank:
                 with contextlib.suppress(self.MPI.Exception):  # of a rank that is gone
@@ -255,7 +257,7 @@ class MPIRanks(Communicator):
             if r != self.rank and self._waiting.get(r) != self.call
         ]  # fmt: skip
         if self._control is None and len(quiet) > 1:
-            return "another rank"  # there was no control message yet
+            return "another rank"  # no control message can have come yet
         return ", ".join(quiet) if quiet else "ranks that wait too"
 
     def fail(self, error: BaseException) -> None:
@@ -270,8 +272,8 @@ class MPIRanks(Communicator):
         self._tell(FAILED, self.broken)
 
     def _leave(self) -> None:
-        """At the end of the process: tell the others. After an error, wait some seconds for all
-        ranks to come here; if they do not, abort them."""
+        """Tell the others at the end of this process. After an error, wait up to 5 seconds for all
+        ranks to end as well, then abort those that do not."""
         if self.size == 1 or self.MPI.Is_finalized() or os.getpid() != self._process:
             return
         if not self.broken:
@@ -314,7 +316,7 @@ class _Shift:
         self.lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether it is complete, or failed."""
+        """Whether the exchange is complete, or has failed."""
         with self.lock:
             if not self.finished:
                 try:

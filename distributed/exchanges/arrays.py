@@ -1,4 +1,4 @@
-"""The arrays of keys that folds send, one row a key: what a block of others' keys needs."""
+"""The arrays of keys that folds send, with one row for each key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PER_KEY = "key", *KEY_VECTORS, "guide_key"  # fields of `Problem`
 
 
 def names(problem: Problem) -> list[str]:
-    """Those of `PER_KEY` that the problem has."""
+    """The fields of `PER_KEY` that are not None."""
     return [name for name in PER_KEY if getattr(problem, name) is not None]
 
 
@@ -23,11 +23,12 @@ def key_arrays(problem: Problem) -> list[Array]:
 
 
 def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> list[Array]:
-    """This rank's arrays of keys that the gradient fold sends besides."""
+    """The further arrays of this rank's keys that the gradient fold sends."""
     own = []
     if epilogue.column_reference is not None:
         bound = epilogue.positive_gradient
-        if epilogue.linear:  # which dL/dx at a positive has a share of: it is no bound by itself
+        # dL/dx at a positive has shares of linear terms, so it is no bound by itself
+        if epilogue.linear:
             bound = xp.maximum(abs(bound), abs(epilogue.column_factor))
         own = [epilogue.column_reference, epilogue.column_factor, bound]
     for term in epilogue.linear:
@@ -54,19 +55,27 @@ def with_arrays(
     return fast_replace(epilogue, **changes, linear=tuple(linear))
 
 
-def vectors_of(problem: Problem) -> int:
-    """Numbers of a key that a fold sends with its features, at most: factors, ids, groups, biases,
-    limits, the features of a guide, and the segment and factor of each linear term."""
-    with_ids = problem.key_ids is not None
-    names = with_ids + (problem.key_groups is not None)
-    terms = (1 + with_ids) * (problem.label_smoothing != 0) + (problem.classes is not None)
-    vectors: int = 3 + names + (problem.key_bias is not None) + problem.has_limits + 2 * terms
+def numbers_per_key(problem: Problem) -> int:
+    """The largest number of 8-byte numbers that a fold sends with the features of a key.
+
+    They are factors, ids, groups, biases, limits, the features of a guide, and the segment and the
+    factor of each linear term.
+    """
+    has_ids = problem.key_ids is not None
+    linear_terms = 0
+    if problem.label_smoothing != 0:
+        linear_terms = 2 if has_ids else 1  # the mean of all keys; that of the keys of an id
+    if problem.classes is not None:
+        linear_terms += 1
+    vectors = [has_ids, problem.key_groups is not None, problem.key_bias is not None,
+               problem.has_limits]  # fmt: skip
+    count = 3 + vectors.count(True) + 2 * linear_terms
     if problem.guided:
-        vectors += 2 + guide_bytes(problem) // 8
-    return vectors
+        count += 2 + guide_bytes(problem) // 8
+    return count
 
 
 def guide_bytes(problem: Problem) -> int:
-    """Bytes of the guide's features of a key."""
+    """Bytes of a guide's features of one key."""
     item = problem.guide_key.dtype.itemsize if problem.guided else 0
     return int(guide_width(problem) * item)

@@ -1,4 +1,4 @@
-"""What an exchange is: the visits of keys in one round over the ranks, and the way home of sums."""
+"""The interface of exchanges: rounds over the ranks, which visit keys and bring sums home."""
 
 from __future__ import annotations
 
@@ -15,65 +15,73 @@ RowType = tuple[tuple[int, ...], Any]  # (shape of a row, dtype) of an array wit
 class Keys:
     """The keys of one visit: a part of a shard, a shard, or shards of consecutive ranks."""
 
-    mine: bool  # they are this rank's keys
-    rows: slice  # of the whole batch; past its end, the rows from its beginning on
-    whole: bool  # no shard is cut
+    are_own: bool  # whether they are this rank's keys
+    rows: slice  # rows of the whole batch; rows past its end are those from its beginning on
+    are_uncut: bool  # whether they are all keys of their shards
     step: int  # number of this visit in its round
-    steps: int  # of the round
+    steps: int  # number of visits in the round
 
     def __len__(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
 
-def none_of(arrays: list[Array]) -> tuple[Keys, list[Array]]:
-    """No keys, for a visit that has nothing to do."""
+def no_keys(arrays: list[Array]) -> tuple[Keys, list[Array]]:
+    """No keys and their empty arrays, for a visit that has nothing to do."""
     return Keys(False, slice(0, 0), False, 0, 1), [array[:0] for array in arrays]
 
 
-Visit = Callable[[Keys, list[Array], list[Array]], None]  # (keys, their arrays, their sums: output)
-Combine = Callable[[list[Array], list[Array]], None]  # adds the second to the first, element-wise
-# (rows of this rank's shard; their complete sums, or what adds up to them: one or two lists)
+# (keys, their arrays, their sums: an output)
+Visit = Callable[[Keys, list[Array], list[Array]], None]
+# (sums, further sums): adds the second to the first, element-wise
+Combine = Callable[[list[Array], list[Array]], None]
+# (rows of this rank's shard, sums, further sums): `sums` plus `further sums`, if there are any, are
+# the complete sums of the rows
 Keep = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round over the ranks, in which each visits the keys of all of them.
+    """One round over the ranks, in which each rank visits the keys of all ranks.
 
-    A visit may compute sums over this rank's queries, one row a key. They go to the rank of the
-    keys, which gets its own in `keep`: the sums of all ranks, added by `combine` in an order that
-    depends on nothing but the number of ranks and how many of them are on a host. The last addition
-    may be left to `keep`.
+    A visit may compute sums over this rank's queries, with one row for each key. The sums go to the
+    rank of the keys. There `combine` adds the sums of all ranks, and `keep` receives the result.
+    The order of the additions depends only on the number of ranks and on the ranks of a host. An
+    exchange may leave the last addition to `keep`: then `keep` receives two lists of sums.
 
-    Where queries are keys, a rank's own shard is visited whole. `half`: each pair of shards meets
-    on one of its two ranks, which computes the sums of both: rank r visits the n // 2 shards before
-    its own. (With an even number of ranks, shards n / 2 steps apart meet on both, and each computes
-    those of its rows alone.) `same_pairs`: all rounds of a call visit the same keys together, this
-    rank's own first, and each pair of shards meets once.
+    If queries are keys, a rank's own shard is visited in one piece.
+
+    half : Each pair of shards meets on one of its two ranks, which computes the sums of both: rank
+        r visits the n // 2 shards before its own. If the number n of ranks is even, shards n / 2
+        apart meet on both ranks, and each rank computes only the sums of its own rows.
+    same_pairs : All rounds of a call visit the same keys together, this rank's own keys first, and
+        each pair of shards meets once.
     """
 
-    own: list[Array]  # this rank's arrays of keys
+    own: list[Array]  # arrays of this rank's keys
     visit: Visit
-    types: Sequence[RowType] = ()  # of the sums
+    types: Sequence[RowType] = ()  # row types of the sums
     combine: Combine | None = None
     keep: Keep | None = None
     half: bool = False
     same_pairs: bool = False
-    results: Sequence[Array] = ()  # what visits fill, but for sums
+    results: Sequence[Array] = ()  # arrays that visits fill, except the sums
 
     def reach(self, shards: int) -> int:
-        """Distance of the farthest shard that is visited."""
+        """The distance, in ranks, of the farthest shard that is visited."""
         return shards // 2 if self.half else shards - 1
 
     def summed(self, shards: int) -> int:
-        """Distance of the farthest shard with sums; 0: none but perhaps the own one."""
+        """The distance of the farthest shard with sums; 0 if no other rank's shard has sums."""
         if not self.types:
             return 0
-        return (shards - 1 + self.same_pairs) // 2 if self.half else shards - 1
+        if not self.half:
+            return shards - 1
+        return shards // 2 if self.same_pairs else (shards - 1) // 2
 
-    def leaves(self, place: int, distance: int, shards: int) -> bool:
-        """Whether a pair of shards that could meet on both ranks is left to the other one."""
-        return self.half and self.same_pairs and place < distance == shards / 2
+    def is_left_to_other(self, index: int, distance: int, shards: int) -> bool:
+        """Whether rank (or host) `index` leaves the shard at `distance` to its owner, which meets the
+        same pair of shards."""
+        return self.half and self.same_pairs and index < distance == shards / 2
 
 
 class Exchange(Protocol):

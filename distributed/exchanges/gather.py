@@ -1,13 +1,13 @@
 """The gather: each rank gets the keys of the others at once, and sends their sums home at once.
 
-Rank r has its own keys and, in one buffer, those of the shards before it: of ranks r - w, ..., r -
-1 (mod n), in that order, w = n - 1 (half as many where each pair of shards meets on one rank). It
-folds its own block while they arrive, then all others in one. Its sums of the others' keys go to
-their owners, and it gets n - 1 partial sums of its own keys, which are added pairwise: in an order
-that depends on nothing but the number of ranks.
+Rank r has its own keys and one buffer with the keys of the w shards before it: of ranks r - w, ...,
+r - 1 (mod n), in this order. w is n - 1, or half of that if each pair of shards meets on one rank.
+The rank folds its own block while the keys of others arrive, and then the blocks of all others
+together. Its sums of others' keys go to the owners of the keys. It receives n - 1 partial sums of
+its own keys and adds them pairwise, in an order that depends only on the number of ranks.
 
-Keys are gathered once a call. In a later round they are there already, and the own block comes
-last: sums travel behind it, those of some shards while the next are computed.
+Keys are gathered once a call. A later round has them from its beginning, so the own block comes
+last: sums of shards travel while the next shards, and then the own block, are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infonce.kernels.problem import Array
 from ..communicators.base import Pending
 from ..cost import chunks_of
 from ..transports.base import Exchanger
-from .base import Combine, Keys, Round, RowType, none_of
+from .base import Combine, Keys, Round, RowType, no_keys
 from .partition import Partition
 
 
@@ -37,7 +37,7 @@ class Gather:
     transport: Exchanger
     partition: Partition  # of the keys
     keys: list[Array]  # arrays of this rank's keys that several rounds visit
-    # of these, by their index: how far they were gathered, and the array
+    # index in `keys` -> (distance of the farthest shard that was gathered, the gathered array)
     gathered: dict[int, tuple[int, Array]] = field(default_factory=dict)
 
     def run(self, round: Round) -> None:
@@ -46,89 +46,104 @@ class Gather:
         rows, starts = self.partition.rows, self.partition.starts
         own, visit, types, half = round.own, round.visit, round.types, round.half
         reach, summed = round.reach(n), round.summed(n)
-        # rows of the shards of ranks r - d, ..., r - 1
-        near = [0, *accumulate(rows[(r - d) % n] for d in range(1, reach + 1))]
-        pending, everyone = self._gather(own, near)
+        # rows_within[d]: the number of rows of the shards of ranks r - d, ..., r - 1
+        rows_within = [0, *accumulate(rows[(r - d) % n] for d in range(1, reach + 1))]
+        pending, gathered = self._gather(own, rows_within)
 
-        def of(array: Array, far: int, last: int) -> Array:
-            """Of one row a key of all shards visited, those of ranks r - far, ..., r - last."""
+        def rows_of(array: Array, far: int, near: int) -> Array:
+            """The rows of the keys of ranks r - far, ..., r - near, of an array that ends with the
+            keys of rank r - 1."""
             end = len(array)
-            return array[end - near[far] : end - near[last - 1]]
+            return array[end - rows_within[far] : end - rows_within[near - 1]]
 
-        others = [self.xp.empty((near[summed], *tail), dtype) for tail, dtype in types]
-        mine = 0 if half else 1  # sums of its own keys by this rank itself: the first of all
-        parts = [
-            self.xp.empty((mine + summed, rows[r], *tail), dtype) for tail, dtype in types
+        sums_of_others = [
+            self.xp.empty((rows_within[summed], *tail), dtype) for tail, dtype in types
         ]  # fmt: skip
-        # one while keys arrive: a sigmoid loss is the same with gradients and without
+        own_part_count = 0 if half else 1  # the first part is this rank's sums of its own keys
+        parts = [
+            self.xp.empty((own_part_count + summed, rows[r], *tail), dtype) for tail, dtype in types
+        ]  # fmt: skip
+        # one chunk while keys arrive: a sigmoid loss is the same with gradients and without
         own_first = pending is not None or round.same_pairs
         chunks = list(self._chunks(reach, summed, () if own_first else types))
-        if half and round.same_pairs and 2 * reach == n:  # of shards that one of two ranks visits
+        if half and round.same_pairs and 2 * reach == n:  # one of two ranks visits the farthest
             chunks = [(reach, reach), *self._chunks(reach - 1, reach - 1, ())]
         order = [None, *chunks] if own_first else [*chunks, None]  # None: the own block
-        leaving: list[Pending] = []
+        going_home: list[Pending] = []
         for step, chunk in enumerate(order):
             if chunk is None:
                 span = slice(starts[r], starts[r + 1])
-                sums = [part[0] for part in parts] if mine else []
+                sums = [part[0] for part in parts] if own_part_count else []
                 visit(Keys(True, span, True, step, len(order)), own, sums)
                 continue
             if pending is not None:
                 pending.wait()
                 pending = None
-            far, last = chunk
+            far, near = chunk
             first = starts[(r - far) % n]
-            span = slice(first, first + near[far] - near[last - 1])
-            sums = [of(array, far, last) for array in others] if last <= summed else []
-            arrays = [of(array, far, last) for array in everyone]
-            if round.leaves(r, far, n):
-                visit(*none_of(arrays), sums)
+            span = slice(first, first + rows_within[far] - rows_within[near - 1])
+            sums: list[Array] = []
+            if near <= summed:
+                sums = [rows_of(array, far, near) for array in sums_of_others]
+            arrays = [rows_of(array, far, near) for array in gathered]
+            if round.is_left_to_other(r, far, n):
+                visit(*no_keys(arrays), sums)
             else:
                 visit(Keys(False, span, True, step, len(order)), arrays, sums)
             if sums:
                 home = {
-                    n - d: ([of(array, d, d) for array in others],
-                            [part[mine + d - 1] for part in parts])
-                    for d in range(last, far + 1)
+                    n - d: ([rows_of(array, d, d) for array in sums_of_others],
+                            [part[own_part_count + d - 1] for part in parts])
+                    for d in range(near, far + 1)
                 }  # fmt: skip
-                leaving.append(self.transport.exchange(home))
-        for arriving in leaving:
-            arriving.wait()
-        if round.combine is not None and round.keep is not None and types and mine + summed:
+                going_home.append(self.transport.exchange(home))
+        for transfer in going_home:
+            transfer.wait()
+        has_parts = types and own_part_count + summed
+        if round.combine is not None and round.keep is not None and has_parts:
             round.keep(slice(0, rows[r]), *added(parts, round.combine, 2))
 
-    def _gather(self, own: list[Array], near: list[int]) -> tuple[Pending | None, list[Array]]:
-        """Arrays of the shards in reach: what is under way to them, if features are, and they."""
-        reach = len(near) - 1
-        everyone, arriving = [], []
+    def _gather(
+        self, own: list[Array], rows_within: list[int]
+    ) -> tuple[Pending | None, list[Array]]:
+        """Gather `own` of the shards in reach.
+
+        Returns (transfer, gathered arrays). The transfer is None unless features are arriving.
+        """
+        reach = len(rows_within) - 1
+        gathered, arriving = [], []
         for array in own:
             index = next((i for i, key in enumerate(self.keys) if key is array), None)
-            far, there = (-1, None) if index is None else self.gathered.get(index, (-1, None))
-            if far < reach:  # not by their rows: all ranks decide the same
-                there = self.xp.empty((near[-1], *array.shape[1:]), array.dtype)
-                arriving.append((array, there))
+            far, buffer = (-1, None) if index is None else self.gathered.get(index, (-1, None))
+            # by distances, not by numbers of rows: distances are the same on all ranks
+            if far < reach:
+                buffer = self.xp.empty((rows_within[-1], *array.shape[1:]), array.dtype)
+                arriving.append((array, buffer))
                 if index is not None:
-                    self.gathered[index] = reach, there
-            everyone.append(there)
+                    self.gathered[index] = reach, buffer
+            gathered.append(buffer)
         if not arriving or not reach:
-            return None, everyone
-        end = near[-1]
+            return None, gathered
+        end = rows_within[-1]
         shifts = {
             d: ([array for array, _ in arriving],
-                [there[end - near[d] : end - near[d - 1]] for _, there in arriving])
+                [buffer[end - rows_within[d] : end - rows_within[d - 1]] for _, buffer in arriving])
             for d in range(1, reach + 1)
         }  # fmt: skip
         pending = self.transport.exchange(shifts)
         if any(array is own[0] for array, _ in arriving):
-            return pending, everyone
+            return pending, gathered
         pending.wait()
-        return None, everyone
+        return None, gathered
 
     def _chunks(
         self, reach: int, summed: int, divisible: Sequence[RowType]
     ) -> Iterator[tuple[int, int]]:
-        """The visits of others' keys, as distances (farthest, nearest) of their shards: those
-        without sums in one, those with sums in a few if these are large. The same on all ranks."""
+        """The visits of others' keys, as distances (farthest, nearest) of their shards.
+
+        Shards without sums are one visit. Shards with sums are several visits if the sums are
+        large. All ranks have the same visits.
+        """
         if reach > summed:
             yield reach, summed + 1
         if not summed:
@@ -141,8 +156,10 @@ class Gather:
 
 
 def added(parts: list[Array], combine: Combine, most: int = 1) -> list[list[Array]]:
-    """The sums of stacked parts, pairwise: a few operations, however many ranks there are. Ends
-    with so many sums at most."""
+    """Add stacked parts pairwise, until at most `most` sums are left.
+
+    log2(parts) operations, because an operation adds half of the parts to the other half.
+    """
     n = len(parts[0])
     while n > most:
         pairs = n // 2

@@ -29,7 +29,7 @@ from infonce.kernels.problem import Array
 
 from ..communicators.base import Pending, Shifts
 from ..transports.base import Exchanger
-from .base import Keys, Round, RowType, none_of
+from .base import Keys, Round, RowType, no_keys
 from .gather import Gather, added
 from .partition import Partition
 
@@ -42,17 +42,19 @@ class Inside:
         self.local_size, self.place = local_size, place
 
     def shifts(self, inside: Shifts) -> dict[int, tuple[Sequence[Array], Sequence[Array]]]:
-        """The same by the distance among all ranks: alike on all of them."""
+        """The shifts by distance among all ranks, the same distances on all ranks."""
         shifts: dict[int, tuple[Sequence[Array], Sequence[Array]]] = {}
         for distance, (send, receive) in inside.items():
-            # after the last rank of the host comes its first
-            past = self.place + distance >= self.local_size, self.place < distance
-            for turn in (False, True):
-                among_all = (distance - turn * self.local_size) % self.ranks
+            # after the last rank of the host comes its first: a shift may wrap around
+            send_wraps = self.place + distance >= self.local_size
+            receive_wraps = self.place < distance
+            for wraps in (False, True):
+                among_all = distance - self.local_size if wraps else distance
+                among_all %= self.ranks
                 sent, received = shifts.get(among_all, ([], []))
                 shifts[among_all] = (
-                    [*sent, *(send if past[0] == turn else [])],
-                    [*received, *(receive if past[1] == turn else [])],
+                    [*sent, *(send if send_wraps == wraps else [])],
+                    [*received, *(receive if receive_wraps == wraps else [])],
                 )
         return shifts
 
@@ -76,11 +78,11 @@ class Hierarchical:
         self.gather = Gather(xp, self.place, self.inside, self.shards(0), keys)
 
     def first_rank(self, step: int) -> int:
-        """Of the host so many steps before this one."""
+        """The first rank of the host that is `step` hosts before this one."""
         return (self.host - step) % self.hosts * self.local_size
 
     def shards(self, step: int) -> Partition:
-        """Of that host."""
+        """The shards of the host that is `step` hosts before this one."""
         first = self.first_rank(step)
         return Partition(self.partition.rows[first : first + self.local_size])
 
@@ -93,7 +95,7 @@ class Hierarchical:
         steps = reach
 
         def visit_inside(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            """In two visits where the host's first keys come after its last."""
+            """Visit keys of this host; two visits if the host's first keys come after its last."""
             nonlocal steps
             pipeline.advance(min(pipeline.begun + 1, 2))
             steps = 2 * keys.steps + reach
@@ -105,7 +107,7 @@ class Hierarchical:
                 parts = [(start, end, slice(cut)), (0, stop - end, slice(cut, None))]
             for step, (first, last, rows) in enumerate(parts, 2 * keys.step + 2 - len(parts)):
                 visit(
-                    Keys(keys.mine, slice(here + first, here + last), True, step, steps),
+                    Keys(keys.are_own, slice(here + first, here + last), True, step, steps),
                     [array[rows] for array in arrays], [array[rows] for array in sums],
                 )  # fmt: skip
 
@@ -119,8 +121,8 @@ class Hierarchical:
             pipeline.advance(step + 2)
             arrays = pipeline.keys(step)
             sums = pipeline.sums(step) if step <= summed else []
-            if round.leaves(self.host, step, self.hosts):
-                visit(*none_of(arrays), sums)
+            if round.is_left_to_other(self.host, step, self.hosts):
+                visit(*no_keys(arrays), sums)
                 continue
             start = self.partition.starts[self.first_rank(step)]
             rows = slice(start, start + self.shards(step).total)
@@ -147,7 +149,7 @@ class Pipeline:
         self.ticks = self._ticks()
 
     def advance(self, ticks: int) -> None:
-        """Begin so many ticks in all, each at the end of the one before."""
+        """Begin ticks until `ticks` have begun, each at the end of the one before."""
         while self.begun < ticks:
             next(self.ticks, None)
             self.begun += 1
@@ -182,8 +184,8 @@ class Pipeline:
             ]
         return self.views[name, shape]
 
-    def _of_place(self, arrays: list[Array], step: int, place: int) -> list[Array]:
-        """Of arrays of a host's keys, those of the rank at this place (mod their number)."""
+    def _rows_of_place(self, arrays: list[Array], step: int, place: int) -> list[Array]:
+        """From arrays of a host's keys, the rows of the rank at `place` (mod the host's ranks)."""
         starts, place = self.shards[step].starts, place % self.way.local_size
         return [array[starts[place] : starts[place + 1]] for array in arrays]
 
@@ -195,7 +197,7 @@ class Pipeline:
             to_add, to_send = tick - 2, tick - 3
             gathers, adds = 1 <= tick <= self.reach, to_add in with_sums
             keys = self.keys(tick) if gathers else []
-            shard = self._of_place(keys, tick, place) if gathers else self.own
+            shard = self._rows_of_place(keys, tick, place) if gathers else self.own
             sums = self.sums(to_add) if adds else []
             parts = self._sums_of_shard("parts", to_add, local_size - 1) if adds else []
             inside: dict[int, tuple[list[Array], list[Array]]] = {}
@@ -203,15 +205,15 @@ class Pipeline:
                 send, receive = inside[distance] = [], []
                 if gathers:
                     send += shard
-                    receive += self._of_place(keys, tick, place - distance)
+                    receive += self._rows_of_place(keys, tick, place - distance)
                 if adds:
-                    send += self._of_place(sums, to_add, place + distance)
+                    send += self._rows_of_place(sums, to_add, place + distance)
                     receive += [part[distance - 1] for part in parts]
             shifts = way.inside.shifts(inside)
             send, receive = [], []
             if tick < self.reach:
                 send += shard
-                receive += self._of_place(self.keys(tick + 1), tick + 1, place)
+                receive += self._rows_of_place(self.keys(tick + 1), tick + 1, place)
             hosts = 1
             if to_send in with_sums:
                 home = to_send == self.summed
@@ -228,11 +230,11 @@ class Pipeline:
             self.complete.append(self._sums_of_shard("arrived", 0))
 
     def _add(self, step: int) -> None:
-        """The sums of a shard over this rank, the others of its host, and the hosts before."""
+        """Add the sums of a shard over this rank, the others of its host, and the hosts before."""
         assert self.combine is not None
         sums = self._sums_of_shard("added", step)
-        mine = self._of_place(self.sums(step), step, self.way.place)
-        for total, part in zip(sums, mine, strict=True):
+        own_sums = self._rows_of_place(self.sums(step), step, self.way.place)
+        for total, part in zip(sums, own_sums, strict=True):
             total[...] = part
         if self.way.local_size > 1:
             parts = self._sums_of_shard("parts", step, self.way.local_size - 1)

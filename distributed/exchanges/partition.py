@@ -26,7 +26,7 @@ class Partition:
         return max(self.rows)
 
     def piece(self, j: int, pieces: int) -> list[slice]:
-        """Of each rank's shard the j-th of so many pieces, as rows of the whole batch."""
+        """The j-th of `pieces` pieces of each rank's shard, as rows of the whole batch."""
         return [
             slice(start + rows * j // pieces, start + rows * (j + 1) // pieces)
             for start, rows in zip(self.starts, self.rows, strict=False)

@@ -5,8 +5,8 @@ behind them: while a block is computed, the keys of the next one arrive, and so 
 ranks before, to which this rank's are added. After n steps they are sent to the owner of the keys.
 The sums of shard k are thus always added in the order k, k + 1, ...
 
-There are two buffers of keys and three of sums. Where they would be larger than half of the
-workspace, shards go round in pieces, one piece of each at a time.
+There are two buffers of keys and three of sums. If they would be larger than half of the workspace,
+shards go round in pieces, one piece of each shard at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from infonce.kernels.problem import Array
 
 from ..transports.base import Exchanger
-from .base import Keys, Round, RowType, none_of
+from .base import Keys, Round, RowType, no_keys
 from .partition import Partition
 
 
@@ -29,60 +29,69 @@ class Ring:
     rank: int
     transport: Exchanger
     partition: Partition  # of the keys
-    pieces: int  # a shard goes round in so many pieces, one round each
+    pieces: int  # number of pieces of a shard, which go round one after another
     symmetric: bool  # queries are keys
 
     def run(self, round: Round) -> None:
         """See `Exchange`."""
-        n, r = len(self.partition.rows), self.rank
+        ranks, rank = len(self.partition.rows), self.rank
         own, visit, types = round.own, round.visit, round.types
-        steps = round.reach(n) + 1
-        # steps that compute sums
-        summed = range(round.half, round.summed(n) + 1) if types else range(0)
+        steps = round.reach(ranks) + 1
+        # the steps that compute sums: in a half round, step 0 has none
+        first_summed = 1 if round.half else 0
+        summed = range(first_summed, round.summed(ranks) + 1) if types else range(0)
         largest = -(-self.partition.largest // self.pieces)
-        like: list[RowType] = [(array.shape[1:], array.dtype) for array in own]
+        key_types: list[RowType] = [(array.shape[1:], array.dtype) for array in own]
         stores: dict[tuple[int, bool], list[Array]] = {}
         views: dict[tuple[int, bool, int], list[Array]] = {}
 
-        def buffers(slot: int, rows: int, sums: bool) -> list[Array]:
+        def buffers(slot: int, rows: int, for_sums: bool) -> list[Array]:
             """Arrays, or sums, of so many keys; allocated once, for the largest piece."""
-            if (slot, sums) not in stores:
-                stores[slot, sums] = [
+            if (slot, for_sums) not in stores:
+                stores[slot, for_sums] = [
                     self.xp.empty((largest, *tail), dtype)
-                    for tail, dtype in (types if sums else like)
+                    for tail, dtype in (types if for_sums else key_types)
                 ]
-            if (slot, sums, rows) not in views:
-                views[slot, sums, rows] = [array[:rows] for array in stores[slot, sums]]
-            return views[slot, sums, rows]
+            if (slot, for_sums, rows) not in views:
+                views[slot, for_sums, rows] = [array[:rows] for array in stores[slot, for_sums]]
+            return views[slot, for_sums, rows]
 
         for j in range(self.pieces):
-            shards = self.partition.piece(j, self.pieces)
-            start = self.partition.starts[r]
-            mine = slice(shards[r].start - start, shards[r].stop - start)
-            arrays: list[Array] = [array[mine] for array in own]
-            carried: list[Array] = []
-            for s in range(steps):
-                k, following = (r - s) % n, shards[(r - s - 1) % n]
-                rows, last = shards[k].stop - shards[k].start, s == steps - 1
-                incoming = buffers(s % 2, following.stop - following.start, False) * (not last)
-                follow = s in summed and s - 1 in summed
-                arrived = buffers((s + 1) % 3, rows, True) if follow else []
-                outgoing = [*(arrays * (not last)), *(carried * follow)]
+            pieces = self.partition.piece(j, self.pieces)  # rows of the batch, by rank
+            start = self.partition.starts[rank]
+            own_rows = slice(pieces[rank].start - start, pieces[rank].stop - start)
+            arrays: list[Array] = [array[own_rows] for array in own]
+            carried: list[Array] = []  # the sums of the step before
+            for step in range(steps):
+                owner, following = (rank - step) % ranks, pieces[(rank - step - 1) % ranks]
+                rows, is_last = pieces[owner].stop - pieces[owner].start, step == steps - 1
+                sums_follow = step in summed and step - 1 in summed
+                incoming: list[Array] = []
+                outgoing: list[Array] = []
+                if not is_last:
+                    incoming = buffers(step % 2, following.stop - following.start, False)
+                    outgoing += arrays
+                arrived: list[Array] = []
+                if sums_follow:
+                    arrived = buffers((step + 1) % 3, rows, True)
+                    outgoing += carried
                 pending = None
-                if n > 1:
+                if ranks > 1:
                     pending = self.transport.exchange({1: (outgoing, [*incoming, *arrived])})
-                sums = buffers(s % 3, rows, True) if s in summed else []
-                if s or not self.symmetric:
-                    step = s + j * steps
-                    keys = Keys(k == r, shards[k], self.pieces == 1, step, self.pieces * steps)
+                sums = buffers(step % 3, rows, True) if step in summed else []
+                if step or not self.symmetric:
                     # Half way round an even ring, both ranks of a pair meet: one of them computes
-                    if round.leaves(r, s, n):
-                        visit(*none_of(arrays), sums)
+                    if round.is_left_to_other(rank, step, ranks):
+                        visit(*no_keys(arrays), sums)
                     else:
+                        keys = Keys(
+                            owner == rank, pieces[owner], self.pieces == 1,
+                            step + j * steps, self.pieces * steps,
+                        )  # fmt: skip
                         visit(keys, arrays, sums)
-                elif not j:
-                    whole = slice(start, self.partition.starts[r + 1])
-                    visit(Keys(True, whole, True, 0, self.pieces * steps), own, [])
+                elif j == 0:
+                    shard = slice(start, self.partition.starts[rank + 1])
+                    visit(Keys(True, shard, True, 0, self.pieces * steps), own, [])
                 if pending is not None:
                     pending.wait()
                 if round.combine is not None and arrived:
@@ -90,10 +99,10 @@ class Ring:
                 arrays = incoming
                 carried = sums or carried
             if summed and round.keep is not None:
-                if n > 1:
-                    rows = shards[r].stop - shards[r].start
+                if ranks > 1:
+                    rows = pieces[rank].stop - pieces[rank].start
                     complete = buffers((summed[-1] + 1) % 3, rows, True)
-                    home = {n - summed[-1]: (carried, complete)}
+                    home = {ranks - summed[-1]: (carried, complete)}
                     self.transport.exchange(home).wait()
                     carried = complete
-                round.keep(mine, carried)
+                round.keep(own_rows, carried)

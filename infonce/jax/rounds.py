@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from infonce.distributed.agreement import UNBOUNDED
-from infonce.distributed.exchanges.base import Keys, Round, none_of
+from infonce.distributed.exchanges.base import Keys, Round, no_keys
 from infonce.distributed.exchanges.gather import added
 from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.folds import FoldsOverRanks
@@ -108,7 +108,7 @@ class Rounds:
                 others = [array[keys] for array in gathered]
                 to_keys = [part[keys] for part in sums if with_sums]
                 if absent:
-                    visit(*none_of(others), to_keys)
+                    visit(*no_keys(others), to_keys)
                 else:
                     visit(Keys(False, keys, True, 0, 1), others, to_keys)
             self.fresh += round.results
@@ -137,7 +137,7 @@ class Rounds:
             distances = [(reach, reach), (reach - 1, 1)]
         for far, near in distances:
             first, count = (r - far) % n, far - near + 1
-            absent = round.leaves(r, far, n)
+            absent = round.is_left_to_other(r, far, n)
             for shards in (slice(first, min(first + count, n)), slice(0, first + count - n)):
                 if shards.start < shards.stop:
                     yield shards, absent, far <= summed

@@ -74,7 +74,7 @@ def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     terms, numbers = ranks.statement(**{name: np.array(value) for name, value in first.items()})
     agreed, other = ranks.agreed, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
     with monkeypatch.context() as patch:
-        for function in ("unpacked", "_facts"):
+        for function in ("unpack_terms", "_facts"):
             patch.setattr(agreement, function, None)
         again = ranks.statement(**{name: np.array(value) for name, value in other.items()})
     assert len(ranks.said) == 2  # the statement, and sums

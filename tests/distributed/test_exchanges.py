@@ -120,7 +120,7 @@ def test_every_key_meets_every_rank(
                 index = np.arange(of.rows.start, of.rows.stop) % max(keys.total, 1)
                 np.testing.assert_array_equal(arrays[0], index)
                 np.testing.assert_array_equal(arrays[1], index[:, None] * [1.0, 2.0])
-                assert not len(of) or of.mine == bool(set(index) & set(range(start, stop)))
+                assert not len(of) or of.are_own == bool(set(index) & set(range(start, stop)))
                 assert 0 <= of.step < of.steps
                 found += [(int(i), bool(sums)) for i in index]
                 for part in sums:

@@ -306,7 +306,7 @@ def test_memory_is_freed_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             bias = -1.0 if loss == "siglip" else None
             kind = spec.LOSSES[loss]
             ranks = Alone()
-            asked = agreement.Call(kind, None, bias, {"scale": 3.0}, RANK_OPTIONS, True)
+            asked = agreement.RankCall(kind, None, bias, {"scale": 3.0}, RANK_OPTIONS, True)
             request, how = agreement.agree_on(asked, [x, y], None, ranks)
             run.solution(request, how, False, False, ranks, choice.make(how.transport, ranks))
         alive = [of() for of in rings]  # before a collection, which the end of this may begin
