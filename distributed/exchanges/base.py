@@ -79,8 +79,8 @@ class Round:
         return shards // 2 if self.same_pairs else (shards - 1) // 2
 
     def is_left_to_other(self, index: int, distance: int, shards: int) -> bool:
-        """Whether rank (or host) `index` leaves the shard at `distance` to its owner, which meets the
-        same pair of shards."""
+        """Whether rank (or host) `index` leaves its pair with the shard at `distance` to the owner
+        of that shard."""
         return self.half and self.same_pairs and index < distance == shards / 2
 
 

@@ -73,8 +73,8 @@ class Gather:
         for step, chunk in enumerate(order):
             if chunk is None:
                 span = slice(starts[r], starts[r + 1])
-                sums = [part[0] for part in parts] if own_part_count else []
-                visit(Keys(True, span, True, step, len(order)), own, sums)
+                own_sums = [part[0] for part in parts] if own_part_count else []
+                visit(Keys(True, span, True, step, len(order)), own, own_sums)
                 continue
             if pending is not None:
                 pending.wait()

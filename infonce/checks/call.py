@@ -38,61 +38,59 @@ class Request:
 
     problem: Problem
     gradients: Gradients | None
-    feature_grads: dict[str, Array]  # by argument name; those in `wrt`
-    given_out: dict[str, Array]  # of these, the arrays of `out`, as the caller passed them
+    feature_grads: dict[str, Array]  # argument name -> gradient, of the arguments in `wrt`
+    given_out: dict[str, Array]  # argument name -> array of `out`, as the caller passed it
     wrt: frozenset[str]
     reduction: str
     dtype: np.dtype[Any]  # of the loss
     metrics: bool
     return_logits: bool
-    offload: bool  # host arrays, computed on a GPU
-    on_gpu: bool  # the features are
-    static: _StaticChecks  # the same object for calls that are alike
-    joined: Array = None  # of a joint loss: the gradients of all rows, if they are to be copied
+    offload: bool  # whether a GPU computes with features in host memory
+    on_gpu: bool  # whether the features are on a GPU
+    static: _StaticChecks  # the same object for calls with the same key in `_cache`
+    joined: Array = None  # of a joint loss: the gradients of all rows, to copy to both arguments
 
 
 @dataclass(eq=False)
 class _StaticChecks:
-    """What follows from shapes, dtypes, devices and plain options alone.
+    """The results of the checks that depend only on shapes, dtypes, devices and plain options.
 
-    It is kept: a training loop makes the same call again and again.
+    They are kept in `_cache`: a training loop makes the same call again and again.
     """
 
     xp: Any  # numpy or cupy
     batch: Batch
-    scale: float | None  # None: given as an array, which is checked in every call
-    bias: float | None  # as `scale`
+    scale: float | None  # None: the scale is an array, which is checked in every call
+    bias: float | None  # None: the bias is an array, or the loss has no bias
     normalize: bool
-    wide_products: bool  # of float64 features as they are, on the host: they may overflow
+    wide_products: bool  # float64 features on the host, not normalized: products may overflow
     method: str
     compute: str
-    workspace: int | None  # None: not given
+    workspace: int | None  # bytes; None: not given
     check_finite: bool
     wrt: frozenset[str]
     new: dict[str, tuple[Any, Any]]  # shape and dtype of each feature gradient
     grad_dtype: np.dtype[Any] | None
     want_query: bool
     want_key: bool
-    scalar_grads: bool  # the gradients of scale and bias are wanted
+    scalar_grads: bool  # whether gradients of scale or bias are wanted
     moments: bool  # see `uses_moments`
     reduction: str
-    row_share: float  # weight of a row in the reduced loss
+    row_share: float  # weight of a row's loss in the reduced loss, if rows have no weights
     dtype: np.dtype[Any]  # of the loss
     metrics: bool
     return_logits: bool
     offload: bool
-    softmax: tuple[tuple[str, Any], ...]  # plain options of the softmax, by name, where not default
-    # Whether problems of such calls differ in features, scale and bias alone, on the CPU; and one
-    # without them, once it was made
-    has_template: bool
-    template: Problem | None = None
+    softmax: tuple[tuple[str, Any], ...]  # (name, value) of plain options that are not the default
+    has_template: bool  # whether problems of such calls differ only in features, scale and bias
+    template: Problem | None = None  # the problem of an earlier such call, without its features
 
 
 PLAIN = frozenset({bool, int, float, str, frozenset, type(None)})  # types of plain options
 # checked in every call
 PER_CALL = frozenset({"out", "grad_out", "progress", "guide", *NAMES, *ARRAYS})
 NUMBERS = frozenset({"scale", "temperature"})  # checked in every call where they are arrays
-MOST_TEMPLATE_LOGITS = 2**20  # of larger batches, the vectors of templates would add up
+MOST_TEMPLATE_LOGITS = 2**20  # templates of larger batches would keep too much memory in vectors
 _cache: dict[tuple[Any, ...], _StaticChecks] = {}
 
 
@@ -106,8 +104,11 @@ def check(
     batch: Batch | None = None,
     grad_buffers: dict[str, Any] | None = None,
 ) -> Request:
-    """Check one call of a loss on NumPy or CuPy arrays. `grad_buffers` are feature gradients that
-    an adapter has allocated: unlike `out` they are not checked."""
+    """Check one call of a loss on NumPy or CuPy arrays.
+
+    `batch` is the batch of all ranks; None: the arrays are the whole batch. `grad_buffers` are
+    arrays for feature gradients that an adapter has allocated: unlike `out` they are not checked.
+    """
     labelled = labels is not None
     array_kinds = kinds(arrays)
     cache_key = None
@@ -120,16 +121,16 @@ def check(
             if len(_cache) >= 256:
                 _cache.clear()
             _cache[cache_key] = static
-        if static.xp is np and "normalize" not in options:  # of a GPU nothing is read
+        if static.xp is np and "normalize" not in options:  # arrays on a GPU are not read
             norms.warn_if_far_from_one(loss, arrays)
 
     scale = static.scale
-    if scale is None:  # an array: its value may be another each time
+    if scale is None:  # an array, whose value may change from call to call
         scale = validation.scale(
             loss, options.get("temperature"), options.get("scale"), static.compute
         )
-    an_array = loss.sigmoid and static.bias is None
-    bias = validation.number("bias", bias) if an_array else static.bias
+    bias_is_array = loss.sigmoid and static.bias is None
+    bias = validation.number("bias", bias) if bias_is_array else static.bias
     if static.check_finite:
         norms.require_finite(static.xp, loss.arguments, arrays)
     if static.wide_products and isinstance(scale, float):
@@ -141,8 +142,8 @@ def check(
     else:
         problem = _problem(loss, static, arrays, labels, scale, bias, options, batch)
         if static.has_template and not labelled and PER_CALL.isdisjoint(options):
-            whole = materialize_vectors(problem, np)
-            static.template = fast_replace(whole, query=None, key=None)
+            template = materialize_vectors(problem, np)
+            static.template = fast_replace(template, query=None, key=None)
     return _request(loss, static, problem, arrays, options.get("out"), with_grad, grad_buffers)
 
 
@@ -150,7 +151,7 @@ def _problem(
     loss: Loss, static: _StaticChecks, arrays: Sequence[Array], labels: Array | None,
     scale: Any, bias: Any, options: Mapping[str, Any], batch: Batch | None,
 ) -> Problem:  # fmt: skip
-    """The problem of a call, whose vectors are checked."""
+    """The problem of a call, after the checks of its vectors."""
     get = options.get
     grad_out, progress = get("grad_out", 1.0), get("progress")
     if progress is not None and not callable(progress):
@@ -163,11 +164,12 @@ def _problem(
     if get("in_batch") is False:  # no row has a key's group
         groups = xp.zeros(len(query), xp.int64), xp.ones(len(key), xp.int64)
     if loss.classes:
-        decoupled, whole = bool(get("decoupled")), batch is None  # else classes have rows elsewhere
+        decoupled = bool(get("decoupled"))
+        whole_batch = batch is None  # False over ranks
         classes, positives, has_positive = rows.classes(
-            xp, labels, len(query), decoupled, static.batch.first, whole
+            xp, labels, len(query), decoupled, static.batch.first, whole_batch
         )
-        if decoupled:  # positives are no part of the sums
+        if decoupled:  # the sums leave out positives, the rows of the same class
             row_ids = column_ids = classes.rows
     elif labels is not None:
         positives, marks, has_positive = rows.positives(
@@ -177,23 +179,28 @@ def _problem(
     if weights is not None:
         weights = rows.weights(xp, weights, len(query), batch is None)
     weights = rows.row_weights(xp, weights, has_positive)
-    if weights is not None and batch is None:  # over ranks, their sum is not known yet
+    if weights is not None and batch is None:  # over ranks, the sum of all weights is not known yet
         shares = rows.shares(xp, weights, reduction)
     row_share = static.row_share if shares is None else shares
     upstream = validation.upstream(xp, grad_out, reduction, len(query), row_share)
     loss_share = None  # of a row, beside `row_shares`
     if reduction != "none":
         loss_share = static.row_share if shares is None else 1.0
-    # by position: keyword arguments take time that small batches notice
     if loss.joint:
         query = key = xp.concatenate([query, key])
+    # by position: keyword arguments would take some microseconds more, which small batches notice
     problem = Problem(
         query, key, scale, upstream, positives, loss_share,
-        loss.row_weight, loss.column_weight, bias, loss.symmetric, False, False,
+        loss.row_weight, loss.column_weight,  # weights of the two directions
+        bias, loss.symmetric,
+        False, False,  # key_shard, no_local_positives
         row_ids, column_ids, static.normalize, static.compute, static.method,
-        static.workspace or WORKSPACE, static.metrics, progress, static.workspace is not None,
+        static.workspace or WORKSPACE,
+        static.metrics,  # retrieval_ranks
+        progress,
+        static.workspace is not None,  # workspace_given
         marks, static.scalar_grads, static.moments, weights,
-        shares,
+        shares,  # row_shares
     )  # fmt: skip
     for name, value in static.softmax:
         setattr(problem, name, value)
@@ -216,7 +223,7 @@ def _request(
     loss: Loss, static: _StaticChecks, problem: Problem, arrays: Sequence[Array], out: Any,
     with_grad: bool, grad_buffers: dict[str, Any] | None,
 ) -> Request:  # fmt: skip
-    """The problem, and where its gradients go."""
+    """The problem, with the arrays for its gradients."""
     xp, query = static.xp, problem.query
     outs: dict[str, Array] = {}
     given_out: dict[str, Array] = {}
@@ -229,7 +236,7 @@ def _request(
     gradients = joined = None
     want_query, want_key = static.want_query, static.want_key
     if loss.joint and static.new:
-        # through the norms, gradients may leave the range of float32
+        # gradients through the norms may leave the range of float32
         dtypes = {z.dtype for z in outs.values()} | {dtype for _, dtype in static.new.values()}
         wide = static.compute == "fp64" or (static.normalize and DOUBLE in dtypes)
         joint_gradient, joined, outs = outputs.joined(
@@ -254,10 +261,10 @@ def _cache_key(
     loss: Loss, array_kinds: Sequence[Any], labelled: bool, bias: Any, options: Mapping[str, Any],
     with_grad: bool, batch: Batch | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The key of a call in `_cache`; None where other options may be arrays."""
+    """The key of a call in `_cache`; None if an option that is checked once may be an array."""
     plain = options
-    classes = tuple(map(type, options.values()))  # for True == 1
-    if not PLAIN.issuperset(classes):
+    types = tuple(map(type, options.values()))  # part of the key, because True == 1
+    if not PLAIN.issuperset(types):
         plain = {
             name: value
             for name, value in options.items()
@@ -273,7 +280,7 @@ def _cache_key(
         bias = None
     names = (*options,)
     return (
-        loss, with_grad, labelled, batch, bias, bias_type, names, classes, *array_kinds,
+        loss, with_grad, labelled, batch, bias, bias_type, names, types, *array_kinds,
         *plain.items(),
     )  # fmt: skip
 
@@ -282,7 +289,7 @@ def _check_static(
     loss: Loss, arrays: Sequence[Array], array_kinds: Sequence[Any], labelled: bool, bias: Any,
     options: Mapping[str, Any], with_grad: bool, batch: Batch | None,
 ) -> _StaticChecks:  # fmt: skip
-    """All checks that read no element of an array."""
+    """The checks that read no element of an array."""
     o = _options(loss, options, with_grad)
     validation.features(loss.arguments, arrays, array_kinds, 1 if batch is None else 0)
     query, key = arrays[0], arrays[loss.key_argument]
@@ -353,7 +360,7 @@ def _options(loss: Loss, options: Mapping[str, Any], with_grad: bool) -> dict[st
     allowed = ALLOWED[with_grad]
     for name in options:
         if name not in allowed:
-            function = f"{loss.name}_loss{'_and_grad' * with_grad}()"
+            function = f"{loss.name}_loss{'_and_grad' if with_grad else ''}()"
             hint = f"it is one of {loss.name}_loss_and_grad()" if name in GRAD_ONLY else ""
             raise unexpected(function, name, [n for n in DEFAULTS if n in allowed], hint)
     o = {**DEFAULTS, **options}

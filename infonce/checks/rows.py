@@ -1,4 +1,4 @@
-"""Labels, ids and weights of rows: checked, and as kernels take them."""
+"""The checks of labels, ids, guides and weights, which return the arrays that kernels take."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from .validation import features, integers, listed, numbers, what
 def positives(
     xp: Any, labels: Array, m: int, n: int, none_or_sets: bool
 ) -> tuple[Array, Array | None, Array | None]:
-    """[M] the positive key of each row; or, where a row may have none or several, also [M, P] the
-    set of them, -1 for none. On a GPU also `Problem.marks`. And [M] whether a row has any, unless
-    each has to have one."""
+    """Check labels that are indices of keys. Returns three values:
+
+    - positives: [M] int64, the key of each row, or -1 for none. With `none_or_sets` also [M, P], the
+      keys of each row in ascending order, after -1 for each missing key.
+    - marks: on a GPU, `Problem.marks`; on the host None.
+    - has_positive: [M], whether a row has a positive. None on a GPU without `none_or_sets`.
+    """
     labels = integers(xp, "labels", labels, m, none_or_sets)
-    if xp is not np:  # to read them would wait for the device: such rows get a NaN loss instead
+    # On a GPU, a row whose label is out of range gets a NaN loss: to read it would wait for the GPU
+    if xp is not np:
         if is_uint64(labels):
-            labels = xp.minimum(labels, np.uint64(n))  # what int64 does not hold is out of range
+            labels = xp.minimum(labels, np.uint64(n))  # labels beyond int64 are out of range
         labels = xp.ascontiguousarray(labels, dtype=np.int64)
-        labels, marks, present = _within(xp)(labels, n, none_or_sets)
+        labels, marks, has_positive = _label_kernel(xp)(labels, n, none_or_sets)
         if labels.ndim > 1:
-            labels, twice = _sets(labels)
-            marks, present = marks.sum(axis=1), present.max(axis=1)
-            if twice is not None:
-                marks = xp.where(twice.any(axis=1), np.nan, marks)
-        return labels, marks, present if none_or_sets else None
+            labels, repeated = _sorted_sets(labels)
+            marks, has_positive = marks.sum(axis=1), has_positive.max(axis=1)
+            if repeated is not None:
+                marks = xp.where(repeated.any(axis=1), np.nan, marks)
+        return labels, marks, has_positive if none_or_sets else None
     outside = labels >= n
     if outside.any():
         first = np.argwhere(outside)[0]
@@ -44,23 +49,26 @@ def positives(
             f"{labels[tuple(first)]} at position {at}"
         )
     labels = np.ascontiguousarray(labels, dtype=np.int64)
-    labels, twice = _sets(np.maximum(labels, -1))
-    if twice is not None and twice.any():
-        row, place = map(int, np.argwhere(twice)[0])
+    labels, repeated = _sorted_sets(np.maximum(labels, -1))
+    if repeated is not None and repeated.any():
+        row, column = map(int, np.argwhere(repeated)[0])
         one_hot = ((labels == 0) | (labels == 1)).all()
         hint = "labels.argmax(axis=1) makes labels of one-hot rows" if one_hot else (
             "-1 fills up smaller sets"
         )  # fmt: skip
         raise ValueError(
-            f"labels: expected each key once in a row, got key {labels[row, place]} more than once "
-            f"in row {row}: {hint}"
+            f"labels: expected each key once in a row, got key {labels[row, column]} more than "
+            f"once in row {row}: {hint}"
         )
     return labels, None, (labels >= 0) if labels.ndim == 1 else (labels >= 0).any(axis=1)
 
 
-def _sets(labels: Array) -> tuple[Array, Array | None]:
-    """Sets of positives in ascending order; and where a key is the same as the next one. Sets of
-    one are [M], and have none."""
+def _sorted_sets(labels: Array) -> tuple[Array, Array | None]:
+    """Sort sets of positives, [M] or [M, P]. Returns two values:
+
+    - the sets in ascending order; sets of one key as [M].
+    - [M, P - 1], whether a key is the same as the next one; None for sets of one key.
+    """
     if labels.size == len(labels):
         return labels.reshape(-1), None
     labels.sort(axis=1)
@@ -68,19 +76,24 @@ def _sets(labels: Array) -> tuple[Array, Array | None]:
 
 
 def classes(
-    xp: Any, labels: Any, n: int, decoupled: bool, first: int, whole: bool
+    xp: Any, labels: Any, n: int, decoupled: bool, first: int, whole_batch: bool
 ) -> tuple[Classes, Array, Array]:
-    """The classes of rows; and, of a `whole` batch, `linear.partners` of them. A row of a negative
-    label is alone."""
+    """Check labels that are classes. Returns three values:
+
+    - the classes; a row with a negative label is alone in its class.
+    - positives and has_positive of `linear.partners`; None unless the rows are the `whole_batch`.
+    """
     labels = integers(xp, "labels", labels, n)
     unsigned, labels = is_uint64(labels), comparable(xp, labels)
-    if whole and xp is not np:
-        found, positives, has_positive = _gpu_labels().classes(labels, decoupled, unsigned)
-        return found, positives, has_positive
+    if whole_batch and xp is not np:
+        classes, positives, has_positive = _gpu_labels().classes(labels, decoupled, unsigned)
+        return classes, positives, has_positive
     own = xp.arange(first, first + n)
     ids = labels if unsigned else xp.where(labels < 0, -1 - own, labels)
-    found = Classes(ids, ids)
-    return found, *(partners(xp, found.members(xp, own), own, decoupled) if whole else (None, None))
+    classes = Classes(ids, ids)
+    if not whole_batch:
+        return classes, None, None
+    return classes, *partners(xp, classes.members(xp, own), own, decoupled)
 
 
 @cache
@@ -104,15 +117,15 @@ def own_mask(xp: Any, mask: Any, own: Array) -> Array | None:
 
 
 def row_weights(xp: Any, weights: Array | None, has_positive: Array | None) -> Array | None:
-    """`Problem.weights`: those given, and 0 for rows without a positive."""
+    """`Problem.weights`: the weights of the caller, and 0 for rows without a positive."""
     if has_positive is None or (xp is np and has_positive.all()):
         return weights
-    here = has_positive.astype(np.float64, copy=False)
-    return here if weights is None else here * weights
+    ones_and_zeros = has_positive.astype(np.float64, copy=False)
+    return ones_and_zeros if weights is None else ones_and_zeros * weights
 
 
 def shares(xp: Any, weights: Array, reduction: str) -> Array:
-    """Weight of each row's loss in the reduced loss."""
+    """The weight of each row's loss in the reduced loss. A mean divides weights by their sum."""
     if reduction != "mean":
         return weights
     if xp is not np:
@@ -120,8 +133,9 @@ def shares(xp: Any, weights: Array, reduction: str) -> Array:
     return weights / xp.maximum(weights.sum(), math.ulp(0.0))
 
 
-def weights(xp: Any, value: Any, m: int, whole: bool) -> Array:
-    """[M] float64, at least 0 and, of a `whole` batch, not all 0; on a GPU they are not read."""
+def weights(xp: Any, value: Any, m: int, whole_batch: bool) -> Array:
+    """[M] float64, at least 0, and not all 0 if the rows are the `whole_batch`. On a GPU values are
+    not read."""
     value = numbers(xp, "weights", value, m)
     if isinstance(value, np.ndarray):
         if (value < 0).any():
@@ -129,15 +143,19 @@ def weights(xp: Any, value: Any, m: int, whole: bool) -> Array:
             raise ValueError(
                 f"weights: expected numbers that are not negative, got {value[i]!s} at position {i}"
             )
-        if whole and not value.any():
+        if whole_batch and not value.any():
             raise ValueError("weights: expected a positive sum, got zeros alone")
     return value
 
 
 @cache
-def _within(cupy: Any) -> Any:
-    """Labels that are in range, the first key for others; NaN for these, else 0; and 1, or 0 for
-    negative labels, which stand for `none` and become -1."""
+def _label_kernel(cupy: Any) -> Any:
+    """A kernel with three outputs for each label:
+
+    - positive: the label; 0 if it is out of range; -1 if it is negative and rows may have `none`.
+    - mark: 0; NaN if the label is out of range.
+    - present: 1; 0 if `positive` is -1.
+    """
     return cupy.ElementwiseKernel(
         "int64 label, int64 n, bool none", "int64 positive, float64 mark, float64 present",
         """
@@ -150,77 +168,84 @@ def _within(cupy: Any) -> Any:
     )  # fmt: skip
 
 
-def is_pair(given: Any) -> bool:
-    """Whether these are integers of rows and integers of columns."""
-    pair = isinstance(given, (tuple, list)) and len(given) == 2
-    return pair and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in given)
+def is_pair(value: Any) -> bool:
+    """Whether the value is a pair: integers of rows, integers of columns."""
+    two_items = isinstance(value, (tuple, list)) and len(value) == 2
+    return two_items and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in value)
 
 
 def names(
-    xp: Any, loss: Loss, name: str, given: Any, m: int, n: int
+    xp: Any, loss: Loss, name: str, value: Any, m: int, n: int
 ) -> tuple[Array | None, Array | None]:
-    """Integers of rows and of columns (`spec.NAMES`), which are equal where those given are. A
-    joint loss has those of its samples twice."""
-    if given is None:
+    """Check integers of samples (`spec.NAMES`): one array, or a pair (of queries, of keys).
+
+    Returns [M] and [N] int64 numbers of rows and columns. Two numbers are equal exactly if the
+    caller's integers are. A joint loss has the integers of its samples twice.
+    """
+    if value is None:
         return None, None
-    if not is_pair(given):
+    if not is_pair(value):
         if m != n:
             raise ValueError(
                 f"{name}: expected a pair ({name} of {m} queries, {name} of {n} keys), got "
-                f"{what(given)}"
+                f"{what(value)}"
             )
-        shared = comparable(xp, integers(xp, name, given, m))
+        shared = comparable(xp, integers(xp, name, value, m))
         shared = xp.tile(shared, 2) if loss.joint else shared
         return shared, shared
     if loss.symmetric:
         raise ValueError(f"{name}: expected one array for {loss.name}, got a pair")
-    pair = integers(xp, f"{name}[0]", given[0], m), integers(xp, f"{name}[1]", given[1], n)
+    pair = integers(xp, f"{name}[0]", value[0], m), integers(xp, f"{name}[1]", value[1], n)
     rows, columns = (comparable(xp, side) for side in pair)
-    if is_uint64(pair[0]) != is_uint64(pair[1]):  # below 0 are ids that the other side cannot have
+    # negative int64 and uint64 of 2^63 or more would look equal: no integer is both
+    if is_uint64(pair[0]) != is_uint64(pair[1]):
         rows, columns = xp.where(rows < 0, -1, rows), xp.where(columns < 0, -2, columns)
     return rows, columns
 
 
 def guide(
-    xp: Any, loss: Loss, given: Any, arrays: Sequence[Array], check_finite: bool
+    xp: Any, loss: Loss, value: Any, arrays: Sequence[Array], check_finite: bool
 ) -> tuple[Array, Array]:
-    """Features of the guide of queries and of keys, with as many rows as these arrays of features;
-    those of both arguments of a joint loss in one array."""
-    sides, names = [given], ["guide"]
+    """Check the guide: features with as many rows as `arrays`, the features of the loss.
+
+    Returns the guide's features of queries and of keys. A joint loss has both arguments in one
+    array.
+    """
+    sides, names = [value], ["guide"]
     if len(arrays) > 1:
         names = ["guide[0]", "guide[1]"]
-        if not (isinstance(given, (tuple, list)) and len(given) == 2):
+        if not (isinstance(value, (tuple, list)) and len(value) == 2):
             first, last = loss.arguments
-            raise TypeError(f"guide: expected a pair (of {first}, of {last}), got {what(given)}")
-        sides = list(given)
-    made = [native(side, name) for side, name in zip(sides, names, strict=True)]
-    both = [arrays[0], *made]
-    features([loss.arguments[0], *names], both, kinds(both), 0)
-    for name, z, rows in zip(names, made, arrays, strict=True):
-        if z.shape != (len(rows), made[0].shape[1]):
-            expected = f"({len(rows)}, {made[0].shape[1]})"
+            raise TypeError(f"guide: expected a pair (of {first}, of {last}), got {what(value)}")
+        sides = list(value)
+    guides = [native(side, name) for side, name in zip(sides, names, strict=True)]
+    on_one_device = [arrays[0], *guides]
+    features([loss.arguments[0], *names], on_one_device, kinds(on_one_device), 0)
+    for name, z, rows in zip(names, guides, arrays, strict=True):
+        if z.shape != (len(rows), guides[0].shape[1]):
+            expected = f"({len(rows)}, {guides[0].shape[1]})"
             raise ValueError(f"{name}: expected shape {expected}, got {z.shape}")
     if check_finite:
-        require_finite(xp, names, made)
+        require_finite(xp, names, guides)
     if loss.joint:
-        made = [xp.concatenate(made)]
-    return made[0], made[-1]
+        guides = [xp.concatenate(guides)]
+    return guides[0], guides[-1]
 
 
 def is_uint64(values: Array) -> bool:
-    """Whether their dtype has integers that int64 has not."""
+    """Whether the dtype is uint64, in either byte order."""
     return bool(values.dtype.kind == "u" and values.dtype.itemsize == 8)
 
 
 def comparable(xp: Any, values: Array) -> Array:
-    """Integers of one dtype as int64, equal where they are: uint64 by its bits."""
+    """[n] int64 numbers, equal exactly if the integers are: uint64 keeps its bits."""
     if is_uint64(values):
         return xp.ascontiguousarray(values, dtype=np.uint64).view(np.int64)
     return xp.ascontiguousarray(values, dtype=np.int64)
 
 
 def compared_as(value: Any) -> str:
-    """How labels or `spec.NAMES` are compared, which has to be the same on all ranks."""
+    """The form in which labels or `spec.NAMES` are compared; it has to be the same on all ranks."""
     if value is None:
         return "not given"
     dtypes = {

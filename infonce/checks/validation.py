@@ -29,7 +29,7 @@ UNITS = {"B": 1, **BINARY, **DECIMAL}
 
 @lru_cache(64)  # a dtype's name takes time that small batches notice
 def is_float(dtype: Any) -> bool:
-    """Whether it is a dtype of features."""
+    """Whether features may have the dtype."""
     return dtype.name in FLOATS
 
 
@@ -54,7 +54,8 @@ def what(value: Any) -> str:
     type_name, shape = type(value).__name__, getattr(value, "shape", None)
     if isinstance(shape, tuple):
         dtype = getattr(value, "dtype", None)  # a data frame has one for each column
-        return f"{type_name} of shape {tuple(shape)}" + f" and dtype {dtype}" * (dtype is not None)
+        suffix = "" if dtype is None else f" and dtype {dtype}"
+        return f"{type_name} of shape {tuple(shape)}{suffix}"
     try:
         shown = " ".join(SHORT.repr(value).split())
     except ValueError:  # an integer of too many digits for Python
@@ -130,7 +131,8 @@ def features(
     names: Sequence[str], arrays: Sequence[Array], kinds: Sequence[tuple[Any, ...] | None],
     least: int,
 ) -> None:  # fmt: skip
-    """Arrays of features, of these `arrays.kinds`: of at least so many rows, on one device."""
+    """Require arrays of features with at least `least` rows, all on one device. `kinds` are the
+    results of `arrays.kinds`."""
     for name, z, kind in zip(names, arrays, kinds, strict=True):
         if kind is None:
             hint = ": np.asarray makes one" if isinstance(z, (list, tuple)) else ""
@@ -159,7 +161,7 @@ def features(
 
 
 def shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -> None:
-    """Queries and keys, of this `batch`, that the loss takes together."""
+    """Refuse feature arrays whose widths or numbers of rows do not match."""
     first, last = loss.arguments[0], loss.arguments[loss.key_argument]
     if query.shape[1] != key.shape[1]:
         raise ValueError(
@@ -182,7 +184,7 @@ def shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -
 
 
 def offload(loss: Loss, method: str, query: Array) -> None:
-    """With `offload`: host arrays, a method that keeps no logits, and a GPU."""
+    """Require host arrays, a method that keeps no logits, and a GPU, as `offload` does."""
     if not isinstance(query, np.ndarray):
         raise ValueError(
             f"offload: expected features in host memory, got {loss.arguments[0]} on GPU "
@@ -198,8 +200,8 @@ def offload(loss: Loss, method: str, query: Array) -> None:
 
 
 def number(name: str, value: Any, infinite: bool = False) -> Any:
-    """A finite float, or inf where it may be `infinite`; or a 0-d array on a GPU, unread: to read
-    it would wait for the device. An array of one number is that number."""
+    """A finite float, or inf if `infinite` allows it. An array of one number becomes the number. A
+    0-d array on a GPU is returned unread: to read it would wait for the device."""
     # Not of plain numbers: torch.compile may fail where it traces sys.modules, as `native` reads it
     if type(value) not in (int, float):
         value = native(value, name)
@@ -227,7 +229,7 @@ def real(name: str, value: Any) -> float:
 
 
 def listed(name: str, value: Any, expected: str) -> Array:
-    """An array; lists and other values become NumPy arrays."""
+    """The value as an array: lists and other values become NumPy arrays."""
     value = native(value, name)
     if is_array(value):
         return value
@@ -238,8 +240,8 @@ def listed(name: str, value: Any, expected: str) -> Array:
 
 
 def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
-    """The scale, within the range of the dtype that computes. An array on a GPU is not read: out of
-    range it makes the loss NaN."""
+    """The scale, within the range of the dtype that computes. An array on a GPU is not read: if it
+    is out of range, the loss is NaN."""
     if temperature is not None and scale is not None:
         raise ValueError("temperature, scale: expected one of them, got both")
     if temperature is None and scale is None:
@@ -278,18 +280,18 @@ def precision(precision: str, dtypes: set[str], on_host: bool) -> str:
 
 
 def integers(xp: Any, name: str, value: Any, n: int, sets: bool = False) -> Array:
-    """[n] integers of any dtype; or, of `sets`, [n, P]."""
+    """[n] integers of any dtype; [n, P] too if the caller takes `sets`."""
     value = listed(name, value, "integers")
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got dtype {value.dtype}")
-    if value.shape[:1] != (n,) or value.ndim > 1 + sets or 0 in value.shape[1:]:
+    if value.shape[:1] != (n,) or value.ndim > (2 if sets else 1) or 0 in value.shape[1:]:
         expected = f"({n},) or ({n}, P)" if sets else f"({n},)"
         raise ValueError(f"{name}: expected shape {expected}, got {value.shape}")
     return xp.asarray(value)
 
 
 def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
-    """[n] float64, finite; on a GPU they are not read."""
+    """[n] float64, finite. On a GPU values are not read."""
     expected = "numbers"
     value = listed(name, value, expected)
     if not is_float(value.dtype) and value.dtype.kind not in "iu":
@@ -303,8 +305,12 @@ def numbers(xp: Any, name: str, value: Any, n: int) -> Array:
     return value
 
 
-def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: float) -> Any:
-    """Upstream gradient of each row's loss: `row_share` times `grad_out`, a number or [M]."""
+def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: Any) -> Any:
+    """The upstream gradient of each row's loss: `row_share` times `grad_out`.
+
+    `row_share`, the weight of a row in the reduced loss, is a number or [M]. The result is a number
+    if both factors are numbers, else [M].
+    """
     if isinstance(grad_out, (int, float)) and not isinstance(grad_out, bool):
         factor = real("grad_out", grad_out)
         return row_share if factor == 1 else factor * row_share

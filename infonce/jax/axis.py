@@ -5,8 +5,8 @@
         collective all_to_all of the sums of columns, all_gather of vectors of keys
     psum_scatter of the gradients of all keys [N, D], which are sums over devices
 
-A call returns this device's part of the loss. The sum of the parts is outside of what has a
-derivative of its own: JAX differentiates it as the mode demands, `check_vma` or not.
+A call returns this device's part of the loss. `total` adds the parts outside the custom derivative:
+JAX differentiates the sum itself, with `check_vma` or without.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .callback import Axis, Call, call_out, outputs
 
 
 def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any]) -> Axis:
-    """The axis of a call. ValueError where there is none of that name, or where features are known
-    to be the same on all of its devices."""
+    """The axis of a call. ValueError if no axis has the name, or if features are known to be the
+    same on all devices of the axis."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
         if not names or len(set(names)) < len(names):
@@ -39,28 +39,31 @@ def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any]) -> Axis:
             f"call, or a tuple of names, got {axis_name!r}. (Of global arrays, "
             "infonce.jax.sharded makes the loss.)"
         ) from error
-    own = _varying(index)
+    axes = _varying(index)
     for name, z in zip(kind.arguments, features, strict=True):
-        if not own <= _varying(z):
+        if not axes <= _varying(z):
             raise ValueError(
                 f"{name}: expected rows of each device of axis {axis_name!r}, got the same array "
                 "on all devices"
             )
-    return Axis(names, size, own, jax.default_backend() == "cpu")
+    return Axis(names, size, axes, jax.default_backend() == "cpu")
 
 
 def spread(axis: Axis, given: dict[str, Any]) -> tuple[Axis, dict[str, Any]]:
-    """The arguments as arrays that may be different on each device, and the axis with all axes
-    over which they vary."""
+    """Make the arguments vary over all axes over which the call or one of them varies.
+
+    Returns (`axis` with these axes as `varying`, the arguments).
+    """
     axis = replace(axis, varying=axis.varying.union(*map(_varying, jax.tree.leaves(given))))
     return axis, _vary(given, axis.varying)
 
 
 def _varying(x: Any) -> frozenset[Any]:
-    """Axes over which x varies; none where JAX does not check."""
-    of = jax.typeof(x)
-    found = of.mat.varying if hasattr(of, "mat") else getattr(of, "vma", frozenset())
-    return frozenset(found)
+    """The axes over which x varies; none if JAX does not check them."""
+    array_type = jax.typeof(x)
+    if hasattr(array_type, "mat"):
+        return frozenset(array_type.mat.varying)
+    return frozenset(getattr(array_type, "vma", frozenset()))
 
 
 def _vary(tree: Any, names: frozenset[Any]) -> Any:
@@ -74,45 +77,54 @@ def _vary(tree: Any, names: frozenset[Any]) -> Any:
 
 
 def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
-    """See `callback.outputs`: this device's part of the loss, and its rows of the gradients. The
-    output "weight" is this device's part of the sum of the weights of rows, which a weighted mean
-    is to be divided by."""
-    axis, kind, of = call.axis, call.kind, jax.ShapeDtypeStruct
+    """The outputs of `callback.outputs`, on one device:
+
+    - this device's part of the loss;
+    - its rows of the gradients;
+    - "weight", its part of the sum of the weights of rows, by which `total` divides the loss.
+    """
+    axis, kind, shape_of = call.axis, call.kind, jax.ShapeDtypeStruct
     assert axis is not None
     features = given["features"]
     own = jnp.concatenate(features) if kind.joint else features[-1]
     keys = jax.lax.all_gather(own, axis.names, tiled=True)
-    known = {**given, "keys": keys}
-    plan = rounds.plan(call, known)
-    known["rank"] = jax.lax.axis_index(axis.names)
+    device_arguments = {**given, "keys": keys}
+    plan = rounds.plan(call, device_arguments)
+    device_arguments["rank"] = jax.lax.axis_index(axis.names)
     run = functools.partial(rounds.run, call, plan)
+    past: list[dict[str, Any]] = []  # of each earlier callback: its results, and what arrived
 
     def callback(shapes: dict[str, Any]) -> dict[str, Any]:
-        out = call_out(run, shapes, {**known, "past": past})
-        varying: dict[str, Any] = _vary(out, axis.varying)  # JAX takes them for the same on all
+        out = call_out(run, shapes, {**device_arguments, "past": past})
+        varying: dict[str, Any] = _vary(
+            out, axis.varying
+        )  # else they count as equal on all devices
         return varying
 
-    past: list[dict[str, Any]] = []
     for travel in plan.travels:
-        numbers = (axis.size,) * travel.home + (travel.vectors, len(own), 2)
+        # 64-bit numbers as two of 32 bits
+        shape: tuple[int, ...] = (travel.vector_count, len(own), 2)
+        if travel.to_owners:
+            shape = (axis.size, *shape)
         out = callback({
-            "left": of((1 + travel.left, 2), jnp.uint32), "travelling": of(numbers, jnp.uint32),
+            "error_and_results": shape_of((1 + travel.result_count, 2), jnp.uint32),
+            "travelling": shape_of(shape, jnp.uint32),
         })  # fmt: skip
-        if travel.home:
+        if travel.to_owners:
             arrived = jax.lax.all_to_all(out["travelling"], axis.names, 0, 0)
         else:
             arrived = jax.lax.all_gather(out["travelling"], axis.names)
-        past.append({"left": out["left"], "arrived": arrived})
+        past.append({"error_and_results": out["error_and_results"], "arrived": arrived})
 
     shapes = outputs(call, given)
     feature_shapes = {name: shapes.pop(name) for name in kind.arguments if name in call.wrt}
     wide = jax.dtypes.canonicalize_dtype(np.float64)
-    shapes["weight"] = of((), wide) if _weighted(call, given) else None
+    shapes["weight"] = shape_of((), wide) if _weighted(call, given) else None
     rows = len(own) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
-        shapes["dq"] = of((rows, own.shape[1]), plan.real)
+        shapes["dq"] = shape_of((rows, own.shape[1]), plan.real)
     if plan.key_sums:
-        shapes["key_sums"] = of(keys.shape, plan.real)
+        shapes["key_sums"] = shape_of(keys.shape, plan.real)
     out = callback(shapes)
     dq, dk = out.pop("dq", None), out.pop("key_sums", None)
     if dk is not None:
@@ -129,20 +141,22 @@ def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weighted(call: Call, given: dict[str, Any]) -> bool:
-    """Whether the mean is one over rows of different weights, or that may have none."""
+    """Whether rows may differ in their weight in the mean, or may have no positive."""
     labelled = given["labels"] is not None and (call.kind.classes or not call.kind.symmetric)
     return call.reduction == "mean" and (labelled or given["weights"] is not None)
 
 
 def total(call: Call, rows: int, out: tuple[Any, dict[str, Any], Any]) -> tuple[Any, Any]:
-    """The loss of all devices and their metrics, from the parts of devices with so many rows."""
+    """The loss and metrics of all devices, from the outputs of a device with `rows` rows."""
     axis, (loss, metrics, weight) = call.axis, out
     assert axis is not None
     if call.reduction != "none":
         loss = jax.lax.psum(loss, axis.names)
     if weight is not None:
         weight = jax.lax.psum(weight, axis.names)
-        share = rows * axis.size / jnp.where(weight == 0, 1, weight)  # of no row: the loss is 0
+        share = (
+            rows * axis.size / jnp.where(weight == 0, 1, weight)
+        )  # no row has a weight: the loss is 0
         loss = loss * share.astype(loss.dtype)
     metrics = jax.lax.stop_gradient(metrics)
     sums = {name: metrics[name] for name in ("row_loss", "column_loss") if name in metrics}

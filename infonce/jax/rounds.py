@@ -1,10 +1,10 @@
 """One device's part of a loss over devices, as callbacks between XLA's collectives.
 
 A device computes what a rank of `infonce.distributed` does: `solve` with `FoldsOverRanks`. Data
-travels by XLA's collectives, which stand between callbacks. So a callback is given what earlier
-callbacks left and what arrived from other devices. It takes the call from its beginning, restores
-the results of the rounds that earlier callbacks have visited, and stops where data has to travel.
-Repeated is mathematics on vectors, and no matrix product.
+travels by XLA's collectives, which stand between callbacks. So a callback receives the results of
+earlier callbacks and the data that arrived from other devices. It runs the call from its beginning,
+restores the results of the rounds that earlier callbacks have visited, and stops when data has to
+travel. Only operations on vectors are repeated, and no matrix product.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from ..kernels.solve import Solution, solve
 from .callback import Call, deliver, integers, options_of, stand_in
 
 LOG = logging.getLogger("infonce.jax")
-BITS = np.dtype(np.int64)  # numbers that travel, or are left for later callbacks, have 8 bytes
+BITS = np.dtype(np.int64)  # numbers that travel, and results for later callbacks, have 8 bytes
 
 
 @dataclass(frozen=True)
 class Travel:
-    """What travels after a callback, with one number of 8 bytes for each key."""
+    """The vectors that travel after a callback, with one number of 8 bytes for each key."""
 
-    home: bool  # sums go to the device of their keys; else vectors go to all devices
-    vectors: int  # how many sums, or vectors
-    left: int  # how many numbers the callback leaves for later ones of its device
+    to_owners: bool  # sums go to the device of their keys; else vectors go to all devices
+    vector_count: int
+    result_count: int  # numbers that the callback passes to later callbacks of its device
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Rounds:
     rank: int  # of this device
     devices: int
     keys: Array  # [N, D], of all devices
-    left: Array  # by earlier callbacks
+    results: Array  # of earlier callbacks
     arrived: Iterator[Array]  # [devices, vectors, keys of a device], of each travel until now
     key_sums: Array = None  # [N, D] output
     has_key_sums: bool = False
-    restored: int = 0  # of `left`
+    restored: int = 0  # how many of `results` are restored
     fresh: list[Array] = field(default_factory=list)  # results of rounds that this callback visits
     complete: bool = False  # there is a round without results: no later one travels
     gathered_vectors: dict[int, tuple[Array, Array]] = field(
@@ -92,9 +92,10 @@ class Rounds:
         """See `Exchange`. Sums that are features stay in `key_sums`."""
         n, k, xp = self.devices, len(self.keys) // self.devices, self.xp
         own, visit, types = round.own, round.visit, round.types
-        summed, mine = round.summed(n), 0 if round.half else 1
+        # the first part of the sums is that of this device, except in a half round
+        summed, own_part_count = round.summed(n), 0 if round.half else 1
         sums: list[Array] = []
-        if types and mine + summed:
+        if types and own_part_count + summed:
             self.has_key_sums = any(tail for tail, _ in types)
             sums = [self.key_sums]
             if not self.has_key_sums:
@@ -102,7 +103,9 @@ class Rounds:
         gathered = self._gather(own)
         if not self._restore(round.results):
             span = slice(self.rank * k, (self.rank + 1) * k)
-            visit(Keys(True, span, True, 0, 1), own, [part[span] for part in sums if mine])
+            visit(
+                Keys(True, span, True, 0, 1), own, [part[span] for part in sums if own_part_count]
+            )
             for shards, absent, with_sums in self._others(round):
                 keys = slice(shards.start * k, shards.stop * k)
                 others = [array[keys] for array in gathered]
@@ -116,10 +119,11 @@ class Rounds:
         if not sums or self.has_key_sums:
             return
         payload = xp.stack([part.view(BITS).reshape(n, k) for part in sums], axis=1)
-        found = self._travel(True, payload)
-        order = [(self.rank + d) % n for d in range(1 - mine, summed + 1)]
+        arrived = self._travel(True, payload)
+        order = [(self.rank + d) % n for d in range(1 - own_part_count, summed + 1)]
         parts = [
-            xp.ascontiguousarray(found[order, i]).view(dtype) for i, (_, dtype) in enumerate(types)
+            xp.ascontiguousarray(arrived[order, i]).view(dtype)
+            for i, (_, dtype) in enumerate(types)
         ]
         assert round.combine is not None
         assert round.keep is not None
@@ -147,42 +151,42 @@ class Rounds:
         new = [array for array in own if array.ndim == 1 and id(array) not in self.gathered_vectors]
         if new:
             payload = self.xp.stack([array.view(BITS) for array in new])
-            found = self._travel(False, payload)
+            arrived = self._travel(False, payload)
             for i, array in enumerate(new):
-                whole = self.xp.ascontiguousarray(found[:, i]).view(array.dtype)
+                whole = self.xp.ascontiguousarray(arrived[:, i]).view(array.dtype)
                 self.gathered_vectors[id(array)] = array, whole.reshape(-1)
         return [
             self.keys if array.ndim > 1 else self.gathered_vectors[id(array)][1] for array in own
         ]
 
     def _restore(self, results: Sequence[Array]) -> bool:
-        """Whether an earlier callback has visited this round, and left these results."""
-        if self.restored == len(self.left):
+        """Restore these results if an earlier callback has visited the round; return whether."""
+        if self.restored == len(self.results):
             return False
         for array in results:
             end = self.restored + array.size
-            array[...] = self.left[self.restored : end].view(array.dtype).reshape(array.shape)
+            array[...] = self.results[self.restored : end].view(array.dtype).reshape(array.shape)
             self.restored = end
         return True
 
-    def _travel(self, home: bool, payload: Array) -> Array:
-        """What other devices send; or stop, as this is not there yet."""
-        found = next(self.arrived, None)
-        if found is None:
+    def _travel(self, to_owners: bool, payload: Array) -> Array:
+        """The payloads of other devices. `_Stop` if they have not arrived yet."""
+        arrived = next(self.arrived, None)
+        if arrived is None:
             raise _Stop(payload)
-        return found
+        return arrived
 
 
 @dataclass
 class _Rehearsal(Rounds):
-    """Rounds of zeros, while JAX traces: to know what is to travel."""
+    """Rounds of zeros, while JAX traces, which find out what has to travel."""
 
     travels: list[Travel] = field(default_factory=list)
 
-    def _travel(self, home: bool, payload: Array) -> Array:
+    def _travel(self, to_owners: bool, payload: Array) -> Array:
         assert not self.complete
-        left = sum(array.size for array in self.fresh)
-        self.travels.append(Travel(home, payload.shape[-2], left))
+        result_count = sum(array.size for array in self.fresh)
+        self.travels.append(Travel(to_owners, payload.shape[-2], result_count))
         self.fresh = []
         return np.zeros((self.devices, *payload.shape[-2:]), BITS)
 
@@ -234,7 +238,8 @@ def run(call: Call, plan: Plan, out: dict[str, Any], given: dict[str, Any]) -> N
         with arrays.compute_context(given["keys"]):
             _run(call, plan, out, given, past)
     except Exception as error:
-        if not any(isinstance(of["left"], np.ndarray) and of["left"][0].any() for of in past):
+        errors = [each["error_and_results"][0] for each in past]
+        if not any(isinstance(flag, np.ndarray) and flag.any() for flag in errors):
             LOG.error(
                 "%s_loss: the loss is NaN: %s: %s", call.kind.name, type(error).__name__, error
             )
@@ -250,10 +255,10 @@ def _run(
     request = _checked(call, given, rank)
     how, ends = folding(request), "loss" in out
     xp = how.vectors.xp
-    left = [xp.empty(0, BITS), *(of["left"].view(BITS)[1:, 0] for of in past)]
-    arrived = (of["arrived"].view(BITS)[..., 0] for of in past)
+    results = [xp.empty(0, BITS), *(each["error_and_results"].view(BITS)[1:, 0] for each in past)]
+    arrived = (each["arrived"].view(BITS)[..., 0] for each in past)
     rounds = Rounds(
-        xp, rank, call.axis.size, given["keys"], xp.concatenate(left), arrived,
+        xp, rank, call.axis.size, given["keys"], xp.concatenate(results), arrived,
         out.get("key_sums"),
     )  # fmt: skip
     if ends and plan.key_sums and call.kind.symmetric:  # sums for half of the other devices
@@ -263,10 +268,10 @@ def _run(
     try:
         solution = _solve(call, given, request, rank, how, rounds, plan.real)
     except _Stop as stop:
-        out["left"][...] = 0
+        out["error_and_results"][...] = 0
         if rounds.fresh:
             flat = xp.concatenate([array.view(BITS).reshape(-1) for array in rounds.fresh])
-            out["left"].view(BITS)[1:, 0] = flat
+            out["error_and_results"].view(BITS)[1:, 0] = flat
         out["travelling"].view(BITS)[..., 0] = stop.payload
         return
     result = dispatch.result_of(call.kind, request, solution, given["keys"])

@@ -379,7 +379,7 @@ def test_elementwise_kernels(name: str, tmp_path, monkeypatch) -> None:  # type:
 
     from infonce.checks import rows
 
-    kernel = rows._within(cupy) if name == "labels" else getattr(vectors, name)
+    kernel = rows._label_kernel(cupy) if name == "labels" else getattr(vectors, name)
     given = [f"const {p.ctype}& {p.name}" for p in kernel.in_params]
     made = [f"{p.ctype}& {p.name}" for p in kernel.out_params]
     text = f"__device__ void apply({', '.join(given + made)}) {{\n{kernel.operation};\n}}\n"

@@ -54,9 +54,10 @@ def evaluate(name: str, z: list[np.ndarray], numbers: dict[str, Any], labels: An
         for i, of in enumerate(given)
     ]
     for travel in plan.travels:
-        numbers_of = (R,) * travel.home + (travel.vectors, len(owns[0]), 2)
+        payload = (travel.vector_count, len(owns[0]), 2)
+        numbers_of = (R, *payload) if travel.to_owners else payload
         shapes = {
-            "left": of((1 + travel.left, 2), np.uint32),
+            "error_and_results": of((1 + travel.result_count, 2), np.uint32),
             "travelling": of(numbers_of, np.uint32),
         }
         outs = [filled(shapes) for _ in range(R)]
@@ -64,8 +65,11 @@ def evaluate(name: str, z: list[np.ndarray], numbers: dict[str, Any], labels: An
             rounds.run(call, plan, out, device)
         sent = np.stack([out["travelling"].get() for out in outs])
         for i, (out, device) in enumerate(zip(outs, inputs, strict=True)):
-            arrived = cupy.asarray(sent[:, i] if travel.home else sent)
-            device["past"] = [*device["past"], {"left": out["left"], "arrived": arrived}]
+            arrived = cupy.asarray(sent[:, i] if travel.to_owners else sent)
+            results = out["error_and_results"]
+            device["past"] = [
+                *device["past"], {"error_and_results": results, "arrived": arrived}
+            ]  # fmt: skip
     shapes = {k: v for k, v in outputs(call, given[0]).items() if k not in kind.arguments}
     shapes |= {"dq": of(owns[0].shape if kind.symmetric else (M, D), plan.real), "weight": None}
     shapes |= {"key_sums": of(keys.shape, plan.real)} if plan.key_sums else {}
