@@ -22,8 +22,8 @@ def positives(
 ) -> tuple[Array, Array | None, Array | None]:
     """Check labels that are indices of keys. Returns three values:
 
-    - positives: [M] int64, the key of each row, or -1 for none. With `none_or_sets` also [M, P], the
-      keys of each row in ascending order, after -1 for each missing key.
+    - positives: [M] int64, the key of each row, or -1 for none. With `none_or_sets` also [M, P]:
+      the keys of each row in ascending order, after -1 for each missing key.
     - marks: on a GPU, `Problem.marks`; on the host None.
     - has_positive: [M], whether a row has a positive. None on a GPU without `none_or_sets`.
     """

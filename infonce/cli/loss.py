@@ -40,8 +40,8 @@ from .gradient_files import GradientFiles, check_gradient_files
 
 PATH = click.Path(path_type=Path)
 LABELLED = ("info_nce", "sup_con")
-NORMS = 0.95, 1.05  # of rows that count as normalized, in whatever precision
-SAMPLE = 256  # rows whose norm is looked at
+UNIT_NORMS = 0.95, 1.05  # least and largest norm of rows that count as normalized
+SAMPLE = 256  # rows whose norms are computed
 
 
 def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,10 +168,12 @@ def loss(
         files += [*paths.values(), *chain(*sides.values())]
         files += [split(guide)[0] for guide in guides]
         with_grad = [name for name in chosen.arguments if name not in chosen.locked]
-        with_grad += ["own"] * ("own" in paths)
+        if "own" in paths:
+            with_grad.append("own")
         check_gradient_files(grad_out, with_grad, files, force)
 
-    from ..kernels.cpu import backend as cpu  # noqa: F401  the compiler's own memory is not the loss's
+    # Import Numba before measuring: its memory is not counted.
+    from ..kernels.cpu import backend as cpu  # noqa: F401
 
     measured = reset_peak()
     before = resident()
@@ -186,29 +188,27 @@ def loss(
     if guides:
         opened = tuple(open_embeddings(source) for source in guides)
         options["guide"] = opened if len(opened) > 1 else opened[0]
-    options["metrics"] = _ranked(chosen, options) if metrics is None else metrics
+    options["metrics"] = _reports_metrics(chosen, options) if metrics is None else metrics
 
-    names = {name: f"{name} ({source})" for name, source in sources.items()}
-    names |= {name: f"{flag(name)} ({path})" for name, path in paths.items()}
-    names |= {
-        f"{name}{f'[{i}]' * (len(files) > 1)}": f"{flag(name)} ({path})"
-        for name, files in sides.items()
-        for i, path in enumerate(files)
-    }
-    several_guides = len(guides) > 1
-    names |= {f"guide{f'[{i}]' * several_guides}": f"--guide ({g})" for i, g in enumerate(guides)}
+    names_in_errors = {name: f"{name} ({source})" for name, source in sources.items()}
+    names_in_errors |= {name: f"{flag(name)} ({path})" for name, path in paths.items()}
+    for name, files in {**sides, "guide": guides}.items():
+        for i, file in enumerate(files):
+            argument = f"{name}[{i}]" if len(files) > 1 else name
+            names_in_errors[argument] = f"{flag(name)} ({file})"
     start = time.perf_counter()
     results = []
     values: Sequence[float | None] = temperatures or [None]
     for temperature in values:
         options["temperature"] = temperature
         if grad_out is None:
-            results.append(_evaluate(chosen, features, names, wrt=(), **options))
+            results.append(_evaluate(chosen, features, names_in_errors, wrt=(), **options))
             continue
         with GradientFiles(
             grad_out, {name: (features | options)[name] for name in with_grad}, grad_dtype
         ) as gradients:
-            results.append(_evaluate(chosen, features, names, out=gradients.arrays, **options))
+            result = _evaluate(chosen, features, names_in_errors, out=gradients.arrays, **options)
+            results.append(result)
             gradients.commit(_scalars(results[0]))
     seconds = time.perf_counter() - start
 
@@ -246,12 +246,14 @@ def loss(
         click.echo(to_json(report))
     else:
         loss_report.tables(report)
-    given = click.get_current_context().get_parameter_source("normalize")
     for result in results:
         if not math.isfinite(result.loss):
-            raise click.ClickException(_why_not_finite(result.loss, features, names))
-    if given is ParameterSource.DEFAULT and (hint := _norms(features, names)):
-        click.echo(f"infonce: {hint}", err=True)
+            raise click.ClickException(_why_not_finite(result.loss, features, names_in_errors))
+    source_of_normalize = click.get_current_context().get_parameter_source("normalize")
+    if source_of_normalize is ParameterSource.DEFAULT:
+        hint = _norms_hint(features, names_in_errors)
+        if hint is not None:
+            click.echo(f"infonce: {hint}", err=True)
 
 
 def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
@@ -263,12 +265,13 @@ def _sources(kind: Loss, image: str, text: str | None) -> dict[str, str]:
         )
     if text is None:
         return {kind.arguments[0]: image}
-    given = {"image": image, "text": text, "query": image, "key": text}
-    return {name: given[name] for name in kind.arguments}
+    by_name = {"image": image, "text": text, "query": image, "key": text}
+    return {name: by_name[name] for name in kind.arguments}
 
 
-def _ranked(kind: Loss, options: Mapping[str, Any]) -> bool:
-    """Whether metrics are of this call: each row has one positive, and the logits are unchanged."""
+def _reports_metrics(kind: Loss, options: Mapping[str, Any]) -> bool:
+    """Whether to report metrics by default: if each row has one positive, and no option changes
+    the logits."""
     labels = options.get("labels")
     single = labels is None or (
         labels.ndim == 1 and labels.dtype.kind in "iu" and labels.min(initial=0) >= 0
@@ -282,7 +285,7 @@ def _record(
     kind: Loss, options: Mapping[str, Any], temperatures: Sequence[float] | None,
     paths: Mapping[str, Path], sides: Mapping[str, Sequence[Path]],
 ) -> dict[str, Any]:  # fmt: skip
-    """All that the loss depends on beside the inputs: `scale` as it was used, arrays by path."""
+    """The options on which the loss depends: `scale` as it was used, and arrays by their path."""
     scale = kind.scale if options["scale"] is None else options["scale"]
     record: dict[str, Any] = {"temperature": None, "scale": scale}
     if temperatures is not None:
@@ -302,7 +305,7 @@ def _record(
 def _by_temperature(
     record: Mapping[str, Any], results: Sequence[LossAndGrad]
 ) -> dict[str, list[dict[str, Any]]]:
-    """What is reported for each of several temperatures."""
+    """The numbers of each of several temperatures, for the report."""
     runs = zip(record["temperature"], record["scale"], results, strict=True)
     return {
         "by_temperature": [
@@ -313,24 +316,26 @@ def _by_temperature(
 
 
 def _evaluate(
-    kind: Loss, features: Mapping[str, Any], names: Mapping[str, str], **options: Any
+    kind: Loss, features: Mapping[str, Any], names_in_errors: Mapping[str, str], **options: Any
 ) -> LossAndGrad:
-    """The loss and its gradients; `names` replace those of arguments in errors."""
+    """The loss and its gradients. Errors name arguments by `names_in_errors`."""
     function = getattr(infonce, f"{kind.name}_loss_and_grad")
-    names = {**{name: flag(name) for name in options}, **names}
-    # the command reports a loss that is not finite itself, without NumPy's warnings
+    names = {**{name: flag(name) for name in options}, **names_in_errors}
+    # no warnings of NumPy: the command itself reports a loss that is not finite
     quiet = np.errstate(over="ignore", invalid="ignore")
     with one_line_errors(names=names), progress_bar() as progress, quiet:
         result: LossAndGrad = function(*features.values(), progress=progress, **options)
     return result
 
 
-def _why_not_finite(loss: Any, features: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """The rows with NaN or infinity; where there are none, an overflow, or no negatives."""
+def _why_not_finite(
+    loss: Any, features: Mapping[str, Any], names_in_errors: Mapping[str, str]
+) -> str:
+    """The reason: rows with NaN or infinity; if there are none, an overflow, or no negatives."""
     bad_rows = {name: list(norms.rows_not_finite(np, z)) for name, z in features.items()}
     reasons = [
-        f"{names[name]} holds NaN or infinity in {len(rows)} of {len(features[name])} rows: "
-        f"{some(rows)}"
+        f"{names_in_errors[name]} holds NaN or infinity in {len(rows)} of {len(features[name])} "
+        f"rows: {some(rows)}"
         for name, rows in bad_rows.items()
         if rows
     ]
@@ -344,15 +349,17 @@ def _why_not_finite(loss: Any, features: Mapping[str, Any], names: Mapping[str, 
     return f"the loss is {loss}: {'; '.join(reasons)}"
 
 
-def _norms(features: Mapping[str, Any], names: Mapping[str, str]) -> str | None:
-    """A hint where rows, but those of zeros, are not of unit norm."""
+def _norms_hint(features: Mapping[str, Any], names_in_errors: Mapping[str, str]) -> str | None:
+    """A hint if rows that are not zero have no unit norm, else None."""
     ranges = []
     for name, z in features.items():
         sample = z[:: -(-len(z) // SAMPLE)].astype(np.float64)
-        _, norms = normalize(sample)
-        norms = norms[norms > 0]
-        if len(norms) and not NORMS[0] <= norms.min() <= norms.max() <= NORMS[1]:
-            ranges.append(f"{norms.min():.3g} to {norms.max():.3g} in {names[name]}")
+        _, row_norms = normalize(sample)
+        row_norms = row_norms[row_norms > 0]
+        low, high = UNIT_NORMS
+        if len(row_norms) and not low <= row_norms.min() <= row_norms.max() <= high:
+            found = f"{row_norms.min():.3g} to {row_norms.max():.3g}"
+            ranges.append(f"{found} in {names_in_errors[name]}")
     if not ranges:
         return None
     return f"norms of rows are {', '.join(ranges)}, expected about 1: --normalize divides by them"

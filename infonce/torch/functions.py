@@ -66,7 +66,7 @@ def _apply(
         return compiled.apply(kind, features, labels, scale, temperature, bias, metrics, options)
     if temperature is not None:
         options["temperature"] = temperature
-    call = autograd.Call(kind, labels, scale, bias, options, metrics)
+    call = autograd.TorchCall(kind, labels, scale, bias, options, metrics)
     loss = autograd.apply(call, features)
     return (loss, call.metrics) if metrics else loss
 

@@ -1,9 +1,9 @@
 """The losses as nodes of autograd's graph.
 
-Gradients are computed together with the loss where any are needed, in the pass that the loss takes
-anyway, and multiplied by the upstream gradient when it comes. Those of float16 features wait for it
-in float32 (`WAITING`), in twice the memory: the other way, a forward pass without gradients and the
-logits again in the backward pass, would double the time.
+If any gradients are needed, the forward pass computes them together with the loss, and the backward
+pass multiplies them by the upstream gradient. Until then, gradients of float16 features are kept in
+float32 (`WAITING`), which takes twice the memory of float16. The alternative, a backward pass that
+computes the logits again, takes twice the time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ...spec import ARRAYS, NAMES, WAITING, Loss
 from . import repeated
 
 NOTHING: frozenset[str] = frozenset()
-PAIRS = (*NAMES, "guide")  # one array or one for either side
+PAIRS = (*NAMES, "guide")  # one array, or a pair (of queries, of keys)
 KEPT = frozenset({"temperature", *PAIRS, *ARRAYS})
 UNTRACKED = (
     "labels", *(f"{side} {name}" for name in PAIRS for side in ("row", "column")), *ARRAYS
 )  # fmt: skip
 NO_TENSORS = (None,) * len(UNTRACKED)
 WAITING_DTYPES = {getattr(torch, name): getattr(torch, other) for name, other in WAITING.items()}
-AGAIN = "gradients of the losses of infonce cannot be differentiated again"
+NO_SECOND_DERIVATIVE = "gradients of the losses of infonce cannot be differentiated again"
 FORWARD = (
     "forward mode (torch.func.jvp, jacfwd, hessian) is not supported by the losses of infonce: use "
     "backward() or torch.func.grad"
@@ -41,8 +41,8 @@ BATCHED = (
 
 transformed = torch._C._are_functorch_transforms_active  # whether in torch.func.grad, vmap, ...
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched passes them
-# Returns the callback by which torch.compile compiles Python functions that run after a graph
-# break; else None. The losses are run without it: it fails in Numba's own functions.
+# Returns the callback with which torch.compile compiles Python functions after a graph break, or
+# None. The losses run without the callback, because it fails in Numba's own functions.
 _compile_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
@@ -56,14 +56,17 @@ def evaluate(
     wrt: frozenset[str],
     **more: Any,
 ) -> LossAndGrad:
-    """Loss and the gradients named in `wrt`, as tensors; torch allocates those of features, which
-    without `grad_out` wait for it."""
+    """Loss and the gradients named in `wrt`, as tensors.
+
+    PyTorch allocates the gradients of features. Without `grad_out` in `more`, they have the dtype
+    in which they wait for the upstream gradient.
+    """
     is_plain = labels is None and "grad_out" not in more and more.get("metrics", False) is False
     if is_plain and features[0].is_cpu and options.get("group") is None:
         result = repeated.evaluate(kind, features, scale, bias, options, wrt)
         if result is not None:
             return result
-    given = {**options, **more, "scale": scale, "wrt": wrt}
+    all_options = {**options, **more, "scale": scale, "wrt": wrt}
     grad_buffers = {}
     for name, z in zip(kind.arguments, features, strict=True):
         if name in wrt:
@@ -71,22 +74,23 @@ def evaluate(
             grad_buffers[name] = torch.empty_like(
                 z, dtype=dtype, memory_format=torch.contiguous_format
             )
-    group = given.pop("group", None)
+    group = all_options.pop("group", None)
     if group is None:
-        return dispatch.loss_and_grad(kind, features, labels, bias, given, grad_buffers)
+        return dispatch.loss_and_grad(kind, features, labels, bias, all_options, grad_buffers)
     from . import process_group
 
-    given["out"] = grad_buffers
-    return process_group.loss_and_grad(kind, features, labels, bias, group, given)
+    all_options["out"] = grad_buffers
+    return process_group.loss_and_grad(kind, features, labels, bias, group, all_options)
 
 
 _wanted: dict[tuple[Loss, tuple[bool, ...]], frozenset[str]] = {}
 
 
 def wanted_of(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
-    """Names of the arguments that need a gradient, `needs` being those of (scale, bias, *features).
+    """Names of the arguments that need a gradient.
 
-    A locked tower gets none: its features are taken as constants.
+    `needs` says which of (scale, bias, *features) autograd needs. Features of a locked tower are
+    constants, which have no gradient.
     """
     wanted = _wanted.get((kind, needs))
     if wanted is None:
@@ -97,12 +101,12 @@ def wanted_of(kind: Loss, needs: tuple[bool, ...]) -> frozenset[str]:
 
 
 @dataclass(slots=True)
-class Call:
+class TorchCall:
     """A call: its inputs that autograd does not track, and results for the backward pass."""
 
     kind: Loss
     labels: Tensor | None
-    scale: Any  # unused where it is a tensor: an input of the node
+    scale: Any  # unused if it is a tensor, which is an input of the node
     bias: Any
     options: dict[str, Any]
     with_metrics: bool
@@ -112,39 +116,40 @@ class Call:
     grads: list[Tensor | None] | None = None  # until a backward pass takes them
 
     @property
-    def _own(self) -> tuple[Any, ...]:
-        """By `UNTRACKED`; ids, groups and guides that are no pair are those of rows."""
+    def _untracked_values(self) -> tuple[Any, ...]:
+        """In the order of UNTRACKED. A single array for a pair is at the place of rows."""
         get = self.options.get
         sides: list[Any] = []
         for name in PAIRS:
             value = get(name)
-            both = isinstance(value, (tuple, list)) and len(value) == 2
-            pair: Any = value if is_pair(value) or (both and name == "guide") else (value, None)
-            sides += pair
+            two_items = isinstance(value, (tuple, list)) and len(value) == 2
+            has_both = is_pair(value) or (two_items and name == "guide")
+            sides += value if has_both else (value, None)
         return (self.labels, *sides, *[get(name) for name in ARRAYS])
 
     @property
     def untracked(self) -> tuple[Tensor | None, ...]:
-        """Labels, ids, groups and vectors where they are tensors: inputs that get no gradient."""
+        """The values of UNTRACKED that are tensors, else None: inputs that get no gradient."""
         if self.labels is None and KEPT.isdisjoint(self.options):
             return NO_TENSORS
-        return tuple([x if isinstance(x, Tensor) else None for x in self._own])
+        return tuple([x if isinstance(x, Tensor) else None for x in self._untracked_values])
 
-    def with_untracked(self, tensors: Sequence[Tensor | None]) -> Call:
-        """The same call, with `tensors` in the place of its own."""
-        given = [
-            x if tensor is None else tensor for x, tensor in zip(self._own, tensors, strict=True)
+    def with_untracked(self, tensors: Sequence[Tensor | None]) -> TorchCall:
+        """The same call with `tensors` instead of its own tensors."""
+        values = [
+            value if tensor is None else tensor
+            for value, tensor in zip(self._untracked_values, tensors, strict=True)
         ]
-        labels, *sides = given[: 1 + 2 * len(PAIRS)]
-        vectors = given[1 + 2 * len(PAIRS) :]
+        labels, *sides = values[: 1 + 2 * len(PAIRS)]
+        vectors = values[1 + 2 * len(PAIRS) :]
         options = {**self.options, **dict(zip(ARRAYS, vectors, strict=True))}
         for name, rows, columns in zip(PAIRS, sides[::2], sides[1::2], strict=True):
             options[name] = rows if columns is None else (rows, columns)
         return replace(self, labels=labels, options=options)
 
     def keep(self) -> None:
-        """For another pass, keep copies of what may change in place unseen. (Of tensors autograd
-        sees it.)"""
+        """Replace arrays by copies for another pass, because they may change in place. (Autograd
+        notices changes of tensors.)"""
         options = self.options
         if self.labels is not None:
             self.labels = _kept(self.labels)
@@ -156,15 +161,15 @@ class Call:
 def _kept(value: Any) -> Any:
     if value is None or isinstance(value, (int, float)):
         return value
-    if isinstance(value, Tensor):  # of inference tensors autograd saves none
+    if isinstance(value, Tensor):  # autograd saves no inference tensors
         return value.clone() if value.is_inference() else value
     if isinstance(value, (list, tuple)):
         return [_kept(item) for item in value]
     return value.copy() if hasattr(value, "copy") else value
 
 
-def apply(call: Call, features: Sequence[Tensor]) -> Tensor:
-    """The loss: as a node of the graph, where there is one. Metrics are left in `call`."""
+def apply(call: TorchCall, features: Sequence[Tensor]) -> Tensor:
+    """The loss, as a node of the graph if there is one. Stores metrics in `call`."""
     scale, bias = (x if isinstance(x, Tensor) else None for x in (call.scale, call.bias))
     if transformed():
         return _Transformed.apply(call, *call.untracked, scale, bias, *features)
@@ -176,18 +181,19 @@ def apply(call: Call, features: Sequence[Tensor]) -> Tensor:
 
 
 def _computed(
-    call: Call, scale: Tensor | None, bias: Tensor | None, features: Sequence[Tensor],
+    call: TorchCall, scale: Tensor | None, bias: Tensor | None, features: Sequence[Tensor],
     wrt: frozenset[str], **more: Any,
 ) -> LossAndGrad:  # fmt: skip
-    """Loss and gradients of a call; `scale` and `bias` where they are inputs of the node."""
+    """Loss and gradients of a call. `scale` and `bias` are None unless they are inputs of the
+    node."""
     scale, bias = call.scale if scale is None else scale, call.bias if bias is None else bias
     compiling = torch.compiler.is_compiling() or _compile_callback()
     run = torch.compiler.disable(evaluate) if compiling else evaluate
     return run(call.kind, features, call.labels, scale, bias, call.options, wrt, **more)
 
 
-def _of_inputs(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | None]:
-    """Gradients in the order of the inputs."""
+def _in_input_order(kind: Loss, grads: Any, wanted: frozenset[str]) -> list[Tensor | None]:
+    """Gradients in the order of the inputs; None if not wanted."""
     return [getattr(grads, n) if n in wanted else None for n in ("scale", "bias", *kind.arguments)]
 
 
@@ -208,16 +214,17 @@ class _Function(_ReverseModeOnly):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, call: Call, *inputs: Any
+        ctx: Any, call: TorchCall, *inputs: Any
     ) -> Tensor:
         scale, bias, *features = inputs
         wanted = wanted_of(call.kind, ctx.needs_input_grad[1:])
-        # Per-row losses have no single upstream gradient: theirs are computed when it is known
-        now = NOTHING if call.options.get("reduction") == "none" else wanted
-        result = _computed(call, scale, bias, features, now, metrics=call.with_metrics)
+        # Losses of rows have an upstream gradient each: the backward pass computes gradients
+        per_row = call.options.get("reduction") == "none"
+        wanted_now = NOTHING if per_row else wanted
+        result = _computed(call, scale, bias, features, wanted_now, metrics=call.with_metrics)
         call.metrics, call.wanted = result.metrics, wanted
-        if now:
-            call.grads = _of_inputs(call.kind, result.grads, now)
+        if wanted_now:
+            call.grads = _in_input_order(call.kind, result.grads, wanted_now)
         if wanted:
             call.keep()
             ctx.call, ctx.dtypes = call, [None if x is None else x.dtype for x in inputs]
@@ -227,14 +234,14 @@ class _Function(_ReverseModeOnly):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(f"create_graph: expected False, got True: {AGAIN}")
+            raise RuntimeError(f"create_graph: expected False, got True: {NO_SECOND_DERIVATIVE}")
         if _is_batched(upstream):
             raise RuntimeError(BATCHED)
         call = ctx.call
         grads, call.grads = call.grads, None
         if grads is not None:
-            # The first backward pass takes the gradients that the forward pass has left, in place;
-            # another one (retain_graph) computes them again
+            # The first backward pass scales the gradients of the forward pass in place. A second
+            # one (retain_graph) computes them again.
             is_one = type(upstream) is Tensor and upstream.is_cpu and upstream.item() == 1.0
             grads = [
                 grad if grad is None or (is_one and grad.dtype == dtype)
@@ -245,12 +252,12 @@ class _Function(_ReverseModeOnly):
             untracked, (scale, bias, *features) = _split(ctx.saved_tensors)
             call = call.with_untracked(untracked)
             result = _computed(call, scale, bias, features, call.wanted, grad_out=upstream)
-            grads = _of_inputs(call.kind, result.grads, call.wanted)
+            grads = _in_input_order(call.kind, result.grads, call.wanted)
         return None, *grads
 
 
 def _times(grad: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product, rounded once: in place where that is its dtype."""
+    """grad * upstream, rounded once; in place if `grad` has the dtype."""
     if grad.dtype == dtype:
         return grad.mul_(upstream)
     return torch.mul(grad, upstream, out=grad.new_empty(grad.shape, dtype=dtype))
@@ -262,16 +269,16 @@ def _split(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 # --- torch.func -----------------------------------------------------------------------------------
-# Its transforms need functions with `setup_context`, and a backward pass that is such a function
-# itself. These take time that small batches notice: they serve the transforms alone. `forward` does
-# not know which inputs need a gradient, so gradients are computed in the backward pass.
+# Transforms need functions with `setup_context`, and a backward pass that is such a function too.
+# Small batches notice the time that such functions take, so only transforms use them. `forward`
+# does not know which inputs need a gradient, so the backward pass computes gradients.
 
 
 class _Transformed(_ReverseModeOnly):
     """loss = f(*untracked, scale, bias, *features)."""
 
     @staticmethod
-    def forward(call: Call, *inputs: Any) -> Tensor:  # type: ignore[override]
+    def forward(call: TorchCall, *inputs: Any) -> Tensor:  # type: ignore[override]
         untracked, (scale, bias, *features) = _split(inputs)
         result = _computed(call.with_untracked(untracked), scale, bias, features, NOTHING,
                            metrics=call.with_metrics)  # fmt: skip
@@ -283,7 +290,7 @@ class _Transformed(_ReverseModeOnly):
         ctx.call = inputs[0]
         ctx.call.keep()
         untracked, others = _split(inputs[1:])
-        # Here autograd does not see a change in place
+        # autograd does not notice changes of these in place
         copies = [None if x is None else x.clone() for x in untracked]
         ctx.save_for_backward(*copies, *others)
 
@@ -299,12 +306,12 @@ class _Gradients(_ReverseModeOnly):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        call: Call, wanted: frozenset[str], upstream: Tensor, *inputs: Any
+        call: TorchCall, wanted: frozenset[str], upstream: Tensor, *inputs: Any
     ) -> tuple[Tensor | None, ...]:
         untracked, (scale, bias, *features) = _split(inputs)
         call = call.with_untracked(untracked)
         result = _computed(call, scale, bias, features, wanted, grad_out=upstream)
-        return tuple(_of_inputs(call.kind, result.grads, wanted))
+        return tuple(_in_input_order(call.kind, result.grads, wanted))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -312,4 +319,4 @@ class _Gradients(_ReverseModeOnly):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> NoReturn:
-        raise RuntimeError(AGAIN)
+        raise RuntimeError(NO_SECOND_DERIVATIVE)

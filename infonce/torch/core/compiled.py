@@ -12,8 +12,8 @@ from ...checks import validation
 from ...spec import COMPILED, DEFAULTS, LOSSES, NAMES, VECTORS, Loss
 from .autograd import WAITING_DTYPES, evaluate, transformed, wanted_of
 
-WIDEST = "fp64"  # range of scales, until the call itself knows its precision
-# Python's, in an operator's schema; the default None is that of a number of bytes
+WIDEST = "fp64"  # the widest range of scales: the operator checks that of its precision
+# Schema types of Python types. Only `workspace` defaults to None, and it is int?.
 TYPES = {bool: "bool", str: "str", int: "int", float: "float", type(None): "int?"}
 PLAIN = (bool, str, int, float, type(None))
 SETTINGS = ", ".join(f"{TYPES[type(DEFAULTS[name])]} {name}" for name in COMPILED)
@@ -37,8 +37,10 @@ def operator(
     needs: list[bool],
     *settings: bool | str | float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, gradients of scale, bias, query and key): empty where not needed. They wait for the
-    upstream gradient: those of scalars in the dtype of the loss, the others as `evaluate` has them.
+    """(loss, gradients of scale, bias, query and key), before the upstream gradient.
+
+    A gradient that is not needed is empty. Gradients of scalars have the dtype of the loss, and
+    gradients of features that of `evaluate`.
     """
     loss = LOSSES[kind]
     features = [query] if key is None else [query, key]
