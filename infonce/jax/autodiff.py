@@ -17,11 +17,11 @@ from .callback import Call, call_out, deliver, integers, options_of, outputs
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+def _evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     """See `callback.outputs`."""
     if call.axis is not None:
-        return axis.evaluate(call, given)
-    out: dict[str, Any] = call_out(functools.partial(_fill, call), outputs(call, given), given)
+        return axis.evaluate(call, inputs)
+    out: dict[str, Any] = call_out(functools.partial(_fill, call), outputs(call, inputs), inputs)
     return out
 
 
@@ -32,12 +32,12 @@ def _not_again(call: Call, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _fill(call: Call, out: dict[str, Any], given: dict[str, Any]) -> None:
+def _fill(call: Call, out: dict[str, Any], inputs: dict[str, Any]) -> None:
     """The same dispatch as for arrays; feature gradients are written to `out` directly."""
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
     result = dispatch.loss_and_grad(
-        call.kind, given["features"], integers(given["labels"]), given["bias"],
-        options_of(call, given), direct,
+        call.kind, inputs["features"], integers(inputs["labels"]), inputs["bias"],
+        options_of(call, inputs), direct,
     )  # fmt: skip
     deliver(call, result, out, direct)
 
@@ -46,45 +46,45 @@ def _fill(call: Call, out: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def parts(call: Call, given: dict[str, Any]) -> tuple[Any, Any, Any]:
+def parts(call: Call, inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The loss and metrics. Over an axis, this device's parts of them, and of the sum of weights if
     a mean is to be divided by it."""
-    out = _evaluate(call, given)
+    out = _evaluate(call, inputs)
     return out["loss"], out["metrics"], out.get("weight")
 
 
-def _forward(call: Call, given: dict[str, Any]) -> Any:
+def _forward(call: Call, inputs: dict[str, Any]) -> Any:
     """Loss, and gradients of what is differentiated (`perturbed`), locked towers excepted."""
     dtypes = {
         name: value.value.dtype
-        for name, value in _named(call.kind, given).items()
+        for name, value in _named(call.kind, inputs).items()
         if value is not None and value.perturbed and name not in call.kind.locked
     }
     wanted = tuple(dtypes)
     for name in (*VECTORS, "guide"):
-        if any(leaf.perturbed for leaf in jax.tree.leaves(given[name])):
+        if any(leaf.perturbed for leaf in jax.tree.leaves(inputs[name])):
             raise ValueError(
                 f"{name}: expected an array that is not differentiated, as it gets no gradient, "
                 "got one that is: jax.lax.stop_gradient makes one"
             )
-    given = jax.tree.map(lambda leaf: leaf.value, given)
+    inputs = jax.tree.map(lambda leaf: leaf.value, inputs)
     # Per-row losses have no single upstream gradient: theirs are computed when it is known
     later = call.reduction == "none"
-    out = _evaluate(replace(call, wrt=() if later else wanted), given)
+    out = _evaluate(replace(call, wrt=() if later else wanted), inputs)
     grads = {name: out[name] for name in wanted if not later}
-    residuals = grads, given if later else None, _Dtypes(tuple(dtypes.items()))
+    residuals = grads, inputs if later else None, _Dtypes(tuple(dtypes.items()))
     return (out["loss"], out["metrics"], out.get("weight")), residuals
 
 
 def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
-    grads, given, dtypes = residuals
+    grads, inputs, dtypes = residuals
     wanted = dict(dtypes.by_name)
     upstream = cotangents[0]
     if isinstance(upstream, SymbolicZero):
         upstream = jnp.zeros(upstream.shape, upstream.dtype)
-    if given is not None:
+    if inputs is not None:
         again = replace(call, metrics=False, wrt=tuple(wanted))
-        out = _evaluate(again, {**given, "grad_out": upstream})
+        out = _evaluate(again, {**inputs, "grad_out": upstream})
         grads = {name: out[name] for name in wanted}
     else:
         grads = {name: (grads[name] * upstream).astype(dtype) for name, dtype in wanted.items()}
@@ -110,7 +110,7 @@ class _Dtypes:
     by_name: tuple[tuple[str, Any], ...]
 
 
-def _named(kind: Loss, given: dict[str, Any]) -> dict[str, Any]:
+def _named(kind: Loss, inputs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that can be differentiated, by name."""
-    features = dict(zip(kind.arguments, given["features"], strict=True))
-    return {**features, "scale": given["scale"], "bias": given["bias"]}
+    features = dict(zip(kind.arguments, inputs["features"], strict=True))
+    return {**features, "scale": inputs["scale"], "bias": inputs["bias"]}

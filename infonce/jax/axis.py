@@ -49,13 +49,13 @@ def axis_of(axis_name: Any, kind: Loss, features: Sequence[Any]) -> Axis:
     return Axis(names, size, axes, jax.default_backend() == "cpu")
 
 
-def spread(axis: Axis, given: dict[str, Any]) -> tuple[Axis, dict[str, Any]]:
+def spread(axis: Axis, inputs: dict[str, Any]) -> tuple[Axis, dict[str, Any]]:
     """Make the arguments vary over all axes over which the call or one of them varies.
 
     Returns (`axis` with these axes as `varying`, the arguments).
     """
-    axis = replace(axis, varying=axis.varying.union(*map(_varying, jax.tree.leaves(given))))
-    return axis, _vary(given, axis.varying)
+    axis = replace(axis, varying=axis.varying.union(*map(_varying, jax.tree.leaves(inputs))))
+    return axis, _vary(inputs, axis.varying)
 
 
 def _varying(x: Any) -> frozenset[Any]:
@@ -76,7 +76,7 @@ def _vary(tree: Any, names: frozenset[Any]) -> Any:
     return jax.tree.map(one, tree)
 
 
-def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+def evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     """The outputs of `callback.outputs`, on one device:
 
     - this device's part of the loss;
@@ -85,10 +85,10 @@ def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """
     axis, kind, shape_of = call.axis, call.kind, jax.ShapeDtypeStruct
     assert axis is not None
-    features = given["features"]
+    features = inputs["features"]
     own = jnp.concatenate(features) if kind.joint else features[-1]
     keys = jax.lax.all_gather(own, axis.names, tiled=True)
-    device_arguments = {**given, "keys": keys}
+    device_arguments = {**inputs, "keys": keys}
     plan = rounds.plan(call, device_arguments)
     device_arguments["rank"] = jax.lax.axis_index(axis.names)
     run = functools.partial(rounds.run, call, plan)
@@ -116,10 +116,10 @@ def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
             arrived = jax.lax.all_gather(out["travelling"], axis.names)
         past.append({"error_and_results": out["error_and_results"], "arrived": arrived})
 
-    shapes = outputs(call, given)
+    shapes = outputs(call, inputs)
     feature_shapes = {name: shapes.pop(name) for name in kind.arguments if name in call.wrt}
     wide = jax.dtypes.canonicalize_dtype(np.float64)
-    shapes["weight"] = shape_of((), wide) if _weighted(call, given) else None
+    shapes["weight"] = shape_of((), wide) if _weighted(call, inputs) else None
     rows = len(own) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
         shapes["dq"] = shape_of((rows, own.shape[1]), plan.real)
@@ -140,10 +140,10 @@ def evaluate(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _weighted(call: Call, given: dict[str, Any]) -> bool:
+def _weighted(call: Call, inputs: dict[str, Any]) -> bool:
     """Whether rows may differ in their weight in the mean, or may have no positive."""
-    labelled = given["labels"] is not None and (call.kind.classes or not call.kind.symmetric)
-    return call.reduction == "mean" and (labelled or given["weights"] is not None)
+    labelled = inputs["labels"] is not None and (call.kind.classes or not call.kind.symmetric)
+    return call.reduction == "mean" and (labelled or inputs["weights"] is not None)
 
 
 def total(call: Call, rows: int, out: tuple[Any, dict[str, Any], Any]) -> tuple[Any, Any]:

@@ -51,8 +51,8 @@ class Wide:
         return self.halves.view(self.dtype)[..., 0]
 
 
-def integers(given: Any) -> Any:
-    return given.value if isinstance(given, Wide) else given
+def integers(value: Any) -> Any:
+    return value.value if isinstance(value, Wide) else value
 
 
 def stand_in(value: Any, number: int = 0) -> np.ndarray:
@@ -89,22 +89,22 @@ class Call:
         return str(dict(self.options).get("reduction", "mean"))
 
 
-def options_of(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+def options_of(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     """The options of `checks.call.check`, from the arrays of a callback."""
-    options = {**dict(call.options), "scale": given["scale"], "wrt": frozenset(call.wrt)}
-    arrays = {name: given[name] for name in ("grad_out", *ARRAYS)}
+    options = {**dict(call.options), "scale": inputs["scale"], "wrt": frozenset(call.wrt)}
+    arrays = {name: inputs[name] for name in ("grad_out", *ARRAYS)}
     for name in NAMES:
-        value = given[name]
+        value = inputs[name]
         arrays[name] = tuple(map(integers, value)) if isinstance(value, tuple) else integers(value)
-    arrays["guide"] = given["guide"]
+    arrays["guide"] = inputs["guide"]
     options |= {name: array for name, array in arrays.items() if array is not None}
     return {**options, "metrics": call.metrics}
 
 
-def outputs(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+def outputs(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     """Shapes and dtypes of what a call returns: {"loss": ..., "metrics": {...}, and the gradients
     in `call.wrt` by name}."""
-    features = given["features"]
+    features = inputs["features"]
     m, n = len(features[0]), len(features[call.kind.key_argument])
     double = any(z.dtype == jnp.float64 for z in features)
     rows = (m,) if call.reduction == "none" else ()
@@ -119,9 +119,9 @@ def outputs(call: Call, given: dict[str, Any]) -> dict[str, Any]:
         "hardest_negative": ((m,), wide),
     }
     arguments = dict(zip(call.kind.arguments, features, strict=True))
-    arguments |= {"scale": given["scale"], "bias": given["bias"]}
+    arguments |= {"scale": inputs["scale"], "bias": inputs["bias"]}
     of = jax.ShapeDtypeStruct
-    later = given["grad_out"] is None  # gradients wait for it
+    later = inputs["grad_out"] is None  # gradients wait for it
 
     def gradient(array: Any) -> Any:
         dtype = WAITING.get(array.dtype.name, array.dtype) if later else array.dtype
@@ -146,25 +146,25 @@ def deliver(call: Call, result: LossAndGrad, out: dict[str, Any], direct: Any) -
             array[...] = getattr(result.metrics, name)
 
 
-def call_out(fill: Callable[[Any, Any], None], shapes: Any, given: Any) -> Any:
-    """Arrays of these shapes and dtypes, which `fill(out, given)` writes when the program runs: on
+def call_out(fill: Callable[[Any, Any], None], shapes: Any, inputs: Any) -> Any:
+    """Arrays of these shapes and dtypes, which `fill(out, inputs)` writes when the program runs: on
     NumPy's arrays, or on CuPy's."""
     run = functools.partial(_run, fill)
-    return buffer_callback(run, shapes, vmap_method="sequential")(given)
+    return buffer_callback(run, shapes, vmap_method="sequential")(inputs)
 
 
-def _run(fill: Callable[[Any, Any], None], context: Any, out: Any, given: Any) -> None:
-    if jax.tree.leaves(given)[0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
-        fill(jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, given))
+def _run(fill: Callable[[Any, Any], None], context: Any, out: Any, inputs: Any) -> None:
+    if jax.tree.leaves(inputs)[0].__dlpack_device__()[0] == 1:  # the host, in DLPack's numbers
+        fill(jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, inputs))
         return
     from ..arrays import _cupy
 
     cupy = _cupy()
-    given = jax.tree.map(cupy.from_dlpack, given)
+    inputs = jax.tree.map(cupy.from_dlpack, inputs)
     out = jax.tree.map(cupy.from_dlpack, out)
     stream = cupy.cuda.Stream.from_external(_Stream(context.stream))
-    with jax.tree.leaves(given)[0].device, stream:
-        fill(out, given)
+    with jax.tree.leaves(inputs)[0].device, stream:
+        fill(out, inputs)
 
 
 class _Stream:

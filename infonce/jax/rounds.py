@@ -194,22 +194,22 @@ class _Rehearsal(Rounds):
 # --- the call, as each callback begins it ---------------------------------------------------------
 
 
-def plan(call: Call, given: dict[str, Any]) -> Plan:
+def plan(call: Call, inputs: dict[str, Any]) -> Plan:
     """The callbacks of a call with arguments of these shapes and dtypes, `keys` [N, D] among them.
     ValueError where the workspace has no room for a block."""
     axis = call.axis
     assert axis is not None
     scalars = {"scale", "weights"}
-    given = {name: _stand_in(value, int(name in scalars)) for name, value in given.items()}
+    inputs = {name: _stand_in(value, int(name in scalars)) for name, value in inputs.items()}
     with np.errstate(**SILENT):
-        request = _checked(call, given, 0)
+        request = _checked(call, inputs, 0)
         problem, gradients = request.problem, request.gradients
         real = np.dtype(jax.dtypes.canonicalize_dtype(real_of(problem)))
         if gradients is not None and gradients.want_query:
             gradients.query = np.empty(problem.query.shape, real)
         rounds = _Rehearsal(
-            np, 0, axis.size, given["keys"], np.empty(0, BITS), iter(()),
-            np.empty(given["keys"].shape, real),
+            np, 0, axis.size, inputs["keys"], np.empty(0, BITS), iter(()),
+            np.empty(inputs["keys"].shape, real),
         )  # fmt: skip
         how = folding(request)
 
@@ -219,7 +219,7 @@ def plan(call: Call, given: dict[str, Any]) -> Plan:
             if axis.on_cpu and not callable(epilogue):
                 how.require_room(block, gradients)
 
-        _solve(call, given, request, 0, replace(how, fold_block=rehearse), rounds, real)
+        _solve(call, inputs, request, 0, replace(how, fold_block=rehearse), rounds, real)
     return Plan(tuple(rounds.travels), real, rounds.has_key_sums)
 
 
@@ -230,13 +230,13 @@ def _stand_in(value: Any, number: int) -> Any:
     return None if value is None else stand_in(value, number)
 
 
-def run(call: Call, plan: Plan, out: dict[str, Any], given: dict[str, Any]) -> None:
+def run(call: Call, plan: Plan, out: dict[str, Any], inputs: dict[str, Any]) -> None:
     """One callback. After an error, the outputs are NaN, for the other devices would wait for a
     device that stops."""
-    past = given["past"]
+    past = inputs["past"]
     try:
-        with arrays.compute_context(given["keys"]):
-            _run(call, plan, out, given, past)
+        with arrays.compute_context(inputs["keys"]):
+            _run(call, plan, out, inputs, past)
     except Exception as error:
         errors = [each["error_and_results"][0] for each in past]
         if not any(isinstance(flag, np.ndarray) and flag.any() for flag in errors):
@@ -248,17 +248,17 @@ def run(call: Call, plan: Plan, out: dict[str, Any], given: dict[str, Any]) -> N
 
 
 def _run(
-    call: Call, plan: Plan, out: dict[str, Any], given: dict[str, Any], past: list[dict[str, Any]]
+    call: Call, plan: Plan, out: dict[str, Any], inputs: dict[str, Any], past: list[dict[str, Any]]
 ) -> None:
     assert call.axis is not None
-    rank = int(given["rank"])
-    request = _checked(call, given, rank)
+    rank = int(inputs["rank"])
+    request = _checked(call, inputs, rank)
     how, ends = folding(request), "loss" in out
     xp = how.vectors.xp
     results = [xp.empty(0, BITS), *(each["error_and_results"].view(BITS)[1:, 0] for each in past)]
     arrived = (each["arrived"].view(BITS)[..., 0] for each in past)
     rounds = Rounds(
-        xp, rank, call.axis.size, given["keys"], xp.concatenate(results), arrived,
+        xp, rank, call.axis.size, inputs["keys"], xp.concatenate(results), arrived,
         out.get("key_sums"),
     )  # fmt: skip
     if ends and plan.key_sums and call.kind.symmetric:  # sums for half of the other devices
@@ -266,7 +266,7 @@ def _run(
     if request.gradients is not None:
         request.gradients.query = out.get("dq")
     try:
-        solution = _solve(call, given, request, rank, how, rounds, plan.real)
+        solution = _solve(call, inputs, request, rank, how, rounds, plan.real)
     except _Stop as stop:
         out["error_and_results"][...] = 0
         if rounds.fresh:
@@ -274,23 +274,23 @@ def _run(
             out["error_and_results"].view(BITS)[1:, 0] = flat
         out["travelling"].view(BITS)[..., 0] = stop.payload
         return
-    result = dispatch.result_of(call.kind, request, solution, given["keys"])
+    result = dispatch.result_of(call.kind, request, solution, inputs["keys"])
     deliver(call, result, out, call.kind.arguments)
     if out["weight"] is not None:
         shares = request.problem.row_shares
         out["weight"][...] = len(solution.losses) if shares is None else shares.sum()
 
 
-def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
+def _checked(call: Call, inputs: dict[str, Any], rank: int) -> Request:
     """The call of this device as that of a rank."""
     assert call.axis is not None
-    kind, features, n = call.kind, given["features"], len(given["keys"])
+    kind, features, n = call.kind, inputs["features"], len(inputs["keys"])
     m = len(features[0])
     batch = Batch(m * call.axis.size, n, rank * m * (1 + kind.joint))
     # no warning of norms, which filters may make an error
-    options = {"normalize": False, **options_of(call, given)}
+    options = {"normalize": False, **options_of(call, inputs)}
     request = check(
-        kind, features, integers(given["labels"]), given["bias"], options, True, batch, {}
+        kind, features, integers(inputs["labels"]), inputs["bias"], options, True, batch, {}
     )
     request.joined, request.feature_grads = None, {}  # gradients of both are in `dq`
     problem = request.problem
@@ -307,12 +307,12 @@ def _checked(call: Call, given: dict[str, Any], rank: int) -> Request:
 
 
 def _solve(
-    call: Call, given: dict[str, Any], request: Request, rank: int, how: Folding,
+    call: Call, inputs: dict[str, Any], request: Request, rank: int, how: Folding,
     rounds: Rounds, real: np.dtype[Any],
 ) -> Solution:  # fmt: skip
     """This device's part of the loss, and of its gradients."""
     assert call.axis is not None
-    problem, gradients, labelled = request.problem, request.gradients, given["labels"] is not None
+    problem, gradients, labelled = request.problem, request.gradients, inputs["labels"] is not None
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
     if not labelled:
         problem.positives = own_positives(how.vectors.xp, problem, first)
