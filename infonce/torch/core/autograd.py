@@ -124,7 +124,8 @@ class TorchCall:
             value = get(name)
             two_items = isinstance(value, (tuple, list)) and len(value) == 2
             has_both = is_pair(value) or (two_items and name == "guide")
-            sides += value if has_both else (value, None)
+            pair: Any = value if has_both else (value, None)
+            sides += pair
         return (self.labels, *sides, *[get(name) for name in ARRAYS])
 
     @property
