@@ -36,7 +36,7 @@ Statement = tuple[bytes, bytes]  # terms, numbers
 # these four, and for each other option the field of `Problem` with its name.
 RESOLVED = "method", "reduction", "precision", "in_batch"
 SHARED = [name for name in spec.COMPILED if name not in RESOLVED]
-# keywords of distributed/losses.py that have to be the same on all ranks, and the widths of prefixes
+# keywords of distributed/losses.py that have to be the same on all ranks, and `dims`
 RANK_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
 MOST_TERMS = 64  # terms that are kept
 UNBOUNDED = 2**62  # bytes of a workspace: more than any address
