@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import losses
 from ...checks import validation
-from .autograd import AGAIN
+from .autograd import NO_SECOND_DERIVATIVE
 
 NAMES = ("scale", "query", "key")  # what has a gradient
 
@@ -36,7 +36,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(f"create_graph: expected False, got True: {AGAIN}")
+            raise RuntimeError(f"create_graph: expected False, got True: {NO_SECOND_DERIVATIVE}")
         grads = ctx.saved_tensors
         if ctx.later:
             scale, *features = ctx.saved_tensors
