@@ -356,7 +356,8 @@ def sigmoid(  # type: ignore[no-untyped-def]
             positive_z = one / (one + e)
             p = positive_z if z >= zero else e * positive_z
             loss += (z if z > zero else zero) + log1p(e)
-            p = z if z != z else ai * p
+            # of an excluded pair exactly 0: products of subnormal numbers take long
+            p = z if z != z else (ai * p if row[j] != low else zero)
             total += p
             if moments is not None:
                 moment += p * (row[j] if row[j] != low else zero)

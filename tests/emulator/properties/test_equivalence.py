@@ -79,7 +79,7 @@ def softmax_options(draw: st.DrawFn, loss: spec.Loss, columns: int, rng: Any) ->
         "label_smoothing": rng.uniform(0, 0.9), "key_bias": 2 * rng.standard_normal(columns),
         "false_negative_margin": rng.uniform(-0.2, 0.3),
     }  # fmt: skip
-    options = {name: values[name] for name in spec.SOFTMAX if name in drawn - {*loss.refused}}
+    options = {name: values[name] for name in values if name in drawn - {*loss.refused}}
     for one, other in spec.EXCLUSIVE[:3]:
         if {one, other} <= options.keys():
             del options[one]
