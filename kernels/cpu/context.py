@@ -37,14 +37,14 @@ class Context:
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
     def block_elements(self, logits: int) -> int:
-        """Elements that the logits of a block take, with the bits of a guide, a byte each, or with
+        """Elements that the logits of a block take, with the marks of a guide, a byte each, or with
         the logits of a teacher."""
         if self.other_query is None:
             return logits
         return logits + (logits if self.has_teacher else -(-logits // self.dtype.itemsize))
 
     def block_of(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
-        """The logits [m, n] of a block in its memory, and a guide's bits or a teacher's logits."""
+        """The logits [m, n] of a block in its memory, and a guide's marks or a teacher's logits."""
         x, rest = memory[: m * n].reshape(m, n), memory[m * n :]
         if self.other_query is None:
             return x, None

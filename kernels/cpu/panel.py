@@ -128,7 +128,7 @@ class Worker:
         if fold.teacher_c:
             self.multiply_others(rows, columns, self.other)
         elif self.other is not None:
-            spoiled = self.write_guide_bits(x, rows, columns, self.other)
+            spoiled = self.mark(x, rows, columns, self.other)
         np.matmul(q, k.T, out=x)
         if spoiled is not None:
             x[spoiled] = np.nan
