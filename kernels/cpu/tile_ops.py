@@ -189,7 +189,17 @@ def column_statistics(  # type: ignore[no-untyped-def]
 
 @compiled
 def row_and_column_statistics(  # type: ignore[no-untyped-def]
-    x, c, row_max, row_sum, row_moment, column_max, column_sum, column_moment, sums, moments
+    x,
+    c,
+    row_max,
+    row_sum,
+    row_moment,
+    column_max,
+    column_sum,
+    column_moment,
+    sums,
+    moments,
+    of=None,
 ):
     """The same of each row and column of the tile, with one exponential a logit.
 
@@ -231,7 +241,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
             total += e
             sums[j] += e * weight
             if row_moment is not None:
-                ex = e * (row[j] if row[j] != low else zero)
+                ex = e * (value_of(of, row, i, j) if row[j] != low else zero)
                 moment += ex
                 moments[j] += ex * weight
         row_sum[i] = total
@@ -247,7 +257,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
         least = min(least, column_sum[j])
     # the terms that underflowed are below m 2^-126 (float32): negligible in a sum of 2^-80
     if least < 2.0**-80:
-        column_statistics(x, c, column_max, column_sum, column_moment)
+        column_statistics(x, c, column_max, column_sum, column_moment, None, None, None, of)
 
 
 # --- gradient fold --------------------------------------------------------------------------------

@@ -18,17 +18,24 @@ def statistics(
     """What adds the sums of a tile to `stats`: x and t are raw products of the student and of the
     teacher. Both go through the same loops, so that of equal logits the sums are equal."""
     parts: list[tuple[Sums, Sums]] = []
+    m, n = x.shape
     for values, factor, row_sums, column_sums in (
         (x, c, stats.rows, stats.columns), (t, teacher_c, stats.teacher_rows, stats.teacher_columns)
     ):  # fmt: skip
-        for sums, of, sums_of in (
-            (row_sums, rows, tile.row_statistics), (column_sums, columns, tile.column_statistics)
-        ):  # fmt: skip
-            if sums is not None:
-                part = Sums(*np.empty((3, of.stop - of.start)))
-                sums_of(values, factor, *part.arrays, None, None, None, x)
-                part.moment *= c / factor
-                parts.append((sums.part(of), part))
+        assert row_sums is not None
+        found = [Sums(*np.empty((3, m)))]
+        if column_sums is None:
+            tile.row_statistics(values, factor, *found[0].arrays, None, None, None, x)
+        else:
+            found.append(Sums(*np.empty((3, n))))
+            memory = np.empty((2, n), x.dtype)
+            tile.row_and_column_statistics(
+                values, factor, *found[0].arrays, *found[1].arrays, *memory, x
+            )
+            parts.append((column_sums.part(columns), found[1]))
+        parts.append((row_sums.part(rows), found[0]))
+        for part in found:
+            part.moment *= c / factor
 
     def merge() -> None:
         for total, part in parts:
