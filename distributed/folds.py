@@ -143,8 +143,8 @@ class FoldsOverRanks:
             block_segments = replace(segments, columns=arrays[-1])
 
             def add(backend: Any, block: Problem) -> None:
-                found, to_keys = backend.segment_sums(block, block_segments, bool(sums))
-                self._add(rows.arrays, found.arrays)
+                block_rows, to_keys = backend.segment_sums(block, block_segments, bool(sums))
+                self._add(rows.arrays, block_rows.arrays)
                 if to_keys is not None:
                     for total, part in zip(sums, to_keys.arrays, strict=True):
                         total[:] = part
@@ -158,8 +158,9 @@ class FoldsOverRanks:
             for own, arrived in zip(column_sums.arrays, sums, strict=True):
                 own[own_rows] = arrived
 
-        own, kinds = [*key_arrays(problem), segments.columns], [((), np.float64)] * (3 * columns)
-        self.round(rows.arrays, own, visit, kinds, self._add, keep)
+        own = [*key_arrays(problem), segments.columns]
+        types = [((), np.float64)] * (3 if columns else 0)
+        self.round(rows.arrays, own, visit, types, self._add, keep)
         return rows, column_sums if columns else None
 
     def members(self, segments: Segments) -> tuple[Array, Array]:
@@ -170,8 +171,8 @@ class FoldsOverRanks:
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             if m and len(keys):
                 index = (keys.rows.start + xp.arange(len(keys))) % self.keys.total
-                found = replace(segments, columns=arrays[0]).members(xp, index)
-                self._add([number, indices], found)
+                members = replace(segments, columns=arrays[0]).members(xp, index)
+                self._add([number, indices], members)
 
         self.round([number, indices], [segments.columns], visit)
         return number, indices
@@ -200,7 +201,7 @@ class FoldsOverRanks:
         """Rows' sums stay, columns' sums go to their keys."""
         xp = self.xp
         half = problem.symmetric and stats.columns is stats.rows
-        sum_count = 2 + problem.moments  # vectors: max, sum, moment
+        sum_count = 3 if problem.moments else 2  # vectors: max, sum, moment
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
             columns = None
@@ -238,14 +239,16 @@ class FoldsOverRanks:
             for own, arrived in zip(to, sums, strict=True):
                 self.vectors.assign(own, arrived)
 
-        travelling = sum_count * (problem.two_sided or half) + half
-        kinds: list[RowType] = [((), np.float64)] * travelling
+        vector_count = sum_count if problem.two_sided or half else 0
+        if half:
+            vector_count += 1  # the logits of positives
+        types: list[RowType] = [((), np.float64)] * vector_count
         results = [*stats.rows.arrays[:sum_count], stats.positive_logits, self.all_marks]
-        self.round(results, key_arrays(problem), visit, kinds, combine, keep, half)
+        self.round(results, key_arrays(problem), visit, types, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, row_values: Array) -> Array:
-        """A vector over this rank's rows, as one over these keys: row i's value at i's positive;
-        NaN at keys that are no row's positive."""
+        """A vector over these keys: at row i's positive the value of row i of this rank, and NaN at
+        keys that are no row's positive."""
         xp, n = self.xp, len(keys)
         local = self._local(problem.positives, keys)
         out = xp.full(n + 1, xp.nan)
@@ -253,8 +256,8 @@ class FoldsOverRanks:
         return out[:n]
 
     def _ranks(self, problem: Problem, ranks: RetrievalRanks) -> None:
-        """Retrieval ranks: another round, with the positives' logits; counts of columns go to their
-        keys."""
+        """Retrieval ranks, in another round with the positives' logits. The counts of columns go to
+        their keys."""
         by_columns = ranks.column_rank is not None
         own = [*key_arrays(problem), *([ranks.column_positive_logits] if by_columns else [])]
 
@@ -269,7 +272,8 @@ class FoldsOverRanks:
             self._add(sums, *others)
             ranks.column_rank[own_rows] = sums[0]
 
-        self.round([ranks.row_rank], own, visit, [((), np.int64)] * by_columns, self._add, keep)
+        types = [((), np.int64)] if by_columns else []
+        self.round([ranks.row_rank], own, visit, types, self._add, keep)
 
     def _gradients(
         self, problem: Problem, epilogue: SoftmaxGradient | Sigmoid, gradients: Gradients
@@ -315,8 +319,8 @@ class FoldsOverRanks:
             elif dq is not None:
                 self._add([dq[own_rows]], sums, *others)
 
-        kinds: list[RowType] = [((d,), self.real)] * (gradients.want_key or half)
-        self.round([], own, visit, kinds, self._add, keep, half)
+        types: list[RowType] = [((d,), self.real)] if gradients.want_key or half else []
+        self.round([], own, visit, types, self._add, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             vectors.assign(gradients.query, dq)
 
@@ -329,7 +333,7 @@ class FoldsOverRanks:
         self, problem: Problem, keys: Keys, arrays: list[Array], epilogue: Epilogue | BlockQuestion,
         gradients: Gradients | None, to_clear: Sums | None = None,
     ) -> bool:  # fmt: skip
-        """Fold the block of these keys; False if it is empty."""
+        """Fold the block of these keys, and return True; return False if the block is empty."""
         own = keys.are_uncut and keys.are_own
         symmetric = problem.symmetric and own
         no_local = self.own_positives and not keys.are_own
@@ -361,8 +365,8 @@ class FoldsOverRanks:
         return True
 
     def _triangle(self, problem: Problem, keys: Keys, epilogue: Epilogue | BlockQuestion) -> bool:
-        """Whether a block of a symmetric problem visits each pair of rows once. That of gradients
-        has to be the first one: it does not add to dQ."""
+        """Whether a block of a symmetric problem visits each pair of rows once. Such a block of
+        gradients has to come first, because it does not add to dQ."""
         if not (problem.symmetric and keys.are_uncut and keys.are_own):
             return False
         if isinstance(epilogue, Statistics):

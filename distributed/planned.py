@@ -39,19 +39,20 @@ def solution(
     ):
         return None
     start = how.queries.starts[ranks.rank]
-    # of exchanges that are measured, nothing is in graphs
-    place = ranks, transport, start, tuple(how.keys.rows), divisors, dtype, transport.measured
-    made = plan.call(
-        _build, problem, gradients, place, graphs=True, plans=transport.plans
+    # graphs hold no exchanges that are measured, so `measured` is a part of the plan's key
+    settings = ranks, transport, start, tuple(how.keys.rows), divisors, dtype, transport.measured
+    outputs = plan.call(
+        _build, problem, gradients, settings, graphs=True, plans=transport.plans
     )  # fmt: skip
-    return recorded.solution_of(made)
+    return recorded.solution_of(outputs)
 
 
 def _build(
     problem: Problem, gradients: Gradients | None,
-    place: tuple[Communicator, Transport, int, tuple[int, ...], Divisors, Any, bool], queue: Queue,
+    settings: tuple[Communicator, Transport, int, tuple[int, ...], Divisors, Any, bool],
+    queue: Queue,
 ) -> dict[str, Array | None]:  # fmt: skip
-    ranks, transport, start, rows, divisors, dtype, _ = place
+    ranks, transport, start, rows, divisors, dtype, _ = settings
     through = transport.queued(queue)
     assert through is not None
     vectors = QueuedVectors(problem, queue)
@@ -67,9 +68,9 @@ def _build(
         problem, gradients, keys.starts[ranks.rank], keys, gather, fold_block, False,
         vectors, real_of(problem),
     )  # fmt: skip
-    found = solve(problem, folds, gradients)
+    result = solve(problem, folds, gradients)
     return {
-        "losses": found.losses if problem.reduction_weight is None else None,
-        "row_lse": found.row_lse, "column_lse": found.column_lse,
-        **totals(through, vectors, found.loss, found, divisors, dtype),
+        "losses": result.losses if problem.reduction_weight is None else None,
+        "row_lse": result.row_lse, "column_lse": result.column_lse,
+        **totals(through, vectors, result.loss, result, divisors, dtype),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The run of a call over ranks, of which all is decided: the folds, and sums over the ranks."""
+"""The run of a call over ranks by its schedule: the folds, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def solution(
     if request.on_gpu:
         request.problem = _on_gpu()[0].readable_by_kernels(request.problem)
     problem, gradients = request.problem, request.gradients
-    rows = how.queries.total // (1 + how.joint)
+    rows = how.queries.total // (2 if how.joint else 1)
     divisor, times = float(rows), float(ranks.size if ddp else 1)
     if how.weighted and problem.classes is None:  # of classes, weights follow from all labels
         divisor = weigh(request, problem, rows, ranks, transport)
@@ -43,12 +43,12 @@ def solution(
     if request.on_gpu:
         problem = problem.without_weights() if problem.by_row else problem
         planned = _on_gpu()[1]
-        found: Solution | None = planned.solution(
+        by_plan: Solution | None = planned.solution(
             how, problem, gradients, ranks, transport, _divisors(request, divisor, times),
             request.dtype,
         )  # fmt: skip
-        if found is not None:
-            return found
+        if by_plan is not None:
+            return by_plan
     fold, first = folding(request), how.queries.starts[ranks.rank]
     vectors = fold.vectors
     problem.key = vectors.xp.ascontiguousarray(problem.key)
@@ -67,36 +67,36 @@ def solution(
     elif problem.symmetric and labelled:
         wrong = unpaired(folds, problem, first)
         agree(ranks, lambda: require_pairs(problem, *wrong))
-    found = solve(problem, folds, gradients)
-    if found.loss is None and request.reduction != "none":
-        found.loss = weighted(vectors.xp, found.losses, problem.row_shares).sum()
+    result = solve(problem, folds, gradients)
+    if result.loss is None and request.reduction != "none":
+        result.loss = weighted(vectors.xp, result.losses, problem.row_shares).sum()
     sums = totals(
-        transport, vectors, found.loss, found, _divisors(request, divisor, times), request.dtype
+        transport, vectors, result.loss, result, _divisors(request, divisor, times), request.dtype
     )
-    if request.metrics and found.direction_losses is not None:
-        rows_loss, columns_loss = found.direction_losses
+    if request.metrics and result.direction_losses is not None:
+        rows_loss, columns_loss = result.direction_losses
         losses = rows_loss.sum(), None if columns_loss is None else columns_loss.sum()
         numbers = {
             side: (loss, float(how.queries.total))
             for side, loss in zip(("rows", "columns"), losses, strict=True)
         }
         means = sum_over_ranks(transport, vectors, numbers, rows_loss.dtype)
-        found.mean_losses = means["rows"], means.get("columns")
+        result.mean_losses = means["rows"], means.get("columns")
     for name, value in sums.items():
-        setattr(found, name, value)
-    return found
+        setattr(result, name, value)
+    return result
 
 
 def weigh(
     request: Request, problem: Problem, rows: int, ranks: Communicator, transport: Transport
 ) -> float:
     """Give rows their weights; return the sum of weights over ranks, which divides a mean."""
-    mine = float(len(problem.query) // (1 + problem.joint))
+    own_weight = float(len(problem.query) // (2 if problem.joint else 1))
     if problem.weights is not None:
-        mine = transport.read(problem.weights.sum())
+        own_weight = transport.read(problem.weights.sum())
         problem.row_shares = problem.weights
         problem.upstream = problem.upstream * problem.weights
-    total = _sum(ranks.allgather(mine)) or 1.0  # no row has a positive: the loss is 0
+    total = _sum(ranks.allgather(own_weight)) or 1.0  # no row has a positive: the loss is 0
     if request.reduction == "mean":
         problem.upstream = problem.upstream * (rows / total)
     return total
@@ -139,18 +139,22 @@ def find_classes(folds: FoldsOverRanks, problem: Problem, first: int) -> None:
 
 
 def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array, Array]:
-    """Of views, whose labels are each other: whether a row is not the label of its label; and the
-    label of its label."""
-    xp, mine = folds.xp, folds.xp.arange(len(problem.positives)) + first
+    """Rows of views whose labels are not each other. Returns two values, each [M]:
+
+    - whether the label of the row's label is not the row itself;
+    - the label of the row's label.
+    """
+    xp, own = folds.xp, folds.xp.arange(len(problem.positives)) + first
     back = folds.take_at_positives(problem, problem.positives)
-    wrong = (back != mine) | (problem.positives == mine) | (problem.positives < 0)
+    wrong = (back != own) | (problem.positives == own) | (problem.positives < 0)
     if problem.marks is not None:
         wrong |= xp.isnan(problem.marks)
     return wrong, back
 
 
 def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, None]:
-    """ValueError where there are `unpaired` rows. Nothing to state to other ranks."""
+    """ValueError if there are `unpaired` rows. The function has no result and no message: see
+    `agreement.agree`."""
     if bool(wrong.any()):
         i = int(wrong.argmax())
         raise ValueError(
@@ -165,8 +169,10 @@ def require_pairs(problem: Problem, wrong: Array, back: Array) -> tuple[None, No
 
 @dataclass(frozen=True)
 class Folding:
-    """How blocks are folded: the function, the mathematics on vectors, and what raises ValueError
-    where the workspace has no room for a block with these gradients."""
+    """How blocks are folded: the function, the mathematics on vectors, and a check.
+
+    `require_room` raises ValueError if the workspace has no room for a block with its gradients.
+    """
 
     fold_block: FoldBlock
     vectors: Vectors
@@ -174,7 +180,7 @@ class Folding:
 
 
 def folding(request: Request) -> Folding:
-    """How blocks are folded where the arrays of a call are."""
+    """How blocks are folded on the device that computes the call."""
     ahead = None
     if request.gradients is not None:
         ahead = Gradients(want_key=False, add_query=True)
@@ -210,8 +216,8 @@ def _on(backend: Callable[[Problem, Gradients | None], Backend]) -> FoldBlock:
 
 
 def require_room(request: Request, how: Schedule, rank: int) -> tuple[None, None]:
-    """ValueError where the workspace has no room for the least parts of a block of this rank.
-    Nothing to state to other ranks."""
+    """ValueError if the workspace has no room for the least parts of a block of this rank. The
+    function has no result and no message: see `agreement.agree`."""
     problem, gradients, fold = request.problem, request.gradients, folding(request)
     m, _, d = problem.shape
     empty = fold.vectors.xp.empty
@@ -232,21 +238,21 @@ def require_room(request: Request, how: Schedule, rank: int) -> tuple[None, None
 
 
 def _visits(request: Request, how: Schedule, rank: int) -> list[tuple[int, bool]]:
-    """The blocks of a round on this rank, the largest first: numbers of keys, and whether they are
-    its own shard."""
-    found = set()
+    """The blocks of a round on this rank, the largest first, as (number of keys, whether they are
+    the rank's own shard)."""
+    blocks = set()
 
     def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-        found.add((len(keys), keys.are_own and keys.are_uncut))
+        blocks.add((len(keys), keys.are_own and keys.are_uncut))
 
     exchange_of(how, None, rank, [], _Nothing()).run(
         Round([], visit, half=how.symmetric, same_pairs=request.problem.leaves_out)
     )
-    return sorted(found, reverse=True)
+    return sorted(blocks, reverse=True)
 
 
 class _Nothing:
-    """Sends no arrays: an `Exchanger` that has none to send, and its `Pending`."""
+    """An `Exchanger` that sends nothing, and its `Pending`."""
 
     def exchange(self, shifts: Shifts) -> _Nothing:
         return self

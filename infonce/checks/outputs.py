@@ -1,4 +1,4 @@
-"""The arrays that gradients are written to: those given as `out`, checked, and new ones."""
+"""The arrays for gradients: the arrays of `out`, after their checks, and new arrays."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ Likes = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype by name
 def joined(
     xp: Any, loss: Loss, new: Likes, outs: dict[str, Array], shape: tuple[int, int], dtype: Any
 ) -> tuple[Array, Array | None, dict[str, Array]]:
-    """Memory for the gradients of queries and keys, one below the other; the same, if `outs` are to
-    get its halves, else None; and `outs`, which are these halves if none are given, and if they
-    begin where arrays of other libraries do."""
+    """Memory for the gradients of a joint loss. Returns three values:
+
+    - rows: the gradients of queries and, below them, of keys.
+    - `rows` if its halves are to be copied to the gradients; None if they are the gradients.
+    - the gradients: `outs`, if there are any; the halves, if they have the wanted dtypes and the
+      alignment of other libraries' arrays; else new arrays.
+    """
     if outs:
         new = {name: (z.shape, z.dtype) for name, z in outs.items()}
     dtypes = {wanted for _, wanted in new.values()}
@@ -31,8 +35,8 @@ def joined(
     rows = xp.empty(shape, dtype)
     half = shape[0] // 2
     halves = dict(zip(loss.arguments, (rows[:half], rows[half:]), strict=True))
-    alike = all(wanted == dtype for _, wanted in new.values())
-    if not outs and alike and rows[:half].nbytes % ALIGNMENT == 0:
+    has_wanted_dtypes = all(wanted == dtype for _, wanted in new.values())
+    if not outs and has_wanted_dtypes and rows[:half].nbytes % ALIGNMENT == 0:
         return rows, None, {name: halves[name] for name in new}
     return rows, rows, outs or {name: xp.ndarray(*like) for name, like in new.items()}
 
@@ -40,24 +44,24 @@ def joined(
 def gradient_arrays(
     xp: Any, loss: Loss, arrays: Sequence[Array], out: Any, new: Likes, grad_dtype: Any
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Arrays for the feature gradients, those of `out` or new ones; and those of `out` alone."""
+    """Returns two values: the arrays for all feature gradients, of `out` or new; those of `out`."""
     if out is None:
         return {name: xp.ndarray(*like) for name, like in new.items()}, {}
-    given: dict[str, Any]
+    out_by_name: dict[str, Any]
     if isinstance(out, Mapping):
-        given = dict(out)
+        out_by_name = dict(out)
     elif isinstance(out, (tuple, list)):
         names = [name for name in loss.arguments if name not in loss.locked]
         if len(out) != len(names):
             raise ValueError(f"out: expected {len(names)} arrays ({', '.join(names)}), "
                              f"got {len(out)}")  # fmt: skip
-        given = dict(zip(names, out, strict=True))
+        out_by_name = dict(zip(names, out, strict=True))
     else:
         raise TypeError(f"out: expected a mapping or a sequence of arrays, got {what(out)}")
-    given = {name: array for name, array in given.items() if array is not None}
+    out_by_name = {name: array for name, array in out_by_name.items() if array is not None}
     inputs = dict(zip(loss.arguments, arrays, strict=True))
     buffers = {}
-    for name, array in given.items():
+    for name, array in out_by_name.items():
         if name not in new:
             raise ValueError(f"out: expected names among {', '.join(new)}, got {name!r}")
         shown = f"out[{name!r}]"
@@ -73,7 +77,7 @@ def gradient_arrays(
                 "out: expected arrays that share no memory with the features or each other"
             )
         others.append(array)
-    return grad_buffers, given
+    return grad_buffers, out_by_name
 
 
 def _check(name: str, array: Any, features: Array, grad_dtype: Any) -> None:

@@ -110,17 +110,17 @@ def workspace(value: Any) -> int | None:
     return int(value)
 
 
-def wrt(loss: Loss, given: Any) -> frozenset[str]:
+def wrt(loss: Loss, value: Any) -> frozenset[str]:
     possible = [name for name in loss.arguments if name not in loss.locked] + ["scale"]
     if loss.sigmoid:
         possible.append("bias")
-    if given is None:
+    if value is None:
         return frozenset(possible)
     expected = f"wrt: expected names among {', '.join(possible)}"
     try:
-        names = [given] if isinstance(given, str) else list(given)
+        names = [value] if isinstance(value, str) else list(value)
     except TypeError:
-        raise TypeError(f"{expected}, got {what(given)}") from None
+        raise TypeError(f"{expected}, got {what(value)}") from None
     for name in names:
         if not isinstance(name, str) or name not in possible:
             raise ValueError(f"{expected}, got {what(name)}")
@@ -248,8 +248,8 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
         if loss.scale is None:
             raise ValueError("temperature, scale: expected one of them, got neither")
         return loss.scale
-    name, given = ("scale", scale) if temperature is None else ("temperature", temperature)
-    value = number(name, given)
+    name, argument = ("scale", scale) if temperature is None else ("temperature", temperature)
+    value = number(name, argument)
     if not isinstance(value, float):
         return value if temperature is None else 1.0 / value.astype(np.float64)
     if value <= 0:
@@ -261,7 +261,7 @@ def scale(loss: Loss, temperature: Any, scale: Any, compute: str) -> Any:
     if not low <= value <= high:
         raise ValueError(
             f"{name}: expected a number in [{low!r}, {high!r}] for products in "
-            f"float{64 if wide else 32}, got {given!r}"
+            f"float{64 if wide else 32}, got {argument!r}"
         )
     return value if temperature is None else 1.0 / value
 
@@ -330,13 +330,13 @@ def upstream(xp: Any, grad_out: Any, reduction: str, m: int, row_share: Any) -> 
     return xp.ascontiguousarray(xp.broadcast_to(value, (m,)))
 
 
-def grad_dtype(given: Any) -> np.dtype[Any] | None:
-    if given is None:
+def grad_dtype(value: Any) -> np.dtype[Any] | None:
+    if value is None:
         return None
     try:
-        dtype: np.dtype[Any] = np.dtype(given)
+        dtype: np.dtype[Any] = np.dtype(value)
     except Exception:  # SyntaxError, among others
-        raise TypeError(f"grad_dtype: expected a dtype, got {what(given)}") from None
+        raise TypeError(f"grad_dtype: expected a dtype, got {what(value)}") from None
     if not is_float(dtype):
         raise TypeError(f"grad_dtype: expected {', '.join(FLOATS)}, got {dtype}")
     return dtype

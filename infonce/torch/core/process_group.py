@@ -81,16 +81,16 @@ class ProcessGroup(Communicator):
         return values
 
     def _gather(self, own: Array) -> Array:
-        everyone = torch.empty((self.size, len(own)), dtype=torch.uint8)
+        gathered_bytes = torch.empty((self.size, len(own)), dtype=torch.uint8)
         work = dist.all_gather(
-            list(everyone), torch.from_numpy(own), self._group, async_op=True
+            list(gathered_bytes), torch.from_numpy(own), self._group, async_op=True
         )  # fmt: skip
         self.until(work.is_completed)
         try:
             work.wait()
         except RuntimeError as error:
             raise self.blame(error, "gloo") from error
-        return everyone.numpy()
+        return gathered_bytes.numpy()
 
     def shift(
         self, send: Sequence[Array], receive: Sequence[Array], distance: int = 1
@@ -130,15 +130,16 @@ class ProcessGroup(Communicator):
 def loss_and_grad(
     kind: Loss, features: Sequence[Any], labels: Any, bias: Any, group: Any, options: dict[str, Any]
 ) -> LossAndGrad:
-    """`infonce.distributed` over a process group; gradients as DDP wants them, which averages."""
+    """A loss of `infonce.distributed` over a process group. Feature gradients are multiplied by
+    the number of ranks, because DDP averages over ranks."""
     function = getattr(distributed, f"{kind.name}_loss_and_grad")
-    given: dict[str, Any] = dict(zip(kind.arguments, features, strict=True))
+    arguments: dict[str, Any] = dict(zip(kind.arguments, features, strict=True))
     if labels is not None:
-        given["labels"] = labels
+        arguments["labels"] = labels
     if kind.sigmoid:
-        given["bias"] = bias
+        arguments["bias"] = bias
     out: LossAndGrad
-    out = function(**given, **{"gradient_scale": "ddp", **options}, comm=connect(group))
+    out = function(**arguments, **{"gradient_scale": "ddp", **options}, comm=connect(group))
     return out
 
 
