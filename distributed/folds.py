@@ -63,13 +63,13 @@ class FoldsOverRanks:
     ) -> None:  # fmt: skip
         self.start, self.keys, self.real = start, keys, real
         self.exchange, self.fold_block = exchange, fold_block
-        self.same_pairs = problem.leaves_out  # in all rounds
+        self.same_pairs = problem.compares_with_limits  # in all rounds
         self.vectors, self.xp = vectors, vectors.xp
         # whether the positives of a rank's rows are its own keys
         pairs = problem.two_sided or problem.symmetric or problem.bias is not None
         self.own_positives = pairs and not labelled
         m = len(problem.query)
-        if gradients is not None and problem.dots:
+        if gradients is not None and problem.scale_grad_from_dots:
             gradients.dots = vectors.zeros(m if gradients.want_query else keys.total)
         self.all_marks = vectors.zeros(m + 1)
         self.not_finite = NotFinite(self.all_marks[:m], self.all_marks[m:])
@@ -95,7 +95,7 @@ class FoldsOverRanks:
     def key_ranges(self, problem: Problem) -> list[slice]:
         return [slice(0, problem.shape[1])]
 
-    def not_finite_marks(self, problem: Problem) -> Array:
+    def row_nans(self, problem: Problem) -> Array:
         """Found by the fold of the losses, which has seen all keys."""
         return self.not_finite.rows + self.not_finite.any_key
 
@@ -371,7 +371,7 @@ class FoldsOverRanks:
             return False
         if isinstance(epilogue, Statistics):
             return epilogue.columns is not None
-        return problem.leaves_out and isinstance(epilogue, SoftmaxGradient)
+        return problem.compares_with_limits and isinstance(epilogue, SoftmaxGradient)
 
     def _positives(self, problem: Problem, keys: Keys, no_local: bool) -> Array:
         """Indices of the positives among these keys; -1 where the positive is not one of them."""

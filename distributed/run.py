@@ -41,7 +41,7 @@ def solution(
     if ddp:
         problem.upstream = problem.upstream * times
     if request.on_gpu:
-        problem = problem.without_weights() if problem.by_row else problem
+        problem = problem.without_weights() if problem.loss_by_row else problem
         planned = _on_gpu()[1]
         by_plan: Solution | None = planned.solution(
             how, problem, gradients, ranks, transport, _divisors(request, divisor, times),
@@ -147,8 +147,8 @@ def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array
     xp, own = folds.xp, folds.xp.arange(len(problem.positives)) + first
     back = folds.take_at_positives(problem, problem.positives)
     wrong = (back != own) | (problem.positives == own) | (problem.positives < 0)
-    if problem.marks is not None:
-        wrong |= xp.isnan(problem.marks)
+    if problem.label_nans is not None:
+        wrong |= xp.isnan(problem.label_nans)
     return wrong, back
 
 
@@ -200,7 +200,7 @@ def folding(request: Request) -> Folding:
 
     # Both folds leave out the same pairs if their tiles are the same. (Other losses have the same
     # bits with gradients and without.)
-    same_tiles = ahead if request.problem.leaves_out else None
+    same_tiles = ahead if request.problem.compares_with_limits else None
 
     def backend(problem: Problem, gradients: Gradients | None) -> Backend:
         return CPU(problem, gradients, same_tiles)
@@ -246,7 +246,7 @@ def _visits(request: Request, how: Schedule, rank: int) -> list[tuple[int, bool]
         blocks.add((len(keys), keys.are_own and keys.are_uncut))
 
     exchange_of(how, None, rank, [], _Nothing()).run(
-        Round([], visit, half=how.symmetric, same_pairs=request.problem.leaves_out)
+        Round([], visit, half=how.symmetric, same_pairs=request.problem.compares_with_limits)
     )
     return sorted(blocks, reverse=True)
 

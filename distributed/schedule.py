@@ -242,7 +242,7 @@ def room_of(request: Request) -> int:
         return half_workspace
     from infonce.kernels.gpu.device.launcher import device_properties
 
-    share: int = device_properties(problem.query.device.id).share
+    share: int = device_properties(problem.query.device.id).unasked_bytes
     return max(half_workspace, share)
 
 

@@ -72,7 +72,7 @@ def conclusion(
         at_positive = at_positive + b * column_targets.pull(columns.negative_probability)
         column_factor = b * columns.reference_probability
     # NaN where a feature is not finite: the sums alone do not tell
-    losses = losses + backend.not_finite_marks(problem)[: len(losses)]
+    losses = losses + backend.row_nans(problem)[: len(losses)]
     if log_scale_grad is not None:  # NaN by itself where a feature is not finite
         log_scale_grad = problem.upstream * log_scale_grad
     pull = at_positive  # -dL/dx at the positive, linear terms included

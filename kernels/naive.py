@@ -22,13 +22,14 @@ from .problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materi
 from .solve import Solution, Vectors
 from .targets import guide_problem, limits
 
-MATRICES, WITH_OPTIONS = 4, 10  # the most M x N arrays alive at once
+# The most M x N arrays alive at once; the latter with options of the softmax
+MATRICES, MATRICES_WITH_OPTIONS = 4, 10
 
 
 def matrix_bytes(problem: Problem) -> int:
     """What the matrices take."""
     m, n, _ = problem.shape
-    matrices = MATRICES if problem.plain else WITH_OPTIONS + problem.guided
+    matrices = MATRICES if problem.plain else MATRICES_WITH_OPTIONS + problem.guided
     return matrices * m * n * (8 if problem.compute == "fp64" else 4)
 
 
@@ -48,9 +49,9 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     present = problem.positives >= 0
     index = xp.arange(m)[:, None] * n + problem.positives.reshape(m, -1)
     index = xp.where(present, index.reshape(present.shape), m * n)  # of the positives in x
-    by_row = by_column = None  # whether a direction leaves out a pair
+    left_out_of_rows = left_out_of_columns = None  # whether a direction leaves out a pair
     if problem.has_limits:
-        by_row, by_column = _left_out(xp, problem, x, index)
+        left_out_of_rows, left_out_of_columns = _left_out(xp, problem, x, index)
     if problem.guided:
         guide, products = guide_problem(problem), Matrix(xp, m, n, dtype)
         guides = [
@@ -59,9 +60,9 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         xp.matmul(guides[0], guides[1].T, out=products.all)
         products.flat[~xp.isfinite(products.flat)] = np.nan
         found = _left_out(xp, guide, products, index)
-        by_row, by_column = (
+        left_out_of_rows, left_out_of_columns = (
             one if other is None else one | other
-            for one, other in zip(found, (by_row, by_column), strict=True)
+            for one, other in zip(found, (left_out_of_rows, left_out_of_columns), strict=True)
         )
         x.all[xp.isnan(products.all)] = np.nan
         del products
@@ -77,20 +78,20 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     x.flat[index] = positive
 
     finite = xp.isfinite(u).all(axis=1) & xp.isfinite(v).all()
-    marks = xp.where(finite, 0.0, np.nan)
-    if problem.marks is not None:
-        marks += problem.marks
+    row_nans = xp.where(finite, 0.0, np.nan)
+    if problem.label_nans is not None:
+        row_nans += problem.label_nans
     own = None
     if problem.bias is not None:
-        solution, g = _sigmoid(xp, problem, x, index, marks)
+        solution, g = _sigmoid(xp, problem, x, index, row_nans)
     else:
         logits = xp.where(present, LOG2_E * positive.astype(np.float64), np.nan)
         if problem.own is not None:
             own = OwnNegatives(xp, problem)
-            marks = marks + own.not_finite()
-        dense = _Dense(xp, u, v, marks)
+            row_nans = row_nans + own.not_finite()
+        dense = _Dense(xp, u, v, row_nans)
         solution, g, end = _softmax(
-            vectors, problem, x, logits, index, (by_row, by_column), dense, own
+            vectors, problem, x, logits, index, (left_out_of_rows, left_out_of_columns), dense, own
         )
     solution.logits = x.all
     if gradients is None:
@@ -129,11 +130,11 @@ class Matrix:
 class _Dense:
     """What `conclusion` asks of a backend, from all features at once."""
 
-    def __init__(self, xp: Any, query: Array, key: Array, marks: Array) -> None:
-        self.xp, self.query, self.key, self.marks = xp, query, key, marks
+    def __init__(self, xp: Any, query: Array, key: Array, row_nans: Array) -> None:
+        self.xp, self.query, self.key, self.nans = xp, query, key, row_nans
 
-    def not_finite_marks(self, problem: Problem) -> Array:
-        return self.marks
+    def row_nans(self, problem: Problem) -> Array:
+        return self.nans
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
@@ -245,7 +246,7 @@ def _sum_factors(xp: Any, sums: Sums, end: Direction) -> Array:
 
 
 def _sigmoid(
-    xp: Any, problem: Problem, x: Matrix, index: Array, marks: Array
+    xp: Any, problem: Problem, x: Matrix, index: Array, row_nans: Array
 ) -> tuple[Solution, Array]:
     """-log sigmoid(t z) = softplus(-t z), t = 1 at positives and -1 elsewhere; and dL/dx."""
     sign = x.like(xp)
@@ -260,7 +261,7 @@ def _sigmoid(
     g *= problem.upstream[:, None].astype(z.dtype)
     g *= sign.all
     g[xp.isneginf(x.all)] = 0
-    solution = Solution(losses + marks)
+    solution = Solution(losses + row_nans)
     if problem.scalar_grads:
         logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair would be NaN
         logits *= g

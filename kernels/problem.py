@@ -51,8 +51,8 @@ class Problem:
     # [M] int64: row i's positive key; [M, P]: several, -1 for none; None: the loss's default
     positives: Array = None
     reduction_weight: float | None = None  # of each row's loss, times `row_shares`; None: no sum
-    row_weight: float = 1.0  # weight of the softmax over keys
-    column_weight: float = 0.0  # weight of the softmax over queries
+    row_weight: float = 1.0  # of the direction: the softmax over keys
+    column_weight: float = 0.0  # of the direction: the softmax over queries
     bias: Any = None  # not None: pairwise sigmoid (SigLIP), no softmax
     symmetric: bool = False  # queries are the keys: pairs i = j are excluded, one triangle suffices
     key_shard: bool = False  # `key` is a part of all keys; positives outside of it are -1
@@ -66,11 +66,11 @@ class Problem:
     retrieval_ranks: bool = False  # also count the keys that score above the positive
     progress: Progress | None = None
     workspace_given: bool = True  # by the caller, who gets no more than that
-    marks: Array = None  # [M] float64 added to losses: NaN for rows whose labels are not taken
+    label_nans: Array = None  # [M] float64 added to losses: NaN for rows of invalid labels, else 0
     scalar_grads: bool = False  # the gradients of scale and bias are wanted
-    moments: bool = False  # that of the scale comes from moments (`uses_moments`)
+    moments: bool = False  # the scale's gradient comes from moments (`uses_moments`)
     weights: Array = None  # [M] float64, of each row's loss, where they are not all 1
-    row_shares: Array = None  # [M] float64, of each row's loss in the result, where they differ
+    row_shares: Array = None  # [M] float64 weights of losses in their sum, where they differ
     query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
     key_groups: Array = None  # excluded, except for the positive
     # options of the softmax: see `infonce.spec.OPTIONS`
@@ -91,7 +91,7 @@ class Problem:
     own: Array = None  # [M, K, D] negatives of row i alone: see `arrays.own`
     own_mask: Array = None  # [M, K] bool: those that count; None: all
     joint: bool = False  # rows i and i + B of 2B have one softmax (GTE); `upstream` is [B]
-    copied: int = 0  # bytes of the workspace for copies of a joint loss: features, gradients
+    joint_copy_bytes: int = 0  # of the workspace: copies of a joint loss's: features, gradients
     # the positives of a row are all others of its class; `positives` has those that are alone
     classes: Any = None  # `linear.Segments`
 
@@ -110,7 +110,7 @@ class Problem:
     def plain_logits(self) -> bool:
         """Whether logits are scaled products, in the sums of both sides, but for equal ids."""
         arrays = self.query_groups, self.own, self.key_bias
-        return all(array is None for array in arrays) and not self.leaves_out
+        return all(array is None for array in arrays) and not self.compares_with_limits
 
     @property
     def plain_targets(self) -> bool:
@@ -120,7 +120,7 @@ class Problem:
         return self.set_size == 1 and self.weights is None and not others
 
     @property
-    def by_row(self) -> bool:
+    def loss_by_row(self) -> bool:
         """Whether the loss of a row follows from its sums and the logits of its positives alone:
         `margin`, `decoupled` and `hardness` are numbers in that."""
         return self.plain_logits and not (self.linear_terms or self.joint)
@@ -132,7 +132,7 @@ class Problem:
         return int(self.positives.shape[1]) if sets else 1
 
     @property
-    def leaves_out(self) -> bool:
+    def compares_with_limits(self) -> bool:
         """Whether negatives above a limit are left out: see `targets.limits`."""
         return self.has_limits or self.guided
 
@@ -172,19 +172,19 @@ class Problem:
         )
 
     @property
-    def dots(self) -> bool:
+    def scale_grad_from_dots(self) -> bool:
         """Whether the gradient of the scale comes from feature gradients: `Gradients.dots`."""
         return self.scalar_grads and not self.moments
 
     @property
     def dots_lack_margin(self) -> bool:
         """Whether `Gradients.dots` lack the margin's part of the scale's gradient: `conclusion`."""
-        return self.dots and self.margin != 0.0
+        return self.scale_grad_from_dots and self.margin != 0.0
 
     @property
     def pair_counts(self) -> float:
-        """How often a pair's dL/dx x counts in the sum of `Gradients.dots`."""
-        return 2.0 if self.symmetric and self.dots else 1.0  # twice in <dZ, z>
+        """How often `Gradients.dots` contain each pair's dL/dx x: twice if queries are the keys."""
+        return 2.0 if self.symmetric and self.scale_grad_from_dots else 1.0
 
     @property
     def two_sided(self) -> bool:

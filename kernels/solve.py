@@ -91,7 +91,7 @@ class Backend(Protocol):
         """Ranges of keys whose gradients can be accumulated at once: all keys, if they fit."""
         ...
 
-    def not_finite_marks(self, problem: Problem) -> Array:
+    def row_nans(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is NaN or infinite."""
         ...
 
@@ -127,7 +127,7 @@ class Solution:
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
     """Loss, log-sum-exps and gradients of `problem`, of every loss."""
     vectors = backend.vectors
-    if gradients is not None and problem.dots and gradients.dots is None:
+    if gradients is not None and problem.scale_grad_from_dots and gradients.dots is None:
         m, n, _ = problem.shape
         gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
     if problem.bias is not None:
@@ -157,7 +157,7 @@ def fold_block(
     else:
         backend.fold(problem, backend.grid(problem, triangle), epilogue, gradients)
     if not_finite is not None:
-        not_finite.rows += backend.not_finite_marks(problem)
+        not_finite.rows += backend.row_nans(problem)
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
@@ -167,14 +167,14 @@ def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
         return False
     if problem.bias is not None or problem.two_sided or problem.symmetric:
         return False
-    return problem.plain_targets or (problem.by_row and problem.set_size == 1)
+    return problem.plain_targets or (problem.loss_by_row and problem.set_size == 1)
 
 
 def _solve_softmax(
     problem: Problem, backend: Backend, vectors: Vectors, gradients: Gradients | None
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
-    if problem.leaves_out:
+    if problem.compares_with_limits:
         problem = limited(problem, backend, vectors)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and backend.online(problem, gradients)
@@ -316,9 +316,9 @@ class Vectors:
         positive = xp.full(m, xp.nan)
         return problem, Sigmoid(row_factor, xp.zeros(m), xp.zeros(m), log_scale_grad, positive)
 
-    def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: Backend) -> Array:
+    def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Backend) -> Array:
         """Losses; NaN, as is d log(scale), where they depend on a feature that is not finite."""
-        marks = backend.not_finite_marks(problem)
+        marks = backend.row_nans(problem)
         if fold.log_scale_grad is not None:
             fold.log_scale_grad += marks
         return fold.losses + marks
@@ -383,7 +383,7 @@ def _solve_sigmoid(
         backend.fold(problem, backend.grid(problem, False), epilogue, None)
     else:
         gradient_fold(problem, backend, False, epilogue, gradients)
-    losses = vectors.mark_not_finite(problem, epilogue, backend)
+    losses = vectors.losses_with_nans(problem, epilogue, backend)
     bias_grad = epilogue.bias_grad if problem.scalar_grads else None
     dots = None if gradients is None else gradients.dots
     loss, scale_grad, bias_grad = vectors.totals(

@@ -158,7 +158,7 @@ def _problem(
         raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
     query, key = arrays[0], arrays[loss.key_argument]
     xp, reduction = static.xp, static.reduction
-    positives = marks = classes = has_positive = None
+    positives = label_nans = classes = has_positive = None
     row_ids, column_ids = rows.names(xp, loss, "ids", get("ids"), len(query), len(key))
     groups = rows.names(xp, loss, "groups", get("groups"), len(query), len(key))
     if get("in_batch") is False:  # no row has a key's group
@@ -172,7 +172,7 @@ def _problem(
         if decoupled:  # the sums leave out positives, the rows of the same class
             row_ids = column_ids = classes.rows
     elif labels is not None:
-        positives, marks, has_positive = rows.positives(
+        positives, label_nans, has_positive = rows.positives(
             xp, labels, len(query), static.batch.columns, none_or_sets=not loss.symmetric
         )  # fmt: skip
     weights, shares = get("weights"), None
@@ -199,7 +199,7 @@ def _problem(
         static.metrics,  # retrieval_ranks
         progress,
         static.workspace is not None,  # workspace_given
-        marks, static.scalar_grads, static.moments, weights,
+        label_nans, static.scalar_grads, static.moments, weights,
         shares,  # row_shares
     )  # fmt: skip
     for name, value in static.softmax:
@@ -250,7 +250,7 @@ def _request(
         gradients.own = outs.get("own")
     if loss.joint and not static.offload:
         copies = query, joined, problem.guide_query
-        problem.copied = sum(0 if z is None else z.nbytes for z in copies)
+        problem.joint_copy_bytes = sum(0 if z is None else z.nbytes for z in copies)
     return Request(
         problem, gradients, outs, given_out, static.wrt, static.reduction, static.dtype,
         static.metrics, static.return_logits, static.offload, xp is not np, static, joined,

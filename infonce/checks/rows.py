@@ -24,7 +24,7 @@ def positives(
 
     - positives: [M] int64, the key of each row, or -1 for none. With `none_or_sets` also [M, P]:
       the keys of each row in ascending order, after -1 for each missing key.
-    - marks: on a GPU, `Problem.marks`; on the host None.
+    - label_nans: on a GPU, `Problem.label_nans`; on the host None.
     - has_positive: [M], whether a row has a positive. None on a GPU without `none_or_sets`.
     """
     labels = integers(xp, "labels", labels, m, none_or_sets)
@@ -33,13 +33,13 @@ def positives(
         if is_uint64(labels):
             labels = xp.minimum(labels, np.uint64(n))  # labels beyond int64 are out of range
         labels = xp.ascontiguousarray(labels, dtype=np.int64)
-        labels, marks, has_positive = _label_kernel(xp)(labels, n, none_or_sets)
+        labels, label_nans, has_positive = _label_kernel(xp)(labels, n, none_or_sets)
         if labels.ndim > 1:
             labels, repeated = _sorted_sets(labels)
-            marks, has_positive = marks.sum(axis=1), has_positive.max(axis=1)
+            label_nans, has_positive = label_nans.sum(axis=1), has_positive.max(axis=1)
             if repeated is not None:
-                marks = xp.where(repeated.any(axis=1), np.nan, marks)
-        return labels, marks, has_positive if none_or_sets else None
+                label_nans = xp.where(repeated.any(axis=1), np.nan, label_nans)
+        return labels, label_nans, has_positive if none_or_sets else None
     outside = labels >= n
     if outside.any():
         first = np.argwhere(outside)[0]

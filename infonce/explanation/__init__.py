@@ -144,12 +144,12 @@ def _call(
 ) -> Call:  # fmt: skip
     """The description of the call, as `checks` would have it."""
     (m, n, d), feature_names = shape, wanted & set(kind.arguments)
-    copied, gradient_dtype = 0, dtype
+    joint_copy_bytes, gradient_dtype = 0, dtype
     if kind.joint:  # one softmax over the rows of both arrays, which are copied
         m = n = 2 * m
         gradient_dtype = "float64" if dtype == "float64" else "float32"
         copies = (dtype, gradient_dtype) if feature_names else (dtype,)
-        copied = sum(m * Matrix.packed(m, d, z).row_bytes for z in copies)
+        joint_copy_bytes = sum(m * Matrix.packed(m, d, z).row_bytes for z in copies)
     query, key = (Matrix.packed(rows, d, dtype) for rows in (m, n))
     dq, dk = (Matrix.packed(rows, d, gradient_dtype) for rows in (m, n))
     wants_query = bool(feature_names) if kind.joint else kind.arguments[0] in wanted
@@ -160,7 +160,7 @@ def _call(
         moments=bool(wanted & {"scale", "bias"})
         and uses_moments(m * n, bool(feature_names), False),
         classes=kind.classes, class_sums=-(-m // 3) if kind.classes else 0, joint=kind.joint,
-        copied=copied,
+        joint_copy_bytes=joint_copy_bytes,
     )  # fmt: skip
 
 

@@ -329,7 +329,7 @@ def _solve(
     if problem.weights is not None:
         problem.row_shares = problem.weights
         problem.upstream = problem.upstream * problem.weights
-    if request.on_gpu and not call.kind.classes and problem.by_row:
+    if request.on_gpu and not call.kind.classes and problem.loss_by_row:
         problem = problem.without_weights()
     solution = solve(problem, folds, gradients)
     if request.reduction != "none":

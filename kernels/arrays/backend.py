@@ -59,7 +59,7 @@ class ArrayBlocks:
         if out is None or self.summed_in_place(out):
             return 0
         n, d = out.shape
-        if problem.leaves_out:  # both folds visit the same blocks, and leave out the same pairs
+        if problem.compares_with_limits:  # both folds visit the same blocks: the same pairs count
             return int(n)
         return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
@@ -86,7 +86,9 @@ class ArrayBlocks:
             smaller = max(1, side // 2)
             if smaller == side or not few_blocks(m, n, min(m, smaller), min(n, smaller)):
                 least = 0 if not self.key_rows else n * d * item
-                least = size(side) + (least if problem.leaves_out else min(size(side), least))
+                least = size(side) + (
+                    least if problem.compares_with_limits else min(size(side), least)
+                )
                 raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
             side = smaller
         return min(m, side), min(n, side)
@@ -105,18 +107,18 @@ class ArrayBlocks:
     def online(self, problem: Problem, gradients: Gradients) -> bool:
         return False
 
-    def not_finite_marks(self, problem: Problem) -> Array:
+    def row_nans(self, problem: Problem) -> Array:
         """See `Backend`. The folds alone are not enough: they take a logit of -inf for an excluded
         pair."""
         xp = self.xp
-        bad = ~self._finite(problem.query)
-        bad |= bad.any() if problem.symmetric else ~self._finite(problem.key).all()
+        spoiled = ~self._finite(problem.query)
+        spoiled |= spoiled.any() if problem.symmetric else ~self._finite(problem.key).all()
         if isinstance(problem, TaughtProblem):
             bad_teacher = ~self._finite(problem.teacher_query)
-            bad |= bad_teacher | (bad_teacher.any() & problem.two_sided)
-            bad |= ~self._finite(problem.teacher_key).all()
-        marks = xp.where(bad, np.nan, 0.0)
-        return marks if problem.marks is None else marks + problem.marks
+            spoiled |= bad_teacher | (bad_teacher.any() & problem.two_sided)
+            spoiled |= ~self._finite(problem.teacher_key).all()
+        row_nans = xp.where(spoiled, np.nan, 0.0)
+        return row_nans if problem.label_nans is None else row_nans + problem.label_nans
 
     def _finite(self, features: Array) -> Array:
         xp, out = self.xp, self.xp.empty(len(features), bool)

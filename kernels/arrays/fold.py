@@ -189,9 +189,9 @@ class ArrayFold:
 
     def _left_out(self, x: Array, rows: slice, columns: slice) -> Sides:
         """Whether rows, and columns, leave out a pair of these dot products: see
-        `Problem.leaves_out`. Where the guide's product is not finite, x becomes NaN."""
+        `Problem.compares_with_limits`. Where the guide's product is not finite, x becomes NaN."""
         problem, xp = self.problem, self.xp
-        if not problem.leaves_out:
+        if not problem.compares_with_limits:
             return None, None
         compared = []
         if problem.has_limits:
@@ -204,17 +204,19 @@ class ArrayFold:
             guide = query @ key.T
             guide[~xp.isfinite(guide)] = np.nan
             compared.append((guide, problem.guide_limits, problem.guide_key_limits))
-        by_row = by_column = None
+        left_out_of_rows = left_out_of_columns = None
         for dots, limits, key_limits in compared:
             limit = limits[rows].astype(dots.dtype)[:, None]
             above = dots > limit
-            by_row = above if by_row is None else by_row | above
+            left_out_of_rows = above if left_out_of_rows is None else left_out_of_rows | above
             if key_limits is not None:
                 above = dots > key_limits[columns].astype(dots.dtype)
-                by_column = above if by_column is None else by_column | above
+                left_out_of_columns = (
+                    above if left_out_of_columns is None else left_out_of_columns | above
+                )
         if problem.guided:
             x[xp.isnan(guide)] = np.nan
-        return by_row, by_column
+        return left_out_of_rows, left_out_of_columns
 
     def _exponents(self, x: Array) -> Array:
         """Of negatives, without biases."""

@@ -109,20 +109,20 @@ class OwnNegatives:
         if gradients is None:
             return
         products = self.add_gradients(end.rows.reference, end.row_factor, gradients)
-        if self.problem.dots:
+        if self.problem.scale_grad_from_dots:
             others = end.log_scale_grad
             end.log_scale_grad = products if others is None else products + others
 
     def not_finite(self) -> Array:
         """[M] NaN for rows whose own keys, but those that are masked, are not finite; else 0."""
         xp, problem = self.xp, self.problem
-        marks = xp.empty(len(problem.query))
-        for rows in slices(len(marks), 1024):
+        row_nans = xp.empty(len(problem.query))
+        for rows in slices(len(row_nans), 1024):
             finite = xp.isfinite(problem.own[rows].astype(np.float64)).all(axis=2)
             if problem.own_mask is not None:
                 finite = finite | ~problem.own_mask[rows]
-            marks[rows] = xp.where(finite.all(axis=1), 0.0, np.nan)
-        return marks
+            row_nans[rows] = xp.where(finite.all(axis=1), 0.0, np.nan)
+        return row_nans
 
 
 def joined(vectors: Any, problem: Problem, stats: Statistics) -> OwnNegatives | None:

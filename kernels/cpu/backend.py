@@ -40,9 +40,8 @@ from .panel import Worker
 from .workers import BLAS, BUFFER_POOL, PanelOrder, in_threads, require_memory, thread_count
 
 TILE = 2048, 1216  # rows x columns; rows of 2^n bytes would all map to the same cache sets
-TRIANGLE_SIDE = (
-    896  # of a tile if one triangle is visited: tiles on the diagonal are computed whole
-)
+# Side of a tile if one triangle is visited: tiles on the diagonal are computed as a whole
+TRIANGLE_SIDE = 896
 GROUP_TILE = 512, 304  # smaller tiles have fewer pairs of different groups
 MIN_THREADED_CALL = 2**26  # multiply-adds; with fewer, a second thread takes longer than it saves
 
@@ -97,20 +96,20 @@ class CPU:
         norms = norms_of(features, self.dtype) if problem.normalize else None
         return Side(features, self.dtype, norms)
 
-    def not_finite_marks(self, problem: Problem) -> Array:
+    def row_nans(self, problem: Problem) -> Array:
         """See `Backend`. The folds alone are not enough: they take a logit of -inf for an excluded
         pair, and the largest logit of those that are not NaN."""
-        bad = not_finite(problem.query)
+        not_finite_rows = not_finite(problem.query)
         if problem.key is not problem.query:
-            bad |= not_finite(problem.key).any()
-        elif bad.any():
-            bad[:] = True
+            not_finite_rows |= not_finite(problem.key).any()
+        elif not_finite_rows.any():
+            not_finite_rows[:] = True
         context = self.context
         if context.other_query is not None and context.other_key is not None:
-            bad |= (bad_other := not_finite(context.other_query.features))
+            not_finite_rows |= (bad_other := not_finite(context.other_query.features))
             of_columns = (problem.symmetric or problem.two_sided) and bad_other.any()
-            bad |= of_columns or not_finite(context.other_key.features).any()
-        return np.where(bad, np.nan, 0.0)
+            not_finite_rows |= of_columns or not_finite(context.other_key.features).any()
+        return np.where(not_finite_rows, np.nan, 0.0)
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]
@@ -145,13 +144,13 @@ class CPU:
         if out is None or (out.dtype == self.dtype and out.dtype.isnative):
             return 0
         n, d = out.shape
-        if problem.leaves_out:  # both folds visit the same blocks, and leave out the same pairs
+        if problem.compares_with_limits:  # both folds visit the same blocks: the same pairs count
             return int(n)
         return int(min(n, max(1, problem.workspace // 2 // (d * self.dtype.itemsize))))
 
     def _tile(self, problem: Problem) -> tuple[int, int]:
-        """Rows and columns of a tile; all with method="naive", which has blocks over ranks. If the
-        workspace is too small, first tiles get smaller, then threads fewer."""
+        """Rows and columns of a tile. If the workspace is too small, first tiles get smaller, then
+        threads fewer. With method="naive" over ranks, the tile is the whole block."""
         context = self.context
         m, n, d = problem.shape
         if problem.method == "naive":
@@ -161,9 +160,8 @@ class CPU:
         bm, bn = (TRIANGLE_SIDE, TRIANGLE_SIDE) if problem.symmetric else TILE
         if problem.query_groups is not None:
             bm, bn = min(bm, GROUP_TILE[0]), min(bn, GROUP_TILE[1])
-        while (
-            bm > 16 and context.threads > 1 and 2 * bm * context.threads > m
-        ):  # two panels a thread
+        # at least two panels a thread
+        while bm > 16 and context.threads > 1 and 2 * bm * context.threads > m:
             bm //= 2
         if problem.symmetric:
             bn = bm
@@ -171,18 +169,20 @@ class CPU:
         accumulated = context.accumulators * d * self.dtype.itemsize
         room = problem.workspace - accumulated
         while True:
-            one = context.worker_bytes(d, bm, bn)
+            worker_bytes = context.worker_bytes(d, bm, bn)
             smaller = max(1, bm // 2), max(1, bn // 2)
-            fits = context.threads * one <= room
+            fits = context.threads * worker_bytes <= room
             if fits or smaller == (bm, bn) or not few_blocks(m, n, *smaller):
                 break
             bm, bn = smaller
-        if one > room:
+        if worker_bytes > room:
             rows = 0 if not accumulated else m if problem.symmetric else n
-            least = rows * d * self.dtype.itemsize
-            least = one + (least if problem.leaves_out else min(one, least))
+            accumulator_bytes = rows * d * self.dtype.itemsize
+            if not problem.compares_with_limits:  # accumulators take half of the workspace at most
+                accumulator_bytes = min(worker_bytes, accumulator_bytes)
+            least = worker_bytes + accumulator_bytes
             raise ValueError(workspace_too_small(problem.shape, least, problem.workspace))
-        context.threads = min(context.threads, room // one)
+        context.threads = min(context.threads, room // worker_bytes)
         return bm, bn
 
     def online(self, problem: Problem, gradients: Gradients) -> bool:

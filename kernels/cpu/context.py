@@ -23,7 +23,7 @@ class Context:
     key: Side
     threads: int
     gradient: bool  # whether the call differentiates
-    both_folds: bool  # here: logits may be kept from one fold to the next
+    both_folds: bool  # both folds run in this object, so logits may be kept for the second
     query_in_place: bool  # dQ accumulates in its destination
     accumulators: int  # rows of dK that accumulate in the workspace; 0: in their destination
     other_query: Side | None = None  # features of a guide, or of a teacher
@@ -37,14 +37,14 @@ class Context:
     worker_memory: dict[Block, Array] = field(default_factory=dict)
 
     def block_elements(self, logits: int) -> int:
-        """Elements that the logits of a block take, with the marks of a guide, a byte each, or with
+        """Elements that the logits of a block take, with the bits of a guide, a byte each, or with
         the logits of a teacher."""
         if self.other_query is None:
             return logits
         return logits + (logits if self.has_teacher else -(-logits // self.dtype.itemsize))
 
     def block_of(self, memory: Array, m: int, n: int) -> tuple[Array, Array | None]:
-        """The logits [m, n] of a block in its memory, and a guide's marks or a teacher's logits."""
+        """The logits [m, n] of a block in its memory, and a guide's bits or a teacher's logits."""
         x, rest = memory[: m * n].reshape(m, n), memory[m * n :]
         if self.other_query is None:
             return x, None
@@ -55,9 +55,10 @@ class Context:
         """Elements in the buffers of a worker."""
         elements = self.block_elements(bm * bn)
         for side, rows in ((self.other_query, bm), (self.other_key, bn)):
-            if side is not None and not side.direct:
+            if side is not None and not side.readable_in_place:
                 elements += rows * side.features.shape[1]
-        elements += (not self.query.direct) * bm * d + (not self.key.direct) * bn * d
+        for side, rows in ((self.query, bm), (self.key, bn)):
+            elements += 0 if side.readable_in_place else rows * d
         accumulator = 0 if self.query_in_place else bm * d
         return int(elements + self.gradient * (accumulator + max(bm, bn) * d))
 

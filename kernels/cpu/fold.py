@@ -61,13 +61,13 @@ class Fold:
             )
         )  # fmt: skip
         # the logits of both directions
-        self.alike = self.key_bias is None and not problem.leaves_out
+        self.same_logits = self.key_bias is None and not problem.compares_with_limits
         self.teacher_c = 0.0
         if isinstance(problem, TaughtProblem):
             self.teacher_c = float(problem.teacher_scale) * LOG2_E
         if isinstance(epilogue, SoftmaxGradient):
             self.positive_gradient = epilogue.positive_gradient.astype(dtype)
-            self.factors = Factors(epilogue, self.c, dtype, self.alike)
+            self.factors = Factors(epilogue, self.c, dtype, self.same_logits)
             if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
                 self.teacher_factors = Factors(epilogue.teacher, self.teacher_c, dtype, True)
         elif isinstance(epilogue, Sigmoid):
@@ -136,7 +136,7 @@ class Fold:
         d = self.problem.shape[2]
         for columns in self.grid.columns:
             rows = columns.stop - columns.start
-            if not context.key.direct and buffer is None:
+            if not context.key.readable_in_place and buffer is None:
                 buffer = np.empty((rows, d), context.dtype)
             g = self.column_accumulator(columns)
             destination = None if self.in_place else gradients.key

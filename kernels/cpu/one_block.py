@@ -34,9 +34,9 @@ def fits(problem: Problem) -> bool:
         return False
     if problem.retrieval_ranks or problem.progress is not None:
         return False
-    if problem.set_size > 1 or not problem.by_row or problem.decoupled or problem.hardness:
+    if problem.set_size > 1 or not problem.loss_by_row or problem.decoupled or problem.hardness:
         return False
-    if problem.marks is not None or problem.key_shard:
+    if problem.label_nans is not None or problem.key_shard:
         return False
     item = DTYPES[problem.compute].itemsize
     return bool((m * n + 2 * (m + n) * d) * item <= problem.workspace)

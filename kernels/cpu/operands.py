@@ -36,7 +36,7 @@ class Side:
     norms: Norms | None
 
     @property
-    def direct(self) -> bool:
+    def readable_in_place(self) -> bool:
         """Whether BLAS can read the features in place."""
         return self.norms is None and readable_in_place(self.features, self.dtype)
 
@@ -79,7 +79,7 @@ class Side:
     def blocks(self) -> Iterator[tuple[slice, Array]]:
         """Rows in the compute dtype, some at a time."""
         n, d = self.features.shape
-        buffer = None if self.direct else np.empty((min(n, 1024), d), self.dtype)
+        buffer = None if self.readable_in_place else np.empty((min(n, 1024), d), self.dtype)
         for rows in slices(n, 1024):
             yield rows, self.block(rows, buffer)
 

@@ -51,13 +51,13 @@ class Worker:
             return memory[used - size : used].reshape(shape)
 
         self.logits = buffer(context.block_elements(bm * bn))
-        self.query_buffer = None if context.query.direct else buffer(bm, d)
-        self.key_buffer = None if context.key.direct else buffer(bn, d)
+        self.query_buffer = None if context.query.readable_in_place else buffer(bm, d)
+        self.key_buffer = None if context.key.readable_in_place else buffer(bn, d)
         self.other_query_buffer, self.other_key_buffer = (
-            None if side is None or side.direct else buffer(rows, side.features.shape[1])
+            None if side is None or side.readable_in_place else buffer(rows, side.features.shape[1])
             for side, rows in ((context.other_query, bm), (context.other_key, bn))
         )
-        self.other: Array | None = None  # of the tile: a guide's marks, or a teacher's products
+        self.other: Array | None = None  # of the tile: a guide's bits, or a teacher's products
         if fold.gradients is not None:
             self.product = buffer(max(bm, bn), d)
             self.dq = None if context.query_in_place else buffer(bm, d)
@@ -85,19 +85,20 @@ class Worker:
             else:
                 k = fold.context.key.block(columns, self.key_buffer)
             x = self.block(a, b, q, k)
-            merge = self.epilogue(x, rows, columns, diagonal)
+            in_panel_order = self.epilogue(x, rows, columns, diagonal)
             if row_gradients:
                 self.add_rows(x, k, rows, first)
             add_columns = fold.column_gradients and not diagonal
             if add_columns:
                 g = fold.column_accumulator(columns)
                 is_first = fold.first_panels[b] == a
+                # Only the first panel writes g before `order.wait`: the other panels wait for it
                 product = g if is_first and g.flags.c_contiguous else self.product[: len(k)]
                 np.matmul(x.T, q, out=product)
-            if merge is not None or fold.column_gradients:
+            if in_panel_order is not None or fold.column_gradients:
                 order.wait(a, b)
-            if merge is not None:
-                merge()
+            if in_panel_order is not None:
+                in_panel_order()
             if add_columns and product is not g:
                 if is_first:
                     np.copyto(g, product)
@@ -128,7 +129,7 @@ class Worker:
         if fold.teacher_c:
             self.multiply_others(rows, columns, self.other)
         elif self.other is not None:
-            spoiled = self.mark(x, rows, columns, self.other)
+            spoiled = self.write_guide_bits(x, rows, columns, self.other)
         np.matmul(q, k.T, out=x)
         if spoiled is not None:
             x[spoiled] = np.nan
@@ -160,23 +161,26 @@ class Worker:
             key = context.other_key.block(columns, self.other_key_buffer)
         np.matmul(query, key.T, out=out)
 
-    def mark(self, g: Array, rows: slice, columns: slice, marks: Array) -> Array | None:
-        """The tile's marks by the guide, whose products are put into g. Where they are not finite,
-        if some are not."""
+    def write_guide_bits(
+        self, g: Array, rows: slice, columns: slice, guide_bits: Array
+    ) -> Array | None:
+        """Writes the guide's products into g, and into `guide_bits` which direction leaves out a
+        pair. Returns [m, n] which products are not finite; None: all are finite."""
         fold = self.fold
         self.multiply_others(rows, columns, g)
         assert fold.guide_limits is not None
         limits = fold.guide_limits[rows]
-        if mark_pairs(g, limits, part(fold.guide_key_limits, columns), marks):
+        if mark_pairs(g, limits, part(fold.guide_key_limits, columns), guide_bits):
             return None
         not_finite = ~np.isfinite(g)
-        marks[not_finite] = 0
+        guide_bits[not_finite] = 0
         return not_finite
 
     def epilogue(
         self, x: Array, rows: slice, columns: slice, diagonal: bool
     ) -> Callable[[], None] | None:
-        """Apply the fold's epilogue to a tile. Returns what has to run in the panels' order."""
+        """Apply the fold's epilogue to a tile. Returns a function that has to run in the order of
+        the panels; None: nothing has."""
         fold, epilogue = self.fold, self.fold.epilogue
         if isinstance(epilogue, SoftmaxGradient):
             options = *fold.directions(rows, columns), None if fold.teacher_c else self.other
@@ -217,26 +221,28 @@ class Worker:
             return lambda: count_above_columns(x, c, *counts)
         if isinstance(epilogue, TaughtStatistics):
             constants = fold.c, fold.teacher_c
-            merge = distillation.statistics(epilogue, x, self.other, *constants, rows, columns)
+            in_panel_order = distillation.statistics(
+                epilogue, x, self.other, *constants, rows, columns
+            )
             if epilogue.columns is not None:
-                return merge
-            return merge()
+                return in_panel_order
+            return in_panel_order()
         return self.statistics(epilogue, x, rows, columns, diagonal)
 
     def softmax_gradient(
-        self, x: Array, factors: Factors, rows: slice, columns: slice, by_row: Any, by_column: Any,
-        marks: Array | None,
+        self, x: Array, factors: Factors, rows: slice, columns: slice, row_arguments: Any,
+        column_arguments: Any, guide_bits: Array | None,
     ) -> None:  # fmt: skip
         """Raw products x become the softmax's part of dL/dx; the others as `Fold.directions`."""
         c, r, a = factors.c, factors.row_reference[rows], factors.a[rows]
         if not factors.two_sided:
-            tile.softmax_gradient(x, c, r, a, *by_row, marks)
+            tile.softmax_gradient(x, c, r, a, *row_arguments, guide_bits)
         elif factors.shared:
             tile.softmax_gradient_shared(x, c, r, a, factors.u[rows], factors.v[columns])
         else:
             tile.softmax_gradient_two_sided(
                 x, c, r, a, factors.column_reference[columns], factors.b[columns],
-                *by_row, *by_column, marks,
+                *row_arguments, *column_arguments, guide_bits,
             )  # fmt: skip
 
     def statistics(
@@ -246,18 +252,20 @@ class Worker:
         m, n = x.shape
         tile_rows, tile_columns = self.tile_rows.part(slice(m)), self.tile_columns.part(slice(n))
         both = stats.columns is not None and not diagonal
-        by_row, by_column = fold.directions(rows, columns)
-        if both and fold.alike:
+        row_arguments, column_arguments = fold.directions(rows, columns)
+        if both and fold.same_logits:
             partial = self.partial[:, :n]
             tile.row_and_column_statistics(
                 x, fold.c, *tile_rows.arrays, *tile_columns.arrays, partial[0], partial[-1]
             )
         else:
-            tile.row_statistics(x, fold.c, *tile_rows.arrays, *by_row, self.other)
+            tile.row_statistics(x, fold.c, *tile_rows.arrays, *row_arguments, self.other)
             if both:
-                tile.column_statistics(x, fold.c, *tile_columns.arrays, *by_column, self.other)
+                tile.column_statistics(
+                    x, fold.c, *tile_columns.arrays, *column_arguments, self.other
+                )
 
-        def merge() -> None:
+        def in_panel_order() -> None:
             # Rows too: in the symmetric case, columns of earlier panels are these rows
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
@@ -272,8 +280,8 @@ class Worker:
                     count_above_columns(x, fold.positive_c, threshold, ranks)
 
         if stats.columns is not None:
-            return merge
-        merge()
+            return in_panel_order
+        in_panel_order()
         return None
 
     def add_rows(self, x: Array, k: Array, rows: slice, first: bool) -> None:
@@ -333,14 +341,14 @@ class Worker:
 
 
 @compiled
-def mark_pairs(g, limits, key_limits, marks):  # type: ignore[no-untyped-def]
-    """marks[i, j] = which direction leaves out a pair, whose product by the guide is g[i, j].
+def mark_pairs(g, limits, key_limits, guide_bits):  # type: ignore[no-untyped-def]
+    """guide_bits[i, j] = which direction leaves out a pair, whose product by the guide is g[i, j].
     Whether all products are finite."""
     wide_vectors()
     zero = g.dtype.type(0)
     total = zero
     for i in range(g.shape[0]):
-        row, limit, out = g[i], limits[i], marks[i]
+        row, limit, out = g[i], limits[i], guide_bits[i]
         for j in range(row.size):
             bits = np.uint8(tile.BY_ROW) if row[j] > limit else np.uint8(0)
             if key_limits is not None:

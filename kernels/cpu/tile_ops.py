@@ -9,7 +9,7 @@ has to be exact, the maxima and log-sum-exps, is kept in float64 vectors outside
 
 The logit of an excluded pair is -inf. NaN is never swallowed: it passes through every sum.
 
-Rows and columns may have biases of their keys and limits, in units of raw products, and marks of a
+Rows and columns may have biases of their keys and limits, in units of raw products, and bits of a
 guide, or None. They are no part of the tile, because rows and columns have different ones: see
 `seen`.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from .elementary import compiled, exp2, fmax, log1p, probability, wide_vectors
 
-BY_ROW, BY_COLUMN = 1, 2  # bits of a guide's marks: which direction leaves out the pair
+BY_ROW, BY_COLUMN = 1, 2  # of `guide_bits`: which direction leaves out the pair
 
 # --- positives and excluded pairs -----------------------------------------------------------------
 
@@ -66,13 +66,13 @@ def insert_positives(x, positives, first_column, values):  # type: ignore[no-unt
 
 
 @compiled
-def seen(value, bias, at, limits, of, low, marks, i, j, bit):  # type: ignore[no-untyped-def]
+def seen(value, bias, at, limits, of, low, guide_bits, i, j, bit):  # type: ignore[no-untyped-def]
     """A raw product as one direction sees it: with the bias of its key, `low` above the limit, or
     where the guide's mark has the direction's bit."""
     if limits is not None:
         value = low if value > limits[of] else value
-    if marks is not None:
-        value = low if marks[i, j] & np.uint8(bit) else value
+    if guide_bits is not None:
+        value = low if guide_bits[i, j] & np.uint8(bit) else value
     if bias is not None:
         value += bias[at]
     return value
@@ -111,7 +111,7 @@ def value_of(of, row, i, j):  # type: ignore[no-untyped-def]
 
 @compiled
 def row_statistics(  # type: ignore[no-untyped-def]
-    x, c, row_max, row_sum, row_moment, key_bias=None, limits=None, marks=None, of=None
+    x, c, row_max, row_sum, row_moment, key_bias=None, limits=None, guide_bits=None, of=None
 ):
     """(max, sum) of 2^(c y) of each row of the tile, y being x as `seen`; and the moment
     sum_j 2^(c y - max) c x, unless `row_moment` is None; with `of` [m, n] in the place of x."""
@@ -119,9 +119,9 @@ def row_statistics(  # type: ignore[no-untyped-def]
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row = x[i]
-        top = seen(row[0], key_bias, 0, limits, i, low, marks, i, 0, BY_ROW)
+        top = seen(row[0], key_bias, 0, limits, i, low, guide_bits, i, 0, BY_ROW)
         for j in range(row.size):
-            top = fmax(top, seen(row[j], key_bias, j, limits, i, low, marks, i, j, BY_ROW))
+            top = fmax(top, seen(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW))
         row_max[i] = np.float64(c) * np.float64(top)
         row_sum[i] = 0.0
         if row_moment is not None:
@@ -131,7 +131,7 @@ def row_statistics(  # type: ignore[no-untyped-def]
         scale = x.dtype.type(c)
         total, moment = zero, zero
         for j in range(row.size):
-            y = seen(row[j], key_bias, j, limits, i, low, marks, i, j, BY_ROW)
+            y = seen(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
             e = exp2(scale * (y - top))
             total += e
             if row_moment is not None:
@@ -150,7 +150,7 @@ def column_statistics(  # type: ignore[no-untyped-def]
     column_moment,
     key_bias=None,
     limits=None,
-    marks=None,
+    guide_bits=None,
     of=None,
 ):
     """The same of each column of the tile, with the columns' own maxima. Rows are its keys."""
@@ -160,12 +160,12 @@ def column_statistics(  # type: ignore[no-untyped-def]
     scale = x.dtype.type(c)
     high = x[0].copy()
     for j in range(n):
-        high[j] = seen(high[j], key_bias, 0, limits, j, low, marks, 0, j, BY_COLUMN)
+        high[j] = seen(high[j], key_bias, 0, limits, j, low, guide_bits, 0, j, BY_COLUMN)
     for i in range(1, m):
         row = x[i]
         for j in range(n):
             high[j] = fmax(
-                high[j], seen(row[j], key_bias, i, limits, j, low, marks, i, j, BY_COLUMN)
+                high[j], seen(row[j], key_bias, i, limits, j, low, guide_bits, i, j, BY_COLUMN)
             )
     sums, moments = np.zeros_like(high), np.zeros_like(high)
     for j in range(n):
@@ -175,7 +175,7 @@ def column_statistics(  # type: ignore[no-untyped-def]
     for i in range(m):
         row = x[i]
         for j in range(n):
-            y = seen(row[j], key_bias, i, limits, j, low, marks, i, j, BY_COLUMN)
+            y = seen(row[j], key_bias, i, limits, j, low, guide_bits, i, j, BY_COLUMN)
             e = exp2(scale * (y - high[j]))
             sums[j] += e
             if column_moment is not None:
@@ -265,7 +265,7 @@ def row_and_column_statistics(  # type: ignore[no-untyped-def]
 
 @compiled
 def softmax_gradient(  # type: ignore[no-untyped-def]
-    x, c, row_reference, a, key_bias=None, limits=None, marks=None
+    x, c, row_reference, a, key_bias=None, limits=None, guide_bits=None
 ):
     """x <- a_i 2^(c (y - row_reference_i)), y being x as `seen`: one direction."""
     wide_vectors()
@@ -273,7 +273,7 @@ def softmax_gradient(  # type: ignore[no-untyped-def]
     for i in range(x.shape[0]):
         row, r, ai = x[i], row_reference[i], a[i]
         for j in range(row.size):
-            y = seen(row[j], key_bias, j, limits, i, low, marks, i, j, BY_ROW)
+            y = seen(row[j], key_bias, j, limits, i, low, guide_bits, i, j, BY_ROW)
             row[j] = ai * probability(scale * (y - r))
 
 
@@ -291,7 +291,7 @@ def softmax_gradient_shared(x, c, row_reference, a, u, v):  # type: ignore[no-un
 @compiled
 def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
     x, c, row_reference, a, column_reference, b,
-    key_bias=None, row_limits=None, row_bias=None, column_limits=None, marks=None,
+    key_bias=None, row_limits=None, row_bias=None, column_limits=None, guide_bits=None,
 ):  # fmt: skip
     """x <- a_i 2^(c (y - row_reference_i)) + b_j 2^(c (z - column_reference_j)), y being x as
     `seen` by its row, z by its column, for references of any range."""
@@ -300,8 +300,8 @@ def softmax_gradient_two_sided(  # type: ignore[no-untyped-def]
     for i in range(x.shape[0]):
         row, r, ai = x[i], row_reference[i], a[i]
         for j in range(row.size):
-            y = seen(row[j], key_bias, j, row_limits, i, low, marks, i, j, BY_ROW)
-            z = seen(row[j], row_bias, i, column_limits, j, low, marks, i, j, BY_COLUMN)
+            y = seen(row[j], key_bias, j, row_limits, i, low, guide_bits, i, j, BY_ROW)
+            z = seen(row[j], row_bias, i, column_limits, j, low, guide_bits, i, j, BY_COLUMN)
             row[j] = ai * probability(scale * (y - r)) + b[j] * probability(
                 scale * (z - column_reference[j])
             )

@@ -89,7 +89,7 @@ struct Positives {
 
 #if LINEAR
 // t_i = factor_i (sums[segment_i] - itself u_i) + weighted[segment_i], which is subtracted from dL/du_i.
-struct LinearTerm {
+struct LinearGradient {
   const i64* segment;            // of each row; null: 0; -1: the row has no such term
   const double* factor;          // of each row; null: 0
   const Real *sums, *weighted;  // [segments, d], or null: 0
@@ -116,11 +116,11 @@ struct LinearTerm {
   }
 };
 
-struct LinearTerms {
-  LinearTerm first, second;  // the second may have neither factors nor weighted sums
+struct LinearGradients {
+  LinearGradient first, second;  // the second may have neither factors nor weighted sums
 };
 #else
-struct LinearTerms {};
+struct LinearGradients {};
 #endif
 
 // Eight features of a row, and of its gradient.
@@ -130,7 +130,7 @@ struct Finished {
   T x[LANE_FEATURES];  // the row, near unit length
 
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
-                                      const LinearTerms& linear, const Matrix& z, i64 row, i64 column,
+                                      const LinearGradients& linear, const Matrix& z, i64 row, i64 column,
                                       i64 d, double factor, int exponent, bool with_row = true) {
     const i64 n = d - column;
     get_reals(g, sum + column, n);
@@ -178,11 +178,11 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   double* dots,
                                   const __grid_constant__ Matrix out, i64 add
 #if LINEAR
-                                  , const __grid_constant__ LinearTerms linear
+                                  , const __grid_constant__ LinearGradients linear
 #endif
                                   ) {
 #if !LINEAR
-  const LinearTerms linear = {};
+  const LinearGradients linear = {};
 #endif
   const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
   const i64 offset = lanes_row(lanes);

@@ -25,10 +25,10 @@ extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i6
 }
 
 // `any_key_not_finite` becomes NaN if a feature of any of n keys is not finite (all rows that write it
-// write the same). out[row] is NaN if a feature of query `row` is not finite, else marks[row] (null: 0).
+// write the same). out[row] is NaN if a feature of query `row` is not finite, else label_nans[row] (null: 0).
 extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n,
                                       const __grid_constant__ Matrix queries, i64 m, i64 d,
-                                      const double* marks, double* out,
+                                      const double* label_nans, double* out,
                                       double* any_key_not_finite) {
   const int lanes = lanes_of(d), lane = threadIdx.x % lanes;
   const bool is_query = lanes_row(lanes) >= n;
@@ -43,10 +43,10 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
     for (int i = 0; i < LANE_FEATURES; ++i) sum += (float)(x[i] * 0);
   }
   const u32 nonzero_lanes = __ballot_sync(ALL_LANES, sum != 0);
-  const bool bad = lanes == 32 ? nonzero_lanes : nonzero_lanes >> (threadIdx.x & 16) & 0xffff;
+  const bool is_not_finite = lanes == 32 ? nonzero_lanes : nonzero_lanes >> (threadIdx.x & 16) & 0xffff;
   if (lane || !inside) return;
-  if (is_query) out[row] = bad ? NAN_ : marks ? marks[row] : 0;
-  else if (bad) *any_key_not_finite = NAN_;
+  if (is_query) out[row] = is_not_finite ? NAN_ : label_nans ? label_nans[row] : 0;
+  else if (is_not_finite) *any_key_not_finite = NAN_;
 }
 
 // The bits of the largest finite size among n rows' features; `found` starts as 0. Few warps take many

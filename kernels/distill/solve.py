@@ -20,7 +20,7 @@ def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None)
     """Loss, log-sum-exps and gradients."""
     vectors, xp = backend.vectors, backend.vectors.xp
     m, n, _ = problem.shape
-    if gradients is not None and problem.dots and gradients.dots is None:
+    if gradients is not None and problem.scale_grad_from_dots and gradients.dots is None:
         gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
     problem = fast_replace(problem, positives=xp.full(m, -1))
     if isinstance(problem.upstream, float):
@@ -33,7 +33,7 @@ def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None)
     )  # fmt: skip
     backend.fold(problem, backend.grid(problem, False), stats, None)
 
-    marks = backend.not_finite_marks(problem)
+    marks = backend.row_nans(problem)
     rows, row_loss, slope = _side(vectors, stats.rows, stats.teacher_rows)
     losses, columns = problem.row_weight * row_loss + marks, None
     if problem.two_sided:

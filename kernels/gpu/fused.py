@@ -12,7 +12,13 @@ import numpy as np
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution
 from .device import compiler
-from .device.arguments import NO_MATRIX, address, matrix_values, scalar_values, whole_strides
+from .device.arguments import (
+    NO_MATRIX,
+    address,
+    matrix_values,
+    scalar_values,
+    with_strides_in_whole_elements,
+)
 from .device.launcher import device_properties
 from .device.signatures import structure
 from .device.streams import identity
@@ -21,15 +27,15 @@ from .schedule.fused import THREADS, TILE, one_launch
 # struct Fused is packed by position, in this order: names would take 2% of a small batch's time
 FIELDS = (
     "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_weight", "column_weight",
-    "reduction_weight", "row_shares", "upstream", "upstreams", "positives", "marks", "query_ids",
-    "key_ids", "gradient", "parts", "x", "row_inverse", "column_inverse", "row_bad", "column_bad",
-    "row_gap", "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse",
+    "reduction_weight", "row_shares", "upstream", "upstreams", "positives", "label_nans",
+    "query_ids", "key_ids", "gradient", "parts", "x", "row_inverse", "column_inverse",
+    "row_nans", "column_nans", "row_gap", "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse",
     "column_lse", "loss", "scale_grad", "bias_grad", "row_reference", "row_factor",
     "column_reference", "column_factor", "barrier",
 )  # fmt: skip
 # those of them that lie in the launch's memory; of one side, columns share those of rows
 IN_MEMORY = (
-    "logits", "row_inverse", "column_inverse", "row_bad", "column_bad", "row_gap", "column_gap",
+    "logits", "row_inverse", "column_inverse", "row_nans", "column_nans", "row_gap", "column_gap",
     "row_dot", "column_dot", "row_sum", "row_reference", "row_factor", "column_reference",
     "column_factor",
 )  # fmt: skip
@@ -93,8 +99,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
     m, n, d = problem.shape
     double = problem.compute == "fp64"
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
-    query = whole_strides(problem.query)
-    key = query if symmetric else whole_strides(problem.key)
+    query = with_strides_in_whole_elements(problem.query)
+    key = query if symmetric else with_strides_in_whole_elements(problem.key)
     if query.dtype != key.dtype:  # a kernel reads one dtype: the wider
         dtype = np.promote_types(*(np.float32 if z.dtype.itemsize < 4 else z.dtype
                                    for z in (query, key)))  # fmt: skip
@@ -131,7 +137,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         *q, *k, *query_gradient, *key_gradient, m, n, d, *scale, *bias,
         problem.row_weight, problem.column_weight, problem.reduction_weight or 0.0,
         address(problem.row_shares), upstream, address(each), address(problem.positives),
-        address(problem.marks), address(problem.query_ids), address(problem.key_ids),
+        address(problem.label_nans), address(problem.query_ids), address(problem.key_ids),
         problem.scalar_grads or gradients is not None, launch.parts,
         *addresses[:10], start, start + lse, start + column_lse,
         start + loss, start + loss + item, start + loss + 2 * item, *addresses[10:],

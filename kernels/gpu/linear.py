@@ -101,16 +101,16 @@ class Rows:
 
 
 def _fields(term: LinearGradient | None) -> Fields:
-    """struct LinearTerm of finish.cu; None: no term."""
+    """struct LinearGradient of finish.cu; None: no term."""
     names = "segment", "factor", "sums", "weighted"
     values: Fields = {name: getattr(term, name, None) for name in names}
     return {**values, "itself": 0.0 if term is None else term.itself}
 
 
-def linear_terms(
+def linear_gradients(
     terms: Sequence[LinearTerm], query: Rows, key: Rows, is_key_side: bool, symmetric: bool
 ) -> Fields:
-    """struct LinearTerms: the gradients of one or two terms by queries, or by keys."""
+    """struct LinearGradients: the gradients of one or two terms by queries, or by keys."""
     made = [LinearGradient(cupy, query, key, term, is_key_side, symmetric) for term in terms]
     first, second = made if len(made) == 2 else (*made, None)
     return {"first": _fields(first), "second": _fields(second)}

@@ -22,7 +22,7 @@ from ..problem import (
 )
 from ..solve import Solution
 from .device import compiler
-from .device.arguments import Fields, matrix, scalar, whole_strides
+from .device.arguments import Fields, matrix, scalar, with_strides_in_whole_elements
 from .device.signatures import signature
 from .vectors import ElementwiseVectors
 
@@ -91,7 +91,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
 
     def unit_rows(z: Array) -> tuple[Array, Array, Array]:
         u, inverse, bad = cupy.empty(z.shape, real), cupy.empty(len(z)), cupy.empty(len(z))
-        launch("unit_rows", len(z), z=matrix(whole_strides(z)), d=d, normalize=normalize, u=u,
+        features = matrix(with_strides_in_whole_elements(z))
+        launch("unit_rows", len(z), z=features, d=d, normalize=normalize, u=u,
                inverse=inverse, bad=bad)  # fmt: skip
         return u, inverse, bad
 
@@ -128,8 +129,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
                 stats.column_rank = (columns or rows).rank
             solution.statistics = stats
     solution.losses = solution.losses + u_bad + v_bad.sum()
-    if problem.marks is not None:
-        solution.losses += problem.marks
+    if problem.label_nans is not None:
+        solution.losses += problem.label_nans
     solution.logits = x
     if gradients is None and not problem.scalar_grads:
         return solution

@@ -222,14 +222,14 @@ class _Result:
     strides: tuple[int, ...]
 
 
-Call = tuple[Callable[..., None], tuple[int, ...]]
+Step = tuple[Callable[..., None], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Arguments:
     """Of all steps, for one set of addresses and numbers on one stream. Never written again."""
 
-    calls: list[Call]
+    calls: list[Step]
     memory: tuple[Any, ...]  # that parameters of launches are in, and graphs
     final: bool  # nothing more is captured
     graph_bytes: int = 0
@@ -367,7 +367,7 @@ class Plan:
                 return replace(plain, final=True)
         aside = cupy.cuda.Stream(non_blocking=True)
         onto = self._arguments(starts, numbers, aside.ptr)
-        calls: list[Call] = []
+        calls: list[Step] = []
         graphs, nodes = [], 0
         steps = zip(self.steps, plain.calls, onto.calls, strict=True)
         for capturable, of in groupby(steps, lambda step: getattr(step[0], "capturable", True)):
@@ -385,7 +385,7 @@ class Plan:
         return _Arguments(calls, memory, True, nodes * NODE_BYTES, next(_captures))
 
 
-def _graph(calls: Sequence[Call], stream: Any) -> Any:
+def _graph(calls: Sequence[Step], stream: Any) -> Any:
     """The CUDA graph of calls on the stream."""
     with stream:
         stream.begin_capture()

@@ -78,7 +78,7 @@ def block(
         gpu.vectors.clear(to_clear)
     gpu.fold_block(problem, epilogue, gradients)
     if not_finite is not None:  # what queries say is written once, keys add theirs
-        gpu.vectors.not_finite(
+        gpu.vectors.find_row_nans(
             problem, not_finite.any_key, not_finite.rows, not_finite.queries_checked
         )
     return {}

@@ -18,7 +18,7 @@ from . import linear, recorded
 from . import naive as gpu_naive
 from . import plan as gpu_plan
 from .device.arguments import readable_by_kernels
-from .schedule import choose_method, has_plan, needs_kernels_alone
+from .schedule import choose_method, has_plan, is_computed_by_kernels_only
 from .tiled.backend import GPU
 from .vectors import ElementwiseVectors
 
@@ -31,7 +31,7 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             return solve(problem, gradients)
     if isinstance(problem, TaughtProblem):
         return _on_arrays(problem, gradients)
-    bare = problem.without_weights() if needs_kernels_alone(problem) else problem
+    bare = problem.without_weights() if is_computed_by_kernels_only(problem) else problem
     method = choose_method(bare)
     on_arrays = method == "arrays" or (method == "naive" and not bare.plain)
     return METHODS[method](problem if on_arrays else bare, gradients)
@@ -48,7 +48,7 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
-    problem, by_kernels = readable_by_kernels(problem), needs_kernels_alone(problem)
+    problem, by_kernels = readable_by_kernels(problem), is_computed_by_kernels_only(problem)
     if has_plan(problem, by_kernels):
         made = gpu_plan.call(recorded.solution, problem, gradients, graphs=True)
         return recorded.solution_of(made)

@@ -186,9 +186,9 @@ class QueuedVectors(VectorsOverRanks):
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
         return self.tiled.sigmoid(problem)
 
-    def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
-        bad = backend.not_finite
-        return self.tiled.mark(fold.losses, bad.rows, bad.any_key)
+    def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
+        not_finite = backend.not_finite
+        return self.tiled.add_nans(fold.losses, not_finite.rows, not_finite.any_key)
 
 
 _NO_VECTORS = dict.fromkeys(problems.QUERY_VECTORS + problems.KEY_VECTORS)
@@ -196,4 +196,4 @@ _NO_VECTORS = dict.fromkeys(problems.QUERY_VECTORS + problems.KEY_VECTORS)
 
 def _bare(problem: Problem) -> Problem:
     """The problem without what steps on vectors do not look at."""
-    return problems.fast_replace(problem, normalize=False, marks=None, **_NO_VECTORS)
+    return problems.fast_replace(problem, normalize=False, label_nans=None, **_NO_VECTORS)

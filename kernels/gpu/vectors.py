@@ -19,7 +19,7 @@ from .device import compiler
 from .device.arguments import Fields, address, matrix, scalar, sums_fields
 from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
-from .schedule import needs_kernels_alone
+from .schedule import is_computed_by_kernels_only
 
 # struct DefaultVectors where all vectors are given
 NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
@@ -231,8 +231,8 @@ class TiledVectors(ElementwiseVectors):
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
         backend: Any, not_finite: problems.NotFinite | None = None,
     ) -> Conclusion:  # fmt: skip
-        """`not_finite`: marks of features that are not finite, where they are known already."""
-        if not needs_kernels_alone(problem):
+        """`not_finite`: which features are not finite, if that is known already."""
+        if not is_computed_by_kernels_only(problem):
             return super().conclude(problem, stats, triangle, gradient, backend)
         m = problem.shape[0]
         rows, upstream, losses_of = stats.rows, problem.upstream, slice(m)
@@ -241,11 +241,11 @@ class TiledVectors(ElementwiseVectors):
             losses_of = slice(m // 2)
         two_sided = problem.two_sided and stats.columns is not None
         if not_finite is None:
-            not_finite = problems.NotFinite(self.not_finite(problem, self.any_key), self.any_key)
+            not_finite = problems.NotFinite(self.find_row_nans(problem, self.any_key), self.any_key)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
-        by_row = problem.moments or problem.dots_lack_margin
-        log_scale_grad = cupy.empty(m) if by_row else None
+        wants_log_scale_grad = problem.moments or problem.dots_lack_margin
+        log_scale_grad = cupy.empty(m) if wants_log_scale_grad else None
         losses, row_loss, row_reference, row_factor, positive_gradient = out[:5]
         if problem.set_size > 1:
             positive_gradient = cupy.empty((m, problem.set_size))
@@ -257,7 +257,7 @@ class TiledVectors(ElementwiseVectors):
         concluding = {
             "rows": sums_fields(rows), "columns": sums_fields(columns),
             "positive": stats.positive_logits, "positives": problem.positives,
-            "set_size": problem.set_size, "upstream": upstream, "bad": not_finite.rows,
+            "set_size": problem.set_size, "upstream": upstream, "row_nans": not_finite.rows,
             "any_key_not_finite": not_finite.any_key,
             "row_weight": problem.row_weight, "column_weight": problem.column_weight,
             "options": self.scalars.row_options(problem), "m": m,
@@ -309,20 +309,23 @@ class TiledVectors(ElementwiseVectors):
         )  # fmt: skip
         return problem, Sigmoid(row_factor, losses, bias_grad, log_scale_grad, positive)
 
-    def mark_not_finite(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
+    def losses_with_nans(self, problem: Problem, fold: Sigmoid, backend: Any) -> Array:
         """d log(scale) is NaN already: of an infinite feature, it has products 0 times infinity."""
-        return self.add_marks(problem, fold.losses, self.any_key)
+        return self.find_and_add_nans(problem, fold.losses, self.any_key)
 
-    def add_marks(self, problem: Problem, losses: Array, any_key: Array) -> Array:
-        """Adds NaN to losses that depend on a feature that is not finite; `any_key` holds 0."""
-        return self.mark(losses, self.not_finite(problem, any_key), any_key)
+    def find_and_add_nans(self, problem: Problem, losses: Array, any_key: Array) -> Array:
+        """Adds NaN to losses that depend on a feature that is not finite; `any_key` [1] holds 0."""
+        return self.add_nans(losses, self.find_row_nans(problem, any_key), any_key)
 
-    def not_finite(
+    def find_row_nans(
         self, problem: Problem, any_key: Array, out: Array | None = None, known: bool = False
     ) -> Array | None:
-        """Writes NaN into `any_key` if a key has a feature that is not finite. Returns the same for
-        each query, [M] the problem's marks or NaN, in `out` if given; None where queries are the
-        keys, or are `known`."""
+        """Writes NaN into `any_key` [1] if a feature of a key is not finite. Returns
+
+        [M]   NaN for a query with such a feature, else its `Problem.label_nans` or 0; it is `out`,
+              if that is given
+        None  if queries are the keys, or if their values are `known` already
+        """
         m, n, d = problem.shape
         queries = None
         if problem.symmetric or known:
@@ -331,15 +334,15 @@ class TiledVectors(ElementwiseVectors):
             queries, out = problem.query, cupy.empty(m) if out is None else out
         self.launcher.rows(
             "not_finite", n + m, d, keys=matrix(problem.key), n=n, queries=matrix(queries), m=m,
-            d=d, marks=problem.marks, out=out, any_key_not_finite=any_key,
+            d=d, label_nans=problem.label_nans, out=out, any_key_not_finite=any_key,
         )  # fmt: skip
         return out
 
-    def mark(self, losses: Array, row_marks: Array | None, any_key: Array) -> Array:
-        """Adds these marks to losses."""
+    def add_nans(self, losses: Array, row_nans: Array | None, any_key: Array) -> Array:
+        """Adds `row_nans` (None: 0) and `any_key` to losses."""
         m = len(losses)
         self.launcher.vectors(
-            "mark_not_finite", m, m=m, losses=losses, bad=row_marks, any_key_not_finite=any_key
+            "mark_not_finite", m, m=m, losses=losses, row_nans=row_nans, any_key_not_finite=any_key
         )
         return losses
 

@@ -100,7 +100,7 @@ def fold_block(
     if gradients is not None and dots is not None:
         gradients.dots[...] = device.get(dots)
     if not_finite is not None:
-        not_finite.rows += device.get(backend.not_finite_marks(problem))
+        not_finite.rows += device.get(backend.row_nans(problem))
 
 
 def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
@@ -175,9 +175,9 @@ class Offload:
         n, square = problem.shape[1], problem.symmetric and not self.layout.whole
         return slices(n, self.layout.staying if square else n)
 
-    def not_finite_marks(self, problem: Problem) -> Array:
+    def row_nans(self, problem: Problem) -> Array:
         """Marks that the fold of the losses has collected from all blocks."""
-        marks = self.context.marks.rows + self.context.marks.any_key
+        marks = self.context.not_finite.rows + self.context.not_finite.any_key
         return marks + marks.sum() if problem.symmetric else marks
 
     def positive_dots(self, problem: Problem) -> Array:

@@ -48,7 +48,7 @@ class StreamedCall:
         self.on_diagonal = problem.positives is None and not problem.symmetric
         m = len(problem.query)
         marks = device.xp.zeros(m + 1)
-        self.marks = NotFinite(marks[:m], marks[m:])
+        self.not_finite = NotFinite(marks[:m], marks[m:])
         self.kept: Array = None  # features of the smaller side, if they stay in all folds
         size = layout.panel * row_bytes(problem, gradients).leaving
         self.departures = Departures(device.xp, copies, size)
@@ -237,7 +237,7 @@ class StreamedFold:
             )  # fmt: skip
         not_finite = None
         if isinstance(self.epilogue, (Statistics, Sigmoid)):
-            marks = self.context.marks
+            marks = self.context.not_finite
             not_finite = NotFinite(marks.rows[rows], marks.any_key, not first_of_queries)
         epilogue = block_epilogue(self.epilogue, rows, columns)
         triangle = symmetric and self.grid.triangle

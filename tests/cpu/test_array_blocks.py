@@ -197,4 +197,4 @@ def test_memory_is_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert workspace / 4 < peak < workspace + 60 * 8 * m
-    assert naive.WITH_OPTIONS * m * m * 4 > 10 * peak
+    assert naive.MATRICES_WITH_OPTIONS * m * m * 4 > 10 * peak

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cupy")
 from infonce.kernels.gpu import config, linear
-from infonce.kernels.gpu.schedule import needs_kernels_alone
+from infonce.kernels.gpu.schedule import is_computed_by_kernels_only
 from infonce.kernels.linear import LinearGradient, LinearTerm, Segments, segment_sums
 from infonce.kernels.problem import Problem
 
@@ -179,5 +179,5 @@ def test_classes_found_on_the_host_are_for_steps() -> None:
     classes, positives, _ = rows.classes(np, np.array([0, 0, 1, 1, 1]), 5, False, 0, True)
     z = np.ones((5, 2))
     problem = Problem(z, z, 1.0, 0.2, positives, classes=classes)
-    assert not needs_kernels_alone(problem)
-    assert needs_kernels_alone(replace(problem, classes=None))
+    assert not is_computed_by_kernels_only(problem)
+    assert is_computed_by_kernels_only(replace(problem, classes=None))

@@ -70,7 +70,7 @@ def recording(
         array(m, dtype=np.int64) if labels else None,
         1 / m, query_ids=array(m, dtype=np.int64) if ids else None,
         key_ids=array(n, dtype=np.int64) if ids else None, compute=precision,
-        marks=array(m, dtype=np.float64) if labels else None, **options,
+        label_nans=array(m, dtype=np.float64) if labels else None, **options,
     )  # fmt: skip
     gradients = None
     if gradient:

@@ -162,7 +162,7 @@ def test_vectors_over_ranks(loss: str, dtype: str, precision: str) -> None:
     class Ring:
         not_finite = problems.NotFinite(cupy.zeros(m), cupy.zeros(1))
 
-        def not_finite_marks(self, problem: Any) -> Any:
+        def row_nans(self, problem: Any) -> Any:
             return self.not_finite.rows + self.not_finite.any_key
 
         def take_at_positives(self, problem: Any, per_key: Any) -> Any:

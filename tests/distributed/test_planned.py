@@ -286,7 +286,7 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     problem = Problem(
         query, key, 14.0, weights, reduction_weight=0.1, weights=weights, row_shares=weights
     )
-    assert problem.by_row
+    assert problem.loss_by_row
     problem = problem.without_weights()
     assert problem.plain
     vectors = shard.VectorsOverRanks()
@@ -296,4 +296,4 @@ def test_totals_of_a_rank_weigh_its_losses(monkeypatch: pytest.MonkeyPatch) -> N
     separate = replace(problem, reduction_weight=None)
     assert vectors.totals(separate, losses, None, None, None)[0] is None
     smoothed = replace(problem, weights=weights, label_smoothing=0.1)
-    assert not smoothed.by_row
+    assert not smoothed.loss_by_row

@@ -131,7 +131,7 @@ class Drawing:
         elif option == "weights":
             found["weights"] = found["row_shares"] = self.vector(m)
         elif option == "joint" and loss == "views":
-            found |= {"joint": True, "copied": 2**20 * self.rng.randint(0, 9)}
+            found |= {"joint": True, "joint_copy_bytes": 2**20 * self.rng.randint(0, 9)}
         elif option == "classes" and loss == "views":
             order, place, others = (self.vector(m, dtype=np.int64) for _ in range(3))
             in_sums = Segments(place, place, -(-m // 3), order)
@@ -175,7 +175,7 @@ class Drawing:
             method=rng.choice(["auto"] * 7 + ["tiled"] * 3 + ["fused", "naive"]),
             workspace=workspace or WORKSPACE, workspace_given=workspace is not None,
             progress=(lambda *_: None) if self.some(16) else None,
-            marks=self.vector(m) if positives is not None else None, scalar_grads=scalars,
+            label_nans=self.vector(m) if positives is not None else None, scalar_grads=scalars,
             moments=scalars and uses_moments(m * n, gradients is not None, False),
             **({"row_weight": 0.5, "column_weight": 0.5} if loss == "both" else {}), **options,
         )  # fmt: skip
@@ -195,7 +195,7 @@ class Drawing:
         problem.method, problem.positives = "auto", self.vector(m, dtype=np.int64)
         problem.retrieval_ranks, problem.joint, problem.classes = False, False, None
         problem.label_smoothing, problem.weights, problem.row_shares = 0.0, None, None
-        problem.upstream, problem.copied = self.vector(m), 0
+        problem.upstream, problem.joint_copy_bytes = self.vector(m), 0
         loss = "pairs" if problem.bias is not None else "both" if problem.two_sided else "rows"
         own = problem.symmetric
         if own and self.some(2):  # the keys of another rank
@@ -203,7 +203,7 @@ class Drawing:
         if problem.symmetric:
             problem.symmetric, problem.column_weight = own, problem.row_weight
         problem.key_shard, problem.no_local_positives = not own, not own and self.some(2)
-        if problem.leaves_out:
+        if problem.compares_with_limits:
             problem.limits = self.vector(m)
             problem.key_limits = self.vector(n) if own or loss == "both" else None
         dtype, both = self.real(problem), own or loss == "both"
@@ -236,7 +236,7 @@ class Drawing:
             gradients.add_query &= dq is not None
         triangle = own and (
             (isinstance(epilogue, Statistics) and epilogue.columns is not None)
-            or (isinstance(epilogue, SoftmaxGradient) and problem.leaves_out)
+            or (isinstance(epilogue, SoftmaxGradient) and problem.compares_with_limits)
         )
         if triangle and gradients is not None:
             gradients.add_query = False

@@ -111,10 +111,10 @@ fused(const __grid_constant__ Fused f) {
   __shared__ double memory[FUSED_WARPS];
   u32 target = 0;
   const auto inspect_all = [&] {
-    inspect(f.q, f.m, f.d, f.row_inverse, f.row_bad, memory);
+    inspect(f.q, f.m, f.d, f.row_inverse, f.row_nans, memory);
     if (SYMMETRIC) return;
     __syncthreads();  // teams of other sizes share barriers and memory: none begins before all of those end
-    inspect(f.k, f.n, f.d, f.column_inverse, f.column_bad, memory);
+    inspect(f.k, f.n, f.d, f.column_inverse, f.column_nans, memory);
   };
   if (NORMALIZE) {
     inspect_all();

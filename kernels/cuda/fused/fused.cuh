@@ -48,13 +48,13 @@ struct Fused {
   double upstream;            // of all rows, unless each has its own
   const double* upstreams;    // [M] or null
   const i64* positives;       // [M], or null: the other view of a sample, or i for i
-  const double* marks;        // [M] or null, added to losses
+  const double* label_nans;        // [M] or null, added to losses
   const i64 *query_ids, *key_ids;
   i64 gradient;                                  // whether gradients are wanted
   i64 parts;                                     // of the features in phase 1
   Real* x;                                       // [max(parts, 2), M, N]: logits, then P
   double *row_inverse, *column_inverse;          // 1 / |z|
-  double *row_bad, *column_bad;                  // 0 or NaN
+  double *row_nans, *column_nans;                  // 0 or NaN
   double *row_gap, *column_gap;
   double *row_dot, *column_dot, *row_sum;
   Real *losses, *row_lse, *column_lse;           // out

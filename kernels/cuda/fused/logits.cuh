@@ -4,7 +4,7 @@
 
 // --- phase 0 -----------------------------------------------------------------------------------------------
 
-__device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, double* bad,
+__device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, double* row_nans,
                         double* memory) {
   const Team team(rows, memory);
   for (i64 row = team.row; row < rows; row += team.step) {
@@ -28,7 +28,7 @@ __device__ void inspect(const Matrix& z, i64 rows, i64 d, double* inverse, doubl
     if (team.lane == 0) {
       inverse[row] = squares == 0 ? 0 : 1 / sqrt(squares);
       if (NORMALIZE && DTYPE == DTYPE_FLOAT64) inverse[row] = ldexp(inverse[row], -exponent);
-      bad[row] = nothing;
+      row_nans[row] = nothing;
     }
   }
 }

@@ -115,10 +115,10 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
   for (i64 i = team.row; i < f.m; i += team.step) {
     const Real* x = f.x + i * f.n;
     const i64 y = positive_of(f, i);
-    double bad = 0;
-    for (i64 j = team.lane; j < f.n; j += team.lanes) bad += f.column_bad[j];
-    bad = team.sum(bad) + f.row_bad[i];
-    if (f.marks) bad += f.marks[i];
+    double row_nan = 0;
+    for (i64 j = team.lane; j < f.n; j += team.lanes) row_nan += f.column_nans[j];
+    row_nan = team.sum(row_nan) + f.row_nans[i];
+    if (f.label_nans) row_nan += f.label_nans[i];
 
     double loss = 0, dot = 0, total = 0, here;  // `here`: dL/dx at the positive
     if (SIGMOID) {
@@ -144,7 +144,7 @@ __device__ void rows_of_losses(const Fused& f, const Slope& s, double scale, dou
       if (SYMMETRIC)  // the pair counts for both its rows
         here -= upstream_of(f, y) * f.row_weight * scale * gap_result(f.row_gap[y]).negative_probability;
     }
-    if (team.lane == 0) f.losses[i] = (Real)(loss + bad);
+    if (team.lane == 0) f.losses[i] = (Real)(loss + row_nan);
     if (!f.gradient) continue;
     Real* out = f.x + (f.m + i) * f.n;
     for (i64 j = team.lane; j < f.n; j += team.lanes) {

@@ -77,6 +77,6 @@ extern "C" __global__ void conclude_linear(const __grid_constant__ LinearConclud
   f.row_loss[i] += loss;
   f.losses[i] += f.row_weight * loss + f.column_weight * column_term;
   if (f.log_scale_grad)
-    f.log_scale_grad[i] += by_log_scale(
+    f.log_scale_grad[i] += log_scale_gradient(
         f, i, f.row_weight * log_scale_grad + f.column_weight * column_term, at_positives);
 }

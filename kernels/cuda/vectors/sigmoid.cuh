@@ -20,10 +20,10 @@ extern "C" __global__ void begin_sigmoid(i64 m, const double* upstream,
 }
 
 // Losses of rows that depend on a feature that is not finite become NaN (conclude does so itself).
-extern "C" __global__ void mark_not_finite(i64 m, double* losses, const double* bad,
+extern "C" __global__ void mark_not_finite(i64 m, double* losses, const double* row_nans,
                                            const double* any_key_not_finite) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < m) losses[i] += *any_key_not_finite + (bad ? bad[i] : 0);
+  if (i < m) losses[i] += *any_key_not_finite + (row_nans ? row_nans[i] : 0);
 }
 
 // From positives' logits without the bias: out = -a sigmoid(-z). To the sums over the negatives, a positive adds

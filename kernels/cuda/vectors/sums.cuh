@@ -207,7 +207,7 @@ struct Concluding {
   const i64* positives;
   i64 set_size;                      // of `positive`, `positives` and `positive_gradient`
   const double* upstream;
-  const double* bad;                 // NaN for a row that is not finite, else 0; or null
+  const double* row_nans;                 // NaN for a row that is not finite, else 0; or null
   const double* any_key_not_finite;  // NaN or 0
   double row_weight, column_weight;
   RowOptions options;
@@ -225,16 +225,16 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
 
 // Conclusion.log_scale_grad of a row: `moment_gradient` is the derivative of its loss, where the sums have moments.
 // Else <dQ_i, q_i> lacks the margin times `at_positives`, the sum of -dL/dx there, with the scale folded in.
-__device__ __forceinline__ double by_log_scale(const Concluding& f, i64 i, double moment_gradient,
+__device__ __forceinline__ double log_scale_gradient(const Concluding& f, i64 i, double moment_gradient,
                                                double at_positives) {
   return f.rows.moment ? f.upstream[i] * moment_gradient : f.options.margin * at_positives;
 }
 
 __device__ __forceinline__ void put_row(const Concluding& f, i64 i, const Direction& row, double a,
                                         double loss, double log_scale_grad, double at_positives) {
-  f.losses[i] = loss + *f.any_key_not_finite + (f.bad ? f.bad[i] : 0);
+  f.losses[i] = loss + *f.any_key_not_finite + (f.row_nans ? f.row_nans[i] : 0);
   // NaN by itself where a feature is not finite
-  if (f.log_scale_grad) f.log_scale_grad[i] = by_log_scale(f, i, log_scale_grad, at_positives);
+  if (f.log_scale_grad) f.log_scale_grad[i] = log_scale_gradient(f, i, log_scale_grad, at_positives);
   f.row_loss[i] = row.loss;
   f.row_reference[i] = reference_of(row.lse2);
   put_lse(f, f.row_lse, i, row.lse2);

@@ -17,7 +17,7 @@ from .precision import (
     sweep_truncation_bias,
     truncation_bias,
 )
-from .sweep import STRIP, SWEEP_PRECISIONS, Residency, Sweep, defines, in_registers, sweep_for
+from .sweep import STRIP, SWEEP_PRECISIONS, Residency, Sweep, defines, register_sweep, sweep_for
 from .tile import BLOCK_M, Tile, tile_for
 from .workspace import (
     PIECE_ROWS,
@@ -58,12 +58,12 @@ __all__ = [
     "defines",
     "element_bytes",
     "gradient_stride",
-    "in_registers",
     "least_workspace",
     "left_to_folds",
     "operands",
     "padded",
     "product_width",
+    "register_sweep",
     "staged_once",
     "sums_at_once",
     "supported",

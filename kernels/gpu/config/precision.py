@@ -35,8 +35,9 @@ class DeviceProperties:
     memory: int  # bytes of all of its memory
 
     @property
-    def share(self) -> int:
-        """Bytes that a call may take for cached exponentials if its caller gives no workspace."""
+    def unasked_bytes(self) -> int:
+        """Bytes that a call may take for what saves time but is not needed, if its caller gives no
+        workspace: cached exponentials, and buffers of exchanges over ranks."""
         return self.memory // 32
 
 

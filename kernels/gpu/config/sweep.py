@@ -47,7 +47,7 @@ class Sweep:
     shared_memory: int  # bytes that a block can have
     extras: bool  # ids, or factors of normalised rows
     moments: bool = False  # sums have first moments
-    options: int = 0  # how many of limits and biases pairs have
+    limit_and_bias_count: int = 0  # how many of limits and biases pairs have
     groups: bool = False
 
     square = True  # query tiles and key tiles are as large: a triangle can be visited
@@ -89,10 +89,10 @@ class Sweep:
     def reserved(self, gradient: bool, sums: bool) -> int:
         """Bytes of shared memory beside the query tile and the stages."""
         # factors and references of columns; with options, factors alone
-        vectors = VECTOR_BYTES * max(2, 1 + self.options)
+        vectors = VECTOR_BYTES * max(2, 1 + self.limit_and_bias_count)
         gradient_bytes = vectors + (not self.in_registers) * self.warpgroups * GRADIENT_STRIP_BYTES
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
-        sum_bytes += VECTOR_BYTES * self.options
+        sum_bytes += VECTOR_BYTES * self.limit_and_bias_count
         names = self.extras * EXTRAS_BYTES + self.groups * GROUPS_BYTES
         return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + names
 
@@ -105,7 +105,7 @@ class Sweep:
 
     @cached_property
     def query_tile_rows(self) -> int:
-        """Of a query tile."""
+        """Rows of a query tile."""
         return BLOCK_M // 2 if self.in_registers else self.block_n
 
     @cached_property
@@ -220,12 +220,13 @@ def _max_segments(sweep: Sweep, query_tiles: int, key_tiles: int) -> int:
 @lru_cache
 def sweep_for(
     precision: str, width: int, device: DeviceProperties, extras: bool, moments: bool = False,
-    options: int = 0, groups: bool = False,
+    limit_and_bias_count: int = 0, groups: bool = False,
 ) -> Sweep | None:  # fmt: skip
     """The sweep for rows of `width` bytes in each part; None where tiled kernels are to be used.
 
-    `extras`: ids or factors of normalised rows. `moments`: sums have first moments. `options`: how
-    many of limits and biases pairs have. `groups`: whether rows and columns have groups.
+    `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
+    `limit_and_bias_count`: how many of limits and biases pairs have. `groups`: whether rows and
+    columns have groups.
     """
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
         return None
@@ -235,11 +236,13 @@ def sweep_for(
         residency = Residency.STREAMED
     workers = device.multiprocessors // (2 if residency is Residency.WIDE else 1)
     memory = device.shared_memory
-    return Sweep(k_slices, residency, workers, memory, extras, moments, options, groups)
+    return Sweep(
+        k_slices, residency, workers, memory, extras, moments, limit_and_bias_count, groups
+    )
 
 
 @lru_cache
-def in_registers(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
+def register_sweep(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
     """The sweep that keeps dL/dx in registers: for rows of up to 256 bytes, if there are query
     tiles for all workers; else None."""
     if sweep is None or sweep.k_slices > 2 or precision not in ("bf16", "fp16"):

@@ -22,7 +22,7 @@ class Tile:
     levels: int = 2  # 2: sums of sums, for accuracy; in twice the registers
     min_blocks: int = 1  # on a multiprocessor, for which the compiler limits registers
     real: int = 4  # bytes of a logit
-    options: int = 0  # how many of limits and biases pairs have
+    limit_and_bias_count: int = 0  # how many of limits and biases pairs have
     groups: bool = False
 
     query_tile_rows = BLOCK_M
@@ -43,7 +43,7 @@ class Tile:
         sides = BLOCK_M + self.block_n
         sums = 3 * (self.block_n // self.warp_n * BLOCK_M + 2 * self.block_n)
         factors = 3 * BLOCK_M + 2 * self.block_n
-        vectors = (1 + self.options) * sides
+        vectors = (1 + self.limit_and_bias_count) * sides
         names = BLOCK_M + (1 + self.groups) * sides
         return 8 * names + self.real * (vectors + max(sums, factors))
 
@@ -76,10 +76,16 @@ class Tile:
 
 @lru_cache
 def tile_for(
-    precision: str, d: int, device: DeviceProperties, options: int = 0, groups: bool = False
+    precision: str,
+    d: int,
+    device: DeviceProperties,
+    limit_and_bias_count: int = 0,
+    groups: bool = False,
 ) -> Tile:
-    """The tile with the deepest pipeline that the device's shared memory holds. `options`: how many
-    of limits and biases pairs have. `groups`: whether rows and columns have groups.
+    """The tile with the deepest pipeline that the device's shared memory holds.
+
+    `limit_and_bias_count`: how many of limits and biases pairs have. `groups`: whether rows and
+    columns have groups.
 
     Two blocks on a multiprocessor where registers and shared memory allow: one computes products
     while the other has its epilogue.
@@ -93,7 +99,9 @@ def tile_for(
         candidates = [(128, 64, 3, 2), (128, 64, 2, 2), *candidates]
     for block_n, warp_n, stages, blocks in candidates:
         real = ACCUMULATOR_BYTES[precision]
-        candidate = Tile(block_n, warp_n, stages, levels, blocks, real, options, groups)
+        candidate = Tile(
+            block_n, warp_n, stages, levels, blocks, real, limit_and_bias_count, groups
+        )
         needed = candidate.shared + candidate.static_shared
         together = blocks * (needed + RESERVED_SHARED)
         if needed <= device.shared_memory and together <= device.shared_memory_of_all:

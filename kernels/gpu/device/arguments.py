@@ -31,7 +31,7 @@ def address(array: Array | None, first: int = 0) -> int:
     return 0 if array is None else array.data.ptr + first * array.strides[0]
 
 
-def whole_strides(array: Array) -> Array:
+def with_strides_in_whole_elements(array: Array) -> Array:
     """The array, or a copy where its strides are not whole elements."""
     item = array.dtype.itemsize
     rows, columns = array.strides
@@ -45,8 +45,8 @@ def readable_by_kernels(problem: Problem) -> Problem:
         for name, value in (("scale", problem.scale), ("bias", problem.bias))
         if isinstance(value, cupy.ndarray) and value.dtype != np.float64
     }
-    query = whole_strides(problem.query)
-    key = query if problem.symmetric else whole_strides(problem.key)
+    query = with_strides_in_whole_elements(problem.query)
+    key = query if problem.symmetric else with_strides_in_whole_elements(problem.key)
     if query is not problem.query or key is not problem.key:
         changed |= {"query": query, "key": key}
     return replace(problem, **changed) if changed else problem

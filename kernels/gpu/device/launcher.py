@@ -10,7 +10,7 @@ import cupy
 
 from .. import config, schedule
 from . import compiler
-from .arguments import matrix, scalar, whole_strides
+from .arguments import matrix, scalar, with_strides_in_whole_elements
 from .launches import Queue
 from .signatures import Structure, given_options, kernel_files, signature
 
@@ -48,7 +48,9 @@ class Launcher:
         takes = signature(file, kernel, given_options(defines))
         self.queue.launch(function, takes, grid, block, shared, arguments)
 
-    def run(self, kernel: schedule.Kernel, blocks: int, arguments: Mapping[str, Any]) -> None:
+    def run(
+        self, kernel: schedule.ScheduledKernel, blocks: int, arguments: Mapping[str, Any]
+    ) -> None:
         """A kernel as a schedule describes it."""
         function = self.queue.function(
             self.device, kernel.file, kernel.name, kernel.shared, **kernel.defines
@@ -89,7 +91,7 @@ class Kernel:
             if not isinstance(kind, Structure) or value is None or isinstance(value, Mapping):
                 continue
             if kind.name == "Matrix":
-                held.append(whole_strides(value))
+                held.append(with_strides_in_whole_elements(value))
                 arguments[parameter] = matrix(held[-1])
             else:
                 arguments[parameter], array = scalar(value)

@@ -6,15 +6,15 @@ from .folds import (
     CACHED_COLUMNS,
     AccumulatorRows,
     Fold,
-    Kernel,
     OperandRows,
     Operands,
     Part,
     Reading,
+    ScheduledKernel,
 )
 from .fused import OneLaunch, one_launch
 from .matrix_products import key_ranges_of_products, products
-from .method import choose_method, has_plan, needs_kernels_alone
+from .method import choose_method, has_plan, is_computed_by_kernels_only
 
 __all__ = [
     "ALIGNMENT",
@@ -23,7 +23,6 @@ __all__ = [
     "BlockFold",
     "Call",
     "Fold",
-    "Kernel",
     "Loss",
     "Matrix",
     "OneLaunch",
@@ -33,10 +32,11 @@ __all__ = [
     "Purpose",
     "Reading",
     "Schedule",
+    "ScheduledKernel",
     "choose_method",
     "has_plan",
+    "is_computed_by_kernels_only",
     "key_ranges_of_products",
-    "needs_kernels_alone",
     "one_launch",
     "products",
     "schedule",

@@ -123,8 +123,8 @@ class Call:
     set_size: int = 1  # positives of each query
     key_bias: bool = False
     query_bias: bool = False  # of queries that are keys of the columns' softmax
-    leaves_out: bool = False  # negatives above a limit
-    limits: bool = False  # which are known: those of a block over ranks
+    compares_with_limits: bool = False  # negatives above a limit are left out
+    limits: bool = False  # limits are given as vectors, as in a block over ranks
     row_numbers: bool = False  # margin, decoupled or hardness: numbers in the loss of a row
     weights: bool = False  # of rows, which kernels do not find in the upstream gradient
     smoothing: bool = False
@@ -133,7 +133,7 @@ class Call:
     joint: bool = False  # rows i and i + B of 2B have one softmax
     retrieval_ranks: bool = False
     moments: bool = False  # sums have first moments, from which the gradient of the scale follows
-    copied: int = 0  # bytes of the workspace for copies of a joint loss
+    joint_copy_bytes: int = 0  # of the workspace: copies that a joint loss needs
     adds_query: bool = False  # dQ is added to what is there
     needs_arrays: bool = False  # an option is taken by no kernel
     block: BlockFold | None = None  # None: all folds of a whole call
@@ -154,13 +154,13 @@ class Call:
             problem.compute, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
             problem.own is not None, problem.set_size,
-            problem.key_bias is not None, problem.query_bias is not None, problem.leaves_out,
-            problem.limits is not None,
+            problem.key_bias is not None, problem.query_bias is not None,
+            problem.compares_with_limits, problem.limits is not None,
             bool(problem.margin or problem.decoupled or problem.hardness),
             problem.weights is not None, problem.label_smoothing != 0.0, classes is not None,
             0 if sums is None else sums.count, problem.joint, problem.retrieval_ranks,
-            problem.moments, problem.copied, gradients is not None and gradients.add_query,
-            problem.needs_arrays, block,
+            problem.moments, problem.joint_copy_bytes,
+            gradients is not None and gradients.add_query, problem.needs_arrays, block,
         )  # fmt: skip
 
     @property
@@ -184,21 +184,21 @@ class Call:
     @property
     def pair_options(self) -> int:
         """How many of groups, limits and biases pairs have."""
-        return self.groups + self.numbers
+        return self.groups + self.limit_and_bias_count
 
     @property
-    def numbers(self) -> int:
+    def limit_and_bias_count(self) -> int:
         """How many of limits and biases pairs have."""
-        return self.leaves_out + self.key_bias
+        return self.compares_with_limits + self.key_bias
 
     def pair_defines(self, columns: int) -> dict[str, int]:
         """-D options of groups, limits and biases; `columns`: whether columns have a softmax."""
-        made = {"GROUPS": 1} if self.groups else {}
-        if self.leaves_out:
-            made["LIMITS"] = 1 + columns
+        defines = {"GROUPS": 1} if self.groups else {}
+        if self.compares_with_limits:
+            defines["LIMITS"] = 2 if columns else 1
         if self.key_bias:
-            made["BIAS"] = 1 + self.query_bias
-        return made
+            defines["BIAS"] = 2 if self.query_bias else 1
+        return defines
 
     @property
     def linear_terms(self) -> bool:

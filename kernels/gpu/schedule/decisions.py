@@ -63,10 +63,12 @@ def schedule(call: Call, device: DeviceProperties) -> Schedule:
 def tiled_schedule(call: Call, device: DeviceProperties) -> Schedule:
     """How a call, or a block of one, runs by folds over blocks."""
     operands = choose_operands(call, device)
-    tile = config.tile_for(operands.precision, call.shape[2], device, call.numbers, call.groups)
-    sweep, narrow = choose_sweeps(call, operands, device)
-    cut = choose_cut(call, operands, tile, sweep, narrow, device)
-    folds = Folds(call, operands, tile, sweep, narrow, cut).all()
+    tile = config.tile_for(
+        operands.precision, call.shape[2], device, call.limit_and_bias_count, call.groups
+    )
+    sweep, register_sweep = choose_sweeps(call, operands, device)
+    cut = choose_cut(call, operands, tile, sweep, register_sweep, device)
+    folds = Folds(call, operands, tile, sweep, register_sweep, cut).all()
     return Schedule(
         call, "tiled", device, None, operands, tile, sweep, folds, cut.one_pass,
         cut.gradient.cached_columns, cached_memory(call, cut), cut.workspace,
@@ -91,7 +93,8 @@ def launch_of(call: Call, device: DeviceProperties) -> OneLaunch:
 
 
 def common_dtype(*dtypes: str) -> str:
-    """The dtype that one launch converts features of several to: the wider, float32 at least."""
+    """The dtype to which one launch converts queries and keys of different dtypes: the wider, and
+    float32 at least."""
     wide = (np.dtype(np.float32 if ITEM[dtype] < 4 else dtype) for dtype in dtypes)
     return np.result_type(*wide).name
 
@@ -100,9 +103,9 @@ def choose_precision(call: Call, device: DeviceProperties) -> str:
     """How operands are held."""
     held = config.operands(call.compute, device)
     in_parts = held in config.OPERAND_PARTS
-    if call.limits:  # of a block: others have other powers of two
+    if call.limits:  # a block over ranks: other blocks have other powers of two for float16
         in_parts = in_parts or (held in config.FLOAT16 and call.query.dtype != "float16")
-    if in_parts and call.leaves_out and (call.symmetric or call.limits):
+    if in_parts and call.compares_with_limits and (call.symmetric or call.limits):
         # A product has to be the same number wherever it is computed, x_ji the same as x_ij
         held = "fp32"
     if not config.supported(held, device):
@@ -118,10 +121,10 @@ def choose_operands(call: Call, device: DeviceProperties) -> Operands:
     held = choose_precision(call, device)
     query, key = (choose_rows(call, z, held) for z in (call.query, call.key))
     sides = ((query, call.query), (key, call.key))[: 2 - call.symmetric]
-    copied = sum(
+    staged_bytes = sum(
         z.rows * side.row_bytes for side, z in sides if side.reading is not Reading.IN_PLACE
     )
-    once = config.staged_once(copied, room_of(call, held))
+    once = config.staged_once(staged_bytes, room_of(call, held))
     if once:
         query, key = (
             side if side.reading is Reading.IN_PLACE else replace(side, reading=Reading.ONCE)
@@ -139,7 +142,7 @@ def room_of(call: Call, held: str) -> int:
 
 def beside_folds(call: Call, held: str) -> int:
     sides = (1 + call.two_sided) * call.smoothing
-    return call.copied + config.term_bytes(
+    return call.joint_copy_bytes + config.term_bytes(
         call.shape, sides, call.class_sums, config.ACCUMULATOR_BYTES[held]
     )
 
@@ -164,17 +167,17 @@ def choose_sweeps(
         return None, None
     extras = call.normalize or call.ids
     sweep = config.sweep_for(
-        operands.precision, operands.width, device, extras, call.moments, call.numbers,
+        operands.precision, operands.width, device, extras, call.moments, call.limit_and_bias_count,
         call.groups,
     )  # fmt: skip
-    narrow = None
+    register_sweep = None
     if call.symmetric and call.gradient:
-        narrow = config.in_registers(sweep, operands.precision, call.shape[0])
-    return sweep, narrow
+        register_sweep = config.register_sweep(sweep, operands.precision, call.shape[0])
+    return sweep, register_sweep
 
 
 def choose_cut(
-    call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, narrow: Sweep | None,
+    call: Call, operands: Operands, tile: Tile, sweep: Sweep | None, register_sweep: Sweep | None,
     device: DeviceProperties,
 ) -> Cut:  # fmt: skip
     """The largest blocks whose temporary memory fits the workspace."""
@@ -192,8 +195,8 @@ def choose_cut(
         dq_copies == 1 and not call.adds_query and accumulates_in_place(dq, operands)
     )
     dk_in_place = dk is None or accumulates_in_place(dk, operands)
-    writes_gradient = call.gradient and narrow is None
-    whole = dq if call.symmetric else dk
+    writes_gradient = call.gradient and register_sweep is None
+    all_rows_gradient = dq if call.symmetric else dk  # its accumulator has the rows of all blocks
     needs = Needs(
         precision=held, sweep=sweep, moments=call.moments, gradient=writes_gradient,
         staged_query=operands.query.reading is not Reading.IN_PLACE,
@@ -204,10 +207,10 @@ def choose_cut(
         dq_accumulators=0 if dq_in_place else dq_copies,
         dk_in_workspace=writes_gradient
         and not (dq_in_place if call.symmetric else dk_in_place),
-        overlay_row_bytes=0 if call.adds_query else overlay_bytes(whole, operands),
+        overlay_row_bytes=0 if call.adds_query else overlay_bytes(all_rows_gradient, operands),
     )  # fmt: skip
     may_cache = whole_call and call.gradient and may_cache_exponentials(call, held, sweep, dq_alone)
-    most = max(room, device.share) if may_cache and not call.workspace_given else room
+    most = max(room, device.unasked_bytes) if may_cache and not call.workspace_given else room
     blocks = None
     if one_pass and not dq_alone:
         blocks = config.all_keys_blocking(shape, needs, most, tile.block_n)
@@ -223,8 +226,15 @@ def choose_cut(
 def may_cache_exponentials(
     call: Call, held: str, sweep: Sweep | None, dq_alone: bool
 ) -> bool:  # fmt: skip
-    """Whether the log-sum-exp fold may leave exponentials to the gradient fold: they need the
-    exponents of bfloat16 or float32, and save time if rows are long."""
+    """Whether the log-sum-exp fold may leave exponentials to the gradient fold:
+
+    - in bfloat16 or float32, which have the exponents that they need;
+    - of long rows, whose product takes more time than the cache;
+    - of a softmax, unless queries are the keys: a triangle has no cache;
+    - without retrieval ranks, whose fold lies between these two;
+    - without options of pairs, which the kernel of cached exponentials lacks;
+    - not for dQ alone of one softmax, which one pass computes in bfloat16.
+    """
     least = MIN_CACHED_K_SLICES.get(held)
     return (
         sweep is not None and least is not None and sweep.k_slices >= least

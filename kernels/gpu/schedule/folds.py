@@ -18,7 +18,7 @@ CACHED_COLUMNS = 8 * CACHED_THREADS  # that a thread block of cached_gradient.cu
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ScheduledKernel:
     """A function of a file in kernels/cuda, as it is compiled and launched."""
 
     file: str
@@ -103,18 +103,20 @@ class Fold:
     purpose: Purpose
     grid: Grid
     shape: Tile | Sweep  # of the thread blocks
-    kernel: Kernel
+    kernel: ScheduledKernel
     workspace: tuple[Part, ...]
-    diagonal_kernel: Kernel | None = None  # for blocks on the diagonal, where queries are keys
-    caching_kernel: Kernel | None = None  # for blocks whose exponentials are cached
-    cached_kernel: Kernel | None = None  # makes gradient blocks of cached exponentials
+    diagonal_kernel: ScheduledKernel | None = (
+        None  # for blocks on the diagonal, where queries are keys
+    )
+    caching_kernel: ScheduledKernel | None = None  # for blocks whose exponentials are cached
+    cached_kernel: ScheduledKernel | None = None  # makes gradient blocks of cached exponentials
     column_sums: bool = False
     gradients: bool = False  # of features
     dq_accumulator: AccumulatorRows | None = None  # None: not wanted, or not in this fold
     dk_accumulator: AccumulatorRows | None = None  # of a triangle: the same as that of dQ
     in_registers: bool = False  # dL/dx, which is not written and has no products
 
-    def kernel_of(self, is_diagonal: bool, is_cached: bool) -> Kernel:
+    def kernel_of(self, is_diagonal: bool, is_cached: bool) -> ScheduledKernel:
         """The kernel of a block."""
         variant = (
             self.caching_kernel if is_cached else self.diagonal_kernel if is_diagonal else None
@@ -144,7 +146,7 @@ class Folds:
     operands: Operands
     tile: Tile
     sweep: Sweep | None
-    narrow: Sweep | None
+    register_sweep: Sweep | None
     cut: Cut
 
     def all(self) -> tuple[Fold, ...]:
@@ -197,7 +199,7 @@ class Folds:
     def kernel(
         self, name: str, shape: Tile | Sweep, *, gradient: bool = True, sums: bool = False,
         **defines: Any,
-    ) -> Kernel:  # fmt: skip
+    ) -> ScheduledKernel:  # fmt: skip
         """A kernel of tiled/ or sm90/, with the -D options that the call's options add."""
         call = self.call
         made = {"PRECISION": self.operands.precision.upper(), "IDS": int(call.ids),
@@ -212,7 +214,7 @@ class Folds:
         else:
             made |= config.defines(shape, gradient, sums)
             file, shared = f"sm90/{name}.cu", made["SHARED"]
-        return Kernel(file, name, shape.threads, tuple(made.items()), shared)
+        return ScheduledKernel(file, name, shape.threads, tuple(made.items()), shared)
 
     @property
     def moments(self) -> dict[str, Any]:
@@ -242,7 +244,7 @@ class Folds:
         columns = columns or triangle
         memory = self.memory(grid, gradient=False, rows=True, columns=columns)
 
-        def kernel(column_sums: bool, caches: bool = False) -> Kernel:
+        def kernel(column_sums: bool, caches: bool = False) -> ScheduledKernel:
             defines = {"COLUMNS": int(column_sums), **self.moments}
             if isinstance(shape, Tile):
                 return self.kernel("lse", shape, **defines)
@@ -268,7 +270,7 @@ class Folds:
         n = call.shape[1]
         ranges = slices(n, blocking.dk_rows or n)
         want_query, want_key = self.wanted
-        triangle = triangle and len(ranges) == 1 and self.narrow is None
+        triangle = triangle and len(ranges) == 1 and self.register_sweep is None
         grid = self.grid(blocking, call.symmetric, triangle)
         if call.symmetric or not want_key or len(ranges) == 1:
             return (self.gradient(purpose, grid, want_query, want_key),)
@@ -281,7 +283,7 @@ class Folds:
 
     def gradient(self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool) -> Fold:
         """dL/dx of each block, and the products that make dQ and dK of it."""
-        call, cut, shape = self.call, self.cut, self.narrow or self.sweep or self.tile
+        call, cut, shape = self.call, self.cut, self.register_sweep or self.sweep or self.tile
         wanted, cached = want_query or want_key, cut.gradient.cached_columns > 0
         has_gradient_block = cut.needs.gradient and wanted
         dq = dk = None
@@ -300,10 +302,12 @@ class Folds:
         return Fold(
             purpose, grid, shape, self.gradient_kernel(purpose, shape, wanted), memory,
             cached_kernel=self.cached_kernel() if cached else None, gradients=wanted,
-            dq_accumulator=dq, dk_accumulator=dk, in_registers=self.narrow is not None,
+            dq_accumulator=dq, dk_accumulator=dk, in_registers=self.register_sweep is not None,
         )  # fmt: skip
 
-    def gradient_kernel(self, purpose: Purpose, shape: Tile | Sweep, wanted: bool) -> Kernel:
+    def gradient_kernel(
+        self, purpose: Purpose, shape: Tile | Sweep, wanted: bool
+    ) -> ScheduledKernel:
         """The kernel of a fold that makes gradients, or the loss of a sigmoid alone."""
         tiled = isinstance(shape, Tile)
         if purpose is Purpose.ONE_PASS:
@@ -311,12 +315,14 @@ class Folds:
         if purpose is Purpose.SIGMOID:
             name = "sigmoid" if tiled else "sweep_sigmoid"
             return self.kernel(name, shape, GRADIENT=int(wanted), **self.moments)
-        name = "sweep_narrow" if self.narrow else "gradient" if tiled else "sweep_gradient"
+        name = "sweep_narrow" if self.register_sweep else "gradient" if tiled else "sweep_gradient"
         return self.kernel(name, shape, COLUMNS=int(self.two_sided))
 
-    def cached_kernel(self) -> Kernel:
+    def cached_kernel(self) -> ScheduledKernel:
         options = ("PRECISION", self.operands.precision.upper()), ("COLUMNS", int(self.two_sided))
-        return Kernel("sm90/cached_gradient.cu", "cached_gradient", CACHED_THREADS, options)
+        return ScheduledKernel(
+            "sm90/cached_gradient.cu", "cached_gradient", CACHED_THREADS, options
+        )
 
     def dq_accumulator(self, grid: Grid) -> AccumulatorRows:
         """Of the rows of a block, which are finished before the next rows begin."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .folds import Kernel, Part
+from .folds import Part, ScheduledKernel
 
 THREADS = 256
 TILE = 64  # rows and columns of a tile
@@ -17,7 +17,7 @@ MOST_PARTS = 16
 class OneLaunch:
     """The launch for a batch: the grid's barrier needs all of its blocks to run at once."""
 
-    kernel: Kernel
+    kernel: ScheduledKernel
     blocks: int
     parts: int  # of the features in the products, to have work for the device
     memory: tuple[Part, ...]  # one after another
@@ -49,9 +49,9 @@ def one_launch(
     chunks = -(-d * item // CHUNK_BYTES)
     parts = max(1, min(MOST_PARTS, chunks, multiprocessors // logit_tiles, room))
     work = max(logit_tiles * parts, gradient_tiles * -(-d // TILE), m, n)
-    memory = [("logits", max(parts, 2) * m * n * item), ("row_inverse", 8 * m), ("row_bad", 8 * m)]
+    memory = [("logits", max(parts, 2) * m * n * item), ("row_inverse", 8 * m), ("row_nans", 8 * m)]
     if not symmetric:
-        memory += [("column_inverse", 8 * n), ("column_bad", 8 * n)]
+        memory += [("column_inverse", 8 * n), ("column_nans", 8 * n)]
     memory += [("row_gap", 8 * m), ("row_dot", 8 * m), ("row_sum", 8 * m)]
     memory += [("column_gap", 8 * n), ("column_dot", 8 * n)]
     memory += [("row_reference", m * item), ("row_factor", m * item)]
@@ -62,6 +62,6 @@ def one_launch(
         "SYMMETRIC": int(symmetric), "TWO_SIDED": int(two_sided), "SIGMOID": int(sigmoid),
         "NORMALIZE": int(normalize), "IDS": int(ids),
     }  # fmt: skip
-    kernel = Kernel("fused/fused.cu", "fused", THREADS, tuple(options.items()))
+    kernel = ScheduledKernel("fused/fused.cu", "fused", THREADS, tuple(options.items()))
     whole = tuple(Part(name, -(-size // 8) * 8) for name, size in memory)
     return OneLaunch(kernel, min(multiprocessors, work), parts, whole)

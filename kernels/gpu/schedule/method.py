@@ -5,7 +5,7 @@ How a call of the method fused runs is decided in fused.py, and how a tiled one 
 
 from __future__ import annotations
 
-from ...naive import WITH_OPTIONS
+from ...naive import MATRICES_WITH_OPTIONS
 from ...problem import Problem
 from .call import Call
 
@@ -16,12 +16,19 @@ MAX_FUSED_ROWS = 2048  # of either side: one thread block meets all of them
 
 
 def choose_method(asked: Problem | Call) -> str:
-    """One launch for a small batch, else folds over blocks, unless the caller wants another method;
-    folds by operations on arrays ("arrays") for options that no kernel takes.
-    ValueError for one launch of logits that do not fit the workspace, or that are to be ranked."""
+    """The method of a call:
+
+    "fused"   one launch, for a small batch or if the caller asks for it
+    "tiled"   folds over blocks, for other batches or if the caller asks for them
+    "naive"   the whole matrix, if the caller asks for it, or asks for "fused" with options
+    "arrays"  folds by operations on arrays, for options that no kernel takes
+
+    ValueError for "fused" if the logits do not fit the workspace, or if they are to be ranked.
+    """
     method = asked.method
     if method == "fused":
         _require_one_launch(asked)
+        # The fused kernel takes no options; "naive" keeps the logits as well, and takes all
         return "fused" if asked.plain else "naive"
     if asked.needs_arrays and method != "naive":
         return "arrays"
@@ -37,10 +44,10 @@ def choose_method(asked: Problem | Call) -> str:
     return "fused" if logit_bytes(asked, True) <= asked.workspace else "tiled"
 
 
-def logit_bytes(asked: Problem | Call, plain: bool) -> int:
-    """What the logits and dL/dx take. With options of the softmax there are more matrices."""
+def logit_bytes(asked: Problem | Call, has_default_softmax: bool) -> int:
+    """Bytes of the logits and dL/dx. With options of the softmax there are more matrices."""
     m, n, _ = asked.shape
-    matrices = 2 if plain else WITH_OPTIONS
+    matrices = 2 if has_default_softmax else MATRICES_WITH_OPTIONS
     return matrices * m * n * (8 if asked.compute == "fp64" else 4)
 
 
@@ -59,14 +66,15 @@ def _require_one_launch(asked: Problem | Call) -> None:
         )
 
 
-def needs_kernels_alone(problem: Problem) -> bool:
+def is_computed_by_kernels_only(problem: Problem) -> bool:
     """Whether losses follow from sums by kernels, without operations on arrays. These need
     operations on arrays: own negatives; label smoothing with ids, because ids are numbered for it;
-    and groups, limits or biases of pairs together with linear terms or a joint loss."""
-    known = problem.classes is None or problem.classes.in_sums is not None
+    classes of rows on several ranks; and groups, limits or biases of pairs together with linear
+    terms or a joint loss."""
+    has_class_sums = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
     alone = problem.plain_logits or not (problem.linear_terms or problem.joint)
-    return known and alone and not smoothed_ids and problem.own is None
+    return has_class_sums and alone and not smoothed_ids and problem.own is None
 
 
 def has_plan(problem: Problem, by_kernels: bool) -> bool:

@@ -56,7 +56,7 @@ class GPU:
     def solve(self, problem: Problem, gradients: Gradients | None) -> Solution:
         """Loss, log-sum-exps and gradients of a whole call."""
         vectors, folds = self.vectors, self.schedule.folds
-        if gradients is not None and problem.dots and gradients.dots is None:
+        if gradients is not None and problem.scale_grad_from_dots and gradients.dots is None:
             m, n, _ = problem.shape
             gradients = fast_replace(gradients, dots=vectors.dots(m if gradients.want_query else n))
         dots = None if gradients is None else gradients.dots
@@ -67,7 +67,7 @@ class GPU:
             Purpose.STATISTICS: stats, Purpose.RANKS: retrieval_ranks_of(stats, problem),
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
         }  # fmt: skip
-        if problem.leaves_out:
+        if problem.compares_with_limits:
             problem = limited(problem, self, vectors)
         sums = [fold for fold in folds if fold.purpose in epilogues]
         for fold in sums:
@@ -86,7 +86,7 @@ class GPU:
     ) -> Solution:
         problem, epilogue = self.vectors.sigmoid(problem)
         self.run(self.schedule.folds, problem, epilogue, gradients)
-        losses = self.vectors.mark_not_finite(problem, epilogue, self)
+        losses = self.vectors.losses_with_nans(problem, epilogue, self)
         bias_grad = epilogue.bias_grad if problem.scalar_grads else None
         loss, scale_grad, bias_grad = self.vectors.totals(
             problem, losses, epilogue.log_scale_grad, dots, bias_grad
@@ -121,11 +121,11 @@ class GPU:
     def linear_rows(self) -> tuple[Rows, Rows]:
         return self.buffers.linear_rows
 
-    def not_finite_marks(self, problem: Problem) -> Array:
+    def row_nans(self, problem: Problem) -> Array:
         """[M] zeros; NaN for rows whose loss depends on a feature that is not finite."""
         m = problem.shape[0]
         out = self.buffers.launcher.queue.zeros(m + 1, np.float64)
-        return self.vectors.add_marks(problem, out[:m], out[m:])
+        return self.vectors.find_and_add_nans(problem, out[:m], out[m:])
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
         return per_key[problem.positives]

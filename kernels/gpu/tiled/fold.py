@@ -7,7 +7,7 @@ from typing import Any
 from ...problem import Problem
 from .. import config
 from ..device.arguments import Fields, address
-from ..schedule import Fold, Kernel
+from ..schedule import Fold, ScheduledKernel
 from .buffers import Buffers
 from .operands import Operand, OperandSide
 
@@ -53,7 +53,7 @@ class FoldRun:
     # -- launches over one block of the logit matrix
 
     def launch(
-        self, kernel: Kernel, rows: slice, columns: slice, arguments: Fields,
+        self, kernel: ScheduledKernel, rows: slice, columns: slice, arguments: Fields,
         triangle: bool = False, segments: int = 0,
     ) -> None:  # fmt: skip
         """A kernel of kernels/cuda/tiled or sm90: persistent thread blocks, which take several

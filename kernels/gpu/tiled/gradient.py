@@ -13,7 +13,7 @@ from ...problem import LOG2_E, Array, Gradients, Problem, SoftmaxGradient
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure
-from ..linear import linear_terms
+from ..linear import linear_gradients
 from ..schedule import CACHED_COLUMNS, Fold
 from .buffers import Buffers
 from .fold import FoldRun
@@ -50,7 +50,9 @@ class GradientRun(FoldRun):
         self.unit = cupy.empty(RANGES.size // 8)  # Ranges
         self.row_unit: Array = None  # [M] if each row of dQ has a unit of its own
         self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
-        self.linear: dict[bool, Fields] = {}  # struct LinearTerms of queries, and of keys (True)
+        self.linear: dict[
+            bool, Fields
+        ] = {}  # struct LinearGradients of queries, and of keys (True)
         self.dq_accumulator = self.dk_accumulator = None
         if buffers.cached is not None:
             self.gradient_block = buffers.cached.block
@@ -257,7 +259,7 @@ class SoftmaxRun(GradientRun):
         if epilogue.linear:
             sides = (False, fold.dq_accumulator), (True, fold.dk_accumulator)
             self.linear = {
-                is_key_side: linear_terms(
+                is_key_side: linear_gradients(
                     epilogue.linear, *buffers.linear_rows, is_key_side, problem.symmetric
                 )
                 for is_key_side, wanted in sides
