@@ -29,9 +29,9 @@ FIELDS = (
     "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_weight", "column_weight",
     "reduction_weight", "row_shares", "upstream", "upstreams", "positives", "label_nans",
     "query_ids", "key_ids", "gradient", "parts", "x", "row_inverse", "column_inverse",
-    "row_nans", "column_nans", "row_gap", "column_gap", "row_dot", "column_dot", "row_sum", "losses", "row_lse",
-    "column_lse", "loss", "scale_grad", "bias_grad", "row_reference", "row_factor",
-    "column_reference", "column_factor", "barrier",
+    "row_nans", "column_nans", "row_gap", "column_gap", "row_dot", "column_dot", "row_sum",
+    "losses", "row_lse", "column_lse", "loss", "scale_grad", "bias_grad", "row_reference",
+    "row_factor", "column_reference", "column_factor", "barrier",
 )  # fmt: skip
 # those of them that lie in the launch's memory; of one side, columns share those of rows
 IN_MEMORY = (

@@ -69,7 +69,7 @@ def _require_one_launch(asked: Problem | Call) -> None:
 def is_computed_by_kernels_only(problem: Problem) -> bool:
     """Whether losses follow from sums by kernels, without operations on arrays. These need
     operations on arrays: own negatives; label smoothing with ids, because ids are numbered for it;
-    classes of rows on several ranks; and groups, limits or biases of pairs together with linear
+    classes without `Classes.in_sums`; and groups, limits or biases of pairs together with linear
     terms or a joint loss."""
     has_class_sums = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
