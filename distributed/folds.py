@@ -71,8 +71,8 @@ class FoldsOverRanks:
         m = len(problem.query)
         if gradients is not None and problem.scale_grad_from_dots:
             gradients.dots = vectors.zeros(m if gradients.want_query else keys.total)
-        self.all_marks = vectors.zeros(m + 1)
-        self.not_finite = NotFinite(self.all_marks[:m], self.all_marks[m:])
+        self.all_nans = vectors.zeros(m + 1)
+        self.not_finite = NotFinite(self.all_nans[:m], self.all_nans[m:])
         self.local: dict[bool, Array] = {}  # kept by `_positives`
 
     def round(
@@ -217,7 +217,7 @@ class FoldsOverRanks:
             if half and columns is not None and sums:
                 # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
                 # rank this rank's rows are found by their column sums alone
-                columns.sum += self.all_marks.sum()
+                columns.sum += self.all_nans.sum()
                 sums[-1][:] = xp.nan
                 sums[-1][: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
 
@@ -243,7 +243,7 @@ class FoldsOverRanks:
         if half:
             vector_count += 1  # the logits of positives
         types: list[RowType] = [((), np.float64)] * vector_count
-        results = [*stats.rows.arrays[:sum_count], stats.positive_logits, self.all_marks]
+        results = [*stats.rows.arrays[:sum_count], stats.positive_logits, self.all_nans]
         self.round(results, key_arrays(problem), visit, types, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, row_values: Array) -> Array:

@@ -33,15 +33,15 @@ def solve(problem: TaughtProblem, backend: Backend, gradients: Gradients | None)
     )  # fmt: skip
     backend.fold(problem, backend.grid(problem, False), stats, None)
 
-    marks = backend.row_nans(problem)
+    row_nans = backend.row_nans(problem)
     rows, row_loss, slope = _side(vectors, stats.rows, stats.teacher_rows)
-    losses, columns = problem.row_weight * row_loss + marks, None
+    losses, columns = problem.row_weight * row_loss + row_nans, None
     if problem.two_sided:
         columns, column_loss, column_slope = _side(vectors, stats.columns, stats.teacher_columns)
         losses = losses + problem.column_weight * column_loss
         if slope is not None:
             slope = problem.row_weight * slope + problem.column_weight * column_slope
-    log_scale_grad = None if slope is None else problem.upstream * (slope + marks)
+    log_scale_grad = None if slope is None else problem.upstream * (slope + row_nans)
     if gradients is not None:
         of_student, of_teacher = (
             _gradient(problem, rows[which], columns and columns[which]) for which in (0, 1)

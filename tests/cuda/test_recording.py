@@ -358,7 +358,7 @@ def test_copies_and_linear_terms_lie_in_the_workspace(monkeypatch: pytest.Monkey
     for options in (clip, {"symmetric": True, "classes": True}):
         into = recording(65536, 65536, 512, "bf16", workspace=2**28, **options)
         assert sum(into.sizes) <= 2**28 + 32 * 8 * 65536
-    joint = {"symmetric": True, "joint": True, "copied": 2**26}
+    joint = {"symmetric": True, "joint": True, "joint_copy_bytes": 2**26}
     into = recording(65536, 65536, 512, "bf16", workspace=2**28, **joint)
     assert sum(into.sizes) <= 2**28 - 2**26 + 32 * 8 * 65536
 
