@@ -37,7 +37,8 @@ def conclude(
         d loss / d log(scale) = sigmoid(n - p) (E[x] - p).
 
     Nothing cancels but the logits themselves. `decoupled`: the positive is no part of the softmax;
-    the loss is n - p, and 1 is in place of the sigmoid. `mean`: of the logits that p stands for.
+    the loss is n - p, and 1 is in place of the sigmoid. `mean`: the share-weighted mean of the
+    positives' logits, if there are several; None: p.
     """
     gap = (sums.max - positive) + xp.log2(sums.sum)
     if decoupled:

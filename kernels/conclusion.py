@@ -26,7 +26,8 @@ class Conclusion:
     row_factor: Array  # a of SoftmaxGradient
     column_factor: Array | None  # b, of a two-sided loss
     positive_gradient: Array  # [M] or [M, P], of SoftmaxGradient
-    # [M], weighted: dL / d log(scale) where the sums have moments; else the margin's part of it
+    # [M], weighted. With moments: dL / d log(scale). Without them, and with a margin: the margin's
+    # part of it, because the rest comes from `Gradients.dots`. None: not wanted
     log_scale_grad: Array | None = None
     linear: Sequence[LinearTerm] = ()
 
@@ -81,7 +82,7 @@ def conclusion(
         if b is not None and smooth.columns is not None:
             key_share = key_share + problem.label_smoothing * b / smooth.columns.keys
         pull = at_positive + _times(key_share, xp.ones_like(at_positive))
-        # Where linear terms leave out the positive, or a joint loss counts it twice
+        # Linear terms leave out a positive that is not `same`, and a joint loss counts it twice
         same = smooth.same[: len(a)].reshape(at_positive.shape)
         counted = 2.0 * same - 1.0 if problem.joint else 1.0 * same
         at_positive = at_positive + _times(key_share, counted)
@@ -153,8 +154,9 @@ def _class_means(
     xp: Any, problem: Problem, backend: Any, smooth: Smoothed | None, sums: Sums, rows: Direction,
     a: Array,
 ) -> LinearTerm:  # fmt: skip
-    """Set the loss of rows whose positives are in the sums: log-sum-exp less the mean of their
-    logits. That is at least the logarithm of the number of positives: nothing cancels."""
+    """The linear term of classes. Changes `rows.loss` and `rows.log_scale_grad` of rows whose
+    positives are in the sums. Such a loss is the log-sum-exp less the mean of the positives'
+    logits. It is at least the logarithm of the number of positives: nothing cancels."""
     e = problem.label_smoothing
     others, _ = backend.segment_sums(problem, problem.classes, False)
     count = xp.maximum(others.number, 1.0)

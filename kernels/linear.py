@@ -22,8 +22,9 @@ from .targets import Smoothing
 class Segments:
     """Which keys belong to which rows: those of the same segment."""
 
-    # [M] int64, in [0, count), or -1 for none; ids of any value where there is no `count`. None:
-    rows: Array  # all are in one segment
+    # [M] int64, in [0, count), or -1 for none; without a `count`, ids of any value. None: all rows
+    # are in one segment
+    rows: Array
     columns: Array  # [N]
     count: int | None = None
     order: Array = None  # [N] of a symmetric problem: rows, those of a segment one after another
@@ -60,7 +61,8 @@ class Segments:
 class Classes(Segments):
     """Segments that are classes. On a GPU their number is not known, and they are not counted."""
 
-    in_sums: Segments | None = None  # those classes that are no pairs: `order` is given
+    # classes that are no pairs, whose positives are in the sums of negatives; `order` is given
+    in_sums: Segments | None = None
     others: Array = None  # [N] number of other rows in such a class, else 0
 
 
@@ -128,20 +130,23 @@ class LinearGradient:
     ) -> None:
         segments = term.segments.numbered(xp)
         assert segments.count is not None
-        own, others, rows, known = segments.rows, segments.columns, key, term.key_sums
+        own, others, other_side, sums = segments.rows, segments.columns, key, term.key_sums
         factor, their_factor = term.row_factor, term.column_factor
         if is_key_side:
-            own, others, rows, known = others, own, query, term.query_sums
+            own, others, other_side, sums = others, own, query, term.query_sums
             factor, their_factor = their_factor, factor
         elif symmetric:
             their_factor = factor
-        self.segment, self.itself, self.factor = own, 2.0 * symmetric, factor
+        # Of views, `sums` and `weighted` both contain row i itself, which is no pair
+        self.segment, self.itself, self.factor = own, 2.0 if symmetric else 0.0, factor
         grouping = others, segments.count
         self.sums = self.weighted = None
         if factor is not None:
-            self.sums = rows.sums(*grouping, order=segments.order) if known is None else known
+            if sums is None:
+                sums = other_side.sums(*grouping, order=segments.order)
+            self.sums = sums
         if their_factor is not None:
-            self.weighted = rows.sums(*grouping, their_factor, segments.order)
+            self.weighted = other_side.sums(*grouping, their_factor, segments.order)
 
     def part(self, rows: slice) -> LinearGradient:
         """That of some rows."""

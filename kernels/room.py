@@ -1,4 +1,4 @@
-"""How small blocks may be, and the error where the workspace has no room for these."""
+"""How small blocks may be, and the message of the error if the workspace has no room for them."""
 
 from __future__ import annotations
 

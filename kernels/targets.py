@@ -9,9 +9,12 @@ here. The positives of a row stand in for one whose logit m is their log-sum-exp
 
 with e the label smoothing, K the number of keys that take part, and share the positive's part of
 the sum of exponentials. Nothing cancels: of a single positive both brackets are 0.
-The gradient of the mean of all is linear: see `linear`. By log(scale), logits are their own
-derivatives, and m has that of its exponentials' mean, sum of share x. Biases of keys are part of
-logits but not of these derivatives.
+The gradient of the mean of all is linear: see `linear`. The derivatives by log(scale) are
+
+    dx / dlog(scale) = x
+    dm / dlog(scale) = sum over the positives of share x
+
+with logits x without the biases of keys.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class _Rows:
             if features.dtype not in DTYPES.values() or not features.dtype.isnative:
                 features = features.astype(dtype)
             if not (features.flags.c_contiguous and features.flags.aligned):
-                features = features.copy()  # each layout would be compiled
+                features = features.copy()  # Numba would compile `unit_rows` for each layout
             if unit_rows(features, least, most, self.z, inverse):
                 self.side.norms = Norms(inverse, None)
             else:

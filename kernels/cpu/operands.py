@@ -156,7 +156,7 @@ def dots_at(query: Side, key: Side, positives: Array) -> Array:
 
 
 def subtract(term: LinearGradient, g: Array, z: Array, rows: slice) -> None:
-    """Add the term's share of the gradient to g, that of the rows z."""
+    """Subtract from g the term's share of -dL/du of the rows z."""
     factor = np.zeros(len(g)) if term.factor is None else term.factor[rows]
     sums = term.weighted if term.sums is None else term.sums  # one of them is there
     weighted = sums if term.weighted is None else term.weighted

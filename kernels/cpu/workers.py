@@ -123,8 +123,8 @@ class Cancelled(Exception):
 
 
 class PanelOrder:
-    """Makes workers add to a column block in the order of the panels that visit it, or `backwards`;
-    counts finished blocks."""
+    """Makes workers add to a column block in the order of the panels that visit it, or `backwards`
+    (never a gradient fold); counts finished blocks."""
 
     def __init__(self, grid: Grid, backwards: bool = False) -> None:
         self.done = 0

@@ -35,8 +35,8 @@ struct Sum {
 };
 
 // The sum of both. Of two empty sums, no difference of infinities is taken. `exp2_of` is 2^x in
-// the precision that the caller wants. It takes half the difference of the maxima, and its result is
-// squared: sums are as large as 2^127, so that a factor counts which is too small for a float.
+// the precision that the caller wants. With d the difference of the maxima, 2^d may underflow in
+// float, and still count: sums are as large as 2^127. So it is computed as (2^(d/2))^2.
 template <class Exp2>
 __device__ __forceinline__ Sum merge(Sum a, Sum b, Exp2 exp2_of) {
   if (b.max > a.max) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool is_nothing(double logit) {  // -inf
   return logit < -0x1.fffffffffffffp1023;
 }
 
-// `mean`: of the logits that `positive` stands for.
+// `mean`: the share-weighted mean of the positives' logits, if there are several; else `positive`.
 __device__ __forceinline__ Direction conclude_direction(Sum negatives, double positive,
                                                         bool decoupled, double mean) {
   Direction d;

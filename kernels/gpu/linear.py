@@ -91,8 +91,8 @@ class Rows:
     def subtract(
         self, term: LinearGradient, gradient: Array, dots: Array | None = None, first: int = 0
     ) -> None:
-        """Add the term's share of the gradient to a complete one, that of the rows from `first` on,
-        through the normalisation, and its share of `Gradients.dots`. All are of the same rows."""
+        """Subtract the term's share of -dL/du, through the normalisation, from a complete gradient
+        of the rows from `first` on, and from their `Gradients.dots`."""
         n, d = gradient.shape
         self.launcher.rows(
             "subtract_linear", n, file="linear.cu", rows=self.fields(first), n=n, d=d,

@@ -18,7 +18,7 @@
 #define BIAS 0  // 1: keys have biases; 2: queries have biases, too, as keys of their columns
 #endif
 
-// A block with the vectors of its options. Limits and biases are in the unit of products.
+// A block with the vectors of its options (ids are in PlainBlock). Limits and biases are in the unit of products.
 struct Block : PlainBlock {
 #if GROUPS
   const i64 *query_groups, *key_groups;  // [rows], [columns]
@@ -44,7 +44,7 @@ struct Pair {
 template <class Self>  // gives each option a base of its own: two bases of one type would take memory
 struct Option {
   enum : bool {  // constants that need no memory
-    MASKS = false,    // each pair is in both softmaxes or in neither: `excluded` says in which
+    MASKS = false,    // each pair is in both softmaxes or in neither: `excluded` says which pairs are in neither
     SPLITS = false,   // a pair may be in one softmax and not in the other: `in_row` and `in_column`
     SHIFTS = false,   // `exponent` may differ from x
     SPARSE = false,   // a row often has no pair in a tile
@@ -229,7 +229,7 @@ struct All {
   __device__ __forceinline__ static void exclude(Real& x, const Pair& p) {
     ((x = Each::excluded(x, p) ? EXCLUDED : x), ...);
   }
-  // The same, of options that have MASKS only. For kernels that ask `in_row` and `in_column` before each use.
+  // The same, of only those options that have MASKS. For kernels that ask `in_row` and `in_column` before each use.
   template <class Pair>
   __device__ __forceinline__ static void mask(Real& x, const Pair& p) {
     ((x = Each::MASKS && Each::excluded(x, p) ? EXCLUDED : x), ...);

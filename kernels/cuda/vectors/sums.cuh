@@ -42,10 +42,11 @@ struct Sums {
 };
 
 // The sums of each row <- themselves + pairs[0 .. slots) and moments[0 .. slots) (null: none), always in
-// the same order. The maxima of the pairs are raw products, or with `scale` ln 2 logits in base 2; moments
-// are of raw products, which `logit_scale` makes logits. A block of threads has 32 rows, and
-// MERGE_ROW_THREADS threads share the slots of a row. `written_tiles` (or null) has the tiles for
-// which each thread block of a sweep has written pairs of columns (sweep_lse.cu). Such a block has two slots.
+// the same order. The maxima of the pairs are raw products, which c = scale log2(e) makes base-2 logits.
+// A sweep passes scale = ln 2, because its maxima are such logits already. Moments are of raw products,
+// which `logit_scale` makes logits. A block of threads has 32 rows, and MERGE_ROW_THREADS threads share the
+// slots of a row. `written_tiles` (or null) has the tiles for which each thread block of a sweep has
+// written pairs of columns (sweep_lse.cu). Such a block has two slots.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
             const __grid_constant__ Scale scale, const __grid_constant__ Sums sums,
@@ -223,8 +224,9 @@ __device__ __forceinline__ void put_lse(const Concluding& f, void* to, i64 i, do
   else ((double*)to)[i] = LN_2 * lse2;
 }
 
-// Conclusion.log_scale_grad of a row: `moment_gradient` is the derivative of its loss, where the sums have moments.
-// Else <dQ_i, q_i> lacks the margin times `at_positives`, the sum of -dL/dx there, with the scale folded in.
+// Conclusion.log_scale_grad of a row. With moments: `moment_gradient`, the derivative of its loss, times the
+// upstream gradient. Without moments, only the margin's part: the margin times `at_positives`, the sum of
+// -dL/dx at the positives with the scale folded in. The rest is <dQ_i, q_i>.
 __device__ __forceinline__ double log_scale_gradient(const Concluding& f, i64 i, double moment_gradient,
                                                double at_positives) {
   return f.rows.moment ? f.upstream[i] * moment_gradient : f.options.margin * at_positives;
