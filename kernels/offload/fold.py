@@ -26,7 +26,7 @@ from ..problem import (
 )
 from .device import HostCopies, OffloadDevice, Ticket
 from .epilogues import block_epilogue
-from .layout import PIECE, Layout, real_bytes, row_bytes
+from .layout import PIECE_PANELS, Layout, real_bytes, row_bytes
 from .linear import StreamedRows
 from .panels import Arrivals, Departures, Part, StreamedSide, apart, longest
 
@@ -122,8 +122,8 @@ class StreamedFold:
     def pieces(self, run: list[slice], panel: slice) -> list[slice]:
         """A run cut into pieces. On the diagonal they are single panels, as plans want them."""
         found: list[slice] = []
-        for i in range(0, len(run), PIECE):
-            panels = run[i : i + PIECE]
+        for i in range(0, len(run), PIECE_PANELS):
+            panels = run[i : i + PIECE_PANELS]
             piece = slice(panels[0].start, panels[-1].stop)
             found.extend([piece] if apart(piece, panel) else panels)
         return found

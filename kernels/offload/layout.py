@@ -9,12 +9,12 @@ from ..room import least_block_side, workspace_too_small
 
 # Rows of a panel, or a power of two times as many. Products with gradient panels then fill all
 # multiprocessors of Hopper's largest cards: 66 tiles of 128 rows by two of 256 features
-WAVE = 8448
+WAVE_ROWS = 8448
 MOST_WAVES = 4  # in a panel: what is copied before and after all products should be little
 FEWEST_PANELS = 3  # of a side that has at least as many waves, for the same reason
-PIECE = 2  # panels of the side that stays, in a block with a gradient
-COLUMNS = 4224  # of a block's gradient panel: with fewer, products take longer
-ROUND = 128  # a panel of more rows than this has a multiple of it
+PIECE_PANELS = 2  # panels of the side that stays, in a block with a gradient
+GRADIENT_PANEL_COLUMNS = 4224  # of a block's gradient panel: with fewer, products take longer
+PANEL_ROW_MULTIPLE = 128  # a panel of more rows than this has a multiple of it
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RowBytes:
     def streamed(self) -> int:
         """Two panels arrive in turns and two gradients leave in turns. There is an accumulator of
         the panel's gradient, and the gradient of one block's keys."""
-        return 2 * self.feature + 2 * self.leaving + (1 + PIECE) * self.accumulator
+        return 2 * self.feature + 2 * self.leaving + (1 + PIECE_PANELS) * self.accumulator
 
     @property
     def staying(self) -> int:
@@ -63,13 +63,13 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
     if gradients is not None and gradients.add_query:
         leaving = real
     panel_item = max(item, 2 if problem.compute in ("bf16", "fp16") else real)
-    return RowBytes(d * item, d * real, d * leaving, block_row(m, n, d, panel_item, real))
+    return RowBytes(d * item, d * real, d * leaving, block_row_bytes(m, n, d, panel_item, real))
 
 
-def block_row(m: int, n: int, d: int, item: int, real: int) -> int:
+def block_row_bytes(m: int, n: int, d: int, item: int, real: int) -> int:
     """Bytes of the accumulators of a block's queries, and of a row of its gradient panel, whose
     elements have `item` bytes."""
-    return PIECE * d * real + min(COLUMNS, max(m, n)) * item
+    return PIECE_PANELS * d * real + min(GRADIENT_PANEL_COLUMNS, max(m, n)) * item
 
 
 def least_workspace(rows: int, row: RowBytes) -> int:
@@ -87,21 +87,21 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
     row = row_bytes(problem, gradients)
     smaller, larger = min(m, n), max(m, n)
     each = row.streamed + row.block
-    longest = max(WAVE, min(MOST_WAVES * WAVE, -(-larger // FEWEST_PANELS)))
+    longest = max(WAVE_ROWS, min(MOST_WAVES * WAVE_ROWS, -(-larger // FEWEST_PANELS)))
 
     def panel_in(room: int) -> int:
-        most, rows = min(room // each, longest), WAVE
+        most, rows = min(room // each, longest), WAVE_ROWS
         while 2 * rows <= most:
             rows *= 2
         return min(rows, most)
 
     rows, staying = panel_in(workspace - smaller * row.staying), smaller
-    whole = rows >= min(WAVE, larger)
+    whole = rows >= min(WAVE_ROWS, larger)
     if not whole:
-        rows, least = panel_in(3 * workspace // 4), least_block_side(m, n)
-        if rows < least:
-            least = least_workspace(least, row)
-            raise ValueError(workspace_too_small(problem.shape, least, workspace))
+        rows, least_rows = panel_in(3 * workspace // 4), least_block_side(m, n)
+        if rows < least_rows:
+            least_bytes = least_workspace(least_rows, row)
+            raise ValueError(workspace_too_small(problem.shape, least_bytes, workspace))
     panel = _even(larger, rows)
     if not whole:
         staying = min(smaller, (workspace - panel * each) // row.staying // panel * panel)
@@ -126,7 +126,7 @@ def left_beside_all(problem: Problem, gradients: Gradients | None) -> int:
 def _even(n: int, most: int) -> int:
     """Rows of panels, at most `most`, that cut n rows evenly."""
     rows = -(-n // -(-n // max(1, most)))
-    if rows <= ROUND:
+    if rows <= PANEL_ROW_MULTIPLE:
         return rows
-    rounded = -(-rows // ROUND) * ROUND
-    return min(n, rounded if rounded <= most else most // ROUND * ROUND)
+    rounded = -(-rows // PANEL_ROW_MULTIPLE) * PANEL_ROW_MULTIPLE
+    return min(n, rounded if rounded <= most else most // PANEL_ROW_MULTIPLE * PANEL_ROW_MULTIPLE)

@@ -269,7 +269,7 @@ def test_room_that_is_enough() -> None:
         enough = schedule.enough_room(m, n, d)
         needs = config.Needs("fp64", True, True, True, True, 1, True, weighted_query=True)
         assert config.least_workspace((m, n, d), needs, 128) < enough
-        row = layout.RowBytes(8 * d, 8 * d, 8 * d, layout.block_row(m, n, d, 8, 8))
+        row = layout.RowBytes(8 * d, 8 * d, 8 * d, layout.block_row_bytes(m, n, d, 8, 8))
         assert layout.least_workspace(least_block_side(m, n), row) < enough
 
 

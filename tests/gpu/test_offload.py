@@ -77,7 +77,7 @@ def test_equal_to_the_host(
         each = [rng.integers(0, 20, len(z)) for z in args]
         options["ids"] = tuple(each) if loss == "info_nce" else each[0]
     workspace = room(rows, d, *(len(z) for z in (args[0], args[-1])))
-    with mock.patch.object(layout, "WAVE", wave):
+    with mock.patch.object(layout, "WAVE_ROWS", wave):
         got, device = on_host(loss, args, workspace=workspace, **options)
     assert device.xp.peak + device.workspace <= workspace
     close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
@@ -89,7 +89,7 @@ def test_what_stays(loss: str, rows: int, wave: int) -> None:
     """All features, those of one side in all folds, or a part of them."""
     args = arguments(loss, *pairs("random", 60, 60, 30, np.float64, 0))
     options: dict[str, Any] = {"scale": 4.0, "workspace": room(rows, 30, 60, 60)}
-    with mock.patch.multiple(layout, WAVE=wave, MOST_WAVES=1):
+    with mock.patch.multiple(layout, WAVE_ROWS=wave, MOST_WAVES=1):
         got, device = on_host(loss, args, **options)
     close(got, getattr(infonce, f"{loss}_loss_and_grad")(*args, **options))
     if rows == wave:
@@ -142,7 +142,7 @@ def test_progress_and_memory_too_small() -> None:
     # the first of three panels meets three pieces, the others meet all keys; dQ, then dK
     assert told == steps("log-sum-exp", 5) + 2 * steps("gradient", 9)
     told.clear()
-    with mock.patch.multiple(layout, WAVE=10, MOST_WAVES=1):
+    with mock.patch.multiple(layout, WAVE_ROWS=10, MOST_WAVES=1):
         on_host("clip", args, workspace=rooms(60), **options)
     # six panels: the last meets one at a time, the others meet two, but one on the diagonal
     assert told == steps("log-sum-exp", 6 + 5) + steps("gradient", 5 * 4 + 6)
@@ -232,7 +232,7 @@ def test_on_the_gpu(cupy: Any, loss: str, dtype: Any) -> None:
     for workspace, wave in ((room(rows, d, m, n), 2000), (2**28, rows), (2**28, 2000)):
         options = {"scale": scale, "normalize": True, "offload": True, "workspace": workspace}
         call = partial(getattr(infonce, f"{loss}_loss_and_grad"), *args, **options)
-        with mock.patch.multiple(layout, WAVE=wave, MOST_WAVES=1):
+        with mock.patch.multiple(layout, WAVE_ROWS=wave, MOST_WAVES=1):
             got, again = call(), call()
         assert isinstance(got.loss, np.ndarray)
         assert_loss(got.loss, truth.loss, name, logit)

@@ -193,7 +193,7 @@ def test_names_of_the_code_are_there() -> None:
 def test_page_of_methods_has_the_limits_of_the_code() -> None:
     page = " ".join((DOCS / "methods.md").read_text().split())
     assert f"The default is {problem.WORKSPACE // 2**20} MiB" in page
-    assert f"chunks of {layout.WAVE} rows" in page
+    assert f"chunks of {layout.WAVE_ROWS} rows" in page
     logits, rows = method.MAX_FUSED_LOGITS, method.MAX_FUSED_ROWS
     multiply_adds = method.MAX_FUSED_MULTIPLY_ADDS
     limits = (

@@ -127,7 +127,7 @@ class Copy:
 
 def room(rows: int, d: int, m: int, n: int, item: int = 8, real: int = 8) -> int:
     """A workspace for panels of so many rows."""
-    row = layout.RowBytes(d * item, d * real, d * item, layout.block_row(m, n, d, item, real))
+    row = layout.RowBytes(d * item, d * real, d * item, layout.block_row_bytes(m, n, d, item, real))
     return layout.least_workspace(rows, row)
 
 

@@ -136,7 +136,10 @@ class GradientRun(FoldRun):
             n, k, first_row = k, n, 0
         operands, real, block = self.buffers.operands, self.buffers.real, self.gradient_block
         precision, item, width = operands.precision, operands.item, operands.gradient_width
-        given, made = CUDA_TYPE[precision], CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
+        operand_type, sum_type = (
+            CUDA_TYPE[precision],
+            CUDA_TYPE["fp64" if precision == "fp64" else "fp32"],
+        )
         apart = 1 if op == OP_N else block.stride  # elements from term to term
         for of in schedule.products(precision, k, out.copies, first):
             batch = of.terms * z.stride, of.terms * apart, out.copy_stride, of.batch
@@ -144,9 +147,10 @@ class GradientRun(FoldRun):
             elements = of.gradient_part * block.part + keys.start + of.start * apart
             self.launcher.queue.gemm(
                 OP_N, op, width, n, of.terms, _host_number(of.factor, real)[1],
-                z.data + features * item, given, z.stride, block.data + elements * item, given,
+                z.data + features * item, operand_type, z.stride,
+                block.data + elements * item, operand_type,
                 block.stride, _host_number(0.0 if of.is_first else 1.0, real)[1],
-                out.pointer(row) + of.copy * out.copy_stride * real.itemsize, made, out.stride,
+                out.pointer(row) + of.copy * out.copy_stride * real.itemsize, sum_type, out.stride,
                 COMPUTE[precision], -1, *(batch if of.batch > 1 else ()),
             )  # fmt: skip
 
