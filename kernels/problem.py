@@ -109,8 +109,8 @@ class Problem:
     @property
     def plain_logits(self) -> bool:
         """Whether logits are scaled products, in the sums of both sides, but for equal ids."""
-        arrays = self.query_groups, self.own, self.key_bias
-        return all(array is None for array in arrays) and not self.compares_with_limits
+        has_arrays = not (self.query_groups is self.own is self.key_bias is None)
+        return not has_arrays and not self.compares_with_limits
 
     @property
     def plain_targets(self) -> bool:
