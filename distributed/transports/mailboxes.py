@@ -54,9 +54,9 @@ class Device:
 
     def swap(
         self, stream: Any, of: Swap, outgoing: Sequence[int], incoming: Sequence[int], other: int,
-        mine: int,
+        own: int,
     ) -> None:  # fmt: skip
-        """By swap.cu; `other` and `mine` are where the channel begins in both mailboxes."""
+        """By swap.cu; `other` and `own` are where the channel begins in both mailboxes."""
         names, room = ("first", "second", "third", "fourth"), peers.SMALL
         sides = {
             name: {
@@ -70,9 +70,9 @@ class Device:
         }  # fmt: skip
         with stream:
             swap_arrays(BLOCKS, {
-                **sides, "room": room, "counters": mine + 2 * room + LINE,
+                **sides, "room": room, "counters": own + 2 * room + LINE,
                 "other": {"buffers": other, "arrived": other + 2 * room},
-                "mine": {"buffers": mine, "arrived": mine + 2 * room},
+                "own": {"buffers": own, "arrived": own + 2 * room},
             })  # fmt: skip
 
     def fill(self, at: int, byte: int, size: int) -> None:

@@ -10,7 +10,7 @@ from judge import assert_grad, viewed
 from reference_problems import FEATURES, one_problem, quick
 
 import infonce
-from infonce import distributed, reference
+from infonce import reference
 
 NAMES = ("info_nce", "nt_xent", "clip", "lit", "siglip")
 
@@ -95,14 +95,6 @@ def test_given_destinations_and_upstream_gradients() -> None:
     assert got.grads.text is None
     assert got.grads.scale is None
     assert got.loss.shape == (12,)
-
-
-def test_one_rank() -> None:
-    image, text = one_problem("clip", rows=12, width=6).features
-    want = infonce.clip_loss_and_grad(image, text, scale=2.0, dims=(2, 4))
-    got = distributed.clip_loss_and_grad(image, text, scale=2.0, dims=(2, 4))
-    assert got.loss == want.loss
-    assert np.array_equal(got.grads.image, want.grads.image)
 
 
 @pytest.mark.extras

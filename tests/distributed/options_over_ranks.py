@@ -142,7 +142,7 @@ def equal(examples: str, place: str) -> None:
     of two ranks also by the hierarchical exchange. Each also with the gradient of the scale from
     those of features, as in large batches."""
     ways: list[dict[str, Any]] = [
-        {"exchange": "ring"}, {"exchange": "ring", "workspace": 4000}, {"exchange": "gather"},
+        {"exchange": "ring"}, {"exchange": "ring", "workspace": 6000}, {"exchange": "gather"},
     ]  # fmt: skip
     if OF_TWO_RANKS:
         ways.append({"exchange": "hierarchical"})

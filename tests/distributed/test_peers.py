@@ -3,6 +3,7 @@ as tests say."""
 
 import random
 from collections import defaultdict
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.distributed.transports import mailboxes, nccl, peers
 from infonce.distributed.transports.peers import Copies, Swap, pieces
+from infonce.kernels.gpu.device import signatures
 
 pytestmark = pytest.mark.extras
 SPACE = 2**32  # addresses of a rank; its arrays begin in the middle
@@ -293,6 +295,19 @@ def test_waits_of_a_rank_whose_peer_is_gone_end(monkeypatch: pytest.MonkeyPatch)
     assert not done()
     copies.release(done)
     assert done()
+
+
+def test_kernel_takes_what_a_swap_hands_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of its arguments, sides and bytes of arrays included."""
+    launches: list[Any] = []
+    monkeypatch.setattr(mailboxes, "swap_arrays", lambda blocks, values: launches.append(values))
+    device = object.__new__(mailboxes.Device)  # without a GPU
+    device.swap(nullcontext(), Swap(1, (8, 24), 1, (8,)), [256, 512], [1024], SPACE, 0)
+    swap = signatures.signature("ranks/swap.cu", "swap")
+    swap.require(launches[0])
+    for name, field in swap.fields:
+        if isinstance(field, signatures.Structure):
+            field.require(launches[0][name])
 
 
 @pytest.mark.gpu

@@ -177,7 +177,7 @@ def sweep(tool: str, kernels: str, pattern: str, part: int, parts: int) -> None:
 def steps_over_ranks() -> None:
     """What a plan of one of many ranks does besides: vectors and sums of others."""
     import cupy
-    from infonce.distributed.transports import peers
+    from infonce.distributed.transports import mailboxes, peers
     from infonce.kernels.gpu.device.launches import Queue
     from infonce.kernels.gpu.shard import QueuedVectors
     from infonce.kernels.problem import Sums
@@ -205,7 +205,7 @@ def steps_over_ranks() -> None:
     vectors.assign(out, z, z)
     assert cupy.all(out == 2 * z)
     mailbox = cupy.zeros(peers.MAILBOX + 2**22, "uint8")  # of two ranks that are one
-    copies = peers.Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), peers.Device())
+    copies = peers.Copies(0, dict.fromkeys((0, 1), mailbox.data.ptr), mailboxes.Device())
     for _ in range(3):
         arrays, size = [z.data.ptr, out.data.ptr], (z.nbytes,)
         copies.run([peers.Swap(1, size, 1, size)], arrays, cupy.cuda.get_current_stream())

@@ -86,7 +86,13 @@ class GradientRun(FoldRun):
         if not self.fold.gradients:
             return NO_GRADIENT_BLOCK
         tensor_map = self.gradient_block.map(self.launcher.queue, self.q.rows)
-        return {"gradient_block": self.gradient_block.fields, "gradient_map": tensor_map}
+        return {"gradient_block": self.gradient_fields(), "gradient_map": tensor_map}
+
+    def gradient_fields(self) -> Any:
+        """The gradient block, as tiles take it."""
+        if not self.fold.gradients:
+            return NO_GRADIENT_BLOCK["gradient_block"]
+        return self.gradient_block.fields
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
         """dQ_a += P K_b and dK_b += P' Q_a."""

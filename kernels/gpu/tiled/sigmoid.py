@@ -39,8 +39,8 @@ class SigmoidRun(GradientRun):
         }  # fmt: skip
         if isinstance(self.shape, config.Sweep):
             arguments |= self.gradient_arguments()
-        else:
-            arguments["gradient_block"] = self.gradient_arguments()["gradient_block"]
+        else:  # tiles need no tensor map
+            arguments["gradient_block"] = self.gradient_fields()
         self.launch(self.fold.kernel, rows, columns, arguments)
         self.launcher.vectors(
             "add_pairs", n, pairs=sums, z=moments, slots=self.shape.row_slots(n, self.k.rows),
