@@ -254,8 +254,8 @@ def _guide_of(problem: Problem) -> str:
 def _facts(
     call: RankCall, request: Request, features: list[Array], compared: dict[str, str]
 ) -> dict[str, Any]:
-    """The facts that have to be the same on all ranks, in the order of their comparison. The facts
-    of `_numbers` are None here."""
+    """The facts that have to be the same on all ranks, in the order of their comparison. None
+    holds the place of a fact that `_numbers` has."""
     kind, problem = call.kind, request.problem
     first = kind.arguments[0]
     return {

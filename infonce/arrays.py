@@ -180,7 +180,7 @@ def converter_to(like: Array) -> Callable[[Array], Array]:
             if not isinstance(array, np.ndarray):
                 # -1: it was made on torch's own stream, there is nothing to wait for
                 return torch.from_dlpack(array.__dlpack__(stream=-1))
-            if array.dtype.kind == "V":  # bfloat16: a dtype's name takes time
+            if array.dtype.kind == "V":  # bfloat16: faster than its name
                 return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
             return torch.from_numpy(array)
 

@@ -98,8 +98,8 @@ def result_of(kind: Loss, request: Request, solution: Solution, caller: Array) -
 def _lse(
     request: Request, solution: Solution, convert: Callable[[Array], Array]
 ) -> Callable[[], Any] | None:
-    """A function that returns the log-sum-exps: converted on demand, as small batches notice the
-    time."""
+    """A function that returns the log-sum-exps. It converts them on demand, because a conversion
+    takes a noticeable part of a small call."""
     rows, columns = solution.row_lse, solution.column_lse
     if rows is not None and rows.dtype != request.dtype:
         rows = rows.astype(request.dtype)
@@ -130,7 +130,7 @@ def raise_with_advice(error: MemoryError, problem: Problem) -> NoReturn:
     naive = problem.method == "naive"
     advice = 'method="tiled"' if naive else f"a workspace below {problem.workspace} bytes"
     message = f"{str(error).rstrip('.')}; use {advice}"
-    raise MemoryError(message) from error  # not of its class: NumPy's and CuPy's format their own
+    raise MemoryError(message) from error  # plain: those of NumPy and CuPy format their own
 
 
 @cache
@@ -151,7 +151,7 @@ def _backend(offload: bool, on_gpu: bool) -> Any:
 
 
 def _reduced(request: Request, solution: Solution) -> Array:
-    """The loss by `reduction`."""
+    """The loss by `reduction`. GPU kernels reduce it themselves: `solution.loss`."""
     if solution.loss is not None:
         return _zero_d(request, solution.loss)
     shares = request.problem.row_shares
@@ -163,7 +163,8 @@ def _reduced(request: Request, solution: Solution) -> Array:
 
 
 def _zero_d(request: Request, value: Array) -> Array:
-    assert value is not None  # of which NumPy makes NaN
+    """A 0-d array of the loss's dtype."""
+    assert value is not None  # np.asarray(None, float) would be NaN
     if request.on_gpu and value.dtype == request.dtype:
         return value
     return request.static.xp.asarray(value, dtype=request.dtype)

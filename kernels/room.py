@@ -6,8 +6,8 @@ import math
 
 
 def few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
-    """Whether blocks of rows x columns are few enough for m x n logits: 4 sqrt(m n) at most. What
-    they cost besides their logits is then no more than a multiple of vectors of length m and n."""
+    """Whether blocks of rows x columns are few enough for m x n logits: 4 sqrt(m n) at most. The
+    memory of all blocks beside their logits is then a multiple of vectors of length m and n."""
     blocks = -(-m // rows) * -(-n // columns)
     return blocks * blocks <= 16 * max(1, m * n)
 

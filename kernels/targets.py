@@ -1,8 +1,8 @@
-"""What the targets of a softmax come to: sets of positives, margins, label smoothing.
+"""Loss and gradients of a softmax with any targets: sets of positives, margins, label smoothing.
 
 A row whose target is one positive, of probability 1, has loss softplus(n - p) and the gradient
--sigmoid(n - p) at the positive (see `conclude`). Every other target differs from that by what is
-here. The positives of a row stand in for one whose logit m is their log-sum-exp:
+-sigmoid(n - p) at the positive (see `conclude`). This file has what other
+targets add. The positives of a row stand in for one whose logit m is their log-sum-exp:
 
     loss = softplus(n - m) + (m - mean of their logits) + e (mean of their logits - mean of all)
     -dloss/dx at a positive = share sigmoid(n - m) + ((1 - e) / |P| - share) + e / K
@@ -75,8 +75,9 @@ def guide_width(problem: Problem) -> int:
 
 
 def limited(problem: Problem, backend: Any, vectors: Any) -> Problem:
-    """The problem with its limits."""
-    both = problem.symmetric or problem.two_sided  # key i is the positive of query i
+    """The problem with its limits, and with those of its guide: of rows, and of columns if
+    columns have a softmax. A column's limit is that of the row whose positive it is."""
+    both = problem.symmetric or problem.two_sided
     if problem.has_limits:
         rows = vectors.limits(problem, backend.positive_dots(problem))
         problem = fast_replace(problem, limits=rows, key_limits=rows if both else None)

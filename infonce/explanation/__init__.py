@@ -29,7 +29,7 @@ class Explanation:
     precision: str  # of operands
     work: tuple[Work, ...]  # kernels and products in their order
     memory: dict[str, dict[str, int]]  # bytes of the workspace: pass -> part -> bytes
-    workspace: int  # bytes that serve each pass in turn
+    workspace: int  # bytes: the passes use the same memory, one after another
     seconds: float  # at least, at the peaks of the device
     recorded: float | None  # seconds that benchmarks have measured; None: nothing is recorded
     notes: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ def _memory(made: Schedule) -> dict[str, dict[str, int]]:
     if made.one_launch is not None:
         return {"loss and gradient": {p.name: p.bytes for p in made.one_launch.memory}}
     found: dict[str, dict[str, int]] = {}
-    for fold in made.folds:  # of folds of one purpose, the largest
+    for fold in made.folds:  # several may have one purpose: the largest is shown
         parts = {part.name: part.bytes for part in fold.workspace}
         before = found.get(fold.purpose.value, {})
         if sum(parts.values()) >= sum(before.values()):

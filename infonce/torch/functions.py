@@ -17,7 +17,8 @@ from ..checks import keywords, prefixes, validation
 from ..spec import GRAD_ONLY, VECTORS, Loss, LossOptions
 from .core import autograd, compiled
 
-PLAIN = frozenset({*LossOptions.__annotations__, "metrics"})  # what losses take without a group
+# Options of losses that run in one process
+PLAIN = frozenset({*LossOptions.__annotations__, "metrics"})
 DTYPES = {getattr(torch, name) for name in validation.FLOATS}
 
 
@@ -88,13 +89,13 @@ def _over_prefixes(
 
 
 def require_known(function: str, options: Collection[str], known: Collection[str]) -> None:
-    """TypeError for a keyword that is not known, by the name of what was called."""
+    """TypeError for an unknown keyword, in the name of the called function or module."""
     if refused := (GRAD_ONLY - PLAIN).intersection(options):
         raise TypeError(
             f"{function}: unexpected keyword argument {min(refused)!r}: gradients are autograd's"
         )
     for name in options:
-        if name not in known and name not in PLAIN:  # what a loss refuses has an error of its own
+        if name not in known and name not in PLAIN:  # others, a loss may refuse
             raise keywords.unexpected(function, name, known)
 
 

@@ -65,7 +65,8 @@ class CPU:
     def __init__(
         self, problem: Problem, gradients: Gradients | None = None, ahead: Gradients | None = None
     ) -> None:
-        """`ahead`: gradients that a later call will accumulate, in tiles of the same size."""
+        """`ahead`: gradients that a later fold over ranks will accumulate: its tiles are those of
+        this fold."""
         m, n, d = problem.shape
         self.dtype = DTYPES[problem.compute]
         query = self._side(problem, problem.query)
@@ -202,7 +203,8 @@ class CPU:
     def fold(
         self, problem: Problem, grid: Grid, epilogue: Epilogue, gradients: Gradients | None
     ) -> None:
-        # Backwards before a gradient: that begins with the tiles that are still in the buffers
+        # The log-sum-exp fold runs backwards, so that the gradient fold begins with the tiles that
+        # are still in the buffers
         context = self.context
         backwards = isinstance(epilogue, Statistics) and context.both_folds
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
@@ -243,9 +245,8 @@ class CPU:
 
 
 def without_other_groups(problem: Problem, grid: Grid) -> Grid:
-    """The grid without blocks whose queries and keys have no group in common, as far as the least
-    and largest groups of either tell. Blocks with a positive stay."""
-
+    """The grid without blocks whose queries' range of groups, from the least to the largest, does
+    not meet that of the keys. Blocks with a positive stay."""
     if not grid.rows or not grid.columns:
         return grid
     first, end = grid.columns[0].start, grid.columns[-1].stop
@@ -257,14 +258,14 @@ def without_other_groups(problem: Problem, grid: Grid) -> Grid:
         [bound.reduceat(groups, starts) for groups, starts in sides]
         for bound in (np.minimum, np.maximum)
     )
-    meet = (row_low[:, None] <= column_high) & (column_low <= row_high[:, None])
+    may_match = (row_low[:, None] <= column_high) & (column_low <= row_high[:, None])
     positives = as_sets(problem.positives)
     rows, places = np.nonzero((positives >= first) & (positives < end))
     keys = positives[rows, places]
-    meet[block_of(row_starts, rows), block_of(column_starts, keys)] = True
-    return replace(
-        grid, visited=tuple([b for b in grid.visits(a) if meet[a, b]] for a in range(len(meet)))
-    )
+    may_match[block_of(row_starts, rows), block_of(column_starts, keys)] = True
+    panels = range(len(grid.rows))
+    visited = tuple([b for b in grid.visits(a) if may_match[a, b]] for a in panels)
+    return replace(grid, visited=visited)
 
 
 def block_of(starts: list[int], index: Array) -> Array:

@@ -350,8 +350,9 @@ def online_softmax(  # type: ignore[no-untyped-def]
 def sigmoid(  # type: ignore[no-untyped-def]
     x, scale, bias, a, losses, gradient_sums, moments
 ):
-    """Negatives: x <- a_i sigmoid(z), losses += softplus(z), with z = scale x + bias. Gradients are
-    added to gradient_sums, and times x to `moments` (or None)."""
+    """Negatives: x <- a_i sigmoid(z), losses += softplus(z), with z = scale x + bias and a_i the
+    upstream gradient of row i. Sums of the new x go to gradient_sums, those of the new x times the
+    raw product to `moments` (or None)."""
     wide_vectors()
     one = x.dtype.type(1)
     zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
@@ -382,7 +383,8 @@ def sigmoid(  # type: ignore[no-untyped-def]
 def sigmoid_positives(  # type: ignore[no-untyped-def]
     x, positives, first_column, logits, scale, bias, a, losses, gradient_sums, moments
 ):
-    """Positives: x <- -a_i sigmoid(-z), losses += softplus(-z), z = logits + bias."""
+    """Positives: x <- -a_i sigmoid(-z), losses += softplus(-z), with z = logits + bias. The
+    `logits` are scaled products; `scale` serves only the `moments`."""
     for i in range(x.shape[0]):
         j = positives[i] - first_column
         if 0 <= j < x.shape[1]:

@@ -126,7 +126,7 @@ struct LinearGradients {};
 // Eight features of a row, and of its gradient.
 template <class T>
 struct Finished {
-  T g[LANE_FEATURES];  // the gradient, without its part along the row
+  T g[LANE_FEATURES];  // the gradient, before its part along the row is taken off
   T x[LANE_FEATURES];  // the row, near unit length
 
   __device__ __forceinline__ Finished(const Real* sum, T root, const Positives& positives,
@@ -135,7 +135,7 @@ struct Finished {
     const i64 n = d - column;
     get_reals(g, sum + column, n);
 #pragma unroll
-    for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;
+    for (int i = 0; i < LANE_FEATURES; ++i) g[i] = g[i] * fabs(root) * root;  // see `signed_root`
     positives.add(g, row, column, n, factor);
     if (!with_row) return;
     get_group(x, z, row, column, n);

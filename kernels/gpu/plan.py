@@ -4,13 +4,14 @@ Which kernels run, in what order, on which parts of which arrays depends on shap
 options, not on what arrays hold. So a call is recorded once, with placeholders for the addresses of
 its arrays and for its numbers (device/recorder.py), and every call of the same kind replays the
 recording with its own. Where calls come at the same addresses with the same numbers again, as in a
-training loop, their steps may be captured in CUDA graphs: a launch in the place of many. Nothing
-else is kept from call to call: of the device's memory, that of graphs and of their products alone.
-It pays where Python would take longer than the device, for batches of some thousand rows: a call of
-many steps (recorder.MAX_STEPS) is not recorded.
+training loop, their steps may be captured in CUDA graphs: a launch in the place of many. Of
+the device's memory, only that of graphs and of their products stays from call to call. A plan pays
+where Python would take longer than the device, for batches of some thousand rows: a call of many
+steps (recorder.MAX_STEPS) is not recorded.
 
-A call is about dataclasses that hold arrays. A plan depends on the arrays' shapes, strides and
-dtypes and on fields that cannot hold an array; a number in a field that can (a scale, say) varies.
+The arguments of a call are dataclasses that hold arrays. A plan depends on the arrays' shapes,
+strides and dtypes and on fields that cannot hold an array; a number in a field that can (a scale,
+say) varies.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ class Plan:
 
     def _place_memory(self, sizes: Sequence[int], given: int) -> None:
         """Where the arrays that a call makes lie. Each result has memory of its own, so that none
-        keeps another's alive; small arrays share. cuBLAS's is not the call's."""
+        keeps another's alive; small arrays share. cuBLAS has its own."""
         results = {result.at.array for result in self.results.values()}
         self.alone: list[tuple[int, int]] = []  # array, bytes
         self.together: list[tuple[int, int]] = []  # array, offset in the shared memory
@@ -359,8 +360,8 @@ class Plan:
     def _captured(
         self, starts: list[int], numbers: Sequence[float], stream: int, plain: _Arguments
     ) -> _Arguments:
-        """The same, with CUDA graphs of the steps that may be captured. Two threads never launch
-        one graph at once: the memory that it works in is one call's until all is queued."""
+        """The arguments, with CUDA graphs of the steps that may be captured. Two threads never
+        launch one graph at once: its memory is one call's until all steps are queued."""
         if self.product_memory is not None:
             starts[self.product_memory] = workspace(identity(stream))
             if not starts[self.product_memory]:
@@ -381,7 +382,7 @@ class Plan:
                 return replace(plain, final=True)
             nodes += len(captured)
             calls.append((runtime.graphLaunch, (graphs[-1].graphExec, stream)))
-        memory = *plain.memory, graphs  # lone launches read the former
+        memory = *plain.memory, graphs  # launches outside of graphs read `plain.memory`
         return _Arguments(calls, memory, True, nodes * NODE_BYTES, next(_captures))
 
 

@@ -18,12 +18,12 @@ struct FactorSources {
 
 constexpr int RANGE_THREADS = 1024;
 constexpr double SPREAD = 40;  // base 2, of log-sum-exps that share exponentials
-// The unit of P is at least this share of the largest factor: beyond 2^60 units float32 overflows.
+// The unit of dL/dx is at least this share of the largest factor: larger quotients overflow float32.
 constexpr double MIN_FACTOR = 0x1p-60;
 
-// One block of threads, which reads M + N numbers once. An element of P is bounded by the sum of its row's
-// and its column's gradients, and each of these by the gradient at the positive; `by_factor` (several
-// positives, linear terms) and without log-sum-exps (sigmoid), by the factors.
+// One block of threads reads M + N numbers once. An element of dL/dx is at most the sum of its row's and its
+// column's gradients. The gradient at the positive bounds each of them. Where it does not, the factors do:
+// `by_factor` (several positives, linear terms), and without log-sum-exps (sigmoid).
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 by_factor,
        double largest_element, Ranges* out) {

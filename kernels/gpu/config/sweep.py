@@ -222,7 +222,8 @@ def sweep_for(
     precision: str, width: int, device: DeviceProperties, extras: bool, moments: bool = False,
     limit_and_bias_count: int = 0, groups: bool = False,
 ) -> Sweep | None:  # fmt: skip
-    """The sweep for rows of `width` bytes in each part; None where tiled kernels are to be used.
+    """The sweep for rows of `width` bytes in each part. None, and tiled kernels serve, on devices
+    other than Hopper (compute capability 9.0), and in precisions that sweeps do not have.
 
     `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
     `limit_and_bias_count`: how many of limits and biases pairs have. `groups`: whether rows and

@@ -19,8 +19,8 @@ from .buffers import Buffers
 from .fold import FoldRun
 from .operands import NO_GRADIENT_BLOCK, Accumulator, CachedExponentials, GradientBlock, Operand
 
-# Gradient blocks are written in units that bring their largest element near this, as float16
-# overflows at 65504. (A quarter of it: factors of normalised rows are below 2 each)
+# A gradient block is divided by a unit that brings its largest element near this, because float16
+# overflows at 65504. Factors of normalised rows are below 2 each: 8192 x 2 x 2 = 32768
 LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
 # cuBLAS's names for types and for the arithmetic of a product
 CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "fp16x3": 2, "bf16": 14, "bf16x3": 14}
@@ -47,7 +47,7 @@ class GradientRun(FoldRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, fold, phase)
         self.gradients = gradients
-        self.unit = cupy.empty(RANGES.size // 8)  # Ranges
+        self.unit = cupy.empty(RANGES.size // 8)  # struct Ranges, which begins with the unit
         self.row_unit: Array = None  # [M] if each row of dQ has a unit of its own
         self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
         self.linear: dict[
