@@ -280,7 +280,7 @@ def one_rank(path: str, rank: int, seed: int) -> None:
             "sent": arrays_fields(sent), "received": arrays_fields(received), "room": ROOM,
             "counters": mine + 2 * ROOM + LINE,
             "other": {"buffers": other, "arrived": other + 2 * ROOM},
-            "mine": {"buffers": mine, "arrived": mine + 2 * ROOM},
+            "own": {"buffers": mine, "arrived": mine + 2 * ROOM},
         }  # fmt: skip
         launch(
             "ranks/swap.cu", "swap", SWAP_BLOCKS, SWAP_THREADS, 0, arguments, {"PRECISION": "FP32"},
