@@ -41,7 +41,7 @@ def evaluate(name: str, z: list[np.ndarray], numbers: dict[str, Any], labels: An
     call = Call(kind, (), False, wrt, Axis(("data",), R, frozenset(), False))
     given = []
     for rank in range(R):
-        absent = dict.fromkeys(("bias", "labels", "grad_out", *spec.NAMES, *spec.ARRAYS))
+        absent = dict.fromkeys(("bias", "labels", "grad_out", "guide", *spec.NAMES, *spec.ARRAYS))
         arrays = {"features": tuple(shard(side, rank) for side in z)}
         arrays |= {"labels": shard(labels, rank)} if labels is not None else {}
         arrays |= {k: np.asarray(v, DTYPE) for k, v in numbers.items()}
