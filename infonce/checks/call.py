@@ -158,11 +158,9 @@ def _problem(
         raise TypeError(f"progress: expected a callable, got {validation.what(progress)}")
     query, key = arrays[0], arrays[loss.key_argument]
     xp, reduction = static.xp, static.reduction
-    positives = label_nans = classes = has_positive = None
-    row_ids, column_ids = rows.names(xp, loss, "ids", get("ids"), len(query), len(key))
-    groups = rows.names(xp, loss, "groups", get("groups"), len(query), len(key))
-    if get("in_batch") is False:  # no row has a key's group
-        groups = xp.zeros(len(query), xp.int64), xp.ones(len(key), xp.int64)
+    positives = label_nans = classes = has_positive = row_ids = column_ids = None
+    if (ids := get("ids")) is not None:
+        row_ids, column_ids = rows.names(xp, loss, "ids", ids, len(query), len(key))
     if loss.classes:
         decoupled = bool(get("decoupled"))
         whole_batch = batch is None  # False over ranks
@@ -205,7 +203,13 @@ def _problem(
     for name, value in static.softmax:
         setattr(problem, name, value)
     problem.joint, problem.classes = loss.joint, classes
-    problem.query_groups, problem.key_groups = groups
+    if (groups := get("groups")) is not None:
+        problem.query_groups, problem.key_groups = rows.names(
+            xp, loss, "groups", groups, len(arrays[0]), len(arrays[loss.key_argument])
+        )
+    if get("in_batch") is False:  # no row has a key's group
+        problem.query_groups = xp.zeros(len(query), xp.int64)
+        problem.key_groups = xp.ones(len(key), xp.int64)
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
         problem.query_bias = problem.key_bias if loss.symmetric else None
@@ -215,7 +219,8 @@ def _problem(
             problem.guide_query, problem.guide_key = guides
     if loss.has_own:
         problem.own, problem.own_mask = arrays[2], rows.own_mask(xp, get("own_mask"), arrays[2])
-    softmax.require_metrics(problem)
+    if static.metrics:
+        softmax.require_metrics(problem)
     return problem
 
 

@@ -174,16 +174,12 @@ def is_pair(value: Any) -> bool:
     return two_items and all(isinstance(i, Sequence) or getattr(i, "ndim", 0) == 1 for i in value)
 
 
-def names(
-    xp: Any, loss: Loss, name: str, value: Any, m: int, n: int
-) -> tuple[Array | None, Array | None]:
+def names(xp: Any, loss: Loss, name: str, value: Any, m: int, n: int) -> tuple[Array, Array]:
     """Check integers of samples (`spec.NAMES`): one array, or a pair (of queries, of keys).
 
     Returns [M] and [N] int64 numbers of rows and columns. Two numbers are equal exactly if the
     caller's integers are. A joint loss has the integers of its samples twice.
     """
-    if value is None:
-        return None, None
     if not is_pair(value):
         if m != n:
             raise ValueError(

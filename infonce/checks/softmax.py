@@ -60,8 +60,6 @@ def options(loss: Loss, o: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def require_metrics(problem: Problem) -> None:
     """ValueError for metrics of rows that have no positive, or several, or of logits that an option
     changes."""
-    if not problem.retrieval_ranks:
-        return
     positives = problem.positives
     sets = positives is not None and positives.ndim > 1
     if isinstance(positives, np.ndarray) and problem.weights is not None:  # on a GPU nothing waits

@@ -31,7 +31,9 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             return solve(problem, gradients)
     if isinstance(problem, TaughtProblem):
         return _on_arrays(problem, gradients)
-    bare = problem.without_weights() if is_computed_by_kernels_only(problem) else problem
+    bare = problem
+    if problem.weights is not None and is_computed_by_kernels_only(problem):
+        bare = problem.without_weights()
     method = choose_method(bare)
     on_arrays = method == "arrays" or (method == "naive" and not bare.plain)
     return METHODS[method](problem if on_arrays else bare, gradients)

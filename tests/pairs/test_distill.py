@@ -5,21 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import Rows
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend
-from infonce.kernels.distill.solve import solve
-from infonce.kernels.problem import Gradients
-from infonce.kernels.solve import Solution, Vectors
 from judge import VIEWS, assert_grad, assert_loss, largest_logit, viewed
 from reference_problems import quick
 
 import infonce
 from infonce import reference
 
-METHODS = ("naive", "fused", "tiled", "arrays")
 NUMBERS: dict[str, Any] = {"scale": 2.0, "teacher_scale": 3.0}
 
 
@@ -29,20 +23,9 @@ def features(m: int, n: int, seed: int = 0, d: int = 4, e: int = 3) -> tuple[np.
     return tuple(rng.normal(size=size) for size in sizes)
 
 
-@pytest.fixture(params=METHODS)
-def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of a call by a method; "arrays" takes the place of "tiled", in small blocks."""
-    monkeypatch.setattr(backend, "TILE", (16, 24))
-    if request.param != "arrays":
-        return {"method": request.param}
-
-    def by_arrays(problem: Any, gradients: Gradients | None) -> Solution:
-        blocks = ArrayBlocks(problem, gradients, Vectors(np), Rows)
-        blocks.block = min(7, problem.shape[0]), min(5, problem.shape[1])
-        return solve(problem, blocks, gradients)
-
-    monkeypatch.setattr(backend, "solve", by_arrays)
-    return {}
+@pytest.fixture
+def method(method: dict[str, Any], small_tiles: None) -> dict[str, Any]:
+    return method
 
 
 def near(got: infonce.LossAndGrad, want: reference.Reference, tolerance: float = 1e-12) -> None:

@@ -6,11 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from host_device import Rows
-from infonce.kernels.arrays.backend import ArrayBlocks
 from infonce.kernels.cpu import backend
-from infonce.kernels.problem import Gradients
-from infonce.kernels.solve import Solution, Vectors, solve
 from judge import VIEWS, viewed
 from reference_problems import Problem, one_problem
 
@@ -18,28 +14,6 @@ import infonce
 from infonce import reference
 
 NAMES = ("info_nce", "nt_xent", "clip", "lit", "gte")
-METHODS = ("naive", "fused", "tiled", "arrays")
-
-
-@pytest.fixture(params=METHODS)
-def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of a call by a method; "arrays" takes the place of "tiled"."""
-    if request.param != "arrays":
-        return {"method": request.param}
-
-    def by_arrays(problem: Any, gradients: Gradients | None) -> Solution:
-        array_blocks = ArrayBlocks(problem, gradients, Vectors(np), Rows)
-        array_blocks.block = min(7, problem.shape[0]), min(5, problem.shape[1])
-        return solve(problem, array_blocks, gradients)
-
-    monkeypatch.setattr(backend, "solve", by_arrays)
-    return {}
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "TILE", (16, 24))
-    monkeypatch.setattr(backend, "TRIANGLE_SIDE", 16)
 
 
 def guided(name: str, rows: int = 6, seed: int = 0, **options: Any) -> Problem:
