@@ -20,23 +20,19 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from infonce.kernels.linear import Segments, SegmentSums
-from infonce.kernels.problem import (
-    Array,
+from infonce.kernels.epilogues import (
     Epilogue,
-    Gradients,
-    Grid,
-    NotFinite,
     OnlineSoftmax,
-    Problem,
     RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
-    fast_replace,
+    retrieval_ranks_of,
 )
-from infonce.kernels.solve import BlockQuestion, Vectors, retrieval_ranks_of
+from infonce.kernels.linear import Segments, SegmentSums
+from infonce.kernels.problem import Array, Gradients, Grid, NotFinite, Problem, fast_replace
+from infonce.kernels.solve import BlockQuestion, Vectors
 from infonce.kernels.targets import mirror_positive_logits
 
 from .exchanges.arrays import gradient_arrays, key_arrays, names, with_arrays

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .problem import LN_2, Array, Sums
+from .epilogues import Sums
+from .problem import LN_2, Array
 
 ROUNDING = 2.0**-10  # largest difference of exponents, base 2, that a factor corrects
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .conclude import Direction
+from .epilogues import Statistics, Sums
 from .linear import LinearTerm, Smoothed, smoothed
-from .problem import LN_2, LOG2_E, Array, Problem, Statistics, Sums, as_sets
+from .problem import LN_2, LOG2_E, Array, Problem, as_sets
 from .targets import Smoothing, Targets, targets
 
 

@@ -41,19 +41,20 @@ from typing import Any, Protocol
 from .arrays.own import joined
 from .conclude import Direction, conclude
 from .conclusion import Conclusion, conclusion
-from .problem import (
-    Array,
+from .epilogues import (
     Epilogue,
-    Gradients,
-    Grid,
-    NotFinite,
     OnlineSoftmax,
-    Problem,
-    RetrievalRanks,
     Sigmoid,
     SoftmaxGradient,
     Statistics,
     Sums,
+)
+from .problem import (
+    Array,
+    Gradients,
+    Grid,
+    NotFinite,
+    Problem,
     fast_replace,
     materialize_vectors,
     slices,
@@ -340,14 +341,6 @@ class Vectors:
         """[K]: the sums of [ranks, K] numbers in the order of the ranks, divided."""
         total: Array = sum(numbers)
         return (total / divisors).astype(dtype)
-
-
-def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
-    """The epilogue that counts ranks into complete `stats`."""
-    ranks = RetrievalRanks(stats.positive_logits, stats.row_rank)
-    if problem.two_sided:  # key i is the positive of query i
-        ranks.column_positive_logits, ranks.column_rank = stats.positive_logits, stats.column_rank
-    return ranks
 
 
 def gradient_fold(

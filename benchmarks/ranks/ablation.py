@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 from infonce.distributed.communicators.mpi import connect
+from infonce.kernels.arrays.naive import MATRICES
 from infonce.kernels.cpu.workers import BUFFER_POOL
-from infonce.kernels.naive import MATRICES
 
 import infonce
 from infonce import distributed

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from infonce.kernels.epilogues import SoftmaxGradient
 from infonce.kernels.linear import LinearTerm
-from infonce.kernels.problem import KEY_VECTORS, Array, Problem, SoftmaxGradient, fast_replace
+from infonce.kernels.problem import KEY_VECTORS, Array, Problem, fast_replace
 from infonce.kernels.targets import guide_width
 
 PER_KEY = "key", *KEY_VECTORS, "guide_key"  # fields of `Problem`

@@ -1,8 +1,8 @@
 """Folds over blocks by operations on arrays, NumPy's or CuPy's: for options that no kernel takes.
 
 A block of logits and what follows from it are arrays that fit the workspace, so memory is linear in
-the batch. `kernels/naive.py` has the same operations on one block, and exponents are natural there
-as well. Nothing reads an element of an array on the host.
+the batch. `naive` has the same operations on one block, and exponents are natural there as well.
+Nothing reads an element of an array on the host.
 """
 
 from __future__ import annotations
@@ -14,21 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..distill.problem import TaughtProblem
+from ..epilogues import Epilogue, OnlineSoftmax, Statistics, retrieval_ranks_of
 from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import Norms, normalized_rows
-from ..problem import (
-    Array,
-    Epilogue,
-    Gradients,
-    Grid,
-    OnlineSoftmax,
-    Problem,
-    Statistics,
-    as_sets,
-    slices,
-)
+from ..problem import Array, Gradients, Grid, Problem, as_sets, slices
 from ..room import few_blocks, workspace_too_small
-from ..solve import Vectors, retrieval_ranks_of
+from ..solve import Vectors
 from ..targets import guide_width
 from .fold import ArrayFold
 

@@ -8,21 +8,11 @@ import numpy as np
 
 from ..conclude import rounded_reference
 from ..distill.problem import TaughtGradient, TaughtProblem
+from ..epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
 from ..linear import LinearGradient
-from ..naive import Matrix, matrix_sums
 from ..norms import Norms, normalization_backward
-from ..problem import (
-    LOG2_E,
-    Array,
-    Gradients,
-    Grid,
-    Problem,
-    RetrievalRanks,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-    as_sets,
-)
+from ..problem import LOG2_E, Array, Gradients, Grid, Problem, as_sets
+from .naive import Matrix, matrix_sums
 
 Sides = tuple[Array | None, Array | None]  # of rows, of columns
 Factors = tuple[Array, Array, Array | None, Array | None]  # reference and factor of either side

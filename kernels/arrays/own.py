@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..conclusion import Conclusion
+from ..epilogues import Statistics, Sums
 from ..norms import Norms, normalization_backward, normalized_rows
-from ..problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, slices
+from ..problem import LOG2_E, Array, Gradients, Problem, slices
 
 BYTES = 8 * 2**20  # of copies of rows with their own keys that are alive at once
 COPIES = 4  # of each

@@ -14,22 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from .. import naive
 from .. import solve as blocks
+from ..arrays import naive
 from ..distill.problem import TaughtProblem
 from ..distill.solve import solve as solve_distillation
+from ..epilogues import Epilogue, SoftmaxGradient, Statistics
 from ..linear import Segments, SegmentSums, segment_sums
-from ..problem import (
-    Array,
-    Epilogue,
-    Gradients,
-    Grid,
-    Problem,
-    SoftmaxGradient,
-    Statistics,
-    as_sets,
-    slices,
-)
+from ..problem import Array, Gradients, Grid, Problem, as_sets, slices
 from ..room import few_blocks, workspace_too_small
 from ..solve import Solution, Vectors, one_pass
 from . import one_block

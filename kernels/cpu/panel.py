@@ -11,15 +11,8 @@ import numpy as np
 from ..conclude import conclude
 from ..distill import tiles as distillation
 from ..distill.problem import TaughtStatistics
-from ..problem import (
-    Array,
-    OnlineSoftmax,
-    RetrievalRanks,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-    Sums,
-)
+from ..epilogues import OnlineSoftmax, RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
+from ..problem import Array
 from . import tile_ops as tile
 from .elementary import compiled, wide_vectors
 from .fold import Factors, Fold, part

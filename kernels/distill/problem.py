@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..problem import Array, Problem, SoftmaxGradient, Statistics, Sums
+from ..epilogues import SoftmaxGradient, Statistics, Sums
+from ..problem import Array, Problem
 
 
 @dataclass(eq=False)

@@ -9,7 +9,8 @@ of student and teacher are computed alike, so that those of equal logits cancel 
 from __future__ import annotations
 
 from ..conclude import Direction
-from ..problem import LN_2, Array, Gradients, SoftmaxGradient, Sums, fast_replace
+from ..epilogues import SoftmaxGradient, Sums
+from ..problem import LN_2, Array, Gradients, fast_replace
 from ..solve import Backend, Solution, Vectors, gradient_fold
 from .problem import TaughtGradient, TaughtProblem, TaughtStatistics
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ..cpu import tile_ops as tile
-from ..problem import Array, Sums
+from ..epilogues import Sums
+from ..problem import Array
 from .problem import TaughtStatistics
 
 

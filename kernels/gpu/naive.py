@@ -8,18 +8,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from .. import naive
-from ..problem import (
-    LOG2_E,
-    SCALES,
-    Array,
-    Gradients,
-    Problem,
-    Statistics,
-    Sums,
-    fast_replace,
-    materialize_vectors,
-)
+from ..arrays import naive
+from ..epilogues import Statistics, Sums
+from ..problem import LOG2_E, SCALES, Array, Gradients, Problem, fast_replace, materialize_vectors
 from ..solve import Solution
 from .device import compiler
 from .device.arguments import Fields, matrix, scalar, with_strides_in_whole_elements

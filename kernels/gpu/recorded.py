@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Statistics, Sums
+from ..epilogues import Epilogue, Statistics, Sums
+from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion, Solution
 from . import plan
 from .device.launches import Queue

@@ -12,7 +12,8 @@ import numpy as np
 from .. import problem as problems
 from ..conclude import Direction
 from ..conclusion import Conclusion
-from ..problem import Array, Epilogue, Gradients, NotFinite, Problem, Sigmoid, Statistics, Sums
+from ..epilogues import Epilogue, Sigmoid, Statistics, Sums
+from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import BlockQuestion
 from . import plan as gpu_plan
 from . import recorded

@@ -8,12 +8,12 @@ from typing import Any
 import cupy
 import numpy as np
 
-from .. import problem as problems
 from .. import solve as blocks
 from ..conclude import Direction
 from ..conclusion import Conclusion
+from ..epilogues import Sigmoid, Statistics, Sums
 from ..linear import LinearTerm
-from ..problem import Array, Problem, Sigmoid, Statistics
+from ..problem import Array, NotFinite, Problem, fast_replace
 from . import config, linear
 from .device import compiler
 from .device.arguments import Fields, address, matrix, scalar, sums_fields
@@ -86,11 +86,11 @@ class ElementwiseVectors(blocks.Vectors):
     def __init__(self) -> None:
         super().__init__(cupy, exponent_scaled=True)
 
-    def identity(self, n: int, moments: bool) -> problems.Sums:
+    def identity(self, n: int, moments: bool) -> Sums:
         top, total = _empty_sums(size=n)
-        return problems.Sums(top, total, cupy.zeros(n) if moments else None)
+        return Sums(top, total, cupy.zeros(n) if moments else None)
 
-    def merge(self, sums: problems.Sums, other: problems.Sums) -> None:
+    def merge(self, sums: Sums, other: Sums) -> None:
         if sums.moment is None:
             _merge_sums(other.max, other.sum, sums.max, sums.sum)
         else:
@@ -104,7 +104,7 @@ class ElementwiseVectors(blocks.Vectors):
         return (total / cupy.array(divisors)).astype(dtype, copy=False)
 
     def direction(
-        self, sums: problems.Sums, positive: Array, decoupled: bool = False,
+        self, sums: Sums, positive: Array, decoupled: bool = False,
         mean: Array | None = None,
     ) -> Direction:  # fmt: skip
         moment = 0.0 if sums.moment is None else sums.moment
@@ -171,7 +171,7 @@ class TiledVectors(ElementwiseVectors):
                 upstream = same[: m // 2]
         defaults = {"positives": by_rule, "upstream": same, "value": value,
                     "symmetric": problem.symmetric}  # fmt: skip
-        spelled = problems.fast_replace(problem, positives=positives, upstream=upstream)
+        spelled = fast_replace(problem, positives=positives, upstream=upstream)
         return spelled, defaults
 
     def dots(self, n: int) -> Array:
@@ -183,9 +183,9 @@ class TiledVectors(ElementwiseVectors):
         pairs = m * problem.set_size
         memory = cupy.empty(vectors * m + pairs + (vectors * n if two_sided else 0))
 
-        def sums(first: int, size: int) -> problems.Sums:
+        def sums(first: int, size: int) -> Sums:
             starts = range(first, first + vectors * size, size)
-            return problems.Sums(*(memory[start : start + size] for start in starts))
+            return Sums(*(memory[start : start + size] for start in starts))
 
         rows = columns = sums(0, m)
         positive = memory[vectors * m : vectors * m + pairs]
@@ -203,12 +203,12 @@ class TiledVectors(ElementwiseVectors):
                 stats.column_rank = self.launcher.queue.zeros(n, np.int64)
         return problem, stats
 
-    def clear(self, sums: problems.Sums) -> None:
+    def clear(self, sums: Sums) -> None:
         """Nothing is folded in yet."""
         self.begin(None, sums, None, NO_DEFAULTS, None, 0, len(sums.max))
 
     def begin(
-        self, rows: problems.Sums | None, columns: problems.Sums | None, positive: Array | None,
+        self, rows: Sums | None, columns: Sums | None, positive: Array | None,
         defaults: Fields, any_key: Array | None, m: int, n: int,
     ) -> None:  # fmt: skip
         """The identity of the log-sum-exp fold, and vectors that no caller gave."""
@@ -229,7 +229,7 @@ class TiledVectors(ElementwiseVectors):
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool,
-        backend: Any, not_finite: problems.NotFinite | None = None,
+        backend: Any, not_finite: NotFinite | None = None,
     ) -> Conclusion:  # fmt: skip
         """`not_finite`: which features are not finite, if that is known already."""
         if not is_computed_by_kernels_only(problem):
@@ -241,7 +241,7 @@ class TiledVectors(ElementwiseVectors):
             losses_of = slice(m // 2)
         two_sided = problem.two_sided and stats.columns is not None
         if not_finite is None:
-            not_finite = problems.NotFinite(self.find_row_nans(problem, self.any_key), self.any_key)
+            not_finite = NotFinite(self.find_row_nans(problem, self.any_key), self.any_key)
         out = cupy.empty((8 if two_sided else 5, m))
         lses = cupy.empty((2, m), self.out)
         wants_log_scale_grad = problem.moments or problem.dots_lack_margin
@@ -285,11 +285,11 @@ class TiledVectors(ElementwiseVectors):
             None if log_scale_grad is None else log_scale_grad[of], terms,
         )  # fmt: skip
 
-    def join_rows(self, sums: problems.Sums, upstream: Array) -> tuple[problems.Sums, Array]:
+    def join_rows(self, sums: Sums, upstream: Array) -> tuple[Sums, Array]:
         """Of rows that have one softmax with another, both have its sums and upstream gradient."""
         m = len(sums.max)
         vectors = cupy.empty((4, m))
-        joined = problems.Sums(vectors[0], vectors[1], None if sums.moment is None else vectors[2])
+        joined = Sums(vectors[0], vectors[1], None if sums.moment is None else vectors[2])
         self.launcher.vectors(
             "join_rows", m // 2, sums=sums_fields(sums), upstream=upstream, n=m // 2,
             joined=sums_fields(joined), joined_upstream=vectors[3],

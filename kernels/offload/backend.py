@@ -24,24 +24,20 @@ from dataclasses import replace
 import numpy as np
 
 from .. import solve as blocks
+from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums, retrieval_ranks_of
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import (
     KEY_VECTORS,
     QUERY_VECTORS,
     Array,
-    Epilogue,
     Gradients,
     Grid,
     NotFinite,
     Problem,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-    Sums,
     as_sets,
     slices,
 )
-from ..solve import BlockQuestion, Solution, one_pass, retrieval_ranks_of
+from ..solve import BlockQuestion, Solution, one_pass
 from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, map_arrays, on_device, segments_on
 from .fold import StreamedCall, StreamedFold

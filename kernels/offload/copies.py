@@ -22,16 +22,11 @@ import cupyx
 import numpy as np
 from cupy.cuda import runtime
 
+from ..epilogues import Epilogue
 from ..gpu import select, shard
 from ..gpu.linear import Rows
 from ..gpu.vectors import ElementwiseVectors
-from ..problem import (
-    Array,
-    Epilogue,
-    Gradients,
-    Problem,
-    slices,
-)
+from ..problem import Array, Gradients, Problem, slices
 from ..solve import BlockQuestion, Solution
 from . import backend
 

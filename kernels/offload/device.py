@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from ..epilogues import Epilogue
 from ..linear import LinearGradient, Rows
-from ..problem import Array, Epilogue, Gradients, NotFinite, Problem
+from ..problem import Array, Gradients, NotFinite, Problem
 from ..solve import Solution, Vectors
 
 

@@ -8,16 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..epilogues import Epilogue, RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..linear import LinearTerm, Segments
-from ..problem import (
-    Array,
-    Epilogue,
-    RetrievalRanks,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-    Sums,
-)
+from ..problem import Array
 from .device import OffloadDevice
 
 

@@ -8,19 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
 from ..linear import LinearGradient
 from ..problem import (
     KEY_VECTORS,
     QUERY_VECTORS,
     Array,
-    Epilogue,
     Gradients,
     Grid,
     NotFinite,
     Problem,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
     fast_replace,
     slices,
 )

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.conclude import conclude
 from infonce.kernels.cpu import backend, one_block
-from infonce.kernels.problem import SILENT, Sums
+from infonce.kernels.epilogues import Sums
+from infonce.kernels.problem import SILENT
 
 import infonce
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from gpu_problems import gpu_only
 from infonce.kernels.conclude import conclude as conclude_in_python
+from infonce.kernels.epilogues import Sums
 from infonce.kernels.gpu.device.compiler import SOURCES
-from infonce.kernels.problem import LN_2, Sums
+from infonce.kernels.problem import LN_2
 from mpmath import mp
 
 INF, NAN = math.inf, math.nan

@@ -15,12 +15,13 @@ from cupy.cuda import runtime
 from gpu_problems import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from infonce.kernels.epilogues import SoftmaxGradient
 from infonce.kernels.gpu import config, recorded
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.schedule import BlockFold, choose_method
 from infonce.kernels.gpu.tiled import backend
 from infonce.kernels.linear import Classes, Segments
-from infonce.kernels.problem import Gradients, Grid, Problem, SoftmaxGradient, slices, uses_moments
+from infonce.kernels.problem import Gradients, Grid, Problem, slices, uses_moments
 
 pytestmark = pytest.mark.extras
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16x3": "float32",
@@ -311,9 +312,9 @@ def test_sets_of_positives_are_set_aside_by_the_same_kernels() -> None:
     """Which look for several a row, and for no more in other calls."""
     looking = {"sweep_lse", "sweep_gradient", "finish", "lse", "gradient"}
     for precision in ("bf16", "fp64"):
-        into = recorder.Recorder()
+        into, dtype = recorder.Recorder(), DTYPES[precision]
         with cupy.cuda.using_allocator(into.malloc):
-            query, key = (cupy.empty((300, 70), DTYPES[precision]) for _ in range(2))
+            query, key = cupy.empty((300, 70), dtype), cupy.empty((300, 70), dtype)
             positives = cupy.empty((300, 3), np.int64)
             problem = Problem(query, key, 14.0, 1 / 300, positives, compute=precision)
             recorded.solution(problem, Gradients(query, key), into)
@@ -345,8 +346,7 @@ def test_exponentials_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
     assert kept(65536, 1024, workspace_given=False) == (1, 3)
     for precision, d in (("bf16", 512), ("fp16", 1152), ("bf16x3", 1152), ("fp32", 320)):
         assert kept(1024, d, precision)[0] == 0
-    for precision, d in (("bf16", 520), ("fp32", 330)):
-        assert kept(1024, d, precision) == (1, 0)
+    assert kept(1024, 520, "bf16") == kept(1024, 330, "fp32") == (1, 0)
     assert kept(1024, 520, retrieval_ranks=True)[0] == 0
     assert kept(1024, 520, gradient=False)[0] == 0
 

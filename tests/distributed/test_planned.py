@@ -20,13 +20,14 @@ from infonce.distributed import planned, schedule
 from infonce.distributed.exchanges.partition import Partition
 from infonce.distributed.transports import nccl as transports
 from infonce.distributed.transports.peers import Copies
+from infonce.kernels.epilogues import SoftmaxGradient, Statistics, Sums
 from infonce.kernels.gpu import config, shard, vectors
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import backend as tiled
 from infonce.kernels.gpu.tiled.backend import GPU
 from infonce.kernels.linear import LinearTerm, Segments
 from infonce.kernels.offload import layout
-from infonce.kernels.problem import Gradients, Problem, SoftmaxGradient, Statistics, Sums
+from infonce.kernels.problem import Gradients, Problem
 from infonce.kernels.room import least_block_side
 
 pytestmark = pytest.mark.extras

@@ -178,9 +178,9 @@ def steps_over_ranks() -> None:
     """What a plan of one of many ranks does besides: vectors and sums of others."""
     import cupy
     from infonce.distributed.transports import mailboxes, peers
+    from infonce.kernels.epilogues import Sums
     from infonce.kernels.gpu.device.launches import Queue
     from infonce.kernels.gpu.shard import QueuedVectors
-    from infonce.kernels.problem import Sums
 
     from infonce.checks.call import check
     from infonce.spec import CLIP

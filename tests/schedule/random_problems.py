@@ -11,20 +11,10 @@ from typing import Any
 import cupy
 import ml_dtypes
 import numpy as np
+from infonce.kernels.epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
 from infonce.kernels.gpu import config
 from infonce.kernels.linear import Classes, Segments
-from infonce.kernels.problem import (
-    WORKSPACE,
-    Gradients,
-    NotFinite,
-    Problem,
-    RetrievalRanks,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-    Sums,
-    uses_moments,
-)
+from infonce.kernels.problem import WORKSPACE, Gradients, NotFinite, Problem, uses_moments
 
 KIB, GIB = 2**10, 2**30
 DEVICES = [

@@ -9,8 +9,8 @@ import numpy as np
 
 import infonce
 
+from ...kernels.arrays.naive import MATRICES
 from ...kernels.cpu.workers import available_memory
-from ...kernels.naive import MATRICES
 from ...spec import Loss
 from ..common import human
 from .measure import Array, Case, Outcome, Run

@@ -9,7 +9,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ...problem import LN_2, Array, Problem, Sums
+from ...epilogues import Sums
+from ...problem import LN_2, Array, Problem
 
 DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of common.cuh
 Fields = dict[str, Any]  # of a structure that a kernel takes, by the names that CUDA gives them

@@ -6,16 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ...problem import (
-    WORKSPACE,
-    Array,
-    Gradients,
-    Problem,
-    RetrievalRanks,
-    Sigmoid,
-    SoftmaxGradient,
-    Statistics,
-)
+from ...epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
+from ...problem import WORKSPACE, Array, Gradients, Problem
 
 ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 

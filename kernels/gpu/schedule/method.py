@@ -5,7 +5,7 @@ How a call of the method fused runs is decided in fused.py, and how a tiled one 
 
 from __future__ import annotations
 
-from ...naive import MATRICES_WITH_OPTIONS
+from ...arrays.naive import MATRICES_WITH_OPTIONS
 from ...problem import Problem
 from .call import Call
 

@@ -17,9 +17,10 @@ import cupy
 import numpy as np
 
 from ...arrays.own import joined
+from ...epilogues import Epilogue, OnlineSoftmax, Sigmoid, retrieval_ranks_of
 from ...linear import Segments, SegmentSums, segment_sums
-from ...problem import Array, Epilogue, Gradients, OnlineSoftmax, Problem, Sigmoid, fast_replace
-from ...solve import Solution, retrieval_ranks_of, softmax_gradient, solution_of
+from ...problem import Array, Gradients, Problem, fast_replace
+from ...solve import Solution, softmax_gradient, solution_of
 from ...targets import limited
 from ..device.launcher import device_properties
 from ..device.launches import Queue

@@ -9,7 +9,8 @@ import cupy
 import numpy as np
 
 from ... import problem as problems
-from ...problem import LOG2_E, Array, Gradients, Problem, SoftmaxGradient
+from ...epilogues import SoftmaxGradient
+from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
 from ..device.signatures import structure

@@ -6,7 +6,8 @@ from __future__ import annotations
 import cupy
 import numpy as np
 
-from ...problem import LOG2_E, Array, Gradients, Problem, RetrievalRanks, Statistics, Sums
+from ...epilogues import RetrievalRanks, Statistics, Sums
+from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config
 from ..device.arguments import BASE_2, address, sums_fields
 from ..schedule import Fold

@@ -7,7 +7,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ...problem import Gradients, OnlineSoftmax, Problem
+from ...epilogues import OnlineSoftmax
+from ...problem import Gradients, Problem
 from .. import config
 from ..device.arguments import address, sums_fields
 from ..schedule import Fold

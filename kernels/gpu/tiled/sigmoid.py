@@ -5,7 +5,8 @@ from __future__ import annotations
 import cupy
 import numpy as np
 
-from ...problem import Gradients, Problem, Sigmoid
+from ...epilogues import Sigmoid
+from ...problem import Gradients, Problem
 from .. import config
 from ..device.arguments import address
 from ..schedule import Fold

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from .arrays.own import OwnNegatives
-from .conclude import Direction
-from .conclusion import Conclusion, conclusion
-from .linear import Segments, SegmentSums, sums_of
-from .norms import normalization_backward, normalized_rows
-from .problem import LOG2_E, Array, Gradients, Problem, Statistics, Sums, materialize_vectors
-from .solve import Solution, Vectors
-from .targets import guide_problem, limits
+from ..conclude import Direction
+from ..conclusion import Conclusion, conclusion
+from ..epilogues import Statistics, Sums
+from ..linear import Segments, SegmentSums, sums_of
+from ..norms import normalization_backward, normalized_rows
+from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
+from ..solve import Solution, Vectors
+from ..targets import guide_problem, limits
+from .own import OwnNegatives
 
 # The most M x N arrays alive at once; the latter with options of the softmax
 MATRICES, MATRICES_WITH_OPTIONS = 4, 10

@@ -1,0 +1,123 @@
+"""Epilogues: what a fold does with the logits of a block, and the sums that it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .problem import Array, Problem
+
+
+@dataclass
+class Sums:
+    """Running (max, sum) of 2^x2 of every row, or of every column: the state of the LSE fold.
+
+    For the gradient of the scale (`Problem.moments`), also the first moment of the logits:
+    moment / sum is their mean under the softmax.
+    """
+
+    max: Array  # [n] float64, identity -inf
+    sum: Array  # [n] float64, identity 0: sum_j 2^(x2_j - max)
+    moment: Array = None  # [n] float64, identity 0: sum_j 2^(x2_j - max) x2_j; None: not wanted
+
+    def clear(self) -> None:
+        """Set to the identity: nothing is folded in yet."""
+        self.max[:], self.sum[:] = -np.inf, 0.0
+        if self.moment is not None:
+            self.moment[:] = 0.0
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """(max, sum, moment)."""
+        return self.max, self.sum, self.moment
+
+    def part(self, of: slice) -> Sums:
+        """Views of some rows."""
+        return Sums(self.max[of], self.sum[of], None if self.moment is None else self.moment[of])
+
+
+@dataclass
+class Statistics:
+    """LSE fold: (max, sum) over the negatives of rows and columns, and the positives' logits."""
+
+    rows: Sums
+    columns: Sums | None  # `rows` itself in the symmetric case; None if the loss has no column side
+    positive_logits: Array  # [M] float64, base 2
+    row_rank: Array = None  # [M] int64: keys that score above the positive; None: not asked for
+    column_rank: Array = None  # [N] int64
+
+    phase = "log-sum-exp"
+
+
+@dataclass
+class RetrievalRanks:
+    """Counts of logits above the positive's, once the positives' logits are known."""
+
+    positive_logits: Array  # [M] float64, base 2
+    row_rank: Array  # [M] int64, added to
+    column_positive_logits: Array = None  # [N]; None if only rows are ranked
+    column_rank: Array = None  # [N]
+
+    phase = "ranks"
+
+
+@dataclass
+class SoftmaxGradient:
+    """Gradient fold: dL/dx_ij = a_i 2^(x2_ij - r_i) + b_j 2^(x2_ij - r'_j) off the positives.
+
+    The reference exponents r and r' are subtracted before exp2. Each is at least the largest logit
+    of its row (column), and at most the log-sum-exp. Factors hold the rest of the log-sum-exp.
+    """
+
+    row_reference: Array  # r [M], base 2
+    row_factor: Array  # a [M], with `scale` and 2^(r - log-sum-exp) folded in
+    column_reference: Array | None  # r' [N]
+    column_factor: Array | None  # b [N]
+    positive_gradient: Array  # [M]: dL/dx at (i, positive of i), with `scale` folded in
+    # [N]: of key j's query, if it is not row j here; or another bound of column j's dL/dx
+    column_positive_gradient: Array | None = None
+    linear: Sequence[Any] = ()  # `linear.LinearTerm`s, added to the complete gradients
+
+    phase = "gradient"
+
+
+@dataclass
+class OnlineSoftmax:
+    """LSE fold and gradients in one pass, for a loss with one softmax, over the keys of each row.
+
+    With e_ij = 2^(x2_ij - max_i), dQ_i follows from sum_j e_ij k_j and one factor, which is known
+    when row i has met all keys. Then dK_j follows from sum_i e_ij (factor_i q_i). (In place of the
+    maximum, any number near it will do.)
+    """
+
+    rows: Sums
+    positive_logits: Array  # as in Statistics
+
+    phase = "log-sum-exp and gradient"
+
+
+@dataclass
+class Sigmoid:
+    """SigLIP's loss and dL/dx in one pass: they need no log-sum-exp."""
+
+    row_factor: Array  # [M] upstream, with `scale` folded in
+    losses: Array  # [M] out
+    bias_grad: Array  # [M] out: sum_j dL/dx_ij, with `scale` folded in
+    log_scale_grad: Array  # [M] out: sum_j dL/dx_ij x_ij; None: not wanted
+    positive_logits: Array  # [M] out: scale q_i . k_j at the positive, natural units
+
+    phase = "sigmoid loss"
+
+
+Epilogue = Statistics | RetrievalRanks | SoftmaxGradient | OnlineSoftmax | Sigmoid
+
+
+def retrieval_ranks_of(stats: Statistics, problem: Problem) -> RetrievalRanks:
+    """The epilogue that counts ranks into complete `stats`."""
+    ranks = RetrievalRanks(stats.positive_logits, stats.row_rank)
+    if problem.two_sided:  # key i is the positive of query i
+        ranks.column_positive_logits, ranks.column_rank = stats.positive_logits, stats.column_rank
+    return ranks
