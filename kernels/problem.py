@@ -71,6 +71,9 @@ class Problem:
     row_shares: Array = None  # [M] float64 weights of losses in their sum, where they differ
     query_groups: Array = None  # [M] int64, with key_groups [N]: pairs of different groups are
     key_groups: Array = None  # excluded, except for the positive
+    # the groups of queries and of keys as NumPy arrays, where a GPU's features have groups and
+    # default positives that the host knows: blocks without a common group are left out
+    host_groups: tuple[Array, Array] | None = None
     # options of the softmax: see `infonce.spec.OPTIONS`
     margin: float = 0.0
     decoupled: bool = False
@@ -209,17 +212,19 @@ def uses_moments(logits: int, feature_gradients: bool, on_cpu: bool) -> bool:
     return not feature_gradients or (logits <= FEW_LOGITS and not on_cpu)
 
 
-def materialize_vectors(problem: Problem, xp: Any) -> Problem:
-    """The same problem with `positives` and `upstream` as arrays.
+def default_positives(m: int, symmetric: bool, xp: Any) -> Array:
+    """[m] key i, the positive of query i; of 2B views (`symmetric`), view i + B."""
+    return (xp.arange(m) + m // 2) % m if symmetric else xp.arange(m)
 
-    By default key i is the positive of query i. Of 2B views (`symmetric`), i + B is that of i.
-    """
+
+def materialize_vectors(problem: Problem, xp: Any) -> Problem:
+    """The same problem with `positives` and `upstream` as arrays."""
     positives, upstream = problem.positives, problem.upstream
     if positives is not None and not isinstance(upstream, float):
         return problem
     m = problem.shape[0]
     if positives is None:
-        positives = (xp.arange(m) + m // 2) % m if problem.symmetric else xp.arange(m)
+        positives = default_positives(m, problem.symmetric, xp)
     if isinstance(upstream, float):
         upstream = xp.full(m // 2 if problem.joint else m, upstream)
     return fast_replace(problem, positives=positives, upstream=upstream)

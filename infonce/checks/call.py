@@ -203,13 +203,7 @@ def _problem(
     for name, value in static.softmax:
         setattr(problem, name, value)
     problem.joint, problem.classes = loss.joint, classes
-    if (groups := get("groups")) is not None:
-        problem.query_groups, problem.key_groups = rows.names(
-            xp, loss, "groups", groups, len(arrays[0]), len(arrays[loss.key_argument])
-        )
-    if get("in_batch") is False:  # no row has a key's group
-        problem.query_groups = xp.zeros(len(query), xp.int64)
-        problem.key_groups = xp.ones(len(key), xp.int64)
+    _set_groups(problem, loss, static, arrays, get("groups"), get("in_batch"), batch, labels)
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
         problem.query_bias = problem.key_bias if loss.symmetric else None
@@ -222,6 +216,23 @@ def _problem(
     if static.metrics:
         softmax.require_metrics(problem)
     return problem
+
+
+def _set_groups(
+    problem: Problem, loss: Loss, static: _StaticChecks, arrays: Sequence[Array], groups: Any,
+    in_batch: bool | None, batch: Batch | None, labels: Array | None,
+) -> None:  # fmt: skip
+    """The groups of queries and keys. With `in_batch=False` no row has a key's group."""
+    xp, sizes = static.xp, (len(arrays[0]), len(arrays[loss.key_argument]))
+    if in_batch is False:
+        groups = np.zeros(sizes[0], np.int64), np.ones(sizes[1], np.int64)
+    if groups is None:
+        return
+    on_host = xp is not np and rows.on_host("groups", groups)
+    pair = rows.names(np if on_host else xp, loss, "groups", groups, *sizes)
+    problem.query_groups, problem.key_groups = map(xp.asarray, pair)
+    if on_host and batch is None and labels is None:
+        problem.host_groups = pair
 
 
 def _request(

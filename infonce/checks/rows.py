@@ -199,6 +199,12 @@ def names(xp: Any, loss: Loss, name: str, value: Any, m: int, n: int) -> tuple[A
     return rows, columns
 
 
+def on_host(name: str, value: Any) -> bool:
+    """Whether all integers of samples are in host memory."""
+    sides = value if is_pair(value) else [value]
+    return all(isinstance(listed(name, side, "integers"), np.ndarray) for side in sides)
+
+
 def guide(
     xp: Any, loss: Loss, value: Any, arrays: Sequence[Array], check_finite: bool
 ) -> tuple[Array, Array]:

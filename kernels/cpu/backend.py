@@ -10,7 +10,6 @@ number of threads (the rows of a panel depend on it).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -20,8 +19,8 @@ from ..distill.problem import TaughtProblem
 from ..distill.solve import solve as solve_distillation
 from ..epilogues import Epilogue, SoftmaxGradient, Statistics
 from ..linear import Segments, SegmentSums, segment_sums
-from ..problem import Array, Gradients, Grid, Problem, as_sets, slices
-from ..room import few_blocks, workspace_too_small
+from ..problem import Array, Gradients, Grid, Problem, slices
+from ..room import few_blocks, without_other_groups, workspace_too_small
 from ..solve import Solution, Vectors, one_pass
 from . import one_block
 from .context import Context
@@ -200,7 +199,8 @@ class CPU:
         backwards = isinstance(epilogue, Statistics) and context.both_folds
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         if problem.query_groups is not None:
-            grid = without_other_groups(problem, grid)
+            groups = problem.query_groups, problem.key_groups
+            grid = without_other_groups(grid, groups, problem.positives)
         order = PanelOrder(grid, backwards)
         panels = iter(range(len(grid.rows)))
         run = Fold(context, problem, grid, epilogue, gradients, order)
@@ -233,32 +233,3 @@ class CPU:
         if isinstance(epilogue, SoftmaxGradient):
             context.release()
         report()
-
-
-def without_other_groups(problem: Problem, grid: Grid) -> Grid:
-    """The grid without blocks whose queries' range of groups, from the least to the largest, does
-    not meet that of the keys. Blocks with a positive stay."""
-    if not grid.rows or not grid.columns:
-        return grid
-    first, end = grid.columns[0].start, grid.columns[-1].stop
-    row_starts, column_starts = (
-        [part.start for part in parts] for parts in (grid.rows, grid.columns)
-    )
-    sides = (problem.query_groups, row_starts), (problem.key_groups[:end], column_starts)
-    (row_low, column_low), (row_high, column_high) = (
-        [bound.reduceat(groups, starts) for groups, starts in sides]
-        for bound in (np.minimum, np.maximum)
-    )
-    may_match = (row_low[:, None] <= column_high) & (column_low <= row_high[:, None])
-    positives = as_sets(problem.positives)
-    rows, places = np.nonzero((positives >= first) & (positives < end))
-    keys = positives[rows, places]
-    may_match[block_of(row_starts, rows), block_of(column_starts, keys)] = True
-    panels = range(len(grid.rows))
-    visited = tuple([b for b in grid.visits(a) if may_match[a, b]] for a in panels)
-    return replace(grid, visited=visited)
-
-
-def block_of(starts: list[int], index: Array) -> Array:
-    """The numbers of the blocks, which begin at `starts`, that have these indices."""
-    return np.searchsorted(starts, index, side="right") - 1

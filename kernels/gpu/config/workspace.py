@@ -32,6 +32,7 @@ MIN_CACHED_COLUMNS = 8192
 ADDING_COST, LAUNCH_COST = 0.012, 2
 # Least rows of blocks of all keys. With 900, adding to dK costs as much as computing logits again
 ALL_KEYS_ROWS = 1024
+GROUP_BLOCK = 4096  # most rows and columns of blocks that groups leave out
 PIECE_ROWS = 64  # of linear.cu: rows that are summed before segments are joined
 
 
@@ -267,6 +268,25 @@ def blockings(
     sizes = (
         of.blocking_bytes(c, shape[2], block_n)
         for of, c in zip(folds, (first, second), strict=True)
+    )
+    return first, second, max(sizes)
+
+
+def small_blockings(
+    shape: tuple[int, int, int], needs: Needs, block_n: int, blockings: tuple[Blocking, Blocking]
+) -> tuple[Blocking, Blocking, int]:
+    """The result of `blockings`, in blocks of at most GROUP_BLOCK rows and columns."""
+    m, n, d = shape
+    first, second = (
+        replace(
+            of, rows=_even(m, min(of.rows, GROUP_BLOCK)),
+            columns=_even(n, min(of.columns, GROUP_BLOCK)),
+        )
+        for of in blockings
+    )  # fmt: skip
+    sizes = (
+        needs.statistics_needs.blocking_bytes(first, d, block_n),
+        needs.gradient_needs.blocking_bytes(second, d, block_n),
     )
     return first, second, max(sizes)
 

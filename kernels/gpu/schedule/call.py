@@ -111,6 +111,7 @@ class Call:
     normalize: bool = False
     ids: bool = False
     groups: bool = False
+    host_groups: bool = False  # blocks without a common group are left out
     own: bool = False  # rows have negatives of their own
     set_size: int = 1  # positives of each query
     key_bias: bool = False
@@ -145,7 +146,7 @@ class Call:
             _loss_of(problem), Matrix.of(problem.query), Matrix.of(problem.key), dq, dk,
             problem.compute, problem.method, problem.workspace, problem.workspace_given,
             problem.normalize, problem.query_ids is not None, problem.query_groups is not None,
-            problem.own is not None, problem.set_size,
+            problem.host_groups is not None, problem.own is not None, problem.set_size,
             problem.key_bias is not None, problem.query_bias is not None,
             problem.compares_with_limits, problem.limits is not None,
             bool(problem.margin or problem.decoupled or problem.hardness),

@@ -186,7 +186,7 @@ def choose_cut(
     dq_alone = call.gradient and call.key_gradient is None
     one_pass = (
         whole_call and call.gradient and call.one_softmax and sweep is not None
-        and held in ONE_PASS
+        and held in ONE_PASS and not call.host_groups
     )  # fmt: skip
     dq, dk, dq_copies = call.query_gradient, call.key_gradient, 1
     if dq is not None and not call.symmetric:
@@ -218,6 +218,10 @@ def choose_cut(
     statistics, gradient, size = blocks or config.blockings(
         shape, needs, room, tile.block_n, call.symmetric, most if may_cache else 0, beside
     )
+    if call.host_groups:
+        statistics, gradient, size = config.small_blockings(
+            shape, needs, tile.block_n, (statistics, gradient)
+        )
     return Cut(
         needs, statistics, gradient, size + SLACK, one_pass, dq_in_place, dk_in_place, dq_copies
     )

@@ -78,6 +78,6 @@ def is_computed_by_kernels_only(problem: Problem) -> bool:
 
 
 def has_plan(problem: Problem, by_kernels: bool) -> bool:
-    """Whether a tiled call may be recorded. Operations on arrays cannot be; and a caller who wants
-    to see its progress sees it launched."""
-    return by_kernels and problem.progress is None
+    """Whether a tiled call may be recorded. Operations on arrays cannot be, nor blocks that follow
+    from values of groups; and a caller who wants to see its progress sees it launched."""
+    return by_kernels and problem.progress is None and problem.host_groups is None

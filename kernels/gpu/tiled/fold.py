@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ...problem import Problem
+import numpy as np
+
+from ...problem import Grid, Problem, default_positives
+from ...room import without_other_groups
 from .. import config
 from ..device.arguments import Fields, address
 from ..schedule import Fold, ScheduledKernel
@@ -22,6 +26,8 @@ class FoldRun:
     def __init__(self, buffers: Buffers, problem: Problem, fold: Fold, phase: str) -> None:
         self.buffers, self.launcher, self.problem = buffers, buffers.launcher, problem
         self.fold, self.grid, self.shape, self.phase = fold, fold.grid, fold.shape, phase
+        if problem.host_groups is not None:
+            self.grid = _grid_of_groups(problem, fold.grid)
         self.scale, self.pair_vectors = buffers.logit_scale, buffers.pair_vectors
         self.rows, self.columns = fold.grid.largest
         self.memory = buffers.workspace.begin_fold(fold)
@@ -94,3 +100,14 @@ class FoldRun:
         if self.pair_vectors is not None:
             fields |= self.pair_vectors.fields(rows, columns)
         return fields
+
+
+def _grid_of_groups(problem: Problem, grid: Grid) -> Grid:
+    """The grid without blocks that have no common group. Each range of keys is visited once at
+    least: that writes its gradient."""
+    assert problem.host_groups is not None
+    positives = default_positives(problem.shape[0], problem.symmetric, np)
+    grid = without_other_groups(grid, problem.host_groups, positives)
+    first, *others = (grid.visits(a) for a in range(len(grid.rows)))
+    unvisited = {*range(len(grid.columns))}.difference(first, *others)
+    return replace(grid, visited=(sorted({*first, *unvisited}), *others))

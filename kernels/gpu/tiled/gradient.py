@@ -55,6 +55,7 @@ class GradientRun(FoldRun):
             bool, Fields
         ] = {}  # struct LinearGradients of queries, and of keys (True)
         self.dq_accumulator = self.dk_accumulator = None
+        self.begun: set[tuple[bool, int]] = set()  # see `begins`
         if buffers.cached is not None:
             self.gradient_block = buffers.cached.block
         elif "gradient_block" in self.memory:
@@ -97,18 +98,25 @@ class GradientRun(FoldRun):
 
     def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
         """dQ_a += P K_b and dK_b += P' Q_a."""
-        self.add_to_rows(rows, a, b)
+        self.add_to_rows(rows, a)
         if not (self.problem.symmetric and rows == columns):
-            self.add_to_columns(self.q, columns, a == 0)
+            self.add_to_columns(self.q, columns, self.begins(self.dk_accumulator, b))
 
-    def add_to_rows(self, rows: slice, a: int, b: int) -> None:
+    def begins(self, to: Accumulator | None, block: int) -> bool:
+        """Whether a block of rows, or of keys, is the first time in the accumulator: what it holds
+        is then overwritten. In a triangle, rows and keys have one accumulator."""
+        key = to is self.dk_accumulator, block
+        first = key not in self.begun
+        self.begun.add(key)
+        return first
+
+    def add_to_rows(self, rows: slice, a: int) -> None:
         """dQ_a += P K_b."""
         to = self.dq_accumulator
         if to is None:
             return
         self.begin_rows(to, rows)
-        # of a triangle, the accumulator has all rows: the keys of earlier rows have begun it
-        first = b == self.grid.visits(a)[0] and not (self.grid.triangle and a > 0)
+        first = self.begins(to, a)
         for keys in self.key_ranges():
             self.product(OP_N, keys, self.k, to, rows.start, first and keys.start == 0)
 
@@ -308,7 +316,7 @@ class SoftmaxRun(GradientRun):
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
         factors, cached, wanted = self.factors(rows, columns), self.buffers.cached, None
         if self.fold.in_registers:
-            self.add_in_registers(rows, columns, b, factors)
+            self.add_in_registers(rows, columns, a, factors)
             return
         if cached is not None:
             self.gradient_block = cached.block
@@ -341,13 +349,13 @@ class SoftmaxRun(GradientRun):
             },
         )  # fmt: skip
 
-    def add_in_registers(self, rows: slice, columns: slice, b: int, factors: Fields) -> None:
+    def add_in_registers(self, rows: slice, columns: slice, a: int, factors: Fields) -> None:
         """dQ_a += dL/dx K_b, without a gradient block."""
         to = self.dq_accumulator
         assert to is not None
         self.begin_rows(to, rows)
         arguments = {
             "factors": factors, "out": to.pointer(rows.start), "stride": to.stride,
-            "columns": self.problem.shape[2], "add": b > 0,
+            "columns": self.problem.shape[2], "add": not self.begins(to, a),
         }  # fmt: skip
         self.launch(self.fold.kernel, rows, columns, arguments)

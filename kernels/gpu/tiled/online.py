@@ -74,7 +74,7 @@ class OnlineRun(GradientRun):
             "add_wanted", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
             sum=row_sum, moment=row_moment, wanted=self.wanted,
         )  # fmt: skip
-        self.add_to_rows(rows, a, b)
+        self.add_to_rows(rows, a)
 
     def launch_query_tiles(self, kernel: str, rows: int, /, **arguments: Any) -> None:
         """A thread block for each query tile, four threads a row."""
