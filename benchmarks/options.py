@@ -49,7 +49,7 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     vectors = {
         "weights": {"weights": xp.linspace(0.5, 1.5, rows)},
         "key_bias": {"key_bias": xp.linspace(-2.0, 2.0, rows)},
-        f"groups ({GROUPS}, sorted)": {"groups": xp.arange(rows) * GROUPS // rows},
+        f"groups ({GROUPS}, sorted)": {"groups": np.arange(rows) * GROUPS // rows},
     }
 
     def call(loss: str, *args: Any, **options: Any) -> Run:

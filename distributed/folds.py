@@ -30,8 +30,9 @@ from infonce.kernels.epilogues import (
     Sums,
     retrieval_ranks_of,
 )
+from infonce.kernels.grid import Grid
 from infonce.kernels.linear import Segments, SegmentSums
-from infonce.kernels.problem import Array, Gradients, Grid, NotFinite, Problem, fast_replace
+from infonce.kernels.problem import Array, Gradients, NotFinite, Problem, fast_replace
 from infonce.kernels.solve import BlockQuestion, Vectors
 from infonce.kernels.targets import mirror_positive_logits
 

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from infonce.kernels.grid import least_block_side
 from infonce.kernels.problem import Array, Gradients, Problem
-from infonce.kernels.room import least_block_side
 from infonce.kernels.targets import guide_width
 
 from infonce.checks import validation

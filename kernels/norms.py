@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .problem import SILENT, Array, slices
+from .grid import slices
+from .problem import SILENT, Array
 
 Norms = tuple[Array, Array | None] | None  # |z_i| = norms[i] 2^exponent[i]; no exponent: 0
 

@@ -7,9 +7,8 @@ base 2 (x2 = x log2 e), because that is what the hardware computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -228,37 +227,6 @@ def materialize_vectors(problem: Problem, xp: Any) -> Problem:
     if isinstance(upstream, float):
         upstream = xp.full(m // 2 if problem.joint else m, upstream)
     return fast_replace(problem, positives=positives, upstream=upstream)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The blocks of the logit matrix: row panels by column blocks, or one triangle of them."""
-
-    rows: Sequence[slice]
-    columns: Sequence[slice]
-    triangle: bool = False  # rows == columns, and only blocks b >= a are visited
-    # column blocks of each row panel, where others have nothing to compute; None: all
-    visited: tuple[Sequence[int], ...] | None = None
-
-    def visits(self, a: int) -> Sequence[int]:
-        """Column blocks of row panel `a`, in the order of the fold."""
-        if self.visited is not None:
-            return self.visited[a]
-        return range(a if self.triangle else 0, len(self.columns))
-
-    @cached_property
-    def largest(self) -> tuple[int, int]:
-        """Rows and columns that any block has at most."""
-        rows = max(part.stop - part.start for part in self.rows)
-        return rows, max(part.stop - part.start for part in self.columns)
-
-    def __len__(self) -> int:
-        return sum(len(self.visits(a)) for a in range(len(self.rows)))
-
-
-def slices(end: int, step: int, start: int = 0) -> list[slice]:
-    """Slices of at most `step` that cover range(start, end)."""
-    return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
 def fast_replace(instance: T, /, **values: Any) -> T:

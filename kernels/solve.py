@@ -49,16 +49,8 @@ from .epilogues import (
     Statistics,
     Sums,
 )
-from .problem import (
-    Array,
-    Gradients,
-    Grid,
-    NotFinite,
-    Problem,
-    fast_replace,
-    materialize_vectors,
-    slices,
-)
+from .grid import Grid, slices
+from .problem import Array, Gradients, NotFinite, Problem, fast_replace, materialize_vectors
 from .targets import limited, limits, mirror_positive_logits
 
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from ..distill.problem import TaughtProblem
 from ..epilogues import Epilogue, OnlineSoftmax, Statistics, retrieval_ranks_of
+from ..grid import Grid, few_blocks, slices, workspace_too_small
 from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import Norms, normalized_rows
-from ..problem import Array, Gradients, Grid, Problem, as_sets, slices
-from ..room import few_blocks, workspace_too_small
+from ..problem import Array, Gradients, Problem, as_sets
 from ..solve import Vectors
 from ..targets import guide_width
 from .fold import ArrayFold

@@ -9,9 +9,10 @@ import numpy as np
 from ..conclude import rounded_reference
 from ..distill.problem import TaughtGradient, TaughtProblem
 from ..epilogues import RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics
+from ..grid import Grid
 from ..linear import LinearGradient
 from ..norms import Norms, normalization_backward
-from ..problem import LOG2_E, Array, Gradients, Grid, Problem, as_sets
+from ..problem import LOG2_E, Array, Gradients, Problem, as_sets
 from .naive import Matrix, matrix_sums
 
 Sides = tuple[Array | None, Array | None]  # of rows, of columns

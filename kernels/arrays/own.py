@@ -19,8 +19,9 @@ import numpy as np
 
 from ..conclusion import Conclusion
 from ..epilogues import Statistics, Sums
+from ..grid import slices
 from ..norms import Norms, normalization_backward, normalized_rows
-from ..problem import LOG2_E, Array, Gradients, Problem, slices
+from ..problem import LOG2_E, Array, Gradients, Problem
 
 BYTES = 8 * 2**20  # of copies of rows with their own keys that are alive at once
 COPIES = 4  # of each

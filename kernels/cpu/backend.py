@@ -18,9 +18,9 @@ from ..arrays import naive
 from ..distill.problem import TaughtProblem
 from ..distill.solve import solve as solve_distillation
 from ..epilogues import Epilogue, SoftmaxGradient, Statistics
+from ..grid import Grid, few_blocks, slices, without_other_groups, workspace_too_small
 from ..linear import Segments, SegmentSums, segment_sums
-from ..problem import Array, Gradients, Grid, Problem, slices
-from ..room import few_blocks, without_other_groups, workspace_too_small
+from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, one_pass
 from . import one_block
 from .context import Context

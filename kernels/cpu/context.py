@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import Array, Grid, Problem
+from ..grid import Grid
+from ..problem import Array, Problem
 from .operands import Side
 from .workers import BUFFER_POOL
 

@@ -10,8 +10,9 @@ import numpy as np
 from ..conclude import rounded_reference
 from ..distill.problem import TaughtGradient, TaughtProblem
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
+from ..grid import Grid
 from ..linear import LinearGradient
-from ..problem import LOG2_E, Array, Gradients, Grid, Problem
+from ..problem import LOG2_E, Array, Gradients, Problem
 from .context import Block, Context
 from .operands import Side, dots_at, row_dots, subtract
 from .workers import PanelOrder

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..grid import slices
 from ..linear import LinearGradient
 from ..norms import near_one
-from ..problem import Array, slices
+from ..problem import Array
 from .elementary import compiled, wide_vectors
 
 # Squared norms of rows that are taken as they are, by the bytes of the dtype that computes

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from ..problem import SILENT, Array, Grid, Problem
+from ..grid import Grid
+from ..problem import SILENT, Array, Problem
 
 NO_CONTEXT = contextlib.nullcontext()
 ONE_THREAD = 2**18  # multiply-adds of a product: OpenBLAS itself uses one thread for no more

@@ -25,18 +25,9 @@ import numpy as np
 
 from .. import solve as blocks
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics, Sums, retrieval_ranks_of
+from ..grid import Grid, slices
 from ..linear import Segments, SegmentSums, segment_sums
-from ..problem import (
-    KEY_VECTORS,
-    QUERY_VECTORS,
-    Array,
-    Gradients,
-    Grid,
-    NotFinite,
-    Problem,
-    as_sets,
-    slices,
-)
+from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, Problem, as_sets
 from ..solve import BlockQuestion, Solution, one_pass
 from .device import HostCopies, OffloadDevice
 from .epilogues import copy_arrays, map_arrays, on_device, segments_on

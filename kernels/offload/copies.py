@@ -26,7 +26,8 @@ from ..epilogues import Epilogue
 from ..gpu import select, shard
 from ..gpu.linear import Rows
 from ..gpu.vectors import ElementwiseVectors
-from ..problem import Array, Gradients, Problem, slices
+from ..grid import slices
+from ..problem import Array, Gradients, Problem
 from ..solve import BlockQuestion, Solution
 from . import backend
 

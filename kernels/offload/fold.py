@@ -9,18 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from ..epilogues import Epilogue, Sigmoid, SoftmaxGradient, Statistics
+from ..grid import Grid, slices
 from ..linear import LinearGradient
-from ..problem import (
-    KEY_VECTORS,
-    QUERY_VECTORS,
-    Array,
-    Gradients,
-    Grid,
-    NotFinite,
-    Problem,
-    fast_replace,
-    slices,
-)
+from ..problem import KEY_VECTORS, QUERY_VECTORS, Array, Gradients, NotFinite, Problem, fast_replace
 from .device import HostCopies, OffloadDevice, Ticket
 from .epilogues import block_epilogue
 from .layout import PIECE_PANELS, Layout, real_bytes, row_bytes

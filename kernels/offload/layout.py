@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..grid import least_block_side, workspace_too_small
 from ..problem import Gradients, Problem
-from ..room import least_block_side, workspace_too_small
 
 # Rows of a panel, or a power of two times as many. Products with gradient panels then fill all
 # multiprocessors of Hopper's largest cards: 66 tiles of 128 rows by two of 256 features

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..grid import slices
 from ..linear import Rows
-from ..problem import Array, Problem, slices
+from ..problem import Array, Problem
 from .device import HostCopies, OffloadDevice
 from .panels import Arrivals, StreamedSide
 

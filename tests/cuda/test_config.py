@@ -8,7 +8,7 @@ from gpu_problems import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.gpu import config
-from infonce.kernels.room import few_blocks
+from infonce.kernels.grid import few_blocks
 
 
 @pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)

@@ -20,8 +20,9 @@ from infonce.kernels.gpu import config, recorded
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.schedule import BlockFold, choose_method
 from infonce.kernels.gpu.tiled import backend
+from infonce.kernels.grid import Grid, slices
 from infonce.kernels.linear import Classes, Segments
-from infonce.kernels.problem import Gradients, Grid, Problem, slices, uses_moments
+from infonce.kernels.problem import Gradients, Problem, uses_moments
 
 pytestmark = pytest.mark.extras
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16x3": "float32",
@@ -394,7 +395,6 @@ def test_one_launch_for_small_batches_without_a_long_side() -> None:
     for precision, of in cases.items():
         for m, n, d, pays in of:
             into = recorder.Recorder()
-            query, key = (cupy.ndarray((rows, d), DTYPES[precision], into.malloc(16))
-                          for rows in (m, n))  # fmt: skip
+            query, key = (cupy.ndarray((z, d), DTYPES[precision], into.malloc(16)) for z in (m, n))
             problem = Problem(query, key, 14.0, 1 / m, compute=precision)
             assert (choose_method(problem) == "fused") == pays, (precision, m, n, d)

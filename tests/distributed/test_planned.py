@@ -25,10 +25,10 @@ from infonce.kernels.gpu import config, shard, vectors
 from infonce.kernels.gpu.device import compiler, recorder
 from infonce.kernels.gpu.tiled import backend as tiled
 from infonce.kernels.gpu.tiled.backend import GPU
+from infonce.kernels.grid import least_block_side
 from infonce.kernels.linear import LinearTerm, Segments
 from infonce.kernels.offload import layout
 from infonce.kernels.problem import Gradients, Problem
-from infonce.kernels.room import least_block_side
 
 pytestmark = pytest.mark.extras
 WEIGHTS = {"clip": (0.5, 0.5), "lit": (1.0, 0.0), "info_nce": (1.0, 0.0), "siglip": (1.0, 0.0)}

@@ -14,10 +14,10 @@ from gpu_problems import smaller
 from host_device import Host, close, room
 from hypothesis import given
 from hypothesis import strategies as st
+from infonce.kernels.grid import few_blocks, least_block_side
 from infonce.kernels.offload import backend as offload
 from infonce.kernels.offload import layout
 from infonce.kernels.problem import SILENT, Gradients, Problem
-from infonce.kernels.room import few_blocks, least_block_side
 from judge import DTYPES, LOSSES, arguments, assert_grad, assert_loss, judged, pairs
 from reference_problems import each_once
 

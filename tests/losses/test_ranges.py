@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
 from infonce.kernels.cpu import tile_ops as tile
+from infonce.kernels.grid import few_blocks, least_block_side
 from infonce.kernels.problem import SCALES
-from infonce.kernels.room import few_blocks, least_block_side
 from judge import (
     DTYPES,
     GRAD_BOUND,

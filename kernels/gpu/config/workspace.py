@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from ...problem import slices
-from ...room import least_block_side, workspace_too_small
+from ...grid import least_block_side, slices, workspace_too_small
 from .precision import (
     ACCUMULATOR_BYTES,
     MAX_SUM_TERMS,

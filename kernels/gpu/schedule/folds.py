@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from ...problem import Grid, slices
+from ...grid import Grid, slices
 from .. import config
 from ..config import Blocking, Needs, Sweep, Tile
 from .call import Call, Loss, Purpose

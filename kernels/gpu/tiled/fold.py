@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...problem import Grid, Problem, default_positives
-from ...room import without_other_groups
+from ...grid import Grid, without_other_groups
+from ...problem import Problem, default_positives
 from .. import config
 from ..device.arguments import Fields, address
 from ..schedule import Fold, ScheduledKernel

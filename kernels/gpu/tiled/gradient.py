@@ -8,8 +8,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ... import problem as problems
 from ...epilogues import SoftmaxGradient
+from ...grid import slices
 from ...problem import LOG2_E, Array, Gradients, Problem
 from .. import config, schedule
 from ..device.arguments import Fields, address, matrix
@@ -182,7 +182,7 @@ class GradientRun(FoldRun):
             return
         assert gradients is not None
         out: Array = gradients.query if acc is self.dq_accumulator else gradients.key
-        for rows in problems.slices(wanted.overlaid, max(1, wanted.rows_passing)):
+        for rows in slices(wanted.overlaid, max(1, wanted.rows_passing)):
             to = out[rows]
             passing = cupy.ndarray(to.shape, to.dtype, self.gradient_block.memory.data)
             self.finish(acc, rows, passing, rows.start)

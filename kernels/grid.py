@@ -1,14 +1,47 @@
-"""How small blocks may be, the message of the error if the workspace has no room for them, and the
-blocks that groups leave out."""
+"""The blocks of the logit matrix: which there are, which of them groups leave out, how small they
+may be, and the message of the error if the workspace has no room for them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from .problem import Array, Grid, as_sets
+from .problem import Array, as_sets
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of the logit matrix: row panels by column blocks, or one triangle of them."""
+
+    rows: Sequence[slice]
+    columns: Sequence[slice]
+    triangle: bool = False  # rows == columns, and only blocks b >= a are visited
+    # column blocks of each row panel, where others have nothing to compute; None: all
+    visited: tuple[Sequence[int], ...] | None = None
+
+    def visits(self, a: int) -> Sequence[int]:
+        """Column blocks of row panel `a`, in the order of the fold."""
+        if self.visited is not None:
+            return self.visited[a]
+        return range(a if self.triangle else 0, len(self.columns))
+
+    @cached_property
+    def largest(self) -> tuple[int, int]:
+        """Rows and columns that any block has at most."""
+        rows = max(part.stop - part.start for part in self.rows)
+        return rows, max(part.stop - part.start for part in self.columns)
+
+    def __len__(self) -> int:
+        return sum(len(self.visits(a)) for a in range(len(self.rows)))
+
+
+def slices(end: int, step: int, start: int = 0) -> list[slice]:
+    """Slices of at most `step` that cover range(start, end)."""
+    return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
 def few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
