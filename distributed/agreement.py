@@ -1,9 +1,13 @@
-"""Agreement of ranks before any work: errors of one rank are raised on all, calls are the same.
+"""Ranks compare their calls before any work, and agree on one schedule.
 
-Each rank states its call in two strings of bytes, its terms and its numbers. The terms follow from
-shapes, dtypes, devices and plain options. Calls with the same of these have the same terms, so the
-terms are kept from call to call. If all ranks send the same terms as for their last call, the
-schedule of that call holds. The numbers may differ from call to call.
+Each rank sends one message about its call to all ranks. A message has two parts, each as bytes:
+
+- The report (`RankReport`) follows from shapes, dtypes, devices and options. Similar calls have the
+  same report, so reports are cached.
+- The scalars (scale, bias, `grad_out`) may change from call to call.
+
+If every rank sends the same report as for its last call, the schedule of the last call is used
+again. An error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -26,25 +30,28 @@ from infonce.spec import ARRAYS, NAMES, Loss
 
 from .communicators.base import Communicator, RankError
 from .exchanges.partition import Partition
-from .schedule import Schedule, Terms, decide, require_options, room_of
+from .schedule import RankReport, Schedule, decide, exchange_room, require_options
 from .transports import choice as transports
 
-BUILTIN = {e.__name__: e for e in (TypeError, ValueError, MemoryError, ImportError, OverflowError)}
+BUILTIN_ERRORS = {
+    error.__name__: error
+    for error in (TypeError, ValueError, MemoryError, ImportError, OverflowError)
+}
 Options = Mapping[str, Any]
-Statement = tuple[bytes, bytes]  # terms, numbers
-# Options of COMPILED have to be the same on all ranks. `_facts` compares the resolved values of
-# these four, and for each other option the field of `Problem` with its name.
-RESOLVED = "method", "reduction", "precision", "in_batch"
-SHARED = [name for name in spec.COMPILED if name not in RESOLVED]
-# keywords of distributed/losses.py that have to be the same on all ranks, and `dims`
-RANK_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
-MOST_TERMS = 64  # terms that are kept
-UNBOUNDED = 2**62  # bytes of a workspace: more than any address
-_terms: dict[tuple[Any, ...], bytes] = {}
+RankMessage = tuple[bytes, bytes]  # pickled report, pickled scalars
+# All options in `COMPILED` must be the same on all ranks. The checks of a call replace the values
+# of these four ("auto" becomes a method, say). The others are fields of `Problem`.
+RESOLVED_OPTIONS = "method", "reduction", "precision", "in_batch"
+SHARED_OPTIONS = [name for name in spec.COMPILED if name not in RESOLVED_OPTIONS]
+# keywords of distributed/losses.py that must be the same on all ranks, and `dims`
+SHARED_KEYWORDS = ("gradient_scale", "transport", "exchange", "dims")
+MAX_CACHED_REPORTS = 64
+UNBOUNDED_WORKSPACE = 2**62  # bytes, more than the memory of any machine
+_packed_reports: dict[tuple[Any, ...], bytes] = {}  # pickled reports of earlier calls
 
 
 class AgreedError(Exception):
-    """An error that all ranks raise together: they stay in step."""
+    """An error that all ranks raise together, so that no rank waits for another one."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -71,47 +78,47 @@ def agree(ranks: Communicator, function: Callable[[], tuple[Any, Any]]) -> tuple
 
 
 def failure_of(error: Exception | None) -> Failure:
-    """The form in which an error is sent to other ranks."""
+    """The type and the message of an error, which other ranks receive."""
     return None if error is None else (type(error).__name__, str(error))
 
 
 def require_none(failures: Sequence[Failure], error: Exception | None) -> None:
-    """Raise the first failure of a rank as `AgreedError`. `error` is this rank's own."""
-    for r, failure in enumerate(failures):
+    """Raise `AgreedError` if a rank has failed. `error` is the exception of this rank, or None."""
+    for rank, failure in enumerate(failures):
         if failure is not None:
             if len(failures) == 1 and error is not None:
                 raise AgreedError(error)
             name, text = failure
-            raise AgreedError(BUILTIN.get(name, RankError)(f"rank {r}: {text}"))
+            raise AgreedError(BUILTIN_ERRORS.get(name, RankError)(f"rank {rank}: {text}"))
 
 
-def require_same(facts_by_rank: Sequence[Sequence[bytes]]) -> None:
-    """Raise an `AgreedError` that names the first fact in which a rank differs from rank 0.
+def require_equal_values(values_by_rank: Sequence[Sequence[bytes]]) -> None:
+    """Raise an `AgreedError` that names the first value in which a rank differs from rank 0.
 
-    Each rank has one or more pickled dictionaries of facts. A later dictionary replaces facts of
-    those before it.
+    Each rank has one or more pickled dictionaries of values by name. A later dictionary replaces
+    values of the dictionaries before it.
     """
-    for r, facts in enumerate(facts_by_rank):
-        if facts == facts_by_rank[0]:
+    for rank, packed in enumerate(values_by_rank):
+        if packed == values_by_rank[0]:
             continue
-        first, other = _unpack_facts(facts_by_rank[0]), _unpack_facts(facts)
-        for name in {**first, **other}:
-            if other.get(name) != first.get(name):
+        expected, got = _unpack_values(values_by_rank[0]), _unpack_values(packed)
+        for name in {**expected, **got}:
+            if got.get(name) != expected.get(name):
                 error = (
-                    f"{name}: expected the same on all ranks, got {first.get(name)!r} on rank 0 "
-                    f"and {other.get(name)!r} on rank {r}"
+                    f"{name}: expected the same on all ranks, got {expected.get(name)!r} on rank 0 "
+                    f"and {got.get(name)!r} on rank {rank}"
                 )
                 raise AgreedError(ValueError(error))
 
 
-def _unpack_facts(packed_facts: Sequence[bytes]) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    for part in packed_facts:
-        facts |= pickle.loads(part)
-    return facts
+def _unpack_values(packed_dictionaries: Sequence[bytes]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for packed in packed_dictionaries:
+        values |= pickle.loads(packed)
+    return values
 
 
-# -- a rank's call: its check and its statement
+# -- the check of a rank's call, and its message to all ranks
 
 
 @dataclass(frozen=True)
@@ -143,119 +150,141 @@ class RankCall:
                 raise ValueError(
                     'method: expected "auto" or "tiled" over ranks with arrays on GPUs, got "naive"'
                 )
-            request.problem.workspace = UNBOUNDED
+            request.problem.workspace = UNBOUNDED_WORKSPACE
         return request
 
 
 def agree_on(
-    call: RankCall, features: list[Array], unreadable: Exception | None, ranks: Communicator
+    call: RankCall, features: list[Array], read_error: Exception | None, ranks: Communicator
 ) -> tuple[Request, Schedule]:
     """This rank's checked call, and the schedule of all ranks.
 
-    `unreadable` is the error that reading the features has raised, or None. `AgreedError` on all
+    `read_error` is the error that reading the features has raised, or None. `AgreedError` on all
     ranks if a rank's call is refused, or if calls differ.
     """
-    shapes = [tuple(getattr(z, "shape", ())) for z in features]
-    sizes = [shape[0] if len(shape) == 2 else 1 for shape in shapes]  # the checks refuse the others
-    last, error, stated = ranks.agreed, unreadable, None
-    if error is None and last is not None and last.is_for(call.kind.joint, ranks.rank, sizes):
+    shapes = [tuple(getattr(array, "shape", ())) for array in features]
+    # 1 stands for an array that is no matrix: the checks refuse it
+    argument_rows = [shape[0] if len(shape) == 2 else 1 for shape in shapes]
+    last_schedule, error, own_message = ranks.agreed, read_error, None
+    if (
+        error is None
+        and last_schedule is not None
+        and last_schedule.has_shards(call.kind.joint, ranks.rank, argument_rows)
+    ):
         try:
-            request = call.check(features, last.queries, last.keys, ranks.rank)
-            stated = statement(call, request, features, sizes)
+            request = call.check(features, last_schedule.queries, last_schedule.keys, ranks.rank)
+            own_message = checked_message(call, request, features, argument_rows)
         except Exception as refusal:
             error = refusal
-    if stated is None:
-        stated = unchecked(None if unreadable else sizes, error)
-    statements = ranks.allgather(stated)
-    if last is not None and [packed for packed, _ in statements] == last.packed_terms:
-        require_same([(numbers,) for _, numbers in statements])
-        return request, last
-    terms = unpack_terms(statements)
-    require_none([each.failure if each.sizes is None else None for each in terms], error)
-    sizes_by_rank = [each.sizes or [] for each in terms]
-    rows = [
-        [sum(sizes) if call.kind.joint else sizes[side] for sizes in sizes_by_rank]
-        for side in (0, call.kind.key_argument)
-    ]
-    queries, keys = map(Partition, rows)
-    if all(each.facts or each.failure for each in terms):
-        require_none([each.failure for each in terms], error)
-    else:  # a rank did not know the numbers of rows of the others: all check their calls again
+    if own_message is None:
+        own_message = unchecked_message(None if read_error else argument_rows, error)
+    messages = ranks.allgather(own_message)
+    if last_schedule is not None and [report for report, _ in messages] == (
+        last_schedule.packed_reports
+    ):
+        require_equal_values([(scalars,) for _, scalars in messages])
+        return request, last_schedule
+    reports = unpack_reports(messages)
+    unreadable = [each.failure if each.argument_rows is None else None for each in reports]
+    require_none(unreadable, error)
+    rows_by_rank = [each.argument_rows or [] for each in reports]
+    queries, keys = (
+        Partition([sum(rows) if call.kind.joint else rows[argument] for rows in rows_by_rank])
+        for argument in (0, call.kind.key_argument)
+    )
+    if all(each.shared_values or each.failure for each in reports):
+        require_none([each.failure for each in reports], error)
+    else:  # a rank did not know how many rows the other ranks have: all ranks check again
 
-        def check_again() -> tuple[Request, Statement]:
+        def check_again() -> tuple[Request, RankMessage]:
             request = call.check(features, queries, keys, ranks.rank)
-            return request, statement(call, request, features, sizes)
+            return request, checked_message(call, request, features, argument_rows)
 
-        request, statements = agree(ranks, check_again)
-        terms = unpack_terms(statements)
-    require_same(
-        [(each.facts, numbers) for each, (_, numbers) in zip(terms, statements, strict=True)]
+        request, messages = agree(ranks, check_again)
+        reports = unpack_reports(messages)
+    require_equal_values(
+        [
+            (report.shared_values, scalars)
+            for report, (_, scalars) in zip(reports, messages, strict=True)
+        ]
     )
     try:
-        packed_terms = [packed for packed, _ in statements]
-        ranks.agreed = decide(packed_terms, terms, request, queries, keys, ranks, call.rank_options)
+        packed_reports = [report for report, _ in messages]
+        ranks.agreed = decide(
+            packed_reports, reports, request, queries, keys, ranks, call.rank_options
+        )
     except ValueError as error:
         raise AgreedError(error) from None
     return request, ranks.agreed
 
 
-def unchecked(sizes: list[int] | None, error: Exception | None) -> Statement:
-    """The statement of a rank whose call is not checked, or is refused with `error`."""
-    return pickle.dumps(Terms(sizes, failure_of(error))), b""
+def unchecked_message(argument_rows: list[int] | None, error: Exception | None) -> RankMessage:
+    """The message of a rank whose call is not checked yet, or is refused with `error`."""
+    return pickle.dumps(RankReport(argument_rows, failure_of(error))), b""
 
 
-def unpack_terms(statements: Sequence[Statement]) -> list[Terms]:
-    """The terms of all ranks."""
-    return [pickle.loads(terms) for terms, _ in statements]
+def unpack_reports(messages: Sequence[RankMessage]) -> list[RankReport]:
+    """The reports of all ranks."""
+    return [pickle.loads(report) for report, _ in messages]
 
 
-def statement(
-    call: RankCall, request: Request, features: list[Array], sizes: list[int]
-) -> Statement:
-    """The statement of a rank whose call is checked."""
+def checked_message(
+    call: RankCall, request: Request, features: list[Array], argument_rows: list[int]
+) -> RankMessage:
+    """The message of a rank whose call is checked."""
     options, problem = call.options, request.problem
-    guide = _guide_of(problem)
-    labelled = "not given" if call.labels is None else "given"
-    compared = {
-        "labels": compared_as(call.labels) if call.kind.classes else labelled,
+    # ids, classes and guides must have comparable types on all ranks
+    array_types = {
+        "labels": (compared_as(call.labels) if call.kind.classes else _given_or_not(call.labels)),
         **{name: compared_as(options.get(name)) for name in NAMES},
-        "guide": guide,
+        "guide": _guide_type(problem),
     }
-    weights, weighted = options.get("weights"), problem.weights is not None
-    positive = weights is None or request.on_gpu or bool(np.any(arrays.native(weights, "weights")))
-    rank_settings = {name: call.rank_options.get(name) for name in RANK_KEYWORDS}
-    rank_settings["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
-    library = os.environ.get(transports.CUDA_AWARE)
-    key = request.static, *rank_settings.values(), *compared.values(), library, weighted, positive
-    terms = _terms.get(key)
-    if terms is None:
-        device = None
+    weights, has_weights = options.get("weights"), problem.weights is not None
+    may_be_positive = (
+        weights is None or request.on_gpu or bool(np.any(arrays.native(weights, "weights")))
+    )
+    keywords = {name: call.rank_options.get(name) for name in SHARED_KEYWORDS}
+    keywords["INFONCE_LOCAL_SIZE"] = os.environ.get("INFONCE_LOCAL_SIZE")
+    key = (
+        request.static, *keywords.values(), *array_types.values(),
+        os.environ.get(transports.CUDA_AWARE), has_weights, may_be_positive,
+    )  # fmt: skip
+    packed_report = _packed_reports.get(key)
+    if packed_report is None:
+        gpu = None
         if request.on_gpu:
             from .transports.gpu import device_name
 
-            device = device_name()
-        facts = _facts(call, request, features, compared) | rank_settings
-        terms = pickle.dumps(Terms(
-            sizes, None, pickle.dumps(facts), transports.offers(request.on_gpu), device,
-            room_of(request), weighted, positive,
+            gpu = device_name()
+        shared_values = _shared_values(call, request, features, array_types) | keywords
+        packed_report = pickle.dumps(RankReport(
+            argument_rows, None, pickle.dumps(shared_values),
+            transports.availability(request.on_gpu), gpu, exchange_room(request), has_weights,
+            may_be_positive,
         ))  # fmt: skip
-        if len(_terms) >= MOST_TERMS:
-            _terms.clear()
-        _terms[key] = terms
-    return terms, pickle.dumps(_numbers(problem, options))
+        if len(_packed_reports) >= MAX_CACHED_REPORTS:
+            _packed_reports.clear()
+        _packed_reports[key] = packed_report
+    return packed_report, pickle.dumps(_scalars(problem, options))
 
 
-def _guide_of(problem: Problem) -> str:
+def _given_or_not(value: Any) -> str:
+    return "not given" if value is None else "given"
+
+
+def _guide_type(problem: Problem) -> str:
     if not problem.guided:
         return "not given"
     return f"{problem.guide_key.dtype.name} of width {guide_width(problem)}"
 
 
-def _facts(
-    call: RankCall, request: Request, features: list[Array], compared: dict[str, str]
+def _shared_values(
+    call: RankCall, request: Request, features: list[Array], array_types: dict[str, str]
 ) -> dict[str, Any]:
-    """The facts that have to be the same on all ranks, in the order of their comparison. None
-    holds the place of a fact that `_numbers` has."""
+    """The values that must be the same on all ranks, in the order in which they are compared.
+
+    A value that `_scalars` supplies is None here, so that it keeps its position in the order.
+    """
     kind, problem = call.kind, request.problem
     first = kind.arguments[0]
     return {
@@ -264,14 +293,14 @@ def _facts(
             f"{name}: dtype": z.dtype.name for name, z in zip(kind.arguments, features, strict=True)
         },
         f"{first}: width": problem.shape[2],
-        f"{first}: place": "a GPU" if request.on_gpu else "the host",
+        f"{first}: memory": "a GPU" if request.on_gpu else "the host",
         "scale": None,
         "bias": None,
-        **compared,
-        **{name: "given" if call.options.get(name) is not None else "not given" for name in ARRAYS},
+        **array_types,
+        **{name: _given_or_not(call.options.get(name)) for name in ARRAYS},
         "in_batch": call.options.get("in_batch", True),
         "method": "naive" if problem.method == "naive" else "tiled",
-        **{name: getattr(problem, name) for name in SHARED},
+        **{name: getattr(problem, name) for name in SHARED_OPTIONS},
         "metrics": problem.retrieval_ranks,
         "reduction": request.reduction,
         "precision": problem.compute,
@@ -281,8 +310,8 @@ def _facts(
     }
 
 
-def _numbers(problem: Problem, options: Options) -> dict[str, Any]:
-    """The facts that may differ from call to call."""
+def _scalars(problem: Problem, options: Options) -> dict[str, Any]:
+    """The values that must be the same on all ranks, and may change from call to call."""
     scale, bias = (
         value if isinstance(value, (float, int, type(None))) else "an array on a GPU"
         for value in (problem.scale, problem.bias)

@@ -56,9 +56,9 @@ class FoldsOverRanks:
     def __init__(
         self, problem: Problem, gradients: Gradients | None, start: int, keys: Partition,
         exchange: Exchange, fold_block: FoldBlock, labelled: bool, vectors: Vectors,
-        real: np.dtype[Any],
+        sum_dtype: np.dtype[Any],
     ) -> None:  # fmt: skip
-        self.start, self.keys, self.real = start, keys, real
+        self.start, self.keys, self.sum_dtype = start, keys, sum_dtype
         self.exchange, self.fold_block = exchange, fold_block
         self.same_pairs = problem.compares_with_limits  # in all rounds
         self.vectors, self.xp = vectors, vectors.xp
@@ -283,8 +283,8 @@ class FoldsOverRanks:
             own += gradient_arrays(xp, problem, epilogue)
         dq = gradients.query
         if dq is not None:
-            if dq.dtype != self.real:
-                dq = xp.empty(dq.shape, self.real)
+            if dq.dtype != self.sum_dtype:
+                dq = xp.empty(dq.shape, self.sum_dtype)
             vectors.assign(dq, 0.0)
         half = problem.symmetric  # gradients visit each pair of shards once, also with metrics
         wanted = gradients.dots
@@ -316,7 +316,7 @@ class FoldsOverRanks:
             elif dq is not None:
                 self._add([dq[own_rows]], sums, *others)
 
-        types: list[RowType] = [((d,), self.real)] if gradients.want_key or half else []
+        types: list[RowType] = [((d,), self.sum_dtype)] if gradients.want_key or half else []
         self.round([], own, visit, types, self._add, keep, half)
         if gradients.query is not None and dq is not gradients.query:
             vectors.assign(gradients.query, dq)

@@ -15,7 +15,7 @@ from .exchanges.arrays import key_arrays
 from .exchanges.gather import Gather
 from .exchanges.partition import Partition
 from .folds import FoldsOverRanks
-from .schedule import Schedule, real_of
+from .schedule import Schedule, sum_dtype_of
 from .transports.base import Divisors, Transport, totals
 
 
@@ -66,7 +66,7 @@ def _build(
     gather = Gather(vectors.xp, ranks.rank, through, keys, key_arrays(problem))
     folds = FoldsOverRanks(
         problem, gradients, keys.starts[ranks.rank], keys, gather, fold_block, False,
-        vectors, real_of(problem),
+        vectors, sum_dtype_of(problem),
     )  # fmt: skip
     result = solve(problem, folds, gradients)
     return {

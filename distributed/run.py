@@ -59,7 +59,7 @@ def solution(
     exchange = exchange_of(how, vectors.xp, ranks.rank, key_arrays(problem), transport)
     folds = FoldsOverRanks(
         problem, gradients, how.keys.starts[ranks.rank], how.keys, exchange,
-        fold.fold_block, labelled, vectors, how.real,
+        fold.fold_block, labelled, vectors, how.sum_dtype,
     )  # fmt: skip
     if problem.classes is not None:
         find_classes(folds, problem, first)
@@ -230,8 +230,8 @@ def require_room(request: Request, how: Schedule, rank: int) -> tuple[None, None
         fold.require_room(block, None)
         if gradients is not None:
             fold.require_room(block, fast_replace(
-                gradients, query=empty((m, d), how.real), add_query=True,
-                key=empty((count, d), how.real),
+                gradients, query=empty((m, d), how.sum_dtype), add_query=True,
+                key=empty((count, d), how.sum_dtype),
                 want_key=gradients.want_key or (problem.symmetric and not own),
             ))  # fmt: skip
     return None, None

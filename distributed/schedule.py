@@ -1,4 +1,4 @@
-"""All decisions of a call over ranks, from the terms of all ranks."""
+"""The schedule of a call over ranks: all decisions, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -31,87 +31,90 @@ EXCHANGES = ("auto", "ring", "gather", "hierarchical")
 
 
 @dataclass(frozen=True)
-class Terms:
-    """A rank's part of what a schedule depends on."""
+class RankReport:
+    """A rank's part of the facts from which all ranks decide one schedule."""
 
-    sizes: list[int] | None  # rows of its arrays; None: it cannot read them
+    argument_rows: list[int] | None  # rows of each feature array; None: the arrays are unreadable
     failure: tuple[str, str] | None = None  # type and message of the error of its checks
     # the fields below have values only if the checks have passed
-    facts: bytes = b""  # pickled `agreement._facts`
-    offers: dict[str, str | None] = field(default_factory=dict)  # transports
-    device: str | None = None  # name of the GPU
-    room: int = 0  # bytes for buffers of an exchange
-    weighted: bool = False  # whether rows have weights
-    positive: bool = True  # whether a weight may be positive
+    shared_values: bytes = b""  # pickled `agreement._shared_values`, equal on all ranks
+    # for each transport None, or the reason why this rank cannot use the transport
+    transports: dict[str, str | None] = field(default_factory=dict)
+    gpu: str | None = None  # name of the rank's GPU
+    exchange_room: int = 0  # bytes that buffers of an exchange may take
+    has_weights: bool = False  # whether rows have weights
+    may_be_positive: bool = True  # whether a weight may be positive
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The decisions of a call, the same on all ranks."""
+    """The decisions of a call over ranks, the same on all ranks."""
 
     joint: bool  # `Loss.joint`: queries and keys are the rows of both arguments
-    sizes: list[Any]  # rows of the arrays of each rank
-    queries: Partition
+    argument_rows: list[Any]  # for each rank, the rows of its feature arrays
+    queries: Partition  # of all queries into shards of ranks
     keys: Partition
-    exchange: str
+    exchange: str  # "ring", "gather" or "hierarchical"
     local_size: int | None  # see the function `local_size`
     pieces: int  # number of parts in which a shard goes round a ring
     symmetric: bool  # queries are keys
-    transport: str  # its name
-    real: np.dtype[Any]  # dtype of sums that travel
+    transport: str  # its name in `transports.CHOICES`
+    sum_dtype: np.dtype[Any]  # of sums that travel between ranks
     weighted: bool  # whether rows have weights
     may_lack_room: bool  # the workspace may be too small for a block of a rank
-    packed_terms: list[bytes] = field(repr=False)  # pickled `Terms` of all ranks
+    packed_reports: list[bytes] = field(repr=False)  # pickled `RankReport` of all ranks
 
-    def is_for(self, joint: bool, rank: int, sizes: list[int]) -> bool:
-        """Whether a call with so many rows on this rank may have the same queries and keys."""
-        return self.joint == joint and bool(self.sizes[rank] == sizes)
+    def has_shards(self, joint: bool, rank: int, argument_rows: list[int]) -> bool:
+        """Whether a rank whose arrays have `argument_rows` rows has the shard of this schedule."""
+        return self.joint == joint and bool(self.argument_rows[rank] == argument_rows)
 
 
 def decide(
-    packed_terms: Sequence[bytes], terms: Sequence[Terms], request: Request, queries: Partition,
-    keys: Partition, ranks: Communicator, rank_options: Mapping[str, Any],
+    packed_reports: Sequence[bytes], reports: Sequence[RankReport], request: Request,
+    queries: Partition, keys: Partition, ranks: Communicator, rank_options: Mapping[str, Any],
 ) -> Schedule:  # fmt: skip
-    """The schedule of a call, from the terms of all ranks and from what their calls have in
-    common. `packed_terms` are the pickled `terms`. ValueError on all ranks if no schedule fits."""
+    """The schedule of a call, from the reports of all ranks and from this rank's `request`.
+
+    The parts of `request` that are read here are equal on all ranks. `packed_reports` are the
+    pickled `reports`. ValueError on all ranks if no schedule fits.
+    """
     problem = request.problem
-    if not any(rank_terms.positive for rank_terms in terms):
+    if not any(report.may_be_positive for report in reports):
         raise ValueError("weights: expected a positive sum over all ranks, got zeros alone")
-    devices = [rank_terms.device for rank_terms in terms]
-    offered = [rank_terms.offers for rank_terms in terms]
+    availability = [report.transports for report in reports]
     if request.on_gpu and ranks.size > 1:
-        _one_gpu_each(offered, devices, ranks)
-    transport = transports.choose(rank_options["transport"], offered)
+        _exclude_shared_gpus(availability, [report.gpu for report in reports], ranks)
+    transport = transports.choose(rank_options["transport"], availability)
     if request.on_gpu and ranks.size == 1:
         transport = "staged"  # nothing is sent
     hosts = hosts_of(ranks)
     exchange = choose_exchange(
         rank_options["exchange"], problem, request.gradients, request.on_gpu, keys, hosts,
-        min(rank_terms.room for rank_terms in terms),
+        min(report.exchange_room for report in reports),
     )  # fmt: skip
-    real = real_of(problem)
-    # a ring has two buffers of keys and three of sums
-    key_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * real.itemsize)
-    key_bytes += 2 * guide_bytes(problem)
+    sum_dtype = sum_dtype_of(problem)
+    # for each key, a ring has two buffers for its features and three for sums of its gradient
+    ring_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
+    ring_bytes += 2 * guide_bytes(problem)
     return Schedule(
         joint=problem.joint,
-        sizes=[rank_terms.sizes for rank_terms in terms],
+        argument_rows=[report.argument_rows for report in reports],
         queries=queries,
         keys=keys,
         exchange=exchange,
         local_size=local_size(hosts),
-        pieces=max(1, -(-keys.largest // max(1, problem.workspace // 2 // key_bytes))),
+        pieces=max(1, -(-keys.largest // max(1, problem.workspace // 2 // ring_bytes))),
         symmetric=problem.symmetric,
         transport=transport,
-        real=real,
-        weighted=any(rank_terms.weighted for rank_terms in terms),
+        sum_dtype=sum_dtype,
+        weighted=any(report.has_weights for report in reports),
         may_lack_room=may_lack_room(problem, queries, keys),
-        packed_terms=list(packed_terms),
+        packed_reports=list(packed_reports),
     )
 
 
-def real_of(problem: Problem) -> np.dtype[Any]:
-    """The dtype of sums that travel."""
+def sum_dtype_of(problem: Problem) -> np.dtype[Any]:
+    """The dtype of sums that travel between ranks."""
     return np.dtype(np.float64 if problem.compute == "fp64" else np.float32)
 
 
@@ -138,25 +141,28 @@ def require_method(options: Mapping[str, Any]) -> None:
         )
 
 
-def _one_gpu_each(
-    offered: Sequence[dict[str, str | None]], devices: Sequence[str | None], ranks: Communicator
+def _exclude_shared_gpus(
+    availability: Sequence[dict[str, str | None]], gpus: Sequence[str | None], ranks: Communicator
 ) -> None:
-    """Withdraw NCCL's offer of ranks that share a GPU: NCCL needs a GPU for each rank."""
+    """Mark NCCL as unavailable on ranks that share a GPU: NCCL needs a GPU for each rank."""
     processes = ranks.peers.processes if ranks.peers else []
     machines = [process.machine for process in processes] or [""] * ranks.size
-    gpus = list(zip(machines, devices, strict=True))
-    for r, gpu in enumerate(gpus):
-        if gpu in gpus[:r]:
-            other = gpus.index(gpu)
-            offered[r]["nccl"] = (
+    gpus_of_machines = list(zip(machines, gpus, strict=True))
+    for rank, gpu in enumerate(gpus_of_machines):
+        if gpu in gpus_of_machines[:rank]:
+            other = gpus_of_machines.index(gpu)
+            availability[rank]["nccl"] = (
                 f"it shares {gpu[1]} with rank {other}: more ranks than GPUs, or no "
                 "cupy.cuda.Device(rank % gpus).use() on each rank"
             )
 
 
 def hosts_of(ranks: Communicator) -> list[list[int]]:
-    """The ranks of each host: INFONCE_LOCAL_SIZE ranks each if it is set, else those whose
-    processes are on one machine."""
+    """The ranks of each host.
+
+    INFONCE_LOCAL_SIZE is the number of ranks on each host, if it is set. Otherwise the processes
+    of a machine are the ranks of a host.
+    """
     setting = os.environ.get("INFONCE_LOCAL_SIZE", "")
     if setting:
         size = int(setting) if setting.isdecimal() else 0
@@ -170,7 +176,10 @@ def hosts_of(ranks: Communicator) -> list[list[int]]:
 
 
 def local_size(hosts: list[list[int]]) -> int | None:
-    """Number of ranks of each host; None if hosts differ in it, or ranks are not host by host."""
+    """The number of ranks on each host.
+
+    None if hosts have different numbers of ranks, or if the ranks of a host are not consecutive.
+    """
     size = len(hosts[0])
     in_order = [list(range(size * h, size * (h + 1))) for h in range(len(hosts))]
     return size if hosts == in_order else None
@@ -180,16 +189,16 @@ def choose_exchange(
     asked: str, problem: Problem, gradients: Gradients | None, on_gpu: bool, keys: Partition,
     hosts: list[list[int]], room: int,
 ) -> str:  # fmt: skip
-    """The exchange of a call: the one that is `asked`, or for "auto" the fastest that fits.
+    """The exchange of a call: the `asked` exchange, or for "auto" the fastest exchange that fits.
 
-    `room` is the number of bytes for buffers on each rank. ValueError if the exchange that is asked
-    does not fit, or needs as many ranks on each host.
+    `room` is the number of bytes for buffers on each rank. ValueError if the `asked` exchange does
+    not fit into `room`, or if it needs the same number of ranks on each host.
     """
     if asked == "ring":
         return asked
     d, item = problem.shape[2], problem.key.dtype.itemsize
     with_sums = gradients is not None and (gradients.want_key or problem.symmetric)
-    sums = d * real_of(problem).itemsize if with_sums else 0
+    sums = d * sum_dtype_of(problem).itemsize if with_sums else 0
     key_and_sum_bytes = d * item + 8 * numbers_per_key(problem), max(sums, 24)
     least_bytes = {"ring": 0, "gather": cost.gather_bytes(keys.rows, *key_and_sum_bytes)}
     size = local_size(hosts)
@@ -230,11 +239,11 @@ def exchange_of(
 # -- memory
 
 
-def room_of(request: Request) -> int:
+def exchange_room(request: Request) -> int:
     """Bytes that buffers of an exchange may take on this rank.
 
-    They are half of the workspace; if no workspace is given, a share of the GPU's memory if that is
-    more.
+    The buffers may take half of the workspace. If the caller gives no workspace, they may also take
+    `unasked_bytes` of the GPU's memory, if that is more.
     """
     problem = request.problem
     half_workspace = int(problem.workspace // 2)
@@ -247,7 +256,7 @@ def room_of(request: Request) -> int:
 
 
 def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool:
-    """Whether the workspace may be too small for a block of a rank; the same on all ranks."""
+    """Whether the workspace may be too small for a block of a rank. All ranks get one answer."""
     if problem.method == "naive":
         return True  # the workspace does not bound the logits of this method
     # linear terms, and copies of a joint loss, take up to half of the workspace
@@ -259,7 +268,9 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
 
 @cache
 def enough_room(m: int, n: int, d: int) -> int:
-    """An upper bound of the least workspace, in bytes, of a block of up to m rows, n keys and width
-    d."""
+    """An upper bound, in bytes, of the smallest workspace for a block.
+
+    The block has up to m rows and n keys, and its features have width d.
+    """
     side: int = max(128, 2 * least_block_side(m, n))
     return side * (64 * (side + d) + 2**18)

@@ -1,13 +1,13 @@
-"""Which transport a call takes: the fastest that all of its ranks have.
+"""The choice of a call's transport: the fastest transport that all ranks have.
 
 | transport | for |
 |---|---|
 | `mpi` | NumPy arrays: plain MPI |
-| `nccl` | CuPy arrays, a GPU a rank: NCCL from CuPy, on a stream of its own |
-| `cuda-aware` | CuPy arrays, where the MPI library says that it takes them |
+| `nccl` | CuPy arrays, one GPU for each rank: NCCL from CuPy, on a separate stream |
+| `cuda-aware` | CuPy arrays, if the MPI library says that it accepts them |
 | `staged` | CuPy arrays over any MPI, through pinned host memory |
 
-An MPI library that is not CUDA-aware crashes on a GPU array: so the library is queried first.
+An MPI library that is not CUDA-aware crashes on a GPU array, so the library is queried first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..communicators.mpi import load_mpi
 from .base import Host, Transport
 
 CHOICES = ("auto", "mpi", "nccl", "cuda-aware", "staged")
-CUDA_AWARE = "INFONCE_CUDA_AWARE_MPI"  # of the environment: 0 or 1
+CUDA_AWARE = "INFONCE_CUDA_AWARE_MPI"  # an environment variable: 0 or 1
 
 
 def cuda_aware() -> bool | None:
-    """Whether the MPI library reports that it takes device memory; None where it cannot tell."""
+    """Whether the MPI library reports that it takes device memory; None if it cannot tell."""
     asked = os.environ.get(CUDA_AWARE, "")
     if asked:
         if asked not in ("0", "1"):
@@ -46,8 +46,11 @@ def _library_says() -> bool | None:
     return bool(query())
 
 
-def offers(on_gpu: bool) -> dict[str, str | None]:
-    """The transports for host or GPU arrays, fastest first: None, or why this rank has it not."""
+def availability(on_gpu: bool) -> dict[str, str | None]:
+    """The transports for host or GPU arrays, fastest first.
+
+    The value is None if this rank can use the transport, else the reason why it cannot.
+    """
     if not on_gpu:
         return {"mpi": None}
     from . import nccl
@@ -69,29 +72,33 @@ def describe(on_gpu: bool) -> dict[str, str]:
         states = {"mpi": "available: " + " ".join(library.split()).rstrip("\0")}
     except ImportError as error:
         return {"mpi": f"unavailable: {' '.join(str(error).split())}"}
-    for name, why in offers(True).items() if on_gpu else ():
+    for name, why in availability(True).items() if on_gpu else ():
         states[name] = "available" if why is None else f"unavailable: {why}"
     return states
 
 
-def choose(asked: str, offered: Sequence[dict[str, str | None]]) -> str:
-    """The first transport that all ranks offer; ValueError names a rank that lacks `asked`."""
-    for name in offered[0] if asked == "auto" else [asked]:
-        lacking = [
-            (r, offer.get(name, "it does not carry this kind of array"))
-            for r, offer in enumerate(offered)
-            if offer.get(name, "no") is not None
+def choose(asked: str, availability_by_rank: Sequence[dict[str, str | None]]) -> str:
+    """The transport `asked`, or for "auto" the first one that all ranks can use.
+
+    `availability_by_rank` has the `availability` of each rank. ValueError names a rank without the
+    transport.
+    """
+    for name in availability_by_rank[0] if asked == "auto" else [asked]:
+        reasons = [
+            (rank, transports.get(name, "it does not carry this kind of array"))
+            for rank, transports in enumerate(availability_by_rank)
+            if transports.get(name, "no") is not None
         ]
-        if not lacking:
+        if not reasons:
             return name
-    r, why = lacking[0]
+    rank, reason = reasons[0]
     raise ValueError(
-        f"transport: expected one that all ranks have, got {asked!r}; rank {r}: {name}: {why}"
+        f"transport: expected one that all ranks have, got {asked!r}; rank {rank}: {name}: {reason}"
     )
 
 
 def make(name: str, ranks: Communicator) -> Transport:
-    """The transport of that name. Collective."""
+    """The transport called `name`. All ranks have to call this function together."""
     if name == "mpi":
         return Host(ranks)
     from . import gpu, nccl

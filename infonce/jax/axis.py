@@ -122,9 +122,9 @@ def evaluate(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     shapes["weight"] = shape_of((), wide) if _weighted(call, inputs) else None
     rows = len(own) if kind.symmetric else len(features[0])
     if kind.arguments[0] in feature_shapes or (kind.symmetric and feature_shapes):
-        shapes["dq"] = shape_of((rows, own.shape[1]), plan.real)
+        shapes["dq"] = shape_of((rows, own.shape[1]), plan.sum_dtype)
     if plan.key_sums:
-        shapes["key_sums"] = shape_of(keys.shape, plan.real)
+        shapes["key_sums"] = shape_of(keys.shape, plan.sum_dtype)
     out = callback(shapes)
     dq, dk = out.pop("dq", None), out.pop("key_sums", None)
     if dk is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from infonce.distributed.agreement import UNBOUNDED
+from infonce.distributed.agreement import UNBOUNDED_WORKSPACE
 from infonce.distributed.exchanges.base import Keys, Round, no_keys
 from infonce.distributed.exchanges.gather import added
 from infonce.distributed.exchanges.partition import Partition
@@ -30,7 +30,7 @@ from infonce.distributed.run import (
     require_pairs,
     unpaired,
 )
-from infonce.distributed.schedule import real_of
+from infonce.distributed.schedule import sum_dtype_of
 
 from .. import arrays, dispatch
 from ..checks.call import Request, check
@@ -58,7 +58,7 @@ class Plan:
     """The callbacks of a call: one before each of `travels`, and one that ends the call."""
 
     travels: tuple[Travel, ...]
-    real: np.dtype[Any]  # of feature gradients that are sums over devices
+    sum_dtype: np.dtype[Any]  # of feature gradients that are sums over devices
     key_sums: bool  # whether the last callback has gradients of the keys of all devices
 
 
@@ -204,12 +204,12 @@ def plan(call: Call, inputs: dict[str, Any]) -> Plan:
     with np.errstate(**SILENT):
         request = _checked(call, inputs, 0)
         problem, gradients = request.problem, request.gradients
-        real = np.dtype(jax.dtypes.canonicalize_dtype(real_of(problem)))
+        sum_dtype = np.dtype(jax.dtypes.canonicalize_dtype(sum_dtype_of(problem)))
         if gradients is not None and gradients.want_query:
-            gradients.query = np.empty(problem.query.shape, real)
+            gradients.query = np.empty(problem.query.shape, sum_dtype)
         rounds = _Rehearsal(
             np, 0, axis.size, inputs["keys"], np.empty(0, BITS), iter(()),
-            np.empty(inputs["keys"].shape, real),
+            np.empty(inputs["keys"].shape, sum_dtype),
         )  # fmt: skip
         how = folding(request)
 
@@ -219,8 +219,8 @@ def plan(call: Call, inputs: dict[str, Any]) -> Plan:
             if axis.on_cpu and not callable(epilogue):
                 how.require_room(block, gradients)
 
-        _solve(call, inputs, request, 0, replace(how, fold_block=rehearse), rounds, real)
-    return Plan(tuple(rounds.travels), real, rounds.has_key_sums)
+        _solve(call, inputs, request, 0, replace(how, fold_block=rehearse), rounds, sum_dtype)
+    return Plan(tuple(rounds.travels), sum_dtype, rounds.has_key_sums)
 
 
 def _stand_in(value: Any, number: int) -> Any:
@@ -266,7 +266,7 @@ def _run(
     if request.gradients is not None:
         request.gradients.query = out.get("dq")
     try:
-        solution = _solve(call, inputs, request, rank, how, rounds, plan.real)
+        solution = _solve(call, inputs, request, rank, how, rounds, plan.sum_dtype)
     except _Stop as stop:
         out["error_and_results"][...] = 0
         if rounds.fresh:
@@ -299,7 +299,7 @@ def _checked(call: Call, inputs: dict[str, Any], rank: int) -> Request:
 
         problem = request.problem = readable_by_kernels(problem)
     if problem.method == "naive":
-        problem.workspace = UNBOUNDED
+        problem.workspace = UNBOUNDED_WORKSPACE
     # what travels is known before the program runs, wherever it does
     pays = uses_moments(batch.rows * n, request.gradients is not None, call.axis.on_cpu)
     problem.moments = problem.scalar_grads and pays
@@ -308,7 +308,7 @@ def _checked(call: Call, inputs: dict[str, Any], rank: int) -> Request:
 
 def _solve(
     call: Call, inputs: dict[str, Any], request: Request, rank: int, how: Folding,
-    rounds: Rounds, real: np.dtype[Any],
+    rounds: Rounds, sum_dtype: np.dtype[Any],
 ) -> Solution:  # fmt: skip
     """This device's part of the loss, and of its gradients."""
     assert call.axis is not None
@@ -318,7 +318,7 @@ def _solve(
         problem.positives = own_positives(how.vectors.xp, problem, first)
     folds = FoldsOverRanks(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
-        rounds, how.fold_block, labelled, how.vectors, real,
+        rounds, how.fold_block, labelled, how.vectors, sum_dtype,
     )  # fmt: skip
     if call.kind.classes:
         find_classes(folds, problem, first)

@@ -35,73 +35,73 @@ class Mirror(distributed.Communicator):
     def wait(self) -> None:
         """All has been received."""
 
-    def statement(self, loss: str = "siglip", rows: int = 6, **options: Any) -> agreement.Statement:
-        """What a call says when it is made for the second time."""
+    def message(self, loss: str = "siglip", rows: int = 6, **options: Any) -> agreement.RankMessage:
+        """The message of this rank about the second of two equal calls."""
         x, y = np.random.default_rng(0).standard_normal((2, rows, 5))
         for _ in range(2):
             self.said.clear()
             getattr(distributed, f"{loss}_loss_and_grad")(x, y, comm=self, **options)
-        stated: agreement.Statement = self.said[0]
-        return stated
+        message: agreement.RankMessage = self.said[0]
+        return message
 
 
 def changed(**values: Any) -> Say:
-    """Another rank whose facts and numbers have these values, where they have such."""
+    """Another rank whose shared values and scalars have these values, if they have such names."""
 
     def say(value: Any) -> Any:
         if isinstance(value, tuple) and value[0] is None:  # of a call that is checked once more
             return None, say(value[1])
         if not isinstance(value, tuple) or not value[1]:
             return value
-        terms, numbers = value[0], pickle.loads(value[1])
-        told = vars(pickle.loads(terms))
-        known = pickle.loads(told["facts"])
-        numbers |= {name: x for name, x in values.items() if name in numbers}
-        others = {name: x for name, x in values.items() if name not in numbers}
+        packed_report, scalars = value[0], pickle.loads(value[1])
+        report = vars(pickle.loads(packed_report))
+        shared_values = pickle.loads(report["shared_values"])
+        scalars |= {name: x for name, x in values.items() if name in scalars}
+        others = {name: x for name, x in values.items() if name not in scalars}
         if others:
-            told["facts"] = pickle.dumps(known | others)
-            terms = pickle.dumps(agreement.Terms(**told))
-        return terms, pickle.dumps(numbers)
+            report["shared_values"] = pickle.dumps(shared_values | others)
+            packed_report = pickle.dumps(agreement.RankReport(**report))
+        return packed_report, pickle.dumps(scalars)
 
     return say
 
 
 def test_calls_that_are_alike_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same terms, of which nothing is worked out again; the numbers are the call's own."""
-    monkeypatch.setattr(agreement, "_terms", {})
+    """The report is not computed a second time; the scalars are those of each call."""
+    monkeypatch.setattr(agreement, "_packed_reports", {})
     ranks = Mirror()
     first = {"scale": 3.0, "bias": -1.0, "grad_out": 1.0}
-    terms, numbers = ranks.statement(**{name: np.array(value) for name, value in first.items()})
+    report, scalars = ranks.message(**{name: np.array(value) for name, value in first.items()})
     agreed, other = ranks.agreed, {"scale": 4.0, "bias": 1.0, "grad_out": 2.0}
     with monkeypatch.context() as patch:
-        for function in ("unpack_terms", "_facts"):
+        for function in ("unpack_reports", "_shared_values"):
             patch.setattr(agreement, function, None)
-        again = ranks.statement(**{name: np.array(value) for name, value in other.items()})
-    assert len(ranks.said) == 2  # the statement, and sums
-    assert again[0] == terms == ranks.statement(scale=5.0)[0]
-    assert (pickle.loads(numbers), pickle.loads(again[1])) == (first, other)
+        again = ranks.message(**{name: np.array(value) for name, value in other.items()})
+    assert len(ranks.said) == 2  # the message, and sums
+    assert again[0] == report == ranks.message(scale=5.0)[0]
+    assert (pickle.loads(scalars), pickle.loads(again[1])) == (first, other)
     assert ranks.agreed is agreed
 
 
 def test_a_schedule_has_all_decisions_and_can_be_printed() -> None:
     ranks = Mirror()
-    ranks.statement(rows=6, scale=3.0)
+    ranks.message(rows=6, scale=3.0)
     printed = repr(ranks.agreed)
     for decision in (
         "queries=Partition(rows=[6, 6])", "keys=Partition(rows=[6, 6])", "exchange='gather'",
         "transport='mpi'", "pieces=1", "dtype('float64')", "may_lack_room=False",
     ):  # fmt: skip
         assert decision in printed
-    assert "terms" not in printed
-    ranks.statement("clip", rows=15, scale=3.0, exchange="ring", workspace=4000)
+    assert "report" not in printed
+    ranks.message("clip", rows=15, scale=3.0, exchange="ring", workspace=4000)
     how = ranks.agreed
     assert (how.exchange, how.pieces, how.keys.rows) == ("ring", 2, [15, 15])
     assert how.may_lack_room
 
 
-def test_terms_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the other ranks need to know is in them."""
-    kept = {Mirror().statement(scale=3.0)[0]}
+def test_the_report_follows_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report has all that the other ranks need to know of a call."""
+    kept = {Mirror().message(scale=3.0)[0]}
     zeros = np.zeros(6)
     options: list[dict[str, Any]] = [
         {"loss": "clip"}, {"loss": "info_nce"}, {"rows": 8}, {"wrt": ["image"]},
@@ -113,16 +113,16 @@ def test_terms_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks = Mirror()
         if given.get("weights") is zeros:
             with pytest.raises(ValueError, match=r"^weights: expected a positive sum over all"):
-                ranks.statement(scale=3.0, **given)
+                ranks.message(scale=3.0, **given)
             kept.add(ranks.said[-1][1][0])
         else:
-            kept.add(ranks.statement(scale=3.0, **given)[0])
+            kept.add(ranks.message(scale=3.0, **given)[0])
     assert len(kept) == 1 + len(options)
     monkeypatch.setenv("INFONCE_LOCAL_SIZE", "1")
-    assert Mirror().statement(scale=3.0)[0] not in kept
+    assert Mirror().message(scale=3.0)[0] not in kept
     monkeypatch.setenv("INFONCE_LOCAL_SIZE", "3")
     with pytest.raises(ValueError, match=r"^INFONCE_LOCAL_SIZE: expected a divisor of the 2 ranks"):
-        Mirror().statement(scale=3.0)
+        Mirror().message(scale=3.0)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -140,18 +140,18 @@ def test_terms_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_ranks_that_differ(known: bool, values: dict[str, Any], named: str) -> None:
-    """The first fact in their order is named, in a first call and after calls that agreed; calls
+    """The first value in their order is named, in a first call and after calls that agreed; calls
     go on afterwards."""
     ranks = Mirror()
     if known:
-        ranks.statement(scale=3.0)
+        ranks.message(scale=3.0)
     before = ranks.agreed
     ranks.other = changed(**values)
     with pytest.raises(ValueError, match=f"^{named}"):
-        ranks.statement(scale=3.0)
+        ranks.message(scale=3.0)
     assert ranks.agreed is before
     ranks.other = lambda value: value
-    ranks.statement(scale=3.0)
+    ranks.message(scale=3.0)
 
 
 def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
@@ -178,16 +178,16 @@ def test_hashes_and_integers_with_a_sign_are_not_compared() -> None:
 
 def test_numbers_that_are_not_numbers() -> None:
     """The same NaN on all ranks is the same."""
-    Mirror().statement(scale=3.0, grad_out=float("nan"))
+    Mirror().message(scale=3.0, grad_out=float("nan"))
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In number, and to plain values: no arrays live on."""
-    monkeypatch.setattr(agreement, "_terms", {})
-    monkeypatch.setattr(agreement, "MOST_TERMS", 3)
+    monkeypatch.setattr(agreement, "_packed_reports", {})
+    monkeypatch.setattr(agreement, "MAX_CACHED_REPORTS", 3)
     for rows in range(1, 9):
-        Mirror().statement(rows=rows, scale=3.0)
-        assert len(agreement._terms) <= 3
+        Mirror().message(rows=rows, scale=3.0)
+        assert len(agreement._packed_reports) <= 3
     x, y, out = np.random.default_rng(0).standard_normal((3, 6, 5))
     gone = [weakref.ref(array) for array in (x, y, out)]
     ranks = Mirror()
@@ -203,14 +203,16 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_are_those_of_the_rank_that_has_them() -> None:
-    """Stated in the place of terms; what was agreed before holds for the next call."""
+    """An error is sent with the report; the schedule from before it holds for the next call."""
     ranks = Mirror()
-    ranks.statement(scale=3.0)
+    ranks.message(scale=3.0)
     agreed = ranks.agreed
     failure = ValueError("text: expected what it is not")
-    ranks.other = lambda value: agreement.unchecked([6, 6], failure) if len(value) == 2 else value
+    ranks.other = lambda value: (
+        agreement.unchecked_message([6, 6], failure) if len(value) == 2 else value
+    )
     with pytest.raises(ValueError, match=r"^rank 1: text: expected what it is not$"):
-        ranks.statement(scale=3.0)
+        ranks.message(scale=3.0)
     with pytest.raises(TypeError, match=r"^rank 0: text: expected an array"):
         distributed.siglip_loss(np.ones((6, 5)), [[1.0]], scale=3.0, comm=ranks)
     assert ranks.agreed is agreed

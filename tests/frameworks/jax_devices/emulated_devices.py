@@ -71,8 +71,9 @@ def evaluate(name: str, z: list[np.ndarray], numbers: dict[str, Any], labels: An
                 *device["past"], {"error_and_results": results, "arrived": arrived}
             ]  # fmt: skip
     shapes = {k: v for k, v in outputs(call, given[0]).items() if k not in kind.arguments}
-    shapes |= {"dq": of(owns[0].shape if kind.symmetric else (M, D), plan.real), "weight": None}
-    shapes |= {"key_sums": of(keys.shape, plan.real)} if plan.key_sums else {}
+    dq_shape = owns[0].shape if kind.symmetric else (M, D)
+    shapes |= {"dq": of(dq_shape, plan.sum_dtype), "weight": None}
+    shapes |= {"key_sums": of(keys.shape, plan.sum_dtype)} if plan.key_sums else {}
     outs = [filled(shapes) for _ in range(R)]
     for out, device in zip(outs, inputs, strict=True):
         rounds.run(call, plan, out, device)
