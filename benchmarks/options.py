@@ -1,4 +1,4 @@
-"""Time options of the softmax, sup_con and gte, beside the same losses without.
+"""Time options of the softmax and of siglip, sup_con and gte, beside the same losses without.
 
     python benchmarks/options.py [--cpu] [--rows 65536] [--dim 512] [--rounds 7]
         [--output benchmarks/results/options.json]
@@ -68,6 +68,14 @@ def cases(bench: Any, dtype: str, rows: int, dim: int) -> dict[tuple[str, str], 
     for loss in ("clip", "info_nce"):
         found[loss, "guide"] = call(loss, query, key, guide=tuple(teacher))
     found["clip", "distillation"] = call("distill", query, key, *teacher)
+    found["siglip", "plain"] = call("siglip", query, key)
+    images = np.arange(rows // 4), np.arange(rows) % (rows // 4)
+    placed = tuple(map(xp.asarray, images))
+    several = call("siglip", query[: rows // 4], key, positive_ids=placed)
+    found["siglip", f"{rows // 4} images with 4 captions"] = several
+    found["siglip", f"{rows} pairs by positive_ids"] = call(
+        "siglip", query, key, positive_ids=xp.arange(rows)
+    )
     half = rows // 2
     dims = dim // 4, dim // 2, dim
     found["clip", f"dims {dims}"] = call("clip", query, key, dims=dims)

@@ -33,8 +33,8 @@ comm : mpi4py communicator, default MPI.COMM_WORLD
     The ranks that share the batch; or an `infonce.distributed.Communicator`. Feature arrays are
     [rows of this rank, D]; the numbers of rows may differ, and may be 0. `labels` are indices of
     the keys of all ranks, in the order of the ranks, or classes; without them, query i of all ranks
-    belongs to key i of all ranks. `ids`, `groups` and classes are compared across ranks. `weights`
-    and `key_bias` are those of this rank's rows and keys.
+    belongs to key i of all ranks. `ids`, `groups`, `positive_ids` and classes are compared across
+    ranks. `weights` and `key_bias` are those of this rank's rows and keys.
 transport : {"auto", "mpi", "nccl", "cuda-aware", "staged"}
     The library that sends arrays. "auto": MPI for NumPy arrays; for CuPy arrays NCCL if every rank
     has it and a GPU of its own, else MPI if it says that it is CUDA-aware, else pinned host memory

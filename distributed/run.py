@@ -12,6 +12,7 @@ import numpy as np
 from infonce.kernels.conclude import weighted
 from infonce.kernels.linear import partners
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
+from infonce.kernels.sigmoid.positives import count_positives, weigh_positives
 from infonce.kernels.solve import Backend, Solution, Vectors, fold_block, solve
 
 from infonce.checks.call import Request
@@ -50,18 +51,20 @@ def solution(
         if by_plan is not None:
             return by_plan
     fold, first = folding(request), how.queries.starts[ranks.rank]
-    vectors = fold.vectors
-    problem.key = vectors.xp.ascontiguousarray(problem.key)
+    vectors, xp = fold.vectors, fold.vectors.xp
+    problem.key = xp.ascontiguousarray(problem.key)
     if problem.guided:
-        problem.guide_key = vectors.xp.ascontiguousarray(problem.guide_key)
-    if not labelled:
-        problem.positives = own_positives(vectors.xp, problem, first)
-    exchange = exchange_of(how, vectors.xp, ranks.rank, key_arrays(problem), transport)
+        problem.guide_key = xp.ascontiguousarray(problem.guide_key)
+    if not (labelled or problem.has_positive_ids):
+        problem.positives = own_positives(xp, problem, first)
+    exchange = exchange_of(how, xp, ranks.rank, key_arrays(problem), transport)
     folds = FoldsOverRanks(
         problem, gradients, how.keys.starts[ranks.rank], how.keys, exchange,
         fold.fold_block, labelled, vectors, how.sum_dtype,
     )  # fmt: skip
-    if problem.classes is not None:
+    if problem.has_positive_ids:
+        weigh_positives(xp, problem, *positive_counts(folds, problem))
+    elif problem.classes is not None:
         find_classes(folds, problem, first)
         divisor = weigh(request, problem, rows, ranks, transport)
     elif problem.symmetric and labelled:
@@ -69,7 +72,7 @@ def solution(
         agree(ranks, lambda: require_pairs(problem, *wrong))
     result = solve(problem, folds, gradients)
     if result.loss is None and request.reduction != "none":
-        result.loss = weighted(vectors.xp, result.losses, problem.row_shares).sum()
+        result.loss = weighted(xp, result.losses, problem.row_shares).sum()
     sums = totals(
         transport, vectors, result.loss, result, _divisors(request, divisor, times), request.dtype
     )
@@ -136,6 +139,28 @@ def find_classes(folds: FoldsOverRanks, problem: Problem, first: int) -> None:
     members = folds.members(problem.classes)
     problem.positives, has_positive = partners(folds.xp, members, own, problem.decoupled)
     problem.weights = row_weights(folds.xp, problem.weights, has_positive)
+
+
+def positive_counts(folds: FoldsOverRanks, problem: Problem) -> tuple[Array, Array]:
+    """`count_positives` over the keys and queries of all ranks, of this rank's rows."""
+    xp = folds.xp
+    of_queries, of_keys = (xp.zeros(n, xp.int64) for n in problem.shape[:2])
+
+    def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
+        block = fast_replace(problem, key_positive_ids=arrays[0])
+        of_block, sums[0][:] = count_positives(xp, block)
+        of_queries[:] += of_block
+
+    def add(sums: list[Array], *others: list[Array]) -> None:
+        for other in others:
+            sums[0] += other[0]
+
+    def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
+        add(sums, *others)
+        of_keys[own_rows] = sums[0]
+
+    folds.round([of_queries], [problem.key_positive_ids], visit, [((), np.int64)], add, keep)
+    return of_queries, of_keys
 
 
 def unpaired(folds: FoldsOverRanks, problem: Problem, first: int) -> tuple[Array, Array]:

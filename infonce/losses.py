@@ -199,10 +199,13 @@ def siglip_loss(
 
     ``loss = -(1/N) sum_ij log sigmoid(t_ij z_ij)``.
 
+    With `positive_ids`, t_ij = 1 for all pairs of equal ids, and terms have weights.
+
     Parameters
     ----------
     image : array [N, D]
     text : array [N, D]
+        With `positive_ids`, of any number of rows.
     bias : float or 0-d array, default -10
         (and `scale` is 10 by default).
 
@@ -227,6 +230,7 @@ def siglip_loss_and_grad(
     ----------
     image : array [N, D]
     text : array [N, D]
+        With `positive_ids`, of any number of rows.
     bias : float or 0-d array, default -10
         (and `scale` is 10 by default).
 

@@ -21,6 +21,7 @@ class LossOptions(TypedDict, total=False):
     scale: Any
     ids: Any
     groups: Any
+    positive_ids: Any
     own: Any
     own_mask: Any
     in_batch: bool
@@ -93,6 +94,15 @@ OPTIONS: dict[str, Option] = {
         blocks without a common group are not computed: sort the samples by their groups. Not with
         `label_smoothing` and `ids` together.""",
         flag="Pairs of different groups are no negatives, .npy; once, or for rows and for columns.",
+    ),
+    "positive_ids": Option(
+        None,
+        "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
+        """What the samples show, such as the image of several captions: pairs of equal numbers are
+        positives, and M and N may differ. Without `positive_ids`, row i and column i are positives.
+        If row i has k_i positives and column j has k'_j, the term of their pair counts
+        ``(1 / k_i + 1 / k'_j) / 2`` times. Any integer dtype. Not with `offload`.""",
+        flag="Pairs of equal numbers are positives (siglip), .npy; once, or for rows and columns.",
     ),
     "own": Option(None, "array [M, K, features], optional",
         """Negatives of each row alone: ``scale * <q_i, own_ik>`` joins the softmax of row i. They
@@ -267,7 +277,8 @@ OPTIONS: dict[str, Option] = {
 # fmt: on
 DEFAULTS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 COMPILED = tuple(name for name, option in OPTIONS.items() if option.compiled)
-NAMES = ("ids", "groups")  # integers of samples: one array, or a pair, of rows and of columns
+# Integers of samples: one array, or a pair, of rows and of columns
+NAMES = ("ids", "groups", "positive_ids")
 VECTORS = ("weights", "key_bias")  # arguments of compiled programs; they get no gradient
 ARRAYS = (*VECTORS, "own_mask")  # beside features; they get no gradient
 # In PyTorch and JAX gradients are computed with the loss, and wait for the upstream gradient in
@@ -293,6 +304,7 @@ SOFTMAX = (
     "guide",
     "guide_margin",
 )
+SIGMOID = ("positive_ids",)  # options of a pairwise sigmoid
 OWN = ("own", "own_mask", "in_batch")
 DIMS = ("dims", "dim_weights")
 # Options that mean nothing together, or are not supported: the smoothed targets are those of a
@@ -335,16 +347,19 @@ class Loss:
         return len(self.arguments) > 2
 
 
-INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads)
+INFO_NCE = Loss("info_nce", ("query", "key"), result.QueryKeyGrads, refused=SIGMOID)
 INFO_NCE_OWN = replace(INFO_NCE, arguments=("query", "key", "own"), grads=result.QueryKeyOwnGrads)
-NT_XENT = Loss("nt_xent", ("features",), result.FeaturesGrads, symmetric=True, refused=OWN)
+NT_XENT = Loss(
+    "nt_xent", ("features",), result.FeaturesGrads, symmetric=True, refused=(*SIGMOID, *OWN)
+)
 CLIP = Loss(
     "clip", ("image", "text"), result.ImageTextGrads, row_weight=0.5, column_weight=0.5,
-    square=True, refused=OWN,
+    square=True, refused=(*SIGMOID, *OWN),
 )  # fmt: skip
 LIT = Loss(
-    "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",), refused=OWN
-)
+    "lit", ("text", "image"), result.TextImageGrads, square=True, locked=("image",),
+    refused=(*SIGMOID, *OWN),
+)  # fmt: skip
 SIGLIP = Loss(
     "siglip", ("image", "text"), result.SigmoidGrads, square=True, sigmoid=True, scale=10.0,
     bias=-10.0, refused=(*SOFTMAX, *OWN, "metrics"),
@@ -358,6 +373,6 @@ SUP_CON = Loss(
 )  # fmt: skip
 GTE = Loss(
     "gte", ("query", "key"), result.QueryKeyGrads, symmetric=True, square=True, joint=True,
-    refused=("key_bias", *OWN, *DIMS, "metrics", "return_logits"),
+    refused=(*SIGMOID, "key_bias", *OWN, *DIMS, "metrics", "return_logits"),
 )  # fmt: skip
 LOSSES = {loss.name: loss for loss in (CLIP, LIT, SIGLIP, INFO_NCE, NT_XENT, SUP_CON, GTE)}

@@ -68,21 +68,31 @@ def workspace_too_small(shape: tuple[int, int, int], least: int, workspace: int)
     )
 
 
-def without_other_groups(grid: Grid, groups: tuple[Array, Array], positives: Array) -> Grid:
+def without_other_groups(
+    grid: Grid, groups: tuple[Array, Array], positives: Array,
+    kept_ids: tuple[Array, Array] | None = None,
+) -> Grid:  # fmt: skip
     """The grid without blocks whose queries' range of groups, from the least to the largest, does
-    not meet that of the keys. Blocks with a positive stay. `groups`: of queries, and of keys."""
+    not meet that of the keys. Blocks with a positive stay, and so do blocks whose ranges of
+    `kept_ids` meet. `groups`, `kept_ids`: of queries, and of keys."""
     if not grid.rows or not grid.columns:
         return grid
     first, end = grid.columns[0].start, grid.columns[-1].stop
     row_starts, column_starts = (
         [part.start for part in parts] for parts in (grid.rows, grid.columns)
     )
-    sides = (groups[0], row_starts), (groups[1][:end], column_starts)
-    (row_low, column_low), (row_high, column_high) = (
-        [bound.reduceat(groups, starts) for groups, starts in sides]
-        for bound in (np.minimum, np.maximum)
-    )
-    may_match = (row_low[:, None] <= column_high) & (column_low <= row_high[:, None])
+
+    def ranges_meet(of_rows: Array, of_columns: Array) -> Array:
+        sides = (of_rows, row_starts), (of_columns[:end], column_starts)
+        (row_low, column_low), (row_high, column_high) = (
+            [bound.reduceat(numbers, starts) for numbers, starts in sides]
+            for bound in (np.minimum, np.maximum)
+        )
+        return (row_low[:, None] <= column_high) & (column_low <= row_high[:, None])
+
+    may_match = ranges_meet(*groups)
+    if kept_ids is not None:
+        may_match |= ranges_meet(*kept_ids)
     positives = as_sets(positives)
     rows, places = np.nonzero((positives >= first) & (positives < end))
     keys = positives[rows, places]

@@ -26,8 +26,14 @@ SCALES = {"fp32": (2.0**-63, 2.0**24), "fp64": (2.0**-511, 2.0**53)}
 SILENT: Any = {"all": "ignore"}
 FEW_LOGITS = 2**24  # see `uses_moments`
 # Fields of `Problem` that decide which pairs count: vectors of numbers of queries, and of keys
-QUERY_VECTORS = ("query_ids", "query_groups", "query_bias", "limits", "guide_limits")
-KEY_VECTORS = ("key_ids", "key_groups", "key_bias", "key_limits", "guide_key_limits")
+QUERY_VECTORS = (
+    "query_ids", "query_groups", "query_positive_ids", "query_pair_weights", "query_bias", "limits",
+    "guide_limits",
+)  # fmt: skip
+KEY_VECTORS = (
+    "key_ids", "key_groups", "key_positive_ids", "key_pair_weights", "key_bias", "key_limits",
+    "guide_key_limits",
+)  # fmt: skip
 
 
 @dataclass(eq=False)  # not frozen: a frozen one takes three times as long to make
@@ -73,6 +79,10 @@ class Problem:
     # the groups of queries and of keys as NumPy arrays, where a GPU's features have groups and
     # default positives that the host knows: blocks without a common group are left out
     host_groups: tuple[Array, Array] | None = None
+    query_positive_ids: Array = None  # [M] int64, with key_positive_ids [N], of a sigmoid: pairs of
+    key_positive_ids: Array = None  # equal ids are the positives, and `positives` are all -1
+    query_pair_weights: Array = None  # [M] float64, of each positive pair: that of its query plus
+    key_pair_weights: Array = None  # that of its key, [N]; see `sigmoid.positives`
     # options of the softmax: see `infonce.spec.OPTIONS`
     margin: float = 0.0
     decoupled: bool = False
@@ -117,13 +127,15 @@ class Problem:
         """Whether all rows have one positive, with the logit of the softmax, and no more terms."""
         numbers = self.margin or self.decoupled or self.hardness
         others = numbers or self.linear_terms or self.joint
-        return self.set_size == 1 and self.weights is None and not others
+        one_positive = self.set_size == 1 and not self.has_positive_ids
+        return one_positive and self.weights is None and not others
 
     @property
     def loss_by_row(self) -> bool:
         """Whether the loss of a row follows from its sums and the logits of its positives alone:
         `margin`, `decoupled` and `hardness` are numbers in that."""
-        return self.plain_logits and not (self.linear_terms or self.joint)
+        others = self.linear_terms or self.joint or self.has_positive_ids
+        return self.plain_logits and not others
 
     @property
     def set_size(self) -> int:
@@ -149,9 +161,13 @@ class Problem:
         return self.guide_query is not None
 
     @property
+    def has_positive_ids(self) -> bool:
+        return self.query_positive_ids is not None
+
+    @property
     def needs_arrays(self) -> bool:
         """Whether an option is taken by no kernel of a GPU, but by operations on arrays."""
-        return self.guided
+        return self.guided or self.has_positive_ids
 
     @property
     def linear_terms(self) -> bool:
@@ -167,7 +183,7 @@ class Problem:
     def paired(self) -> bool:
         """Whether each key's query is known without a list: key i is the positive of query i, if
         there is one, or queries and keys are the same views."""
-        return not self.key_shard and (
+        return not (self.key_shard or self.has_positive_ids) and (
             self.symmetric or self.two_sided or self.bias is not None or self.positives is None
         )
 

@@ -59,8 +59,8 @@ def with_arrays(
 def numbers_per_key(problem: Problem) -> int:
     """The largest number of 8-byte numbers that a fold sends with the features of a key.
 
-    They are factors, ids, groups, biases, limits, the features of a guide, and the segment and the
-    factor of each linear term.
+    They are factors, ids, groups, positive ids, weights of pairs, biases, limits, the features of a
+    guide, and the segment and the factor of each linear term.
     """
     has_ids = problem.key_ids is not None
     linear_terms = 0
@@ -69,7 +69,7 @@ def numbers_per_key(problem: Problem) -> int:
     if problem.classes is not None:
         linear_terms += 1
     vectors = [has_ids, problem.key_groups is not None, problem.key_bias is not None,
-               problem.has_limits]  # fmt: skip
+               problem.has_limits, *[problem.has_positive_ids] * 2]  # fmt: skip
     count = 3 + vectors.count(True) + 2 * linear_terms
     if problem.guided:
         count += 2 + guide_bytes(problem) // 8

@@ -22,6 +22,7 @@ from ..kernels.problem import (
     materialize_vectors,
     uses_moments,
 )
+from ..kernels.sigmoid.positives import count_positives, weigh_positives
 from ..spec import ARRAYS, CHOICES, DEFAULTS, FLAGS, GRAD_ONLY, NAMES, Loss
 from . import norms, outputs, rows, softmax, validation
 from .keywords import unexpected
@@ -204,6 +205,14 @@ def _problem(
         setattr(problem, name, value)
     problem.joint, problem.classes = loss.joint, classes
     _set_groups(problem, loss, static, arrays, get("groups"), get("in_batch"), batch, labels)
+    if (positive_ids := get("positive_ids")) is not None:
+        problem.query_positive_ids, problem.key_positive_ids = rows.names(
+            xp, loss, "positive_ids", positive_ids, len(query), len(key)
+        )
+        problem.positives = xp.full(len(query), -1, np.int64)
+        problem.host_groups = None  # they do not tell which blocks have positives
+        if batch is None:  # over ranks, the positives are not counted yet
+            weigh_positives(xp, problem, *count_positives(xp, problem))
     if (key_bias := get("key_bias")) is not None:
         problem.key_bias = validation.numbers(xp, "key_bias", key_bias, len(key))
         problem.query_bias = problem.key_bias if loss.symmetric else None
@@ -313,13 +322,15 @@ def _check_static(
     on_cpu = on_host and not o["offload"]
     whole = batch is None
     batch = batch or Batch(len(query), len(key))
-    validation.shapes(loss, query, key, labelled, batch)
+    square = loss.square and o["positive_ids"] is None
+    validation.shapes(loss, query, key, labelled, batch, square)
     if loss.sigmoid:
         plain_bias = bias.__class__ in PLAIN
         bias = validation.number("bias", loss.bias if bias is None else bias)
     dtypes = {z.dtype.name for z in arrays}
-    if o["offload"] and o["guide"] is not None:
-        raise ValueError("offload: expected False with guide, got True")
+    for name in ("guide", "positive_ids"):
+        if o["offload"] and o[name] is not None:
+            raise ValueError(f"offload: expected False with {name}, got True")
     if o["offload"]:
         validation.offload(loss, o["method"], query)
     compute = validation.precision(o["precision"], dtypes, on_cpu)

@@ -160,14 +160,17 @@ def features(
             )
 
 
-def shapes(loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch) -> None:
-    """Refuse feature arrays whose widths or numbers of rows do not match."""
+def shapes(
+    loss: Loss, query: Array, key: Array, labelled: bool, batch: Batch, square: bool
+) -> None:
+    """Refuse feature arrays whose widths or numbers of rows do not match. `square`: there have to
+    be as many keys as queries."""
     first, last = loss.arguments[0], loss.arguments[loss.key_argument]
     if query.shape[1] != key.shape[1]:
         raise ValueError(
             f"{last}: expected width {query.shape[1]} like {first}, got shape {key.shape}"
         )
-    if loss.square and len(query) != len(key):
+    if square and len(query) != len(key):
         raise ValueError(f"{last}: expected {len(query)} rows like {first}, got shape {key.shape}")
     if loss.symmetric and not (labelled or loss.joint) and len(query) % 2:
         raise ValueError(

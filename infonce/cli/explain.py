@@ -28,6 +28,7 @@ from .common import Bytes, human, one_line_errors, stdout, to_json
 @click.option("--ids", is_flag=True, help="The call has ids.")
 @click.option("--groups", is_flag=True, help="The call has groups.")
 @click.option("--guide", is_flag=True, help="The call has a guide.")
+@click.option("--positive-ids", is_flag=True, help="The call has positive ids (siglip).")
 @click.option("--metrics", is_flag=True, help="The call counts retrieval ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def explain(

@@ -57,6 +57,7 @@ def explain(
     ids: bool = False,
     groups: bool = False,
     guide: bool = False,
+    positive_ids: bool = False,
     metrics: bool = False,
 ) -> Explanation:
     """How a call of a loss with gradients would run on a GPU.
@@ -83,8 +84,8 @@ def explain(
         "b200", "h200", "h100", "a100", "l40s", "l4", "rtx4090" or "t4".
     precision, method, workspace, wrt, normalize, metrics
         As in the functions of the losses. An empty `wrt` explains the loss alone.
-    ids, groups, guide : bool, default False
-        Whether the call has ids, groups or a guide.
+    ids, groups, guide, positive_ids : bool, default False
+        Whether the call has ids, groups, a guide or positive ids.
 
     Returns
     -------
@@ -108,14 +109,16 @@ def explain(
         if not validation.is_integer(value) or value < 1:
             raise ValueError(f"{name}: expected a positive integer, got {validation.what(value)}")
     flags = {
-        "normalize": normalize, "ids": ids, "groups": groups, "guide": guide, "metrics": metrics,
+        "normalize": normalize, "ids": ids, "groups": groups, "guide": guide,
+        "positive_ids": positive_ids, "metrics": metrics,
     }  # fmt: skip
     for name, value in flags.items():
         validation.flag(name, value)
         if value and name in kind.refused:
             raise ValueError(f"{name}: {loss} does not take it")
     columns = sizes["keys"]
-    if columns != rows and (kind.square or kind.symmetric):
+    square = (kind.square and not positive_ids) or kind.symmetric
+    if columns != rows and square:
         raise ValueError(f"keys: expected {rows} for {loss}, got {columns}")
     if kind.symmetric and not (kind.classes or kind.joint) and rows % 2:
         raise ValueError(f"rows: expected an even number, two views of each sample, got {rows}")
@@ -124,7 +127,7 @@ def explain(
     call = replace(
         _call(kind, (rows, columns, features), dtype, precision, wanted), method=method,
         workspace=given or WORKSPACE, workspace_given=given is not None, normalize=normalize,
-        ids=ids, groups=groups, retrieval_ranks=metrics, needs_arrays=guide,
+        ids=ids, groups=groups, retrieval_ranks=metrics, needs_arrays=guide or positive_ids,
     )  # fmt: skip
     made = schedule(call, gpu.properties)
     lines = tuple(work_of(made, gpu))

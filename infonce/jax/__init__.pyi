@@ -82,6 +82,7 @@ def siglip_loss(
     scale: ArrayLike | None = None,
     ids: Any = None,
     groups: Any = None,
+    positive_ids: Any = None,
     dims: Any = None,
     dim_weights: Any = None,
     weights: ArrayLike | None = None,

@@ -184,7 +184,7 @@ DOC = """
         Axis of `jax.shard_map` or `jax.pmap`: the loss is that of the rows of all its devices, and
         gradients are for the rows of this device, as in `infonce.distributed.{loss}`. What is known
         only when the program runs makes the loss NaN, with the reason in the log `infonce.jax`.
-    labels, bias, ids, groups, {options}
+    labels, bias, ids, groups, positive_ids, {options}
         As in `infonce.{loss}`, as far as it has them. Labels, with `axis_name`, as in
         `infonce.distributed.{loss}`.
 

@@ -27,6 +27,7 @@ from infonce.distributed.run import (
     find_classes,
     folding,
     own_positives,
+    positive_counts,
     require_pairs,
     unpaired,
 )
@@ -37,6 +38,7 @@ from ..checks.call import Request, check
 from ..checks.validation import Batch
 from ..kernels.conclude import weighted
 from ..kernels.problem import SILENT, Array, Problem, uses_moments
+from ..kernels.sigmoid.positives import weigh_positives
 from ..kernels.solve import Solution, solve
 from .callback import Call, deliver, integers, options_of, stand_in
 
@@ -314,13 +316,15 @@ def _solve(
     assert call.axis is not None
     problem, gradients, labelled = request.problem, request.gradients, inputs["labels"] is not None
     devices, first, total = call.axis.size, rank * len(problem.query), len(rounds.keys)
-    if not labelled:
+    if not (labelled or problem.has_positive_ids):
         problem.positives = own_positives(how.vectors.xp, problem, first)
     folds = FoldsOverRanks(
         problem, gradients, rank * len(problem.key), Partition([len(problem.key)] * devices),
         rounds, how.fold_block, labelled, how.vectors, sum_dtype,
     )  # fmt: skip
-    if call.kind.classes:
+    if problem.has_positive_ids:
+        weigh_positives(how.vectors.xp, problem, *positive_counts(folds, problem))
+    elif call.kind.classes:
         find_classes(folds, problem, first)
     elif problem.symmetric and labelled:
         wrong = unpaired(folds, problem, first)

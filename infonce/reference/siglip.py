@@ -16,6 +16,7 @@ def siglip(
     bias: float = -10.0,
     ids: Ids | None = None,
     groups: Ids | None = None,
+    positive_ids: Ids | None = None,
     normalize: bool = False,
     weights: ArrayLike | None = None,
 ) -> Reference:
@@ -24,16 +25,19 @@ def siglip(
     ::
 
         x_ij = scale * <image_i, text_j>
-        t_ij = +1 if i = j else -1
-        loss_i = sum_j -log sigmoid(t_ij * (x_ij + bias))
+        t_ij = +1 if (i, j) is positive, else -1
+        loss_i = sum_j v_ij -log sigmoid(t_ij * (x_ij + bias))
         loss = sum_i weights_i * loss_i
 
-    where the sum over j leaves out the excluded pairs.
+    where the sum over j leaves out the excluded pairs. Positive are i = j, and v_ij = 1, unless
+    `positive_ids` are given. Then pairs of equal positive ids are positive. If row i has k_i
+    positives and column j has k'_j, v_ij = (1 / k_i + 1 / k'_j) / 2 for them, and 1 for others.
 
     Parameters
     ----------
     image, text : array_like [N, D]
-        Row i of one belongs to row i of the other.
+        Row i of one belongs to row i of the other. With `positive_ids`, texts may have another
+        number of rows.
     scale : float
         1 / temperature; the paper starts it at 10.
     bias : float
@@ -42,6 +46,8 @@ def siglip(
         Image i and text j of equal id, i != j, are excluded: they contribute 0.
     groups : array_like [N], or tuple (image groups [N], text groups [N]), optional
         Image i and text j of different groups, i != j, are excluded.
+    positive_ids : array_like [N], or tuple (of images [M], of texts [N]), optional
+        Image i and text j of equal positive ids are positive; they are not excluded.
     normalize : bool
         Divide the rows of both by their L2 norms first. SigLIP does.
     weights : array_like [N], optional
@@ -81,14 +87,19 @@ def siglip(
         v, v_norm = common.normalize(v)
     positive = np.eye(len(u), dtype=np.bool_)
     w = common.row_weights(weights, positive)
+    pair_weights = np.ones(1)
+    if positive_ids is not None:
+        positive = common.duplicates(positive_ids, np.zeros((len(u), len(v)), np.bool_))
+        by_row, by_column = (np.maximum(1, positive.sum(axis=axis)) for axis in (1, 0))
+        pair_weights = np.where(positive, (1 / by_row[:, None] + 1 / by_column) / 2, 1.0)
     excluded = common.duplicates(ids, positive) | common.other_groups(groups, positive)
     t = np.where(positive, 1.0, -1.0)
 
     dot = u @ v.T
     a = t * (scale * dot + bias)
-    losses = np.sum(np.where(excluded, 0.0, common.softplus(-a)), axis=1)
+    losses = np.sum(np.where(excluded, 0.0, pair_weights * common.softplus(-a)), axis=1)
 
-    dx = np.where(excluded, 0.0, -w[:, None] * t * common.sigmoid(-a))
+    dx = np.where(excluded, 0.0, -w[:, None] * pair_weights * t * common.sigmoid(-a))
     du, dv = scale * (dx @ v), scale * (dx.T @ u)
     if normalize:
         du = common.normalize_backward(du, u, u_norm)

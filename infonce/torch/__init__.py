@@ -9,7 +9,7 @@ waits for the device.
 
 Drop-in replacements for other projects' losses, with the same names and calls: the modules
 `open_clip`, `sentence_transformers`, `lightly`, `pytorch_metric_learning`, `sup_contrast`,
-`inf_cl`, `memory_efficient_clip` and `infonce_cuda` of `infonce.torch`.
+`inf_cl`, `memory_efficient_clip`, `siglip_kernel` and `infonce_cuda` of `infonce.torch`.
 """
 
 from typing import TYPE_CHECKING

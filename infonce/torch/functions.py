@@ -147,7 +147,7 @@ DOC = """
     weights, key_bias, guide : tensors, optional
         As in `infonce.{loss}`, as far as it has them; a pair of tensors for `guide`. They get no
         gradient.
-    labels, bias, ids, groups, {options}
+    labels, bias, ids, groups, positive_ids, {options}
         As in `infonce.{loss}`, as far as it has them.
 
     Returns

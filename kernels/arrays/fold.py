@@ -13,7 +13,8 @@ from ..grid import Grid
 from ..linear import LinearGradient
 from ..norms import Norms, normalization_backward
 from ..problem import LOG2_E, Array, Gradients, Problem, as_sets
-from .naive import Matrix, matrix_sums
+from ..sigmoid.positives import PositivePairs
+from .naive import Matrix, exclude, matrix_sums, sigmoid_terms
 
 Sides = tuple[Array | None, Array | None]  # of rows, of columns
 Factors = tuple[Array, Array, Array | None, Array | None]  # reference and factor of either side
@@ -154,16 +155,15 @@ class ArrayFold:
                 columns.start, columns.stop
             )
             x.all[own] = -np.inf
-        if problem.query_ids is not None:
-            x.all[problem.query_ids[rows, None] == problem.key_ids[columns]] = -np.inf
-        if problem.query_groups is not None:
-            x.all[problem.query_groups[rows, None] != problem.key_groups[columns]] = -np.inf
+        pairs = PositivePairs.of(xp, problem, rows, columns, self.dtype)
+        exclude(problem, x.all, rows, columns, pairs)
         if isinstance(epilogue, SoftmaxGradient):
             return self._gradient(epilogue, x, index, rows, columns, left_out)
         logits = positive.astype(np.float64)
         if isinstance(epilogue, Sigmoid):
             self._write_positives(epilogue.positive_logits, logits, inside, rows)
-            return self._sigmoid(epilogue, x, positive, index, rows)
+            x.flat[index] = positive
+            return self._sigmoid(epilogue, x, index, rows, pairs)
         if isinstance(epilogue, RetrievalRanks):
             self._count(epilogue, x.all, rows, columns)
             return None
@@ -309,22 +309,13 @@ class ArrayFold:
         return xp.exp(xp.minimum(y, x.dtype.type(0)))
 
     def _sigmoid(
-        self, fold: Sigmoid, x: Matrix, positive: Array, index: Array, rows: slice
+        self, fold: Sigmoid, x: Matrix, index: Array, rows: slice, pairs: PositivePairs | None
     ) -> Array:
-        """softplus(-t z) and its derivative, t = 1 at positives and -1 elsewhere."""
+        """Adds the losses of a pairwise sigmoid; returns dL/dx."""
         xp = self.xp
-        x.flat[index] = positive
-        sign = x.like(xp)
-        sign.flat[:] = 1
-        sign.flat[index] = -1
-        z = (x.all + xp.asarray(self.problem.bias, self.dtype)) * sign.all
-        fold.losses[rows] += xp.logaddexp(z.dtype.type(0), z).sum(axis=1, dtype=np.float64)
-        small = xp.exp(-xp.abs(z))
-        g = xp.where(z > 0, z.dtype.type(1), small)  # sigmoid(z), to the last bits at either end
-        g /= 1 + small
-        g *= fold.row_factor[rows, None].astype(z.dtype)
-        g *= sign.all
-        g[xp.isneginf(x.all)] = 0
+        losses, g = sigmoid_terms(xp, x, index, xp.asarray(self.problem.bias, self.dtype), pairs)
+        fold.losses[rows] += losses
+        g *= fold.row_factor[rows, None].astype(g.dtype)
         fold.bias_grad[rows] += g.sum(axis=1, dtype=np.float64)
         if fold.log_scale_grad is not None:
             logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair is NaN

@@ -19,6 +19,7 @@ from ..epilogues import Statistics, Sums
 from ..linear import Segments, SegmentSums, sums_of
 from ..norms import normalization_backward, normalized_rows
 from ..problem import LOG2_E, Array, Gradients, Problem, materialize_vectors
+from ..sigmoid.positives import PositivePairs
 from ..solve import Solution, Vectors
 from ..targets import guide_problem, limits
 from .own import OwnNegatives
@@ -72,10 +73,8 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
     positive = x.flat[index]
     if problem.symmetric:
         xp.fill_diagonal(x.all, -np.inf)
-    if problem.query_ids is not None:
-        x.all[problem.query_ids[:, None] == problem.key_ids[None, :]] = -np.inf
-    if problem.query_groups is not None:
-        x.all[problem.query_groups[:, None] != problem.key_groups[None, :]] = -np.inf
+    pairs = PositivePairs.of(xp, problem, slice(m), slice(n), dtype)
+    exclude(problem, x.all, slice(m), slice(n), pairs)
     x.flat[index] = positive
 
     finite = xp.isfinite(u).all(axis=1) & xp.isfinite(v).all()
@@ -84,7 +83,7 @@ def solve(problem: Problem, gradients: Gradients | None, vectors: Vectors) -> So
         row_nans += problem.label_nans
     own = None
     if problem.bias is not None:
-        solution, g = _sigmoid(xp, problem, x, index, row_nans)
+        solution, g = _sigmoid(xp, problem, x, index, row_nans, pairs)
     else:
         logits = xp.where(present, LOG2_E * positive.astype(np.float64), np.nan)
         if problem.own is not None:
@@ -246,22 +245,51 @@ def _sum_factors(xp: Any, sums: Sums, end: Direction) -> Array:
     return xp.exp2(sums.max - end.reference) * end.reference_probability
 
 
-def _sigmoid(
-    xp: Any, problem: Problem, x: Matrix, index: Array, row_nans: Array
-) -> tuple[Solution, Array]:
-    """-log sigmoid(t z) = softplus(-t z), t = 1 at positives and -1 elsewhere; and dL/dx."""
+def exclude(
+    problem: Problem, x: Array, rows: slice, columns: slice, pairs: PositivePairs | None
+) -> None:
+    """x = -inf at pairs of equal ids, and of different groups, but for positive `pairs`."""
+    for row_names, column_names, equal in (
+        (problem.query_ids, problem.key_ids, True),
+        (problem.query_groups, problem.key_groups, False),
+    ):
+        if row_names is None:
+            continue
+        excluded = (row_names[rows, None] == column_names[columns]) == equal
+        x[excluded if pairs is None else excluded & ~pairs.positive] = -np.inf
+
+
+def sigmoid_terms(
+    xp: Any, x: Matrix, index: Array, bias: Array, pairs: PositivePairs | None
+) -> tuple[Array, Array]:
+    """softplus(-t z) = -log sigmoid(t z), z = x + bias, t = 1 at positives and -1 elsewhere: the
+    sums of rows, float64; and the derivatives by x, 0 at excluded pairs."""
     sign = x.like(xp)
     sign.flat[:] = 1
     sign.flat[index] = -1
-    z = (x.all + xp.asarray(problem.bias, x.flat.dtype)) * sign.all
-    losses = xp.logaddexp(0, z).sum(axis=1, dtype=np.float64)
+    if pairs is not None:
+        sign.all[pairs.positive] = -1
+    z = (x.all + bias) * sign.all
+    terms = xp.logaddexp(z.dtype.type(0), z)
     small = xp.exp(-xp.abs(z))
     g = xp.where(z > 0, z.dtype.type(1), small)  # sigmoid(z), to the last bits at either end
     small += 1
     g /= small
-    g *= problem.upstream[:, None].astype(z.dtype)
     g *= sign.all
+    if pairs is not None:
+        terms *= pairs.weight
+        g *= pairs.weight
     g[xp.isneginf(x.all)] = 0
+    return terms.sum(axis=1, dtype=np.float64), g
+
+
+def _sigmoid(
+    xp: Any, problem: Problem, x: Matrix, index: Array, row_nans: Array,
+    pairs: PositivePairs | None,
+) -> tuple[Solution, Array]:  # fmt: skip
+    """The losses of a pairwise sigmoid, and dL/dx."""
+    losses, g = sigmoid_terms(xp, x, index, xp.asarray(problem.bias, x.flat.dtype), pairs)
+    g *= problem.upstream[:, None].astype(g.dtype)
     solution = Solution(losses + row_nans)
     if problem.scalar_grads:
         logits = xp.where(g == 0, 0, x.all)  # 0 times the -inf of an excluded pair would be NaN

@@ -200,7 +200,9 @@ class CPU:
         backwards = backwards and not grid.triangle and not problem.retrieval_ranks
         if problem.query_groups is not None:
             groups = problem.query_groups, problem.key_groups
-            grid = without_other_groups(grid, groups, problem.positives)
+            positive_ids = problem.query_positive_ids, problem.key_positive_ids
+            kept_ids = positive_ids if problem.has_positive_ids else None
+            grid = without_other_groups(grid, groups, problem.positives, kept_ids)
         order = PanelOrder(grid, backwards)
         panels = iter(range(len(grid.rows)))
         run = Fold(context, problem, grid, epilogue, gradients, order)

@@ -64,6 +64,9 @@ class Fold:
                 self.teacher_factors = Factors(epilogue.teacher, self.teacher_c, dtype, True)
         elif isinstance(epilogue, Sigmoid):
             self.a = epilogue.row_factor.astype(dtype)
+            if problem.has_positive_ids:
+                self.query_pair_weights = problem.query_pair_weights.astype(dtype)
+                self.key_pair_weights = problem.key_pair_weights.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
             dots = dots_at(context.query, context.key, problem.positives)
             self.rank_threshold = self.positive_c * dots

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..conclude import ROUNDING
 from ..problem import LN_2, LOG2_E, SILENT, Array, Gradients, Problem, materialize_vectors
+from ..sigmoid import tiles as pair_tiles
 from ..solve import Solution
 from . import tile_ops as tile
 from .elementary import compiled, rounded_product, wide_vectors
@@ -339,8 +340,8 @@ def sigmoid(  # type: ignore[no-untyped-def]
     narrow = factor.astype(x.dtype)
     row_moment = moments[0, :m]
     row_moment[:] = 0
-    tile.sigmoid(x, scale, bias, narrow, losses, sums, row_moment)
-    tile.sigmoid_positives(
+    pair_tiles.sigmoid(x, scale, bias, narrow, losses, sums, row_moment)
+    pair_tiles.sigmoid_positives(
         x, positives, 0, positive[:, 0], scale, bias, factor, losses, sums, row_moment
     )
     return True, losses.sum(), row_moment.sum(), sums.sum()

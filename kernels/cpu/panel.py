@@ -13,6 +13,7 @@ from ..distill import tiles as distillation
 from ..distill.problem import TaughtStatistics
 from ..epilogues import OnlineSoftmax, RetrievalRanks, Sigmoid, SoftmaxGradient, Statistics, Sums
 from ..problem import Array
+from ..sigmoid import tiles as sigmoid
 from . import tile_ops as tile
 from .elementary import compiled, wide_vectors
 from .fold import Factors, Fold, part
@@ -137,10 +138,12 @@ class Worker:
         if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
             start = max(rows.start, columns.start)
             tile.exclude_diagonal(x[start - rows.start :, start - columns.start :])
+        kept_ids = part(problem.query_positive_ids, rows), part(problem.key_positive_ids, columns)
         if problem.query_ids is not None:
-            tile.exclude_ids(x, problem.query_ids[rows], problem.key_ids[columns])
+            tile.exclude_ids(x, problem.query_ids[rows], problem.key_ids[columns], True, *kept_ids)
         if problem.query_groups is not None:
-            tile.exclude_ids(x, problem.query_groups[rows], problem.key_groups[columns], False)
+            groups = problem.query_groups[rows], problem.key_groups[columns]
+            tile.exclude_ids(x, *groups, False, *kept_ids)
         return x
 
     def multiply_others(self, rows: slice, columns: slice, out: Array | None) -> None:
@@ -189,14 +192,22 @@ class Worker:
             tile.insert_positives(x, positives, columns.start, values)
             return None
         if isinstance(epilogue, Sigmoid):
-            bias, positives = float(fold.problem.bias), fold.problem.positives[rows]
-            scale, moments = float(fold.problem.scale), epilogue.log_scale_grad
+            problem, moments = fold.problem, epilogue.log_scale_grad
+            scale, bias = float(problem.scale), float(problem.bias)
+            positives = problem.positives[rows]
             sums = (
                 epilogue.losses[rows], epilogue.bias_grad[rows],
                 None if moments is None else moments[rows],
             )  # fmt: skip
-            tile.sigmoid(x, scale, bias, fold.a[rows], *sums)
-            tile.sigmoid_positives(
+            if problem.has_positive_ids:
+                pairs = (
+                    problem.query_positive_ids[rows], problem.key_positive_ids[columns],
+                    fold.query_pair_weights[rows], fold.key_pair_weights[columns],
+                )  # fmt: skip
+                sigmoid.sigmoid(x, scale, bias, fold.a[rows], *sums, *pairs)
+                return None
+            sigmoid.sigmoid(x, scale, bias, fold.a[rows], *sums)
+            sigmoid.sigmoid_positives(
                 x, positives, columns.start, epilogue.positive_logits[rows], scale, bias,
                 epilogue.row_factor[rows], *sums,
             )  # fmt: skip

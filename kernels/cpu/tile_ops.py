@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .elementary import compiled, exp2, fmax, log1p, probability, wide_vectors
+from .elementary import compiled, exp2, fmax, probability, wide_vectors
 
 BY_ROW, BY_COLUMN = 1, 2  # of `guide_bits`: which direction leaves out the pair
 
@@ -37,15 +37,20 @@ def set_aside_positives(x, positives, first_column, c, out):  # type: ignore[no-
 
 
 @compiled
-def exclude_ids(x, row_ids, column_ids, equal=True):  # type: ignore[no-untyped-def]
-    """Exclude pairs of equal ids, or of different ones. (Positives are set aside before, and
-    inserted afterwards.)"""
+def exclude_ids(  # type: ignore[no-untyped-def]
+    x, row_ids, column_ids, equal=True, row_kept_ids=None, column_kept_ids=None
+):
+    """Exclude pairs of equal ids, or of different ones, but not pairs of equal `kept_ids`. (Single
+    positives are set aside before, and inserted afterwards.)"""
     wide_vectors()
     low = x.dtype.type(-np.inf)
     for i in range(x.shape[0]):
         row, row_id = x[i], row_ids[i]
         for j in range(row.size):
-            row[j] = low if (column_ids[j] == row_id) == equal else row[j]
+            excluded = (column_ids[j] == row_id) == equal
+            if row_kept_ids is not None:
+                excluded = excluded and row_kept_ids[i] != column_kept_ids[j]
+            row[j] = low if excluded else row[j]
 
 
 @compiled
@@ -344,55 +349,3 @@ def online_softmax(  # type: ignore[no-untyped-def]
         row_sum[i] += total
         if row_moment is not None:
             row_moment[i] += moment
-
-
-@compiled
-def sigmoid(  # type: ignore[no-untyped-def]
-    x, scale, bias, a, losses, gradient_sums, moments
-):
-    """Negatives: x <- a_i sigmoid(z), losses += softplus(z), with z = scale x + bias and a_i the
-    upstream gradient of row i. Sums of the new x go to gradient_sums, those of the new x times the
-    raw product to `moments` (or None)."""
-    wide_vectors()
-    one = x.dtype.type(1)
-    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
-    s, b = x.dtype.type(scale), x.dtype.type(bias)
-    log2_e = x.dtype.type(1.4426950408889634)
-    for i in range(x.shape[0]):
-        row, ai = x[i], a[i]
-        loss, total, moment = zero, zero, zero
-        for j in range(row.size):
-            z = s * row[j] + b
-            e = exp2(-abs(z) * log2_e)
-            positive_z = one / (one + e)
-            p = positive_z if z >= zero else e * positive_z
-            loss += (z if z > zero else zero) + log1p(e)
-            # of an excluded pair exactly 0: products of subnormal numbers take long
-            p = z if z != z else (ai * p if row[j] != low else zero)
-            total += p
-            if moments is not None:
-                moment += p * (row[j] if row[j] != low else zero)
-            row[j] = p
-        losses[i] += loss
-        gradient_sums[i] += total
-        if moments is not None:
-            moments[i] += moment
-
-
-@compiled
-def sigmoid_positives(  # type: ignore[no-untyped-def]
-    x, positives, first_column, logits, scale, bias, a, losses, gradient_sums, moments
-):
-    """Positives: x <- -a_i sigmoid(-z), losses += softplus(-z), with z = logits + bias. The
-    `logits` are scaled products; `scale` serves only the `moments`."""
-    for i in range(x.shape[0]):
-        j = positives[i] - first_column
-        if 0 <= j < x.shape[1]:
-            z = logits[i] + bias
-            e = np.exp(-abs(z))
-            p = (e if z >= 0 else 1.0) / (1.0 + e)
-            losses[i] += max(-z, 0.0) + np.log1p(e)
-            gradient_sums[i] += -a[i] * p
-            if moments is not None:
-                moments[i] += -a[i] * p * (logits[i] / scale)
-            x[i, j] = -a[i] * p

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infonce.kernels.cpu import backend, tile_ops
+from infonce.kernels.cpu import backend
 from infonce.kernels.cpu.panel import Worker
+from infonce.kernels.sigmoid import tiles
 from judge import assert_grad, assert_loss, largest_logit, viewed
 from reference_problems import FEATURES, drawn_names, one_problem, quick
 
@@ -134,7 +135,7 @@ def test_excluded_pairs_of_a_sigmoid_are_exactly_zero(dtype: Any) -> None:
     """Products of subnormal numbers take ten times as long."""
     x, a = np.full((2, 5), -np.inf, dtype), np.full(2, 1e-3, dtype)
     losses, sums = np.zeros((2, 2))
-    tile_ops.sigmoid(x, 10.0, -10.0, a, losses, sums, None)
+    tiles.sigmoid(x, 10.0, -10.0, a, losses, sums, None)
     assert not x.any()
 
 

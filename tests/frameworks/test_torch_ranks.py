@@ -163,6 +163,7 @@ def test_drop_ins_share_rows_by_themselves(size: int, ranks_of: Any) -> None:
         "inf_cl": (it.info_nce_loss(*sides, mirrored, scale=2.0), sides),
         "lightly": (it.nt_xent_loss(views, **options), sides),
         "dcl": (dcl, sides),
+        "siglip_plus": (torch_ranks.siglip_plus(sides, 0, sum(sizes)), sides),
         "dclw": (dcl + torch.cat(rest).mean(), sides),
         "distill": (sum(DistillClipLoss()(*equal, 2.0, *teacher, 1.5)), equal),
     }

@@ -39,7 +39,7 @@ PROJECTS = [
 IN_PLACE_OF = {
     **{f"infonce.torch.{name}": f"infonce/torch/{name}.py" for name in PROJECTS},
     **{f"infonce.torch.{name}": f"infonce/torch/{name}/__init__.py"
-       for name in ("memory_efficient_clip", "sentence_transformers")},
+       for name in ("memory_efficient_clip", "sentence_transformers", "siglip_kernel")},
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from infonce import reference
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_is_the_definition(name):
     @quick
-    @given(problems(names=(name,), options=EITHER, groups=EITHER))
+    @given(problems(names=(name,), options=EITHER, groups=EITHER, positive_ids=EITHER))
     def check(problem):
         result = problem.reference()
         losses, loss, lse = problem.definition()
@@ -42,7 +42,7 @@ def test_value_is_the_definition(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_the_complex_step_of_the_definition(name):
     @quick
-    @given(problems(names=(name,), options=EITHER, groups=EITHER))
+    @given(problems(names=(name,), options=EITHER, groups=EITHER, positive_ids=EITHER))
     def check(problem):
         grads = problem.reference().grads
         assert set(grads) == {*problem.argument_names(), *problem.scalars()}
@@ -68,7 +68,10 @@ def test_gradients_are_central_differences_of_the_value(name):
     """The value's own differences, along a random direction through all arguments at once."""
 
     @quick
-    @given(problems(names=(name,), options=EITHER, groups=EITHER), st.integers(0, 2**32 - 1))
+    @given(
+        problems(names=(name,), options=EITHER, groups=EITHER, positive_ids=EITHER),
+        st.integers(0, 2**32 - 1),
+    )
     def check(problem, seed):
         # The one is not differentiated, the other jumps.
         for option in ("hardness", "false_negative_margin", "guide", "guide_margin"):

@@ -202,6 +202,23 @@ def rows_by_definition(dot, positives, ids, groups, itself_too=True, guide_dot=N
     return np.array(losses), np.array(lse)
 
 
+def pairwise_by_definition(logits, positives, ids, groups):
+    """Losses of rows of a pairwise sigmoid. A positive pair has the mean of two weights: one over
+    the positives of its row, one over those of its column."""
+    losses, columns = [], range(logits.shape[1])
+    of_column = [sum(j in keys for keys in positives) for j in columns]
+    for i, keys in enumerate(positives):
+        loss = 0.0
+        for j in kept_keys(i, keys, logits.shape[1], ids, groups):
+            if j in keys:
+                weight = (1 / len(keys) + 1 / of_column[j]) / 2
+                loss = loss + weight * np.log(1 + np.exp(-logits[i, j]))
+            else:
+                loss = loss + np.log(1 + np.exp(logits[i, j]))
+        losses.append(loss)
+    return np.array(losses)
+
+
 def four_comparisons(q, k, i, others):
     """The positive pair of row i, then four pairs for each other row."""
     yield q[i], k[i]

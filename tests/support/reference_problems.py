@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from judge import gte_by_definition, kept_keys, rows_by_definition, unit
+from judge import gte_by_definition, pairwise_by_definition, rows_by_definition, unit
 
 from infonce import reference, spec
 
@@ -45,6 +45,7 @@ class Problem(NamedTuple):
     labels: np.ndarray | None = None
     ids: object = None
     groups: object = None
+    positive_ids: object = None
     normalize: bool = False
     weights: np.ndarray | None = None
     softmax: Mapping[str, object] = MappingProxyType(
@@ -59,7 +60,7 @@ class Problem(NamedTuple):
         if self.name != "sup_con":
             options |= {"ids": self.ids, "groups": self.groups}
         if self.name == "siglip":
-            options["bias"] = self.bias
+            options |= {"bias": self.bias, "positive_ids": self.positive_ids}
         if self.name in ("info_nce", "sup_con"):
             options["labels"] = self.labels
         return options | dict(self.softmax)
@@ -75,16 +76,23 @@ class Problem(NamedTuple):
         if self.name == "sup_con":
             y = self.labels
             return [{j for j in range(rows) if j != i and 0 <= y[i] == y[j]} for i in range(rows)]
+        if self.positive_ids is not None:
+            own, others = self.positive_ids
+            return [{j for j in range(len(others)) if others[j] == i} for i in own]
         if self.labels is None:
             return [{i} for i in range(rows)]
         return [{int(j) for j in np.atleast_1d(row) if j >= 0} for row in self.labels]
+
+    def have_loss(self):
+        """Whether rows have a loss: negatives are enough for a pairwise sigmoid."""
+        return np.array([self.name == "siglip" or bool(keys) for keys in self.positives()])
 
     def definition(self):
         """Losses, their weighted sum, and the log-sum-exps, by definition."""
         a, b = self.features[0], self.features[-1]
         if self.normalize:
             a, b = unit(a), unit(b)
-        dot, rows, positives = a @ b.T, len(a), self.positives()
+        dot, positives = a @ b.T, self.positives()
         paired = [z if isinstance(z, tuple) else (z, z) for z in (self.ids, self.groups)]
         options = {"scale": self.scale, **self.softmax}
         guide = options.pop("guide", None)
@@ -104,18 +112,16 @@ class Problem(NamedTuple):
             column, c = rows_by_definition(dot.T, positives, *turned, **options)
             losses, lse = (row + column) / 2, (r, c)
         elif self.name == "siglip":
-            losses, lse = [], None
-            for i in range(rows):
-                kept = kept_keys(i, {i}, rows, *paired)
-                z = self.scale * dot[i] + self.bias
-                losses.append(sum(np.log(1 + np.exp(-z[j] if i == j else z[j])) for j in kept))
-            losses = np.array(losses)
+            lse, losses = (
+                None,
+                pairwise_by_definition(self.scale * dot + self.bias, positives, *paired),
+            )
         else:
             itself_too = len(self.features) == 2
             losses, lse = rows_by_definition(dot, positives, *paired, itself_too, **options)
         weights = self.weights
         if weights is None:
-            with_loss = np.array([bool(positive_keys) for positive_keys in positives])
+            with_loss = self.have_loss()
             weights = with_loss / max(1, with_loss.sum())
         return losses, (weights * losses).sum(), lse
 
@@ -157,7 +163,7 @@ def call_of(problem, reduction="mean"):
     options |= {name: getattr(problem, name) for name in spec.NAMES}
     if problem.labels is not None:
         options["labels"] = problem.labels
-    weights = np.array([float(bool(positives)) for positives in problem.positives()])
+    weights = problem.have_loss().astype(float)
     if problem.weights is not None:
         options["weights"] = np.abs(problem.weights)
         weights = weights * options["weights"]
@@ -217,10 +223,13 @@ def drawn_problem(name, rng, rows, columns, width):
     if rng.random() < 0.3 and name != "sup_con":
         groups = drawn_names(name, rng, 3, rows, columns)
     softmax = softmax_options(name, rows, columns, rng) if name != "siglip" else {}
+    positive_ids = None
+    if name == "siglip" and (rows != columns or rng.random() < 0.5):
+        positive_ids = drawn_names(name, rng, 4, rows, columns)
     problem = Problem(
         name, tuple(features), scale=rng.uniform(0.5, 8.0), labels=labels, ids=ids,
-        groups=groups, normalize=bool(rng.random() < 0.5), softmax=softmax,
-        weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
+        groups=groups, positive_ids=positive_ids, normalize=bool(rng.random() < 0.5),
+        softmax=softmax, weights=rng.uniform(0.0, 2.0, rows) if rng.random() < 0.5 else None,
     )  # fmt: skip
     with np.errstate(invalid="ignore"):
         if softmax.get("decoupled") and not np.isfinite(problem.definition()[1]):
@@ -231,12 +240,13 @@ def drawn_problem(name, rng, rows, columns, width):
 @st.composite
 def problems(
     draw, names=LOSSES, ids=("none", "one", "pair"), normalize=EITHER, several=EITHER,
-    options=NO, groups=NO,
+    options=NO, groups=NO, positive_ids=NO,
 ):  # fmt: skip
     """Small problems of every kind; logits small enough to do without a shift.
 
     `several`: whether queries of info_nce have sets of positives, empty ones too. `options`:
-    whether softmax losses have more options than these; `groups`: whether samples have groups.
+    whether softmax losses have more options than these; `groups`: whether samples have groups;
+    `positive_ids`: whether those of siglip have positive ids.
     """
     name = draw(st.sampled_from(names))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -244,6 +254,9 @@ def problems(
     if name == "nt_xent":
         rows *= 2
     columns = rows + (draw(st.integers(0, 3)) if name == "info_nce" else 0)
+    in_sets = name == "siglip" and draw(positive_ids)
+    if in_sets:
+        columns = draw(st.integers(1, 7))
     labels = None
     if name == "info_nce" and draw(st.booleans()):
         columns = draw(st.integers(1, 7))  # fewer keys than queries, and shared positives
@@ -281,6 +294,7 @@ def problems(
         labels=labels,
         ids=some[kind],
         groups=groups,
+        positive_ids=drawn_names(name, rng, 3, rows, columns) if in_sets else None,
         normalize=draw(normalize),
         weights=rng.normal(size=rows) if draw(st.booleans()) else None,
         softmax=softmax,

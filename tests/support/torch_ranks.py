@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infonce.torch as it
-from infonce.torch import inf_cl, lightly, memory_efficient_clip, open_clip
+from infonce.torch import inf_cl, lightly, memory_efficient_clip, open_clip, siglip_kernel
 
 SIZES = [5, 9, 2]  # rows of each rank
 WIDTH = 6
@@ -247,6 +247,17 @@ def memory_efficient(prefix: str) -> dict[str, Any]:
     }
 
 
+def siglip_plus(rows: Any, start: int, total: int, device: str = "cpu") -> Any:
+    """siglip-kernel's loss, with positives on other processes."""
+    number = torch.arange(start, start + len(rows[0]), device=device)
+    processes = 1 + (len(rows[0]) < total)
+    loss = siglip_kernel.DistributedSigLIPPlusLoss(0.5, world_size=processes).to(device)
+    out = loss(rows, number % 3, number % 4)
+    every = torch.arange(total)
+    assert out["n_positives"] == (every[:, None] % 3 == every % 4).sum()
+    return out["total_loss"]
+
+
 def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
     """Losses in the place of other projects' that share rows by themselves: value and gradients."""
     batch, start = [side.to(device) for side in batches(size, 1)[0]], sum(SIZES[:rank])
@@ -258,6 +269,7 @@ def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
         "dcl": lightly.DCLLoss(0.5, gather_distributed=True)(*rows),
         "dclw": lightly.DCLWLoss(0.5, gather_distributed=True)(*rows),
         **{name: loss(*rows) for name, loss in memory_efficient("Distributed").items()},
+        "siglip_plus": siglip_plus(rows, start, sum(SIZES[:size]), device),
     }
     bank = lightly.NTXentLoss(0.5, (sum(SIZES), WIDTH), gather_distributed=True).to(device)
     equal = [side[2 * rank : 2 * rank + 2].clone().requires_grad_() for side in batch]

@@ -60,7 +60,7 @@ def shard(group: Any, rows: int) -> tuple[int, int, int]:
     Without a group there is one process."""
     if group is None:
         return 0, rows, 1
-    ranks = _ranks(group)
+    ranks = ranks_of(group)
     sizes: list[int] = ranks.allgather(rows)
     return sum(sizes[: ranks.rank]), sum(sizes), ranks.size
 
@@ -75,7 +75,7 @@ def mean_of_all(losses: Tensor, group: Any) -> Tensor:
     that of this mean. Losses of a function over processes have ``gradient_scale="global"``."""
     if group is None:
         return losses.mean()
-    ranks = _ranks(group)
+    ranks = ranks_of(group)
     sums, sizes = zip(*ranks.allgather((float(losses.sum()), len(losses))), strict=True)
     share = losses.sum() * (ranks.size / sum(sizes))
     return share + (sum(sums) / sum(sizes) - share.detach())
@@ -84,7 +84,7 @@ def mean_of_all(losses: Tensor, group: Any) -> Tensor:
 @torch.no_grad()
 def gathered(rows: Tensor, group: Any) -> list[Tensor]:
     """The rows of each process, which have as many each, without a gradient."""
-    sizes = _ranks(group).allgather(len(rows))
+    sizes = ranks_of(group).allgather(len(rows))
     if len(set(sizes)) > 1:
         raise ValueError(f"rows: expected as many on all processes that gather them, got {sizes}")
     out = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in sizes]
@@ -92,7 +92,7 @@ def gathered(rows: Tensor, group: Any) -> list[Tensor]:
     return out
 
 
-def _ranks(group: Any) -> Any:
+def ranks_of(group: Any) -> Any:
     """The communicator of a process group."""
     from . import process_group
 

@@ -26,8 +26,8 @@ __all__ = [
 FUNCTIONS = (
     "abs all any argmax argsort bincount broadcast_to concatenate diag equal exp exp2 expand_dims "
     "fill_diagonal flatnonzero frexp isfinite isnan isneginf ldexp log log1p log2 logaddexp "
-    "logaddexp2 matmul maximum minimum nextafter searchsorted sqrt stack sum take_along_axis tile "
-    "unique where"
+    "logaddexp2 matmul maximum minimum nextafter searchsorted sort sqrt stack sum take_along_axis "
+    "tile unique where"
 )
 NAMES = (
     "bool_ dtype float16 float32 float64 inf int32 int64 nan newaxis pi result_type uint32 uint8 "

@@ -1,0 +1,74 @@
+"""A pairwise sigmoid on one tile of logits on the CPU, in loops that Numba compiles.
+
+As in `infonce.kernels.cpu.tile_ops`, a tile x [m, n] has raw products, -inf for excluded pairs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cpu.elementary import compiled, exp2, log1p, wide_vectors
+
+
+@compiled
+def sigmoid(  # type: ignore[no-untyped-def]
+    x, scale, bias, a, losses, gradient_sums, moments,
+    row_ids=None, column_ids=None, row_weights=None, column_weights=None,
+):  # fmt: skip
+    """Negatives: x <- a_i sigmoid(z), losses += softplus(z), with z = scale x + bias and a_i the
+    upstream gradient of row i. Sums of the new x go to gradient_sums, those of the new x times the
+    raw product to `moments` (or None).
+
+    With ids, pairs of equal ids are positives: x <- -v a_i sigmoid(-z), losses += v softplus(-z),
+    with v = row_weights_i + column_weights_j."""
+    wide_vectors()
+    one = x.dtype.type(1)
+    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
+    s, b = x.dtype.type(scale), x.dtype.type(bias)
+    log2_e = x.dtype.type(1.4426950408889634)
+    for i in range(x.shape[0]):
+        row, ai = x[i], a[i]
+        loss, total, moment = zero, zero, zero
+        for j in range(row.size):
+            z = s * row[j] + b
+            if row_ids is not None:
+                positive = row_ids[i] == column_ids[j]
+                z = -z if positive else z
+            e = exp2(-abs(z) * log2_e)
+            positive_z = one / (one + e)
+            p = positive_z if z >= zero else e * positive_z
+            term = (z if z > zero else zero) + log1p(e)
+            if row_ids is not None:
+                weight = row_weights[i] + column_weights[j] if positive else one
+                term *= weight
+                p *= -weight if positive else weight
+            loss += term
+            # of an excluded pair exactly 0: products of subnormal numbers take long
+            p = z if z != z else (ai * p if row[j] != low else zero)
+            total += p
+            if moments is not None:
+                moment += p * (row[j] if row[j] != low else zero)
+            row[j] = p
+        losses[i] += loss
+        gradient_sums[i] += total
+        if moments is not None:
+            moments[i] += moment
+
+
+@compiled
+def sigmoid_positives(  # type: ignore[no-untyped-def]
+    x, positives, first_column, logits, scale, bias, a, losses, gradient_sums, moments
+):
+    """Positives: x <- -a_i sigmoid(-z), losses += softplus(-z), with z = logits + bias. The
+    `logits` are scaled products; `scale` serves only the `moments`."""
+    for i in range(x.shape[0]):
+        j = positives[i] - first_column
+        if 0 <= j < x.shape[1]:
+            z = logits[i] + bias
+            e = np.exp(-abs(z))
+            p = (e if z >= 0 else 1.0) / (1.0 + e)
+            losses[i] += max(-z, 0.0) + np.log1p(e)
+            gradient_sums[i] += -a[i] * p
+            if moments is not None:
+                moments[i] += -a[i] * p * (logits[i] / scale)
+            x[i, j] = -a[i] * p
