@@ -90,8 +90,8 @@ OPTIONS: dict[str, Option] = {
         None,
         "integer array [N], or pair of them ([M] for rows, [N] for columns), optional",
         """Groups of the samples, such as the task or the language: pairs of different groups that
-        are not positives are left out, so that negatives are those of the row's group. On the CPU,
-        blocks without a common group are not computed: sort the samples by their groups. Not with
+        are not positives are left out. Blocks without a common group are not computed, if samples
+        are sorted by their groups; on a GPU, if groups are in host memory. Not with
         `label_smoothing` and `ids` together.""",
         flag="Pairs of different groups are no negatives, .npy; once, or for rows and for columns.",
     ),
