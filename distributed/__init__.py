@@ -12,6 +12,8 @@ from .communicators.base import Communicator, RankError
 from .losses import (
     clip_loss,
     clip_loss_and_grad,
+    distill_loss,
+    distill_loss_and_grad,
     gte_loss,
     gte_loss_and_grad,
     info_nce_loss,
@@ -31,6 +33,8 @@ __all__ = [
     "RankError",
     "clip_loss",
     "clip_loss_and_grad",
+    "distill_loss",
+    "distill_loss_and_grad",
     "gte_loss",
     "gte_loss_and_grad",
     "info_nce_loss",

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from infonce.kernels.distill.problem import TaughtProblem
 from infonce.kernels.problem import Array, Problem
-from infonce.kernels.targets import guide_width
 
 from infonce import arrays, spec
 from infonce.checks.call import Request, check
 from infonce.checks.rows import compared_as
+from infonce.checks.teacher import Teacher, add_teacher
 from infonce.checks.validation import Batch
 from infonce.spec import ARRAYS, NAMES, Loss
 
@@ -131,6 +132,7 @@ class RankCall:
     options: Options
     rank_options: Options
     with_grad: bool
+    teacher: Teacher | None = None
 
     def check(
         self, features: list[Array], queries: Partition, keys: Partition, rank: int
@@ -145,6 +147,8 @@ class RankCall:
         rows = queries.total // (2 if self.kind.joint else 1)
         batch = Batch(rows, keys.total, queries.starts[rank])
         request = check(self.kind, features, self.labels, self.bias, options, self.with_grad, batch)
+        if self.teacher is not None:
+            add_teacher(self.kind, request, features, self.teacher)
         if request.problem.method == "naive":
             if request.on_gpu:
                 raise ValueError(
@@ -237,8 +241,13 @@ def checked_message(
     array_types = {
         "labels": (compared_as(call.labels) if call.kind.classes else _given_or_not(call.labels)),
         **{name: compared_as(options.get(name)) for name in NAMES},
-        "guide": _guide_type(problem),
+        "guide": _feature_type(problem.guide_key),
     }
+    if isinstance(problem, TaughtProblem):
+        array_types |= {
+            "two_sided": problem.two_sided,
+            "teacher_key": _feature_type(problem.teacher_key),
+        }
     weights, has_weights = options.get("weights"), problem.weights is not None
     may_be_positive = (
         weights is None or request.on_gpu or bool(np.any(arrays.native(weights, "weights")))
@@ -272,10 +281,10 @@ def _given_or_not(value: Any) -> str:
     return "not given" if value is None else "given"
 
 
-def _guide_type(problem: Problem) -> str:
-    if not problem.guided:
+def _feature_type(features: Array | None) -> str:
+    if features is None:
         return "not given"
-    return f"{problem.guide_key.dtype.name} of width {guide_width(problem)}"
+    return f"{features.dtype.name} of width {features.shape[1]}"
 
 
 def _shared_values(
@@ -312,11 +321,14 @@ def _shared_values(
 
 def _scalars(problem: Problem, options: Options) -> dict[str, Any]:
     """The values that must be the same on all ranks, and may change from call to call."""
-    scale, bias = (
-        value if isinstance(value, (float, int, type(None))) else "an array on a GPU"
-        for value in (problem.scale, problem.bias)
-    )
+    given = {"scale": problem.scale, "bias": problem.bias}
+    if isinstance(problem, TaughtProblem):
+        given["teacher_scale"] = problem.teacher_scale
+    numbers = {
+        name: value if isinstance(value, (float, int, type(None))) else "an array on a GPU"
+        for name, value in given.items()
+    }
     grad_out = options.get("grad_out", 1.0)
     if type(grad_out) is not float:
         grad_out = float(grad_out) if np.ndim(grad_out) == 0 else "per row"
-    return {"scale": scale, "bias": bias, "grad_out": grad_out}
+    return {**numbers, "grad_out": grad_out}

@@ -8,6 +8,7 @@ from typing import Any
 from infonce import arrays, dispatch
 from infonce.checks import prefixes
 from infonce.checks.keywords import with_own
+from infonce.checks.teacher import Teacher
 from infonce.spec import Loss
 
 from . import run
@@ -21,7 +22,7 @@ from .transports.base import Transport
 
 def evaluate(
     kind: Loss, callers: Sequence[Any], labels: Any, bias: Any, options: Mapping[str, Any],
-    rank_options: Mapping[str, Any], with_grad: bool,
+    rank_options: Mapping[str, Any], with_grad: bool, teacher: Teacher | None = None,
 ) -> Any:  # fmt: skip
     """The result of one call on this rank, of the caller's arrays; `rank_options` are those of
     distributed/losses.py."""
@@ -40,8 +41,8 @@ def evaluate(
     pairs_views = kind.symmetric and not kind.classes
     if ranks.size == 1 and not (pairs_views and labels is not None):
         require_options(options, rank_options)
-        function = dispatch.loss_and_grad if with_grad else dispatch.loss
-        return function(kind, callers, labels, bias, options)
+        function: Any = dispatch.loss_and_grad if with_grad else dispatch.loss
+        return function(kind, callers, labels, bias, options, teacher=teacher)
     features, unreadable = [], None
     transport: Transport | None = None
     try:
@@ -51,7 +52,7 @@ def evaluate(
             except Exception as error:
                 unreadable = error
             with arrays.compute_context(features[0] if features else None):
-                call = RankCall(kind, labels, bias, options, rank_options, with_grad)
+                call = RankCall(kind, labels, bias, options, rank_options, with_grad, teacher)
                 request, how = agree_on(call, features, unreadable, ranks)
                 transport = transports.make(how.transport, ranks)
                 try:

@@ -28,7 +28,9 @@ from infonce.kernels.epilogues import (
     SoftmaxGradient,
     Statistics,
     Sums,
+    arrays_of,
     retrieval_ranks_of,
+    sums_of,
 )
 from infonce.kernels.grid import Grid
 from infonce.kernels.linear import Segments, SegmentSums
@@ -198,37 +200,41 @@ class FoldsOverRanks:
         """Rows' sums stay, columns' sums go to their keys."""
         xp = self.xp
         half = problem.symmetric and stats.columns is stats.rows
-        sum_count = 3 if problem.moments else 2  # vectors: max, sum, moment
+        own_sums = arrays_of(stats.row_sums)
+        sum_count = len(own_sums)
 
         def visit(keys: Keys, arrays: list[Array], sums: list[Array]) -> None:
-            columns = None
+            columns = []
             if sums:
-                columns = Sums(*sums[:sum_count])
+                columns = sums_of(sums, stats.row_sums)
             elif half and keys.are_own:
-                columns = stats.rows  # one triangle of this block
-            part = fast_replace(stats, columns=columns, row_rank=None, column_rank=None)
-            to_clear = columns if sums else None
+                columns = [stats.rows]  # one triangle of this block
+            part = stats.of_block(columns)
+            to_clear = columns[0] if sums else None
+            for others in columns[1:]:  # the fold of a block clears the first
+                others.clear()
             folded = self._block(problem, keys, arrays, part, None, to_clear)
             if to_clear is not None and not folded:
                 to_clear.clear()
-            if half and columns is not None and sums:
+            if half and columns and sums:
                 # a row that is not finite makes all losses of a symmetric loss NaN; on the keys'
                 # rank this rank's rows are found by their column sums alone
-                columns.sum += self.all_nans.sum()
+                columns[0].sum += self.all_nans.sum()
                 sums[-1][:] = xp.nan
                 sums[-1][: len(keys)] = self._by_keys(problem, keys, stats.positive_logits)
 
         def combine(sums: list[Array], *others: list[Array]) -> None:
             for arrived in others:
-                self.vectors.merge(Sums(*sums[:sum_count]), Sums(*arrived[:sum_count]))
+                pairs = (sums_of(each, stats.row_sums) for each in (sums, arrived))
+                for mine, theirs in zip(*pairs, strict=True):
+                    self.vectors.merge(mine, theirs)
                 for logits, others_logits in zip(
                     sums[sum_count:], arrived[sum_count:], strict=True
                 ):
                     logits[:] = xp.where(xp.isnan(logits), others_logits, logits)
 
         def keep(own_rows: slice, sums: list[Array], *others: list[Array]) -> None:
-            assert stats.columns is not None
-            to = list(stats.columns.part(own_rows).arrays[:sum_count])
+            to = arrays_of([total.part(own_rows) for total in stats.column_sums])
             if half:
                 combine([*to, stats.positive_logits[own_rows]], sums, *others)
                 return
@@ -240,7 +246,7 @@ class FoldsOverRanks:
         if half:
             vector_count += 1  # the logits of positives
         types: list[RowType] = [((), np.float64)] * vector_count
-        results = [*stats.rows.arrays[:sum_count], stats.positive_logits, self.all_nans]
+        results = [*own_sums, stats.positive_logits, self.all_nans]
         self.round(results, key_arrays(problem), visit, types, combine, keep, half)
 
     def _by_keys(self, problem: Problem, keys: Keys, row_values: Array) -> Array:

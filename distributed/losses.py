@@ -13,6 +13,7 @@ from typing import Any
 
 from infonce import losses as single
 from infonce import spec
+from infonce.checks.teacher import DISTILL, Teacher
 from infonce.spec import Loss
 
 from .call import evaluate
@@ -25,6 +26,7 @@ RANK_OPTIONS: dict[str, Any] = {
     "timeout": TIMEOUT,
     "gradient_scale": "global",
 }
+TEACHER_OPTIONS = "teacher_temperature", "teacher_scale", "two_sided"
 BATCH = """\
 The batch is spread over the ranks of `comm`. Each rank passes its own rows. The loss is that of the
 rows of all ranks, and gradients are for the rows of this rank."""
@@ -94,7 +96,16 @@ def _over_ranks(function: Callable[..., Any], kind: Loss, with_grad: bool) -> Ca
         callers = [arguments[name] for name in kind.arguments]
         rank_options = {name: options.pop(name, default) for name, default in RANK_OPTIONS.items()}
         labels, bias = arguments.get("labels"), arguments.get("bias")
-        return evaluate(kind, callers, labels, bias, options, rank_options, with_grad)
+        if not kind.taught:
+            return evaluate(kind, callers, labels, bias, options, rank_options, with_grad)
+        given = {name: options.pop(name) for name in TEACHER_OPTIONS if name in options}
+        teacher = Teacher(
+            arguments["teacher_query"], arguments["teacher_key"],
+            **{name.removeprefix("teacher_"): value for name, value in given.items()},
+        )  # fmt: skip
+        return evaluate(
+            teacher.loss, callers, None, None, options, rank_options, with_grad, teacher
+        )
 
     over_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*positional, *keywords]
@@ -131,5 +142,7 @@ gte_loss = _over_ranks(single.gte_loss, spec.GTE, False)
 gte_loss_and_grad = _over_ranks(single.gte_loss_and_grad, spec.GTE, True)
 sup_con_loss = _over_ranks(single.sup_con_loss, spec.SUP_CON, False)
 sup_con_loss_and_grad = _over_ranks(single.sup_con_loss_and_grad, spec.SUP_CON, True)
+distill_loss = _over_ranks(single.distill_loss, DISTILL, False)
+distill_loss_and_grad = _over_ranks(single.distill_loss_and_grad, DISTILL, True)
 siglip_loss = _over_ranks(single.siglip_loss, spec.SIGLIP, False)
 siglip_loss_and_grad = _over_ranks(single.siglip_loss_and_grad, spec.SIGLIP, True)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from infonce.kernels.conclude import weighted
+from infonce.kernels.distill.problem import TaughtProblem
+from infonce.kernels.distill.solve import solve as solve_distillation
 from infonce.kernels.linear import partners
 from infonce.kernels.problem import Array, Gradients, Problem, fast_replace
 from infonce.kernels.sigmoid.positives import count_positives, weigh_positives
@@ -20,7 +22,7 @@ from infonce.checks.rows import row_weights
 
 from .agreement import agree
 from .communicators.base import Communicator, Shifts
-from .exchanges.arrays import key_arrays
+from .exchanges.arrays import key_arrays, names
 from .exchanges.base import Keys, Round
 from .folds import FoldBlock, FoldsOverRanks
 from .schedule import Schedule, exchange_of
@@ -52,9 +54,8 @@ def solution(
             return by_plan
     fold, first = folding(request), how.queries.starts[ranks.rank]
     vectors, xp = fold.vectors, fold.vectors.xp
-    problem.key = xp.ascontiguousarray(problem.key)
-    if problem.guided:
-        problem.guide_key = xp.ascontiguousarray(problem.guide_key)
+    for name in names(problem):
+        setattr(problem, name, xp.ascontiguousarray(getattr(problem, name)))
     if not (labelled or problem.has_positive_ids):
         problem.positives = own_positives(xp, problem, first)
     exchange = exchange_of(how, xp, ranks.rank, key_arrays(problem), transport)
@@ -70,7 +71,8 @@ def solution(
     elif problem.symmetric and labelled:
         wrong = unpaired(folds, problem, first)
         agree(ranks, lambda: require_pairs(problem, *wrong))
-    result = solve(problem, folds, gradients)
+    taught = isinstance(problem, TaughtProblem)
+    result = (solve_distillation if taught else solve)(problem, folds, gradients)
     if result.loss is None and request.reduction != "none":
         result.loss = weighted(xp, result.losses, problem.row_shares).sum()
     sums = totals(

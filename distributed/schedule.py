@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from infonce.kernels.grid import least_block_side
 from infonce.kernels.problem import Array, Gradients, Problem
-from infonce.kernels.targets import guide_width
 
 from infonce.checks import validation
 from infonce.checks.call import Request
 
 from . import cost
 from .communicators.base import Communicator
-from .exchanges.arrays import guide_bytes, numbers_per_key
+from .exchanges.arrays import numbers_per_key, other_bytes
 from .exchanges.base import Exchange
 from .exchanges.gather import Gather
 from .exchanges.hierarchical import Hierarchical
@@ -95,7 +94,7 @@ def decide(
     sum_dtype = sum_dtype_of(problem)
     # for each key, a ring has two buffers for its features and three for sums of its gradient
     ring_bytes = problem.shape[2] * (2 * problem.key.dtype.itemsize + 3 * sum_dtype.itemsize)
-    ring_bytes += 2 * guide_bytes(problem)
+    ring_bytes += 2 * other_bytes(problem)
     return Schedule(
         joint=problem.joint,
         argument_rows=[report.argument_rows for report in reports],
@@ -262,7 +261,7 @@ def may_lack_room(problem: Problem, queries: Partition, keys: Partition) -> bool
     # linear terms, and copies of a joint loss, take up to half of the workspace
     shares_workspace = problem.linear_terms or problem.joint
     block_bytes = problem.workspace // (2 if shares_workspace else 1)
-    enough = enough_room(queries.largest, keys.total, problem.shape[2] + guide_width(problem))
+    enough = enough_room(queries.largest, keys.total, problem.shape[2] + problem.other_width)
     return bool(block_bytes < enough)
 
 

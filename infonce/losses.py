@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from . import dispatch, spec
-from .checks import validation
-from .checks.teacher import DISTILL, DISTILL_ROWS, Teacher
+from .checks.teacher import Teacher
 from .docstrings import documented
 from .result import Array, LossAndGrad
 from .spec import GradOptions, LossOptions
@@ -328,11 +327,6 @@ def gte_loss_and_grad(query: Array, key: Array, **options: Unpack[GradOptions]) 
     return dispatch.loss_and_grad(spec.GTE, (query, key), None, None, options)
 
 
-def _distilled(two_sided: bool) -> spec.Loss:
-    validation.flag("two_sided", two_sided)
-    return DISTILL if two_sided else DISTILL_ROWS
-
-
 @documented
 def distill_loss(
     query: Array, key: Array, teacher_query: Array, teacher_key: Array, *,
@@ -365,8 +359,8 @@ def distill_loss(
     Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015; Yang et al.: CLIP-KD,
     2024.
     """
-    teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale)
-    return dispatch.loss(_distilled(two_sided), (query, key), None, None, options, teacher)
+    teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale, two_sided)
+    return dispatch.loss(teacher.loss, (query, key), None, None, options, teacher)
 
 
 @documented
@@ -395,6 +389,5 @@ def distill_loss_and_grad(
     Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015; Yang et al.: CLIP-KD,
     2024.
     """
-    teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale)
-    kind = _distilled(two_sided)
-    return dispatch.loss_and_grad(kind, (query, key), None, None, options, teacher=teacher)
+    teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale, two_sided)
+    return dispatch.loss_and_grad(teacher.loss, (query, key), None, None, options, teacher=teacher)

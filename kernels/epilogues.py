@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .problem import Array, Problem
+from .problem import Array, Problem, fast_replace
 
 
 @dataclass
@@ -39,6 +40,17 @@ class Sums:
         return Sums(self.max[of], self.sum[of], None if self.moment is None else self.moment[of])
 
 
+def arrays_of(sums: Sequence[Sums]) -> list[Array]:
+    """The arrays of several sums, as far as they have them."""
+    return [array for each in sums for array in each.arrays if array is not None]
+
+
+def sums_of(arrays: Sequence[Array], like: Sequence[Sums]) -> list[Sums]:
+    """The inverse of `arrays_of`, for sums that have the same arrays as `like`."""
+    rest = iter(arrays)
+    return [Sums(*itertools.islice(rest, len(arrays_of([each])))) for each in like]
+
+
 @dataclass
 class Statistics:
     """LSE fold: (max, sum) over the negatives of rows and columns, and the positives' logits."""
@@ -50,6 +62,21 @@ class Statistics:
     column_rank: Array = None  # [N] int64
 
     phase = "log-sum-exp"
+
+    @property
+    def row_sums(self) -> list[Sums]:
+        """All sums of rows."""
+        return [self.rows]
+
+    @property
+    def column_sums(self) -> list[Sums]:
+        """All sums of columns."""
+        return [] if self.columns is None else [self.columns]
+
+    def of_block(self, column_sums: Sequence[Sums]) -> Statistics:
+        """The same sums of rows with these of columns (none: rows alone), without ranks."""
+        columns = column_sums[0] if column_sums else None
+        return fast_replace(self, columns=columns, row_rank=None, column_rank=None)
 
 
 @dataclass

@@ -165,6 +165,21 @@ class Problem:
         return self.query_positive_ids is not None
 
     @property
+    def other_query(self) -> Array:
+        """Features of the queries by another model, a guide or a teacher; None: there is none."""
+        return self.guide_query
+
+    @property
+    def other_key(self) -> Array:
+        """Features of the keys by that model."""
+        return self.guide_key
+
+    @property
+    def other_width(self) -> int:
+        """The width of these features; 0 if there are none."""
+        return 0 if self.other_key is None else int(self.other_key.shape[1])
+
+    @property
     def needs_arrays(self) -> bool:
         """Whether an option is taken by no kernel of a GPU, but by operations on arrays."""
         return self.guided or self.has_positive_ids

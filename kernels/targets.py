@@ -69,11 +69,6 @@ def guide_problem(problem: Problem) -> Problem:
     )  # fmt: skip
 
 
-def guide_width(problem: Problem) -> int:
-    """Features of a row of the guide; 0 without."""
-    return int(problem.guide_query.shape[1]) if problem.guided else 0
-
-
 def limited(problem: Problem, backend: Any, vectors: Any) -> Problem:
     """The problem with its limits, and with those of its guide: of rows, and of columns if
     columns have a softmax. A column's limit is that of the row whose positive it is."""

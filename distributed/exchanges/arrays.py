@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from infonce.kernels.distill.problem import TaughtGradient
 from infonce.kernels.epilogues import SoftmaxGradient
 from infonce.kernels.linear import LinearTerm
 from infonce.kernels.problem import KEY_VECTORS, Array, Problem, fast_replace
-from infonce.kernels.targets import guide_width
 
-PER_KEY = "key", *KEY_VECTORS, "guide_key"  # fields of `Problem`
+PER_KEY = "key", *KEY_VECTORS, "guide_key", "teacher_key"  # fields of `Problem`, `TaughtProblem`
 
 
 def names(problem: Problem) -> list[str]:
     """The fields of `PER_KEY` that are not None."""
-    return [name for name in PER_KEY if getattr(problem, name) is not None]
+    return [name for name in PER_KEY if getattr(problem, name, None) is not None]
 
 
 def key_arrays(problem: Problem) -> list[Array]:
@@ -32,6 +32,8 @@ def gradient_arrays(xp: Any, problem: Problem, epilogue: SoftmaxGradient) -> lis
         if epilogue.linear:
             bound = xp.maximum(abs(bound), abs(epilogue.column_factor))
         own = [epilogue.column_reference, epilogue.column_factor, bound]
+        if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
+            own += [epilogue.teacher.column_reference, epilogue.teacher.column_factor]
     for term in epilogue.linear:
         own.append(term.segments.columns)
         factor = term.row_factor if problem.symmetric else term.column_factor
@@ -48,6 +50,9 @@ def with_arrays(
     if epilogue.column_reference is not None:
         names = "column_reference", "column_factor", "column_positive_gradient"
         changes = {name: next(rest) for name in names}
+        if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
+            teacher = {name: next(rest) for name in names[:2]}
+            changes["teacher"] = fast_replace(epilogue.teacher, **teacher)
     linear = []
     for term in epilogue.linear:
         segments = replace(term.segments, columns=next(rest))
@@ -60,7 +65,7 @@ def numbers_per_key(problem: Problem) -> int:
     """The largest number of 8-byte numbers that a fold sends with the features of a key.
 
     They are factors, ids, groups, positive ids, weights of pairs, biases, limits, the features of a
-    guide, and the segment and the factor of each linear term.
+    guide or a teacher, and the segment and the factor of each linear term.
     """
     has_ids = problem.key_ids is not None
     linear_terms = 0
@@ -71,12 +76,12 @@ def numbers_per_key(problem: Problem) -> int:
     vectors = [has_ids, problem.key_groups is not None, problem.key_bias is not None,
                problem.has_limits, *[problem.has_positive_ids] * 2]  # fmt: skip
     count = 3 + vectors.count(True) + 2 * linear_terms
-    if problem.guided:
-        count += 2 + guide_bytes(problem) // 8
+    if problem.other_key is not None:  # limits of the guide, or the teacher's factors
+        count += 2 + other_bytes(problem) // 8
     return count
 
 
-def guide_bytes(problem: Problem) -> int:
-    """Bytes of a guide's features of one key."""
-    item = problem.guide_key.dtype.itemsize if problem.guided else 0
-    return int(guide_width(problem) * item)
+def other_bytes(problem: Problem) -> int:
+    """Bytes of the features of one key by a guide or a teacher."""
+    key = problem.other_key
+    return 0 if key is None else problem.other_width * int(key.dtype.itemsize)

@@ -27,12 +27,18 @@ class Teacher(NamedTuple):
 
     query: Any
     key: Any
-    temperature: Any
-    scale: Any
+    temperature: Any = None
+    scale: Any = None
+    two_sided: Any = True
+
+    @property
+    def loss(self) -> Loss:
+        return DISTILL if self.two_sided else DISTILL_ROWS
 
 
 def add_teacher(loss: Loss, request: Request, features: Sequence[Array], teacher: Teacher) -> None:
     """Make the problem of a checked call one with this teacher."""
+    validation.flag("two_sided", teacher.two_sided)
     names = "teacher_query", "teacher_key"
     made = [native(z, name) for name, z in zip(names, teacher, strict=False)]
     both = [features[0], *made]

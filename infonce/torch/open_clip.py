@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from . import functions
 from .core.distillation import distill_loss
-from .core.drop_in import DropIn, gathered, require
+from .core.drop_in import DropIn, require
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss"]
 
@@ -180,8 +180,7 @@ class DistillClipLoss(ClipLoss):
 
     ``distill = -1/(2N) sum_i (softmax_row(t)_i log softmax_row(x)_i' + the same of columns)``.
 
-    No matrix of logits is kept. Over ranks, the distillation gathers the features of all, of as
-    many rows each, and each rank computes it. Teachers get no gradient.
+    No matrix of logits is kept, also over ranks. Teachers get no gradient.
 
     Parameters
     ----------
@@ -209,22 +208,15 @@ class DistillClipLoss(ClipLoss):
         output_dict: bool = False,
     ) -> Any:
         contrastive = super().forward(image_features, text_features, logit_scale)
-        sides = [image_features, text_features, dist_image_features, dist_text_features]
-        if group := self._group():
-            sides = [self._of_all(side, group) for side in sides]
         if isinstance(dist_logit_scale, Tensor):
             dist_logit_scale = dist_logit_scale.detach()
-        distill = distill_loss(*sides, scale=logit_scale, teacher_scale=dist_logit_scale)
+        distill = distill_loss(
+            image_features, text_features, dist_image_features, dist_text_features,
+            scale=logit_scale, teacher_scale=dist_logit_scale, group=self._group(),
+        )  # fmt: skip
         if output_dict:
             return {"contrastive_loss": contrastive, "distill_loss": distill}
         return contrastive, distill
-
-    def _of_all(self, rows: Tensor, group: Any) -> Tensor:
-        """Rows of all ranks. Each rank computes the loss of all: the gradient of its own rows is
-        whole, and DDP divides it by the ranks."""
-        sides = gathered(rows, group)
-        sides[self.rank] = rows.detach() + self.world_size * (rows - rows.detach())
-        return torch.cat(sides)
 
 
 class SigLipLoss(_OpenClip):

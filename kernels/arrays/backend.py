@@ -20,7 +20,6 @@ from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import Norms, normalized_rows
 from ..problem import Array, Gradients, Problem, as_sets
 from ..solve import Vectors
-from ..targets import guide_width
 from .fold import ArrayFold
 
 BLOCK_ARRAYS = 8  # arrays of a block's size that are alive at once, at most
@@ -61,12 +60,10 @@ class ArrayBlocks:
     def _block(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of a block. ValueError if the workspace has no room for any."""
         m, n, d = problem.shape
-        width = d + guide_width(problem)
-        if isinstance(problem, TaughtProblem):
-            width += problem.teacher_query.shape[1]
+        width = d + problem.other_width
         item = self.dtype.itemsize
         sums = self.key_rows * d * item
-        arrays = BLOCK_ARRAYS + (problem.guided or isinstance(problem, TaughtProblem))
+        arrays = BLOCK_ARRAYS + (problem.other_key is not None)
 
         def size(side: int) -> int:
             rows, columns = min(m, side), min(n, side)

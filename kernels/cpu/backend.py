@@ -70,18 +70,13 @@ class CPU:
             query_in_place=gradients is not None and self._in_place(problem, gradients),
             accumulators=self._accumulator_rows(problem, gradients),
         )
-        if problem.guided:
-            self._add_sides(problem, problem.guide_query, problem.guide_key)
-        elif isinstance(problem, TaughtProblem):
-            self._add_sides(problem, problem.teacher_query, problem.teacher_key)
-            self.context.has_teacher = True
+        if problem.other_query is not None:
+            other = self._side(problem, problem.other_query)
+            self.context.other_query = self.context.other_key = other
+            if not problem.symmetric:
+                self.context.other_key = self._side(problem, problem.other_key)
+            self.context.has_teacher = isinstance(problem, TaughtProblem)
         self.tile = self._tile(problem)
-
-    def _add_sides(self, problem: Problem, query: Array, key: Array) -> None:
-        """The features of a guide or of a teacher."""
-        self.context.other_query = self.context.other_key = self._side(problem, query)
-        if not problem.symmetric:
-            self.context.other_key = self._side(problem, key)
 
     def _side(self, problem: Problem, features: Array) -> Side:
         norms = norms_of(features, self.dtype) if problem.normalize else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..epilogues import SoftmaxGradient, Statistics, Sums
-from ..problem import Array, Problem
+from ..problem import Array, Problem, fast_replace
 
 
 @dataclass(eq=False)
@@ -20,6 +21,14 @@ class TaughtProblem(Problem):
     @property
     def plain_logits(self) -> bool:
         return False
+
+    @property
+    def other_query(self) -> Array:
+        return self.teacher_query
+
+    @property
+    def other_key(self) -> Array:
+        return self.teacher_key
 
     @property
     def needs_arrays(self) -> bool:
@@ -42,6 +51,24 @@ class TaughtStatistics(Statistics):
 
     teacher_rows: Sums | None = None
     teacher_columns: Sums | None = None
+
+    @property
+    def row_sums(self) -> list[Sums]:
+        assert self.teacher_rows is not None
+        return [self.rows, self.teacher_rows]
+
+    @property
+    def column_sums(self) -> list[Sums]:
+        if self.columns is None or self.teacher_columns is None:
+            return []
+        return [self.columns, self.teacher_columns]
+
+    def of_block(self, column_sums: Sequence[Sums]) -> TaughtStatistics:
+        columns, teacher_columns = column_sums or (None, None)
+        made: TaughtStatistics = fast_replace(
+            self, columns=columns, teacher_columns=teacher_columns
+        )
+        return made
 
 
 @dataclass

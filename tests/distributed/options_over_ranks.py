@@ -12,7 +12,7 @@ from ranks import COMM, RANK, SIZE, close, compute_on, follow, shards
 from reference_problems import FEATURES, Problem, call_of, drawn_problem
 
 import infonce
-from infonce import distributed, spec
+from infonce import distributed, reference, spec
 from infonce.checks import call as checks
 
 OF_TWO_RANKS = SIZE == 4  # hosts: see `ranks.main`
@@ -311,6 +311,39 @@ def parameters() -> None:
         close(combine(x[mine].T @ got.grads.image), x.T @ want.grads.image, 1e-12, how)
         close(got.grads.scale, want.grads.scale, 1e-12, f"d scale, {how}")
         close(got.loss, want.loss, 1e-13, "loss")
+
+
+def distilled() -> None:
+    """Rows of students and teachers are spread alike and unevenly; ranks may have none."""
+    rng = np.random.default_rng(4)
+    scales: dict[str, Any] = {"scale": 2.0, "teacher_scale": 3.0}
+    few = problems.FEW_LOGITS
+    for two_sided, (exchange, workspace), normalize in itertools.product(
+        (True, False), (("ring", None), ("ring", 9000), ("gather", None)), (True, False)
+    ):
+        n = 21 if two_sided else 30
+        whole = [rng.standard_normal(shape) for shape in ((21, 4), (n, 4), (21, 3), (n, 3))]
+        mine = [shards(21, n + normalize)[RANK], shards(n, n + normalize)[RANK]] * 2
+        given = {**scales, "two_sided": two_sided, "normalize": normalize}
+        weights = rng.random(21)
+        want = reference.distill(*whole, weights=weights / weights.sum(), **given)
+        rows = [z[own] for z, own in zip(whole, mine, strict=True)]
+        given |= {"exchange": exchange, "workspace": workspace, "weights": weights[mine[0]]}
+        given |= {"gradient_scale": "ddp", "timeout": 60}
+        problems.FEW_LOGITS = 0 if normalize else few  # the scale's gradient: from those of queries
+        checks._cache.clear()
+        got = distributed.distill_loss_and_grad(*rows, **given)
+        near(got.loss, want.loss, "loss")
+        near(distributed.distill_loss(*rows, **given), want.loss, "loss alone")
+        near(got.grads.scale, want.grads["scale"], "d scale")
+        near(got.grads.query, SIZE * want.grads["query"][mine[0]], "d query")
+        near(got.grads.key, SIZE * want.grads["key"][mine[1]], "d key")
+        alike = distributed.distill_loss_and_grad(*rows[:2] * 2, scale=2.0, two_sided=two_sided)
+        assert not any(gradient.any() for gradient in alike.grads)  # its teacher is the student
+        del given["weights"]
+        loss = distributed.distill_loss(*rows, reduction="none", **given)
+        near(loss, want.losses[mine[0]], "losses")
+    problems.FEW_LOGITS = few
 
 
 def not_finite() -> None:

@@ -88,10 +88,8 @@ def all_pass(ranks: int, *checks: str, limit: float = LIMIT) -> None:
 
 
 # What so many ranks do. They start once, which takes seconds a process
-EQUAL = [
-    "ranks:equal:40",
-    *(f"options_over_ranks:{of}" for of in ("equal:6:host", "in_turn:40", "cases", "limits:host")),
-]
+OPTIONS = "equal:6:host", "in_turn:40", "cases", "limits:host", "distilled"
+EQUAL = ["ranks:equal:40", *(f"options_over_ranks:{of}" for of in OPTIONS)]
 CHECKS = {
     1: [*EQUAL, "options_over_ranks:ends"],
     2: [

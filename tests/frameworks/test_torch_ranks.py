@@ -157,15 +157,14 @@ def test_drop_ins_share_rows_by_themselves(size: int, ranks_of: Any) -> None:
     rest = [  # weights are those among the rows of a rank
         (1 - negative_mises_fisher_weights(a, b)) * (a * b).sum(dim=1) / 0.5 for a, b in pairs
     ]
-    equal = [z[: 2 * size].detach().clone().requires_grad_() for z in sides]
-    teacher = [2 * z.detach().flip(1) for z in equal]
+    teacher = [2 * z.detach().flip(1) for z in sides]
     wanted = {
         "inf_cl": (it.info_nce_loss(*sides, mirrored, scale=2.0), sides),
         "lightly": (it.nt_xent_loss(views, **options), sides),
         "dcl": (dcl, sides),
         "siglip_plus": (torch_ranks.siglip_plus(sides, 0, sum(sizes)), sides),
         "dclw": (dcl + torch.cat(rest).mean(), sides),
-        "distill": (sum(DistillClipLoss()(*equal, 2.0, *teacher, 1.5)), equal),
+        "distill": (sum(DistillClipLoss()(*sides, 2.0, *teacher, 1.5)), sides),
     }
     for name, (loss, inputs) in wanted.items():
         grads = torch.autograd.grad(loss, inputs, retain_graph=True)

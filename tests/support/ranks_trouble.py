@@ -107,6 +107,7 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
             return clip(method="naive", exchange="ring", workspace=10)
 
     wide, tall, single = np.ones((4, 5)), np.ones((400, 3)), x.astype(np.float32)
+    distill = functools.partial(distributed.distill_loss, x, x, x, scale=1.0)
     return [
         ("image: width 3 on rank 0 and 5 on rank 1", "ValueError",
          lambda: clip(*([wide] * 2 if odd else [x] * 2))),
@@ -190,6 +191,10 @@ def bad_calls(rank: int, size: int) -> list[tuple[str, str, Any]]:
              x, x, np.full(4, -odd), scale=1.0, metrics=True)),
         (f"rank 1: labels [0, {4 * size}) got {4 * size}", "ValueError",
          lambda: distributed.info_nce_loss(x, x, np.full(4, 4 * size if odd else 0), scale=1.0)),
+        ("teacher_key 'float64 of width 3' 'float32 of width 3' on rank 1", "ValueError",
+         lambda: distill(single if odd else x)),
+        ("teacher_scale 1 2 on rank 1", "ValueError", lambda: distill(x, teacher_scale=1 + odd)),
+        ("rank 1: two_sided", "TypeError", lambda: distill(x, two_sided="no" if odd else True)),
         (f"key at least {3 * size} rows, got {2 * size} in all", "ValueError",
          lambda: distributed.info_nce_loss(x[:3], x[:2], scale=1.0)),
     ]  # fmt: skip

@@ -275,15 +275,15 @@ def drop_ins(rank: int, size: int, device: str) -> dict[str, Any]:
     equal = [side[2 * rank : 2 * rank + 2].clone().requires_grad_() for side in batch]
     bank(*equal)
     distill = open_clip.DistillClipLoss(rank=rank, world_size=size)
-    teacher = [2 * side.detach().flip(1) for side in equal]
-    both = distill(*equal, 2.0, *teacher, 1.5)
+    teacher = [2 * side.detach().flip(1) for side in rows]
+    both = distill(*rows, 2.0, *teacher, 1.5)
     said = ""
     try:
-        distill(*rows, 2.0, *rows, 1.5)
+        bank(*rows)
     except ValueError as error:
         said = str(error)
     found = {name: [v.detach(), *torch.autograd.grad(v, rows)] for name, v in losses.items()}
-    found["distill"] = [sum(both).detach(), *torch.autograd.grad(sum(both), equal)]
+    found["distill"] = [sum(both).detach(), *torch.autograd.grad(sum(both), rows)]
     on_cpu = {name: [value.cpu() for value in values] for name, values in found.items()}
     return {"bank": bank.memory_bank.bank.cpu(), "unequal": said, **on_cpu}
 

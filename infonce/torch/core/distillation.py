@@ -55,7 +55,15 @@ def _evaluated(
     scale, query, key = (z.detach() if isinstance(z, Tensor) else z for z in inputs)
     teacher_query, teacher_key = (z.detach() for z in teacher)
     given = {**options, **more, "scale": scale, "wrt": wrt}
-    return losses.distill_loss_and_grad(query, key, teacher_query, teacher_key, **given)
+    function: Any = losses.distill_loss_and_grad
+    if (group := given.pop("group", None)) is not None:
+        from infonce import distributed
+
+        from . import process_group
+
+        function = distributed.distill_loss_and_grad
+        given = {"gradient_scale": "ddp", **given, "comm": process_group.connect(group)}
+    return function(query, key, teacher_query, teacher_key, **given)
 
 
 def distill_loss(
@@ -76,8 +84,11 @@ def distill_loss(
         They get no gradient.
     scale, temperature : float or 0-d tensor
         One of them; a tensor gets its gradient.
+    group : torch.distributed process group, optional
+        The loss is that of the rows of all its processes, and gradients are for the rows of this
+        process, as in `infonce.distributed.distill_loss`, with ``gradient_scale="ddp"``.
     options
-        As in `infonce.distill_loss`.
+        As in `infonce.distill_loss`, and with `group` as in `infonce.distributed.distill_loss`.
 
     Returns
     -------
