@@ -22,6 +22,7 @@ from .._names import extra, missing
 with extra("jax"):
     from .functions import (
         clip_loss,
+        distill_loss,
         gte_loss,
         info_nce_loss,
         lit_loss,
@@ -33,6 +34,7 @@ with extra("jax"):
 
 __all__ = [
     "clip_loss",
+    "distill_loss",
     "gte_loss",
     "info_nce_loss",
     "lit_loss",

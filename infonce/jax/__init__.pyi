@@ -6,10 +6,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..spec import Method, Precision, Reduction
+from .functions import distill_loss as distill_loss
 from .sharded import sharded as sharded
 
 __all__ = [
     "clip_loss",
+    "distill_loss",
     "gte_loss",
     "info_nce_loss",
     "lit_loss",

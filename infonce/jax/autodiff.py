@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from .. import dispatch
+from ..checks.teacher import Teacher
 from ..spec import ARRAYS, NAMES, VECTORS, Loss
 from . import axis
 from .callback import Call, call_out, deliver, integers, options_of, outputs
@@ -35,9 +36,13 @@ def _not_again(call: Call, primals: Any, tangents: Any) -> Any:
 def _fill(call: Call, out: dict[str, Any], inputs: dict[str, Any]) -> None:
     """The same dispatch as for arrays; feature gradients are written to `out` directly."""
     direct = {name: out[name] for name in call.kind.arguments if name in call.wrt}
+    teacher = None
+    if call.kind.taught:
+        of = inputs["teacher"]
+        teacher = Teacher(of["teacher_query"], of["teacher_key"], scale=of["teacher_scale"])
     result = dispatch.loss_and_grad(
         call.kind, inputs["features"], integers(inputs["labels"]), inputs["bias"],
-        options_of(call, inputs), direct,
+        options_of(call, inputs), direct, teacher,
     )  # fmt: skip
     deliver(call, result, out, direct)
 
@@ -61,8 +66,9 @@ def _forward(call: Call, inputs: dict[str, Any]) -> Any:
         if value is not None and value.perturbed and name not in call.kind.locked
     }
     wanted = tuple(dtypes)
-    for name in (*VECTORS, "guide"):
-        if any(leaf.perturbed for leaf in jax.tree.leaves(inputs[name])):
+    constants = {name: inputs[name] for name in (*VECTORS, "guide")} | inputs.get("teacher", {})
+    for name, constant in constants.items():
+        if any(leaf.perturbed for leaf in jax.tree.leaves(constant)):
             raise ValueError(
                 f"{name}: expected an array that is not differentiated, as it gets no gradient, "
                 "got one that is: jax.lax.stop_gradient makes one"
@@ -95,7 +101,7 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any]:
         "labels": None,
         "guide": None,
         "grad_out": None,
-        **dict.fromkeys((*NAMES, *ARRAYS)),
+        **dict.fromkeys((*NAMES, *ARRAYS, *(["teacher"] if call.kind.taught else []))),
     },)  # fmt: skip
 
 

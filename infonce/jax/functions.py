@@ -16,6 +16,7 @@ from ..arrays import kinds, native
 from ..checks import keywords, prefixes, validation
 from ..checks.call import check
 from ..checks.rows import is_pair
+from ..checks.teacher import Teacher, add_teacher
 from ..checks.validation import Batch
 from ..result import Metrics
 from ..spec import Loss
@@ -38,6 +39,7 @@ def _apply(
     guide: Any = None,
     metrics: bool = False,
     axis_name: Any = None,
+    teacher: Teacher | None = None,
     **options: Any,
 ) -> Any:
     if prefixes.taken(kind, options):
@@ -68,7 +70,8 @@ def _apply(
         require_method(options)
     elif labels is not None and kind.symmetric and not kind.classes:
         raise ValueError("labels: expected with axis_name, of rows on other devices, got no axis")
-    check_traced(kind, features, labels, bias, {**options, **names, **vectors, **numbers}, over)
+    others = {**options, **names, **vectors, **numbers}
+    check_traced(kind, features, labels, bias, others, over, teacher)
     if temperature is not None:
         scale = 1.0 / temperature
     scale = kind.scale if scale is None else scale
@@ -85,6 +88,8 @@ def _apply(
         **{name: None if v is None else jnp.asarray(v) for name, v in vectors.items()},
         "grad_out": None,
     }
+    if teacher is not None:
+        given["teacher"] = traced_teacher(teacher, dtype)
     if over is None:
         loss, values, _ = parts(Call(kind, tuple(sorted(options.items())), metrics), given)
     else:
@@ -107,7 +112,7 @@ def require_known(kind: Loss, features: Sequence[Any], options: dict[str, Any]) 
 
 def check_traced(
     kind: Loss, features: Sequence[Any], labels: Any, bias: Any, options: dict[str, Any],
-    over: Axis | None,
+    over: Axis | None, teacher: Teacher | None = None,
 ) -> None:  # fmt: skip
     """The checks that are possible while the call is traced: shapes, dtypes, options, and values
     that are known already."""
@@ -126,7 +131,24 @@ def check_traced(
         validation.features(kind.arguments, stand_ins, kinds(stand_ins), 1)
         columns = len(stand_ins[-1]) * (1 + kind.joint)
         batch = Batch(len(stand_ins[0]) * over.size, columns * over.size)
-    check(kind, stand_ins, _known(labels), _known(bias), options, True, batch)
+    request = check(kind, stand_ins, _known(labels), _known(bias), options, True, batch)
+    if teacher is not None:
+        query, key = (np.broadcast_to(np.zeros((), z.dtype), z.shape) for z in teacher[:2])
+        temperature, scale = _known(teacher.temperature, 1), _known(teacher.scale, 1)
+        known = Teacher(query, key, temperature, scale, teacher.two_sided)
+        add_teacher(kind, request, stand_ins, known)
+
+
+def traced_teacher(teacher: Teacher, dtype: Any) -> dict[str, Any]:
+    """The arrays of a teacher as a compiled program takes them, with their names in errors."""
+    scale = teacher.scale
+    if teacher.temperature is not None:
+        scale = 1.0 / teacher.temperature
+    return {
+        "teacher_query": jnp.asarray(teacher.query),
+        "teacher_key": jnp.asarray(teacher.key),
+        "teacher_scale": None if scale is None else _floating(scale, dtype),
+    }
 
 
 def _known(value: Any, otherwise: int = 0) -> Any:
@@ -232,6 +254,54 @@ def siglip_loss(image: Any, text: Any, bias: Any = None, **options: Any) -> Any:
 @docstrings.adapted(losses.sup_con_loss, DOC, keywords.jax_function)
 def sup_con_loss(features: Any, labels: Any, **options: Any) -> Any:
     return _apply(spec.SUP_CON, (features,), labels, **options)
+
+
+def distill_loss(
+    query: Any, key: Any, teacher_query: Any, teacher_key: Any, *, teacher_temperature: Any = None,
+    teacher_scale: Any = None, two_sided: bool = True, axis_name: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Distillation loss of `infonce.distill_loss`, inside and outside of `jit`.
+
+    >>> loss = infonce.jax.distill_loss(query, key, teacher_query, teacher_key, scale=20.0)
+
+    ``loss = - mean_i sum_j p^T_ij log p_ij``, of queries and, by default, of keys as well.
+
+    Parameters
+    ----------
+    query, key : arrays [M, D], [N, D]
+        float64, float32, float16 or bfloat16.
+    teacher_query, teacher_key : arrays [M, E], [N, E]
+    teacher_temperature, teacher_scale : float or 0-d array, optional
+        Of the teacher, whose arguments get no gradient.
+    two_sided : bool, default True
+    scale, temperature : float or 0-d array
+        One of them.
+    axis_name : None
+        The loss is of one device.
+    options
+        As in `infonce.distill_loss`.
+
+    Returns
+    -------
+    0-d array, or [M] with ``reduction="none"``
+
+    Raises
+    ------
+    TypeError, ValueError
+        While tracing, naming the argument, what came and what was expected; also for a teacher that
+        is differentiated.
+
+    References
+    ----------
+    Hinton, Vinyals, Dean: Distilling the Knowledge in a Neural Network, 2015.
+    """
+    if axis_name is not None:
+        raise ValueError(f"axis_name: expected None for distill, got {axis_name!r}")
+    for name, z in (("teacher_query", teacher_query), ("teacher_key", teacher_key)):
+        if not isinstance(z, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name}: expected a JAX array, got {validation.what(z)}")
+    teacher = Teacher(teacher_query, teacher_key, teacher_temperature, teacher_scale, two_sided)
+    return _apply(teacher.loss, (query, key), teacher=teacher, **options)
 
 
 @docstrings.adapted(losses.gte_loss, DOC, keywords.jax_function)

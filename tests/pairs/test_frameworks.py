@@ -149,3 +149,51 @@ def test_bad_distillation_in_torch() -> None:
         losses.distill_loss(z, z, z, z)
     with pytest.raises(ValueError, match=r"teacher_key: expected shape \(3, 3\), got \(2, 3\)"):
         losses.distill_loss(z, z, z, z[:2], scale=1.0)
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_distillation_in_jax(two_sided: bool) -> None:
+    jax = pytest.importorskip("jax")
+    import infonce.jax as losses
+
+    options: dict[str, Any] = {"normalize": True, "two_sided": two_sided}
+    want = infonce.distill_loss_and_grad(*Z, *GUIDE, scale=3.0, teacher_scale=2.0, **options)
+    with jax.enable_x64(True):
+        query, key, *teacher = map(jax.numpy.asarray, (*Z, *GUIDE))
+        for reduction in ("mean", "none"):
+
+            def value(
+                query: Any, key: Any, scale: Any, teacher_scale: Any, reduction: str = reduction
+            ) -> Any:
+                return losses.distill_loss(
+                    query, key, *teacher, scale=scale, teacher_temperature=1.0 / teacher_scale,
+                    reduction=reduction, **options,
+                ).mean()  # fmt: skip
+
+            got, grads = jax.jit(jax.value_and_grad(value, (0, 1, 2)))(query, key, 3.0, 2.0)
+            close(got, want.loss)
+            for have, gradient in zip(grads, want.grads, strict=True):
+                close(have, gradient)
+        shared = losses.distill_loss(query, key, *teacher, scale=3.0, **options)
+        close(shared, infonce.distill_loss(*Z, *GUIDE, scale=3.0, **options))
+
+
+def test_bad_distillation_in_jax() -> None:
+    jax = pytest.importorskip("jax")
+    import infonce.jax as losses
+
+    query, key, *teacher = (jax.numpy.asarray(z) for z in (*Z, *GUIDE))
+    for bad, words in (
+        ({"axis_name": "x"}, "axis_name: expected None for distill, got 'x'"),
+        ({"teacher_key": teacher[1][:3]}, r"teacher_key: expected shape \(12, 3\), got \(3, 3\)"),
+        ({"teacher_scale": -1.0}, "teacher_scale: expected a positive"),
+        ({"guide": tuple(teacher)}, "guide: expected None for distill"),
+        ({"dims": (2, 4)}, "dims: expected None for distill"),
+    ):
+        arguments = dict(zip(("teacher_query", "teacher_key"), teacher, strict=True)) | bad
+        with pytest.raises(ValueError, match=words):
+            losses.distill_loss(query, key, **arguments, scale=1.0)
+    with pytest.raises(TypeError, match="teacher_query: expected a JAX array, got list"):
+        losses.distill_loss(query, key, [1.0], teacher[1], scale=1.0)
+    with pytest.raises(ValueError, match="teacher_key: expected an array that is not differ"):
+        jax.grad(lambda z: losses.distill_loss(query, key, teacher[0], z, scale=1.0))(teacher[1])
