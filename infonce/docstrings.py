@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
 from .checks.keywords import Keywords, signature
-from .checks.teacher import DISTILL
+from .checks.teacher import ALL_LOSSES
 from .spec import COMPILED, LOSSES, OPTIONS, GradOptions, Loss, LossOptions
 
 ERRORS = """
@@ -33,7 +33,7 @@ def _paragraph(name: str) -> str:
 
 def _loss_of(function: str) -> Loss:
     name = function.removesuffix("_and_grad").removesuffix("_loss")
-    return DISTILL if name == DISTILL.name else LOSSES[name]
+    return ALL_LOSSES[name]
 
 
 def _example(function: str, with_grad: bool) -> str:

@@ -9,7 +9,7 @@ from ..arrays import kinds, native
 from ..kernels.distill.problem import taught
 from ..kernels.problem import Array
 from ..result import QueryKeyGrads
-from ..spec import DIMS, NAMES, OWN, SOFTMAX, Loss
+from ..spec import DIMS, LOSSES, NAMES, OWN, SOFTMAX, Loss
 from . import norms, validation
 from .call import Request
 
@@ -20,6 +20,8 @@ DISTILL = Loss(
     refused=REFUSED, taught=True,
 )  # fmt: skip
 DISTILL_ROWS = Loss("distill", ("query", "key"), QueryKeyGrads, refused=REFUSED, taught=True)
+
+ALL_LOSSES = {**LOSSES, DISTILL.name: DISTILL}  # by name
 
 
 class Teacher(NamedTuple):

@@ -247,3 +247,23 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+# --- options of distillation ----------------------------------------------------------------------
+
+TEACHER: dict[str, tuple[type, str]] = {  # type and help
+    "teacher_query": (str, "The teacher's embeddings of the queries (distill)."),
+    "teacher_key": (str, "The teacher's embeddings of the keys (distill)."),
+    "teacher_temperature": (float, "Divides the teacher's dot products; --temperature by default."),
+    "teacher_scale": (float, "Multiplies the teacher's dot products; --scale by default."),
+    "two_sided": (bool, "Whether half of the distillation is that of keys; it is by default."),
+}
+TEACHER_FEATURES = {"teacher_query", "teacher_key"}
+
+
+def teacher_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `TEACHER`."""
+    for name, (type_, help_text) in reversed(TEACHER.items()):
+        switch = flag(name) + (f"/{flag(f'no_{name}')}" if type_ is bool else "")
+        command = click.option(switch, type=type_, default=None, help=help_text)(command)
+    return command

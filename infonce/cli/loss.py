@@ -16,11 +16,14 @@ from click.core import ParameterSource
 import infonce
 
 from ..checks import norms, validation
+from ..checks.teacher import ALL_LOSSES
 from ..reference import normalize
 from ..result import LossAndGrad
-from ..spec import ARRAYS, CHOICES, DIMS, LOSSES, NAMES, OPTIONS, SOFTMAX, Loss
+from ..spec import ARRAYS, CHOICES, DIMS, NAMES, OPTIONS, SOFTMAX, Loss
 from . import loss_report, machine
 from .common import (
+    TEACHER,
+    TEACHER_FEATURES,
     UNITS_HELP,
     Bytes,
     List,
@@ -32,6 +35,7 @@ from .common import (
     progress_bar,
     reset_peak,
     resident,
+    teacher_options,
     to_json,
     written_whole,
 )
@@ -69,7 +73,9 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @click.argument("image")
 @click.argument("text", required=False)
-@click.option("--loss", "kind", type=click.Choice(list(LOSSES)), default="clip", help="Which loss.")
+@click.option(
+    "--loss", "kind", type=click.Choice(list(ALL_LOSSES)), default="clip", help="Which loss."
+)
 @click.option(
     "--temperature",
     "temperatures",
@@ -90,6 +96,7 @@ def _spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Embeddings of another model that tell likely positives; twice: of rows and of columns.",
 )
 @_spec_options
+@teacher_options
 @click.option(
     "--workspace",
     type=Bytes(),
@@ -136,7 +143,13 @@ def loss(
     .parquet are read, and shards are joined in memory, in one array of their dtype. --grad-out DIR
     gets one .npy for each argument that has a gradient, and scalars.json.
     """
-    chosen = LOSSES[kind]
+    chosen = ALL_LOSSES[kind]
+    teacher = {name: options.pop(name) for name in TEACHER}
+    teacher = {name: value for name, value in teacher.items() if value is not None}
+    if teacher and not chosen.taught:
+        raise click.UsageError(f"{flag(min(teacher))} is of distill")
+    if chosen.taught and not teacher.keys() >= TEACHER_FEATURES:
+        raise click.UsageError("distill: expected --teacher-query and --teacher-key")
     sources = _sources(chosen, image, text)
     if bias is not None and not chosen.sigmoid:
         raise click.UsageError("--bias is of siglip")
@@ -166,7 +179,7 @@ def loss(
     if grad_out is not None:
         files = [split(source)[0] for source in sources.values()]
         files += [*paths.values(), *chain(*sides.values())]
-        files += [split(guide)[0] for guide in guides]
+        files += [split(of)[0] for of in (*guides, *map(teacher.get, TEACHER_FEATURES)) if of]
         with_grad = [name for name in chosen.arguments if name not in chosen.locked]
         if "own" in paths:
             with_grad.append("own")
@@ -188,10 +201,15 @@ def loss(
     if guides:
         opened = tuple(open_embeddings(source) for source in guides)
         options["guide"] = opened if len(opened) > 1 else opened[0]
+    teacher_features = {
+        n: open_embeddings(of) for n, of in teacher.items() if n in TEACHER_FEATURES
+    }
+    options |= teacher | teacher_features
     options["metrics"] = _reports_metrics(chosen, options) if metrics is None else metrics
 
     names_in_errors = {name: f"{name} ({source})" for name, source in sources.items()}
     names_in_errors |= {name: f"{flag(name)} ({path})" for name, path in paths.items()}
+    names_in_errors |= {name: f"{flag(name)} ({teacher[name]})" for name in teacher_features}
     for name, files in {**sides, "guide": guides}.items():
         for i, file in enumerate(files):
             argument = f"{name}[{i}]" if len(files) > 1 else name
@@ -212,10 +230,11 @@ def loss(
             gradients.commit(_scalars(results[0]))
     seconds = time.perf_counter() - start
 
-    size = sum(z.nbytes for z in features.values())
+    inputs = features | teacher_features
+    size = sum(z.nbytes for z in inputs.values())
     peak = peak_resident()
     record = _record(chosen, options, temperatures, paths, sides)
-    record |= {"guide": list(guides)} if guides else {}
+    record |= ({"guide": list(guides)} if guides else {}) | teacher
     report = {
         "loss": kind,
         "inputs": {
@@ -248,10 +267,10 @@ def loss(
         loss_report.tables(report)
     for result in results:
         if not math.isfinite(result.loss):
-            raise click.ClickException(_why_not_finite(result.loss, features, names_in_errors))
+            raise click.ClickException(_why_not_finite(result.loss, inputs, names_in_errors))
     source_of_normalize = click.get_current_context().get_parameter_source("normalize")
     if source_of_normalize is ParameterSource.DEFAULT:
-        hint = _norms_hint(features, names_in_errors)
+        hint = _norms_hint(inputs, names_in_errors)
         if hint is not None:
             click.echo(f"infonce: {hint}", err=True)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from ..checks.teacher import ALL_LOSSES
 from ..result import LossAndGrad
-from ..spec import DEFAULTS, LOSSES
+from ..spec import DEFAULTS
 from .common import flag, human, stdout
 
 SIDES = ("rows", "columns")
@@ -76,7 +77,7 @@ def tables(report: Mapping[str, Any]) -> None:
     table.title, table.title_justify = title, "left"
     console = stdout(table)
     console.print(table if len(table.columns) > 1 else title)
-    if LOSSES[report["loss"]].sigmoid:
+    if ALL_LOSSES[report["loss"]].sigmoid:
         console.print(
             "A sigmoid loss judges each pair by itself: it has no softmax over rows or columns, so "
             "no loss by direction, no log-sum-exp and no ranking."

@@ -202,3 +202,31 @@ def test_guides_are_embeddings_of_files(pair, tmp_path):
     np.save(paths[1], guide[1, :3])
     words = "expected shape"
     assert words in fail("loss", image, text, *flags, "--scale", 3)
+
+
+def test_a_teacher_has_embeddings_of_files(pair, tmp_path):
+    image, text, u, v = pair
+    teacher = np.random.default_rng(9).normal(size=(2, M, 3))
+    paths = {"--teacher-query": tmp_path / "tq.npy", "--teacher-key": tmp_path / "tk.npy"}
+    for path, z in zip(paths.values(), teacher, strict=True):
+        np.save(path, z)
+    flags = ["--loss", "distill", *(word for option in paths.items() for word in option)]
+    for two_sided, more in ((True, []), (False, ["--no-two-sided"])):
+        said = report(image, text, *flags, "--teacher-scale", 2.0, *more, "--grad-out",
+                      tmp_path / str(two_sided))  # fmt: skip
+        expected = reference.distill(
+            u, v, *teacher, scale=3.0, teacher_scale=2.0, two_sided=two_sided
+        )
+        assert close(said["value"]["total"], expected.loss)
+        gradient = np.load(tmp_path / str(two_sided) / "key.npy")
+        np.testing.assert_allclose(gradient, expected.grads["key"], rtol=1e-5, atol=1e-7)
+        assert said["options"]["teacher_key"] == str(paths["--teacher-key"])
+        assert said["options"]["teacher_scale"] == 2.0
+    assert "--teacher-key is of distill" in fail("loss", image, text, *flags[4:])
+    words = "distill: expected --teacher-query and --teacher-key"
+    assert words in fail("loss", image, text, *flags[:4])
+    said = fail("loss", image, text, *flags, "--scale", 3, "--teacher-scale", -1)
+    assert "--teacher-scale: expected a positive number, got -1.0" in said
+    np.save(paths["--teacher-key"], teacher[1][:3])
+    said = fail("loss", image, text, *flags, "--scale", 3)
+    assert re.search(r"--teacher-key \(.*tk.npy\): expected shape", said)
