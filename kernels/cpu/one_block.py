@@ -8,23 +8,27 @@ products.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..conclude import ROUNDING
-from ..problem import LN_2, LOG2_E, SILENT, Array, Gradients, Problem, materialize_vectors
+from ..problem import LN_2, LOG2_E, Array, Gradients, Problem, materialize_vectors
 from ..sigmoid import tiles as pair_tiles
 from ..solve import Solution
 from . import tile_ops as tile
 from .elementary import compiled, rounded_product, wide_vectors
 from .fold import EXACT
 from .operands import DTYPES, SQUARES, Norms, Side, norms_of, readable_in_place, row_dots
-from .workers import BLAS, BUFFER_POOL, POOLS, thread_count
+from .workers import BLAS, BUFFER_POOL, side_by_side, thread_count
 
 MOST_LOGITS = 2**20
-MIN_THREADED_BLOCK = 2**23  # multiply-adds of the logits; with fewer, a second thread saves nothing
+MIN_THREADED_BLOCK = (
+    2**23
+)  # multiply-adds of products side by side; with fewer, threads save nothing
+MIN_HALVED_WIDTH = (
+    512  # of rows whose products with themselves take longer than to copy a half of them
+)
 NO_IDS = np.empty(0, np.int64)
 
 
@@ -52,17 +56,16 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution | None:
     problem = materialize_vectors(problem, np)
     m, n, d = problem.shape
     dtype = DTYPES[problem.compute]
-    threads = min(thread_count(), m, n) if m * n * d >= MIN_THREADED_BLOCK else 1
     query = key = _Rows(problem.query, dtype, problem.normalize)
     if not problem.symmetric:
         key = _Rows(problem.key, dtype, problem.normalize)
     memory = BUFFER_POOL.take(m * n, dtype)
     x = memory.reshape(m, n)
     with BLAS.single_threaded(m * n * d):
-        _in_threads(threads, lambda part: _multiply(query.z, key.z, x, threads, part))
+        _multiply(query.z, key.z, x)
         solution = _losses(problem, x, gradients is not None)
         if solution is not None and gradients is not None:
-            _store(problem, gradients, x, query, key, threads)
+            _store(problem, gradients, x, query, key)
     BUFFER_POOL.give(memory)
     return solution
 
@@ -124,14 +127,38 @@ class _Rows:
             self.z = features.astype(dtype, order="C")
 
 
-def _multiply(query: Array, key: Array, x: Array, threads: int, part: int) -> None:
-    rows = _part(len(x), threads, part)
-    np.matmul(query[rows], key.T, out=x[rows])
+def _multiply(query: Array, key: Array, x: Array) -> None:
+    """The raw products x."""
+    (m, d), n = query.shape, len(key)
+    threads = _threads(m, n, d)
+    halved = query is key and d >= MIN_HALVED_WIDTH
+
+    def multiply_part(part: int) -> None:
+        rows = _part(m, threads, part)
+        if not (halved and threads > 1):
+            np.matmul(query[rows], key.T, out=x[rows])  # BLAS itself halves a product in one part
+            return
+        # Rows of the part beside themselves, and beside those of the next parts around a ring
+        np.matmul(query[rows], query[rows].T, out=x[rows, rows])
+        for step in range(1, threads // 2 + 1):
+            near, far = rows, _part(m, threads, (part + step) % threads)
+            if 2 * step == threads:  # the part opposite comes here too: each takes a half
+                first, last = sorted((near, far), key=lambda side: side.start)
+                middle = (first.start + first.stop) // 2
+                half = slice(first.start, middle) if near is first else slice(middle, first.stop)
+                near, far = half, last
+            np.matmul(query[near], query[far].T, out=x[near, far])
+            x[far, near] = x[near, far].T
+
+    side_by_side(multiply_part, threads)
 
 
-def _store(
-    problem: Problem, gradients: Gradients, g: Array, query: _Rows, key: _Rows, threads: int
-) -> None:
+def _threads(m: int, n: int, d: int, products: int = 1) -> int:
+    """For products of so many multiply-adds."""
+    return min(thread_count(), m, n) if products * m * n * d >= MIN_THREADED_BLOCK else 1
+
+
+def _store(problem: Problem, gradients: Gradients, g: Array, query: _Rows, key: _Rows) -> None:
     """The gradients of features, from dL/dx."""
 
     def store(to: Array, left: Array, right: Array, own: _Rows, rows: slice) -> None:
@@ -150,34 +177,17 @@ def _store(
     if gradients.key is not None and gradients.want_key and not problem.symmetric:
         sides.append((gradients.key, g.T, query.z, key))
 
+    threads = _threads(*problem.shape, products=len(sides))
+
     def store_part(part: int) -> None:
         for to, left, right, own in sides:
             store(to, left, right, own, _part(len(to), threads, part))
 
-    _in_threads(threads, store_part)
+    side_by_side(store_part, threads)
 
 
 def _part(n: int, parts: int, part: int) -> slice:
     return slice(n * part // parts, n * (part + 1) // parts)
-
-
-def _in_threads(threads: int, work: Callable[[int], None]) -> None:
-    """`work` on 0, 1, ...: in so many threads, this one among them."""
-    if threads == 1:
-        work(0)
-        return
-
-    def silently(part: int) -> None:
-        with np.errstate(**SILENT):
-            work(part)
-
-    with POOLS.borrow(threads) as pool:
-        others = [pool.submit(silently, part) for part in range(1, threads)]
-        try:
-            work(0)
-        finally:
-            for part in others:
-                part.result()
 
 
 # --- loops that Numba compiles --------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,6 +190,103 @@ class _Pools(_Guarded):
 
 
 POOLS = _Pools()
+
+
+class _Helper:
+    """A thread that does a piece of work while its caller does another. The thread waits for a bare
+    lock: the queue and the future of an executor take twice as long as the lock."""
+
+    def __init__(self) -> None:
+        self._begun, self._ended = threading.Lock(), threading.Lock()
+        self._begun.acquire()
+        self._ended.acquire()
+        self._work: Callable[[], None] | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="infonce", daemon=True).start()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        self._work, self._error = work, None
+        self._begun.release()
+
+    def end(self) -> BaseException | None:
+        """Wait for the work. The error that stopped it."""
+        self._ended.acquire()
+        return self._error
+
+    def _run(self) -> None:
+        with np.errstate(**SILENT):
+            while True:
+                self._begun.acquire()
+                try:
+                    assert self._work is not None
+                    self._work()
+                except BaseException as error:
+                    self._error = error
+                self._work = None  # it has the caller's arrays
+                self._ended.release()
+
+
+class _Helpers(_Guarded):
+    """Idle helpers of earlier calls. At exit, no helper is inside BLAS, whose memory goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._idle: list[_Helper] = []
+        self._busy: set[_Helper] = set()
+        self._closed = False
+        atexit.register(self._close)
+
+    def _in_child(self) -> None:
+        super()._in_child()
+        self._idle, self._busy = [], set()  # a child has no threads of its parent
+
+    def take(self, count: int) -> list[_Helper]:
+        """So many helpers, or none where no thread can start."""
+        with self._lock:
+            if self._closed:
+                return []
+            try:
+                while len(self._idle) < count:
+                    self._idle.append(_Helper())
+            except RuntimeError:
+                return []
+            taken, self._idle = self._idle[:count], self._idle[count:]
+            self._busy.update(taken)
+            return taken
+
+    def give(self, helpers: list[_Helper]) -> None:
+        with self._lock:
+            self._busy.difference_update(helpers)
+            self._idle += helpers
+
+    def _close(self) -> None:
+        self._closed = True
+        for _ in range(1000):  # a second at most
+            if not self._busy:
+                break
+            time.sleep(0.001)
+
+
+HELPERS = _Helpers()
+
+
+def side_by_side(work: Callable[[int], None], parts: int) -> None:
+    """`work` on 0, 1, ..., each in a thread of its own: 0 in this thread."""
+    if parts == 1:
+        work(0)
+        return
+    helpers = HELPERS.take(parts - 1)
+    for part, helper in enumerate(helpers, 1):
+        helper.begin(partial(work, part))
+    try:
+        for part in range(1 if helpers else parts):
+            work(part)
+    finally:
+        errors = [helper.end() for helper in helpers]
+        HELPERS.give(helpers)
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def in_threads(

@@ -1,6 +1,7 @@
 """Batches whose logits fit one block, beside the same call in many blocks."""
 
 import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.conclude import conclude
-from infonce.kernels.cpu import backend, one_block
+from infonce.kernels.cpu import backend, one_block, workers
 from infonce.kernels.epilogues import Sums
 from infonce.kernels.problem import SILENT
 
@@ -158,3 +159,43 @@ def test_conclusions_of_rows(size: float) -> None:
         )
     )  # fmt: skip
     np.testing.assert_allclose(mine, theirs, rtol=4e-15, atol=4e-15)
+
+
+@pytest.mark.parametrize("threads", range(1, 7))
+def test_half_of_the_products_of_rows_with_themselves(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_block, "MIN_THREADED_BLOCK", 0)
+    monkeypatch.setattr(one_block, "MIN_HALVED_WIDTH", 1)
+    monkeypatch.setenv("INFONCE_NUM_THREADS", str(threads))
+    for rows in (1, 2, 5, 6, 23):
+        z = np.random.default_rng(rows).integers(-9, 9, (rows, 4)).astype(np.float32)
+        x = np.full((rows, rows), np.nan, np.float32)
+        one_block._multiply(z, z, x)
+        np.testing.assert_array_equal(x, z @ z.T)  # integers: exact
+
+
+def test_an_error_beside_this_thread() -> None:
+    """It is raised here, after all parts have ended; helpers serve the next call."""
+    ended: list[int] = []
+
+    def work(part: int) -> None:
+        time.sleep(0.01 * part)
+        ended.append(part)
+        if part == 1:
+            raise ValueError("of part 1")
+
+    for _ in range(2):
+        ended.clear()
+        with pytest.raises(ValueError, match="of part 1"):
+            workers.side_by_side(work, 3)
+        assert sorted(ended) == [0, 1, 2]
+    assert workers.HELPERS._busy == set()
+
+
+def test_parts_run_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "HELPERS", workers._Helpers())
+    monkeypatch.setattr(workers, "_Helper", mock.Mock(side_effect=RuntimeError("no new thread")))
+    parts: list[int] = []
+    workers.side_by_side(parts.append, 3)
+    assert parts == [0, 1, 2]

@@ -84,7 +84,7 @@ print(seen, blas() == before)
 def test_a_child_computes_whatever_other_threads_do() -> None:
     """They are inside of folds when the process forks, and hold locks."""
     found = printed("""
-from infonce.kernels.cpu.workers import BLAS, BUFFER_POOL, POOLS
+from infonce.kernels.cpu.workers import BLAS, BUFFER_POOL, HELPERS, POOLS
 
 ends = threading.Event()
 
@@ -99,7 +99,7 @@ def hold(of):
         with of._lock:
             time.sleep(0.005)
 
-threads += [threading.Thread(target=hold, args=(of,)) for of in (BLAS, BUFFER_POOL, POOLS)]
+threads += [threading.Thread(target=hold, args=(of,)) for of in (BLAS, BUFFER_POOL, HELPERS, POOLS)]
 for thread in threads:
     thread.start()
 for _ in range(10):

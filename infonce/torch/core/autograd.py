@@ -229,7 +229,9 @@ class _Function(_ReverseModeOnly):
         if wanted:
             call.keep()
             ctx.call, ctx.dtypes = call, [None if x is None else x.dtype for x in inputs]
-            ctx.save_for_backward(*call.untracked, *inputs)
+            untracked = call.untracked
+            ctx.has_untracked = untracked is not NO_TENSORS
+            ctx.save_for_backward(*(untracked if ctx.has_untracked else ()), *inputs)
         return result.loss
 
     @staticmethod
@@ -250,7 +252,10 @@ class _Function(_ReverseModeOnly):
                 for grad, dtype in zip(grads, ctx.dtypes, strict=True)
             ]  # fmt: skip
         else:
-            untracked, (scale, bias, *features) = _split(ctx.saved_tensors)
+            untracked, saved = NO_TENSORS, ctx.saved_tensors
+            if ctx.has_untracked:
+                untracked, saved = _split(saved)
+            scale, bias, *features = saved
             call = call.with_untracked(untracked)
             result = _computed(call, scale, bias, features, call.wanted, grad_out=upstream)
             grads = _in_input_order(call.kind, result.grads, call.wanted)

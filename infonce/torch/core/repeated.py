@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ... import arrays, dispatch
+from ... import arrays
 from ...checks.call import DOUBLE, PLAIN, SINGLE, check
-from ...kernels.problem import SCALES, SILENT, Gradients, Problem, fast_replace
+from ...kernels.problem import (
+    SCALES,
+    SILENT,
+    Gradients,
+    Problem,
+    fast_replace,
+    materialize_vectors,
+)  # fmt: skip
 from ...result import LossAndGrad
 from ...spec import Loss
 
 MOST_TEMPLATES = 256
+MOST_ROWS = 2**12  # of a template that has vectors of their length
 DTYPES = {torch.float32: SINGLE, torch.float64: DOUBLE}
 NUMBERS = (float, int)
 _templates: dict[tuple[Any, ...], Problem | None] = {}  # None: calls that are checked each time
@@ -77,9 +86,20 @@ def _template(
     static = request.static
     if static.wide_products or static.check_finite or static.reduction == "none":
         return None
-    from ...kernels.cpu.one_block import fits  # takes time to import
+    if not _one_block().fits(request.problem):
+        return None
+    if request.problem.shape[0] > MOST_ROWS:
+        return static.template
+    vectors = materialize_vectors(request.problem, np)
+    return fast_replace(static.template, positives=vectors.positives, upstream=vectors.upstream)
 
-    return static.template if fits(request.problem) else None
+
+@cache
+def _one_block() -> Any:
+    """The module: an import statement takes time in small batches."""
+    from ...kernels.cpu import one_block
+
+    return one_block
 
 
 def _number(value: Any) -> Any:
@@ -103,9 +123,12 @@ def _solved(
         gradients = Gradients(
             query_gradient, key_gradient, None, query_gradient is not None, key_gradient is not None
         )
-    with np.errstate(**SILENT):
-        solution = dispatch.solve(problem, gradients)
-    if solution.loss is None:
+    try:
+        with np.errstate(**SILENT):
+            solution = _one_block().solve(problem, gradients)
+    except MemoryError:  # the checked call says what helps
+        return None
+    if solution is None or solution.loss is None:
         return None
     dtype = DOUBLE if DOUBLE in (problem.query.dtype, problem.key.dtype) else SINGLE
     grads = {name: torch.from_numpy(outs[name]) if name in outs else None for name in names}
