@@ -17,6 +17,7 @@ from pathlib import Path
 
 import engine
 import pytest
+import threadpoolctl
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -80,6 +81,9 @@ def begin() -> None:
     """From now on, `import cupy` imports the stand-in, whether there is a GPU or not."""
     sys.path.insert(0, str(HERE / "stand_in"))
     os.environ["INFONCE_CACHE_DIR"] = str(ROOT / "build" / "emulated")
+    # BLAS threads that wait for small products would take a fifth of all time
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    threadpoolctl.threadpool_limits(1)
     import foreign
 
     foreign.install()

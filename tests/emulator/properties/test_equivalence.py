@@ -203,7 +203,7 @@ def computed(call: Call, way: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("loss", spec.LOSSES)
-@settings(max_examples=-(-settings.default.max_examples // 6), phases=[Phase.generate])
+@settings(max_examples=-(-settings.default.max_examples // 8), phases=[Phase.generate])
 @given(data=st.data())
 def test_methods(loss: str, data: st.DataObject) -> None:
     call = data.draw(calls(loss))

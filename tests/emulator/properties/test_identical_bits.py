@@ -1,5 +1,6 @@
-"""The same bits in every schedule: public calls that reach all kernels, 20 times each."""
+"""The same bits in every schedule: public calls that reach all kernels, several times each."""
 
+import os
 from typing import Any
 
 import cupy
@@ -14,7 +15,8 @@ pytestmark = [
     pytest.mark.emulated,
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
 ]
-SCHEDULES = 20
+# With a synchronisation less, bits differ within four schedules: benchmarks/results/mutants.json
+SCHEDULES = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
 DTYPES = {"fp64": "float64", "bf16": "bfloat16", "fp16": "float16"}  # float32 for others
 DEVICES = {"Hopper": 0, "portable": 2}  # of the stand-in
 SETS = (np.arange(140)[:, None] * 3 + [0, 7, 31]) % 150  # of one to three keys

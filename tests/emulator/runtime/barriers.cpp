@@ -37,8 +37,9 @@ Barrier& named(int barrier, int threads, Place at) {
   Barrier& b = my_block().named[barrier];
   if (!b.arrived.empty() && b.expected != threads)
     fail(at, "named barrier %d: %d threads, where others of this phase say %d", barrier, threads, b.expected);
-  for (const Fiber* fiber : b.arrived)
-    if (fiber == &me()) fail(at, "named barrier %d: this thread has arrived already in this phase", barrier);
+  uint32_t& arrival = me().arrivals[barrier];
+  if (arrival == b.generation + 1) fail(at, "named barrier %d: this thread has arrived already in this phase", barrier);
+  arrival = b.generation + 1;
   return b;
 }
 
@@ -79,7 +80,7 @@ int sync_block(int vote, Place at) {
   Barrier& barrier = named(0, my_block().alive, at);
   barrier.votes |= vote;
   if ((int)barrier.arrived.size() + 1 == my_block().alive) complete_votes(barrier);
-  const Wait wait{&barrier.generation, ~0u, barrier.generation, &barrier, "__syncthreads"};
+  const Wait wait{{&barrier.generation, ~0u, barrier.generation}, &barrier, "__syncthreads"};
   arrive_at_meeting(barrier, my_block().alive);
   wait_for(wait, at);
   acquire(barrier);
@@ -89,7 +90,7 @@ int sync_block(int vote, Place at) {
 void sync_named(int barrier, int threads, Place at) {
   let_others_go_first(at);
   Barrier& b = named(barrier, threads, at);
-  const Wait wait{&b.generation, ~0u, b.generation, &b, "a named barrier"};
+  const Wait wait{{&b.generation, ~0u, b.generation}, &b, "a named barrier"};
   arrive_at_meeting(b, threads);
   wait_for(wait, at);
   acquire(b);
@@ -102,7 +103,7 @@ void arrive_named(int barrier, int threads, Place at) {
 
 void sync_cluster(Place at) {
   let_others_go_first(at);
-  const Wait wait{&state.cluster.generation, ~0u, state.cluster.generation, &state.cluster, "the cluster"};
+  const Wait wait{{&state.cluster.generation, ~0u, state.cluster.generation}, &state.cluster, "the cluster"};
   arrive_at_meeting(state.cluster, cluster_alive());
   wait_for(wait, at);
   acquire(state.cluster);
@@ -158,7 +159,7 @@ void fence_inits(Place at) {
 void wait(uint64_t& word, unsigned parity, Place at) {
   let_others_go_first(at);
   Mbarrier& mbarrier = mbarrier_at(my_block(), offset_of(&word), at);
-  wait_for({&mbarrier.generation, 1, parity & 1, &mbarrier, "an mbarrier"}, at);
+  wait_for({{&mbarrier.generation, 1, parity & 1}, &mbarrier, "an mbarrier"}, at);
   acquire(mbarrier);
 }
 
@@ -190,10 +191,9 @@ std::string threads_of(const std::vector<const Fiber*>& fibers) {
 
 std::string describe(const Wait& wait, Place at) {
   const std::string line = std::string(at.file ? at.file : "?") + ":" + std::to_string(at.line);
-  if (!wait.word) return "can go on from " + line;
+  if (!wait.meeting) return "can go on from " + line;
   std::string text = std::string(wait.what) + " at " + line;
   const Meeting* meeting = wait.meeting;
-  if (!meeting) return text;
   if (const std::string what = wait.what; what == "an mbarrier") {
     const Mbarrier& mbarrier = *(const Mbarrier*)meeting;
     text += " (shared memory + " + std::to_string(mbarrier.offset) + ", initialised at " +

@@ -89,6 +89,7 @@ inline void** first_frame(void** top, void (*entry)()) {
 // Stacks of a launch, and of later ones with as few fibers. Below each lies a page that cannot be used.
 struct Stacks {
   static constexpr size_t SIZE = 256 << 10;
+  static constexpr size_t SHIFT = 17 * 64, SHIFTS = 60;  // tops of stacks lie in different sets of the caches
   char* memory = nullptr;
   size_t count, bytes;
 
@@ -100,7 +101,9 @@ struct Stacks {
   ~Stacks() { munmap(memory, bytes); }
   Stacks(const Stacks&) = delete;
   // What emulator_switch goes on at, to begin `entry` on stack i
-  void* begin(size_t i, void (*entry)()) const { return first_frame((void**)(memory + (i + 1) * SIZE), entry); }
+  void* begin(size_t i, void (*entry)()) const {
+    return first_frame((void**)(memory + (i + 1) * SIZE - i % SHIFTS * SHIFT), entry);
+  }
   bool holds(const char* at) const { return at >= memory && at < memory + bytes; }
   bool overflown(const char* at) const {
     return holds(at) && (size_t)(at - memory) % SIZE < (size_t)sysconf(_SC_PAGESIZE);

@@ -27,15 +27,16 @@ size_t page() {
 }
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
+bool is_unused(const char* p, const char* end) {
+  if (p == end) return true;
+  return *p == UNUSED && memcmp(p, p + 1, (size_t)(end - p) - 1) == 0;
+}
+
 struct Array {
   char *start, *pages;  // of its bytes, and of what is mapped
   size_t bytes, mapped; // without the page beyond
   bool damaged() const {
-    for (const char* p = pages; p < pages + mapped; ++p) {
-      if (p == start) p += bytes;
-      if (p < pages + mapped && *p != UNUSED) return true;
-    }
-    return false;
+    return !is_unused(pages, start) || !is_unused(start + bytes, pages + mapped);
   }
 };
 std::map<const char*, Array> arrays;  // by their start

@@ -52,6 +52,7 @@ void thread_entry() {
   thread_body(thread_data);
   Fiber& fiber = me();
   fiber.done = true;
+  fiber.warp->conditions[fiber.lane()] = NEVER;
   Block& block = *fiber.home;
   thread_ended(fiber);
   if (--block.alive == 0) block_ended(block);
@@ -69,7 +70,6 @@ void enter(Block& block) {
 }
 
 bool resume(Fiber& fiber) {
-  if (fiber.done || !fiber.wait.over()) return false;
   current = &fiber;
   emulator_switch(&scheduler_context, fiber.stack);
   current = nullptr;
@@ -81,13 +81,17 @@ struct Order {
   size_t n, at, step;
   explicit Order(size_t n) : n(n), at(0), step(1) {
     if (!state.random || n < 2) return;
-    at = state.next_random() % n;
-    do step = 1 + state.next_random() % (n - 1);
-    while (std::gcd(step, n) != 1);
+    const uint64_t random = state.next_random();
+    at = (random >> 32) % n;
+    step = 1 + (uint32_t)random % (n - 1);
+    if ((n & (n - 1)) == 0) step |= 1;
+    else
+      while (std::gcd(step, n) != 1) step = 1 + state.next_random() % (n - 1);
   }
   size_t next() {
     const size_t here = at;
-    at = (at + step) % n;
+    at += step;
+    if (at >= n) at -= n;
     return here;
   }
 };
@@ -96,10 +100,11 @@ struct Order {
 bool run_warp(Block& block, size_t warp, uint32_t lagging) {
   bool moved = false;
   const size_t first = 32 * warp;
+  const Condition* conditions = block.warps[warp].conditions;
   Order lanes(std::min<size_t>(32, block.fibers.size() - first));
   for (size_t l = 0; l < lanes.n; ++l) {
     const size_t lane = lanes.next();
-    if (!(lagging >> lane & 1)) moved |= resume(block.fibers[first + lane]);
+    if (conditions[lane].holds() && !(lagging >> lane & 1)) moved |= resume(block.fibers[first + lane]);
   }
   return moved;
 }
@@ -279,14 +284,16 @@ void fail(Place at, const char* format, ...) {
 void wait_for(Wait wait, Place at) {
   Fiber& fiber = me();
   fiber.at = at;
-  if (wait.over()) return;
+  if (wait.holds()) return;
   fiber.wait = wait;
+  Condition& condition = fiber.warp->conditions[fiber.lane()];
+  condition = wait;
   yield();
-  fiber.wait = Wait();
+  condition = fiber.wait = Wait();
 }
 
 void wait_until_complete(const Meeting& meeting, const char* what, Place at) {
-  wait_for({&meeting.generation, ~0u, meeting.generation, &meeting, what}, at);
+  wait_for({{&meeting.generation, ~0u, meeting.generation}, &meeting, what}, at);
 }
 
 void let_others_go_first(Place at) {

@@ -45,13 +45,17 @@ struct Mbarrier : Meeting {
   int64_t bytes = 0;  // of copies that the phase waits for
 };
 
-// Until (*word & mask) != value
-struct Wait {
-  const uint32_t* word = nullptr;
-  uint32_t mask = 0, value = 0;
+// A lane can go on while (*word & mask) != value. At first it can
+inline const uint32_t always = 1;
+struct Condition {
+  const uint32_t* word = &always;
+  uint32_t mask = 1, value = 0;
+  bool holds() const { return (*word & mask) != value; }
+};
+constexpr Condition NEVER{&always, 0, 0};
+struct Wait : Condition {
   const Meeting* meeting = nullptr;
   const char* what = "";
-  bool over() const { return !word || (*word & mask) != value; }
 };
 
 struct AsyncCopy {
@@ -74,6 +78,7 @@ struct Fiber : Thread {
   Warp* warp = nullptr;
   void* stack = nullptr;
   bool done = false, polls = false, polls_others = false;
+  uint32_t arrivals[16] = {};  // by named barrier: the phase after the one in which it arrived last
   Wait wait;
   Place at{};  // of the last synchronisation
   Seen seen;
@@ -105,6 +110,7 @@ struct Pace {
   bool rests(unsigned most_turns);
 };
 struct Warp {
+  Condition conditions[32];  // of its lanes: in one place, for the scheduler reads them all in every turn
   Lanes meetings[33];  // of all lanes; of the lanes from each one on
   bool products_fenced = false;
   std::vector<std::vector<WarpProduct>> products;  // groups, oldest first
