@@ -23,12 +23,8 @@ from .operands import DTYPES, SQUARES, Norms, Side, norms_of, readable_in_place,
 from .workers import BLAS, BUFFER_POOL, side_by_side, thread_count
 
 MOST_LOGITS = 2**20
-MIN_THREADED_BLOCK = (
-    2**23
-)  # multiply-adds of products side by side; with fewer, threads save nothing
-MIN_HALVED_WIDTH = (
-    512  # of rows whose products with themselves take longer than to copy a half of them
-)
+MIN_THREADED_BLOCK = 2**23  # multiply-adds of products; with fewer, threads save nothing
+MIN_HALVED_WIDTH = 512  # of rows: their products with themselves take longer than copies of a half
 NO_IDS = np.empty(0, np.int64)
 
 

@@ -200,7 +200,7 @@ class _Helper:
         self._begun, self._ended = threading.Lock(), threading.Lock()
         self._begun.acquire()
         self._ended.acquire()
-        self._work: Callable[[], None] | None = None
+        self._work: Any = None
         self._error: BaseException | None = None
         threading.Thread(target=self._run, name="infonce", daemon=True).start()
 
@@ -218,7 +218,6 @@ class _Helper:
             while True:
                 self._begun.acquire()
                 try:
-                    assert self._work is not None
                     self._work()
                 except BaseException as error:
                     self._error = error
@@ -261,9 +260,8 @@ class _Helpers(_Guarded):
 
     def _close(self) -> None:
         self._closed = True
-        for _ in range(1000):  # a second at most
-            if not self._busy:
-                break
+        deadline = time.monotonic() + 1
+        while self._busy and time.monotonic() < deadline:
             time.sleep(0.001)
 
 
