@@ -23,7 +23,7 @@ from .operands import DTYPES, SQUARES, Norms, Side, norms_of, readable_in_place,
 from .workers import BLAS, BUFFER_POOL, side_by_side, thread_count
 
 MOST_LOGITS = 2**20
-MIN_THREADED_BLOCK = 2**23  # multiply-adds of products; with fewer, threads save nothing
+MIN_THREADED_BLOCK = 2**23  # multiply-adds of products; for no more, threads save nothing
 MIN_HALVED_WIDTH = 512  # of rows: their products with themselves take longer than copies of a half
 NO_IDS = np.empty(0, np.int64)
 
@@ -151,7 +151,7 @@ def _multiply(query: Array, key: Array, x: Array) -> None:
 
 def _threads(m: int, n: int, d: int, products: int = 1) -> int:
     """For products of so many multiply-adds."""
-    return min(thread_count(), m, n) if products * m * n * d >= MIN_THREADED_BLOCK else 1
+    return min(thread_count(), m, n) if products * m * n * d > MIN_THREADED_BLOCK else 1
 
 
 def _store(problem: Problem, gradients: Gradients, g: Array, query: _Rows, key: _Rows) -> None:
