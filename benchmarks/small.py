@@ -118,12 +118,13 @@ def main() -> None:
     results = []
     for loss, options, rows, dim in track(cases, "cases"):
         runs = contenders(loss, rows, dim, options)
+        names = list(runs)
         alone = {"products": runs.pop("products")}
         least = least_seconds(runs, given.rounds)
         least |= least_seconds(alone, given.rounds)
         time.sleep(LONG_PAUSE)
         row: dict[str, Any] = {"loss": loss, "options": options, "rows": rows, "dim": dim}
-        row |= {f"{name}_s": seconds for name, seconds in least.items()}
+        row |= {f"{name}_s": least[name] for name in names}
         for name in ("infonce", "infonce.torch"):
             row[f"{name} / torch"] = round(least[name] / least["torch"], 2)
         results.append(row)
