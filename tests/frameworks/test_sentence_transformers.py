@@ -116,14 +116,27 @@ OVER_RANKS = [  # columns and settings
     (3, {}),
     (2, ALL_WAYS),
     (3, {**ALL_WAYS, "hardness_mode": "hard_negatives", "hardness_strength": 3.0}),
+    (3, {"temperature": 0.2}),
 ]
 RANKS = """
 import sys
+import types
 import torch
 import torch.distributed as dist
 from sentence_transformers.sentence_transformer import losses
 from torch.nn.parallel import DistributedDataParallel
 from infonce.torch import sentence_transformers as ours
+
+def guided(module, settings, embeddings, rows):
+    # the rows themselves are a guide
+    loss = types.SimpleNamespace(
+        **{"margin": 0.0, "contrast_anchors": True, "contrast_positives": True}, **settings,
+        margin_strategy="absolute", mini_batch_size=8, show_progress_bar=False,
+        cross_entropy_loss=torch.nn.CrossEntropyLoss(),
+        sim_matrix=lambda a, b: torch.nn.functional.cosine_similarity(a[:, None], b[None], dim=-1),
+    )
+    columns = [[each] for each in embeddings], [[each] for each in rows]
+    return module.CachedGISTEmbedLoss.calculate_loss(loss, *columns)
 
 rank, folder, cases = int(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
 torch.set_num_threads(1)
@@ -134,13 +147,17 @@ for name, module in (("theirs", losses), ("ours", ours)):
         torch.manual_seed(0)
         model = DistributedDataParallel(torch.nn.Linear(6, 4, dtype=torch.float64))
         settings = {"gather_across_devices": True, **settings}
-        loss = module.MultipleNegativesRankingLoss(None, **settings)
+        if "temperature" not in settings:
+            loss = module.MultipleNegativesRankingLoss(None, **settings)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
         values = []
         for step in range(3):
             rows = torch.randn(columns, 2, 5, 6, dtype=torch.float64)[:, rank]
             embeddings = list(model(rows.flatten(0, 1)).split(5))
-            value = loss.compute_loss_from_embeddings(embeddings, None)
+            if "temperature" in settings:
+                value = guided(module, settings, embeddings, rows)
+            else:
+                value = loss.compute_loss_from_embeddings(embeddings, None)
             optimiser.zero_grad()
             value.backward()
             optimiser.step()
@@ -185,3 +202,78 @@ def test_what_sentence_transformers_has_alone() -> None:
         MultipleNegativesRankingLoss(None, similarity_fct=util.euclidean_sim)
     with pytest.raises(ValueError, match="embeddings: expected queries and documents, got 1 col"):
         MultipleNegativesRankingLoss(None).compute_loss_from_embeddings([torch.ones(2, 3)], None)
+
+
+GUIDED = [
+    {},
+    {"margin": 0.05, "temperature": 0.05},
+    {"margin": 0.002, "contrast_anchors": False},
+    {"contrast_positives": False, "margin_strategy": "relative"},
+]
+
+
+def tokens(model: Any, columns: int) -> list[dict[str, Any]]:
+    read = getattr(model, "preprocess", model.tokenize)
+    return [read(texts[:9]) for texts in sentences(columns).values()]
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_guided_losses(columns: int) -> None:
+    """Values and gradients of the model, by a guide that reads the same tokens, or other ones."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer import losses
+    from torch_problems import sentence_model
+
+    from infonce.torch import sentence_transformers as ours
+
+    model, guide = (sentence_model(width=width, dropout=0.0).double() for width in (16, 8))
+    plain = [("GISTEmbedLoss", *step) for step in enumerate(GUIDED)]
+    for name, step, settings in [*plain, ("CachedGISTEmbedLoss", 1, GUIDED[1])]:
+        guide.max_seq_length = 128 if step % 2 else 20  # of fewer tokens, the texts are read anew
+        cached = {"mini_batch_size": 4} if name.startswith("Cached") else {}
+        found = []
+        for module in (ours, losses):
+            kind = getattr(module, name)(model, guide, **settings, **cached)
+            assert kind.must_retokenize == (step % 2 == 0)
+            model.zero_grad()
+            loss = kind(tokens(model, columns), None)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", ["MultipleNegativesRankingLoss", "GISTEmbedLoss", "CachedGISTEmbedLoss"]
+)
+def test_prefixes_by_their_own_matryoshka_loss(name: str) -> None:
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer import losses
+    from torch_problems import sentence_model
+
+    from infonce.torch import sentence_transformers as ours
+
+    model, guide = (sentence_model(width=width, dropout=0.0).double() for width in (16, 8))
+    found = []
+    for module in (ours, losses):
+        given = (model,) if name.startswith("Multiple") else (model, guide)
+        loss = losses.MatryoshkaLoss(model, getattr(module, name)(*given), [16, 8, 4], [1, 2, 0.5])
+        model.zero_grad()
+        value = loss(tokens(model, 2), None)
+        value.backward()
+        found.append([value.detach(), *(p.grad for p in model.parameters())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+
+
+def test_what_gist_has_alone() -> None:
+    pytest.importorskip("sentence_transformers")
+    from torch_problems import sentence_model
+
+    from infonce.torch.sentence_transformers import GISTEmbedLoss
+
+    model = sentence_model(width=8)
+    with pytest.raises(ValueError, match='margin_strategy: expected "absolute" with a margin'):
+        GISTEmbedLoss(model, model, margin_strategy="relative", margin=0.1)
+    with pytest.raises(ValueError, match="embeddings: expected anchors and positives, got 1 col"):
+        GISTEmbedLoss(model, model)(tokens(model, 1), None)

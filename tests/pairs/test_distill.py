@@ -155,6 +155,30 @@ def test_the_cross_entropy_is_at_least_the_entropy_of_the_teacher(method: dict[s
         assert loss >= entropy - 1e-12
 
 
+def test_rows_are_no_less_than_the_entropies_of_their_teachers(method: dict[str, Any]) -> None:
+    args = features(20, 30, d=16)
+    options: dict[str, Any] = {"reduction": "none", "two_sided": False, **method}
+    losses = infonce.distill_loss(*args, **NUMBERS, **options)
+    assert (losses >= infonce.distill_loss(*args[2:] * 2, scale=3.0, **options) - 1e-12).all()
+
+
+def test_a_teacher_that_is_certain_of_the_pairs_makes_clip_and_info_nce(
+    method: dict[str, Any],
+) -> None:
+    query, key, *_ = features(30, 30)
+    certain = np.eye(30), np.eye(30)
+    for two_sided, loss in (
+        (True, infonce.clip_loss_and_grad),
+        (False, infonce.info_nce_loss_and_grad),
+    ):
+        got = infonce.distill_loss_and_grad(
+            query, key, *certain, scale=2.0, teacher_scale=2000.0, two_sided=two_sided, **method
+        )
+        want = loss(query, key, scale=2.0)
+        for have, expected in zip((got.loss, *got.grads), (want.loss, *want.grads), strict=True):
+            np.testing.assert_allclose(have, expected, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("how", VIEWS)
 def test_strides_and_dtypes_of_teachers(how: str, method: dict[str, Any]) -> None:
     args = tuple(np.round(z, 1) for z in features(20, 20))

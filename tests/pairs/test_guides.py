@@ -53,6 +53,15 @@ def test_a_guide_below_all_margins_has_the_bits_of_none(name: str, method: dict[
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_guide_whose_products_are_below_all_limits_leaves_out_nothing(
+    name: str, method: dict[str, Any]
+) -> None:
+    problem = guided(name, rows=40, guide_margin=1e3)
+    assert called(problem._replace(softmax={}), **method).loss > 0
+    near(called(problem, **method), problem._replace(softmax={}).reference())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_guide_of_the_features_is_false_negative_margin(
     name: str, method: dict[str, Any]
 ) -> None:

@@ -1,14 +1,20 @@
-"""Drop-in replacements for sentence_transformers' losses `MultipleNegativesRankingLoss` and
-`CachedMultipleNegativesRankingLoss`.
+"""Drop-in replacements for sentence_transformers' losses `MultipleNegativesRankingLoss`,
+`GISTEmbedLoss`, and the same with gradient caching.
 
 They are subclasses: constructors, settings, encoding and gradient caching are those of the
 sentence-transformers that is installed, and the loss of the embeddings is computed here, in memory
 linear in the batch. What differs: it is float32 (float64 for float64); `similarity_fct` is cos_sim
 or dot_score; with `gather_across_devices` the loss is that of all processes' rows, and their
-shards may differ in size.
+shards may differ in size. sentence-transformers' `MatryoshkaLoss` takes these losses.
 """
 
 from .cached import CachedMultipleNegativesRankingLoss
+from .gist import CachedGISTEmbedLoss, GISTEmbedLoss
 from .ranking import MultipleNegativesRankingLoss
 
-__all__ = ["CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss"]
+__all__ = [
+    "CachedGISTEmbedLoss",
+    "CachedMultipleNegativesRankingLoss",
+    "GISTEmbedLoss",
+    "MultipleNegativesRankingLoss",
+]
