@@ -38,15 +38,17 @@ typedef float2 Real2;
 #ifndef SETS
 #define SETS 0  // rows have several positives
 #endif
-// The product of an excluded pair: in no sum, as 2^(c EXCLUDED) is 0. With moments, 0 times it is 0, too.
+// The product of an excluded pair. It adds nothing to a sum, because 2^(c EXCLUDED) is 0. With moments,
+// EXCLUDED is finite, so that 0 times it is 0, too.
 #if MOMENTS
 constexpr Real EXCLUDED = sizeof(Real) == 8 ? -0x1.fffffffffffffp1023 : -0x1.fffffep127f;
 #else
 #define EXCLUDED LOW
 #endif
 constexpr u32 ALL_LANES = 0xffffffffu;
-constexpr int LOW_UNITS = 2048;  // low parts of float16 gradient blocks are multiplied by this: no underflow
-constexpr int TILE_COLUMNS = 128;  // of a sweep
+// Low parts of float16 gradient blocks are multiplied by this factor, so that they do not underflow.
+constexpr int LOW_PART_FACTOR = 2048;
+constexpr int TILE_COLUMNS = 128;  // keys of a sweep's tile
 
 __device__ __forceinline__ Real2 real2(Real x, Real y) {
   Real2 r;
@@ -55,25 +57,25 @@ __device__ __forceinline__ Real2 real2(Real x, Real y) {
   return r;
 }
 
-// A number given by value, or one in device memory, for which the host need not wait.
+// A factor of products: a number by value or in device memory, times two corrections.
 struct Scalar {
   double value;
   const double* pointer;
   double factor;
-  const double* shift;  // another factor, or null
+  const double* feature_divisors;  // product of the two sides' feature divisors (rows.cu); null: 1
   __device__ double bare() const { return pointer ? *pointer : value; }
-  __device__ double get() const { return bare() * factor * (shift ? *shift : 1); }
+  __device__ double get() const { return bare() * factor * (feature_divisors ? *feature_divisors : 1); }
 };
 
-// The scale of the logits. The host has not checked a scale in device memory. Out of range
-// (problem.SCALES) it is NaN, which makes the loss NaN.
+// The scale of the logits. The host has not checked a scale in device memory. A scale out of range
+// (problem.SCALES) becomes NaN, which makes the loss NaN.
 struct Scale : Scalar {
   __device__ double bare() const {
     const double s = Scalar::bare(), least = sizeof(Real) == 8 ? 0x1p-511 : 0x1p-63,
                  most = sizeof(Real) == 8 ? 0x1p53 : 0x1p24;
     return s >= least && s <= most ? s : NAN_;
   }
-  __device__ double get() const { return bare() * factor * (shift ? *shift : 1); }
+  __device__ double get() const { return bare() * factor * (feature_divisors ? *feature_divisors : 1); }
 };
 
 // A maximum of products; LOW if all of them are excluded.
@@ -81,8 +83,9 @@ __device__ __forceinline__ Real or_low(Real largest) {
   return MOMENTS && largest == EXCLUDED ? LOW : largest;
 }
 
-// What products are multiplied by to be logits, at least so much that 2^(factor EXCLUDED) is 0. Products
-// of float16 are below 2^60: with less, all logits are nothing beside 1. NaN stays.
+// The factor that makes products logits, but not less than a lower bound for which 2^(factor EXCLUDED) is
+// 0. Products of float16 are below 2^60, so a smaller factor makes all logits negligible beside 1. NaN stays
+// NaN.
 __device__ __forceinline__ double logit_factor(double factor) {
   const double least = sizeof(Real) == 8 ? 0x1p-1000 : 0x1p-100;
   return MOMENTS && factor < least ? least : factor;

@@ -1,14 +1,14 @@
-// Finished gradients, from sums over gradient blocks. A warp a row, or half of one.
+// Complete gradients of features, from sums over gradient blocks. One warp, or half of a warp, computes a row.
 //
-// With P_ij f_i f_j in gradient blocks, the products give g_i = f_i dU_i (rows.cuh says what f, s and e are),
+// With P_ij f_i f_j in gradient blocks, the products give g_i = f_i dU_i (rows.cuh defines f, s and e),
 // and the gradient with respect to the rows as they came is
 //
 //     dz = (dU - u <dU, u>) / |z| = 2^-e (g - f^2 s <g, s>),     <dU, u> = <g, s>.
 //
 // A row of zeros has zero gradient.
 //
-// FACTORS: rows are normalised, and have factors and exponents. Without, a row needs fewer registers, and
-// more rows are under way.
+// FACTORS: rows are normalised, and have factors and exponents. Without FACTORS, a row needs fewer registers,
+// so that more rows are in flight.
 #include "rows.cuh"
 
 #ifndef FACTORS
@@ -19,7 +19,7 @@
 #define LINEAR 0
 #endif
 
-// 16 bytes, at once or, where rows begin anywhere, in four pieces.
+// 16 bytes, in one store if the address is aligned, else in four stores.
 __device__ __forceinline__ void set_16_bytes(char* to, uint4 x) {
   u32* words = (u32*)to;
   if ((u64)to % 16 == 0) *(uint4*)to = x;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void set_group(const T (&x)[LANE_FEATURES], const Mat
 // Positives of a row: (row, partner) pairs whose dL/dx is not in the gradient blocks.
 struct Positives {
   const double* gradient;  // [queries, set_size] dL/dx at the positives
-  const i64* partner;      // [queries, set_size] keys of each query (-1: none of these); null: the same number
+  const i64* partner;      // [queries, set_size] keys of each query, -1 for none; null: key i of query i
   const i64 *begin, *end;  // not null: rows are keys, and partner[begin[j] .. end[j]) the pairs of key j
   i64 set_size;
   i64 others;              // rows of the other side: a row of a higher number has no partner
@@ -95,21 +95,21 @@ struct LinearGradient {
   const Real *sums, *weighted;  // [segments, d], or null: 0
   double itself;
 
-  // Subtract own_factor t from what is `g` in eight features, those of u_i in `u`.
+  // Subtract own_factor t_i from `g`, in eight features; `u` has the same features of u_i.
   template <class T>
   __device__ __forceinline__ void subtract(T (&g)[LANE_FEATURES], const T (&u)[LANE_FEATURES], i64 row,
                                            i64 column, i64 d, double own_factor) const {
-    const i64 of = segment ? segment[row] : 0;
-    if (of < 0) return;
+    const i64 row_segment = segment ? segment[row] : 0;
+    if (row_segment < 0) return;
     T x[LANE_FEATURES];
     if (factor) {
-      const T by = (T)(own_factor * factor[row]);
-      get_reals(x, sums + of * d + column, d - column);
+      const T term_factor = (T)(own_factor * factor[row]);
+      get_reals(x, sums + row_segment * d + column, d - column);
 #pragma unroll
-      for (int i = 0; i < LANE_FEATURES; ++i) g[i] -= by * (x[i] - (T)itself * u[i]);
+      for (int i = 0; i < LANE_FEATURES; ++i) g[i] -= term_factor * (x[i] - (T)itself * u[i]);
     }
     if (weighted) {
-      get_reals(x, weighted + of * d + column, d - column);
+      get_reals(x, weighted + row_segment * d + column, d - column);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i) g[i] -= (T)own_factor * x[i];
     }
@@ -159,22 +159,25 @@ struct Finished {
   }
 };
 
-// Sums are multiplied by this root and by its size, not by the unit at once: beside large sums, the unit
-// may be too small for a float.
-__device__ __forceinline__ double signed_root(double unit) {
-  return copysign(sqrt(fabs(unit)), unit);
+// The root of the gradient divisor, with the divisor's sign. Sums are multiplied by the root and then by its
+// absolute value, because the divisor itself may be too small for a float.
+__device__ __forceinline__ double signed_root(double divisor) {
+  return copysign(sqrt(fabs(divisor)), divisor);
 }
 
-// Finish the gradients of n rows from row `first` on, whose sums are in `acc` [n, acc_stride]. Sums are in
-// the gradient blocks' unit; with `unit_step` 1, each row has a unit of its own. The other side's features
-// were divided by `shift` (null: 1). Positives are added here. The gradients are written to `out` (data
-// null: nowhere), or added to what is there, and <gradient, row> is written to `dots` (or null). Linear terms
-// are part of both.
+// Complete gradients of n rows from row `first` on.
+//   - `acc` [n, acc_stride] has their sums over gradient blocks. The sums are divided by gradient_divisor[0], or,
+//     if `divisor_step` is 1, by gradient_divisor[row].
+//   - The features of the other side were divided by *feature_divisor (null: by 1).
+//   - Positives and linear terms are added here.
+//   - The gradients are written to `out` (data null: not written), or, if `add`, added to it.
+//   - <gradient, row> is written to `dots`, if `dots` is not null.
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, sizeof(Real) == 8 || FACTORS && LINEAR ? 2 : FACTORS ? 3 : 4)
 finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
                                   const __grid_constant__ Matrix z, const Real* factor,
                                   const int* exponent, const __grid_constant__ Positives positives,
-                                  const double* unit, i64 unit_step, const double* shift,
+                                  const double* gradient_divisor, i64 divisor_step,
+                                  const double* feature_divisor,
                                   double* dots,
                                   const __grid_constant__ Matrix out, i64 add
 #if LINEAR
@@ -192,10 +195,11 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   prefetch_row(sum, d * sizeof(Real), lane, lanes);
   if (FACTORS || dots) prefetch_row(z, row, d, lane, lanes);
   if (!positives.partner && row < positives.others) prefetch_row(positives.z, row, d, lane, lanes);
-  const double root_of_unit = signed_root(unit[unit_step * row]) * sqrt(shift ? *shift : 1.0);
+  const double divisor_root =
+      signed_root(gradient_divisor[divisor_step * row]) * sqrt(feature_divisor ? *feature_divisor : 1.0);
   double dot = 0;
-#if !FACTORS  // all at once, in the products' precision
-  const Real root = (Real)root_of_unit;
+#if !FACTORS  // one pass over the row, in the products' precision
+  const Real root = (Real)divisor_root;
 #pragma unroll 1
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
     Finished<Real> f(sum, root, positives, linear, z, row, k, d, 0, 0, dots || LINEAR);
@@ -213,7 +217,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
   if (dots && lane == 0) dots[row] = dot;
 #else
   const int e = exponent[row];
-  const double f = factor[row], root = root_of_unit;
+  const double f = factor[row], root = divisor_root;
   for (i64 k = lane * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES)
     dot += Finished<double>(sum, root, positives, linear, z, row, k, d, f, e).dot();
   dot = lanes_sum(dot, lanes);
@@ -232,7 +236,7 @@ finish(const Real* acc, i64 acc_stride, i64 first, i64 n, i64 d,
 #endif
 }
 
-// out = sums + other (null: 0), of n rows of d features one after another.
+// out = sums + other (null pointers: 0). `sums` and `other` are contiguous, n rows of d features.
 extern "C" __global__ void assign(const Real* sums, const Real* other, i64 n, i64 d,
                                   const __grid_constant__ Matrix out) {
   const int lanes = lanes_of(d);

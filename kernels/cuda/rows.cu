@@ -1,27 +1,30 @@
-// Rows of features before the products: norms, largest sizes, operands. A warp a row, or half of one.
+// Rows of features before the products: norms, largest sizes, operands. One warp, or half of a warp,
+// computes one row.
 #include "rows.cuh"
 
+// The factor and exponent of each normalised row, such that features * 2^-exponent * factor has unit norm
+// (rows.cuh). A row of zeros has factor 0, and a row whose norm is not finite has factor NaN.
 extern "C" __global__ void row_norms(const __grid_constant__ Matrix z, i64 n, i64 d, Real* factor,
                                      int* exponent) {
   const i64 row = lanes_row(32);
   if (row >= n) return;
-  int taken = 0, e = 0;
+  int feature_exponent = 0, norm_exponent = 0;  // the squares are sums of features * 2^-feature_exponent
   if (z.dtype == DTYPE_FLOAT64) {
     double largest = 0;
     for (i64 k = threadIdx.x % 32; k < d; k += 32) largest = fmax(largest, fabs(z.get(row, k)));
-    taken = exponent_of(warp_max(largest));
+    feature_exponent = exponent_of(warp_max(largest));
   }
-  double sum = 0;
+  double square_sum = 0;
   for (i64 k = threadIdx.x % 32; k < d; k += 32) {
-    const double x = taken ? ldexp(z.get(row, k), -taken) : z.get(row, k);
-    sum += x * x;
+    const double feature = feature_exponent ? ldexp(z.get(row, k), -feature_exponent) : z.get(row, k);
+    square_sum += feature * feature;
   }
-  sum = warp_sum(sum);
+  square_sum = warp_sum(square_sum);
   if (threadIdx.x % 32) return;
-  const bool usable = sum > 0 && sum < INFINITY_;
-  const double m = usable ? frexp(sqrt(sum), &e) : 1;
-  factor[row] = sum == 0 ? 0 : usable ? (Real)(1 / m) : (Real)NAN_;
-  exponent[row] = usable ? e + taken : 0;
+  const bool usable = square_sum > 0 && square_sum < INFINITY_;
+  const double mantissa = usable ? frexp(sqrt(square_sum), &norm_exponent) : 1;
+  factor[row] = square_sum == 0 ? 0 : usable ? (Real)(1 / mantissa) : (Real)NAN_;
+  exponent[row] = usable ? norm_exponent + feature_exponent : 0;
 }
 
 // `any_key_not_finite` becomes NaN if a feature of any of n keys is not finite (all rows that write it
@@ -35,7 +38,7 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   const i64 row = lanes_row(lanes) - (is_query ? n : 0);
   const bool inside = !is_query || row < m;
   const Matrix& z = is_query ? queries : keys;
-  float sum = 0;  // 0 x is NaN for an x that is not finite
+  float sum = 0;  // of products with 0, which are NaN for features that are not finite
   for (i64 k = lane * LANE_FEATURES; inside && k < d; k += lanes * LANE_FEATURES) {
     Real x[LANE_FEATURES];
     get_group(x, z, row, k, d - k);
@@ -49,19 +52,19 @@ extern "C" __global__ void not_finite(const __grid_constant__ Matrix keys, i64 n
   else if (is_not_finite) *any_key_not_finite = NAN_;
 }
 
-// The bits of the largest finite size among n rows' features; `found` starts as 0. Few warps take many
-// rows each, because all look at `found`.
+// The bits of the largest finite absolute value of n rows' features; `found` starts as 0. Each of a few
+// warps reads many rows, because every warp reads `found` in the end.
 extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n, i64 d, u32* found) {
   const int lanes = lanes_of(d);
-  u32 largest = 0;  // sizes are in the order of their bits
+  u32 largest = 0;  // the bits of positive floats are in the order of their values
   for (i64 row = lanes_row(lanes); row < n; row += gridDim.x * (i64)ROWS_THREADS / lanes)
     for (i64 k = threadIdx.x % lanes * LANE_FEATURES; k < d; k += lanes * LANE_FEATURES) {
       float x[LANE_FEATURES];
       get_group(x, z, row, k, d - k);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; ++i) {
-        const u32 size = __float_as_uint(fabsf(x[i]));
-        if (size < 0x7f800000) largest = max(largest, size);
+        const u32 bits = __float_as_uint(fabsf(x[i]));
+        if (bits < 0x7f800000) largest = max(largest, bits);
       }
     }
 #pragma unroll
@@ -69,30 +72,34 @@ extern "C" __global__ void find_largest(const __grid_constant__ Matrix z, i64 n,
   if (threadIdx.x % 32 == 0 && largest > *(volatile u32*)found) atomicMax(found, largest);
 }
 
-// Powers of two by which features are divided, so that the largest lies in [2^14, 2^15): float16's
-// largest number is 65504. shifts[0] is for queries, shifts[1] for keys, and products are multiplied by shifts[2]. The
-// arguments come from find_largest; 0: features are taken as they are.
+// float16 divisors of features: a power of two for each side, such that the side's largest quotient lies in
+// [2^14, 2^15), because float16's largest number is 65504. feature_divisors[0] is for queries,
+// feature_divisors[1] for keys, and feature_divisors[2], the product of both, makes products of quotients products
+// of features. `largest_query` and `largest_key` come from find_largest; 0: the side's divisor is 1.
 constexpr int FP16_EXPONENT = 14;
-extern "C" __global__ void find_shifts(const u32* largest_query, const u32* largest_key, double* shifts) {
+extern "C" __global__ void find_feature_divisors(const u32* largest_query, const u32* largest_key,
+                                                 double* feature_divisors) {
   const u32 largest[2] = {*largest_query, *largest_key};
   for (int side = 0; side < 2; ++side) {
     const int exponent = ilogb((double)__uint_as_float(largest[side])) - FP16_EXPONENT;
-    shifts[side] = largest[side] ? ldexp(1.0, exponent) : 1;
+    feature_divisors[side] = largest[side] ? ldexp(1.0, exponent) : 1;
   }
-  shifts[2] = shifts[0] * shifts[1];
+  feature_divisors[2] = feature_divisors[0] * feature_divisors[1];
 }
 
-// Operands of the products: rows of `stride` elements, or of parts of `part` elements each. Features beyond
-// d are zeros. Rows are divided by powers of two: 2^exponent[row], or *shift for all rows, or (both null)
-// not at all. Rows of 16-bit elements are also multiplied by weight[row] / *unit, if there are weights.
+// Operands of the products: rows of `stride` elements, or of parts of `part` elements each. Elements after
+// feature d are zeros. A row is divided by 2^exponent[row], or by *feature_divisor (null pointers: by 1). Rows
+// of 16-bit elements are also multiplied by weight[row] / *gradient_divisor, if `weight` is not null.
 extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
-                                 const int* exponent, const double* shift, const double* weight,
-                                 const double* unit, char* out, i64 stride, i64 part) {
+                                 const int* exponent, const double* feature_divisor,
+                                 const double* weight, const double* gradient_divisor, char* out,
+                                 i64 stride, i64 part) {
   const i64 elements = PARTS > 1 ? part : stride;
   const int lanes = lanes_of(elements), lane = threadIdx.x % lanes;
   const i64 row = lanes_row(lanes);
   if (row >= n) return;
-  const double by = (shift ? 1 / *shift : 1) * (weight ? weight[row] / *unit : 1);
+  const double factor =
+      (feature_divisor ? 1 / *feature_divisor : 1) * (weight ? weight[row] / *gradient_divisor : 1);
 #if PRECISION >= BF16X3  // elements have 16 bits, and eight of them fill 16 bytes
   for (i64 k = lane * LANE_FEATURES; k < elements; k += lanes * LANE_FEATURES) {
     double whole[LANE_FEATURES];
@@ -100,7 +107,7 @@ extern "C" __global__ void stage(const __grid_constant__ Matrix z, i64 n, i64 d,
     get_group(whole, z, row, k, d - k);
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; ++i)
-      x[i] = (float)((exponent ? ldexp(whole[i], -exponent[row]) : whole[i]) * by);
+      x[i] = (float)((exponent ? ldexp(whole[i], -exponent[row]) : whole[i]) * factor);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
       u32 w[LANE_FEATURES / 2];

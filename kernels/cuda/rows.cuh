@@ -1,28 +1,28 @@
-// Rows of features: which threads work on one, and how they read it. Any strides.
+// Rows of features with any strides: which threads compute a row, and how they read it.
 //
-// Normalisation, u = z / |z|. Features are brought near unit length by a power of two, which is
-// exact, s = 2^-e z, and the rest is a factor of the logits: u = f s, f = 2^e / |z| in (1, 2]. So
-// 16-bit features are never rounded again. A row of zeros has no direction: it stays zero (f = 0).
+// Normalisation, u = z / |z|, in two steps. s = 2^-e z is exact and has nearly unit norm: `exponent` is e.
+// u = f s with f = 2^e / |z| in (1, 2]: `factor` is f, and multiplies the logits. So 16-bit features are never
+// rounded again. A row of zeros has no direction and stays zero (f = 0).
 #pragma once
 #include "common.cuh"
 
 constexpr int ROWS_THREADS = 256;
 
-// Half a warp takes a row of up to so many features: twice as many rows are under way.
+// Half a warp computes a row of up to this many features, so that twice as many rows are in flight.
 constexpr int HALF_WARP_ROW = 128;
 __device__ __forceinline__ int lanes_of(i64 features) { return features <= HALF_WARP_ROW ? 16 : 32; }
 __device__ __forceinline__ i64 lanes_row(int lanes) {
   return (blockIdx.x * (i64)ROWS_THREADS + threadIdx.x) / lanes;
 }
 
-// 16 bytes of memory, at once or, where rows begin anywhere, in four pieces.
+// 16 bytes of memory, in one load if the address is aligned, else in four loads.
 __device__ __forceinline__ uint4 get_16_bytes(const char* from) {
   if ((u64)from % 16 == 0) return *(const uint4*)from;
   const u32* words = (const u32*)from;
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A row's lanes ask for `bytes` bytes of it: they are in the L2 cache when they are read, one after another.
+// The lanes of a row prefetch its first `bytes` bytes into the L2 cache, before they are read in turn.
 __device__ __forceinline__ void prefetch_row(const void* row, i64 bytes, int lane, int lanes) {
   constexpr int LINE = 128;
   for (i64 at = lane * LINE; at < bytes; at += lanes * LINE)
@@ -41,7 +41,7 @@ __device__ __forceinline__ double lanes_sum(double x, int lanes) {
   return x;
 }
 
-// Eight features of a row at once, from `column` on, of which `n` there are; zeros beyond.
+// Eight features of a row, from `column` on. The row has `n` features left; zeros stand for the others.
 constexpr int LANE_FEATURES = 8;
 template <class T>
 __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z, i64 row, i64 column,
@@ -71,7 +71,7 @@ __device__ __forceinline__ void get_group(T (&x)[LANE_FEATURES], const Matrix& z
   }
 }
 
-// Eight numbers of a sum over rows, of which `n` there are; zeros beyond.
+// Eight numbers of a sum over rows. The row has `n` numbers left; zeros stand for the others.
 template <class T>
 __device__ __forceinline__ void get_reals(T (&x)[LANE_FEATURES], const Real* from, i64 n) {
   const bool whole = sizeof(Real) == 4 && n >= LANE_FEATURES && (u64)from % 16 == 0;

@@ -3,7 +3,7 @@
 //     vectors/sums.cuh      merge_pairs, add_pairs, add_copies, begin, conclude, totals
 //     vectors/linear.cuh    join_rows, conclude_linear
 //     vectors/online.cuh    check_references, add_wanted, end_online
-//     vectors/factors.cuh   ranges, factors, per_unit, to_products
+//     vectors/factors.cuh   ranges, factors, divide_factors, to_products
 //     vectors/sigmoid.cuh   begin_sigmoid, mark_not_finite, sigmoid_positives
 //     vectors/queries.cuh   count_queries, place_queries, list_queries, sort_queries
 //     vectors/shards.cuh    own_positives, local_positives, merge_sums, sum_over_ranks, add

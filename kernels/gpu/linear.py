@@ -32,7 +32,7 @@ class Rows:
     def of(features: Array, problem: Problem) -> Rows:
         """Features on the current device, by themselves."""
         device = cupy.cuda.Device()
-        precision = config.operands(problem.compute, device_properties(device.id))
+        precision = config.operand_precision(problem.compute, device_properties(device.id))
         launcher = Launcher(device, precision, Queue())
         real = np.dtype(np.float64 if precision == "fp64" else np.float32)
         return Rows(launcher, Features(launcher, problem.normalize, real, features))

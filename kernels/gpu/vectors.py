@@ -153,7 +153,7 @@ class TiledVectors(ElementwiseVectors):
     def alone(problem: Problem, queue: Queue) -> TiledVectors:
         """Without folds: the steps of one of many ranks."""
         device = cupy.cuda.Device()
-        precision = config.operands(problem.compute, device_properties(device.id))
+        precision = config.operand_precision(problem.compute, device_properties(device.id))
         return TiledVectors(Launcher(device, precision, queue), problem)
 
     def materialize_vectors(self, problem: Problem) -> tuple[Problem, Fields]:

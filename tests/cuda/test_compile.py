@@ -45,7 +45,7 @@ def require_use(precision: str, arch: str) -> None:
     """Skips what no call launches on such a card."""
     if not config.supported(precision, DEVICES[arch]):
         pytest.skip(f"{arch} has no tensor cores for {precision}")
-    if precision == "fp16x3" and config.operands("fp32", DEVICES[arch]) != precision:
+    if precision == "fp16x3" and config.operand_precision("fp32", DEVICES[arch]) != precision:
         pytest.skip(f"{arch} computes float32 without {precision}")
 
 

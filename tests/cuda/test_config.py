@@ -55,11 +55,11 @@ def test_schedules_by_width() -> None:
 def test_float16_takes_the_place_of_longer_numbers_on_hopper_alone(
     precision: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {arch: config.operands(precision, device) for arch, device in DEVICES.items()}
+    found = {arch: config.operand_precision(precision, device) for arch, device in DEVICES.items()}
     assert found == {"sm_75": precision, "sm_80": precision, "sm_90a": by, "sm_100": precision}
-    assert config.operands("bf16", DEVICES["sm_90a"]) == "bf16"
+    assert config.operand_precision("bf16", DEVICES["sm_90a"]) == "bf16"
     monkeypatch.setattr(config.precision, "PORTABLE", True)
-    assert config.operands(precision, DEVICES["sm_90a"]) == precision
+    assert config.operand_precision(precision, DEVICES["sm_90a"]) == precision
 
 
 @pytest.mark.parametrize("width", [128, 1024, 2048])

@@ -18,7 +18,7 @@ from infonce.kernels.gpu import config, recorded
 from infonce.kernels.gpu.config import workspace as blocks
 from infonce.kernels.gpu.device import cublas
 from infonce.kernels.gpu.device.launches import Queue
-from infonce.kernels.gpu.schedule.matrix_products import LOW_UNITS
+from infonce.kernels.gpu.schedule.matrix_products import LOW_PART_FACTOR
 from infonce.kernels.gpu.tiled import backend
 from infonce.kernels.problem import Gradients, Problem
 
@@ -29,7 +29,7 @@ FEATURES = {"fp64": "f8", "fp32": "f4", "bf16": BFLOAT16, "bf16x3": "f4"}
 CUBLAS_TYPES = {0: np.dtype("f4"), 1: np.dtype("f8"), 2: np.dtype("f2"), 14: BFLOAT16}
 # of P and of features in two 16-bit parts, and of sums in float32
 BOUND = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 6e-3, "bf16x3": 1e-4}
-UNIT = 4.0  # of gradient blocks
+DIVISOR = 4.0  # gradient divisor
 
 
 class Device:
@@ -51,13 +51,13 @@ def number(array: Any, i: int = 0) -> float:
 
 class HostQueue(Queue):
     """Does what matters here of some kernels, and cuBLAS's products, on arrays in host memory. In
-    one pass, each row of P has a unit of its own."""
+    one pass, each row of P has a gradient divisor of its own."""
 
     def __init__(self, p: np.ndarray, precision: str) -> None:
         self.p, self.precision, self.element = p, precision, ELEMENT[precision]
         self.arrays: list[np.ndarray] = []
         self.sums: dict[bool, dict[int, np.ndarray]] = {False: {}, True: {}}  # of queries, of keys
-        self.row_units = np.exp2(np.arange(len(p)) % 7 - 3) * (-1) ** np.arange(len(p))
+        self.row_divisors = np.exp2(np.arange(len(p)) % 7 - 3) * (-1) ** np.arange(len(p))
         self.rows = slice(0)  # of the last block
         self.swept: list[int] = []  # rows of blocks in one pass
         self.copied = 0
@@ -92,24 +92,24 @@ class HostQueue(Queue):
             wide = np.zeros((a["n"], a["part"] or a["stride"]))
             wide[:, : a["d"]] = rows
             if a["weight"]:
-                wide *= host(a["weight"], a["n"], 1, 1, "f8") / number(a["unit"])
+                wide *= host(a["weight"], a["n"], 1, 1, "f8") / number(a["gradient_divisor"])
             self.split(a["out"].data.ptr, wide, a["stride"], a["part"], 1.0)
         elif function in ("gradient", "sweep_gradient", "sweep_online"):
             q, k = a["block"]["q"]["rows"], a["block"]["k"]["rows"]
             top, left = a["block"]["first_row"], a["block"]["first_column"]
-            low = LOW_UNITS.get("fp16x3", 1.0) if self.precision == "fp32" else 1.0
+            low = LOW_PART_FACTOR.get("fp16x3", 1.0) if self.precision == "fp32" else 1.0
             data, stride, part = (a["gradient_block"][name] for name in ("data", "stride", "part"))
             self.rows = slice(top, top + q)
-            unit: Any = UNIT
+            divisor: Any = DIVISOR
             if function == "sweep_online":
-                unit = self.row_units[self.rows, None]
+                divisor = self.row_divisors[self.rows, None]
                 self.swept += [q] * (a["wanted"] is None)
-            block = self.p[self.rows, left : left + k] / unit
+            block = self.p[self.rows, left : left + k] / divisor
             self.split(data, block, stride, part * (part != stride), low)
         elif function == "ranges":
-            host(a["out"].data.ptr, 1, 1, 1, "f8")[...] = UNIT
+            host(a["out"].data.ptr, 1, 1, 1, "f8")[...] = DIVISOR
         elif function == "end_online":
-            host(a["unit"], 1, a["n"], a["n"], "f8")[...] = self.row_units[self.rows]
+            host(a["gradient_divisor"], 1, a["n"], a["n"], "f8")[...] = self.row_divisors[self.rows]
         elif function == "add_copies":
             sums = host(a["sums"].data.ptr, a["copies"], a["n"], a["n"], np.float32)
             sums[0] = sums.sum(0)
@@ -118,7 +118,7 @@ class HostQueue(Queue):
             rows = host(a["acc"], a["n"], a["d"], a["acc_stride"], real)
             of = self.sums[a["positives"]["begin"] is not None]  # rows are keys
             for i, row in enumerate(rows.astype(np.float64), a["first"]):
-                of[i] = row * number(a["unit"], i * a["unit_step"])
+                of[i] = row * number(a["gradient_divisor"], i * a["divisor_step"])
 
     def tensor_map(self, data: int, *form: Any) -> Any:
         return None

@@ -78,12 +78,16 @@ def test_fields_of_options() -> None:
 
 def test_numbers_and_addresses_in_their_places() -> None:
     ranges = signatures.structure("vectors.cu", "Ranges")
-    assert ranges.leaves({"one_exponential": True, "middle": 2, "unit": 0.5}) == [0.5, 2.0, 1]
-    signature = signatures.signature("vectors.cu", "per_unit")
+    assert ranges.leaves({"one_exponential": True, "middle": 2, "gradient_divisor": 0.5}) == [
+        0.5,
+        2.0,
+        1,
+    ]
+    signature = signatures.signature("vectors.cu", "divide_factors")
     given = {"n": np.int64(5), "x": None, "ranges": 4096, "out": 8192}
     assert signature.arguments(given) == [0, 5, 4096, 8192]
     signature = signatures.signature("vectors.cu", "raise_scale")
-    scale = {"factor": 2, "shift": None, "pointer": 7, "value": 0.5}
+    scale = {"factor": 2, "feature_divisors": None, "pointer": 7, "value": 0.5}
     packed, by, out = signature.arguments({"by": 3, "out": 9, "scale": scale})
     assert (by, out) == (3.0, 9)
     assert packed.tobytes() == struct.pack("=dQdQ", 0.5, 7, 2.0, 0)
@@ -94,13 +98,17 @@ def test_numbers_and_addresses_in_their_places() -> None:
               {"x": 0, "n": 1, "ranges": 0, "out": 0, "to": 0}],
 )  # fmt: skip
 def test_names_that_are_missing_or_unknown(given: dict[str, int]) -> None:
-    signature = signatures.signature("vectors.cu", "per_unit")
-    with pytest.raises(TypeError, match=r"^per_unit: expected x, n, ranges, out; got x, n, ranges"):
+    signature = signatures.signature("vectors.cu", "divide_factors")
+    with pytest.raises(
+        TypeError, match=r"^divide_factors: expected x, n, ranges, out; got x, n, ranges"
+    ):
         signature.arguments(given)
     raise_scale = signatures.signature("vectors.cu", "raise_scale")
-    with pytest.raises(TypeError, match=r"^Scale: expected value, pointer, factor, shift; got"):
+    with pytest.raises(
+        TypeError, match=r"^Scale: expected value, pointer, factor, feature_divisors; got"
+    ):
         raise_scale.arguments({"by": 3, "out": 9, "scale": given})
-    with pytest.raises(TypeError, match=r"^per_unit: expected"):
+    with pytest.raises(TypeError, match=r"^divide_factors: expected"):
         Recorder().launch(Function(), signature, 1, 128, 0, given)
 
 
@@ -124,7 +132,7 @@ def test_recordings_say_what_is_filled_in() -> None:
     assert words.values[6:11] == [second, 2**64 - 1, 3, 1, second]
     assert not words.numbers
     signature = signatures.signature("vectors.cu", "raise_scale")
-    scale = {"value": number, "pointer": None, "factor": 1.0, "shift": None}
+    scale = {"value": number, "pointer": None, "factor": 1.0, "feature_divisors": None}
     recorder.launch(
         Function(), signature, 1, 128, 0,
         {"scale": scale, "by": 4.0, "out": second},

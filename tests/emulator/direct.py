@@ -23,7 +23,7 @@ from infonce.kernels.gpu.device import compiler, signatures
 
 H200 = config.DeviceProperties("90", 4, 232448, 233472, 150 << 30)
 SCALE, LOG2_E = 8.0, 1 / np.log(2)
-SCALAR = {"value": SCALE, "pointer": 0, "factor": 1.0, "shift": 0}
+SCALAR = {"value": SCALE, "pointer": 0, "factor": 1.0, "feature_divisors": 0}
 NO_GRADIENT_BLOCK = {"data": 0, "stride": 0, "part": 0}
 Edit = Callable[[str], str]  # of a flattened source
 

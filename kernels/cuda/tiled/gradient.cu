@@ -5,7 +5,7 @@
 //     P_ij = a_i 2^(c x_ij - R_i) + b_j 2^(c x_ij - C_j)        negatives
 //     P_ij = 0                                                  positives
 //
-// in units of a power of two that fits the element type. R_i is rounded, as is c, and what the rounding
+// divided by the gradient divisor (vectors/factors.cuh). R_i is rounded, as is c, and what the rounding
 // leaves is in the factors:
 //
 //     P_ij = e a_i + e u_i v_j,  e = 2^(c x_ij - R_i)         `one_exponential` for both

@@ -1,11 +1,11 @@
-// Factors of the gradient: numbers a row and a column, from which gradient blocks are computed.
+// Factors of gradient blocks: numbers of each row and each column, from which a block of dL/dx is computed.
 #pragma once
 #include "common.cuh"
 
-// What follows from the ranges of the factors.
+// Numbers that follow from the ranges of factors and log-sum-exps.
 struct Ranges {
-  double unit;    // of P in the gradient blocks
-  double middle;  // of the log-sum-exps
+  double gradient_divisor;  // gradient blocks hold P = (dL/dx) / gradient_divisor, to fit their element type
+  double middle;            // of the log-sum-exps
   i64 one_exponential;  // 1 if one exponential serves both directions
 };
 
@@ -18,12 +18,12 @@ struct FactorSources {
 
 constexpr int RANGE_THREADS = 1024;
 constexpr double SPREAD = 40;  // base 2, of log-sum-exps that share exponentials
-// The unit of dL/dx is at least this share of the largest factor: larger quotients overflow float32.
+// The gradient divisor is at least this share of the largest factor: larger quotients overflow float32.
 constexpr double MIN_FACTOR = 0x1p-60;
 
-// One block of threads reads M + N numbers once. An element of dL/dx is at most the sum of its row's and its
-// column's gradients. The gradient at the positive bounds each of them. Where it does not, the factors do:
-// `by_factor` (several positives, linear terms), and without log-sum-exps (sigmoid).
+// One thread block reads M + N numbers once. An element of dL/dx is at most the sum of its row's and its
+// column's gradients. The gradient at the positive bounds each of the two. In two cases the factors bound them
+// instead: with `by_factor` (several positives, or linear terms), and without log-sum-exps (sigmoid).
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 by_factor,
        double largest_element, Ranges* out) {
@@ -35,8 +35,8 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
       high = fmax(high, f.row_reference[i]);
       low = fmin(low, f.row_reference[i]);
     }
-    const double counts = by_factor ? 2 : f.positive_gradient ? MIN_FACTOR : 1;
-    bound = fmax(bound, fabs(f.row_factor[i]) * counts);
+    const double share = by_factor ? 2 : f.positive_gradient ? MIN_FACTOR : 1;
+    bound = fmax(bound, fabs(f.row_factor[i]) * share);
     if (f.positive_gradient) bound = fmax(bound, 2 * fabs(f.positive_gradient[i]));
   }
   if (f.positive_gradient)  // the other positives of sets
@@ -63,18 +63,19 @@ ranges(const __grid_constant__ FactorSources f, i64 m, i64 n, i64 set_size, i64 
   if (t != 0) return;
   bound = parts[3][0];
   const bool usable = bound > 1e-300 && bound < INFINITY_;
-  out->unit = usable ? bound / largest_element : 1.0;
+  out->gradient_divisor = usable ? bound / largest_element : 1.0;
   out->middle = 0.5 * (parts[0][0] + parts[2][0]);
   out->one_exponential = f.column_reference && parts[0][0] - parts[2][0] < SPREAD && parts[0][0] - parts[1][0] < 80;
 }
 
+// Factors as the gradient kernels read them. tiled/gradient.cu has the equations of a, u and v.
 struct FactorTargets {
   Real *row_reference, *a, *u;  // [M]
   Real *column_reference, *v;   // [N]
 };
 
-// A log-sum-exp as kernels take it off the logits: as c x comes out, c being rounded there to the
-// products' precision. Returns what is thus taken off.
+// The reference exponent h that kernels subtract from the logits c x, for a log-sum-exp. Kernels round c to
+// the products' precision, so h is the log-sum-exp times the same rounding. Returns h without that rounding.
 __device__ __forceinline__ double reference(double lse, double c, Real& h) {
   const double rounded = (double)(Real)c, exact = lse * (rounded / c);
   h = isfinite(exact) ? (Real)exact : 0;
@@ -85,38 +86,37 @@ extern "C" __global__ void factors(const __grid_constant__ FactorSources f, i64 
                                    const __grid_constant__ Scale scale, const Ranges* ranges,
                                    const __grid_constant__ FactorTargets out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  const double c = scale.get() * LOG2_E, per_unit = 1 / ranges->unit;
+  const double c = scale.get() * LOG2_E, inverse_divisor = 1 / ranges->gradient_divisor;
   if (i < m) {
     Real h;
     const double rest = reference(f.row_reference[i], c, h);
     out.row_reference[i] = h;
-    out.a[i] = (Real)(f.row_factor[i] * exp2(rest - f.row_reference[i]) * per_unit);
+    out.a[i] = (Real)(f.row_factor[i] * exp2(rest - f.row_reference[i]) * inverse_divisor);
     if (f.column_reference) out.u[i] = ranges->one_exponential ? (Real)exp2(rest - ranges->middle) : 0;
   }
   if (f.column_reference && i < n) {
     Real h;
     const double lse = f.column_reference[i], rest = reference(lse, c, h);
     out.column_reference[i] = h;
-    out.v[i] = (Real)(f.column_factor[i] * exp2((ranges->one_exponential ? ranges->middle : rest) - lse) * per_unit);
+    out.v[i] = (Real)(f.column_factor[i] * exp2((ranges->one_exponential ? ranges->middle : rest) - lse) * inverse_divisor);
   }
 }
 
-// out = x / unit, rounded: the sigmoid's factors.
-extern "C" __global__ void per_unit(const double* x, i64 n, const Ranges* ranges, Real* out) {
+// out = x / gradient_divisor, rounded: the factors of a sigmoid's gradient blocks.
+extern "C" __global__ void divide_factors(const double* x, i64 n, const Ranges* ranges, Real* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < n) out[i] = (Real)(x[i] / ranges->unit);
+  if (i < n) out[i] = (Real)(x[i] / ranges->gradient_divisor);
 }
 
-// Logits back to the products that they came from, bit for bit. `values` times the number in `unit` are
-// logits.
-extern "C" __global__ void to_products(const double* values, const __grid_constant__ Scale unit, i64 n,
+// The products whose logits are `values` times *value_scale, as kernels compute these products, bit for bit.
+extern "C" __global__ void to_products(const double* values, const __grid_constant__ Scale value_scale, i64 n,
                                        const __grid_constant__ Scale scale, Real* out) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-  if (i < n) out[i] = (Real)(values[i] * (unit.bare() * LOG2_E) / (scale.get() * LOG2_E));
+  if (i < n) out[i] = (Real)(values[i] * (value_scale.bare() * LOG2_E) / (scale.get() * LOG2_E));
 }
 
-// Where pairs are left out, `ranges` is not all: of a pair that its row leaves out, the exponential may exceed
-// the row's log-sum-exp. One block of threads.
+// One exponential cannot serve rows and columns if pairs are left out and the log-sum-exps lie too far apart:
+// the exponential of a pair that its row leaves out may exceed the row's log-sum-exp. One thread block.
 extern "C" __global__ void __launch_bounds__(RANGE_THREADS)
 check_spread(const double* row_reference, const double* column_reference, i64 m, i64 n, Ranges* out) {
   __shared__ double column_memory[RANGE_THREADS / 32], row_memory[RANGE_THREADS / 32];

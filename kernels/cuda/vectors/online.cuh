@@ -98,14 +98,14 @@ add_wanted(const Real2* pairs, const Real* moments, i64 slots, i64 n, double* su
 // The rows have met all columns. For each row, the kernel writes
 //   - the maximum, which is the reference exponent of the sum
 //   - the moment, of logits instead of products
-//   - the unit of the gradient, a 2^(max - log-sum-exp) = a negative_probability / sum, times the row's own
+//   - the gradient divisor of the row, a 2^(max - log-sum-exp) = a negative_probability / sum, times the row's
 //     factor if rows are normalised
 //   - dL/dx at the positive
 extern "C" __global__ void end_online(const Real* reference, const __grid_constant__ Sums rows,
                                       const double* positive, const i64* positives,
                                       const double* upstream, const Real* factor, i64 n,
                                       double row_weight, const __grid_constant__ Scale scale,
-                                      const __grid_constant__ RowOptions options, double* unit,
+                                      const __grid_constant__ RowOptions options, double* gradient_divisor,
                                       double* positive_gradient) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -115,7 +115,8 @@ extern "C" __global__ void end_online(const Real* reference, const __grid_consta
   const i64 key = positives[i];
   const Direction row = options.conclude_one(rows.get(i), positive[i], key, options.bias(key));
   const double a = upstream[i] * (row_weight * options.scale.bare());
-  unit[i] = rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
+  gradient_divisor[i] =
+      rows.sum[i] == 0 ? 0 : a * row.negative_probability / rows.sum[i] * (factor ? factor[i] : 1);
   positive_gradient[i] = -(a * row.negative_probability);
 }
 

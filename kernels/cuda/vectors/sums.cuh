@@ -84,11 +84,14 @@ merge_pairs(const Real2* pairs, i64 slots, i64 stride, i64 n,
   sums.set(i, total);
 }
 
-// a[i] += sum over slots of pairs.x, b[i] += unit * that of pairs.y; and c[i] (or null) += unit * factor *
-// that of z, with the factor of `scale` that makes products those of the features.
+// Adds up the slots of row i, for a sigmoid's sums:
+//     a[i] += sum of pairs.x
+//     b[i] += gradient_divisor * (sum of pairs.y)
+//     c[i] += gradient_divisor * correction * (sum of z), if c is not null.
+// `correction` is the factor of `scale` that makes the kernel's products products of features.
 extern "C" __global__ void add_pairs(const Real2* pairs, const Real* z, i64 slots, i64 stride, i64 n,
-                                     const double* unit, const __grid_constant__ Scale scale, double* a,
-                                     double* b, double* c) {
+                                     const double* gradient_divisor, const __grid_constant__ Scale scale,
+                                     double* a, double* b, double* c) {
   const i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
   if (i >= n) return;
   double x = 0, y = 0, z_sum = 0;
@@ -100,8 +103,8 @@ extern "C" __global__ void add_pairs(const Real2* pairs, const Real* z, i64 slot
     if (c) z_sum += z[s * stride + i];
   }
   a[i] += x;
-  b[i] += *unit * y;
-  if (c) c[i] += *unit * (scale.get() / scale.bare()) * z_sum;
+  b[i] += *gradient_divisor * y;
+  if (c) c[i] += *gradient_divisor * (scale.get() / scale.bare()) * z_sum;
 }
 
 // The sum of `copies` vectors of n numbers, one after another, to the first.

@@ -16,7 +16,7 @@ DTYPES = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 3}  # DTYPE_* of
 Fields = dict[str, Any]  # of a structure that a kernel takes, by the names that CUDA gives them
 MATRIX = ("data", "row_stride", "column_stride", "dtype")
 NO_MATRIX = (0, 0, 0, 0)
-SCALAR = ("value", "pointer", "factor", "shift")
+SCALAR = ("value", "pointer", "factor", "feature_divisors")
 # struct Scale of what is logits already: in natural units, and in base 2
 NATURAL: Fields = dict(zip(SCALAR, (1.0, 0, 1.0, 0), strict=True))
 BASE_2: Fields = {**NATURAL, "value": LN_2}

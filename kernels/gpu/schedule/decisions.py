@@ -101,7 +101,7 @@ def common_dtype(*dtypes: str) -> str:
 
 def choose_precision(call: Call, device: DeviceProperties) -> str:
     """How operands are held."""
-    held = config.operands(call.compute, device)
+    held = config.operand_precision(call.compute, device)
     in_parts = held in config.OPERAND_PARTS
     if call.limits:  # a block over ranks: other blocks have other powers of two for float16
         in_parts = in_parts or (held in config.FLOAT16 and call.query.dtype != "float16")
@@ -154,9 +154,9 @@ def choose_rows(call: Call, z: Matrix, held: str) -> OperandRows:
         and z.row_bytes % 16 == 0 and (z.column_stride == ITEM[z.dtype] or z.columns == 1)
     )  # fmt: skip
     features = z.columns if in_place else config.padded(z.columns, held)
-    shifted = held in config.FLOAT16 and not call.normalize and z.dtype != "float16"
+    has_divisor = held in config.FLOAT16 and not call.normalize and z.dtype != "float16"
     reading = Reading.IN_PLACE if in_place else Reading.BY_BLOCK
-    return OperandRows(reading, features, features * config.OPERAND_BYTES[held], shifted)
+    return OperandRows(reading, features, features * config.OPERAND_BYTES[held], has_divisor)
 
 
 def choose_sweeps(

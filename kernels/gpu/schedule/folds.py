@@ -47,7 +47,7 @@ class OperandRows:
     reading: Reading
     features: int  # of a row, with zeros behind its end
     row_bytes: int
-    shifted: bool  # divided by a power of two, for float16
+    has_divisor: bool  # features are divided by a power of two, for float16
 
 
 @dataclass(frozen=True)

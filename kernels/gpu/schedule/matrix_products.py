@@ -16,7 +16,8 @@ LARGE_PRODUCT = 2**30
 # Which parts of the two operands are multiplied, small terms first. The product of both low parts
 # is below float32's rounding
 PART_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
-LOW_UNITS = {"fp16x3": 2048.0}  # in which low parts are written: LOW_UNITS of common.cuh
+# low parts of gradient blocks are multiplied by this: LOW_PART_FACTOR of common.cuh
+LOW_PART_FACTOR = {"fp16x3": 2048.0}
 # Sums of MAX_SUM_TERMS terms of the high parts are corrected by their mean truncation bias. A sum
 # of 512 terms loses 47 units of 2^-24 of itself if all have one sign, and 9 if signs are mixed.
 # It gets back 27, about halfway. `truncation_bias` gives 19.2 (32 steps of 0.6): the factor is the
@@ -55,7 +56,7 @@ def products(precision: str, k: int, copies: int, is_first: bool) -> Iterator[Pr
     item, limit = config.element_bytes(precision), config.MAX_SUM_TERMS.get(precision, k)
     for gradient_part, feature_part in PART_PAIRS[config.OPERAND_PARTS.get(precision, 1)]:
         high = gradient_part == feature_part == 0
-        factor = 1 / LOW_UNITS.get(precision, 1.0) if gradient_part else 1.0
+        factor = 1 / LOW_PART_FACTOR.get(precision, 1.0) if gradient_part else 1.0
         longest = limit if high or copies > 1 else k
         for start, terms, batch in _sums(k, longest, copies):
             if high and precision in config.MAX_SUM_TERMS:

@@ -1,4 +1,4 @@
-"""What the folds of one call share on the GPU: operands, workspace, and vectors in their scale."""
+"""Memory and vectors that all folds of one call share on a GPU."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class PairVectors:
     """
 
     def __init__(self, buffers: Buffers, problem: Problem) -> None:
-        def products(values: Array | None, unit: Fields) -> Array | None:
-            return None if values is None else buffers.to_products(values, unit)
+        def products(values: Array | None, value_scale: Fields) -> Array | None:
+            return None if values is None else buffers.to_products(values, value_scale)
 
         exponent_scale = buffers.scalars.exponent_scale
         row_limits, column_limits = (
@@ -56,12 +56,14 @@ class PairVectors:
     def fields(self, rows: slice, columns: slice) -> Fields:
         """Fields of struct Block that these options add."""
         found = {name: address(vector, rows.start) for name, vector in self.rows.items()}
-        return found | {name: address(of, columns.start) for name, of in self.columns.items()}
+        return found | {
+            name: address(vector, columns.start) for name, vector in self.columns.items()
+        }
 
 
 class Buffers:
     """Memory and vectors of one call. `queue` runs launches on the current stream, or records
-    them."""
+    the launches."""
 
     def __init__(self, problem: Problem, schedule: Schedule, queue: Queue) -> None:
         operands = schedule.operands
@@ -76,7 +78,9 @@ class Buffers:
             self.key = OperandSide(*side, problem.key, operands.key)
         self.vectors = TiledVectors(self.launcher, problem)
         self.scalars = self.vectors.scalars
-        self.has_pairs = problem.paired  # asked before `materialize_vectors` hides the rule
+        self.has_pairs = (
+            problem.paired
+        )  # read before `materialize_vectors` replaces the rule by a vector
         self.workspace = Workspace(schedule, queue)
         self.cached: CachedExponentials | None = None
         if schedule.cached:
@@ -86,58 +90,66 @@ class Buffers:
         self._queries_of_keys: tuple[Array, Array, Array] | None = None
 
     def prepare(self, problem: Problem) -> None:
-        """Before the first fold: powers of two that keep float16 in range; limits and biases as
-        kernels have them."""
+        """Before the first fold: float16 divisors of features; limits and biases as products."""
         bias, operands = 0.0, self.operands
         if self.schedule.sweep is not None:
             width = problem.shape[2] * operands.item  # adding zeros cuts nothing off
             bias = config.sweep_truncation_bias(self.precision, width)
-        shift = self._scale_features()
-        self.logit_scale = {**self.scalars.exponent_scale, "factor": 1 + bias, "shift": shift}
+        divisors = self._find_feature_divisors()
+        self.logit_scale = {
+            **self.scalars.exponent_scale,
+            "factor": 1 + bias,
+            "feature_divisors": divisors,
+        }
         if not problem.plain_logits:
             self.pair_vectors = PairVectors(self, problem)
 
     @property
     def sides(self) -> list[OperandSide]:
-        """The sides that differ."""
+        """Queries and keys; one side if the queries are the keys."""
         return [self.query] if self.key is self.query else [self.query, self.key]
 
     @cached_property
     def linear_rows(self) -> tuple[Rows, Rows]:
-        """Queries and keys, as linear terms see them."""
+        """Queries and keys, for linear terms."""
         rows = [Rows(self.launcher, side) for side in self.sides]
         return rows[0], rows[-1]
 
-    def _scale_features(self) -> int:
-        """Chooses a power-of-two scale per side so that float16 operands neither overflow nor
-        underflow. Returns the address of what products are then to be multiplied by; 0: features
-        stay as they are."""
+    def _find_feature_divisors(self) -> int:
+        """Choose float16 divisors of queries and keys, so that operands neither overflow nor
+        underflow. Returns the address of the product of both divisors; 0: no divisors."""
         sides = self.sides
-        shifted = [side for side in sides if side.form.shifted]
-        if not shifted:
+        divided = [side for side in sides if side.form.has_divisor]
+        if not divided:
             return 0
-        largest, self.shifts = self.launcher.queue.zeros(2, np.uint32), cupy.empty(3)
-        for side in shifted:
+        largest, self.feature_divisors = self.launcher.queue.zeros(2, np.uint32), cupy.empty(3)
+        for side in divided:
             (n, d), index = side.features.shape, sides.index(side)
             self.launcher.rows(
                 "find_largest", n, d, most=8 * self.schedule.device.multiprocessors,
                 z=matrix(side.features), n=n, d=d, found=address(largest, index),
             )  # fmt: skip
-            side.shift = address(self.shifts, index)
+            side.feature_divisor = address(self.feature_divisors, index)
         largest_key = address(largest, len(sides) - 1)
         self.launcher.launch(
-            "rows.cu", "find_shifts", 1, 1,
-            {"largest_query": largest, "largest_key": largest_key, "shifts": self.shifts},
+            "rows.cu", "find_feature_divisors", 1, 1,
+            {"largest_query": largest, "largest_key": largest_key,
+             "feature_divisors": self.feature_divisors},
         )  # fmt: skip
-        return address(self.shifts, 2)
+        return address(self.feature_divisors, 2)
 
-    def to_products(self, values: Array, unit: Fields) -> Array:
-        """Logits as the products that kernels have of them: `values` times a number (struct Scale)
-        are logits."""
+    def to_products(self, values: Array, value_scale: Fields) -> Array:
+        """The products whose logits are `values` times `value_scale` (struct Scale)."""
         n = len(values)
         out = cupy.empty(n, self.real)
         self.launcher.vectors(
-            "to_products", n, values=values, unit=unit, n=n, scale=self.logit_scale, out=out
+            "to_products",
+            n,
+            values=values,
+            value_scale=value_scale,
+            n=n,
+            scale=self.logit_scale,
+            out=out,
         )
         return out
 
@@ -147,8 +159,12 @@ class Buffers:
         self.launcher.vectors("add_bias", n, x=logits, bias=bias, by=by, n=n, out=out)
 
     def queries_of_keys(self, problem: Problem) -> tuple[Array, Array, Array]:
-        """Numbers of pairs in `positives`, by their keys, and where each key's begin and end there:
-        2 x [N]."""
+        """Queries grouped by their positive keys. Returns three arrays:
+
+        - indices into `positives`, in the order of the keys;
+        - [N] for each key, the position of its first index in this order;
+        - [N] for each key, the position after its last index.
+        """
         if self._queries_of_keys is None:
             launcher, positives = self.launcher, problem.positives
             m, n = positives.size, problem.shape[1]

@@ -20,8 +20,9 @@ from .buffers import Buffers
 from .fold import FoldRun
 from .operands import NO_GRADIENT_BLOCK, Accumulator, CachedExponentials, GradientBlock, Operand
 
-# A gradient block is divided by a unit that brings its largest element near this, because float16
-# overflows at 65504. Factors of normalised rows are below 2 each: 8192 x 2 x 2 = 32768
+# A gradient block is divided by its gradient divisor, which brings the largest element near this
+# number, because float16 overflows at 65504. Factors of normalised rows are at most 2 each:
+# 8192 x 2 x 2 = 32768
 LARGEST_ELEMENT = {"fp16": 8192.0, "fp16x3": 8192.0}
 # cuBLAS's names for types and for the arithmetic of a product
 CUDA_TYPE = {"fp64": 1, "fp32": 0, "tf32": 0, "fp16": 2, "fp16x3": 2, "bf16": 14, "bf16x3": 14}
@@ -48,8 +49,10 @@ class GradientRun(FoldRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, fold, phase)
         self.gradients = gradients
-        self.unit = cupy.empty(RANGES.size // 8)  # struct Ranges, which begins with the unit
-        self.row_unit: Array = None  # [M] if each row of dQ has a unit of its own
+        # struct Ranges, whose first number is the gradient divisor
+        self.ranges = cupy.empty(RANGES.size // 8)
+        # [M] if each row of dQ has a gradient divisor of its own
+        self.row_divisors: Array = None
         self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
         self.linear: dict[
             bool, Fields
@@ -191,15 +194,15 @@ class GradientRun(FoldRun):
 
     def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
         """Completes the gradients of `rows`, of queries or of keys: adds the positives, multiplies
-        by the unit of gradient blocks, differentiates through the normalisation, and writes to
+        by the gradient divisor, differentiates through the normalisation, and writes to
         `out`, whose first row is row `first`."""
         buffers, problem, gradients = self.buffers, self.problem, self.gradients
         assert gradients is not None
         n, d = rows.stop - rows.start, problem.shape[2]
-        unit, unit_step = self.unit, 0
+        gradient_divisor, divisor_step = self.ranges, 0
         if acc is self.dq_accumulator:
-            if self.row_unit is not None:
-                unit, unit_step = self.row_unit, 1
+            if self.row_divisors is not None:
+                gradient_divisor, divisor_step = self.row_divisors, 1
             side, other, dots, add = buffers.query, buffers.key, gradients.dots, gradients.add_query
             partners = {"partner": problem.positives, "begin": None, "end": None}
         else:
@@ -229,19 +232,19 @@ class GradientRun(FoldRun):
                 "others": len(other.features), "z": matrix(other.features), "factor": other.factor,
                 "exponent": other.exponent,
             },
-            unit=unit, unit_step=unit_step, shift=other.shift, dots=dots,
-            out=matrix(out, -first), add=add,
+            gradient_divisor=gradient_divisor, divisor_step=divisor_step,
+            feature_divisor=other.feature_divisor, dots=dots, out=matrix(out, -first), add=add,
         )  # fmt: skip
 
     def find_ranges(self, m: int, n: int, by_factor: bool = False, **vectors: Array) -> None:
-        """The unit of gradient blocks, and whether one exponential serves both sides."""
+        """Find the gradient divisor, and whether one exponential serves rows and columns."""
         self.launcher.launch(
             "vectors.cu", "ranges", 1, RANGE_THREADS,
             {
                 "f": dict.fromkeys(SOURCES) | vectors, "m": m, "n": n,
                 "set_size": self.problem.set_size, "by_factor": by_factor,
                 "largest_element": LARGEST_ELEMENT.get(self.buffers.precision, 1.0),
-                "out": self.unit,
+                "out": self.ranges,
             },
         )  # fmt: skip
 
@@ -289,14 +292,14 @@ class SoftmaxRun(GradientRun):
             self.launcher.launch(
                 "vectors.cu", "check_spread", 1, RANGE_THREADS,
                 {"row_reference": sources["row_reference"], "column_reference": columns,
-                 "m": m, "n": n, "out": self.unit},
+                 "m": m, "n": n, "out": self.ranges},
             )  # fmt: skip
         self.row_reference, self.a, self.u = cupy.empty((3, m), buffers.real)
         self.column_reference = self.v = None
         if columns is not None:
             self.column_reference, self.v = cupy.empty((2, n), buffers.real)
         self.launcher.vectors(
-            "factors", max(m, n), f=sources, m=m, n=n, scale=self.scale, ranges=self.unit,
+            "factors", max(m, n), f=sources, m=m, n=n, scale=self.scale, ranges=self.ranges,
             out={
                 "row_reference": self.row_reference, "a": self.a, "u": self.u,
                 "column_reference": self.column_reference, "v": self.v,
@@ -310,7 +313,7 @@ class SoftmaxRun(GradientRun):
             "a": address(self.a, rows.start), "u": address(self.u, rows.start),
             "column_reference": address(self.column_reference, columns.start),
             "v": address(self.v, columns.start),
-            "one_exponential": self.unit.data.ptr + RANGES.offset("one_exponential"),
+            "one_exponential": self.ranges.data.ptr + RANGES.offset("one_exponential"),
         }  # fmt: skip
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:

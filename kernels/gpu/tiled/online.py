@@ -21,7 +21,7 @@ class OnlineRun(GradientRun):
     logits: kernels/cuda/sm90/reference_exponents.cuh.
 
     Where dK is wanted, a block has all keys. Then the sums of its rows are complete, and the
-    gradient block is multiplied once more, by queries that are weighted with their rows' units."""
+    gradient block is multiplied once more, by queries times the gradient divisors of their rows."""
 
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: OnlineSoftmax,
@@ -34,11 +34,12 @@ class OnlineRun(GradientRun):
         self.references = self.launcher.queue.zeros(m, buffers.real)
         # which query tiles are to be swept once more
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
-        self.row_unit = cupy.empty(m)
+        self.row_divisors = cupy.empty(m)
         self.positive_gradient = cupy.empty(m)
         self.pairs, self.moments = self.memory["row_partials"], self.memory.get("row_moments")
         if self.dk_accumulator is not None:
-            # dK's unit is the largest upstream gradient, so weights of any size fit 16-bit elements
+            # dK's gradient divisor follows from the largest upstream gradient, so that weights of
+            # any size fit 16-bit elements
             self.find_ranges(m, problem.shape[1], row_factor=problem.upstream)
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
@@ -91,11 +92,11 @@ class OnlineRun(GradientRun):
             factor=address(self.buffers.query.factor, start), n=n,
             row_weight=self.problem.row_weight, scale=self.scale,
             options=self.buffers.scalars.row_options(self.problem),
-            unit=address(self.row_unit, start),
+            gradient_divisor=address(self.row_divisors, start),
             positive_gradient=address(self.positive_gradient, start),
         )  # fmt: skip
         if self.dk_accumulator is not None:
             buffer = self.memory["weighted_queries"]
-            weighted = self.buffers.query.stage(rows, buffer, self.row_unit, self.unit)
+            weighted = self.buffers.query.stage(rows, buffer, self.row_divisors, self.ranges)
             self.add_to_columns(weighted, self.grid.columns[0], start == 0)
         super().end_rows(rows)

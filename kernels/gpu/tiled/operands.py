@@ -95,7 +95,7 @@ class OperandSide(Features):
     ) -> None:  # fmt: skip
         super().__init__(launcher, normalize, real, features)
         self.form, self.precision = form, launcher.precision
-        self.shift = 0  # address of the power of two that features are divided by; 0: as they are
+        self.feature_divisor = 0  # address of the side's float16 divisor; 0: none
         self.whole: Operand | None = None  # all rows, where they need not be staged by blocks
         if form.reading is Reading.IN_PLACE:
             stride = features.strides[0] // features.dtype.itemsize
@@ -126,15 +126,18 @@ class OperandSide(Features):
         return Operand(buffer.data.ptr, stride, part, rows.stop - rows.start, factor)
 
     def stage(
-        self, rows: slice, buffer: Array, weight: Array = None, unit: Array = None
+        self, rows: slice, buffer: Array, weight: Array = None, gradient_divisor: Array = None
     ) -> Operand:  # fmt: skip
-        """Rows `rows`, copied into `buffer`; each times its `weight`, if given, over `unit`."""
+        """Rows `rows`, copied into `buffer`.
+
+        If `weight` is given, each row is multiplied by its `weight` / `gradient_divisor`.
+        """
         made = self.operand(rows, buffer)
         self.launcher.rows(
             "stage", made.rows, self.form.features, z=matrix(self.features, rows.start),
             n=made.rows, d=self.features.shape[1], exponent=address(self.exponent, rows.start),
-            shift=self.shift, weight=address(weight, rows.start), unit=unit, out=buffer,
-            stride=made.stride, part=made.part,
+            feature_divisor=self.feature_divisor, weight=address(weight, rows.start),
+            gradient_divisor=gradient_divisor, out=buffer, stride=made.stride, part=made.part,
         )  # fmt: skip
         return made
 
@@ -213,9 +216,9 @@ NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "anew": 0}
 
 @dataclass
 class Accumulator:
-    """Unfinished gradients of rows first.., [rows, stride], in the unit of gradient blocks: the sum
-    of `copies` of them, one after another. Those of rows before `first` may overlay their
-    destination: `before`."""
+    """Unfinished gradients of rows first.., [rows, stride], divided as the gradient blocks are: the
+    sum of `copies` arrays, one after another. Rows before `first` may overlay the memory of the
+    gradient: `before`."""
 
     array: Array
     stride: int

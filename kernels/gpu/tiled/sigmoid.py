@@ -27,7 +27,7 @@ class SigmoidRun(GradientRun):
         self.positive_gradient = cupy.empty(m)
         self.row_factor = cupy.empty(m, buffers.real)
         self.launcher.vectors(
-            "per_unit", m, x=self.factor, n=m, ranges=self.unit, out=self.row_factor
+            "divide_factors", m, x=self.factor, n=m, ranges=self.ranges, out=self.row_factor
         )
 
     def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
@@ -45,8 +45,9 @@ class SigmoidRun(GradientRun):
         self.launch(self.fold.kernel, rows, columns, arguments)
         self.launcher.vectors(
             "add_pairs", n, pairs=sums, z=moments, slots=self.shape.row_slots(n, self.k.rows),
-            stride=n, n=n, unit=self.unit, scale=self.scale, a=address(epilogue.losses, start),
-            b=address(epilogue.bias_grad, start), c=address(epilogue.log_scale_grad, start),
+            stride=n, n=n, gradient_divisor=self.ranges, scale=self.scale,
+            a=address(epilogue.losses, start), b=address(epilogue.bias_grad, start),
+            c=address(epilogue.log_scale_grad, start),
         )  # fmt: skip
         self.multiply(rows, columns, a, b)
 
