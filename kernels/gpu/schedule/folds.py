@@ -1,4 +1,4 @@
-"""Folds: visits of all blocks of the logit matrix, with their kernels and their memory by name."""
+"""The folds of a call, each a visit of all blocks of the logit matrix, with kernels and memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..config import Blocking, Needs, Sweep, Tile
 from .call import Call, Loss, Purpose
 from .matrix_products import sums_of_first_block
 
-CACHED_THREADS = 128  # of a thread block of cached_gradient.cu
-CACHED_COLUMNS = 8 * CACHED_THREADS  # that a thread block of cached_gradient.cu computes
+CACHED_THREADS = 128  # threads of a thread block of cached_gradient.cu
+CACHED_COLUMNS = 8 * CACHED_THREADS  # columns that one of its thread blocks computes
 
 
 @dataclass(frozen=True)
 class ScheduledKernel:
-    """A function of a file in kernels/cuda, as it is compiled and launched."""
+    """A kernel of a file in kernels/cuda, with the options of its compilation and launch."""
 
     file: str
     name: str
@@ -45,30 +45,30 @@ class OperandRows:
     """The rows of queries, or of keys, as operands of products."""
 
     reading: Reading
-    features: int  # of a row, with zeros behind its end
+    features: int  # elements of a row, with the zeros at its end
     row_bytes: int
-    has_divisor: bool  # features are divided by a power of two, for float16
+    has_divisor: bool  # features are divided by a feature divisor, for float16
 
 
 @dataclass(frozen=True)
 class Operands:
-    """How products are computed: of which numbers, and how wide."""
+    """The operands of all matrix products: their precision, width and place."""
 
     precision: str
     query: OperandRows
     key: OperandRows
-    width: int  # bytes of a row that a product of logits adds up, of each part
-    gradient_width: int  # features of a row in products that make gradients
-    copied_once: int  # bytes of copies of all rows
+    width: int  # bytes of a row in the products of logits, in each part
+    gradient_width: int  # features of a row in the products that compute gradients
+    copied_once: int  # bytes of copies of all rows; 0 if rows are copied by block
 
     @property
     def parts(self) -> int:
-        """16-bit numbers whose sum an element is."""
+        """16-bit numbers whose sum is one element."""
         return config.OPERAND_PARTS.get(self.precision, 1)
 
     @property
     def item(self) -> int:
-        """Bytes of an element, of one part."""
+        """Bytes of one part of an element."""
         return config.element_bytes(self.precision)
 
     @property
@@ -78,7 +78,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the workspace."""
+    """A named part of the workspace."""
 
     name: str
     bytes: int
@@ -86,35 +86,35 @@ class Part:
 
 @dataclass(frozen=True)
 class AccumulatorRows:
-    """Where unfinished gradients of rows add up: in their destination, or in the workspace."""
+    """Where the sums of gradients accumulate: in their destination, or in the workspace."""
 
-    in_place: bool
-    rows: int = 0  # in the workspace
-    first_row: int = 0  # in the workspace; rows before it overlay the destination
+    in_place: bool  # in the destination
+    rows: int = 0  # rows in the workspace
+    first_row: int = 0  # the first row in the workspace; rows before it overlay the destination
     overlaid: int = 0  # rows that overlay the destination
-    copies: int = 1  # of the rows: sums of parts of the terms, side by side
-    rows_passing: int = 0  # overlaid rows that are finished at a time, in the gradient block
+    copies: int = 1  # accumulators of each row, whose sum is the gradient
+    rows_passing: int = 0  # overlaid rows that the gradient block has room to convert at a time
 
 
 @dataclass(frozen=True)
 class Fold:
-    """One visit of all blocks of a grid."""
+    """One visit of all blocks of a grid: its kernels, its memory, and the gradients it computes."""
 
     purpose: Purpose
     grid: Grid
-    shape: Tile | Sweep  # of the thread blocks
+    shape: Tile | Sweep  # the work of a thread block
     kernel: ScheduledKernel
     workspace: tuple[Part, ...]
-    diagonal_kernel: ScheduledKernel | None = (
-        None  # for blocks on the diagonal, where queries are keys
-    )
-    caching_kernel: ScheduledKernel | None = None  # for blocks whose exponentials are cached
-    cached_kernel: ScheduledKernel | None = None  # makes gradient blocks of cached exponentials
-    column_sums: bool = False
-    gradients: bool = False  # of features
-    dq_accumulator: AccumulatorRows | None = None  # None: not wanted, or not in this fold
-    dk_accumulator: AccumulatorRows | None = None  # of a triangle: the same as that of dQ
-    in_registers: bool = False  # dL/dx, which is not written and has no products
+    # for blocks on the diagonal, if queries are keys
+    diagonal_kernel: ScheduledKernel | None = None
+    caching_kernel: ScheduledKernel | None = None  # for blocks whose exponentials it stores
+    # computes gradient blocks from cached exponentials
+    cached_kernel: ScheduledKernel | None = None
+    column_sums: bool = False  # whether columns have log-sum-exps or counts
+    gradients: bool = False  # whether the fold computes gradients of features
+    dq_accumulator: AccumulatorRows | None = None  # None: this fold does not compute dQ
+    dk_accumulator: AccumulatorRows | None = None  # of a triangle: `dq_accumulator`
+    in_registers: bool = False  # dL/dx stays in registers, without gradient blocks
 
     def kernel_of(self, is_diagonal: bool, is_cached: bool) -> ScheduledKernel:
         """The kernel of a block."""
@@ -126,13 +126,13 @@ class Fold:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the logit matrix is cut, and what the folds need for it."""
+    """The sizes of the blocks of each fold, and the memory that folds need for these blocks."""
 
     needs: Needs
-    statistics: Blocking
-    gradient: Blocking
-    workspace: int
-    one_pass: bool  # one fold for log-sum-exps and gradients
+    statistics: Blocking  # of the log-sum-exp fold
+    gradient: Blocking  # of the gradient fold
+    workspace: int  # bytes
+    one_pass: bool  # one fold computes log-sum-exps and gradients
     dq_in_place: bool
     dk_in_place: bool
     dq_copies: int
@@ -140,7 +140,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Folds:
-    """Makes the folds of a call whose operands, kernels and blocks are chosen."""
+    """Makes the folds of a call, from the choices of decisions.py."""
 
     call: Call
     operands: Operands
@@ -150,7 +150,7 @@ class Folds:
     cut: Cut
 
     def all(self) -> tuple[Fold, ...]:
-        """All folds of the call in their order; of a block over ranks, the one that is asked."""
+        """All folds of the call in their order. A block over ranks has one fold."""
         call, block = self.call, self.call.block
         if block is not None:
             return self.block_folds(block.purpose, block.triangle)
@@ -180,7 +180,7 @@ class Folds:
 
     @property
     def wanted(self) -> tuple[bool, bool]:
-        """Whether dQ is, and whether dK is."""
+        """Whether the folds compute dQ, and whether they compute dK."""
         block = self.call.block
         if block is not None and not block.accumulates:
             return False, False
@@ -188,7 +188,7 @@ class Folds:
 
     @property
     def two_sided(self) -> bool:
-        """Whether gradients have terms of both sides."""
+        """Whether rows and columns have a softmax, so that each gradient has terms of both."""
         block = self.call.block
         if block is not None:
             return block.column_sums
@@ -200,37 +200,41 @@ class Folds:
         self, name: str, shape: Tile | Sweep, *, gradient: bool = True, sums: bool = False,
         **defines: Any,
     ) -> ScheduledKernel:  # fmt: skip
-        """A kernel of tiled/ or sm90/, with the -D options that the call's options add."""
+        """The kernel `name` of tiled/ or sm90/, with its -D options."""
         call = self.call
-        made = {"PRECISION": self.operands.precision.upper(), "IDS": int(call.ids),
+        options = {"PRECISION": self.operands.precision.upper(), "IDS": int(call.ids),
                 "FACTORS": int(call.normalize), **defines}  # fmt: skip
         if call.set_size > 1:
-            made["SETS"] = 1
-        made |= call.pair_defines(defines.get("COLUMNS", 0))
+            options["SETS"] = 1
+        options |= call.pair_defines(defines.get("COLUMNS", 0))
         if isinstance(shape, Tile):
-            made |= {"BLOCK_N": shape.block_n, "WARP_N": shape.warp_n, "STAGES": shape.stages,
+            options |= {"BLOCK_N": shape.block_n, "WARP_N": shape.warp_n, "STAGES": shape.stages,
                      "LEVELS": shape.levels, "MIN_BLOCKS": shape.min_blocks}  # fmt: skip
             file, shared = f"tiled/{name}.cu", shape.shared
         else:
-            made |= config.defines(shape, gradient, sums)
-            file, shared = f"sm90/{name}.cu", made["SHARED"]
-        return ScheduledKernel(file, name, shape.threads, tuple(made.items()), shared)
+            options |= config.defines(shape, gradient, sums)
+            file, shared = f"sm90/{name}.cu", options["SHARED"]
+        return ScheduledKernel(file, name, shape.threads, tuple(options.items()), shared)
 
     @property
     def moments(self) -> dict[str, Any]:
+        """The -D option of first moments."""
         return {"MOMENTS": 1} if self.call.moments else {}
 
     def memory(
         self, grid: Grid, dq_rows: int = 0, dk_rows: int = 0, **needs: Any
     ) -> tuple[Part, ...]:
-        """The parts of the workspace that a fold has, and so many rows of accumulators; `needs`:
-        fields of the cut's needs that differ."""
+        """The parts of the workspace that a fold uses.
+
+        `dq_rows` and `dk_rows` are rows of accumulators. `needs` replaces fields of `cut.needs`.
+        """
         sizes = replace(self.cut.needs, **needs).parts(
             *grid.largest, self.call.shape[2], self.tile.block_n, dq_rows, dk_rows
         )
         return tuple(Part(name, size) for name, size in sizes.items())
 
     def grid(self, blocking: Blocking, same_rows: bool, triangle: bool) -> Grid:
+        """The grid of a blocking; `same_rows`: rows are divided into blocks as columns are."""
         m, n, _ = self.call.shape
         columns = blocking.column_blocks(n)
         return Grid(columns if same_rows else slices(m, blocking.rows), columns, triangle)
@@ -238,7 +242,7 @@ class Folds:
     # -- folds
 
     def statistics(self, triangle: bool, columns: bool) -> Fold:
-        """Log-sum-exps of rows, and of columns where they have a softmax."""
+        """The fold of log-sum-exps of rows, and, with `columns` or in a triangle, of columns."""
         call, shape = self.call, self.sweep or self.tile
         grid = self.grid(self.cut.statistics, False, triangle)
         columns = columns or triangle
@@ -258,14 +262,16 @@ class Folds:
         )  # fmt: skip
 
     def ranks(self, grid: Grid, columns: bool) -> Fold:
-        """Counts of the logits above those of positives."""
+        """The fold of retrieval ranks, which counts the logits above those of positives."""
         kernel = self.kernel("ranks", self.tile, COLUMNS=int(columns))
         memory = self.memory(grid, gradient=False, rows=False, columns=False)
         return Fold(Purpose.RANKS, grid, self.tile, kernel, memory, column_sums=columns)
 
     def gradients(self, purpose: Purpose, triangle: bool) -> tuple[Fold, ...]:
-        """One fold for all gradients; or dQ first and dK by ranges of keys, if not all of dK can
-        accumulate at once."""
+        """The folds of gradients: one fold, if the accumulator has room for all of dK.
+
+        Otherwise the first fold computes dQ, and one fold for each range of keys computes dK.
+        """
         call, blocking = self.call, self.cut.gradient
         n = call.shape[1]
         ranges = slices(n, blocking.dk_rows or n)
@@ -282,7 +288,7 @@ class Folds:
         return (*first, *(self.gradient(purpose, part, False, True) for part in range_folds))
 
     def gradient(self, purpose: Purpose, grid: Grid, want_query: bool, want_key: bool) -> Fold:
-        """dL/dx of each block, and the products that make dQ and dK of it."""
+        """A fold that computes dL/dx of each block, and adds its products to dQ and dK."""
         call, cut, shape = self.call, self.cut, self.register_sweep or self.sweep or self.tile
         wanted, cached = want_query or want_key, cut.gradient.cached_columns > 0
         has_gradient_block = cut.needs.gradient and wanted
@@ -308,7 +314,7 @@ class Folds:
     def gradient_kernel(
         self, purpose: Purpose, shape: Tile | Sweep, wanted: bool
     ) -> ScheduledKernel:
-        """The kernel of a fold that makes gradients, or the loss of a sigmoid alone."""
+        """The kernel of a fold that computes gradients, or only the loss of a sigmoid."""
         tiled = isinstance(shape, Tile)
         if purpose is Purpose.ONE_PASS:
             return self.kernel("sweep_online", shape, **self.moments)
@@ -319,13 +325,14 @@ class Folds:
         return self.kernel(name, shape, COLUMNS=int(self.two_sided))
 
     def cached_kernel(self) -> ScheduledKernel:
+        """The kernel that computes gradient blocks from cached exponentials."""
         options = ("PRECISION", self.operands.precision.upper()), ("COLUMNS", int(self.two_sided))
         return ScheduledKernel(
             "sm90/cached_gradient.cu", "cached_gradient", CACHED_THREADS, options
         )
 
     def dq_accumulator(self, grid: Grid) -> AccumulatorRows:
-        """Of the rows of a block, which are finished before the next rows begin."""
+        """The accumulator of dQ: the rows of one block, completed before the next rows begin."""
         if self.cut.dq_in_place:
             return AccumulatorRows(in_place=True)
         rows, columns = grid.largest
@@ -334,8 +341,11 @@ class Folds:
         return AccumulatorRows(False, rows, copies=min(self.cut.dq_copies, sums))
 
     def dk_accumulator(self, grid: Grid, in_place: bool) -> AccumulatorRows:
-        """Of the keys of a grid. The first may overlay their destination: finished rows then pass
-        through the memory of the gradient block."""
+        """The accumulator of dK: all keys of a grid.
+
+        The first rows may overlay their destination. They are converted in the memory of the
+        gradient block.
+        """
         if in_place:
             return AccumulatorRows(in_place=True)
         needs, blocking, (m, _, d) = self.cut.needs, self.cut.gradient, self.call.shape

@@ -1,4 +1,4 @@
-"""One fold on a GPU: the visit of every block of the grid that the schedule gives it."""
+"""One fold on a GPU: the visit of every block in the fold's grid, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from .operands import Operand, OperandSide
 
 
 class FoldRun:
-    """Visits every block of a fold; a subclass for each purpose says what happens to a block, with
-    its queries `q` and its keys `k`."""
+    """Visits every block of a fold. A subclass for each purpose computes a block.
+
+    `q` has the queries of the current block, and `k` has its keys.
+    """
 
     q: Operand
     k: Operand
@@ -35,23 +37,24 @@ class FoldRun:
     def run(self) -> None:
         done, total = 0, len(self.grid)
         query, key, staged = self.buffers.query, self.buffers.key, self.buffers.workspace.staged
-        for a, rows in enumerate(self.grid.rows):
+        for row_block, rows in enumerate(self.grid.rows):
             self.q = query.block(rows, "query_rows", self.memory, staged)
-            for b in self.grid.visits(a):
-                columns = self.grid.columns[b]
+            for column_block in self.grid.visits(row_block):
+                columns = self.grid.columns[column_block]
                 self.k = key.block(columns, "key_rows", self.memory, staged)
-                self.block(rows, columns, a, b)
+                self.block(rows, columns, row_block, column_block)
                 done += 1
                 if self.problem.progress is not None:
                     self.problem.progress(self.phase, done, total)
             self.end_rows(rows)
         self.end()
 
-    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
+        """Compute the block of `rows` and `columns`, which have these numbers in the grid."""
         raise NotImplementedError
 
     def end_rows(self, rows: slice) -> None:
-        """Called when these rows have met all their columns."""
+        """Called after the blocks of `rows` with all their columns."""
 
     def end(self) -> None:
         """Called when all blocks have been visited."""
@@ -62,22 +65,25 @@ class FoldRun:
         self, kernel: ScheduledKernel, rows: slice, columns: slice, arguments: Fields,
         triangle: bool = False, segments: int = 0,
     ) -> None:  # fmt: skip
-        """A kernel of kernels/cuda/tiled or sm90: persistent thread blocks, which take several
-        tiles. `segments`: into how many a sweep cuts each query tile's keys, 0 for the best
-        number."""
+        """Launch a kernel of kernels/cuda/tiled or sm90, with persistent thread blocks.
+
+        `segments` is the number of segments into which a sweep divides the keys of each query
+        tile; 0 for the fastest number.
+        """
         shape, m, n = self.shape, self.q.rows, self.k.rows
-        taken: Fields = {"block": self.block_fields(rows, columns, triangle), **arguments}
+        block = self.block_fields(rows, columns, triangle)
+        kernel_arguments: Fields = {"block": block, **arguments}
         if isinstance(shape, config.Tile):
             blocks = shape.blocks(m, n, self.buffers.schedule.device.multiprocessors)
         else:
             blocks = shape.blocks(m, n, triangle)
-            taken["q"] = self.operand_map(self.q, self.buffers.query, shape.query_box)
-            taken["k"] = self.operand_map(self.k, self.buffers.key, config.BLOCK_M)
-            taken["segments"] = segments or shape.segments(m, n, triangle)
-        self.launcher.run(kernel, blocks, taken)
+            kernel_arguments["q"] = self.operand_map(self.q, self.buffers.query, shape.query_box)
+            kernel_arguments["k"] = self.operand_map(self.k, self.buffers.key, config.BLOCK_M)
+            kernel_arguments["segments"] = segments or shape.segments(m, n, triangle)
+        self.launcher.run(kernel, blocks, kernel_arguments)
 
     def operand_map(self, z: Operand, side: OperandSide, box_rows: int) -> Any:
-        """Tensor map of an operand, all of its parts."""
+        """The tensor map of an operand with all its parts."""
         operands = self.buffers.operands
         width = operands.parts * side.form.features * operands.item
         return self.launcher.queue.tensor_map(

@@ -1,4 +1,4 @@
-"""The gradient fold: gradient blocks (dL/dx of a block), and the products that use them."""
+"""The run of a gradient fold: gradient blocks P = dL/dx, and their products dQ and dK."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ SOURCES = tuple(name for name, _ in structure("vectors.cu", "FactorSources").fie
 RANGES, RANGE_THREADS = structure("vectors.cu", "Ranges"), 1024
 
 
-@cache  # kept for good: plans hold their addresses
+@cache  # the arrays are never freed, because plans hold their addresses
 def _host_number(value: float, real: np.dtype[Any]) -> tuple[Array, int]:
-    """A factor of a product in the host's memory, and its address."""
+    """A factor of a cuBLAS product as an array in host memory, and its address."""
     number = np.array(value, real)
     return number, number.ctypes.data
 
 
 class GradientRun(FoldRun):
-    """Gradient blocks, and the products that make dQ and dK of them."""
+    """Gradient blocks P, and their products dQ += P K and dK += P' Q."""
 
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, phase: str,
@@ -53,12 +53,11 @@ class GradientRun(FoldRun):
         self.ranges = cupy.empty(RANGES.size // 8)
         # [M] if each row of dQ has a gradient divisor of its own
         self.row_divisors: Array = None
-        self.positive_gradient: Array = None  # [M] dL/dx at positives, with `scale` folded in
-        self.linear: dict[
-            bool, Fields
-        ] = {}  # struct LinearGradients of queries, and of keys (True)
+        self.positive_gradient: Array = None  # [M] scale * dL/dx at positives
+        # struct LinearGradients of queries (False) and of keys (True)
+        self.linear: dict[bool, Fields] = {}
         self.dq_accumulator = self.dk_accumulator = None
-        self.begun: set[tuple[bool, int]] = set()  # see `begins`
+        self.begun: set[tuple[bool, int]] = set()  # (of dK, block) that have been added to
         if buffers.cached is not None:
             self.gradient_block = buffers.cached.block
         elif "gradient_block" in self.memory:
@@ -75,101 +74,120 @@ class GradientRun(FoldRun):
     def accumulator(
         self, rows: schedule.AccumulatorRows | None, out: Array, name: str
     ) -> Accumulator | None:
+        """The accumulator `name` of the workspace, or `out` itself, as the schedule says."""
         if rows is None:
             return None
         if rows.in_place:
             return Accumulator(out, out.strides[0] // out.dtype.itemsize, 0)
-        before, width, real = None, self.buffers.operands.gradient_width, self.buffers.real
+        overlay, width, real = None, self.buffers.operands.gradient_width, self.buffers.real
         if rows.overlaid:
-            before = Accumulator(cupy.ndarray((rows.overlaid, width), real, out.data), width, 0)
+            overlay = Accumulator(cupy.ndarray((rows.overlaid, width), real, out.data), width, 0)
         shape = rows.copies, rows.rows, width
         memory = cupy.ndarray(shape, real, self.memory[name].data)
-        return Accumulator(memory, width, rows.first_row, before, rows.copies)
+        return Accumulator(memory, width, rows.first_row, overlay, rows.copies)
 
     def gradient_arguments(self) -> Fields:
-        """The gradient block, as a sweep takes it."""
+        """The arguments of a sweep that describe the gradient block."""
         if not self.fold.gradients:
             return NO_GRADIENT_BLOCK
         tensor_map = self.gradient_block.map(self.launcher.queue, self.q.rows)
         return {"gradient_block": self.gradient_fields(), "gradient_map": tensor_map}
 
     def gradient_fields(self) -> Any:
-        """The gradient block, as tiles take it."""
+        """The argument of a tiled kernel that describes the gradient block."""
         if not self.fold.gradients:
             return NO_GRADIENT_BLOCK["gradient_block"]
         return self.gradient_block.fields
 
-    def multiply(self, rows: slice, columns: slice, a: int, b: int) -> None:
-        """dQ_a += P K_b and dK_b += P' Q_a."""
-        self.add_to_rows(rows, a)
+    def multiply(
+        self, rows: slice, columns: slice, row_block: int, column_block: int
+    ) -> None:  # fmt: skip
+        """dQ += P K for the rows of a block, and dK += P' Q for its columns."""
+        self.add_to_rows(rows, row_block)
         if not (self.problem.symmetric and rows == columns):
-            self.add_to_columns(self.q, columns, self.begins(self.dk_accumulator, b))
+            is_first = self.begins(self.dk_accumulator, column_block)
+            self.add_to_columns(self.q, columns, is_first)
 
-    def begins(self, to: Accumulator | None, block: int) -> bool:
-        """Whether a block of rows, or of keys, is the first time in the accumulator: what it holds
-        is then overwritten. In a triangle, rows and keys have one accumulator."""
-        key = to is self.dk_accumulator, block
-        first = key not in self.begun
+    def begins(self, accumulator: Accumulator | None, block: int) -> bool:
+        """Whether nothing has been added to block `block` of an accumulator, which counts as added.
+
+        In a triangle, dQ and dK have one accumulator.
+        """
+        key = accumulator is self.dk_accumulator, block
+        is_first = key not in self.begun
         self.begun.add(key)
-        return first
+        return is_first
 
-    def add_to_rows(self, rows: slice, a: int) -> None:
-        """dQ_a += P K_b."""
-        to = self.dq_accumulator
-        if to is None:
+    def add_to_rows(self, rows: slice, row_block: int) -> None:
+        """dQ += P K for the rows of a block."""
+        accumulator = self.dq_accumulator
+        if accumulator is None:
             return
-        self.begin_rows(to, rows)
-        first = self.begins(to, a)
+        self.begin_rows(accumulator, rows)
+        is_first = self.begins(accumulator, row_block)
         for keys in self.key_ranges():
-            self.product(OP_N, keys, self.k, to, rows.start, first and keys.start == 0)
+            self.product(
+                OP_N, keys, self.k, accumulator, rows.start, is_first and keys.start == 0
+            )  # fmt: skip
 
-    def begin_rows(self, to: Accumulator, rows: slice) -> None:
-        """An accumulator in the workspace holds the rows of one block, or all rows."""
-        wanted = self.fold.dq_accumulator
-        if not (self.grid.triangle or wanted is None or wanted.in_place):
-            to.first = rows.start
+    def begin_rows(self, accumulator: Accumulator, rows: slice) -> None:
+        """Let the accumulator of dQ begin at `rows`, if it holds the rows of one block only."""
+        memory = self.fold.dq_accumulator
+        if not (self.grid.triangle or memory is None or memory.in_place):
+            accumulator.first = rows.start
 
-    def add_to_columns(self, q: Operand, columns: slice, first: bool) -> None:
-        """dK_b += P' Q_a, with the rows of Q_a in `q`, which are the `first`."""
-        to = self.dk_accumulator
-        if to is None:
+    def add_to_columns(self, queries: Operand, columns: slice, is_first: bool) -> None:
+        """dK += P' Q for the columns of a block; `is_first`: nothing has been added before."""
+        accumulator = self.dk_accumulator
+        if accumulator is None:
             return
-        for keys in self.key_ranges(to.first - columns.start):
-            self.product(OP_T, keys, q, to, columns.start + keys.start, first)
+        for keys in self.key_ranges(accumulator.first - columns.start):
+            self.product(
+                OP_T, keys, queries, accumulator, columns.start + keys.start, is_first
+            )  # fmt: skip
 
     def key_ranges(self, border: int = 0) -> list[slice]:
+        """The keys of the block, divided as `key_ranges_of_products` says."""
         operands = self.buffers.operands
         return schedule.key_ranges_of_products(
             self.q.rows, self.k.rows, operands.gradient_width, operands.precision, border
         )
 
     def product(
-        self, op: int, keys: slice, z: Operand, out: Accumulator, row: int, first: bool
+        self, op: int, keys: slice, features: Operand, accumulator: Accumulator, row: int,
+        is_first: bool,
     ) -> None:  # fmt: skip
-        """Of `keys` of the block, P K to the rows of `out` from `row` on, or P' Q, with K or Q in
-        `z`; added to what is there unless it is the `first`. cuBLAS counts columns first: there all
-        this is the transpose, out' = K' P' or Q' P."""
-        n, k, first_row = self.q.rows, keys.stop - keys.start, keys.start
+        """Add P K (OP_N) or P' Q (OP_T) of some `keys` of the block to an accumulator.
+
+        `features` is K or Q. The sum is in the accumulator's rows from `row` on, and is overwritten
+        if the product `is_first`. cuBLAS stores matrices column by column, so its arguments
+        describe the transposes: K' P' or Q' P.
+        """
+        n, k, first_feature_row = self.q.rows, keys.stop - keys.start, keys.start
         if op == OP_T:
-            n, k, first_row = k, n, 0
+            n, k, first_feature_row = k, n, 0
         operands, real, block = self.buffers.operands, self.buffers.real, self.gradient_block
         precision, item, width = operands.precision, operands.item, operands.gradient_width
-        operand_type, sum_type = (
-            CUDA_TYPE[precision],
-            CUDA_TYPE["fp64" if precision == "fp64" else "fp32"],
-        )
-        apart = 1 if op == OP_N else block.stride  # elements from term to term
-        for of in schedule.products(precision, k, out.copies, first):
-            batch = of.terms * z.stride, of.terms * apart, out.copy_stride, of.batch
-            features = of.feature_part * z.part + (first_row + of.start) * z.stride
-            elements = of.gradient_part * block.part + keys.start + of.start * apart
+        operand_type = CUDA_TYPE[precision]
+        sum_type = CUDA_TYPE["fp64" if precision == "fp64" else "fp32"]
+        term_stride = 1 if op == OP_N else block.stride  # elements of P from term to term
+        for product in schedule.products(precision, k, accumulator.copies, is_first):
+            batch = (
+                product.terms * features.stride, product.terms * term_stride,
+                accumulator.copy_stride, product.batch,
+            )  # fmt: skip
+            first_feature = product.feature_part * features.part
+            first_feature += (first_feature_row + product.start) * features.stride
+            first_element = product.gradient_part * block.part
+            first_element += keys.start + product.start * term_stride
             self.launcher.queue.gemm(
-                OP_N, op, width, n, of.terms, _host_number(of.factor, real)[1],
-                z.data + features * item, operand_type, z.stride,
-                block.data + elements * item, operand_type,
-                block.stride, _host_number(0.0 if of.is_first else 1.0, real)[1],
-                out.pointer(row) + of.copy * out.copy_stride * real.itemsize, sum_type, out.stride,
-                COMPUTE[precision], -1, *(batch if of.batch > 1 else ()),
+                OP_N, op, width, n, product.terms, _host_number(product.factor, real)[1],
+                features.data + first_feature * item, operand_type, features.stride,
+                block.data + first_element * item, operand_type,
+                block.stride, _host_number(0.0 if product.is_first else 1.0, real)[1],
+                accumulator.pointer(row) + product.copy * accumulator.copy_stride * real.itemsize,
+                sum_type, accumulator.stride,
+                COMPUTE[precision], -1, *(batch if product.batch > 1 else ()),
             )  # fmt: skip
 
     def end_rows(self, rows: slice) -> None:
@@ -178,29 +196,38 @@ class GradientRun(FoldRun):
             self.finish(self.dq_accumulator, rows, self.gradients.query)
 
     def end(self) -> None:
-        """All blocks have added to dK. Rows that overlay their destination are converted in the
-        gradient block, in ascending order: they overwrite only accumulators already read."""
-        acc, gradients, wanted = self.dk_accumulator, self.gradients, self.fold.dk_accumulator
-        if acc is None or wanted is None:
+        """Complete dK after all blocks have added to it.
+
+        Rows that overlay their destination are converted in the memory of the gradient block, in
+        ascending order, so that they overwrite only accumulators that are complete already.
+        """
+        accumulator, gradients = self.dk_accumulator, self.gradients
+        rows_of_keys = self.fold.dk_accumulator
+        if accumulator is None or rows_of_keys is None:
             return
         assert gradients is not None
-        out: Array = gradients.query if acc is self.dq_accumulator else gradients.key
-        for rows in slices(wanted.overlaid, max(1, wanted.rows_passing)):
-            to = out[rows]
-            passing = cupy.ndarray(to.shape, to.dtype, self.gradient_block.memory.data)
-            self.finish(acc, rows, passing, rows.start)
-            self.launcher.queue.copy(to.data, passing.data, to.nbytes)
-        self.finish(acc, slice(acc.first, self.grid.columns[-1].stop), out)
+        out: Array = gradients.query if accumulator is self.dq_accumulator else gradients.key
+        for rows in slices(rows_of_keys.overlaid, max(1, rows_of_keys.rows_passing)):
+            destination = out[rows]
+            memory = self.gradient_block.memory.data
+            converted = cupy.ndarray(destination.shape, destination.dtype, memory)
+            self.finish(accumulator, rows, converted, rows.start)
+            self.launcher.queue.copy(destination.data, converted.data, destination.nbytes)
+        self.finish(accumulator, slice(accumulator.first, self.grid.columns[-1].stop), out)
 
-    def finish(self, acc: Accumulator, rows: slice, out: Array, first: int = 0) -> None:
-        """Completes the gradients of `rows`, of queries or of keys: adds the positives, multiplies
-        by the gradient divisor, differentiates through the normalisation, and writes to
-        `out`, whose first row is row `first`."""
+    def finish(
+        self, accumulator: Accumulator, rows: slice, out: Array, first: int = 0
+    ) -> None:  # fmt: skip
+        """Complete the gradients of `rows`, which are queries or keys, and write them to `out`.
+
+        The kernel adds the positives, multiplies by the gradient divisor, and differentiates
+        through the normalisation. The first row of `out` is row `first`.
+        """
         buffers, problem, gradients = self.buffers, self.problem, self.gradients
         assert gradients is not None
         n, d = rows.stop - rows.start, problem.shape[2]
         gradient_divisor, divisor_step = self.ranges, 0
-        if acc is self.dq_accumulator:
+        if accumulator is self.dq_accumulator:
             if self.row_divisors is not None:
                 gradient_divisor, divisor_step = self.row_divisors, 1
             side, other, dots, add = buffers.query, buffers.key, gradients.dots, gradients.add_query
@@ -212,19 +239,21 @@ class GradientRun(FoldRun):
             if not buffers.has_pairs:
                 order, begin, end = buffers.queries_of_keys(problem)
             partners = {"partner": order, "begin": begin, "end": end}
-        if acc.copies > 1:
+        if accumulator.copies > 1:
+            numbers = accumulator.copy_stride
             self.launcher.vectors(
-                "add_copies", acc.copy_stride, sums=acc.array, n=acc.copy_stride, copies=acc.copies
+                "add_copies", numbers, sums=accumulator.array, n=numbers, copies=accumulator.copies
             )
         defines = {"FACTORS": int(problem.normalize)}
         if problem.set_size > 1:
             defines["SETS"] = 1
         linear: dict[str, Any] = {}
         if self.linear:
-            defines["LINEAR"], linear["linear"] = 1, self.linear[acc is not self.dq_accumulator]
+            defines["LINEAR"] = 1
+            linear["linear"] = self.linear[accumulator is not self.dq_accumulator]
         self.launcher.rows(
             "finish", n, d, file="finish.cu", defines=defines, **linear,
-            acc=acc.pointer(rows.start), acc_stride=acc.stride,
+            acc=accumulator.pointer(rows.start), acc_stride=accumulator.stride,
             first=rows.start, n=n, d=d, z=matrix(side.features), factor=side.factor,
             exponent=side.exponent,
             positives={
@@ -250,9 +279,11 @@ class GradientRun(FoldRun):
 
 
 class SoftmaxRun(GradientRun):
-    """The gradient of log-sum-exps that are known. For narrow rows that are queries and keys at
-    once, dL/dx stays in registers: the whole square is visited, and each row accumulates its own
-    gradient alone."""
+    """The gradient of a softmax, whose log-sum-exps are known.
+
+    If narrow rows are queries and keys at once, dL/dx stays in registers. Then the run visits the
+    whole square of blocks, and each row accumulates only its own gradient.
+    """
 
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: SoftmaxGradient,
@@ -260,10 +291,10 @@ class SoftmaxRun(GradientRun):
     ) -> None:  # fmt: skip
         super().__init__(buffers, problem, fold, epilogue.phase, gradients)
         m, n, _ = problem.shape
-        given = (getattr(epilogue, name) for name in SOURCES)
-        sources: dict[str, Array] = {  # float64 and contiguous, as the kernels take them
-            name: None if v is None else cupy.ascontiguousarray(v, dtype=np.float64)
-            for name, v in zip(SOURCES, given, strict=True)
+        vectors = (getattr(epilogue, name) for name in SOURCES)
+        sources: dict[str, Array] = {  # kernels read contiguous float64
+            name: None if vector is None else cupy.ascontiguousarray(vector, dtype=np.float64)
+            for name, vector in zip(SOURCES, vectors, strict=True)
         }
         pairs = self.pair_vectors
         if pairs is not None:
@@ -275,8 +306,8 @@ class SoftmaxRun(GradientRun):
                     sources[f"{name}_reference"] = biased
         # dL/dx at a positive bounds its row of the gradient block, unless the row has several
         # positives or linear terms
-        one = not epilogue.linear and problem.set_size == 1
-        self.find_ranges(m, n, by_factor=not one, **sources)
+        bounded_by_positive = not epilogue.linear and problem.set_size == 1
+        self.find_ranges(m, n, by_factor=not bounded_by_positive, **sources)
         self.positive_gradient = sources["positive_gradient"]
         if epilogue.linear:
             sides = (False, fold.dq_accumulator), (True, fold.dk_accumulator)
@@ -287,16 +318,17 @@ class SoftmaxRun(GradientRun):
                 for is_key_side, wanted in sides
                 if wanted is not None and not (is_key_side and problem.symmetric)
             }
-        columns = sources["column_reference"]
-        if columns is not None and pairs is not None and pairs.has_limits:
+        column_reference = sources["column_reference"]
+        if column_reference is not None and pairs is not None and pairs.has_limits:
             self.launcher.launch(
                 "vectors.cu", "check_spread", 1, RANGE_THREADS,
-                {"row_reference": sources["row_reference"], "column_reference": columns,
+                {"row_reference": sources["row_reference"], "column_reference": column_reference,
                  "m": m, "n": n, "out": self.ranges},
             )  # fmt: skip
+        # a, u and v as in kernels/cuda/tiled/gradient.cu
         self.row_reference, self.a, self.u = cupy.empty((3, m), buffers.real)
         self.column_reference = self.v = None
-        if columns is not None:
+        if column_reference is not None:
             self.column_reference, self.v = cupy.empty((2, n), buffers.real)
         self.launcher.vectors(
             "factors", max(m, n), f=sources, m=m, n=n, scale=self.scale, ranges=self.ranges,
@@ -307,7 +339,7 @@ class SoftmaxRun(GradientRun):
         )  # fmt: skip
 
     def factors(self, rows: slice, columns: slice) -> Fields:
-        """struct Factors of a block."""
+        """The fields of struct Factors for a block."""
         return {
             "row_reference": address(self.row_reference, rows.start),
             "a": address(self.a, rows.start), "u": address(self.u, rows.start),
@@ -316,10 +348,10 @@ class SoftmaxRun(GradientRun):
             "one_exponential": self.ranges.data.ptr + RANGES.offset("one_exponential"),
         }  # fmt: skip
 
-    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         factors, cached, wanted = self.factors(rows, columns), self.buffers.cached, None
         if self.fold.in_registers:
-            self.add_in_registers(rows, columns, a, factors)
+            self.add_in_registers(rows, columns, row_block, factors)
             return
         if cached is not None:
             self.gradient_block = cached.block
@@ -333,13 +365,15 @@ class SoftmaxRun(GradientRun):
         else:
             arguments |= {**self.gradient_arguments(), "wanted": wanted}
         self.launch(self.fold.kernel, rows, columns, arguments)
-        self.multiply(rows, columns, a, b)
+        self.multiply(rows, columns, row_block, column_block)
 
     def from_cached(
         self, cached: CachedExponentials, rows: slice, columns: slice, factors: Fields
     ) -> None:
-        """Cached exponentials become the gradient block, except for query tiles that are to be
-        computed anew."""
+        """Compute the gradient block from cached exponentials.
+
+        Query tiles that are marked in `cached.anew` are computed by the sweep instead.
+        """
         kernel, strips, n = self.fold.cached_kernel, -(-self.q.rows // config.STRIP), self.k.rows
         assert kernel is not None
         self.launcher.run(
@@ -352,13 +386,16 @@ class SoftmaxRun(GradientRun):
             },
         )  # fmt: skip
 
-    def add_in_registers(self, rows: slice, columns: slice, a: int, factors: Fields) -> None:
-        """dQ_a += dL/dx K_b, without a gradient block."""
-        to = self.dq_accumulator
-        assert to is not None
-        self.begin_rows(to, rows)
+    def add_in_registers(
+        self, rows: slice, columns: slice, row_block: int, factors: Fields
+    ) -> None:  # fmt: skip
+        """dQ += dL/dx K for the rows of a block, without a gradient block in memory."""
+        accumulator = self.dq_accumulator
+        assert accumulator is not None
+        self.begin_rows(accumulator, rows)
         arguments = {
-            "factors": factors, "out": to.pointer(rows.start), "stride": to.stride,
-            "columns": self.problem.shape[2], "add": not self.begins(to, a),
+            "factors": factors, "out": accumulator.pointer(rows.start),
+            "stride": accumulator.stride, "columns": self.problem.shape[2],
+            "add": not self.begins(accumulator, row_block),
         }  # fmt: skip
         self.launch(self.fold.kernel, rows, columns, arguments)

@@ -1,5 +1,4 @@
-"""The log-sum-exp fold: (max, sum) pairs of each tile's rows and columns, merged by block; and
-counts of what scores above the positives (retrieval ranks)."""
+"""Runs of the log-sum-exp fold, and of the fold that counts retrieval ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +16,8 @@ from .operands import NO_GRADIENT_BLOCK, NOTHING_CACHED
 
 
 class StatisticsRun(FoldRun):
+    """The log-sum-exp fold: (max, sum) pairs of each tile's rows and columns, merged by block."""
+
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, stats: Statistics,
         gradients: Gradients | None = None,
@@ -34,19 +35,21 @@ class StatisticsRun(FoldRun):
         biased: list[tuple[Sums, Array]] = []
         if pairs is not None and pairs.row_bias is not None:
             biased.append((stats.rows, pairs.row_bias))
-        columns = None if self.problem.symmetric else stats.columns  # they are the rows
+        columns = None if self.problem.symmetric else stats.columns  # views: rows are columns
         if pairs is not None and pairs.column_bias is not None and columns is not None:
             biased.append((columns, pairs.column_bias))
-        for sums, bias in biased:  # what this fold merges into them has these biases
+        # the fold adds logits with biases to the sums, so sums of earlier folds need them, too
+        for sums, bias in biased:
             self.buffers.add_bias(sums.max, bias, LOG2_E, sums.max)
         super().run()
         for sums, bias in biased:
             self.buffers.add_bias(sums.max, bias, -LOG2_E, sums.max)
 
-    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         stats, fold, shape, memory = self.stats, self.fold, self.shape, self.memory
         m, n = self.q.rows, self.k.rows
-        is_diagonal = self.problem.symmetric and rows == columns  # both (i, j) and (j, i)
+        # a block on the diagonal has pairs (i, j) and (j, i)
+        is_diagonal = self.problem.symmetric and rows == columns
         triangle = is_diagonal and shape.square and fold.column_sums
         cached = self.buffers.cached
         if cached is not None and not cached.has(columns):
@@ -55,7 +58,7 @@ class StatisticsRun(FoldRun):
         row_slots = shape.row_slots(m, n, triangle)
         column_slots = shape.column_slots(m, n, triangle) if kernel.defines["COLUMNS"] else 0
         side = "column"
-        if triangle and isinstance(shape, config.Tile):  # one slot a tile, on either side
+        if triangle and isinstance(shape, config.Tile):  # sums of rows and columns share the slots
             side, column_slots = "row", 0
         arguments = {
             "positive": address(stats.positive_logits, rows.start),
@@ -78,7 +81,7 @@ class StatisticsRun(FoldRun):
     def merge(
         self, side: str, slots: int, sums: Sums, part: slice, written_tiles: Array | None = None
     ) -> None:
-        """Partial sums of a block become part of those of its rows, or of its columns."""
+        """Merge the partial sums of a block into the sums of its rows, or of its columns."""
         n = part.stop - part.start
         # Tiles leave raw products, sweeps base-2 logits
         scale = self.scale if isinstance(self.shape, config.Tile) else BASE_2
@@ -90,7 +93,10 @@ class StatisticsRun(FoldRun):
 
 
 class RanksRun(FoldRun):
-    """Counts against the positives' logits, which the log-sum-exp fold has found."""
+    """Counts, for each row and column, the logits above its positive's logit.
+
+    The log-sum-exp fold has computed the logits of positives.
+    """
 
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, ranks: RetrievalRanks,
@@ -103,7 +109,7 @@ class RanksRun(FoldRun):
         if fold.column_sums:
             self.column_threshold = buffers.to_products(ranks.column_positive_logits, BASE_2)
 
-    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         ranks = self.ranks
         arguments = {
             "row_threshold": address(self.row_threshold, rows.start),

@@ -1,4 +1,4 @@
-"""One pass for one softmax: log-sum-exps and gradients, against given reference exponents."""
+"""The run of one fold for log-sum-exps and gradients, for losses whose only softmax is of rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from .gradient import GradientRun
 
 
 class OnlineRun(GradientRun):
-    """Sums of 2^(x2 - r), and the same times keys. The reference exponent r of a row follows its
-    logits: kernels/cuda/sm90/reference_exponents.cuh.
+    """Sums of 2^(x2 - r) for base-2 logits x2, and dQ as the sum of 2^(x2 - r) times keys.
 
-    Where dK is wanted, a block has all keys. Then the sums of its rows are complete, and the
-    gradient block is multiplied once more, by queries times the gradient divisors of their rows."""
+    The reference exponent r of a row follows from its logits, as described in
+    kernels/cuda/sm90/reference_exponents.cuh. If dK is wanted, a block has all keys, so that the
+    sums of its rows are complete after the block. Then the gradient block is multiplied once more,
+    by queries times the gradient divisors of their rows.
+    """
 
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: OnlineSoftmax,
@@ -30,9 +32,9 @@ class OnlineRun(GradientRun):
         super().__init__(buffers, problem, fold, epilogue.phase, gradients)
         self.epilogue = epilogue
         m = problem.shape[0]
-        # 0 serves unit rows while their largest logit lies within +-40 or so
+        # reference exponent 0 suffices for rows whose largest logit lies within about +-40
         self.references = self.launcher.queue.zeros(m, buffers.real)
-        # which query tiles are to be swept once more
+        # for each query tile, whether the sweep must compute it again
         self.wanted = cupy.empty(-(-self.rows // config.BLOCK_M), np.int32)
         self.row_divisors = cupy.empty(m)
         self.positive_gradient = cupy.empty(m)
@@ -42,7 +44,7 @@ class OnlineRun(GradientRun):
             # any size fit 16-bit elements
             self.find_ranges(m, problem.shape[1], row_factor=problem.upstream)
 
-    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         n, d, start = rows.stop - rows.start, self.problem.shape[2], rows.start
         sums, reference = self.epilogue.rows, address(self.references, start)
         row_sum, row_moment = address(sums.sum, start), address(sums.moment, start)
@@ -50,7 +52,7 @@ class OnlineRun(GradientRun):
         assert isinstance(shape, config.Sweep)
 
         def sweep(wanted: Any, segments: int) -> int:
-            """Returns how many pairs a row has then."""
+            """Launch the sweep for the wanted query tiles; return the pairs of each row."""
             arguments = {
                 "references": reference, "before": row_sum,
                 "positive": address(self.epilogue.positive_logits, start), "row_pairs": self.pairs,
@@ -61,7 +63,7 @@ class OnlineRun(GradientRun):
             return shape.segment_slots * segments
 
         acc, acc_stride = 0, 0
-        if b > 0 and self.dq_accumulator is not None:
+        if column_block > 0 and self.dq_accumulator is not None:
             acc, acc_stride = self.dq_accumulator.pointer(start), self.dq_accumulator.stride
         slots = sweep(None, shape.segments(n, self.k.rows))
         self.launch_query_tiles(
@@ -69,16 +71,16 @@ class OnlineRun(GradientRun):
             scale=self.scale, reference=reference, sum=row_sum, moment=row_moment,
             acc=acc, acc_stride=acc_stride, d=d, wanted=self.wanted,
         )  # fmt: skip
-        # Mostly none, or a few query tiles that all multiprocessors share
+        # usually no query tile is wanted; the keys of a few are divided among all multiprocessors
         slots = sweep(self.wanted, shape.max_segments(n, self.k.rows))
         self.launch_query_tiles(
             "add_wanted", n, pairs=self.pairs, moments=self.moments, slots=slots, n=n,
             sum=row_sum, moment=row_moment, wanted=self.wanted,
         )  # fmt: skip
-        self.add_to_rows(rows, a)
+        self.add_to_rows(rows, row_block)
 
     def launch_query_tiles(self, kernel: str, rows: int, /, **arguments: Any) -> None:
-        """A thread block for each query tile, four threads a row."""
+        """Launch one thread block for each query tile, with four threads for each row."""
         tiles = -(-rows // config.BLOCK_M)
         self.launcher.launch("vectors.cu", kernel, tiles, 4 * config.BLOCK_M, arguments)
 

@@ -20,29 +20,31 @@ from ..schedule import ALIGNMENT, Fold, OperandRows, Part, Reading, Schedule
 
 
 class Workspace:
-    """The workspace of a call: one allocation, which each fold divides anew, after the cached
-    exponentials. It goes back to CuPy's pool with the call's buffers, after an error too."""
+    """The workspace of a call: one allocation, which each fold divides into its own parts.
+
+    The cached exponentials come first, and stay from fold to fold. The memory goes back to CuPy's
+    pool with the call's buffers, also after an error.
+    """
 
     def __init__(self, schedule: Schedule, queue: Queue) -> None:
         self.schedule, self.queue = schedule, queue
         self.memory: Array = None
-        # rows that lie staged, by the name of their buffer, where buffers have so many rows
-        self.staged: dict[str, slice] = {}
-        self.layout: tuple[int, int] | None = None
+        self.staged: dict[str, slice] = {}  # the rows in each staging buffer, by its name
+        self.layout: tuple[int, int] | None = None  # rows and columns of a fold's largest block
 
     def parts(self, parts: Sequence[Part]) -> dict[str, Array]:
         """Arrays of bytes for cached exponentials and for the parts of a fold, by name."""
         if self.memory is None:
             self.memory = self.queue.scratch(self.schedule.workspace)
-        found, start = {}, 0
+        arrays, start = {}, 0
         for part in (*self.schedule.cached, *parts):
-            found[part.name] = cupy.ndarray(part.bytes, np.uint8, self.memory.data + start)
+            arrays[part.name] = cupy.ndarray(part.bytes, np.uint8, self.memory.data + start)
             start += -(-part.bytes // ALIGNMENT) * ALIGNMENT
         assert start <= self.schedule.workspace
-        return found
+        return arrays
 
     def begin_fold(self, fold: Fold) -> dict[str, Array]:
-        """The parts of a fold. What the last one has staged stays where blocks are as large."""
+        """The parts of a fold. Rows that the last fold has staged stay if blocks have its size."""
         if self.layout != fold.grid.largest:
             self.layout, self.staged = fold.grid.largest, {}
         return self.parts(fold.workspace)
@@ -53,13 +55,13 @@ class Workspace:
 
 @dataclass
 class Operand:
-    """Rows of one side as the tiled kernels and cuBLAS read them."""
+    """Rows of queries or keys in the layout that kernels and cuBLAS read."""
 
     data: int  # address
     stride: int  # elements
     part: int  # elements from part to part of a row (bf16x3, fp16x3)
     rows: int
-    factor: int  # address
+    factor: int  # address of the factors that normalise the rows, or 0
 
     def fields(self, item: int) -> Fields:
         """struct Operand; `item`: bytes of an element."""
@@ -68,7 +70,7 @@ class Operand:
 
 
 class Features:
-    """One side's features, and the factors that normalise its rows."""
+    """The features of queries or keys, and the factors that normalise the rows."""
 
     def __init__(
         self, launcher: Launcher, normalize: bool, real: np.dtype[Any], features: Array
@@ -86,8 +88,11 @@ class Features:
 
 
 class OperandSide(Features):
-    """One side's features: read in place, or staged in the operands' format, all of them once or a
-    block at a time."""
+    """The features of queries or keys as operands of products.
+
+    Kernels read the features in place, or from staged copies in the format of the operands. Copies
+    have all rows, or the rows of one block.
+    """
 
     def __init__(
         self, launcher: Launcher, normalize: bool, real: np.dtype[Any], features: Array,
@@ -96,7 +101,7 @@ class OperandSide(Features):
         super().__init__(launcher, normalize, real, features)
         self.form, self.precision = form, launcher.precision
         self.feature_divisor = 0  # address of the side's float16 divisor; 0: none
-        self.whole: Operand | None = None  # all rows, where they need not be staged by blocks
+        self.whole: Operand | None = None  # all rows, unless they are staged by block
         if form.reading is Reading.IN_PLACE:
             stride = features.strides[0] // features.dtype.itemsize
             self.whole = Operand(address(features), stride, 0, len(features), 0)
@@ -104,7 +109,10 @@ class OperandSide(Features):
     def block(
         self, rows: slice, name: str, memory: dict[str, Array], staged: dict[str, slice]
     ) -> Operand:
-        """Rows `rows`, of the whole; or staged into buffer `name`, unless they are there."""
+        """The operand of `rows`.
+
+        If rows are staged by block, they are copied to buffer `name`, unless the buffer has them.
+        """
         if self.form.reading is Reading.BY_BLOCK:
             if staged.get(name) != rows:
                 staged[name] = rows
@@ -114,12 +122,12 @@ class OperandSide(Features):
             n = len(self.features)
             self.memory = cupy.empty(n * self.form.row_bytes, np.uint8)
             self.whole = self.stage(slice(0, n), self.memory)
-        z, n, factor = self.whole, rows.stop - rows.start, address(self.factor, rows.start)
-        offset = rows.start * z.stride * config.element_bytes(self.precision)
-        return Operand(z.data + offset, z.stride, z.part, n, factor)
+        whole, n, factor = self.whole, rows.stop - rows.start, address(self.factor, rows.start)
+        offset = rows.start * whole.stride * config.element_bytes(self.precision)
+        return Operand(whole.data + offset, whole.stride, whole.part, n, factor)
 
     def operand(self, rows: slice, buffer: Array) -> Operand:
-        """Rows `rows`, which lie in `buffer`."""
+        """The operand of `rows`, whose copies are in `buffer`."""
         parts = config.OPERAND_PARTS.get(self.precision, 1)
         part, stride = self.form.features if parts > 1 else 0, self.form.features * parts
         factor = address(self.factor, rows.start)
@@ -132,14 +140,14 @@ class OperandSide(Features):
 
         If `weight` is given, each row is multiplied by its `weight` / `gradient_divisor`.
         """
-        made = self.operand(rows, buffer)
+        operand = self.operand(rows, buffer)
         self.launcher.rows(
-            "stage", made.rows, self.form.features, z=matrix(self.features, rows.start),
-            n=made.rows, d=self.features.shape[1], exponent=address(self.exponent, rows.start),
+            "stage", operand.rows, self.form.features, z=matrix(self.features, rows.start),
+            n=operand.rows, d=self.features.shape[1], exponent=address(self.exponent, rows.start),
             feature_divisor=self.feature_divisor, weight=address(weight, rows.start),
-            gradient_divisor=gradient_divisor, out=buffer, stride=made.stride, part=made.part,
+            gradient_divisor=gradient_divisor, out=buffer, stride=operand.stride, part=operand.part,
         )  # fmt: skip
-        return made
+        return operand
 
 
 # --- gradient blocks ------------------------------------------------------------------------------
@@ -184,8 +192,11 @@ NO_GRADIENT_BLOCK: Fields = {
 
 
 class CachedExponentials:
-    """Exponentials of the first columns' logits, which the log-sum-exp fold leaves to the gradient
-    fold in the form of a gradient block: see kernels/cuda/sm90/sweep_lse.cu."""
+    """Exponentials that the log-sum-exp fold stores and the gradient fold reads.
+
+    They belong to the first columns of the logit matrix, and lie in the layout of a gradient block
+    (kernels/cuda/sm90/sweep_lse.cu).
+    """
 
     def __init__(self, schedule: Schedule, workspace: Workspace, queue: Queue) -> None:
         assert schedule.operands is not None
@@ -196,6 +207,7 @@ class CachedExponentials:
         )
         self.tiles = -(-self.columns // config.BLOCK_M)
         self.references = memory["references"]
+        # for each query tile, 1 if its logits lie too far apart for one reference exponent
         self.anew = queue.zeros(-(-m // config.BLOCK_M), np.int32)
 
     def has(self, columns: slice) -> bool:
@@ -216,9 +228,12 @@ NOTHING_CACHED: Fields = {"references": 0, "stride": 0, "anew": 0}
 
 @dataclass
 class Accumulator:
-    """Unfinished gradients of rows first.., [rows, stride], divided as the gradient blocks are: the
-    sum of `copies` arrays, one after another. Rows before `first` may overlay the memory of the
-    gradient: `before`."""
+    """Sums of gradients of the rows from `first` on, before `GradientRun.finish` completes them.
+
+    The sums are divided by the gradient divisor. A row is the sum of its `copies` in as many arrays
+    [rows, stride], one after another. Rows before `first`, if any, are in `before`, which overlays
+    the memory of the gradient.
+    """
 
     array: Array
     stride: int

@@ -1,4 +1,4 @@
-"""The sigmoid fold: SigLIP's loss and gradient in one pass."""
+"""The run of the sigmoid fold, which computes SigLIP's loss and gradients."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from .gradient import GradientRun
 
 
 class SigmoidRun(GradientRun):
+    """Losses of pairs, their gradients by logit, scale and bias, and dQ and dK."""
+
     def __init__(
         self, buffers: Buffers, problem: Problem, fold: Fold, epilogue: Sigmoid,
         gradients: Gradients | None,
@@ -30,7 +32,7 @@ class SigmoidRun(GradientRun):
             "divide_factors", m, x=self.factor, n=m, ranges=self.ranges, out=self.row_factor
         )
 
-    def block(self, rows: slice, columns: slice, a: int, b: int) -> None:
+    def block(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         epilogue, n, start = self.epilogue, rows.stop - rows.start, rows.start
         sums, moments = self.memory["row_partials"], self.memory.get("row_moments")
         arguments = {
@@ -49,7 +51,7 @@ class SigmoidRun(GradientRun):
             a=address(epilogue.losses, start), b=address(epilogue.bias_grad, start),
             c=address(epilogue.log_scale_grad, start),
         )  # fmt: skip
-        self.multiply(rows, columns, a, b)
+        self.multiply(rows, columns, row_block, column_block)
 
     def end_rows(self, rows: slice) -> None:
         start, n, epilogue = rows.start, rows.stop - rows.start, self.epilogue
