@@ -131,7 +131,7 @@ def test_graphs_of_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kept() -> set[Any]:
     """By all plans: arguments, with or without graphs."""
-    return {of for p in plan._plans.values() for of in getattr(p, "known", {}).values()}
+    return {of for p in plan._plans.values() for of in getattr(p, "arguments_by_key", {}).values()}
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_no_graph_ends_during_a_capture(
         cuda.current = SimpleNamespace(ptr=5, is_capturing=lambda: False)
     for n in (4, 4, 4, 5, 6, 7):
         ask(n)
-        assert len(first.known) <= 2
+        assert len(first.arguments_by_key) <= 2
         assert len(plan._plans) <= 2
         assert with_graph in kept()
     assert len(cuda.graphs) == 1
@@ -342,7 +342,7 @@ def test_parameters_of_a_lone_launch_are_kept(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(4):
         cuda.memory = memory
         plan.call(build, given, graphs=True)
-        ((arguments,),) = (of.known.values() for of in plan._plans.values())
+        ((arguments,),) = (of.arguments_by_key.values() for of in plan._plans.values())
         words, parameters, *_ = arguments.memory
         first, start = parameters.ctypes.data, words.ctypes.data
         assert first <= looked[-1] < first + parameters.nbytes

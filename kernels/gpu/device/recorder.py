@@ -1,17 +1,21 @@
-"""Records what a call asks of the GPU, for other arrays and numbers than those of the recording.
+"""The recorder of a plan: the launches of a call, with placeholders for addresses and numbers.
 
-While it records, arrays lie at placeholder addresses and numbers that vary are `Placeholder`s. A
-relocation says what a word of the recording will be: the address of one of the call's arrays and an
-offset, or one of its numbers. Kernels' signatures tell which words are pointers.
+While a call is recorded, its arrays lie at placeholder addresses, and numbers that may change are
+`Placeholder`s. The signatures of kernels tell which words of their parameters are pointers. The
+recording lists these words (`Words`). In a later call, each becomes an address in one of the call's
+arrays, or one of its numbers.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, partial
+from operator import attrgetter
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import cupy
 import numpy as np
@@ -24,15 +28,16 @@ from .launches import Queue
 from .signatures import POINTER, TENSOR_MAP, Signature
 from .tensor_map import SIZE
 
-# Placeholder addresses, which no memory has: of so many arrays, and so many bytes apart
+# Placeholder addresses, at which no memory lies: FIRST + SPACING * (array + 1/2)
 MAX_ARRAYS, SPACING = 256, 1 << 40
-MAX_STEPS = 256  # of more, the device takes longer than Python takes to ask for them
 FIRST = 0x7FF5 << 48
+MAX_STEPS = 256  # the device takes longer for more steps than Python takes to launch them
+PLAIN = {bool, float, int, str, NoneType}  # types of fields that cannot hold an array
 GEMM_POINTERS = (0, 7, 10, 14)  # workspace, A, B and C among the arguments of `_gemm`
 
 
 class TooLong(Exception):
-    """A call takes more steps, or more arrays, than a recording holds."""
+    """A call has more steps, or more arrays, than a recording may have."""
 
 
 class Placeholder(float):
@@ -41,7 +46,7 @@ class Placeholder(float):
     index: int
 
     def __new__(cls, index: int) -> Placeholder:
-        number = super().__new__(cls, float("nan"))  # arithmetic with it would show
+        number = super().__new__(cls, float("nan"))  # so that arithmetic with it is noticed
         number.index = index
         return number
 
@@ -56,20 +61,22 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    function: Callable[[], Any]  # the kernel, once it is compiled
-    grid: int
-    block: int
-    shared: int
-    first: int  # of its parameters
+    """The launch of a kernel."""
+
+    function: Callable[[], Any]  # waits for the compiler, and returns the kernel
+    grid: int  # thread blocks
+    block: int  # threads of a block
+    shared: int  # bytes of dynamic shared memory
+    first: int  # number of its first parameter in `Recorder.parameters`
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is no kernel: a product, a copy, zeros."""
+    """A step that is no kernel of this library: a product of cuBLAS, a copy, or zeros."""
 
-    do: Callable[..., None]  # with the stream and these arguments
-    arguments: slice
-    capturable: bool  # part of a CUDA graph
+    do: Callable[..., None]  # takes the stream, and then the arguments
+    arguments: slice  # in `Recorder.arguments`
+    capturable: bool  # whether the step may be part of a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,11 @@ class TensorMap:
 
 @dataclass
 class Words:
-    """8-byte words, and which of them are filled in for each call."""
+    """8-byte words, and the positions of words that each call fills in."""
 
     values: list[int] = field(default_factory=list)
-    pointers: list[tuple[int, Pointer]] = field(default_factory=list)
-    numbers: list[tuple[int, int]] = field(default_factory=list)
+    pointers: list[tuple[int, Pointer]] = field(default_factory=list)  # (position, address)
+    numbers: list[tuple[int, int]] = field(default_factory=list)  # (position, number of the call)
 
     def add(self, word: int) -> None:
         self.values.append(word)
@@ -103,24 +110,27 @@ class Words:
 
 
 class Recorder(Queue):
-    """`graphs`: products are to be captured in CUDA graphs, and get memory for cuBLAS."""
+    """A queue that records a call instead of running it.
+
+    `graphs`: products may be captured in CUDA graphs, and get a workspace for cuBLAS.
+    """
 
     def __init__(self, graphs: bool = False) -> None:
         self.graphs = graphs
         self.sizes: list[int] = []  # bytes of the call's arrays
         self.shared: Any = None  # memory of `scratch`
-        self.product_memory: Any = None  # memory for cuBLAS, which the call does not make
+        self.product_memory: Any = None  # workspace of cuBLAS, which the call does not allocate
         self.compiling: list[Callable[[], Any]] = []  # one kernel of each file
         self.steps: list[Launch | Step] = []
         self.words = Words()  # parameters of all launches
-        self.parameters: list[int] = []  # where each begins, in bytes
+        self.parameters: list[int] = []  # byte offset of each parameter in `words`
         self.arguments = Words()  # of all other steps, and the data of tensor maps
-        self.maps: list[tuple[int, int, tuple[Any, ...]]] = []  # word, argument, form
+        self.maps: list[tuple[int, int, tuple[Any, ...]]] = []  # (word, argument, form)
 
     # -- arrays at placeholder addresses
 
     def malloc(self, size: int) -> Any:
-        """Memory of a new array: an allocator for CuPy."""
+        """Placeholder memory for a new array, in the form of an allocator of CuPy."""
         if len(self.sizes) == MAX_ARRAYS:
             raise TooLong
         start = FIRST + len(self.sizes) * SPACING + SPACING // 2  # strides may be negative
@@ -129,7 +139,7 @@ class Recorder(Queue):
         return cupy.cuda.MemoryPointer(memory, 0)
 
     def stand_in(self, array: Array) -> Array:
-        """An array like this one, as the next of the call's arrays."""
+        """An array like `array` at a placeholder address, as the next array of the call."""
         memory = self.malloc(SPACING // 2).mem
         pointer = cupy.cuda.MemoryPointer(memory, array.data.ptr % 16)
         return cupy.ndarray(array.shape, array.dtype, pointer, array.strides)
@@ -137,7 +147,7 @@ class Recorder(Queue):
     # -- what is recorded
 
     def function(self, device: Any, file: str, name: str, shared: int, **defines: Any) -> Any:
-        """What waits for the kernel, which is compiled while more is recorded."""
+        """A function that waits for the kernel, whose compilation runs beside the recording."""
         kernel = partial(compiler.function, device, file, name, shared, **defines)
         if compiler.start(device, file, **defines):
             self.compiling.append(kernel)
@@ -165,7 +175,7 @@ class Recorder(Queue):
             self.maps.append((len(self.words.values), len(self.arguments.values), value.form))
             self.arguments.add_pointer(value.data)
             self.words.values += [0] * (SIZE // 8)
-        else:  # known already
+        else:  # a tensor map of data at a real address
             self.words.values += struct.unpack(f"={SIZE // 8}Q", value.tobytes())
 
     def tensor_map(self, data: int, *form: Any) -> Any:
@@ -189,7 +199,7 @@ class Recorder(Queue):
         self._step(_zeros, (at.ptr, size), (0,))
 
     def scratch(self, size: int) -> Array:
-        """All blocks share one: they come one after another."""
+        """The workspace, which all blocks of a call share, because they run one after another."""
         if self.shared is None:
             self.shared = self.malloc(0)
         index = placeholder_of(self.shared.ptr).array
@@ -217,8 +227,70 @@ class Recorder(Queue):
         self.steps.append(step)
 
 
+# --- parts of a call: dataclasses that hold arrays ------------------------------------------------
+
+
+def describe(part: Any, arrays: list[Array], numbers: list[float]) -> Any:
+    """The properties of `part` on which a plan depends.
+
+    The arrays, and the numbers on which no plan depends, are added to the two lists.
+    """
+    if isinstance(part, cupy.ndarray):
+        arrays.append(part)
+        return part.shape, part.strides, part.dtype, part.data.ptr % 16
+    cls = part.__class__
+    field_names = _fields(cls)
+    if field_names is None:
+        return part
+    get_plain, names = field_names
+    values = part.__dict__
+    description = [cls, get_plain and get_plain(part)]
+    for name in names:
+        value = values[name]
+        if value is None:
+            description.append(None)
+        elif isinstance(value, float):
+            numbers.append(value)
+            description.append(float)
+        else:
+            description.append(describe(value, arrays, numbers))
+    return tuple(description)
+
+
+@cache
+def _fields(cls: Any) -> tuple[Any, list[str]] | None:
+    """For a dataclass: a getter of its plain fields, and the names of the others; else None."""
+    if not is_dataclass(cls):
+        return None
+    hints = get_type_hints(cls)
+    plain = [
+        f.name for f in fields(cls) if {*(get_args(hints[f.name]) or [hints[f.name]])} <= PLAIN
+    ]
+    others = [f.name for f in fields(cls) if f.name not in plain]
+    return attrgetter(*plain) if plain else None, others
+
+
+def with_placeholders(part: Any, arrays: Iterator[Array], numbers: Iterator[Placeholder]) -> Any:
+    """A copy of `part` with other arrays and numbers, in the order of `describe`."""
+    if isinstance(part, cupy.ndarray):
+        return next(arrays)
+    field_names = _fields(part.__class__)
+    if field_names is None:
+        return part
+    part = copy(part)
+    for name in field_names[1]:
+        value = getattr(part, name)
+        number = isinstance(value, float)
+        new = next(numbers) if number else with_placeholders(value, arrays, numbers)
+        setattr(part, name, new)
+    return part
+
+
+# --- words and steps ------------------------------------------------------------------------------
+
+
 def placeholder_of(address: int) -> Pointer:
-    """What a placeholder address stands for."""
+    """The array and offset for which a placeholder address stands."""
     array, offset = divmod(address - FIRST, SPACING)
     if not 0 <= array < MAX_ARRAYS:
         raise ValueError(f"expected an address in one of the call's arrays, got {address:#x}")
