@@ -99,9 +99,7 @@ class GradientRun(FoldRun):
             return NO_GRADIENT_BLOCK["gradient_block"]
         return self.gradient_block.fields
 
-    def multiply(
-        self, rows: slice, columns: slice, row_block: int, column_block: int
-    ) -> None:  # fmt: skip
+    def multiply(self, rows: slice, columns: slice, row_block: int, column_block: int) -> None:
         """dQ += P K for the rows of a block, and dK += P' Q for its columns."""
         self.add_to_rows(rows, row_block)
         if not (self.problem.symmetric and rows == columns):
