@@ -83,9 +83,13 @@ def result_of(kind: Loss, request: Request, solution: Solution, caller: Array) -
     for name in kind.arguments:
         given, gradient = given_out.get(name), feature_grads.get(name)
         grads[name] = given if given is not None or gradient is None else convert(gradient)
-    grads["scale"] = convert(_zero_d(request, solution.scale_grad)) if "scale" in wrt else None
+    grads["scale"] = (
+        convert(_scalar_array(request, solution.scale_grad)) if "scale" in wrt else None
+    )
     if kind.sigmoid:
-        grads["bias"] = convert(_zero_d(request, solution.bias_grad)) if "bias" in wrt else None
+        grads["bias"] = (
+            convert(_scalar_array(request, solution.bias_grad)) if "bias" in wrt else None
+        )
     return LossAndGrad(
         convert(_reduced(request, solution)),
         kind.grads(**grads),
@@ -153,17 +157,17 @@ def _backend(offload: bool, on_gpu: bool) -> Any:
 def _reduced(request: Request, solution: Solution) -> Array:
     """The loss by `reduction`. GPU kernels reduce it themselves: `solution.loss`."""
     if solution.loss is not None:
-        return _zero_d(request, solution.loss)
+        return _scalar_array(request, solution.loss)
     shares = request.problem.row_shares
     losses = weighted(request.static.xp, solution.losses, shares)
     if request.reduction == "none":
         return losses.astype(request.dtype, copy=False)
     mean = request.reduction == "mean" and shares is None
-    return _zero_d(request, losses.mean() if mean else losses.sum())
+    return _scalar_array(request, losses.mean() if mean else losses.sum())
 
 
-def _zero_d(request: Request, value: Array) -> Array:
-    """A 0-d array of the loss's dtype."""
+def _scalar_array(request: Request, value: Array) -> Array:
+    """`value` as an array without dimensions, in the dtype of the loss."""
     assert value is not None  # np.asarray(None, float) would be NaN
     if request.on_gpu and value.dtype == request.dtype:
         return value

@@ -1,5 +1,4 @@
-"""The blocks of the logit matrix: which there are, which of them groups leave out, how small they
-may be, and the message of the error if the workspace has no room for them."""
+"""The grid of blocks into which a fold divides the logit matrix, and the sizes of blocks."""
 
 from __future__ import annotations
 
@@ -15,23 +14,26 @@ from .problem import Array, as_sets
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of the logit matrix: row panels by column blocks, or one triangle of them."""
+    """The blocks of the logit matrix: each row block with each column block, or one triangle.
+
+    Row block a has the rows `rows[a]`, and column block b has the columns `columns[b]`.
+    """
 
     rows: Sequence[slice]
     columns: Sequence[slice]
-    triangle: bool = False  # rows == columns, and only blocks b >= a are visited
-    # column blocks of each row panel, where others have nothing to compute; None: all
+    triangle: bool = False  # rows == columns, and only blocks with b >= a are visited
+    # for each row block, the column blocks that have something to compute; None: all
     visited: tuple[Sequence[int], ...] | None = None
 
-    def visits(self, a: int) -> Sequence[int]:
-        """Column blocks of row panel `a`, in the order of the fold."""
+    def visits(self, row_block: int) -> Sequence[int]:
+        """Numbers of the column blocks that a fold visits with a row block, in its order."""
         if self.visited is not None:
-            return self.visited[a]
-        return range(a if self.triangle else 0, len(self.columns))
+            return self.visited[row_block]
+        return range(row_block if self.triangle else 0, len(self.columns))
 
     @cached_property
     def largest(self) -> tuple[int, int]:
-        """Rows and columns that any block has at most."""
+        """The largest number of rows of a block, and the largest number of columns."""
         rows = max(part.stop - part.start for part in self.rows)
         return rows, max(part.stop - part.start for part in self.columns)
 
@@ -44,23 +46,25 @@ def slices(end: int, step: int, start: int = 0) -> list[slice]:
     return [slice(i, min(i + step, end)) for i in range(start, end, step)]
 
 
-def few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
-    """Whether blocks of rows x columns are few enough for m x n logits: 4 sqrt(m n) at most. The
-    memory of all blocks beside their logits is then a multiple of vectors of length m and n."""
+def has_few_blocks(m: int, n: int, rows: int, columns: int) -> bool:
+    """Whether m x n logits have at most 4 sqrt(m n) blocks of `rows` x `columns` logits.
+
+    Then the memory of all blocks, without their logits, is a multiple of vectors of length m and n.
+    """
     blocks = -(-m // rows) * -(-n // columns)
     return blocks * blocks <= 16 * max(1, m * n)
 
 
 def least_block_side(m: int, n: int) -> int:
-    """The least side of square blocks for which `few_blocks` holds."""
+    """The side of the smallest square blocks for which `has_few_blocks` is true."""
     side = max(1, math.isqrt(math.isqrt(m * n)) // 2)
-    while not few_blocks(m, n, side, side):
+    while not has_few_blocks(m, n, side, side):
         side += 1
     return side
 
 
 def workspace_too_small(shape: tuple[int, int, int], least: int, workspace: int) -> str:
-    """The message of the ValueError for a workspace that has no room for the least blocks."""
+    """The message of the ValueError for a workspace of fewer bytes than `least`."""
     m, n, d = shape
     return (
         f"workspace: expected at least {least} bytes for {m} x {n} logits and features of width "
@@ -72,9 +76,12 @@ def without_other_groups(
     grid: Grid, groups: tuple[Array, Array], positives: Array,
     kept_ids: tuple[Array, Array] | None = None,
 ) -> Grid:  # fmt: skip
-    """The grid without blocks whose queries' range of groups, from the least to the largest, does
-    not meet that of the keys. Blocks with a positive stay, and so do blocks whose ranges of
-    `kept_ids` meet. `groups`, `kept_ids`: of queries, and of keys."""
+    """The grid without blocks that have no common group, no positive and no common kept id.
+
+    `groups` and `kept_ids` are those of queries and of keys. A block has no common group if the
+    range of its queries' groups, from the smallest to the largest, is disjoint from the range of
+    its keys' groups; and so for ids.
+    """
     if not grid.rows or not grid.columns:
         return grid
     first, end = grid.columns[0].start, grid.columns[-1].stop
@@ -97,11 +104,10 @@ def without_other_groups(
     rows, places = np.nonzero((positives >= first) & (positives < end))
     keys = positives[rows, places]
     may_match[block_of(row_starts, rows), block_of(column_starts, keys)] = True
-    panels = range(len(grid.rows))
-    visited = tuple([b for b in grid.visits(a) if may_match[a, b]] for a in panels)
+    visited = tuple([b for b in grid.visits(a) if may_match[a, b]] for a in range(len(grid.rows)))
     return replace(grid, visited=visited)
 
 
 def block_of(starts: list[int], index: Array) -> Array:
-    """The numbers of the blocks, which begin at `starts`, that have these indices."""
+    """For each index, the number of the block that contains it; blocks begin at `starts`."""
     return np.searchsorted(starts, index, side="right") - 1

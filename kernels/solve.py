@@ -51,7 +51,7 @@ from .epilogues import (
 )
 from .grid import Grid, slices
 from .problem import Array, Gradients, NotFinite, Problem, fast_replace, materialize_vectors
-from .targets import limited, limits, mirror_positive_logits
+from .targets import limits, mirror_positive_logits, with_limits
 
 
 class Backend(Protocol):
@@ -168,7 +168,7 @@ def _solve_softmax(
 ) -> Solution:
     problem, stats = vectors.statistics(problem)
     if problem.compares_with_limits:
-        problem = limited(problem, backend, vectors)
+        problem = with_limits(problem, backend, vectors)
     grid = backend.grid(problem, problem.symmetric and not problem.retrieval_ranks)
     online = gradients is not None and backend.online(problem, gradients)
     if online:

@@ -55,23 +55,30 @@ class Targets:
 
 
 def limits(xp: Any, problem: Problem, dots: Array) -> Array:
-    """[M] the dot product above which negatives of a row are left out, from those of its positives
-    [M] or [M, P]. Without a positive there is no limit."""
+    """[M] the limit of each row: the dot product above which its negatives are left out.
+
+    The limit is the largest of the row's `dots` with its positives, [M] or [M, P], plus
+    `false_negative_margin`. It is infinite without a positive.
+    """
     top = as_sets(xp.where(problem.positives < 0, -xp.inf, dots)).max(axis=1)
     return xp.where(xp.isneginf(top), xp.inf, top) + problem.false_negative_margin
 
 
 def guide_problem(problem: Problem) -> Problem:
-    """The problem whose features are those of the guide, and whose limits follow from them."""
+    """The problem with the guide's features as features, for the limits of the guide."""
     return fast_replace(
         problem, query=problem.guide_query, key=problem.guide_key, guide_query=None,
         guide_key=None, false_negative_margin=problem.guide_margin, limits=None, key_limits=None,
     )  # fmt: skip
 
 
-def limited(problem: Problem, backend: Any, vectors: Any) -> Problem:
-    """The problem with its limits, and with those of its guide: of rows, and of columns if
-    columns have a softmax. A column's limit is that of the row whose positive it is."""
+def with_limits(problem: Problem, backend: Any, vectors: Any) -> Problem:
+    """The problem with limits of rows, and of columns if columns have a softmax.
+
+    Limits follow from the features if the loss has `false_negative_margin`, and from the features
+    of the guide if it has a guide. The limit of a column is the limit of the row whose positive it
+    is.
+    """
     both = problem.symmetric or problem.two_sided
     if problem.has_limits:
         rows = vectors.limits(problem, backend.positive_dots(problem))

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..distill.problem import TaughtProblem
 from ..epilogues import Epilogue, OnlineSoftmax, Statistics, retrieval_ranks_of
-from ..grid import Grid, few_blocks, slices, workspace_too_small
+from ..grid import Grid, has_few_blocks, slices, workspace_too_small
 from ..linear import Segments, SegmentSums, segment_sums
 from ..norms import Norms, normalized_rows
 from ..problem import Array, Gradients, Problem, as_sets
@@ -72,7 +72,7 @@ class ArrayBlocks:
         side = min(MOST_ROWS, max(m, n))
         while size(side) + sums > problem.workspace:
             smaller = max(1, side // 2)
-            if smaller == side or not few_blocks(m, n, min(m, smaller), min(n, smaller)):
+            if smaller == side or not has_few_blocks(m, n, min(m, smaller), min(n, smaller)):
                 least = 0 if not self.key_rows else n * d * item
                 least = size(side) + (
                     least if problem.compares_with_limits else min(size(side), least)

@@ -18,7 +18,7 @@ from ..arrays import naive
 from ..distill.problem import TaughtProblem
 from ..distill.solve import solve as solve_distillation
 from ..epilogues import Epilogue, SoftmaxGradient, Statistics
-from ..grid import Grid, few_blocks, slices, without_other_groups, workspace_too_small
+from ..grid import Grid, has_few_blocks, slices, without_other_groups, workspace_too_small
 from ..linear import Segments, SegmentSums, segment_sums
 from ..problem import Array, Gradients, Problem
 from ..solve import Solution, Vectors, one_pass
@@ -158,7 +158,7 @@ class CPU:
             worker_bytes = context.worker_bytes(d, bm, bn)
             smaller = max(1, bm // 2), max(1, bn // 2)
             fits = context.threads * worker_bytes <= room
-            if fits or smaller == (bm, bn) or not few_blocks(m, n, *smaller):
+            if fits or smaller == (bm, bn) or not has_few_blocks(m, n, *smaller):
                 break
             bm, bn = smaller
         if worker_bytes > room:

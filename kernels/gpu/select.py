@@ -1,4 +1,4 @@
-"""Which of naive, fused, planned, tiled and arrays a call takes on the GPU."""
+"""The entry of the GPU backend: it runs a call by the method that kernels/gpu/schedule chooses."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
             return solve(problem, gradients)
     if isinstance(problem, TaughtProblem):
         return _on_arrays(problem, gradients)
-    bare = problem
+    unweighted = problem  # kernels find the weights of rows in the upstream gradient
     if problem.weights is not None and is_computed_by_kernels_only(problem):
-        bare = problem.without_weights()
-    method = choose_method(bare)
-    on_arrays = method == "arrays" or (method == "naive" and not bare.plain)
-    return METHODS[method](problem if on_arrays else bare, gradients)
+        unweighted = problem.without_weights()
+    method = choose_method(unweighted)
+    on_arrays = method == "arrays" or (method == "naive" and not unweighted.plain)
+    return METHODS[method](problem if on_arrays else unweighted, gradients)
 
 
 def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
-    """By folds over blocks; if there is no memory for what a call takes unasked, without that."""
+    """By folds over blocks. If memory lacks, the call runs again without its optional memory."""
     try:
         return _by_folds(problem, gradients)
     except MemoryError:
@@ -50,10 +50,11 @@ def _tiled(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
+    """By a plan if the call may have one, otherwise launch by launch."""
     problem, by_kernels = readable_by_kernels(problem), is_computed_by_kernels_only(problem)
     if has_plan(problem, by_kernels):
-        made = gpu_plan.call(recorded.solution, problem, gradients, graphs=True)
-        return recorded.solution_of(made)
+        arrays = gpu_plan.call(recorded.solution, problem, gradients, graphs=True)
+        return recorded.solution_of(arrays)
     if by_kernels:
         recorded.compile_kernels(problem, gradients)
     gpu = GPU(problem, gradients)
@@ -61,7 +62,7 @@ def _by_folds(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def _on_arrays(problem: Problem, gradients: Gradients | None) -> Solution:
-    """By folds over blocks, whose work is operations on arrays."""
+    """By folds whose blocks are computed by operations on arrays."""
     scale = gpu_naive.valid_scale(problem)
     problem = problems.fast_replace(readable_by_kernels(problem), scale=scale)
     if isinstance(problem, TaughtProblem):
@@ -70,7 +71,7 @@ def _on_arrays(problem: Problem, gradients: Gradients | None) -> Solution:
 
 
 def array_blocks(problem: Problem, gradients: Gradients | None) -> ArrayBlocks:
-    """The backend of blocks that are CuPy's arrays."""
+    """The backend that computes blocks by operations on CuPy's arrays."""
     return ArrayBlocks(problem, gradients, ElementwiseVectors(), linear.Rows.of)
 
 

@@ -1,20 +1,21 @@
 """Features and gradients in host memory, logits on a device: for batches larger than its memory.
 
-A panel of one side stays on the device, in pieces. The panels of the other side are streamed: while
-one meets the pieces, the next is copied. A block (Q_a, K_b) is a streamed panel and a piece.
+A fold divides queries and keys into panels. Panels of one side stay on the device, as pieces of one
+or two panels. Panels of the other side are streamed: while one panel is used with all pieces, the
+next is copied. A block has a streamed panel and a piece.
 
-| fold | stays | streams | products of 2MND operations |
+| fold | stays | is streamed | products of 2MND operations |
 |---|---|---|---|
-| log-sum-exp | the smaller side | the other | 1 |
-| dQ and dK, if the smaller side fits with its gradient | that side | the other | 3 |
-| else dQ | queries, dQ | keys | 2 |
+| log-sum-exp | the smaller side | the other side | 1 |
+| dQ and dK, if the smaller side fits with its gradient | that side | the other side | 3 |
+| otherwise dQ | queries, dQ | keys | 2 |
 | and dK | keys, dK | queries | 2 |
 
-So only complete sums leave the device, and the host needs no memory beyond features and gradients.
-The device's own backend computes a block, and vectors of length M or N are on the device. Copies
-run beside the products: pieces that stay arrive while the first panel meets them, and leave while
-the last one does. What is small enough has nothing to hide copies behind: it goes to the device as
-a whole.
+Only complete sums leave the device, so the host needs memory only for features and gradients. The
+device's own backend computes a block, and vectors of length M or N are on the device. Copies run
+beside the products: pieces arrive while the first streamed panel is used, and leave while the last
+is used. A small problem would have no products that hide its copies, so all of it is copied to the
+device at once.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ from .layout import Layout, layout, left_beside_all
 
 def solve(problem: Problem, gradients: Gradients | None, device: OffloadDevice) -> Solution:
     """`solve.solve` of a problem whose arrays are on the host."""
-    cut, there = layout(problem, gradients), _vectors_on(device, problem)
+    panels, on_device_problem = layout(problem, gradients), _vectors_on(device, problem)
     with device.copies() as copies:
         for to in (None, None) if gradients is None else (gradients.query, gradients.key):
             if to is not None:
                 copies.touch(to)
-        room, one_panel = left_beside_all(problem, gradients), max(problem.shape[:2]) <= cut.panel
+        room = left_beside_all(problem, gradients)
+        one_panel = max(problem.shape[:2]) <= panels.panel
         if room and (one_panel or problem.symmetric or one_pass(problem, gradients)):
-            there = replace(there, workspace=room, workspace_given=True)
-            solution = _solve_whole(there, gradients, device, copies)
+            whole = replace(on_device_problem, workspace=room, workspace_given=True)
+            solution = _solve_whole(whole, gradients, device, copies)
         else:
-            backend = Offload(problem, gradients, cut, device, copies)
-            solution = blocks.solve(there, backend, gradients)
-    if not problem.retrieval_ranks:  # no one asks for them
+            backend = Offload(problem, gradients, panels, device, copies)
+            solution = blocks.solve(on_device_problem, backend, gradients)
+    if not problem.retrieval_ranks:  # nobody needs the statistics
         solution = replace(solution, statistics=None, direction_losses=None)
-    found: Solution = map_arrays(solution, device.get)
-    return found
+    on_host: Solution = map_arrays(solution, device.get)
+    return on_host
 
 
 def fold_block(
@@ -60,15 +62,15 @@ def fold_block(
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
     """`solve.fold_block` of a block whose arrays are on the host."""
-    problem = replace(problem, classes=None)  # blocks do not look at them
+    problem = replace(problem, classes=None)  # blocks need no classes
     if to_clear is not None:
         to_clear.clear()
     if callable(epilogue):
         with device.copies() as copies:
-            cut = layout(problem, gradients)
-            epilogue(OffloadOfHost(problem, gradients, cut, device, copies), problem)
+            panels = layout(problem, gradients)
+            epilogue(OffloadOfHost(problem, gradients, panels, device, copies), problem)
         return
-    there, device_gradients, dots = on_device(epilogue, device), gradients, None
+    device_epilogue, device_gradients, dots = on_device(epilogue, device), gradients, None
     if gradients is not None and gradients.dots is not None:
         dots = device.put(gradients.dots)
         device_gradients = replace(gradients, dots=dots)
@@ -78,12 +80,12 @@ def fold_block(
             backend,
             _vectors_on(device, problem),
             triangle,
-            there,
+            device_epilogue,
             device_gradients,
             not_finite=None,
         )
     if not isinstance(epilogue, SoftmaxGradient):
-        copy_arrays(epilogue, map_arrays(there, device.get))
+        copy_arrays(epilogue, map_arrays(device_epilogue, device.get))
     if gradients is not None and dots is not None:
         gradients.dots[...] = device.get(dots)
     if not_finite is not None:
@@ -91,50 +93,54 @@ def fold_block(
 
 
 def _vectors_on(device: OffloadDevice, problem: Problem) -> Problem:
-    """The problem with its vectors on the device."""
+    """The problem with its vectors, but not its features, on the device."""
     names = "upstream", "positives", "weights", "row_shares", *QUERY_VECTORS, *KEY_VECTORS
     host_vectors = {name: getattr(problem, name) for name in names}
-    made = {name: device.put(v) for name, v in host_vectors.items() if isinstance(v, np.ndarray)}
+    device_vectors = {
+        name: device.put(vector)
+        for name, vector in host_vectors.items()
+        if isinstance(vector, np.ndarray)
+    }
     if (classes := problem.classes) is not None:
-        rows = device.put(classes.rows)  # those of the columns, too
-        made["classes"] = replace(classes, rows=rows, columns=rows)
-    return replace(problem, **made)
+        rows = device.put(classes.rows)  # columns have the same classes
+        device_vectors["classes"] = replace(classes, rows=rows, columns=rows)
+    return replace(problem, **device_vectors)
 
 
 def _solve_whole(
     problem: Problem, gradients: Gradients | None, device: OffloadDevice, copies: HostCopies
 ) -> Solution:
-    """All features go to the device, and all gradients come from there."""
+    """Copy all features to the device, solve the problem there, and copy all gradients back."""
     xp = device.xp
 
-    def like(array: Array) -> Array:
+    def empty_on_device(array: Array) -> Array:
         return xp.empty(array.shape, array.dtype.newbyteorder("="))
 
-    query = like(problem.query)
+    query = empty_on_device(problem.query)
     arriving = [copies.arrive(query, problem.query)]
     key = query
     if not problem.symmetric:
-        key = like(problem.key)
+        key = empty_on_device(problem.key)
         arriving.append(copies.arrive(key, problem.key))
     for ticket in arriving:
         ticket.wait()
-    there, leaving = gradients, []
+    device_destinations, leaving = gradients, []
     if gradients is not None:
         host_gradients = gradients.query, gradients.key
-        device_gradients = [None if z is None else like(z) for z in host_gradients]
-        there = replace(gradients, query=device_gradients[0], key=device_gradients[1])
+        device_gradients = [None if z is None else empty_on_device(z) for z in host_gradients]
+        device_destinations = replace(gradients, query=device_gradients[0], key=device_gradients[1])
         leaving = [
-            (to, z)
-            for to, z in zip(host_gradients, device_gradients, strict=True)
-            if to is not None
+            (destination, gradient)
+            for destination, gradient in zip(host_gradients, device_gradients, strict=True)
+            if destination is not None
         ]
-    solution = device.solve(replace(problem, query=query, key=key), there)
-    for to, z in leaving:
-        copies.leave(to, z, False)
+    solution = device.solve(replace(problem, query=query, key=key), device_destinations)
+    for destination, gradient in leaving:
+        copies.leave(destination, gradient, False)
     return solution
 
 
-DOT_BYTES = 64  # on the device, of a feature of a row whose dot product is computed
+DOT_BYTES = 64  # on the device, for each feature of a row in `Offload.positive_dots`
 
 
 class Offload:
@@ -157,13 +163,15 @@ class Offload:
         return Grid(slices(m, self.layout.panel), slices(n, self.layout.panel), triangle)
 
     def key_ranges(self, problem: Problem) -> list[slice]:
-        """Ranges make NT-Xent's gradient visit the whole square: in a triangle the gradients of all
-        rows would have to stay on the device."""
+        """Ranges of keys, so that NT-Xent's gradient fold visits the whole square of blocks.
+
+        In a triangle, the gradients of all rows would have to stay on the device.
+        """
         n, square = problem.shape[1], problem.symmetric and not self.layout.whole
         return slices(n, self.layout.staying if square else n)
 
     def row_nans(self, problem: Problem) -> Array:
-        """Marks that the fold of the losses has collected from all blocks."""
+        """Marks of features that are not finite, collected by the first fold from all blocks."""
         marks = self.context.not_finite.rows + self.context.not_finite.any_key
         return marks + marks.sum() if problem.symmetric else marks
 
@@ -175,11 +183,11 @@ class Offload:
 
         def on_device(features: Array) -> Array:
             host_dtype = np.float32 if features.dtype.itemsize <= 4 else np.float64
-            z = device.put(features.astype(host_dtype)).astype(np.float64)
+            rows = device.put(features.astype(host_dtype)).astype(np.float64)
             if not problem.normalize:
-                return z
-            squares = (z * z).sum(axis=1)[:, None]
-            return z / (squares + (squares == 0)) ** 0.5
+                return rows
+            squares = (rows * rows).sum(axis=1)[:, None]
+            return rows / (squares + (squares == 0)) ** 0.5
 
         for rows in slices(m, max(1, problem.workspace // (DOT_BYTES * d))):
             query = on_device(problem.query[rows])
@@ -207,7 +215,7 @@ class Offload:
         at_once = problem.symmetric or self.layout.whole
         if gradients and gradients.want_query and gradients.want_key and not at_once:
             self.fold(problem, grid, epilogue, replace(gradients, want_key=False))
-            if isinstance(epilogue, Sigmoid):  # complete: the second fold must not add to it
+            if isinstance(epilogue, Sigmoid):  # a copy, because its losses are complete
                 epilogue = map_arrays(epilogue, self.context.device.xp.array)
             self.fold(problem, grid, epilogue, replace(gradients, want_query=False, dots=None))
             return
@@ -217,7 +225,7 @@ class Offload:
 
 
 class OffloadOfHost(Offload):
-    """The same for questions of a caller whose vectors are on the host."""
+    """An `Offload` that answers questions about a block for a caller with vectors on the host."""
 
     def positive_dots(self, problem: Problem) -> Array:
         return self.context.device.get(super().positive_dots(problem))
@@ -226,7 +234,8 @@ class OffloadOfHost(Offload):
         self, problem: Problem, segments: Segments, columns: bool
     ) -> tuple[SegmentSums, SegmentSums | None]:
         device = self.context.device
-        there = segments_on(segments, device)
-        sums = super().segment_sums(_vectors_on(device, problem), there, columns)
-        found: tuple[SegmentSums, SegmentSums | None] = map_arrays(sums, device.get)
-        return found
+        sums = super().segment_sums(
+            _vectors_on(device, problem), segments_on(segments, device), columns
+        )
+        on_host: tuple[SegmentSums, SegmentSums | None] = map_arrays(sums, device.get)
+        return on_host

@@ -1,9 +1,10 @@
 """The GPU as the device of `offload.backend`, and copies of panels from and to host memory.
 
-The GPU copies pinned memory by itself. Other memory goes through pinned memory, by threads: one
-alone copies at a fraction of the rate of PCIe. Each of them has a pinned buffer and a stream, and
-while the GPU copies the buffer of one, the others fill or empty theirs. Threads and buffers are
-kept for later calls: 2 x `THREADS` buffers of `CHUNK` bytes (of a row, if that is longer) in all.
+The GPU copies pinned memory without the CPU. Threads copy other memory through pinned memory,
+because one thread reaches only a fraction of the rate of PCIe. Each thread has a pinned buffer and
+a stream. While the GPU copies the buffer of one thread, the other threads fill or empty their
+buffers. Threads and buffers are kept for later calls: 2 x `THREADS` buffers of `CHUNK` bytes, or of
+a row if a row is longer.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from ..problem import Array, Gradients, Problem
 from ..solve import BlockQuestion, Solution
 from . import backend
 
-THREADS = 6  # of either direction
-CHUNK = 2**22  # bytes that a thread copies at a time, at most; with fewer, it mostly waits for
-LEAST_CHUNK = 2**20  # Python's lock
+THREADS = 6  # in each direction
+CHUNK = 2**22  # most bytes that a thread copies at a time
+LEAST_CHUNK = 2**20  # for fewer bytes, threads mainly wait for Python's global lock
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
@@ -54,7 +55,7 @@ class GPU:
 
     xp = cupy
     solve = staticmethod(select.solve)
-    fold_block = staticmethod(shard.fold_block)  # by a plan: of each shape there are many blocks
+    fold_block = staticmethod(shard.fold_block)  # by a plan, because many blocks have one shape
 
     def __init__(self) -> None:
         self.vectors = ElementwiseVectors()
@@ -93,7 +94,7 @@ class HostCopies:
         self.device = runtime.getDevice()
         self.current = cupy.cuda.get_current_stream()
         self.inwards, self.outwards = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-        self.pending: dict[Ticket, tuple[Array, Array]] = {}  # and the memory that they use
+        self.pending: dict[Ticket, tuple[Array, Array]] = {}  # copies under way, and their arrays
         self.touching: list[Future[None]] = []
 
     def touch(self, target: Array) -> None:

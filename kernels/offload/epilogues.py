@@ -1,4 +1,4 @@
-"""Epilogues between host and device, and of one block."""
+"""Epilogues of offloaded calls: copies between host and device, and the parts of one block."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from .device import OffloadDevice
 def map_arrays(
     value: Any, function: Callable[[Array], Array], mapped: dict[int, Any] | None = None
 ) -> Any:
-    """A dataclass or tuple of arrays, with `function` applied to each array. One object in two
-    places stays one."""
+    """A copy of a dataclass or tuple of arrays, with `function` applied to each array.
+
+    An object that occurs twice is mapped once.
+    """
     mapped = {} if mapped is None else mapped
     if value is None:
         return None
@@ -26,17 +28,17 @@ def map_arrays(
         if is_dataclass(value):
             parts = (map_arrays(getattr(value, f.name), function, mapped) for f in fields(value))
             make: Any = type(value)
-            found: Any = make(*parts)
+            result: Any = make(*parts)
         elif isinstance(value, tuple):
-            found = tuple(map_arrays(each, function, mapped) for each in value)
+            result = tuple(map_arrays(each, function, mapped) for each in value)
         else:
-            found = function(value)
-        mapped[id(value)] = found
+            result = function(value)
+        mapped[id(value)] = result
     return mapped[id(value)]
 
 
 def segments_on(segments: Segments, device: OffloadDevice) -> Segments:
-    """Segments of the host, on the device."""
+    """A copy on the device of segments on the host."""
     segments = segments.numbered(np)
     rows = device.put(segments.rows)
     columns = rows if segments.columns is segments.rows else device.put(segments.columns)
@@ -44,36 +46,36 @@ def segments_on(segments: Segments, device: OffloadDevice) -> Segments:
 
 
 def on_device(epilogue: Epilogue, device: OffloadDevice) -> Any:
-    """An epilogue of the host, on the device."""
+    """A copy on the device of an epilogue on the host."""
     if not isinstance(epilogue, SoftmaxGradient):
         return map_arrays(epilogue, device.put)
-    there = map_arrays(replace(epilogue, linear=()), device.put)
-    there.linear = tuple(
+    copied = map_arrays(replace(epilogue, linear=()), device.put)
+    copied.linear = tuple(
         LinearTerm(
             segments_on(term.segments, device),
             *(None if z is None else device.put(z) for z in (term.row_factor, term.column_factor)),
         )
         for term in epilogue.linear
     )
-    return there
+    return copied
 
 
 def copy_arrays(target: Any, source: Any) -> None:
     """Copy the arrays of one epilogue into those of another."""
     for f in fields(target):
-        to, of = getattr(target, f.name), getattr(source, f.name)
-        if isinstance(to, Sums):
-            copy_arrays(to, of)
-        elif to is not None:
-            to[...] = of
+        destination, values = getattr(target, f.name), getattr(source, f.name)
+        if isinstance(destination, Sums):
+            copy_arrays(destination, values)
+        elif destination is not None:
+            destination[...] = values
 
 
 def block_epilogue(epilogue: Epilogue, rows: slice, columns: slice) -> Epilogue:
     """The epilogue of one block: views of its rows and columns."""
     if isinstance(epilogue, Statistics):
         row_sums, column_sums = (
-            None if sums is None else sums.part(of)
-            for sums, of in ((epilogue.rows, rows), (epilogue.columns, columns))
+            None if sums is None else sums.part(indices)
+            for sums, indices in ((epilogue.rows, rows), (epilogue.columns, columns))
         )
         assert row_sums is not None
         return Statistics(row_sums, column_sums, epilogue.positive_logits[rows])

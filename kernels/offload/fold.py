@@ -1,4 +1,9 @@
-"""One fold: the blocks of a side that stays with a side that streams."""
+"""A fold with features in host memory.
+
+The fold divides queries and keys into panels. Of one side, a run of panels stays on the device with
+its gradient. The panels of the other side are streamed: copied to the device, used with the run,
+and replaced.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,13 @@ from .layout import PIECE_PANELS, Layout, real_bytes, row_bytes
 from .linear import StreamedRows
 from .panels import Arrivals, Departures, Part, StreamedSide, apart, longest
 
-# A panel of the side that streams, and the pieces of what stays that it meets, in this order. None:
-# what stays meets itself
+# A streamed panel, and the pieces of the run that it meets, in this order. If the panel is None,
+# the run meets itself
 Step = tuple[slice | None, Sequence[slice]]
 
 
 class StreamedCall:
-    """What the folds of one call share."""
+    """Memory and settings that all folds of one call share."""
 
     def __init__(
         self, problem: Problem, gradients: Gradients | None, layout: Layout, device: OffloadDevice,
@@ -32,17 +37,17 @@ class StreamedCall:
     ) -> None:  # fmt: skip
         self.device, self.copies, self.layout = device, copies, layout
         self.real = np.dtype(f"f{real_bytes(problem)}")
-        # key i is the positive of query i: none in blocks off the diagonal
+        # key i is the positive of query i, so blocks off the diagonal have no positives
         self.on_diagonal = problem.positives is None and not problem.symmetric
         m = len(problem.query)
         marks = device.xp.zeros(m + 1)
         self.not_finite = NotFinite(marks[:m], marks[m:])
-        self.kept: Array = None  # features of the smaller side, if they stay in all folds
+        self.staying_features: Array = None  # of the smaller side, if it stays in all folds
         size = layout.panel * row_bytes(problem, gradients).leaving
         self.departures = Departures(device.xp, copies, size)
 
     def linear_rows(self, problem: Problem) -> tuple[StreamedRows, StreamedRows]:
-        """Queries and keys, as linear terms see them."""
+        """Queries and keys, for linear terms."""
         query, key = (
             StreamedRows(self.device, self.copies, features, problem, self.layout.panel)
             for features in (problem.query, problem.key)
@@ -87,48 +92,53 @@ class StreamedFold:
         panels = self.stay.panels
         rows_in_all = panels[-1].stop - panels[0].start
         length = len(panels) if rows_in_all <= staying else staying // layout.panel
+        # each run of panels stays while the other side is streamed
         runs = [list(panels[i : i + length]) for i in range(0, len(panels), length)]
-        self.runs = [(run, self.steps(run)) for run in runs]  # what stays at a time
+        self.runs = [(run, self.steps(run)) for run in runs]
         self.done = 0
         self.total = sum(len(pieces) for _, steps in self.runs for _, pieces in steps)
 
     def steps(self, run: list[slice]) -> list[Step]:
-        """All that a run meets. Pieces are single panels where copies are to begin early: on
-        arrival, and before the last gradients leave."""
+        """The steps of a run.
+
+        Pieces are single panels in the first and last step, so that work begins when the first
+        panel of the run has arrived, and the first gradient leaves before the last is complete.
+        """
         whole, panels = slice(run[0].start, run[-1].stop), self.stream.panels
         if self.problem.symmetric:
             before = [] if self.grid.triangle else [p for p in panels if p.stop <= whole.start]
             panels = before + [p for p in panels if p.start >= whole.stop]
-        found: list[Step] = [(None, [whole])] if self.problem.symmetric else []
+        steps: list[Step] = [(None, [whole])] if self.problem.symmetric else []
         for i, panel in enumerate(panels):
             if self.gradients is not None:
-                found.append((panel, run if i + 1 == len(panels) else self.pieces(run, panel)))
+                steps.append((panel, run if i + 1 == len(panels) else self.pieces(run, panel)))
             else:
-                found.append((panel, run if i == 0 and not found else [whole]))
-        return found
+                steps.append((panel, run if i == 0 and not steps else [whole]))
+        return steps
 
     def pieces(self, run: list[slice], panel: slice) -> list[slice]:
-        """A run cut into pieces. On the diagonal they are single panels, as plans want them."""
-        found: list[slice] = []
+        """The pieces of a run. On the diagonal, a piece is one panel, so blocks share plans."""
+        pieces: list[slice] = []
         for i in range(0, len(run), PIECE_PANELS):
             panels = run[i : i + PIECE_PANELS]
             piece = slice(panels[0].start, panels[-1].stop)
-            found.extend([piece] if apart(piece, panel) else panels)
-        return found
+            pieces.extend([piece] if apart(piece, panel) else panels)
+        return pieces
 
     def run(self) -> None:
+        """Visit every block."""
         for run, steps in self.runs:
             self.visit(run, steps)
 
     def visit(self, run: list[slice], steps: Sequence[Step]) -> None:
-        """All blocks of a run."""
+        """Visit the blocks of a run with all panels of its steps."""
         panels = [panel for panel, _ in steps if panel is not None]
-        met = [piece for _, pieces in steps for piece in pieces]
+        all_pieces = [piece for _, pieces in steps for piece in pieces]
         arrivals = Arrivals(self.device.xp, self.context.copies, self.stream, panels)
-        held, arriving = self.hold(run)
+        staying_run, arriving = self.hold(run)
         stream_accumulator = self.accumulator(self.stream, longest(panels))
         block_accumulator = self.accumulator(
-            self.columns, longest(met if self.keys_stay else panels)
+            self.columns, longest(all_pieces if self.keys_stay else panels)
         )
         for i, (panel, pieces) in enumerate(steps):
             streaming = None
@@ -137,7 +147,7 @@ class StreamedFold:
             for j, piece in enumerate(pieces):
                 while arriving and arriving[0][0] < piece.stop:
                     arriving.popleft()[1].wait()
-                staying = held.part(piece)
+                staying = staying_run.part(piece)
                 if self.keys_stay:
                     assert streaming is not None
                     self.block(streaming, staying, j == 0, i == 0, block_accumulator)
@@ -145,35 +155,37 @@ class StreamedFold:
                     self.block(staying, streaming, i == 0, j == 0, block_accumulator)
                 if i + 1 == len(steps):
                     for part in slices(piece.stop, self.context.layout.panel, piece.start):
-                        self.leave(self.stay, held.part(part))
+                        self.leave(self.stay, staying_run.part(part))
             if streaming is not None:
                 self.leave(self.stream, streaming)
 
     def leave(self, side: StreamedSide, part: Part) -> None:
-        """A part whose gradient is complete but for linear terms."""
+        """Add linear terms to the gradient of a part, and copy it to the host."""
         if part.gradient is not None:
             dots = None if side.dots is None else side.dots[part.rows]
             for term in side.linear:
-                there = self.device.rows(part.features, self.problem)
-                there.subtract(term.part(part.rows), part.gradient, dots)
+                features = self.device.rows(part.features, self.problem)
+                features.subtract(term.part(part.rows), part.gradient, dots)
         self.context.departures.leave(side, part)
 
     def hold(self, run: list[slice]) -> tuple[Part, deque[tuple[int, Ticket]]]:
-        """What stays, and its panels that have not arrived: (first row, copy)."""
+        """Begin to copy a run to the device; return the run and its copies: (first row, copy)."""
         context, features = self.context, self.stay.features
         start, stop = run[0].start, run[-1].stop
-        there, arriving = context.kept, deque[tuple[int, Ticket]]()
-        if there is None:
+        on_device, arriving = context.staying_features, deque[tuple[int, Ticket]]()
+        if on_device is None:
             dtype = features.dtype.newbyteorder("=")
-            there = self.device.xp.empty((stop - start, features.shape[1]), dtype)
-            for of in run:
-                target = there[of.start - start : of.stop - start]
-                arriving.append((of.start, context.copies.arrive(target, features[of])))
+            on_device = self.device.xp.empty((stop - start, features.shape[1]), dtype)
+            for panel in run:
+                target = on_device[panel.start - start : panel.stop - start]
+                arriving.append((panel.start, context.copies.arrive(target, features[panel])))
             if context.layout.whole:
-                context.kept = there
-        return Part(slice(start, stop), there, self.accumulator(self.stay, stop - start)), arriving
+                context.staying_features = on_device
+        accumulator = self.accumulator(self.stay, stop - start)
+        return Part(slice(start, stop), on_device, accumulator), arriving
 
     def accumulator(self, side: StreamedSide, rows: int) -> Array | None:
+        """Memory for the gradient of `rows` rows of a side; None if no gradient is wanted."""
         if side.to is None:
             return None
         return self.device.xp.empty((rows, side.features.shape[1]), self.context.real)
@@ -182,8 +194,11 @@ class StreamedFold:
         self, queries: Part, keys: Part | None, first_of_queries: bool, first_of_keys: bool,
         block_accumulator: Array | None,
     ) -> None:  # fmt: skip
-        """Fold one block; no keys: the queries are the keys. The first block of a gradient writes
-        it, others add to it."""
+        """Compute one block. If `keys` is None, the queries are the keys.
+
+        The first block of some queries, or of some keys, overwrites their gradient. Later blocks
+        add to the gradient.
+        """
         problem, gradients, xp = self.problem, self.gradients, self.device.xp
         symmetric = keys is None
         keys = keys or replace(queries, gradient=None)
@@ -202,7 +217,7 @@ class StreamedFold:
             symmetric=symmetric,
             key_shard=problem.key_shard or not diagonal,
             no_local_positives=no_local,
-            # Off the diagonal of a triangle, columns are other rows, with their own sums
+            # off the diagonal of a triangle, columns are other rows of the same softmax
             column_weight=problem.row_weight if problem.symmetric else problem.column_weight,
             workspace=self.context.layout.block,
             label_smoothing=0.0,  # linear terms are computed elsewhere
@@ -241,6 +256,6 @@ class StreamedFold:
 
 
 def parts(problem: Problem, names: Sequence[str], rows: slice) -> dict[str, Array]:
-    """The elements `rows` of these vectors of a problem; None where it has none."""
+    """The elements `rows` of the vectors `names` of a problem; None for a vector it lacks."""
     vectors = {name: getattr(problem, name) for name in names}
-    return {name: None if z is None else z[rows] for name, z in vectors.items()}
+    return {name: None if vector is None else vector[rows] for name, vector in vectors.items()}

@@ -1,4 +1,4 @@
-"""How the features of a problem are cut for a device: a pure function of shapes and workspace."""
+"""The sizes of panels: rows of features that stay on the device, or are copied to it at a time."""
 
 from __future__ import annotations
 
@@ -7,45 +7,53 @@ from dataclasses import dataclass
 from ..grid import least_block_side, workspace_too_small
 from ..problem import Gradients, Problem
 
-# Rows of a panel, or a power of two times as many. Products with gradient panels then fill all
-# multiprocessors of Hopper's largest cards: 66 tiles of 128 rows by two of 256 features
+# Panels have this number of rows, times a power of two. Their products then fill all
+# multiprocessors of Hopper's largest cards: 66 tiles of 128 rows by two tiles of 256 features
 WAVE_ROWS = 8448
-MOST_WAVES = 4  # in a panel: what is copied before and after all products should be little
-FEWEST_PANELS = 3  # of a side that has at least as many waves, for the same reason
-PIECE_PANELS = 2  # panels of the side that stays, in a block with a gradient
-GRADIENT_PANEL_COLUMNS = 4224  # of a block's gradient panel: with fewer, products take longer
+# The first copy comes before all products, and the last copy after them, so panels are limited:
+MOST_WAVES = 4  # times WAVE_ROWS, in one panel
+FEWEST_PANELS = 3  # of a side with at least FEWEST_PANELS * WAVE_ROWS rows
+PIECE_PANELS = 2  # panels of the staying side in one block, in a fold with gradients
+GRADIENT_PANEL_COLUMNS = 4224  # columns of a gradient block; products of fewer columns are slower
 PANEL_ROW_MULTIPLE = 128  # a panel of more rows than this has a multiple of it
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the workspace is divided. A panel of one side stays on the device with its gradient, and
-    panels of the other side are streamed."""
+    """The division of the workspace.
+
+    Rows of one side (queries or keys) stay on the device with their gradient, while panels of the
+    other side are streamed: copied to the device, used, and replaced.
+    """
 
     panel: int  # rows of a streamed panel
-    staying: int  # rows that stay with an accumulator of their gradient: a multiple of panels
-    features: int  # rows that stay in a fold without gradients
+    staying: int  # rows that stay, in a fold with gradients: a multiple of `panel`
+    features: int  # rows that stay, in a fold without gradients
     block: int  # bytes for the fold of one block
-    whole: bool  # the smaller side stays in all folds
+    whole: bool  # all rows of the smaller side stay, in all folds
 
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of a row on the device."""
+    """Bytes on the device for bytes_per_row row."""
 
     feature: int
     accumulator: int
-    leaving: int  # a gradient as it goes to the host
-    block: int  # what the fold of a block takes for each row
+    leaving: int  # a gradient in the dtype in which it is copied to the host
+    block: int  # in the workspace of a block's fold
 
     @property
     def streamed(self) -> int:
-        """Two panels arrive in turns and two gradients leave in turns. There is an accumulator of
-        the panel's gradient, and the gradient of one block's keys."""
+        """For a row of a streamed panel.
+
+        There are two buffers for arriving features, two for leaving gradients, an accumulator of
+        the panel's gradient, and a gradient of one block's keys.
+        """
         return 2 * self.feature + 2 * self.leaving + (1 + PIECE_PANELS) * self.accumulator
 
     @property
     def staying(self) -> int:
+        """For a row that stays."""
         return self.feature + self.accumulator
 
 
@@ -55,6 +63,7 @@ def real_bytes(problem: Problem) -> int:
 
 
 def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
+    """The bytes of a row of a problem."""
     m, n, d = problem.shape
     item = max(problem.query.dtype.itemsize, problem.key.dtype.itemsize)
     real = real_bytes(problem)
@@ -67,30 +76,30 @@ def row_bytes(problem: Problem, gradients: Gradients | None) -> RowBytes:
 
 
 def block_row_bytes(m: int, n: int, d: int, item: int, real: int) -> int:
-    """Bytes of the accumulators of a block's queries, and of a row of its gradient panel, whose
+    """Bytes of the accumulators of a block's queries, and of a row of its gradient block, whose
     elements have `item` bytes."""
     return PIECE_PANELS * d * real + min(GRADIENT_PANEL_COLUMNS, max(m, n)) * item
 
 
 def least_workspace(rows: int, row: RowBytes) -> int:
-    """Bytes for panels of so many rows, if neither side stays as a whole."""
+    """Bytes of the smallest workspace for panels of `rows` rows, if no side stays as a whole."""
     return -(-4 * rows * (row.streamed + row.block) // 3)
 
 
 def layout(problem: Problem, gradients: Gradients | None) -> Layout:
-    """The largest panels that fit. ValueError if they are too many (`room.few_blocks`).
+    """The largest panels that fit the workspace.
 
     If the smaller side fits with its gradient, it stays. Otherwise a quarter of the workspace is
-    for what stays.
+    for rows that stay. ValueError if there would be too many panels (`grid.has_few_blocks`).
     """
     (m, n, _), workspace = problem.shape, problem.workspace
     row = row_bytes(problem, gradients)
     smaller, larger = min(m, n), max(m, n)
-    each = row.streamed + row.block
+    bytes_per_row = row.streamed + row.block
     longest = max(WAVE_ROWS, min(MOST_WAVES * WAVE_ROWS, -(-larger // FEWEST_PANELS)))
 
     def panel_in(room: int) -> int:
-        most, rows = min(room // each, longest), WAVE_ROWS
+        most, rows = min(room // bytes_per_row, longest), WAVE_ROWS
         while 2 * rows <= most:
             rows *= 2
         return min(rows, most)
@@ -104,7 +113,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
             raise ValueError(workspace_too_small(problem.shape, least_bytes, workspace))
     panel = _even(larger, rows)
     if not whole:
-        staying = min(smaller, (workspace - panel * each) // row.staying // panel * panel)
+        staying = min(smaller, (workspace - panel * bytes_per_row) // row.staying // panel * panel)
         whole = staying == smaller
     block = workspace - staying * row.staying - panel * row.streamed
     streamed = 2 * panel * (row.feature + row.leaving)
@@ -115,7 +124,7 @@ def layout(problem: Problem, gradients: Gradients | None) -> Layout:
 
 
 def left_beside_all(problem: Problem, gradients: Gradients | None) -> int:
-    """The workspace that is left beside all features and gradients; 0 if that is less than half."""
+    """Bytes of the workspace beside all features and gradients; 0 if less than half is left."""
     arrays = [problem.query] if problem.symmetric else [problem.query, problem.key]
     if gradients is not None:
         arrays += [g for g in (gradients.query, gradients.key) if g is not None]
@@ -124,7 +133,7 @@ def left_beside_all(problem: Problem, gradients: Gradients | None) -> int:
 
 
 def _even(n: int, most: int) -> int:
-    """Rows of panels, at most `most`, that cut n rows evenly."""
+    """Rows of a panel, at most `most`, such that n rows are divided into panels of equal size."""
     rows = -(-n // -(-n // max(1, most)))
     if rows <= PANEL_ROW_MULTIPLE:
         return rows

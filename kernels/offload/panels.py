@@ -1,4 +1,4 @@
-"""Panels of features and gradients, on their way between host and device."""
+"""Panels of features and gradients that are copied between host and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .device import HostCopies, Ticket
 
 
 def apart(rows: slice, columns: slice) -> bool:
-    """Whether no index is in both."""
+    """Whether the two ranges have no common index."""
     return bool(rows.stop <= columns.start or columns.stop <= rows.start)
 
 
@@ -26,33 +26,36 @@ def longest(panels: Sequence[slice]) -> int:
 
 @dataclass
 class StreamedSide:
-    """Queries or keys."""
+    """Queries or keys on the host, and the destination of their gradient."""
 
-    features: Array  # on the host
-    panels: Sequence[slice]
-    to: Array = None  # where the gradient goes, on the host; None: it is not wanted
-    add: bool = False  # it is added to what is there
-    linear: Sequence[LinearGradient] = ()  # terms that are added to the gradient
-    dots: Array | None = None  # `Gradients.dots`, if they are of this side
+    features: Array
+    panels: Sequence[slice]  # rows of each panel
+    to: Array = None  # destination of the gradient; None: no gradient is wanted
+    add: bool = False  # the gradient is added to the contents of `to`
+    linear: Sequence[LinearGradient] = ()  # linear terms of the gradient
+    dots: Array | None = None  # `Gradients.dots`, if its products are of this side's rows
 
 
 @dataclass
 class Part:
-    """Rows of a side on the device."""
+    """Rows of queries or keys on the device, with the accumulator of their gradient."""
 
     rows: slice
     features: Array
     gradient: Array | None
 
     def part(self, rows: slice) -> Part:
-        here = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-        return Part(
-            rows, self.features[here], None if self.gradient is None else self.gradient[here]
-        )
+        """Some of these rows; `rows` counts from the first row of the side."""
+        local = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+        gradient = None if self.gradient is None else self.gradient[local]
+        return Part(rows, self.features[local], gradient)
 
 
 class Arrivals:
-    """Panels that stream. While one is used, the next is copied; they share two buffers."""
+    """Copies of streamed panels to the device. While one panel is used, the next is copied.
+
+    All panels share two buffers.
+    """
 
     def __init__(
         self, xp: Any, copies: HostCopies, side: StreamedSide, panels: Sequence[slice]
@@ -64,7 +67,7 @@ class Arrivals:
         self.arriving = self.start()
 
     def start(self) -> tuple[Array, Ticket] | None:
-        """Begin to copy the next panel, to the buffer that was used longer ago."""
+        """Begin to copy the next panel to the buffer that is not in use."""
         if not self.panels:
             return None
         panel = self.panels.popleft()
@@ -73,7 +76,7 @@ class Arrivals:
         return target, self.copies.arrive(target, self.side.features[panel])
 
     def take(self) -> Array:
-        """The next panel. The one before it is no longer used."""
+        """The next panel on the device. The panel before it must not be used any more."""
         assert self.arriving is not None
         target, ticket = self.arriving
         self.arriving = self.start()
@@ -82,7 +85,7 @@ class Arrivals:
 
 
 class Departures:
-    """Gradients of panels on their way to the host, in two buffers of `size` bytes."""
+    """Copies of gradients to the host, through two buffers of `size` bytes."""
 
     def __init__(self, xp: Any, copies: HostCopies, size: int) -> None:
         self.copies = copies
@@ -90,7 +93,7 @@ class Departures:
         self.leaving: deque[Ticket] = deque()
 
     def leave(self, side: StreamedSide, part: Part) -> None:
-        """Copy a complete gradient to the host. Its memory may be used again at once."""
+        """Copy a complete gradient to the host. The memory of `part` may be used again at once."""
         gradient = part.gradient
         if side.to is None or gradient is None:
             return
@@ -101,6 +104,6 @@ class Departures:
             self.leaving.popleft().wait()
         memory = self.buffers[0][: gradient.size * dtype.itemsize]
         self.buffers.rotate(-1)
-        passing = memory.view(dtype).reshape(gradient.shape)
-        passing[...] = gradient
-        self.leaving.append(self.copies.leave(target, passing, side.add))
+        converted = memory.view(dtype).reshape(gradient.shape)
+        converted[...] = gradient
+        self.leaving.append(self.copies.leave(target, converted, side.add))

@@ -8,7 +8,7 @@ from gpu_problems import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from infonce.kernels.gpu import config
-from infonce.kernels.grid import few_blocks
+from infonce.kernels.grid import has_few_blocks
 
 
 @pytest.mark.parametrize("precision", config.SWEEP_PRECISIONS)
@@ -177,7 +177,7 @@ def test_blocks_fit_the_workspace(
             size = max(workspace, config.least_workspace(shape, needs, 128))
             assert size == workspace or (m == 10**6 and size < 2**26)
             cut = config.blocking(shape, needs, size, 128, square)
-            assert few_blocks(m, n, cut.rows, cut.columns)
+            assert has_few_blocks(m, n, cut.rows, cut.columns)
             assert 1 <= cut.rows <= m
             assert 1 <= cut.columns <= n
             assert not square or cut.rows == cut.columns
@@ -221,7 +221,7 @@ def test_blocks_fit_beside_operands_that_are_staged_once(
         *cuts, bytes_of_both = config.blockings(shape, needs, workspace, 128, False)
         assert bytes_of_both + size <= workspace
         for cut in cuts:
-            assert few_blocks(m, n, cut.rows, cut.columns)
+            assert has_few_blocks(m, n, cut.rows, cut.columns)
 
 
 @pytest.mark.parametrize("square", [False, True])

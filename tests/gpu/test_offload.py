@@ -14,7 +14,7 @@ from gpu_problems import smaller
 from host_device import Host, close, room
 from hypothesis import given
 from hypothesis import strategies as st
-from infonce.kernels.grid import few_blocks, least_block_side
+from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.offload import backend as offload
 from infonce.kernels.offload import layout
 from infonce.kernels.problem import SILENT, Gradients, Problem
@@ -176,7 +176,7 @@ def test_layout(m: int, n: int, d: int, dtype: Any, gradient: bool, workspace: i
     assert max(with_gradient, without) <= 2**workspace - of.block
     assert of.whole == (of.staying == min(m, n))
     assert of.whole or of.staying % of.panel == 0
-    assert of.panel >= min(n, m) or few_blocks(m, n, of.panel, of.panel)
+    assert of.panel >= min(n, m) or has_few_blocks(m, n, of.panel, of.panel)
 
 
 def test_memory_mapped_on_the_cpu(tmp_path: Any) -> None:

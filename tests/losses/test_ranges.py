@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infonce.kernels.cpu import backend as cpu
 from infonce.kernels.cpu import tile_ops as tile
-from infonce.kernels.grid import few_blocks, least_block_side
+from infonce.kernels.grid import has_few_blocks, least_block_side
 from infonce.kernels.problem import SCALES
 from judge import (
     DTYPES,
@@ -263,11 +263,11 @@ def test_a_workspace_is_refused_with_the_least(
 def test_what_few_blocks_are() -> None:
     for m, n in ((1, 1), (1, 10**6), (1500, 1500), (10**6, 10**6), (7, 0)):
         side = least_block_side(m, n)
-        assert few_blocks(m, n, side, side)
-        assert side == 1 or not few_blocks(m, n, side - 1, side - 1)
-    assert few_blocks(100, 100, 5, 5)
-    assert not few_blocks(100, 100, 4, 5)  # 500 blocks
-    assert not few_blocks(1, 100, 1, 1)  # 100, of a 10 x 10 matrix that has 20 rows and columns
+        assert has_few_blocks(m, n, side, side)
+        assert side == 1 or not has_few_blocks(m, n, side - 1, side - 1)
+    assert has_few_blocks(100, 100, 5, 5)
+    assert not has_few_blocks(100, 100, 4, 5)  # 500 blocks
+    assert not has_few_blocks(1, 100, 1, 1)  # 100, of a 10 x 10 matrix that has 20 rows and columns
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")

@@ -132,11 +132,12 @@ def _solved(
         return None
     dtype = DOUBLE if DOUBLE in (problem.query.dtype, problem.key.dtype) else SINGLE
     grads = {name: torch.from_numpy(outs[name]) if name in outs else None for name in names}
-    grads["scale"] = _zero_d(solution.scale_grad, dtype) if "scale" in wrt else None
+    grads["scale"] = _scalar_tensor(solution.scale_grad, dtype) if "scale" in wrt else None
     if kind.sigmoid:
-        grads["bias"] = _zero_d(solution.bias_grad, dtype) if "bias" in wrt else None
-    return LossAndGrad(_zero_d(solution.loss, dtype), kind.grads(**grads))
+        grads["bias"] = _scalar_tensor(solution.bias_grad, dtype) if "bias" in wrt else None
+    return LossAndGrad(_scalar_tensor(solution.loss, dtype), kind.grads(**grads))
 
 
-def _zero_d(value: Any, dtype: np.dtype[Any]) -> Tensor:
+def _scalar_tensor(value: Any, dtype: np.dtype[Any]) -> Tensor:
+    """`value` as a tensor without dimensions."""
     return torch.from_numpy(np.asarray(value, dtype))

@@ -191,7 +191,7 @@ class Blocking:
 
 
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
-    """Bytes for the least blocks that are `few_blocks`, of a size that `_largest` finds."""
+    """Bytes for the least blocks that are `has_few_blocks`, of a size that `_largest` finds."""
     m, n, d = shape
     side = least_block_side(m, n)
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
@@ -252,7 +252,8 @@ def blockings(
 ) -> tuple[Blocking, Blocking, int]:  # fmt: skip
     """Blocks of the log-sum-exp fold; those of the gradient fold, which are smaller, as dL/dx takes
     memory; and the bytes that serve both folds. ValueError if blocks that fit would be too many
-    (`few_blocks`). `cache_bytes`: what the folds may take if they cache exponentials in it, as many
+    (`has_few_blocks`). `cache_bytes`: what the folds may take if they cache exponentials in it, as
+    many
     as fit; 0: they cache none. `beside`: see `left_to_folds`."""
     folds = needs.statistics_needs, needs.gradient_needs
     least = max(least_workspace(shape, of, block_n) for of in folds)  # bytes

@@ -1,4 +1,4 @@
-"""What is asked for: all on which the schedule of a call depends. It holds no arrays."""
+"""The description of a call on a GPU: all facts on which its schedule depends, and no arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an 
 
 
 class Loss(Enum):
-    """Which sums over logits a loss has."""
+    """The softmax or sigmoid of a loss, which decides the sums over logits."""
 
     ROWS = "a softmax over the keys of each query"  # info_nce, lit
     BOTH = "a softmax over the keys of each query, and one over the queries of each key"  # clip
@@ -22,7 +22,7 @@ class Loss(Enum):
 
 
 class Purpose(Enum):
-    """What a fold is for."""
+    """The purpose of a fold."""
 
     STATISTICS = "log-sum-exp"
     RANKS = "ranks"
@@ -33,14 +33,14 @@ class Purpose(Enum):
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows of features or of their gradients, as far as a schedule depends on them."""
+    """The shape, dtype and strides of features, or of their gradients."""
 
     rows: int
     columns: int
     dtype: str
     row_stride: int  # bytes
     column_stride: int
-    offset: int = 0  # bytes from a multiple of 16
+    offset: int = 0  # of the address, modulo 16
 
     @staticmethod
     def packed(rows: int, columns: int, dtype: str) -> Matrix:
@@ -72,16 +72,16 @@ class Matrix:
 
 @dataclass(frozen=True)
 class BlockFold:
-    """The one fold of a block over ranks: this rank's queries and some keys."""
+    """The fold of a block over ranks: of this rank's queries and of some keys."""
 
-    purpose: Purpose | None  # None: no fold, but questions about features
+    purpose: Purpose | None  # None: a question about features, and no fold
     triangle: bool = False  # each pair of views is visited once
     column_sums: bool = False  # columns have a softmax
-    accumulates: bool = False  # gradients; they may be those of a later fold
+    accumulates: bool = False  # the fold adds to gradients, or a later fold of the call will
 
     @staticmethod
     def of(epilogue: Any, triangle: bool, accumulates: bool) -> BlockFold:
-        """The fold of an epilogue, or a question."""
+        """The description of an epilogue's fold, or of a question."""
         match epilogue:
             case Statistics():
                 return BlockFold(Purpose.STATISTICS, triangle, epilogue.columns is not None)
@@ -97,12 +97,12 @@ class BlockFold:
 
 @dataclass(frozen=True)
 class Call:
-    """One loss, with or without gradients. Fields are named as those of `Problem`."""
+    """A loss, with or without gradients. Fields have the names of the fields of `Problem`."""
 
     loss: Loss
     query: Matrix
     key: Matrix
-    query_gradient: Matrix | None = None  # where it is to be written; None: not wanted
+    query_gradient: Matrix | None = None  # the destination of dQ; None: not wanted
     key_gradient: Matrix | None = None
     compute: str = "fp32"  # precision of products and exponentials
     method: str = "auto"
@@ -112,23 +112,23 @@ class Call:
     ids: bool = False
     groups: bool = False
     host_groups: bool = False  # blocks without a common group are left out
-    own: bool = False  # rows have negatives of their own
+    own: bool = False  # each row has its own negatives
     set_size: int = 1  # positives of each query
     key_bias: bool = False
-    query_bias: bool = False  # of queries that are keys of the columns' softmax
+    query_bias: bool = False  # biases of queries, which are the keys of the columns' softmax
     compares_with_limits: bool = False  # negatives above a limit are left out
     limits: bool = False  # limits are given as vectors, as in a block over ranks
     row_numbers: bool = False  # margin, decoupled or hardness: numbers in the loss of a row
-    weights: bool = False  # of rows, which kernels do not find in the upstream gradient
+    weights: bool = False  # weights of rows that are not part of the upstream gradient
     smoothing: bool = False
     classes: bool = False  # the positives of a row are all others of its class
     class_sums: int = 0  # classes whose features are summed
     joint: bool = False  # rows i and i + B of 2B have one softmax
     retrieval_ranks: bool = False
     moments: bool = False  # sums have first moments, from which the gradient of the scale follows
-    joint_copy_bytes: int = 0  # of the workspace: copies that a joint loss needs
-    adds_query: bool = False  # dQ is added to what is there
-    needs_arrays: bool = False  # an option is taken by no kernel
+    joint_copy_bytes: int = 0  # of the workspace, for copies that a joint loss needs
+    adds_query: bool = False  # dQ is added to the contents of its destination
+    needs_arrays: bool = False  # no kernel takes one of the options
     block: BlockFold | None = None  # None: all folds of a whole call
 
     @staticmethod
@@ -176,16 +176,16 @@ class Call:
 
     @property
     def pair_options(self) -> int:
-        """How many of groups, limits and biases pairs have."""
+        """The number of these options of pairs that a call has: groups, limits, biases."""
         return self.groups + self.limit_and_bias_count
 
     @property
     def limit_and_bias_count(self) -> int:
-        """How many of limits and biases pairs have."""
+        """The number of these options of pairs that a call has: limits, biases."""
         return self.compares_with_limits + self.key_bias
 
     def pair_defines(self, columns: int) -> dict[str, int]:
-        """-D options of groups, limits and biases; `columns`: whether columns have a softmax."""
+        """The -D options of groups, limits and biases; `columns`: 1 if columns have a softmax."""
         defines = {"GROUPS": 1} if self.groups else {}
         if self.compares_with_limits:
             defines["LIMITS"] = 2 if columns else 1
@@ -199,16 +199,16 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """Whether each row has one positive, and a softmax of the logits as they are."""
-        numbers = self.pair_options or self.row_numbers or self.weights
-        changed = numbers or self.own or self.needs_arrays or self.linear_terms or self.joint
-        return not (changed or self.set_size > 1)
+        """Whether each row has one positive, and the softmax has no options."""
+        options = self.pair_options or self.row_numbers or self.weights
+        options = options or self.own or self.needs_arrays or self.linear_terms or self.joint
+        return not (options or self.set_size > 1)
 
     @property
     def one_softmax(self) -> bool:
-        """Whether rows alone have sums, from which all that is wanted follows."""
-        numbers = bool(self.row_numbers and self.pair_options)
-        options = self.linear_terms or self.joint or self.own or numbers
+        """Whether the loss and dQ follow from the sums of rows, without sums of columns."""
+        combined = bool(self.row_numbers and self.pair_options)
+        options = self.linear_terms or self.joint or self.own or combined
         return (
             self.loss is Loss.ROWS and self.set_size == 1 and not (self.retrieval_ranks or options)
         )

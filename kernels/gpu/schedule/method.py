@@ -1,7 +1,4 @@
-"""Which method a call takes: naive, fused or tiled; and whether kernels alone do all of it.
-
-How a call of the method fused runs is decided in fused.py, and how a tiled one in decisions.py.
-"""
+"""The choice of a call's method on a GPU: naive, fused, tiled, or operations on arrays."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ from ...arrays.naive import MATRICES_WITH_OPTIONS
 from ...problem import Problem
 from .call import Call
 
-# The largest calls for which one launch takes less time than a graph of several with tensor cores
-MAX_FUSED_MULTIPLY_ADDS = 2**28  # of the logits
+# Bounds of small calls, for which one launch takes less time than a graph of several launches
+MAX_FUSED_MULTIPLY_ADDS = 2**28  # for all logits
 MAX_FUSED_LOGITS = 2**18
-MAX_FUSED_ROWS = 2048  # of either side: one thread block meets all of them
+MAX_FUSED_ROWS = 2048  # of queries, and of keys: one thread block reads all of them
 
 
 def choose_method(asked: Problem | Call) -> str:
@@ -23,12 +20,12 @@ def choose_method(asked: Problem | Call) -> str:
     "naive"   the whole matrix, if the caller asks for it, or asks for "fused" with options
     "arrays"  folds by operations on arrays, for options that no kernel takes
 
-    ValueError for "fused" if the logits do not fit the workspace, or if they are to be ranked.
+    ValueError for "fused" if the logits do not fit the workspace, or if `metrics` asks for ranks.
     """
     method = asked.method
     if method == "fused":
         _require_one_launch(asked)
-        # The fused kernel takes no options; "naive" keeps the logits as well, and takes all
+        # the fused kernel takes no options; "naive" keeps the logits, too, and takes all options
         return "fused" if asked.plain else "naive"
     if asked.needs_arrays and method != "naive":
         return "arrays"
@@ -45,7 +42,7 @@ def choose_method(asked: Problem | Call) -> str:
 
 
 def logit_bytes(asked: Problem | Call, has_default_softmax: bool) -> int:
-    """Bytes of the logits and dL/dx. With options of the softmax there are more matrices."""
+    """Bytes of the logits and dL/dx. Options of the softmax need more matrices of their size."""
     m, n, _ = asked.shape
     matrices = 2 if has_default_softmax else MATRICES_WITH_OPTIONS
     return matrices * m * n * (8 if asked.compute == "fp64" else 4)
@@ -67,17 +64,25 @@ def _require_one_launch(asked: Problem | Call) -> None:
 
 
 def is_computed_by_kernels_only(problem: Problem) -> bool:
-    """Whether losses follow from sums by kernels, without operations on arrays. These need
-    operations on arrays: own negatives; label smoothing with ids, because ids are numbered for it;
-    classes without `Classes.in_sums`; and groups, limits or biases of pairs together with linear
-    terms or a joint loss."""
+    """Whether kernels compute all of a call, so that no step needs operations on arrays.
+
+    Operations on arrays are needed for:
+
+    - own negatives;
+    - label smoothing with ids, because the ids must be numbered;
+    - classes whose features are not summed (`Classes.in_sums`);
+    - groups, limits or biases of pairs, together with linear terms or a joint loss.
+    """
     has_class_sums = problem.classes is None or problem.classes.in_sums is not None
     smoothed_ids = problem.label_smoothing != 0 and problem.query_ids is not None
-    alone = problem.plain_logits or not (problem.linear_terms or problem.joint)
-    return has_class_sums and alone and not smoothed_ids and problem.own is None
+    separable = problem.plain_logits or not (problem.linear_terms or problem.joint)
+    return has_class_sums and separable and not smoothed_ids and problem.own is None
 
 
 def has_plan(problem: Problem, by_kernels: bool) -> bool:
-    """Whether a tiled call may be recorded. Operations on arrays cannot be, nor blocks that follow
-    from values of groups; and a caller who wants to see its progress sees it launched."""
+    """Whether a tiled call may have a plan.
+
+    These calls are launched step by step: calls with operations on arrays, calls whose blocks
+    follow from the values of groups, and calls that report progress.
+    """
     return by_kernels and problem.progress is None and problem.host_groups is None

@@ -21,7 +21,7 @@ from ...epilogues import Epilogue, OnlineSoftmax, Sigmoid, retrieval_ranks_of
 from ...linear import Segments, SegmentSums, segment_sums
 from ...problem import Array, Gradients, Problem, fast_replace
 from ...solve import Solution, softmax_gradient, solution_of
-from ...targets import limited
+from ...targets import with_limits
 from ..device.launcher import device_properties
 from ..device.launches import Queue
 from ..linear import Rows
@@ -69,7 +69,7 @@ class GPU:
             Purpose.ONE_PASS: OnlineSoftmax(stats.rows, stats.positive_logits),
         }  # fmt: skip
         if problem.compares_with_limits:
-            problem = limited(problem, self, vectors)
+            problem = with_limits(problem, self, vectors)
         sums = [fold for fold in folds if fold.purpose in epilogues]
         for fold in sums:
             self.run((fold,), problem, epilogues[fold.purpose], gradients)
