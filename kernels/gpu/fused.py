@@ -24,7 +24,8 @@ from .device.signatures import structure
 from .device.streams import identity
 from .schedule.fused import THREADS, TILE, one_launch
 
-# struct Fused is packed by position, in this order: names would take 2% of a small batch's time
+# Fields of struct Fused, which are packed by position. Packing by name would take 2% of the time of
+# a small batch
 FIELDS = (
     "q", "k", "dq", "dk", "m", "n", "d", "scale", "bias", "row_weight", "column_weight",
     "reduction_weight", "row_shares", "upstream", "upstreams", "positives", "label_nans",
@@ -33,7 +34,7 @@ FIELDS = (
     "losses", "row_lse", "column_lse", "loss", "scale_grad", "bias_grad", "row_reference",
     "row_factor", "column_reference", "column_factor", "barrier",
 )  # fmt: skip
-# those of them that lie in the launch's memory; of one side, columns share those of rows
+# Fields that point into the launch's memory. If queries are the keys, columns share those of rows
 IN_MEMORY = (
     "logits", "row_inverse", "column_inverse", "row_nans", "column_nans", "row_gap", "column_gap",
     "row_dot", "column_dot", "row_sum", "row_reference", "row_factor", "column_reference",
@@ -42,7 +43,7 @@ IN_MEMORY = (
 _FUSED = structure("fused/fused.cu", "Fused")
 assert tuple(name for name, _ in _FUSED.fields) == FIELDS
 _pack = _FUSED.layout.pack
-_BY_VALUE = np.dtype(f"V{_FUSED.size}")  # one parameter, to CuPy
+_BY_VALUE = np.dtype(f"V{_FUSED.size}")  # the type of one parameter that CuPy passes by value
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 NO_SCALAR = scalar_values(0.0)
 MAX_BARRIERS = 256
@@ -50,15 +51,18 @@ _barriers: dict[tuple[int, int], Array] = {}  # by device and stream
 
 
 def _barrier(device: int) -> Array:
-    """Two counters at zero, which the kernel leaves at zero: one pair for each stream, where
-    launches follow one another. A graph under capture gets its own, and zeroes it itself."""
+    """Two counters of 0 for the barrier over the grid, which the kernel resets to 0.
+
+    Launches on one stream share a pair, because they run one after another. A graph under capture
+    gets its own pair, and sets it to 0.
+    """
     stream = cupy.cuda.get_current_stream()
     if stream.is_capturing():
         return cupy.zeros(2, np.uint32)
     key = device, identity(stream.ptr)
     barrier = _barriers.get(key)
     if barrier is None:
-        while len(_barriers) >= MAX_BARRIERS:  # CuPy uses its memory again on its stream alone
+        while len(_barriers) >= MAX_BARRIERS:  # CuPy reuses the memory only on its stream
             _barriers.pop(next(iter(_barriers)), None)
         barrier = _barriers[key] = cupy.zeros(2, np.uint32)
     return barrier
@@ -66,13 +70,13 @@ def _barrier(device: int) -> Array:
 
 @dataclass(frozen=True)
 class _Launch:
-    """How problems of one kind are laid out and cut."""
+    """The kernel, the memory and the thread blocks of all calls of one kind."""
 
     kernel: Any
     blocks: int
-    parts: int  # of the features in the products
-    memory: int  # in bytes
-    offsets: tuple[int, ...]  # where the kernel's arrays begin in it
+    parts: int  # parts of the features, among which blocks divide the products
+    memory: int  # bytes
+    offsets: tuple[int, ...]  # of the fields IN_MEMORY, in bytes
 
 
 @lru_cache(maxsize=1024)
@@ -81,27 +85,28 @@ def _launch(
     sigmoid: bool, normalize: bool, ids: bool, gradient_tiles: int, workspace: int,
     device: int, multiprocessors: int,
 ) -> _Launch:  # fmt: skip
-    made = one_launch(
+    launch = one_launch(
         (m, n, d), dtype.name, double, symmetric, two_sided, sigmoid, normalize, ids,
         gradient_tiles, workspace, multiprocessors,
     )  # fmt: skip
-    at = made.offsets
+    at = launch.offsets
     offsets = [at.get(name, at[name.replace("column", "row")]) for name in IN_MEMORY]
-    kernel = made.kernel
-    on = cupy.cuda.Device(device)
-    raw_kernel = compiler.function(on, kernel.file, kernel.name, 0, **kernel.defines)
-    # A launch of the RawKernel would ask for the current device first: this call knows it
-    return _Launch(raw_kernel.kernel, made.blocks, made.parts, made.bytes, tuple(offsets))
+    kernel = launch.kernel
+    raw_kernel = compiler.function(
+        cupy.cuda.Device(device), kernel.file, kernel.name, 0, **kernel.defines
+    )
+    # `raw_kernel.kernel` is launched, because a launch of the RawKernel asks for the device first
+    return _Launch(raw_kernel.kernel, launch.blocks, launch.parts, launch.bytes, tuple(offsets))
 
 
 def solve(problem: Problem, gradients: Gradients | None) -> Solution:
-    """Loss and gradients; the logits are temporary, M x N, and have been found to fit."""
+    """Loss and gradients by one launch, whose M x N temporary logits fit the workspace."""
     m, n, d = problem.shape
     double = problem.compute == "fp64"
     symmetric, two_sided, sigmoid = problem.symmetric, problem.two_sided, problem.bias is not None
     query = with_strides_in_whole_elements(problem.query)
     key = query if symmetric else with_strides_in_whole_elements(problem.key)
-    if query.dtype != key.dtype:  # a kernel reads one dtype: the wider
+    if query.dtype != key.dtype:  # the kernel reads one dtype, the wider of the two
         dtype = np.promote_types(*(np.float32 if z.dtype.itemsize < 4 else z.dtype
                                    for z in (query, key)))  # fmt: skip
         query, key = query.astype(dtype), key.astype(dtype)
@@ -116,7 +121,8 @@ def solve(problem: Problem, gradients: Gradients | None) -> Solution:
         device_properties(device).multiprocessors,
     )  # fmt: skip
 
-    # what is handed out: losses, lse of rows, of columns, loss, gradients of scale and bias
+    # `out` has the results: losses, log-sum-exps of rows and of columns, loss, gradients of scale
+    # and bias
     real, item = (DOUBLE, 8) if double else (SINGLE, 4)
     out, scratch = cupy.cuda.alloc(item * (2 * m + n + 3)), cupy.cuda.alloc(launch.memory)
     start, base = out.ptr, scratch.ptr

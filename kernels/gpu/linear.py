@@ -16,13 +16,13 @@ from .device.launches import Queue
 from .labels import order_of
 from .tiled.operands import Features
 
-# of linear.cu; small blocks spread few rows over more multiprocessors
+# constants of linear.cu; small thread blocks spread few rows over more multiprocessors
 LANE_FEATURES, PIECE_THREADS = 8, 64
 JOIN_FEATURES, JOIN_THREADS = 64, 256
 
 
 class Rows:
-    """See `infonce.kernels.linear.Rows`. Sums are in the precision of products' sums."""
+    """`infonce.kernels.linear.Rows` on a GPU. Sums have the dtype of the products' accumulators."""
 
     def __init__(self, launcher: Launcher, side: Features) -> None:
         self.launcher, self.side, self.features = launcher, side, side.features
@@ -30,7 +30,7 @@ class Rows:
 
     @staticmethod
     def of(features: Array, problem: Problem) -> Rows:
-        """Features on the current device, by themselves."""
+        """The rows of an array on the current device."""
         device = cupy.cuda.Device()
         precision = config.operand_precision(problem.compute, device_properties(device.id))
         launcher = Launcher(device, precision, Queue())
@@ -38,7 +38,7 @@ class Rows:
         return Rows(launcher, Features(launcher, problem.normalize, real, features))
 
     def fields(self, first: int = 0) -> Fields:
-        """struct Rows, from row `first` on."""
+        """The fields of struct Rows, from row `first` on."""
         side = self.side
         return {"z": matrix(self.features, first), "factor": address(side.factor, first),
                 "exponent": address(side.exponent, first)}  # fmt: skip
@@ -47,7 +47,7 @@ class Rows:
         self, segment: Array, count: int, factor: Array | None = None, order: Array | None = None
     ) -> Array:
         n, d = self.features.shape
-        if order is None and segment is not None:  # there may be segments without rows
+        if order is None and segment is not None:  # a segment may have no rows
             out = cupy.zeros((count, d), self.real)
             if n == 0:
                 return out
@@ -79,7 +79,7 @@ class Rows:
         return out
 
     def positive_products(self, key: Rows, positives: Array) -> Array:
-        """[M] or [M, P] float64: u_i . v_j for the positives j of row i; 0 in place of none."""
+        """[M] or [M, P] float64: u_i . v_j for the positives j of row i; 0 without a positive."""
         n, out = positives.size, cupy.empty(positives.shape)
         self.launcher.rows(
             "positive_products", n, file="linear.cu", query=self.fields(), key=key.fields(), n=n,
@@ -91,8 +91,11 @@ class Rows:
     def subtract(
         self, term: LinearGradient, gradient: Array, dots: Array | None = None, first: int = 0
     ) -> None:
-        """Subtract the term's share of -dL/du, through the normalisation, from a complete gradient
-        of the rows from `first` on, and from their `Gradients.dots`."""
+        """Subtract a linear term from complete gradients, and from their `Gradients.dots`.
+
+        `gradient` has the rows from `first` on. The term is differentiated through the
+        normalisation.
+        """
         n, d = gradient.shape
         self.launcher.rows(
             "subtract_linear", n, file="linear.cu", rows=self.fields(first), n=n, d=d,
@@ -101,7 +104,7 @@ class Rows:
 
 
 def _fields(term: LinearGradient | None) -> Fields:
-    """struct LinearGradient of finish.cu; None: no term."""
+    """The fields of struct LinearGradient of finish.cu; zeros for None."""
     names = "segment", "factor", "sums", "weighted"
     values: Fields = {name: getattr(term, name, None) for name in names}
     return {**values, "itself": 0.0 if term is None else term.itself}
@@ -110,17 +113,19 @@ def _fields(term: LinearGradient | None) -> Fields:
 def linear_gradients(
     terms: Sequence[LinearTerm], query: Rows, key: Rows, is_key_side: bool, symmetric: bool
 ) -> Fields:
-    """struct LinearGradients: the gradients of one or two terms by queries, or by keys."""
-    made = [LinearGradient(cupy, query, key, term, is_key_side, symmetric) for term in terms]
-    first, second = made if len(made) == 2 else (*made, None)
+    """The fields of struct LinearGradients: gradients of one or two terms on one side."""
+    gradients = [LinearGradient(cupy, query, key, term, is_key_side, symmetric) for term in terms]
+    first, second = gradients if len(gradients) == 2 else (*gradients, None)
     return {"first": _fields(first), "second": _fields(second)}
 
 
 def conclude(
     launcher: Launcher, problem: Problem, rows: Sequence[Rows], concluding: Fields
 ) -> list[LinearTerm]:
-    """What label smoothing and the means of classes add to results of the kernel `conclude`, whose
-    arguments were `concluding`; and the linear terms."""
+    """Add label smoothing and class means to the results of the kernel `conclude`.
+
+    `concluding` are the arguments of that kernel. Returns the linear terms.
+    """
     query, key = rows
     m, n, _ = problem.shape
     itself = float(problem.symmetric)
@@ -140,11 +145,11 @@ def conclude(
         factors = vectors["row_linear"], vectors["column_linear"]
         terms.append(LinearTerm(Segments(None, None, 1), *factors, query_sums, key_sums))
     if problem.classes is not None:
-        of = problem.classes.in_sums
-        sums = query.sums(of.rows, of.count, order=of.order)
-        vectors["class_products"] = query.products(of.rows, sums, itself)
+        classes = problem.classes.in_sums
+        sums = query.sums(classes.rows, classes.count, order=classes.order)
+        vectors["class_products"] = query.products(classes.rows, sums, itself)
         vectors["class_linear"], vectors["others"] = cupy.empty(m), problem.classes.others
-        terms.append(LinearTerm(of, vectors["class_linear"], None, sums, sums))
+        terms.append(LinearTerm(classes, vectors["class_linear"], None, sums, sums))
     launcher.vectors(
         "conclude_linear", m,
         g={"f": concluding, "label_smoothing": problem.label_smoothing, "joint": problem.joint,

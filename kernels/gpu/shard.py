@@ -1,4 +1,4 @@
-"""One of many ranks on a GPU: blocks of its rows with keys of others, and its vectors, by plans."""
+"""The GPU work of one rank, by plans: blocks of its queries with any keys, and its vectors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ def fold_block(
     gradients: Gradients | None, not_finite: NotFinite | None = None,
     to_clear: Sums | None = None, ahead: Gradients | None = None,
 ) -> None:  # fmt: skip
-    """`solve.fold_block` on the current device; `ahead`: gradients of a later fold of blocks like
-    these, whose workspace this fold takes too. What takes operations on arrays has no plan."""
-    # blocks do not look at classes, whose arrays a plan would depend on
+    """`solve.fold_block` on the current device.
+
+    `ahead` are the gradients of a later fold of such blocks: this fold takes a workspace of the
+    later fold's size. Blocks with operations on arrays are launched without a plan.
+    """
+    # blocks need no classes, and a plan would depend on the arrays of classes
     block = problems.fast_replace(readable_by_kernels(problem), classes=None)
     parts = block, triangle, epilogue, gradients, not_finite, to_clear, ahead
     by_kernels = problem.plain_logits and not callable(epilogue)
@@ -43,81 +46,79 @@ def fold_block(
 
 
 def require_room(problem: Problem, gradients: Gradients | None, ahead: Gradients | None) -> None:
-    """ValueError where the workspace has no room for a block; arguments as for `fold_block`."""
+    """ValueError if the workspace has no room for a block; for arguments see `fold_block`."""
     block = BlockFold(None, accumulates=gradients is not None)
     properties = device_properties(problem.query.device.id)
     tiled_schedule(Call.of(readable_by_kernels(problem), gradients or ahead, block), properties)
 
 
 def swap_arrays(blocks: int, arguments: Fields) -> None:
-    """The kernel of ranks/swap.cu, which is the same in any precision, on the current stream."""
+    """Launch the kernel of ranks/swap.cu on the current stream; it is the same in any precision."""
     launcher = Launcher(cupy.cuda.Device(), "fp32", Queue())
     launcher.launch("ranks/swap.cu", "swap", blocks, 256, arguments)
 
 
 class VectorsOverRanks(ElementwiseVectors):
-    """`solve.Vectors` of one of many ranks, a plan a step."""
+    """`solve.Vectors` of one rank, with one plan for each step."""
 
     def statistics(self, problem: Problem) -> tuple[Problem, Statistics]:
-        if not self.known(problem) or problem.retrieval_ranks:
+        if not self.has_plan(problem) or problem.retrieval_ranks:
             return super().statistics(problem)
-        made = self.plan(recorded.begin, problem)
-        upstream = made.get("upstream", problem.upstream)
+        arrays = self.plan(recorded.begin, problem)
+        upstream = arrays.get("upstream", problem.upstream)
         rows, column_sums = (
-            Sums(*(made.get(f"{side}_{name}") for name in ("max", "sum", "moment")))
+            Sums(*(arrays.get(f"{side}_{name}") for name in ("max", "sum", "moment")))
             for side in ("row", "column")
         )
         columns = rows if problem.symmetric else column_sums if problem.two_sided else None
-        return replace(problem, upstream=upstream), Statistics(rows, columns, made["positive"])
+        return replace(problem, upstream=upstream), Statistics(rows, columns, arrays["positive"])
 
     def conclude(
         self, problem: Problem, stats: Statistics, triangle: bool, gradient: bool, backend: Any
     ) -> Conclusion:
-        if not self.known(problem):
+        if not self.has_plan(problem):
             return super().conclude(problem, stats, triangle, gradient, backend)
         sums = Statistics(stats.rows, stats.columns, stats.positive_logits)
-        one_sided = problems.fast_replace(
-            problem, symmetric=False
-        )  # partners may be on other ranks
-        found = self.plan(recorded.conclude, one_sided, sums, backend.not_finite).get
+        # a row's partner may be on another rank, so the plan leaves partners out
+        without_partners = problems.fast_replace(problem, symmetric=False)
+        get = self.plan(recorded.conclude, without_partners, sums, backend.not_finite).get
         rows, columns = (
-            Direction(
-                found(f"{side}_loss"), found(f"{side}_lse"), None, found(f"{side}_reference"), 1.0
-            )
+            Direction(get(f"{side}_loss"), get(f"{side}_lse"), None, get(f"{side}_reference"), 1.0)
             for side in ("row", "column")
         )
-        positive_gradient = found("positive_gradient")
+        positive_gradient = get("positive_gradient")
         if problem.symmetric and gradient:
             positive_gradient = positive_gradient + backend.take_at_positives(
                 problem, positive_gradient
             )
         return Conclusion(
-            found("losses"), rows, columns if problem.two_sided else None, found("row_factor"),
-            found("column_factor"), positive_gradient, found("log_scale_grad"),
+            get("losses"), rows, columns if problem.two_sided else None, get("row_factor"),
+            get("column_factor"), positive_gradient, get("log_scale_grad"),
         )  # fmt: skip
 
     def totals(
         self, problem: Problem, losses: Array, log_scale_grad: Array | None,
         dots: Array | None, bias_grad: Array | None,
     ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
-        """Where losses are reduced, their sum: those of other ranks are to be added."""
-        if not self.known(problem):
+        """This rank's sum of losses, if losses are reduced, and gradients of scale and bias."""
+        if not self.has_plan(problem):
             return super().totals(problem, losses, log_scale_grad, dots, bias_grad)
-        whole = problems.fast_replace(problem, reduction_weight=1.0)
-        found = self.plan(recorded.totals, whole, losses, log_scale_grad, dots, bias_grad).get
-        loss = None if problem.reduction_weight is None else found("loss")
-        return loss, found("scale_grad"), found("bias_grad")
+        unreduced = problems.fast_replace(problem, reduction_weight=1.0)
+        get = self.plan(recorded.totals, unreduced, losses, log_scale_grad, dots, bias_grad).get
+        loss = None if problem.reduction_weight is None else get("loss")
+        return loss, get("scale_grad"), get("bias_grad")
 
-    def known(self, problem: Problem) -> bool:
-        """Whether a step has a plan: not for empty shards, calls with `progress`, nor options."""
+    def has_plan(self, problem: Problem) -> bool:
+        """Whether steps have plans: not for empty shards, with `progress`, or with options."""
         return 0 not in problem.shape and problem.progress is None and problem.plain
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
+        """The arrays that a step makes, by its plan."""
         return gpu_plan.call(build, _bare(problem), *parts)
 
 
 class QueuedVectors(VectorsOverRanks):
-    """The same for a plan of all steps: whatever they do goes through `queue`."""
+    """`VectorsOverRanks` whose steps all go through one queue, as parts of one plan."""
 
     def __init__(self, problem: Problem, queue: Queue) -> None:
         super().__init__()
@@ -126,8 +127,8 @@ class QueuedVectors(VectorsOverRanks):
         self.launcher = self.tiled.launcher
 
     def plan(self, build: gpu_plan.Build, problem: Problem, *parts: Any) -> dict[str, Array]:
-        made = build(_bare(problem), *parts, self.queue)
-        return {name: array for name, array in made.items() if array is not None}
+        arrays = build(_bare(problem), *parts, self.queue)
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def zeros(self, n: int) -> Array:
         return self.queue.zeros(n, np.float64)
@@ -149,7 +150,7 @@ class QueuedVectors(VectorsOverRanks):
         return out
 
     def own_positives(self, start: int, m: int) -> Array:
-        """Row i's positive is key start + i."""
+        """[m] key start + i, the positive of row i."""
         positives = cupy.empty(m, np.int64)
         self.launcher.vectors("own_positives", m, start=start, m=m, positives=positives)
         return positives
@@ -170,18 +171,18 @@ class QueuedVectors(VectorsOverRanks):
         )
 
     def assign(self, to: Array, sums: Array | float, other: Array | None = None) -> None:
-        """Zeros, or sums in the dtype of the products."""
+        """Write sums, or zeros for a number, to `to`. `other` is added to the sums."""
         if to.ndim == 1:
             assert isinstance(sums, cupy.ndarray)
             self.queue.copy(to.data, sums.data, to.nbytes)
             return
         n, d = to.shape
-        given = None if isinstance(sums, float) else sums
-        if given is None and to.flags.c_contiguous:
+        array = None if isinstance(sums, float) else sums
+        if array is None and to.flags.c_contiguous:
             self.queue.clear(to.data, to.nbytes)
             return
         self.launcher.rows(
-            "assign", n, d, file="finish.cu", sums=given, other=other, n=n, d=d, out=matrix(to)
+            "assign", n, d, file="finish.cu", sums=array, other=other, n=n, d=d, out=matrix(to)
         )
 
     def sigmoid(self, problem: Problem) -> tuple[Problem, Sigmoid]:
@@ -196,5 +197,5 @@ _NO_VECTORS = dict.fromkeys(problems.QUERY_VECTORS + problems.KEY_VECTORS)
 
 
 def _bare(problem: Problem) -> Problem:
-    """The problem without what steps on vectors do not look at."""
+    """The problem without fields that steps on vectors do not read, so that plans are shared."""
     return problems.fast_replace(problem, normalize=False, label_nans=None, **_NO_VECTORS)

@@ -1,4 +1,4 @@
-"""The mathematics on vectors of length M and N on a GPU, a kernel a step."""
+"""The mathematics on vectors of length M and N on a GPU, with one kernel for each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .device.launcher import Launcher, device_properties
 from .device.launches import Queue
 from .schedule import is_computed_by_kernels_only
 
-# struct DefaultVectors where all vectors are given
+# struct DefaultVectors of a call that gives all vectors
 NO_DEFAULTS: Fields = {"positives": 0, "upstream": 0, "value": 0.0, "symmetric": False}
 
 _CONCLUDE = compiler.flatten("conclude.cuh")  # merge, conclude_direction
@@ -66,8 +66,8 @@ _sum_over_ranks = cupy.ElementwiseKernel(
     "total = 0; for (long long r = 0; r < ranks; ++r) total += numbers[r * k + i];",
     "infonce_sum_over_ranks",
 )  # fmt: skip
-# conclude_direction (CuPy has a logaddexp2, which loses small losses). Of nothing, the reference is
-# any number: no difference of infinities is taken
+# conclude_direction. (CuPy's logaddexp2 would round small losses to 0.) The log-sum-exp of no
+# logits is -inf; its reference is 0, because a difference of infinities is NaN
 _conclude = cupy.ElementwiseKernel(
     "float64 max, float64 sum, float64 moment, float64 positive, float64 mean, bool decoupled",
     "float64 loss, float64 lse, float64 probability, float64 reference, float64 log_scale_grad",
@@ -81,7 +81,7 @@ _conclude = cupy.ElementwiseKernel(
 
 
 class ElementwiseVectors(blocks.Vectors):
-    """`solve.Vectors` on CuPy's arrays, what folds merge in one kernel a step."""
+    """`solve.Vectors` on CuPy's arrays, with one kernel for each merge of sums."""
 
     def __init__(self) -> None:
         super().__init__(cupy, exponent_scaled=True)
@@ -119,7 +119,10 @@ class ElementwiseVectors(blocks.Vectors):
 
 
 class Scalars:
-    """The scale, that of exponents and the bias, as kernels take them; and what holds them."""
+    """The scale, the exponents' scale and the bias, as fields of struct Scalar.
+
+    The object also keeps the arrays alive to which these fields point.
+    """
 
     def __init__(self, launcher: Launcher, problem: Problem) -> None:
         self.scale, self._scale = self.exponent_scale, _ = scalar(problem.scale)
@@ -132,14 +135,14 @@ class Scalars:
             )
 
     def row_options(self, problem: Problem) -> Fields:
-        """struct RowOptions."""
+        """The fields of struct RowOptions."""
         return {"scale": self.scale, "exponent_scale": self.exponent_scale,
                 "margin": problem.margin, "decoupled": problem.decoupled,
                 "key_bias": problem.key_bias}  # fmt: skip
 
 
 class TiledVectors(ElementwiseVectors):
-    """The steps of a whole call in a kernel each: kernels/cuda/vectors.cu."""
+    """The steps of a whole call, each by a kernel of kernels/cuda/vectors.cu."""
 
     def __init__(self, launcher: Launcher, problem: Problem) -> None:
         super().__init__()

@@ -205,7 +205,7 @@ def test_options_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             problem = replace(plain, **option)
             found = planned.solution(how, problem, None, ranks, transport, (16.0, 1.0), query.dtype)
             assert (found is None) == steps
-            assert shard.VectorsOverRanks().known(problem) != steps
+            assert shard.VectorsOverRanks().has_plan(problem) != steps
             if steps:
                 shard.fold_block(
                     problem, False, lambda *of: asked.append(of), None,

@@ -217,7 +217,7 @@ def vectors_of(drawn: Drawn, into: Recording) -> None:
     """Steps on vectors of one rank."""
     problem = drawn.problem
     vectors = shard.VectorsOverRanks()
-    if not vectors.known(problem) or problem.bias is not None or problem.retrieval_ranks:
+    if not vectors.has_plan(problem) or problem.bias is not None or problem.retrieval_ranks:
         return
     problem, stats = vectors.statistics(problem)
     found = recorded.NotFinite(cupy.empty(len(problem.query)), cupy.empty(1))

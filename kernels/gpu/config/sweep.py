@@ -1,4 +1,4 @@
-"""Shape of the persistent kernels for Hopper (kernels/cuda/sm90): a query tile meets all keys."""
+"""The shape of sweeps: persistent kernels for Hopper, in kernels/cuda/sm90."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from .tile import BLOCK_M
 
 SWEEP_PRECISIONS = ("fp16x3", "bf16x3", "bf16", "fp16")
 STRIP = 16  # rows of a gradient block that a warp has: kernels/cuda/sm90/sweep/strip.cuh
-MAX_ROUNDS = 8  # segments that a worker gets if the keys of a query tile are cut into segments
-# Segments of a query tile that does not stay in shared memory, at least and at most. So many
-# segments of a few query tiles are computed at a time: their rows and keys stay in the L2 cache
+MAX_ROUNDS = 8  # most segments that a worker computes, if query tiles have several segments
+# Least and most segments of a query tile of wide rows. Then segments of a few query tiles are
+# computed at a time, so that their rows and keys stay in the L2 cache
 WIDE_SEGMENTS = 8, 64
-# bytes that epilogues keep in shared memory
-# column sums, for each consumer warpgroup: pairs of four strips, or of three with their moments
+# Bytes that epilogues keep in shared memory: column sums of each consumer warpgroup, as pairs of
+# four strips, or as pairs of three strips with their moments
 SUMS_BYTES = 4 * 1024
 MOMENTS_BYTES = 4608
 GRADIENT_STRIP_BYTES = 8 * 1024  # a strip of the gradient block, for each consumer warpgroup
-VECTOR_BYTES = 1024  # a number of each column, for both consumers
-EXTRAS_BYTES = 3 * 1024  # ids of the columns, and factors of normalised ones
-GROUPS_BYTES = 2 * VECTOR_BYTES  # 8 bytes of each column
+VECTOR_BYTES = 1024  # 4 bytes for each column, for both consumers
+EXTRAS_BYTES = 3 * 1024  # ids of columns, and factors of normalised columns
+GROUPS_BYTES = 2 * VECTOR_BYTES  # 8 bytes for each column
 BARRIER_BYTES = 256
-QUERY_TILE_COST = 14.0  # of beginning and ending a query tile, in products of one K-slice
-WIDE_QUERY_TILE_COST = 3.0  # the same without loading its rows
+# The time to begin and end a query tile, relative to the time of the products of one K-slice
+QUERY_TILE_COST = 14.0
+WIDE_QUERY_TILE_COST = 3.0  # for wide rows, which are not loaded before the first product
 
 
 class Residency(Enum):
-    """Where a sweep keeps the rows of queries and dL/dx."""
+    """The place where a sweep keeps the rows of queries, and dL/dx."""
 
     RESIDENT = "the query tile stays in shared memory"
     STREAMED = "K-slices of queries pass through the pipeline beside those of keys"
@@ -39,18 +40,18 @@ class Residency(Enum):
 
 @dataclass(frozen=True)
 class Sweep:
-    """Shape of one sweep: its -D options, and the launch that belongs to them."""
+    """The shape of a sweep: its -D options, its shared memory, and the blocks of its launch."""
 
-    k_slices: int  # of a row
+    k_slices: int  # of a row, in all its parts
     residency: Residency
-    workers: int  # blocks, or clusters of two, that run at once
-    shared_memory: int  # bytes that a block can have
-    extras: bool  # ids, or factors of normalised rows
+    workers: int  # thread blocks, or clusters of two, that run at once
+    shared_memory: int  # most bytes of a thread block
+    extras: bool  # columns have ids, or factors of normalisation
     moments: bool = False  # sums have first moments
-    limit_and_bias_count: int = 0  # how many of limits and biases pairs have
+    limit_and_bias_count: int = 0  # number of these options of a call: limits, biases
     groups: bool = False
 
-    square = True  # query tiles and key tiles are as large: a triangle can be visited
+    square = True  # query tiles and key tiles have one size, so a sweep can visit a triangle
 
     @cached_property
     def wide(self) -> bool:
@@ -67,37 +68,40 @@ class Sweep:
     # -- shared memory
 
     def stages(self, gradient: bool, sums: bool) -> int:
-        """Stages of the pipeline; `gradient`: of a kernel that writes a gradient block; `sums`: of
-        one that sums columns. (Both, if it caches exponentials.)"""
+        """Stages of the pipeline.
+
+        `gradient`: the kernel writes a gradient block. `sums`: the kernel adds up columns. A kernel
+        that caches exponentials does both.
+        """
         left = self.shared_memory - self.reserved(gradient, sums) - self.query_tile_bytes
-        if self.in_registers:  # whole tiles
+        if self.in_registers:  # stages hold whole key tiles
             return min(6, left // self.stage_bytes // self.k_slices) * self.k_slices
         stages = min(8, left // self.stage_bytes)
-        # both parts of some features
+        # two stages hold both parts of the same features
         return stages // 2 * 2 if self.residency is Residency.STREAMED else stages
 
     @property
     def stage_bytes(self) -> int:
-        """A K-slice of keys, and of queries where they are streamed."""
+        """Bytes of a stage: a K-slice of keys, and one of queries if queries are streamed."""
         return (self.block_n + self.streamed * BLOCK_M) * K_SLICE
 
     @property
     def query_tile_bytes(self) -> int:
-        """Queries that stay in shared memory."""
+        """Bytes of the queries that stay in shared memory."""
         return 0 if self.streamed else self.k_slices * self.query_tile_rows * K_SLICE
 
     def reserved(self, gradient: bool, sums: bool) -> int:
         """Bytes of shared memory beside the query tile and the stages."""
-        # factors and references of columns; with options, factors alone
+        # factors and references of columns, or factors, limits and biases of columns
         vectors = VECTOR_BYTES * max(2, 1 + self.limit_and_bias_count)
         gradient_bytes = vectors + (not self.in_registers) * self.warpgroups * GRADIENT_STRIP_BYTES
         sum_bytes = self.warpgroups * (MOMENTS_BYTES if self.moments else SUMS_BYTES)
         sum_bytes += VECTOR_BYTES * self.limit_and_bias_count
-        names = self.extras * EXTRAS_BYTES + self.groups * GROUPS_BYTES
-        return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + names
+        extra_bytes = self.extras * EXTRAS_BYTES + self.groups * GROUPS_BYTES
+        return BARRIER_BYTES + gradient * gradient_bytes + sums * sum_bytes + extra_bytes
 
     def shared(self, gradient: bool, sums: bool) -> int:
-        """Dynamic shared memory in bytes."""
+        """Bytes of dynamic shared memory."""
         stages = self.stages(gradient, sums) * self.stage_bytes
         return self.query_tile_bytes + stages + self.reserved(gradient, sums)
 
@@ -120,21 +124,22 @@ class Sweep:
 
     @property
     def cluster(self) -> int:
-        """Blocks of a worker."""
+        """Thread blocks of a worker."""
         return 2 if self.wide else 1
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups: two of them in ping-pong order, or two pairs."""
+        """Consumer warpgroups: two warpgroups, or two pairs of warpgroups, take turns."""
         return 4 if self.residency is Residency.RESIDENT else 2
 
     @property
     def threads(self) -> int:
-        """The consumer warpgroups, and one whose first warp is the producer."""
+        """Threads of the consumer warpgroups, and of one whose first warp is the producer."""
         return 128 * self.warpgroups + 128
 
     @property
     def rows_at_once(self) -> int:
+        """Rows of all query tiles that run at once."""
         return self.workers * self.query_tile_rows
 
     def blocks(self, rows: int, columns: int, triangle: bool = False) -> int:
@@ -145,24 +150,25 @@ class Sweep:
     # -- segments of the keys that a query tile meets, and the partial sums that they leave
 
     def segments(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Into how many segments the key tiles of a query tile are cut, to keep all workers busy to
-        the end."""
-        if self.in_registers:  # one thread block has all sums of a query tile in registers
+        """The number of segments of a query tile's keys that keeps all workers busy longest."""
+        if self.in_registers:  # one thread block keeps all sums of a query tile in registers
             return 1
         return _segments(self, *self._tiles(rows, columns), triangle)
 
     def _tiles(self, rows: int, columns: int) -> tuple[int, int]:
-        """Query tiles, and key tiles."""
+        """The numbers of query tiles and of key tiles."""
         return -(-rows // self.query_tile_rows), -(-columns // self.block_n)
 
     def max_segments(self, rows: int, columns: int) -> int:
-        """The most segments that `row_sums` has room for."""
+        """The largest number of segments for which `row_sums` has room."""
         return _max_segments(self, *self._tiles(rows, columns))
 
     @property
     def segment_slots(self) -> int:
-        """Partial sums that a segment leaves for each row: one for each warpgroup pair, or
-        warpgroup, that takes turns at its tiles."""
+        """Partial sums that a segment leaves for each row.
+
+        There is one for each warpgroup, or pair of warpgroups, that takes turns at its tiles.
+        """
         return 1 if self.streamed else 2
 
     def row_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
@@ -170,7 +176,7 @@ class Sweep:
         return self.segment_slots * self.segments(rows, columns, triangle)
 
     def column_slots(self, rows: int, columns: int, triangle: bool = False) -> int:
-        """Partial sums that a launch leaves for each column: two a block."""
+        """Partial sums that a launch leaves for each column: two for each thread block."""
         return 2 * self.blocks(rows, columns, triangle)
 
     def row_sums(self, rows: int, columns: int) -> int:
@@ -199,7 +205,7 @@ def defines(sweep: Sweep, gradient: bool, sums: bool) -> dict[str, int]:
 @lru_cache(4096)
 def _segments(sweep: Sweep, query_tiles: int, key_tiles: int, triangle: bool) -> int:
     if triangle:
-        key_tiles = key_tiles // 2 + key_tiles % 2  # that every query tile meets at least
+        key_tiles = key_tiles // 2 + key_tiles % 2  # the least that a query tile meets
     query_tile_cost = WIDE_QUERY_TILE_COST if sweep.wide else QUERY_TILE_COST
 
     def cost(segments: int) -> float:
@@ -222,11 +228,13 @@ def sweep_for(
     precision: str, width: int, device: DeviceProperties, extras: bool, moments: bool = False,
     limit_and_bias_count: int = 0, groups: bool = False,
 ) -> Sweep | None:  # fmt: skip
-    """The sweep for rows of `width` bytes in each part. None, and tiled kernels serve, on devices
-    other than Hopper (compute capability 9.0), and in precisions that sweeps do not have.
+    """The sweep for rows of `width` bytes in each part.
+
+    None, which means tiled kernels, for devices other than Hopper (compute capability 9.0) and for
+    precisions that no sweep has.
 
     `extras`: ids or factors of normalised rows. `moments`: sums have first moments.
-    `limit_and_bias_count`: how many of limits and biases pairs have. `groups`: whether rows and
+    `limit_and_bias_count`: see `Sweep`. `groups`: whether rows and
     columns have groups.
     """
     if device.capability != "90" or precision not in SWEEP_PRECISIONS:
@@ -244,8 +252,10 @@ def sweep_for(
 
 @lru_cache
 def register_sweep(sweep: Sweep | None, precision: str, rows: int) -> Sweep | None:
-    """The sweep that keeps dL/dx in registers: for rows of up to 256 bytes, if there are query
-    tiles for all workers; else None."""
+    """The sweep that keeps dL/dx in registers, or None.
+
+    It serves rows of up to 256 bytes, if there are query tiles for all workers.
+    """
     if sweep is None or sweep.k_slices > 2 or precision not in ("bf16", "fp16"):
         return None
     if rows < sweep.workers * BLOCK_M // 4:

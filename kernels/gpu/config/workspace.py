@@ -1,7 +1,7 @@
-"""What a fold needs in the workspace, and the largest blocks of the logit matrix that fit it.
+"""The memory that a fold needs in the workspace, and the largest blocks that fit it.
 
-A launch covers one block of the logit matrix, rows x columns. dL/dx of the block, and whatever else
-is temporary, has to fit the workspace.
+A launch computes one block of the logit matrix. The workspace must have room for dL/dx of the block
+and for all other temporary arrays.
 """
 
 from __future__ import annotations
@@ -23,57 +23,61 @@ from .precision import (
 from .sweep import STRIP, Sweep
 from .tile import BLOCK_M, Tile
 
-# Columns whose exponentials are cached: all, or at least so many. Blocks have all rows then, and
-# products with fewer columns take longer than the cache saves
+# The least number of columns whose exponentials are cached, unless all are. Cached blocks have all
+# rows, and products with fewer columns take longer than the cache saves
 MIN_CACHED_COLUMNS = 8192
-# The time to add one tile of an accumulator to another, and to launch one more product. The unit
-# is the time in which a multiprocessor multiplies 512 terms of a tile
+# The time to add one tile of an accumulator to another, and the time to launch one more product,
+# relative to the time in which a multiprocessor multiplies 512 terms of a tile
 ADDING_COST, LAUNCH_COST = 0.012, 2
-# Least rows of blocks of all keys. With 900, adding to dK costs as much as computing logits again
+# The least rows of blocks that have all keys. With 900 rows, adding to dK takes as long as
+# computing the logits again
 ALL_KEYS_ROWS = 1024
-GROUP_BLOCK = 4096  # most rows and columns of blocks that groups leave out
-PIECE_ROWS = 64  # of linear.cu: rows that are summed before segments are joined
+GROUP_BLOCK = 4096  # most rows and columns of a block, if groups leave out blocks
+PIECE_ROWS = 64  # rows that linear.cu adds up before it joins the sums of a segment
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a fold needs in the workspace. (Vectors of length M and N are outside it.)"""
+    """The arrays that a fold needs in the workspace; vectors of length M and N are outside it."""
 
     precision: str
     staged_query: bool  # operands are converted or normalised copies
     staged_key: bool
-    columns: bool  # columns have sums of their own
-    gradient: bool  # dL/dx of a block is written
-    dq_accumulators: int  # of a block's rows, side by side; 0: dQ accumulates in its destination
-    dk_in_workspace: bool  # accumulators of dK, or of the gradient of all rows if queries are keys
-    sweep: Sweep | None = None  # instead of tiles
+    columns: bool  # columns have sums
+    gradient: bool  # dL/dx of a block is written to memory
+    dq_accumulators: int  # for each row of a block; 0: dQ accumulates in its destination
+    dk_in_workspace: bool  # dK (if queries are keys, dQ of all rows) accumulates in the workspace
+    sweep: Sweep | None = None  # replaces tiles
     rows: bool = True  # rows have sums
-    # Bytes of a row of dK's destination, if accumulators of dK's first rows may lie there: a row of
-    # an accumulator is as long or longer. 0: all accumulators lie in the workspace
+    # bytes of a row of dK's destination, if accumulators of dK's first rows may overlay it; 0: all
+    # accumulators are in the workspace
     overlay_row_bytes: int = 0
-    # Bytes of the copies of all rows, made before the folds; 0: each fold copies a block's rows
+    # bytes of staged copies of all rows, made before the folds; 0: each fold copies a block's rows
     staged_once: int = 0
-    weighted_query: bool = False  # a block's queries are copied once more, for dK
+    weighted_query: bool = False  # a block has another copy of its queries, for dK
     moments: bool = False  # sums have first moments
 
     @property
     def statistics_needs(self) -> Needs:
-        """Of the log-sum-exp fold."""
+        """The needs of the log-sum-exp fold."""
         return replace(self, gradient=False, dq_accumulators=0, dk_in_workspace=False, rows=True)
 
     @property
     def gradient_needs(self) -> Needs:
-        """Of the gradient fold."""
+        """The needs of the gradient fold."""
         return replace(self, columns=False)
 
     def accumulator_row_bytes(self, d: int) -> int:
+        """Bytes of a row of an accumulator."""
         return product_width(d, self.precision) * ACCUMULATOR_BYTES[self.precision]
 
     def parts(
         self, rows: int, columns: int, d: int, block_n: int, dq_rows: int = 0, dk_rows: int = 0
     ) -> dict[str, int]:
-        """Bytes of each part for blocks of up to rows x columns, and for so many rows of dQ's and
-        of dK's accumulators in the workspace."""
+        """Bytes of each part of the workspace, for blocks of up to rows x columns.
+
+        `dq_rows` and `dk_rows` are the rows of accumulators of dQ and of dK in the workspace.
+        """
         real, tile = ACCUMULATOR_BYTES[self.precision], self.sweep or Tile(block_n)
         operand_row = padded(d, self.precision) * OPERAND_BYTES[self.precision]
         accumulator_row = self.accumulator_row_bytes(d)
@@ -95,27 +99,29 @@ class Needs:
         return {name: size for name, size in sizes.items() if size}
 
     def gradient_block_bytes(self, rows: int, columns: int, d: int) -> int:
-        """Bytes for dL/dx of a block. At least one row of a gradient: finished rows that overlay
-        their destination pass through this memory."""
+        """Bytes for dL/dx of a block, and at least for one row of a gradient.
+
+        Rows of dK that overlay their destination are converted in this memory.
+        """
         size = rows * gradient_stride(columns, self.precision) * OPERAND_BYTES[self.precision]
         return max(size, self.accumulator_row_bytes(d))
 
     def block_bytes(self, rows: int, columns: int, d: int, block_n: int, dk_rows: int = 0) -> int:
-        """Bytes of all parts."""
+        """Bytes of all parts of the workspace."""
         dq_rows = self.dq_accumulators * rows
         return sum(self.parts(rows, columns, d, block_n, dq_rows, dk_rows).values())
 
-    def blocking_bytes(self, of: Blocking, d: int, block_n: int) -> int:
+    def blocking_bytes(self, blocking: Blocking, d: int, block_n: int) -> int:
         """Bytes for the largest block, and for the accumulators of dK."""
-        return self.block_bytes(of.rows, of.columns, d, block_n, of.dk_rows - of.overlaid)
+        dk_rows = blocking.dk_rows - blocking.overlaid
+        return self.block_bytes(blocking.rows, blocking.columns, d, block_n, dk_rows)
 
     def overlay_border(self, n: int, d: int) -> int:
-        """How many of dK's n rows of accumulators can overlay their destination: whole tiles."""
+        """The number of dK's n rows that can overlay their destination, a multiple of BLOCK_M."""
         return n * self.overlay_row_bytes // self.accumulator_row_bytes(d) // BLOCK_M * BLOCK_M
 
     def cached_parts(self, rows: int, columns: int, d: int) -> dict[str, int]:
-        """Bytes for the exponentials of rows x columns logits, in the form of a gradient block, and
-        for their reference exponents."""
+        """Bytes for cached exponentials of rows x columns logits, and for their references."""
         references = -(-rows // STRIP) * -(-columns // BLOCK_M) * 4
         return {
             "exponentials": self.gradient_block_bytes(rows, columns, d), "references": references,
@@ -123,49 +129,57 @@ class Needs:
 
 
 def term_bytes(shape: tuple[int, int, int], smoothed: int, classes: int, real: int) -> int:
-    """Bytes that linear terms and their gradients take in kernels: sums of segments, and those of
-    pieces of rows, from which they are joined; for label smoothing of so many sides, and sums of so
-    many classes, of `real` bytes an element."""
+    """Bytes for sums of segments, and for the sums of pieces of rows from which they are joined.
+
+    `smoothed` is the number of sides with label smoothing, `classes` the number of classes, and
+    `real` the number of bytes of an element of a sum.
+    """
     m, n, d = shape
     pieces = 2 * d * 8 * -(-max(m, n) // PIECE_ROWS)
-    found = 2 * smoothed * pieces  # plain, and weighted by factors
-    return found + (2 * (pieces + classes * d * real) if classes else 0)
+    smoothing = 2 * smoothed * pieces  # sums of rows, and sums weighted by factors
+    return smoothing + (2 * (pieces + classes * d * real) if classes else 0)
 
 
 def left_to_folds(workspace: int, beside: int) -> int:
-    """Bytes of the workspace beside what else lies in it; at least half."""
+    """Bytes of the workspace without `beside` bytes for other arrays; at least half of it."""
     return workspace - min(workspace // 2, beside)
 
 
 def staged_once(size: int, workspace: int) -> int:
-    """`size` bytes of operands if all of them are to be staged before the folds, which then have so
-    much less of the workspace; 0 if each fold is to stage blocks of them."""
+    """`size`, if operands of that many bytes are staged before the folds, within the workspace.
+
+    0 if each fold stages the rows of its blocks.
+    """
     return size if size <= workspace // 5 else 0
 
 
 def gradient_stride(columns: int, precision: str) -> int:
-    """Elements in a row of a gradient block, or in each of its parts, which lie side by side; tiles
-    are written whole."""
-    piece = BLOCK_M if precision in OPERAND_PARTS else 8
-    return -(-columns // piece) * piece
+    """Elements of a row of a gradient block, or of each part of a row.
+
+    Parts have whole tiles.
+    """
+    multiple = BLOCK_M if precision in OPERAND_PARTS else 8
+    return -(-columns // multiple) * multiple
 
 
 @lru_cache(1024)
 def sums_at_once(
     shape: tuple[int, int, int], precision: str, multiprocessors: int, workspace: int
 ) -> int:
-    """Sums of `MAX_SUM_TERMS` terms that make dQ are computed so many at a time, each into an
-    accumulator of its own: where queries are few, one sum alone does not occupy all
-    multiprocessors."""
+    """The number of partial sums of dQ that are computed at once, in separate accumulators.
+
+    A partial sum has `MAX_SUM_TERMS` terms. If queries are few, one partial sum does not occupy all
+    multiprocessors.
+    """
     m, n, d = shape
     sums = -(-n // MAX_SUM_TERMS[precision]) if precision in MAX_SUM_TERMS else 1
-    tiles = -(-m // BLOCK_M) * -(-d // BLOCK_M)  # of one sum
+    tiles = -(-m // BLOCK_M) * -(-d // BLOCK_M)  # of one partial sum
     if sums <= 1 or not 0 < tiles < multiprocessors:
         return 1
     room = workspace // 8 // (m * d * ACCUMULATOR_BYTES[precision])
 
     def cost(at_once: int) -> float:
-        """In the time of a tile of a sum."""
+        """The time of all sums, relative to the time of one tile of a partial sum."""
         waves = -(-at_once * tiles // multiprocessors)
         return -(-sums // at_once) * (waves + LAUNCH_COST) + ADDING_COST * at_once * tiles
 
@@ -174,24 +188,26 @@ def sums_at_once(
 
 @dataclass(frozen=True)
 class Blocking:
-    """How a fold cuts the logit matrix into blocks, and where it accumulates dK."""
+    """The sizes of a fold's blocks, and the memory of its accumulator of dK."""
 
     rows: int  # of a block
     columns: int
-    # Rows of dK that accumulate at a time; 0: dK accumulates in its destination, all rows at a time
-    dk_rows: int
-    overlaid: int = 0  # of them, from the first: their accumulators lie in dK's destination
-    cached_columns: int = 0  # from the first: exponentials of all rows are cached between the folds
+    dk_rows: int  # rows of dK that accumulate at a time; 0: all, in the destination of dK
+    overlaid: int = 0  # the first of these rows, whose accumulators overlay the destination
+    cached_columns: int = 0  # the first columns, whose exponentials are cached between the folds
 
     def column_blocks(self, n: int) -> list[slice]:
-        """Blocks of n columns. No block is on both sides of a border: that of the overlaid rows of
-        dK, or that of the cached columns."""
+        """The column blocks of n columns.
+
+        No block contains the border of the overlaid rows of dK, or the border of the cached
+        columns.
+        """
         borders = sorted({0, self.overlaid, self.cached_columns, n})
-        return [of for a, b in pairwise(borders) for of in slices(b, self.columns, a)]
+        return [block for a, b in pairwise(borders) for block in slices(b, self.columns, a)]
 
 
 def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> int:
-    """Bytes for the least blocks that are `has_few_blocks`, of a size that `_largest` finds."""
+    """Bytes for the smallest blocks of which there are few (`has_few_blocks`)."""
     m, n, d = shape
     side = least_block_side(m, n)
     side = -(-side // BLOCK_M) * BLOCK_M if side > BLOCK_M // 2 else 1 << (side - 1).bit_length()
@@ -205,33 +221,32 @@ def least_workspace(shape: tuple[int, int, int], needs: Needs, block_n: int) -> 
 def blocking(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool
 ) -> Blocking:
-    """The largest blocks that fit. They are nearly square: what a block's copies and products read
-    is proportional to its sides.
+    """The largest blocks that fit, nearly square.
 
-    Accumulators of dK take up to half of the workspace. If they would take more than a quarter, and
-    all of them fit in this way, the first of them overlay dK's destination; no block has columns on
-    both sides of that border.
+    The rows that a block reads for its copies and products are proportional to its sides, so square
+    blocks read least. `symmetric`: rows and columns are divided at the same indices.
 
-    `symmetric`: rows and columns get the same ranges.
+    Accumulators of dK take up to half of the workspace. If they would take more than a quarter, the
+    first of them overlay dK's destination, provided that all fit in this way.
     """
     m, n, d = shape
     row = needs.accumulator_row_bytes(d)
-    most = max(1, workspace // 2 // row)
-    dk_rows, overlaid = min(n, most) if needs.dk_in_workspace else 0, 0
-    if needs.overlay_row_bytes and 2 * dk_rows > most:
+    max_dk_rows = max(1, workspace // 2 // row)
+    dk_rows, overlaid = min(n, max_dk_rows) if needs.dk_in_workspace else 0, 0
+    if needs.overlay_row_bytes and 2 * dk_rows > max_dk_rows:
         border = needs.overlay_border(n, d)
-        if border and n - border <= most:
+        if border and n - border <= max_dk_rows:
             dk_rows, overlaid = n, border
     room = workspace - needs.staged_once - (dk_rows - overlaid) * row
-    n = max(overlaid, n - overlaid)  # each block lies on one side of the border
+    n = max(overlaid, n - overlaid)  # no block contains the border
     m = n if symmetric else m
 
     def has_room(rows: int, columns: int) -> bool:
         return needs.block_bytes(rows, columns, d, block_n) <= room
 
     if needs.sweep is not None and needs.gradient and not symmetric:
-        # Rows of as many query tiles as run at once, or of half as many, unless that leaves too few
-        # columns for the products
+        # the rows of all query tiles that run at once, or of half of them, unless the workspace
+        # then has room for too few columns
         for share in (1, 2):
             rows = _even(m, min(m, needs.sweep.rows_at_once // share))
             if has_room(rows, min(n, rows // 4)):
@@ -250,24 +265,26 @@ def blockings(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int, symmetric: bool,
     cache_bytes: int = 0, beside: int = 0,
 ) -> tuple[Blocking, Blocking, int]:  # fmt: skip
-    """Blocks of the log-sum-exp fold; those of the gradient fold, which are smaller, as dL/dx takes
-    memory; and the bytes that serve both folds. ValueError if blocks that fit would be too many
-    (`has_few_blocks`). `cache_bytes`: what the folds may take if they cache exponentials in it, as
-    many
-    as fit; 0: they cache none. `beside`: see `left_to_folds`."""
+    """Blocks of the log-sum-exp fold, blocks of the gradient fold, and bytes for both folds.
+
+    The gradient fold has smaller blocks, because dL/dx takes memory. If `cache_bytes` is not 0, the
+    folds may take that many bytes, and cache as many exponentials as fit. `beside` are the bytes
+    that `left_to_folds` has subtracted. ValueError if there would be too many blocks
+    (`has_few_blocks`).
+    """
     folds = needs.statistics_needs, needs.gradient_needs
-    least = max(least_workspace(shape, of, block_n) for of in folds)  # bytes
+    least = max(least_workspace(shape, each, block_n) for each in folds)  # bytes
     if workspace < least:
-        # The caller's workspace is larger by what lies beside the folds: undo `left_to_folds`
+        # the message has the caller's workspace, before `left_to_folds`
         least, workspace = (size + min(size, beside) for size in (least, workspace))
         raise ValueError(workspace_too_small(shape, least, workspace))
     caching = _caching_blockings(shape, needs, cache_bytes, block_n) if cache_bytes else None
     if caching is not None:
         return caching
-    first, second = (blocking(shape, of, workspace, block_n, symmetric) for of in folds)
+    first, second = (blocking(shape, each, workspace, block_n, symmetric) for each in folds)
     sizes = (
-        of.blocking_bytes(c, shape[2], block_n)
-        for of, c in zip(folds, (first, second), strict=True)
+        each.blocking_bytes(cut, shape[2], block_n)
+        for each, cut in zip(folds, (first, second), strict=True)
     )
     return first, second, max(sizes)
 
@@ -279,10 +296,10 @@ def small_blockings(
     m, n, d = shape
     first, second = (
         replace(
-            of, rows=_even(m, min(of.rows, GROUP_BLOCK)),
-            columns=_even(n, min(of.columns, GROUP_BLOCK)),
+            cut, rows=_even(m, min(cut.rows, GROUP_BLOCK)),
+            columns=_even(n, min(cut.columns, GROUP_BLOCK)),
         )
-        for of in blockings
+        for cut in blockings
     )  # fmt: skip
     sizes = (
         needs.statistics_needs.blocking_bytes(first, d, block_n),
@@ -295,11 +312,14 @@ def small_blockings(
 def all_keys_blocking(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
 ) -> tuple[Blocking, Blocking, int] | None:
-    """`blockings` of one fold for log-sum-exps, dQ and dK: blocks have all keys, as rows' sums must
-    be complete before dK gains products with their queries. None if too few rows fit."""
+    """`blockings` of one fold that computes log-sum-exps, dQ and dK; None if too few rows fit.
+
+    A block has all keys, because the sums of its rows must be complete before dK gains products
+    with their queries.
+    """
     m, n, d = shape
     assert needs.sweep is not None
-    # rows of which tiles of dQ occupy all multiprocessors
+    # the rows whose tiles of dQ occupy all multiprocessors
     wave = needs.sweep.rows_at_once // -(-d // BLOCK_M) // BLOCK_M * BLOCK_M
     needs = replace(needs, rows=True, columns=False, weighted_query=True)
     dk_rows = n if needs.dk_in_workspace else 0
@@ -319,57 +339,61 @@ def all_keys_blocking(
     rows = rows_of_block(overlaid)
     if rows < min(m, ALL_KEYS_ROWS):
         return None
-    of = Blocking(rows, n, dk_rows, overlaid)
-    return of, of, size(overlaid, rows)
+    cut = Blocking(rows, n, dk_rows, overlaid)
+    return cut, cut, size(overlaid, rows)
 
 
 def _caching_blockings(
     shape: tuple[int, int, int], needs: Needs, workspace: int, block_n: int
 ) -> tuple[Blocking, Blocking, int] | None:
-    """`blockings` that cache the exponentials of as many columns as fit; None if these are too few.
+    """`blockings` that cache the exponentials of as many columns as fit; None if too few fit.
 
-    Blocks have all rows. The first block is cached; gradient blocks of the others take its memory.
-    Accumulators of dK overlay their destination only if more columns are cached then.
+    Blocks have all rows. The exponentials of the first block are cached. Its memory is also that of
+    the gradient blocks of all other blocks. Accumulators of dK overlay their destination only if
+    more columns are cached then.
     """
     m, n, d = shape
     dk_rows = n if needs.dk_in_workspace else 0
     beside_cache = replace(needs.gradient_needs, gradient=False)  # the cache is the gradient block
 
     def size(overlaid: int, columns: int) -> int:
-        of = Blocking(m, columns, dk_rows, overlaid)
+        cut = Blocking(m, columns, dk_rows, overlaid)
         sizes = (
-            fold.blocking_bytes(of, d, block_n) for fold in (needs.statistics_needs, beside_cache)
+            fold.blocking_bytes(cut, d, block_n) for fold in (needs.statistics_needs, beside_cache)
         )
         return sum(needs.cached_parts(m, columns, d).values()) + max(sizes) + needs.staged_once
 
     def has_room(overlaid: int, columns: int) -> bool:
         return size(overlaid, columns) <= workspace
 
-    found: tuple[Blocking, Blocking, int] | None = None
+    best: tuple[Blocking, Blocking, int] | None = None
     for overlaid in (0, needs.overlay_border(n, d)) if dk_rows else (0,):
         columns = _largest(n, partial(has_room, overlaid))
         if columns < n and needs.sweep is not None:
             columns -= columns % needs.sweep.block_n
-        least = min(n, MIN_CACHED_COLUMNS) if found is None else found[0].cached_columns + 1
+        least = min(n, MIN_CACHED_COLUMNS) if best is None else best[0].cached_columns + 1
         if columns >= least:
-            of = Blocking(m, columns, dk_rows, overlaid, cached_columns=columns)
-            found = replace(of, overlaid=0), of, size(overlaid, columns) - needs.staged_once
-    return found
+            gradient = Blocking(m, columns, dk_rows, overlaid, cached_columns=columns)
+            statistics = replace(gradient, overlaid=0)
+            best = statistics, gradient, size(overlaid, columns) - needs.staged_once
+    return best
 
 
-def _largest(limit: int, has_room: Callable[[int], bool]) -> int:
-    """The largest size up to `limit` that has room: `limit`, a multiple of BLOCK_M, or a power of 2
-    below BLOCK_M."""
-    if has_room(limit):
-        return limit
-    low, high = 0, -(-limit // BLOCK_M)
+def _largest(most: int, has_room: Callable[[int], bool]) -> int:
+    """The largest size up to `most` that has room.
+
+    It is `most`, a multiple of BLOCK_M, or a power of 2 below BLOCK_M.
+    """
+    if has_room(most):
+        return most
+    low, high = 0, -(-most // BLOCK_M)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if has_room(middle * BLOCK_M) else (low, middle)
     if low:
         return low * BLOCK_M
     size = BLOCK_M // 2
-    while size > 1 and (size > limit or not has_room(size)):
+    while size > 1 and (size > most or not has_room(size)):
         size //= 2
     return size
 
