@@ -1,7 +1,7 @@
-"""Between the folds: from complete sums to losses, and to the vectors of the gradient fold.
+"""The step between the folds: from complete sums to losses and the vectors of the gradient fold.
 
-Losses and options differ in what the targets are (`targets`), in which sums belong together, and in
-linear terms (`linear`). All of it is mathematics on vectors of length M or N.
+Losses and options differ in their targets (`targets`), in the sums that belong together, and in
+linear terms (`linear`). This step is mathematics on vectors of length M or N.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .targets import Smoothing, Targets, targets
 
 @dataclass
 class Conclusion:
-    """What follows from complete statistics: losses, and the vectors of the gradient fold."""
+    """The results of complete sums: losses, and the vectors of the gradient fold."""
 
     losses: Array  # [M]; [B] of a joint loss
     rows: Direction
     columns: Direction | None  # of a two-sided loss
-    row_factor: Array  # a of SoftmaxGradient
-    column_factor: Array | None  # b, of a two-sided loss
-    positive_gradient: Array  # [M] or [M, P], of SoftmaxGradient
-    # [M], weighted. With moments: dL / d log(scale). Without them, and with a margin: the margin's
-    # part of it, because the rest comes from `Gradients.dots`. None: not wanted
+    row_factor: Array  # as in `SoftmaxGradient`
+    column_factor: Array | None  # of a two-sided loss
+    positive_gradient: Array  # [M] or [M, P], as in `SoftmaxGradient`
+    # [M] weighted dL / d log(scale), from moments. If the loss has a margin and no moments: only
+    # the margin's part, because `Gradients.dots` have the rest. None: not wanted
     log_scale_grad: Array | None = None
     linear: Sequence[LinearTerm] = ()
 
@@ -36,13 +36,16 @@ class Conclusion:
 def conclusion(
     vectors: Any, problem: Problem, stats: Statistics, gradient: bool, backend: Any, scale: Any
 ) -> Conclusion:
-    """Losses and, for a `gradient`, its factors, with `scale` folded in. Of a triangle, both sides
-    are in `stats`."""
+    """Losses, and the factors of the gradient, times `scale`.
+
+    After a fold over a triangle, `stats` has the complete sums of all rows. `gradient`: the
+    gradient fold follows.
+    """
     xp, logits, sums = vectors.xp, stats.positive_logits, stats.rows
     smooth = key_bias = bias = None
     if problem.key_bias is not None:
         key_bias = backend.take_at_positives(problem, problem.key_bias)
-        bias = LOG2_E * key_bias  # of keys: columns have none
+        bias = LOG2_E * key_bias  # biases belong to keys; columns are queries and have none
     if problem.label_smoothing:
         smooth = smoothed(xp, problem, backend, logits, key_bias)
     if problem.joint:
@@ -50,16 +53,16 @@ def conclusion(
         smooth = None if smooth is None else _joined_smoothing(problem, smooth, logits)
     row_targets = targets(xp, problem, logits, None if smooth is None else smooth.rows, bias)
     rows = _direction(vectors, problem, sums, row_targets)
-    a = problem.upstream * (problem.row_weight * scale)
+    row_upstream = problem.upstream * (problem.row_weight * scale)
     linear = []
     if problem.classes is not None:
-        linear.append(_class_means(xp, problem, backend, smooth, sums, rows, a))
+        linear.append(_class_means(xp, problem, backend, smooth, sums, rows, row_upstream))
     losses, log_scale_grad = problem.row_weight * rows.loss, rows.log_scale_grad
     if log_scale_grad is not None:
         log_scale_grad = problem.row_weight * log_scale_grad
-    at_positive = _times(a, row_targets.pull(rows.negative_probability))
-    row_factor = a * rows.reference_probability
-    columns = b = column_factor = None
+    at_positive = _times(row_upstream, row_targets.pull(rows.negative_probability))
+    row_factor = row_upstream * rows.reference_probability
+    columns = column_upstream = column_factor = None
     if problem.two_sided and stats.columns is not None:  # key i is the positive of query i
         column_targets = row_targets
         if smooth is not None or bias is not None:
@@ -70,33 +73,40 @@ def conclusion(
         losses = losses + problem.column_weight * columns.loss
         if log_scale_grad is not None:
             log_scale_grad += problem.column_weight * columns.log_scale_grad
-        b = problem.upstream * (problem.column_weight * scale)
-        at_positive = at_positive + b * column_targets.pull(columns.negative_probability)
-        column_factor = b * columns.reference_probability
-    # NaN where a feature is not finite: the sums alone do not tell
+        column_upstream = problem.upstream * (problem.column_weight * scale)
+        at_positive = at_positive + column_upstream * column_targets.pull(
+            columns.negative_probability
+        )
+        column_factor = column_upstream * columns.reference_probability
+    # sums do not show all features that are not finite, so such rows get NaN here
     losses = losses + backend.row_nans(problem)[: len(losses)]
-    if log_scale_grad is not None:  # NaN by itself where a feature is not finite
+    if log_scale_grad is not None:  # a feature that is not finite makes it NaN already
         log_scale_grad = problem.upstream * log_scale_grad
-    pull = at_positive  # -dL/dx at the positive, linear terms included
+    pull = at_positive  # -dL/dx at positives, with linear terms
     if smooth is not None:
-        key_share = problem.label_smoothing * a / smooth.rows.keys
-        if b is not None and smooth.columns is not None:
-            key_share = key_share + problem.label_smoothing * b / smooth.columns.keys
+        key_share = problem.label_smoothing * row_upstream / smooth.rows.keys
+        if column_upstream is not None and smooth.columns is not None:
+            key_share = key_share + problem.label_smoothing * column_upstream / smooth.columns.keys
         pull = at_positive + _times(key_share, xp.ones_like(at_positive))
-        # Linear terms leave out a positive that is not `same`, and a joint loss counts it twice
-        same = smooth.same[: len(a)].reshape(at_positive.shape)
+        # linear terms leave out positives that are not `same`, and a joint loss counts positives
+        # twice
+        same = smooth.same[: len(row_upstream)].reshape(at_positive.shape)
         counted = 2.0 * same - 1.0 if problem.joint else 1.0 * same
         at_positive = at_positive + _times(key_share, counted)
-        linear += smooth.terms(xp, problem.label_smoothing, a, b, problem.joint)
+        linear += smooth.terms(
+            xp, problem.label_smoothing, row_upstream, column_upstream, problem.joint
+        )
     if problem.dots_lack_margin:
         present = problem.positives[: len(pull)] >= 0
         log_scale_grad = problem.margin * as_sets(xp.where(present, pull, 0.0)).sum(axis=1)
     if problem.joint:
         row_factor, at_positive = xp.tile(row_factor, 2), xp.tile(at_positive, 2)
-        probability = rows.reference_probability + xp.zeros_like(rows.reference)  # it may be 1
+        probability = rows.reference_probability + xp.zeros_like(
+            rows.reference
+        )  # an array, also if it is 1
         rows.reference = xp.tile(rows.reference, 2)
         rows.reference_probability = xp.tile(probability, 2)
-    elif problem.symmetric and gradient:  # over ranks this communicates
+    elif problem.symmetric and gradient:  # ranks exchange vectors here
         at_positive = at_positive + backend.take_at_positives(problem, at_positive)
     return Conclusion(
         losses, rows, columns, row_factor, column_factor, -at_positive, log_scale_grad,
@@ -105,22 +115,24 @@ def conclusion(
 
 
 def _direction(vectors: Any, problem: Problem, sums: Sums, target: Targets) -> Direction:
-    """Rows, or columns, with their targets."""
+    """The direction of rows, or of columns, with their targets."""
     xp = vectors.xp
-    if problem.hardness and sums.moment is not None:  # of exponents that have another scale
+    if (
+        problem.hardness and sums.moment is not None
+    ):  # the moment is of exponents, which have another scale
         sums = replace(sums, moment=sums.moment * (problem.scale / problem.exponent_scale))
-    end: Direction = vectors.direction(sums, target.logit, problem.decoupled, target.mean)
-    moments = end.log_scale_grad is not None
+    direction: Direction = vectors.direction(sums, target.logit, problem.decoupled, target.mean)
+    moments = direction.log_scale_grad is not None
     if target.excess is not None:
-        end.loss = end.loss + target.excess
+        direction.loss = direction.loss + target.excess
         if moments:
-            end.log_scale_grad = end.log_scale_grad + target.excess_scale_grad
+            direction.log_scale_grad = direction.log_scale_grad + target.excess_scale_grad
     if problem.weights is not None:  # rows without a positive have no loss
-        none = xp.isneginf(target.logit)
-        end.loss = xp.where(none, 0.0, end.loss)
+        has_none = xp.isneginf(target.logit)
+        direction.loss = xp.where(has_none, 0.0, direction.loss)
         if moments:
-            end.log_scale_grad = xp.where(none, 0.0, end.log_scale_grad)
-    return end
+            direction.log_scale_grad = xp.where(has_none, 0.0, direction.log_scale_grad)
+    return direction
 
 
 def _times(factor: Array, values: Array) -> Array:
@@ -132,6 +144,7 @@ def _times(factor: Array, values: Array) -> Array:
 
 
 def _joined_sums(vectors: Any, sums: Sums) -> Sums:
+    """The sums of rows i and i + B together."""
     half = len(sums.max) // 2
     first, second = sums.part(slice(half)), sums.part(slice(half, None))
     joined = Sums(*(None if part is None else part.copy() for part in first.arrays))
@@ -140,6 +153,7 @@ def _joined_sums(vectors: Any, sums: Sums) -> Sums:
 
 
 def _joined_smoothing(problem: Problem, smooth: Smoothed, logits: Array) -> Smoothed:
+    """The label smoothing of rows i and i + B together."""
     half = len(logits)
     keys, total = smooth.rows.keys, smooth.rows.mean * smooth.rows.keys
     positive = LN_2 * logits - problem.scale * problem.margin
@@ -153,11 +167,16 @@ def _joined_smoothing(problem: Problem, smooth: Smoothed, logits: Array) -> Smoo
 
 def _class_means(
     xp: Any, problem: Problem, backend: Any, smooth: Smoothed | None, sums: Sums, rows: Direction,
-    a: Array,
+    row_upstream: Array,
 ) -> LinearTerm:  # fmt: skip
-    """The linear term of classes. Changes `rows.loss` and `rows.log_scale_grad` of rows whose
-    positives are in the sums. Such a loss is the log-sum-exp less the mean of the positives'
-    logits. It is at least the logarithm of the number of positives: nothing cancels."""
+    """The linear term of classes.
+
+    The function changes `rows.loss` and `rows.log_scale_grad` of rows whose positives are in the
+    sums.
+
+    The loss of such a row is the log-sum-exp minus the mean of its positives' logits. The loss is
+    at least the logarithm of the number of positives, so the subtraction loses little precision.
+    """
     e = problem.label_smoothing
     others, _ = backend.segment_sums(problem, problem.classes, False)
     count = xp.maximum(others.number, 1.0)
@@ -171,4 +190,4 @@ def _class_means(
     if sums.moment is not None:
         all_keys = LN_2 * sums.moment / xp.where(sums.sum == 0, 1.0, sums.sum)
         rows.log_scale_grad = xp.where(in_sums, all_keys + scale_term, rows.log_scale_grad)
-    return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * a / count, 0.0))
+    return LinearTerm(problem.classes, xp.where(in_sums, (1.0 - e) * row_upstream / count, 0.0))

@@ -1,35 +1,35 @@
-"""The losses as folds over blocks of the logit matrix (`kernels/gpu/tiled` has its own).
+"""The folds of every loss: log-sum-exps, then gradients. A GPU has kernels/gpu/tiled/backend.py.
 
-A contrastive loss and its gradient need no matrix of size M x N. Both are folds over blocks
-(Q_a, K_b) of the logit matrix x_ij = scale * q_i . k_j:
+A contrastive loss and its gradient need no matrix of size M x N. A fold visits all blocks (Q_a,
+K_b) of the logit matrix x_ij = scale * q_i . k_j and combines their results:
 
-1. **LSE fold.** A block yields partial (max, sum) pairs for its rows and its columns. They merge by
-   ``m = max(m1, m2); sum = sum1 2^(m1 - m) + sum2 2^(m2 - m)`` with identity (-inf, 0), so tiles,
-   devices and ranks fold in any grouping. For the gradient of the scale, a first moment of the
-   logits may go with each sum, and merges like it.
+1. **Log-sum-exp fold.** A block yields partial (max, sum) pairs for its rows and its columns. Pairs
+   merge by ``m = max(m1, m2); sum = sum1 2^(m1 - m) + sum2 2^(m2 - m)`` with identity (-inf, 0), in
+   any grouping over tiles, devices and ranks. For the gradient of the scale, each sum may have a
+   first moment of the logits, which merges in the same way.
 2. **Gradient fold.** With the log-sum-exps known, a block yields dL/dx, and from it its
    contributions to dQ_a and dK_b.
 
-Losses differ in data alone (`problem.Problem`): which directions count, which pairs are excluded,
-where the positives are. A backend (`Backend`) supplies the grid of blocks and the work on one
-block. The order of the work, and all mathematics on vectors of length M or N, is here.
+Losses differ only in data (`problem.Problem`): which directions count, which pairs are excluded,
+where the positives are. A backend (`Backend`) has the grid of blocks and computes one block. This
+module has the order of the work, and all mathematics on vectors of length M or N.
 
 **Positives are kept out of the sums.** With n_i the log-sum-exp of the *negatives* of row i and p_i
 its positive logit, the loss is ``softplus(n_i - p_i)`` and the gradient at the positive is
-``-sigmoid(n_i - p_i)``. Nothing cancels but the logits, whose rounding is a relative error of a
-loss of any size. A loss is never negative, and P - 1 is exact where P rounds to 1.
+``-sigmoid(n_i - p_i)``. Only logits are subtracted from each other, so small losses keep
+their relative precision. A loss is never negative, and P - 1 is exact even if P rounds to 1.
 
 **Exponents are differences of two logits, never of a logit and a log-sum-exp.** From 2^53 on, the
 spacing of float64 numbers is larger than the difference between a log-sum-exp and the largest
 logit. So probabilities are 2^(x2 - r) divided by sum_j 2^(x2_ij - r), where the reference exponent
-r is the largest logit. Whatever the logits, no probability exceeds 1.
+r is the largest logit. Then no probability exceeds 1.
 
-**The gradient of the scale** has two sources (`problem.uses_moments`). One is the first fold alone:
-the derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives' logits under
-their softmax, and that of a row's loss ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. It does not see the
-rounding of dL/dx to 16 bits. The other is ``sum_i <dQ_i, q_i>``, with feature gradients. It does
-not see a margin m: each positive's logit p = scale (q . k - m) adds ``-scale m dL/dp``, which
-`conclusion` has.
+**The gradient of the scale** has two sources (`problem.uses_moments`). One is the first fold: the
+derivative of n_i with respect to log(scale) is the mean E_i[x] of the negatives' logits under their
+softmax, and the derivative of a row's loss is ``sigmoid(n_i - p_i) (E_i[x] - p_i)``. The rounding
+of dL/dx to 16 bits does not affect this source. The other is ``sum_i <dQ_i, q_i>``, from feature
+gradients. It lacks the part of a margin m: the logit p = scale (q . k - m) of a positive adds
+``-scale m dL/dp``, which `conclusion` computes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .targets import limits, mirror_positive_logits, with_limits
 
 
 class Backend(Protocol):
-    """What `solve` asks of the CPU and of ranks. Linear terms ask for more: `linear.Summing`."""
+    """Blocks on the CPU, over ranks or in host memory. Linear terms need `linear.Summing`, too."""
 
     @property
     def vectors(self) -> Vectors:
@@ -63,7 +63,7 @@ class Backend(Protocol):
         ...
 
     def online(self, problem: Problem, gradients: Gradients) -> bool:
-        """Whether it makes these gradients in one fold with the losses: `OnlineSoftmax`."""
+        """Whether one fold computes the losses and these gradients: `OnlineSoftmax`."""
         ...
 
     def grid(self, problem: Problem, triangle: bool) -> Grid:
@@ -75,8 +75,9 @@ class Backend(Protocol):
     ) -> None:
         """Visit every block: logits, `epilogue`, and dQ_a += P K_b, dK_b += P' Q_a where wanted.
 
-        Row panels may run in parallel; a column block is visited in the order of the panels.
-        Complete gradients are chained through the normalisation and written to their destination.
+        Row blocks may run in parallel. Blocks of the same columns are visited in the order of their
+        row blocks. Complete gradients are differentiated through the normalisation, and written to
+        their destination.
         """
         ...
 
@@ -89,11 +90,11 @@ class Backend(Protocol):
         ...
 
     def take_at_positives(self, problem: Problem, per_key: Array) -> Array:
-        """[M] or [M, P]: per_key[positives], of a vector over all keys; any value for none."""
+        """[M] or [M, P]: per_key[positives], from a vector over all keys; any value without one."""
         ...
 
     def positive_dots(self, problem: Problem) -> Array:
-        """[M] or [M, P] float64: the dot products of rows and their positives; 0 for none."""
+        """[M] or [M, P] float64: dot products of rows and their positives; 0 without a positive."""
         ...
 
 
@@ -102,9 +103,9 @@ class Backend(Protocol):
 
 @dataclass
 class Solution:
-    """Everything one evaluation produces, natural units."""
+    """The results of a call. Logarithms are natural."""
 
-    losses: Array | None = None  # [M] per-row losses; None where only `loss` was wanted
+    losses: Array | None = None  # [M] losses of rows; None if only `loss` was wanted
     row_lse: Array | None = None  # [M]
     column_lse: Array | None = None  # [N]
     statistics: Statistics | None = None
@@ -118,7 +119,7 @@ class Solution:
 
 
 def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> Solution:
-    """Loss, log-sum-exps and gradients of `problem`, of every loss."""
+    """Loss, log-sum-exps and gradients of a problem, which may be any loss."""
     vectors = backend.vectors
     if gradients is not None and problem.scale_grad_from_dots and gradients.dots is None:
         m, n, _ = problem.shape
@@ -128,17 +129,18 @@ def solve(problem: Problem, backend: Backend, gradients: Gradients | None) -> So
     return _solve_softmax(problem, backend, vectors, gradients)
 
 
-BlockQuestion = Callable[[Any, Problem], None]  # to the backend of a block, in place of a fold
+# A function that is called with the backend of a block and its problem, in place of a fold
+BlockQuestion = Callable[[Any, Problem], None]
 
 
 def fold_block(
     backend: Backend, problem: Problem, triangle: bool, epilogue: Epilogue | BlockQuestion,
     gradients: Gradients | None, not_finite: NotFinite | None = None, to_clear: Sums | None = None,
 ) -> None:  # fmt: skip
-    """Fold all of `problem` into `epilogue`, as one block of a larger problem.
+    """Run the fold of `epilogue` over a problem that is one block of a larger problem.
 
-    The sums `to_clear` are set to the identity first. `not_finite` gets the marks of this block; it
-    is given in the fold that computes losses.
+    The sums `to_clear` are emptied first. `not_finite` gets the marks of this block, in the fold
+    that computes losses.
     """
     if callable(epilogue):
         epilogue(backend, problem)
@@ -154,8 +156,11 @@ def fold_block(
 
 
 def one_pass(problem: Problem, gradients: Gradients | None) -> bool:
-    """Whether only rows have sums, and dQ is all that follows from them. (What is asked of the
-    logits, a backend has or has not.)"""
+    """Whether one fold can compute the losses and the gradients.
+
+    It can if the losses need only sums of rows, and only dQ is wanted. A backend may still lack an
+    `OnlineSoftmax` for the options of the logits.
+    """
     if gradients is None or gradients.want_key or problem.retrieval_ranks:
         return False
     if problem.bias is not None or problem.two_sided or problem.symmetric:
@@ -189,9 +194,9 @@ def _solve_softmax(
 
 
 def softmax_gradient(problem: Problem, end: Conclusion) -> SoftmaxGradient:
-    """The gradient fold's epilogue."""
+    """The epilogue of the gradient fold."""
     rows, columns, factor = end.rows, end.columns, end.column_factor
-    if problem.symmetric:  # dL/dx + its transpose: the columns are the rows
+    if problem.symmetric:  # dL/dx plus its transpose, because columns are rows
         columns, factor = rows, end.row_factor
     reference = None if columns is None else columns.reference
     return SoftmaxGradient(
@@ -200,6 +205,7 @@ def softmax_gradient(problem: Problem, end: Conclusion) -> SoftmaxGradient:
 
 
 def solution_of(end: Conclusion, stats: Statistics, loss: Any, scale_grad: Any) -> Solution:
+    """The solution of a softmax loss."""
     rows, columns = end.rows, end.columns
     return Solution(
         end.losses, rows.lse, None if columns is None else columns.lse, stats,
@@ -208,13 +214,16 @@ def solution_of(end: Conclusion, stats: Statistics, loss: Any, scale_grad: Any) 
 
 
 class Vectors:
-    """The mathematics on vectors of length M and N, on NumPy's arrays or CuPy's. `exponent_scaled`:
-    folds leave the logits of positives in the scale of exponents, as those on a GPU do."""
+    """The mathematics on vectors of length M and N, as arrays of NumPy or CuPy.
+
+    `exponent_scaled`: the logits of positives that folds compute have the scale of exponents
+    (`Problem.exponent_scale`), as on a GPU.
+    """
 
     def __init__(self, xp: Any, exponent_scaled: bool = False) -> None:
         self.xp, self.exponent_scaled = xp, exponent_scaled
 
-    # -- operations on parts of vectors: of a block, a panel or a rank
+    # -- operations on parts of vectors, of a block or a rank
 
     def identity(self, n: int, moments: bool) -> Sums:
         """Empty sums."""
@@ -222,10 +231,10 @@ class Vectors:
         return Sums(xp.full(n, -xp.inf), xp.zeros(n), xp.zeros(n) if moments else None)
 
     def merge(self, sums: Sums, other: Sums) -> None:
-        """Fold `other` into `sums`."""
+        """Add `other` to `sums`."""
         xp = self.xp
         top = xp.maximum(sums.max, other.max)
-        finite = xp.where(xp.isneginf(top), 0.0, top)  # two empty sums: no difference of infinities
+        finite = xp.where(xp.isneginf(top), 0.0, top)  # -inf - -inf would be NaN
         own_factor, other_factor = xp.exp2(sums.max - finite), xp.exp2(other.max - finite)
         sums.sum[:] = sums.sum * own_factor + other.sum * other_factor
         if sums.moment is not None:

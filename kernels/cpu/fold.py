@@ -1,4 +1,4 @@
-"""One fold of the CPU backend: the state that its worker threads share."""
+"""The data of one fold on the CPU, which its worker threads share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .context import Block, Context
 from .operands import Side, dots_at, row_dots, subtract
 from .workers import PanelOrder
 
-EXACT = 2.0**40  # logits below this have digits after the point, in float64
+EXACT = 2.0**40  # below this, float64 logits have at least 12 bits after the binary point
 
 
 class Fold:
-    """One visit of every block of a grid: vectors in the compute dtype, accumulators of dK."""
+    """A visit of every block of a grid, with its vectors in the compute dtype and its sum of dK."""
 
     def __init__(
         self,
@@ -34,16 +34,18 @@ class Fold:
     ) -> None:
         self.context, self.problem, self.grid = context, problem, grid
         self.epilogue, self.gradients, self.order = epilogue, gradients, order
-        self.c = float(problem.scale) * (1.0 if isinstance(epilogue, Sigmoid) else LOG2_E)
-        self.positive_c = self.c  # of positives
+        # dot products times `logit_scale` are exponents in base 2 (of a sigmoid: natural logits),
+        # and those of positives times `positive_scale` are their logits
+        self.logit_scale = float(problem.scale) * (1.0 if isinstance(epilogue, Sigmoid) else LOG2_E)
+        self.positive_scale = self.logit_scale
         if problem.hardness:
-            self.c = float(problem.exponent_scale) * LOG2_E
+            self.logit_scale = float(problem.exponent_scale) * LOG2_E
         d = problem.shape[2]
         dtype = context.dtype
 
-        # Vectors of length M or N in the compute dtype, made once for all tiles
+        # vectors of length M or N in the compute dtype, converted once for all tiles
         self.key_bias, self.query_bias = (
-            None if bias is None else (bias * (LOG2_E / self.c)).astype(dtype)
+            None if bias is None else (bias * (LOG2_E / self.logit_scale)).astype(dtype)
             for bias in (problem.key_bias, problem.query_bias)
         )
         self.limits, self.key_limits, self.guide_limits, self.guide_key_limits = (
@@ -52,26 +54,29 @@ class Fold:
                 problem.limits, problem.key_limits, problem.guide_limits, problem.guide_key_limits
             )
         )  # fmt: skip
-        # the logits of both directions
+        # whether rows and columns have the same logits
         self.same_logits = self.key_bias is None and not problem.compares_with_limits
-        self.teacher_c = 0.0
+        self.teacher_logit_scale = 0.0
         if isinstance(problem, TaughtProblem):
-            self.teacher_c = float(problem.teacher_scale) * LOG2_E
+            self.teacher_logit_scale = float(problem.teacher_scale) * LOG2_E
         if isinstance(epilogue, SoftmaxGradient):
             self.positive_gradient = epilogue.positive_gradient.astype(dtype)
-            self.factors = Factors(epilogue, self.c, dtype, self.same_logits)
+            self.factors = Factors(epilogue, self.logit_scale, dtype, self.same_logits)
             if isinstance(epilogue, TaughtGradient) and epilogue.teacher is not None:
-                self.teacher_factors = Factors(epilogue.teacher, self.teacher_c, dtype, True)
+                self.teacher_factors = Factors(
+                    epilogue.teacher, self.teacher_logit_scale, dtype, True
+                )
         elif isinstance(epilogue, Sigmoid):
-            self.a = epilogue.row_factor.astype(dtype)
+            self.row_factor = epilogue.row_factor.astype(dtype)
             if problem.has_positive_ids:
                 self.query_pair_weights = problem.query_pair_weights.astype(dtype)
                 self.key_pair_weights = problem.key_pair_weights.astype(dtype)
         elif isinstance(epilogue, Statistics) and epilogue.row_rank is not None:
             dots = dots_at(context.query, context.key, problem.positives)
-            self.rank_threshold = self.positive_c * dots
+            self.rank_threshold = self.positive_scale * dots
 
-        # dK accumulates in its destination if that has the compute dtype, else in memory of its own
+        # dK accumulates in its destination if the destination has the compute dtype, else in new
+        # memory
         self.column_gradients = gradients is not None and (
             grid.triangle or (gradients.want_key and not problem.symmetric)
         )
@@ -85,26 +90,30 @@ class Fold:
                 self.accumulator = out
             else:
                 self.accumulator = np.empty((keys.stop - keys.start, d), dtype)
-            # The first panel of a column block writes its products, and the others add
-            for a in reversed(range(len(grid.rows))):
-                for b in grid.visits(a):
-                    if not (grid.triangle and a == b):
-                        self.first_panels[b] = a
-            for b, columns in enumerate(grid.columns):
-                if b not in self.first_panels:
+            # the first panel of a column block overwrites dK, and later panels add to it
+            for panel in reversed(range(len(grid.rows))):
+                for column_block in grid.visits(panel):
+                    if not (grid.triangle and panel == column_block):
+                        self.first_panels[column_block] = panel
+            for column_block, columns in enumerate(grid.columns):
+                if column_block not in self.first_panels:
                     self.column_accumulator(columns)[...] = 0
 
-        # Linear terms of dQ and dK, added to them before they are stored
+        # linear terms are added to dQ and dK before they are stored
         self.query_linear: list[LinearGradient] = []
         self.key_linear: list[LinearGradient] = []
         if isinstance(epilogue, SoftmaxGradient) and gradients is not None:
-            made = functools.partial(
+            linear_gradient = functools.partial(
                 LinearGradient, np, context.query, context.key, symmetric=problem.symmetric
             )
             if gradients.want_query:
-                self.query_linear = [made(term=term, is_key_side=False) for term in epilogue.linear]
+                self.query_linear = [
+                    linear_gradient(term=term, is_key_side=False) for term in epilogue.linear
+                ]
             if self.column_gradients and not problem.symmetric:
-                self.key_linear = [made(term=term, is_key_side=True) for term in epilogue.linear]
+                self.key_linear = [
+                    linear_gradient(term=term, is_key_side=True) for term in epilogue.linear
+                ]
 
         self.kept_logits: dict[Block, Array] = {}
         if isinstance(epilogue, SoftmaxGradient):
@@ -114,15 +123,17 @@ class Fold:
             self.kept_logits = context.kept_logits
 
     def directions(self, rows: slice, columns: slice) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """(bias of keys, limits) of a tile, of its rows and of its columns, whose keys are rows.
-        Each is None without the option."""
+        """(bias of keys, limits) of a tile, first for its rows and then for its columns.
+
+        The keys of a column's softmax are the rows. A vector is None without its option.
+        """
         return (
             (part(self.key_bias, columns), part(self.limits, rows)),
             (part(self.query_bias, rows), part(self.key_limits, columns)),
         )
 
     def finish(self) -> None:
-        """The columns' gradients are complete: store them."""
+        """Store the gradients of the columns, after all blocks have added to them."""
         gradients, context = self.gradients, self.context
         if gradients is None or not self.column_gradients or self.grid.triangle:
             return
@@ -133,12 +144,12 @@ class Fold:
             rows = columns.stop - columns.start
             if not context.key.readable_in_place and buffer is None:
                 buffer = np.empty((rows, d), context.dtype)
-            g = self.column_accumulator(columns)
+            sums = self.column_accumulator(columns)
             destination = None if self.in_place else gradients.key
-            self.store(g, context.key, columns, buffer, destination, need_dots, is_key_side=True)
+            self.store(sums, context.key, columns, buffer, destination, need_dots, is_key_side=True)
 
     def column_accumulator(self, columns: slice) -> Array:
-        """Where dK of these keys accumulates."""
+        """The rows of the accumulator of dK that belong to some keys."""
         return self.accumulator[columns.start - self.first_key : columns.stop - self.first_key]
 
     def store(
@@ -152,20 +163,23 @@ class Fold:
         add: bool = False,
         is_key_side: bool = False,
     ) -> None:
-        """Complete gradients g of `rows`, through the normalisation, to their destination (None:
-        they are there)."""
+        """Complete the gradients `g` of `rows`, and write them to their destination.
+
+        Linear terms are added, and `g` is differentiated through the normalisation. If
+        `destination` is None, `g` is the destination.
+        """
         assert self.gradients is not None
         linear = self.key_linear if is_key_side else self.query_linear
         if linear or need_dots or side.norms is not None:
-            z = side.block(rows, buffer)
+            features = side.block(rows, buffer)
             for term in linear:
-                subtract(term, g, z, rows)
+                subtract(term, g, features, rows)
             dots = np.empty(len(g))
-            row_dots(g, z, dots)
+            row_dots(g, features, dots)
             if need_dots:
                 self.gradients.dots[rows] = dots
             g = side.to_features(
-                g, z, dots, rows, (g if destination is None else destination).dtype
+                g, features, dots, rows, (g if destination is None else destination).dtype
             )
         if destination is not None and add:
             destination[rows] += g
@@ -174,36 +188,44 @@ class Fold:
 
 
 class Factors:
-    """Reference exponents and factors of a gradient in the compute dtype. Logits are c times raw
-    products; `shared`: one exponential serves both directions."""
+    """Reference exponents and factors of a softmax gradient, in the compute dtype.
+
+    With e_ij the base-2 logit, `logit_scale` times the dot product, dL/dx of a negative is
+
+        row_factor_i 2^(e_ij - row_reference_i) + column_factor_j 2^(e_ij - column_reference_j),
+
+    or, with `one_exponential` for rows and columns,
+
+        2^(e_ij - row_reference_i) (row_factor_i + shared_row_factor_i shared_column_factor_j).
+    """
 
     def __init__(
-        self, epilogue: SoftmaxGradient, c: float, dtype: np.dtype[Any], same_logits: bool
+        self, epilogue: SoftmaxGradient, logit_scale: float, dtype: np.dtype[Any], same_logits: bool
     ) -> None:
-        """`same_logits`: the two directions have the same."""
-        self.c, self.shared = c, False
-        self.row_reference, self.a, rounded = rounded_reference(
-            np, c, epilogue.row_reference, epilogue.row_factor, dtype
+        """`same_logits`: rows and columns have the same logits."""
+        self.logit_scale, self.one_exponential = logit_scale, False
+        self.row_reference, self.row_factor, rounded = rounded_reference(
+            np, logit_scale, epilogue.row_reference, epilogue.row_factor, dtype
         )
         self.two_sided = epilogue.column_reference is not None
         if epilogue.column_reference is None or epilogue.column_factor is None:
             return
         high, low, least = rounded.max(), rounded.min(), epilogue.column_reference.min()
-        # Shared while no column's terms underflow beside a row's reference, and differences of
-        # references are exact enough
+        # one exponential serves while no term of a column underflows with a row's reference, and
+        # differences of references are exact enough
         close = high - least < 40 and high - low < 80
-        self.shared = bool(same_logits and close and max(abs(high), abs(low)) < EXACT)
-        if self.shared:
+        self.one_exponential = bool(same_logits and close and max(abs(high), abs(low)) < EXACT)
+        if self.one_exponential:
             middle = 0.5 * (high + least)
-            self.u = np.exp2(rounded - middle).astype(dtype)
+            self.shared_row_factor = np.exp2(rounded - middle).astype(dtype)
             column_exponentials = np.exp2(middle - epilogue.column_reference)
-            self.v = (epilogue.column_factor * column_exponentials).astype(dtype)
+            self.shared_column_factor = (epilogue.column_factor * column_exponentials).astype(dtype)
         else:
-            self.column_reference, self.b, _ = rounded_reference(
-                np, c, epilogue.column_reference, epilogue.column_factor, dtype
+            self.column_reference, self.column_factor, _ = rounded_reference(
+                np, logit_scale, epilogue.column_reference, epilogue.column_factor, dtype
             )
 
 
-def part(vector: Array | None, of: slice) -> Array | None:
-    """Some elements of a vector that an option may lack."""
-    return None if vector is None else vector[of]
+def part(vector: Array | None, indices: slice) -> Array | None:
+    """Some elements of a vector; None if there is no vector."""
+    return None if vector is None else vector[indices]

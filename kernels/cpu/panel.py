@@ -120,7 +120,7 @@ class Worker:
         self.buffered = None if kept is not None else (a, b)
         rows, columns = fold.grid.rows[a], fold.grid.columns[b]
         spoiled = None
-        if fold.teacher_c:
+        if fold.teacher_logit_scale:
             self.multiply_others(rows, columns, self.other)
         elif self.other is not None:
             spoiled = self.write_guide_bits(x, rows, columns, self.other)
@@ -133,7 +133,7 @@ class Worker:
                 logits = logits.copy()  # known already: do not overwrite them
             positives = problem.positives[rows].reshape(len(x), -1)
             tile.set_aside_positives(
-                x, positives, columns.start, fold.positive_c, logits.reshape(positives.shape)
+                x, positives, columns.start, fold.positive_scale, logits.reshape(positives.shape)
             )
         if problem.symmetric and rows.start < columns.stop and columns.start < rows.stop:
             start = max(rows.start, columns.start)
@@ -179,9 +179,10 @@ class Worker:
         the panels; None: nothing has."""
         fold, epilogue = self.fold, self.fold.epilogue
         if isinstance(epilogue, SoftmaxGradient):
-            options = *fold.directions(rows, columns), None if fold.teacher_c else self.other
+            other = None if fold.teacher_logit_scale else self.other
+            options = *fold.directions(rows, columns), other
             self.softmax_gradient(x, fold.factors, rows, columns, *options)
-            if fold.teacher_c:
+            if fold.teacher_logit_scale:
                 t, plain = self.other, ((None, None), (None, None), None)
                 assert t is not None
                 self.softmax_gradient(t, fold.teacher_factors, rows, columns, *plain)
@@ -204,9 +205,9 @@ class Worker:
                     problem.query_positive_ids[rows], problem.key_positive_ids[columns],
                     fold.query_pair_weights[rows], fold.key_pair_weights[columns],
                 )  # fmt: skip
-                sigmoid.sigmoid(x, scale, bias, fold.a[rows], *sums, *pairs)
+                sigmoid.sigmoid(x, scale, bias, fold.row_factor[rows], *sums, *pairs)
                 return None
-            sigmoid.sigmoid(x, scale, bias, fold.a[rows], *sums)
+            sigmoid.sigmoid(x, scale, bias, fold.row_factor[rows], *sums)
             sigmoid.sigmoid_positives(
                 x, positives, columns.start, epilogue.positive_logits[rows], scale, bias,
                 epilogue.row_factor[rows], *sums,
@@ -214,17 +215,17 @@ class Worker:
             return None
         if isinstance(epilogue, OnlineSoftmax):
             self.rescale = self.tile_rows.max[: len(x)]
-            tile.online_softmax(x, fold.c, *epilogue.rows.part(rows).arrays, self.rescale)
+            tile.online_softmax(x, fold.logit_scale, *epilogue.rows.part(rows).arrays, self.rescale)
             return None
         if isinstance(epilogue, RetrievalRanks):
-            c = fold.positive_c
-            count_above(x, c, epilogue.positive_logits[rows], epilogue.row_rank[rows])
+            scale = fold.positive_scale
+            count_above(x, scale, epilogue.positive_logits[rows], epilogue.row_rank[rows])
             if epilogue.column_rank is None:
                 return None
             counts = epilogue.column_positive_logits[columns], epilogue.column_rank[columns]
-            return lambda: count_above_columns(x, c, *counts)
+            return lambda: count_above_columns(x, scale, *counts)
         if isinstance(epilogue, TaughtStatistics):
-            constants = fold.c, fold.teacher_c
+            constants = fold.logit_scale, fold.teacher_logit_scale
             in_panel_order = distillation.statistics(
                 epilogue, x, self.other, *constants, rows, columns
             )
@@ -237,15 +238,22 @@ class Worker:
         self, x: Array, factors: Factors, rows: slice, columns: slice, row_arguments: Any,
         column_arguments: Any, guide_bits: Array | None,
     ) -> None:  # fmt: skip
-        """Raw products x become the softmax's part of dL/dx; the others as `Fold.directions`."""
-        c, r, a = factors.c, factors.row_reference[rows], factors.a[rows]
+        """Turn dot products x into dL/dx of a softmax; other arguments as in `Fold.directions`."""
+        scale, reference = factors.logit_scale, factors.row_reference[rows]
+        row_factor = factors.row_factor[rows]
         if not factors.two_sided:
-            tile.softmax_gradient(x, c, r, a, *row_arguments, guide_bits)
-        elif factors.shared:
-            tile.softmax_gradient_shared(x, c, r, a, factors.u[rows], factors.v[columns])
+            tile.softmax_gradient(
+                x, scale, reference, row_factor, *row_arguments, guide_bits
+            )  # fmt: skip
+        elif factors.one_exponential:
+            tile.softmax_gradient_shared(
+                x, scale, reference, row_factor, factors.shared_row_factor[rows],
+                factors.shared_column_factor[columns],
+            )  # fmt: skip
         else:
             tile.softmax_gradient_two_sided(
-                x, c, r, a, factors.column_reference[columns], factors.b[columns],
+                x, scale, reference, row_factor, factors.column_reference[columns],
+                factors.column_factor[columns],
                 *row_arguments, *column_arguments, guide_bits,
             )  # fmt: skip
 
@@ -260,13 +268,14 @@ class Worker:
         if both and fold.same_logits:
             partial = self.partial[:, :n]
             tile.row_and_column_statistics(
-                x, fold.c, *tile_rows.arrays, *tile_columns.arrays, partial[0], partial[-1]
-            )
+                x, fold.logit_scale, *tile_rows.arrays, *tile_columns.arrays, partial[0],
+                partial[-1],
+            )  # fmt: skip
         else:
-            tile.row_statistics(x, fold.c, *tile_rows.arrays, *row_arguments, self.other)
+            tile.row_statistics(x, fold.logit_scale, *tile_rows.arrays, *row_arguments, self.other)
             if both:
                 tile.column_statistics(
-                    x, fold.c, *tile_columns.arrays, *column_arguments, self.other
+                    x, fold.logit_scale, *tile_columns.arrays, *column_arguments, self.other
                 )
 
         def in_panel_order() -> None:
@@ -274,14 +283,14 @@ class Worker:
             tile.merge(*stats.rows.part(rows).arrays, *tile_rows.arrays)
             if stats.row_rank is not None:
                 threshold = fold.rank_threshold[rows]
-                count_above(x, fold.positive_c, threshold, stats.row_rank[rows])
+                count_above(x, fold.positive_scale, threshold, stats.row_rank[rows])
             if both:
                 assert stats.columns is not None
                 tile.merge(*stats.columns.part(columns).arrays, *tile_columns.arrays)
                 if stats.column_rank is not None:
                     threshold = fold.rank_threshold[columns]
                     ranks = stats.column_rank[columns]
-                    count_above_columns(x, fold.positive_c, threshold, ranks)
+                    count_above_columns(x, fold.positive_scale, threshold, ranks)
 
         if stats.columns is not None:
             return in_panel_order
@@ -329,9 +338,10 @@ class Worker:
         problem, context = self.fold.problem, self.fold.context
         sums, positive = stats.rows.part(rows), stats.positive_logits[rows]
         maximum = sums.max
-        maximum *= self.fold.c  # it was a maximum of raw products, and the moment one of them
+        # the maximum and the moment are those of dot products
+        maximum *= self.fold.logit_scale
         if sums.moment is not None:
-            sums.moment *= self.fold.c
+            sums.moment *= self.fold.logit_scale
         end = conclude(np, sums, positive)
         a = problem.upstream[rows] * problem.row_weight * float(problem.scale)
         sum_factor = a * end.reference_probability * np.exp2(maximum - end.reference)
